@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import machine, words
 from meshtrain import config
 from meshtrain import devices as local_devices
-from meshtrain.cost import simulate
+from meshtrain.cost.formulas import simulate
 from meshtrain.parallel.pipeline import pipeline, schedules
 
 STAGES, MICROBATCHES = 4, 8

@@ -31,7 +31,8 @@ import numpy as np
 from benchmarks import machine, words
 from meshtrain import config
 from meshtrain import devices as local_devices
-from meshtrain.cost import audit, hardware
+from meshtrain import hardware
+from meshtrain.cost.program import audit
 from meshtrain.parallel.context import attention
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec

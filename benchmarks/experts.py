@@ -30,8 +30,9 @@ from benchmarks import gpu_speed, machine, step, words
 from benchmarks.gpu_record import table
 from meshtrain import assembly, config
 from meshtrain import devices as local_devices
-from meshtrain.cost import audit, flops
-from meshtrain.cost import compile as gpu_compile
+from meshtrain.cost.formulas import flops
+from meshtrain.cost.program import audit
+from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
 from meshtrain.pages import pictures, skin

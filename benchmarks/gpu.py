@@ -26,8 +26,8 @@ import jax
 from benchmarks import gpu_attention, gpu_speed, gpu_steps, machine, words
 from benchmarks.gpu_record import FAILED, GROUPS, RIGHT, WRONG, Item, Record, code_digest
 from meshtrain import devices as local_devices
+from meshtrain import hardware
 from meshtrain.config import ConfigError
-from meshtrain.cost import hardware
 
 LONGEST_S = 240         # of an item, but for what it guesses itself; a hang is ended
 START_S = 180           # of a process, before its first item and between two

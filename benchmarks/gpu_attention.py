@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_record import Item
-from meshtrain.cost import hardware
+from meshtrain import hardware
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
 from meshtrain.kernels.engine import MASKED, Engine
 from meshtrain.kernels.mask import CAUSAL, WHOLE, Mask

@@ -21,7 +21,10 @@ import numpy as np
 from benchmarks import tiles as tile_timing
 from benchmarks.gpu_record import ROOT, Item, table
 from meshtrain import assembly, config
-from meshtrain.cost import assumptions, audit, flops, hardware, report, roofline
+from meshtrain import hardware
+from meshtrain.cost.formulas import assumptions, flops
+from meshtrain.cost.program import audit, roofline
+from meshtrain.inspection import memory
 from meshtrain.kernels import tiles
 
 GIB = 2**30
@@ -89,7 +92,7 @@ def layers_that_fit(run: config.Run, devices) -> int:
 
     def held(layers: int) -> int:
         made = assembly.assemble(run.model_copy(update={"model": m.model_copy(update={"num_layers": layers})}), devices)
-        state = sum(value for value in report.formula(made).values() if value)
+        state = sum(value for value in memory.formula(made).values() if value)
         read = 2 * sum(info.size for info in made.model.parameters()) // (
             1 if made.program.step.deferred_axes else len(devices))
         return state + read + layers * kept * tokens + BESIDE
@@ -145,7 +148,7 @@ def compiled(plan: Plan, devices, sizes: Sizes):
         started = time.perf_counter()
         step = assembly.compile_step(made)
         seconds = time.perf_counter() - started
-        fits = report.held_by_program(made,
+        fits = memory.held_by_program(made,
                                       step)["total"] <= hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else True
         if layers == 1 or fits and not audit.recomputed(step.as_text()):
             return made, step, seconds
@@ -213,7 +216,7 @@ def told(plan: Plan, made, step, measured: Measured) -> dict:
     step_s, tokens = statistics.median(measured.times), run.data.global_batch * run.data.seq_len
     needed = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
     peak = gpu and gpu.peak(run.model.compute_dtype)
-    held, line = report.held_by_program(made, step)["total"], roofline.of_run(made, step.as_text())
+    held, line = memory.held_by_program(made, step)["total"], roofline.of_run(made, step.as_text())
     whole = run_of(plan, count, run.training.microbatches).model.num_layers
     gib = lambda value: "–" if value is None else f"{value / GIB:.1f}"
     microbatches = run.training.microbatches

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.gpu_record import ROOT, Item
 from meshtrain import assembly, config
-from meshtrain.cost import hardware
+from meshtrain import hardware
 from meshtrain.training.state import State
 
 RULES = ROOT / "sharding_rules"

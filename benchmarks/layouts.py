@@ -18,11 +18,14 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from benchmarks import machine, words
 from meshtrain import assembly, plan
-from meshtrain.cost import compile as gpu_compile
-from meshtrain.cost import hardware, rates, report, roofline
-from meshtrain.cost.assumptions import Assumptions
-from meshtrain.cost.placed import Options, place
-from meshtrain.cost.price import Price, price
+from meshtrain import hardware
+from meshtrain.cost.formulas.assumptions import Assumptions
+from meshtrain.cost.formulas import rates
+from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.price import Price, price
+from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.cost.program import roofline
+from meshtrain.inspection import memory
 from meshtrain.model import transformer
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
@@ -95,7 +98,7 @@ def compiled(case: Case) -> tuple[float, int]:
     """(seconds by the roofline, bytes of a GPU) of the compiled step."""
     made = assembly.assemble(case.run(), gpu_compile.topology(f"{GPU}:{case.gpus}"))
     executable = assembly.compile_step(made)
-    return roofline.of_run(made, executable.as_text()).step_s, report.held_by_program(made, executable)["total"]
+    return roofline.of_run(made, executable.as_text()).step_s, memory.held_by_program(made, executable)["total"]
 
 
 def main(argv) -> None:

@@ -34,7 +34,7 @@ from benchmarks import machine
 from meshtrain import assembly, config
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
-from meshtrain.cost import audit
+from meshtrain.cost.program import audit
 from meshtrain.model import transformer
 from meshtrain.names import NO_TARGET
 from meshtrain.sharding import rules

@@ -17,7 +17,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from benchmarks import machine, words
 from meshtrain import plan
-from meshtrain.cost import search
+from meshtrain.cost.planner import search
 
 REPEATS = 3
 ROWS = (("llama3-8b", 8, 64, 8192), ("llama3-8b", 64, 512, 8192), ("llama3-70b", 512, 1024, 8192),

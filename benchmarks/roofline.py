@@ -1,7 +1,7 @@
 """python benchmarks/roofline.py: what a step of the shipped runs would take on GPUs that are not here, beside published
 runs.
 
-Each run's step is compiled for the GPU and priced kernel by kernel (meshtrain/cost/roofline.py); nothing is measured.
+Each run's step is compiled for the GPU and priced kernel by kernel (meshtrain/cost/program/roofline.py); nothing is measured.
 Needs the extra gpu-compile. Two sets of rates: the named assumptions, which fit published runs, and flat ones, with
 which aims were set. Published runs of the same layouts are compiled with their shapes, batches and recomputation.
 Writes benchmarks/roofline.md.
@@ -21,8 +21,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from benchmarks import machine, words
 from meshtrain import assembly, config
-from meshtrain.cost import compile as gpu_compile
-from meshtrain.cost import flops, hardware, report, roofline
+from meshtrain import hardware
+from meshtrain.cost.formulas import flops
+from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.cost.program import roofline
+from meshtrain.inspection import memory
 
 GPUS = ("h100", "a100-80gb", "h200", "b200")
 FLAT = {"matmul.best": .78, "matmul.sustained": 1, "matmul.clock": 1, "matmul.wave": 0, "matmul.k0": 0,
@@ -105,7 +108,7 @@ def program(gpu: str, case: Case):
 def row(gpu: str, case: Case) -> list[str]:
     made, executable, text = program(gpu, case)
     line, flat = roofline.of_run(made, text), roofline.of_run(made, text, FLAT)
-    held = report.held_by_program(made, executable)["total"]
+    held = memory.held_by_program(made, executable)["total"]
     fits = "" if held <= hardware.usable_bytes(hardware.get(gpu)) else " (does not fit)"
     percent = lambda name: f"{line.shares[name]:.1%}"
     print(f"{gpu} {case.name}: {line.step_s:.2f} s, MFU {line.mfu:.1%}", flush=True)
@@ -152,7 +155,7 @@ def written() -> str:
     shipped = [row(gpu, case) for gpu in GPUS for case in SHIPPED
                if "float8" not in case.words or not hardware.lacks_float8(hardware.get(gpu))]
     lines = ["# The roofline of the shipped runs", "",
-             "Written by `python benchmarks/roofline.py`; how a step is priced stands in meshtrain/cost/roofline.py. "
+             "Written by `python benchmarks/roofline.py`; how a step is priced stands in meshtrain/cost/program/roofline.py. "
              "Nothing here was measured.", "",
              machine.line("", "jax", "jaxlib"), "",
              *table(("GPU", "run", "s a step", "tokens/s a GPU", "MFU", *roofline.PARTS,

@@ -32,8 +32,9 @@ import optax
 from benchmarks import machine
 from meshtrain import assembly, config
 from meshtrain import devices as local_devices
+from meshtrain import hardware
 from meshtrain.config import ConfigError
-from meshtrain.cost import flops, hardware
+from meshtrain.cost.formulas import flops
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
 from meshtrain.run import loop

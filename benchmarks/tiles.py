@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import words
-from meshtrain.cost import hardware
+from meshtrain import hardware
 from meshtrain.kernels import pallas, tiles
 from meshtrain.kernels.mask import CAUSAL
 from meshtrain.kernels.tiles import Blocks, Tiles

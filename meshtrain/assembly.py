@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 import jax
 
 from meshtrain import config
+from meshtrain import hardware
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost import assumptions, audit, footprint, hardware, memory, price, rates, simulate
-from meshtrain.cost.placed import Options, Placed, place
+from meshtrain.cost.formulas import assumptions, footprint, price, rates, simulate
+from meshtrain.cost.formulas.placed import Options, Placed, place
+from meshtrain.cost.program import audit, memory
 from meshtrain.model import transformer
 from meshtrain.model.layers import kv_heads
 from meshtrain.parallel.context import attention

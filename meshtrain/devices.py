@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 
 from meshtrain import known_bad
+from meshtrain import hardware
 from meshtrain.cluster import agree, find, gpus, meet, watch
 from meshtrain.config import ConfigError, Run, user_errors
-from meshtrain.cost import hardware
 from meshtrain.names import AXES
 from meshtrain.run import say
 

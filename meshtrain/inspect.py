@@ -29,11 +29,14 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 
 from meshtrain import assembly, config, elastic
 from meshtrain import devices as local_devices
+from meshtrain import hardware
 from meshtrain.config import ConfigError
-from meshtrain.cost import (assumptions, audit, beside, chart, expect, facts, hardware, report, roofline, simulate,
-                            unasked)
-from meshtrain.cost import compile as gpu_compile
+from meshtrain.cost.formulas import assumptions, simulate
+from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.cost.program import roofline
 from meshtrain.files import FileSystemError
+from meshtrain.inspection import chart, expect, report
+from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.sharding.mesh import MeshSpec
 
@@ -71,41 +74,38 @@ def main(argv: Sequence[str]) -> int:
         logged: list[str] = []
         with say.without_noise(logged):
             executable = made.program.compile()       # a broken one is shown, not refused
-        program = audit.read(executable.as_text(), made.mesh)
-        now = expect.of(made, program, report.held_by_program(made, executable))
+        step = Inspected(made, executable, given, logged)
+        now = expect.of(made, step.program, step.held)
         if own["update"]:
             _write(own["expect"], expect.dumps(
                 now, f"python -m meshtrain.inspect {shlex.join(word for word in argv if word != '--update')}"))
         if as_json or own["html"] or not own["expect"]:
-            _tell(made, executable, program, unasked.warnings(made, program, logged), own)
+            _tell(step, own)
     except ConfigError as error:
         say.err(f"error: {error}")
         return 2
     except FileSystemError as error:
         say.err(f"error: {error}")
         return 1
-    return 1 if program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
+    return 1 if step.program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
 
 
-def _tell(made, executable, program: audit.ProgramAudit, warnings: list[str], own: dict) -> None:
+def _tell(step: Inspected, own: dict) -> None:
     """Raises: ConfigError where the page cannot be written."""
-    line = roofline.of_run(made, executable.as_text(), own["assume"])
-    formulas = beside.of(made, report.formula(made))
-    told = report.as_json(made, executable, program, formulas, line) | facts.of_run(made) | {"warnings": warnings}
+    told = report.as_json(step)
     if own["html"]:
         with config.user_errors():
             skin.write("--html", own["html"], layout.page(told))
     if own["json"]:
         say.out(json.dumps(told))
-        for note in made.notes:
+        for note in step.made.notes:
             say.err(f"note: {note}")
     elif not own["expect"]:
-        say.out("\n\n".join([report.before(made), report.params_table(made),
-                             report.memory_table(made, executable, formulas),
-                             report.collectives_table(program, formulas), report.matmuls(program, formulas),
-                             "\n".join([report.differences(made, executable, program, formulas),
-                                        *(f"warning: {line}" for line in warnings)]),
-                             *([report.roofline_table(line, made.mesh_spec)] if line else [])]))
+        warnings = [report.differences(step), *(f"warning: {line}" for line in step.warnings)]
+        say.out("\n\n".join([
+            report.before(step.made), report.params_table(step.made), report.memory_table(step),
+            report.collectives_table(step), report.matmuls(step.program, step.formulas), "\n".join(warnings),
+            *([report.roofline_table(step.roofline, step.made.mesh_spec)] if step.roofline else [])]))
     if own["html"]:
         say.err(f"written: {own['html']}")
 

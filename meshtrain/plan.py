@@ -30,11 +30,14 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
         importlib.import_module("jax")
 
 from meshtrain import assembly, config
+from meshtrain import hardware
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost import assumptions, audit, behind, hardware, rates, report, roofline, search
-from meshtrain.cost import compile as gpu_compile
-from meshtrain.cost import plans as told
-from meshtrain.cost.placed import Options
+from meshtrain.cost.formulas import assumptions, rates
+from meshtrain.cost.formulas.placed import Options
+from meshtrain.cost.planner import gap, search
+from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.inspection import plans as told
+from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.pages import plans, skin
@@ -75,7 +78,7 @@ def _plan(argv: list[str]) -> None:
     answers = [answered(run, options, count) for count in options["gpus"]]
     question, answer = answers[0]
     free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
-    stands = behind.of(question, answer.plans[0], free) if free else None
+    stands = gap.of(question, answer.plans[0], free) if free else None
     compiled = [verified(run, question, plan) for plan in answer.plans[:options.get("verify", 0)]]
     length = told.Length(options.get("tokens"), options.get("budget-hours"))
     if "html" in options:
@@ -98,7 +101,7 @@ def _plan(argv: list[str]) -> None:
 
 
 def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], length: told.Length, compiled: list[dict],
-            stands: behind.Behind | None) -> dict:
+            stands: gap.Behind | None) -> dict:
     """What `--json` prints: of one number of GPUs the best plans and what nearly fits, of several the best plan of
     each."""
     (question, answer), several = answers[0], len(answers) > 1
@@ -300,15 +303,13 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
     with config.user_errors(), say.without_noise():
         devices = gpu_compile.topology(f"{gpu.name}:{question.num_gpus}")
     made = assembly.assemble(_with(laid_out(run, plan), sharding={"rules": str(found(plan.rules.path))}), devices)
-    executable = assembly.compile_step(made)
-    text = executable.as_text()
+    step = Inspected(made, assembly.compile_step(made),
+                     {name: value for name, value in given.items() if not assumptions.TABLE[name].formula})
     sent: dict[str, int] = {}
-    for row in audit.read(text, made.mesh).collectives:
+    for row in step.program.collectives:
         axes = "+".join(row.axes)
         sent[axes] = sent.get(axes, 0) + row.bytes
-    line = roofline.of_run(made, text,
-                           {name: value for name, value in given.items() if not assumptions.TABLE[name].formula})
-    return {"memory_bytes": report.held_by_program(made, executable), "traffic_bytes": sent, "step_time_s": line.step_s}
+    return {"memory_bytes": step.held, "traffic_bytes": sent, "step_time_s": step.roofline.step_s}
 
 
 def run_file(run: Run, plan: search.Plan, path: str) -> str:

@@ -25,9 +25,10 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 
 from meshtrain import config
 from meshtrain.config import ConfigError
+from meshtrain.inspection import measured
 from meshtrain.pages import measured as pages
 from meshtrain.pages import skin
-from meshtrain.run import goodput, measured, rows
+from meshtrain.run import goodput, rows
 from meshtrain.units import duration
 
 TRIES = 8       # the newest, each in a line

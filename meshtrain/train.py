@@ -28,12 +28,13 @@ if __name__ == "__main__":
 import jax
 
 from meshtrain import assembly, config, devices, elastic, files, trained
+from meshtrain import hardware
 from meshtrain.checkpoint import exports, init_from, pretrained, resume
 from meshtrain.checkpoint.checkpoint import Checkpoints, Store
 from meshtrain.checkpoint.local import LocalTier
 from meshtrain.cluster import agree, find, meet, watch
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost import audit, beside, facts, flops, hardware, report, roofline, unasked
+from meshtrain.cost.formulas import flops
 from meshtrain.data import sources
 from meshtrain.data.batches import packing, preferences
 from meshtrain.data.cache import parts
@@ -43,7 +44,9 @@ from meshtrain.huggingface import folder
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
-from meshtrain.run import bias_warmup, contents, dpo_reference, goodput, history, loop, measured, metrics, rundir
+from meshtrain.inspection import measured, memory, report
+from meshtrain.inspection.inspected import Inspected
+from meshtrain.run import bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, rundir
 from meshtrain.run.profiling import Trace
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
@@ -134,7 +137,7 @@ def _check_memory(made: assembly.Assembly) -> None:
     local = jax.local_devices()
     if local[0].platform != "cpu":
         return
-    held = report.formula(made)
+    held = memory.formula(made)
     state_bytes = len(local) * (held["params"] + held["optimizer"])
     if state_bytes > (has := devices.memory_bytes(local)):
         raise ConfigError(f"the weights and the optimizer's state take {size(state_bytes)} on {len(local)} simulated "
@@ -373,10 +376,7 @@ def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
     if jax.process_index():
         return
     try:
-        text, formulas = step.as_text(), beside.of(made, report.formula(made))
-        program, line = audit.read(text, made.mesh), roofline.of_run(made, text)
-        told = report.as_json(made, step, program, formulas, line) | facts.of_run(made)
-        told["warnings"] = unasked.warnings(made, program, ())      # what XLA logs is for `inspect` to hear
+        told = report.as_json(Inspected(made, step))        # what XLA logs is for `inspect` to hear
         files.replace(directory / measured.COST, json.dumps(told))
     except Exception as error:      # whatever it is, it is not worth a run
         say.err(f"{directory / measured.COST} is not written ({files.said(error)}); training goes on, and the report "
@@ -386,7 +386,7 @@ def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
 def _memory(made: assembly.Assembly, step) -> Callable[[], int]:
     """() -> bytes in use on a device; where the backend does not tell, what the compiled step holds."""
     device = made.mesh.local_devices[0]
-    compiled = report.held_by_program(made, step)["total"]
+    compiled = memory.held_by_program(made, step)["total"]
     return lambda: (device.memory_stats() or {}).get("bytes_in_use", compiled)
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit
+from meshtrain.cost.program import audit
 from meshtrain.model import params as params_of
 from meshtrain.names import AXES, NO_TARGET
 from meshtrain.sharding.mesh import MeshSpec

@@ -6,13 +6,13 @@ import math
 import tomllib
 from pathlib import Path
 
+from meshtrain import hardware
 from meshtrain.config import run_file
 from meshtrain.config.sections import Model
-from meshtrain.cost import hardware
-from meshtrain.cost.assumptions import TABLE, Assumptions
-from meshtrain.cost.placed import Options, Practice, place
-from meshtrain.cost.price import price
-from meshtrain.cost.rates import Rates
+from meshtrain.cost.formulas.assumptions import TABLE, Assumptions
+from meshtrain.cost.formulas.placed import Options, Practice, place
+from meshtrain.cost.formulas.price import price
+from meshtrain.cost.formulas.rates import Rates
 from meshtrain.model import transformer
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec

@@ -12,8 +12,8 @@ import pytest
 
 from meshtrain import plan
 from meshtrain.config import shipped
-from meshtrain.cost import simulate
-from meshtrain.cost.price import Options
+from meshtrain.cost.formulas import simulate
+from meshtrain.cost.formulas.price import Options
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec

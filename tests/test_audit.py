@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.cost import audit
+from meshtrain.cost.program import audit
 
 
 def fake_mesh(**shape):

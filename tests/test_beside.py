@@ -7,7 +7,8 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, beside, compile, report
+from meshtrain.cost.program import audit, compile
+from meshtrain.inspection import formula_vs_compiled, memory
 from meshtrain.shipped import shipped
 
 pytestmark = pytest.mark.skipif(
@@ -166,8 +167,8 @@ def compiled(name: str):
         pipeline=dict(schedule=cell.schedule, chunks=cell.chunks) if "stage" in cell.mesh else {})
     made = assembly.assemble(run, compile.topology(f"h100:{cell.num_gpus}"))
     executable = made.program.compile()
-    return (made, report.held_by_program(made, executable), audit.read(executable.as_text(), made.mesh),
-            beside.of(made, report.formula(made)))
+    return (made, memory.held_by_program(made, executable), audit.read(executable.as_text(), made.mesh),
+            formula_vs_compiled.of(made, memory.formula(made)))
 
 
 @pytest.mark.parametrize("name", [name if name == FIRST else pytest.param(name, marks=sampling.GRID) for name in CELLS])
@@ -179,8 +180,8 @@ def test_the_compiled_step_is_what_the_formulas_say(name):
     if held["grads"] is not None:
         assert grads == pytest.approx(held["grads"], rel=1e-3)                      # beside them loops carry scalars
     assert priced["total"] == pytest.approx(held["total"], rel=CELLS[name].memory)
-    assert beside.matmul_flops(program) == pytest.approx(formulas.matmul_flops, rel=1e-6)
-    assert beside.differences(made, formulas, held, program) == []      # kinds and axes of collectives, bytes within 2%
+    assert formula_vs_compiled.matmul_flops(program) == pytest.approx(formulas.matmul_flops, rel=1e-6)
+    assert formula_vs_compiled.differences(made, formulas, held, program) == []      # kinds and axes of collectives, bytes within 2%
 
 
 def test_what_differs_is_named_and_what_no_rule_explains_with_its_tensor():
@@ -191,7 +192,7 @@ def test_what_differs_is_named_and_what_no_rule_explains_with_its_tensor():
     rows["reduce-scatter", "data"] = moved | {"axes": ["data"]}
     wrong = dataclasses.replace(formulas, collectives=list(rows.values()), matmul_flops=2 * formulas.matmul_flops,
                                 memory_bytes={**formulas.memory_bytes, "params": 1, "total": 1})
-    params, total, gathered, scattered, absent, matmuls = beside.differences(made, wrong, held, program)
+    params, total, gathered, scattered, absent, matmuls = formula_vs_compiled.differences(made, wrong, held, program)
     assert params.startswith("memory, params: 244.0 MiB compiled, 1 B") and total.startswith("memory, total")
     assert gathered.startswith("all-gather over tensor in bf16: ") and "compiled" in gathered
     assert scattered.startswith("reduce-scatter over fsdp in f32, ") and "follows from no rule: layers/" in scattered
@@ -202,4 +203,4 @@ def test_no_formula_reaches_float8():
     run = config.Run(model=dict(MODEL, matmul_dtype="float8", compute_dtype="bfloat16"),
                      data=dict(seq_len=4096, global_batch=2))
     made = assembly.assemble(run, compile.topology("h100:1"))
-    assert beside.of(made, report.formula(made)) is None
+    assert formula_vs_compiled.of(made, memory.formula(made)) is None

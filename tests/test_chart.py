@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.cost import chart, simulate
-from meshtrain.cost.simulate import Costs
+from meshtrain.cost.formulas import simulate
+from meshtrain.cost.formulas.simulate import Costs
+from meshtrain.inspection import chart
 from meshtrain.pages import pictures, skin
 from meshtrain.parallel.pipeline import schedules
 

@@ -13,7 +13,7 @@ import sampling
 from test_layouts import GRID, LAYOUTS, Compiled, check_equal, run_of
 
 from meshtrain import trained
-from meshtrain.cost import audit, hlo
+from meshtrain.cost.program import audit, hlo
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.training import accumulate
 

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.cost import audit, compile, hardware
+from meshtrain import hardware
+from meshtrain.cost.program import audit, compile
 
 needs_wheels = pytest.mark.skipif(
     compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}"

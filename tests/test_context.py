@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from test_layouts import MICROBATCHES, MODEL, Compiled, check_equal, check_gradients, reference, run_of
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile
+from meshtrain.cost.program import audit, compile
 from meshtrain.kernels import blockwise, engine
 from meshtrain.kernels.mask import CAUSAL
 from meshtrain.parallel.context import attention, zigzag

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import assembly, config, jax_private
-from meshtrain.cost import compile
+from meshtrain.cost.program import compile
 from meshtrain.kernels import cudnn
 from meshtrain.kernels.mask import Mask
 from meshtrain.parallel.context import attention

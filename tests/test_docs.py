@@ -11,8 +11,8 @@ import pytest
 
 from launch import local
 from meshtrain import assembly, config, convert, evaluate, generate, plan, report
+from meshtrain import hardware
 from meshtrain.checkpoint import resume
-from meshtrain.cost import hardware
 from meshtrain.kernels import blockwise
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 from test_context import RULES, drawn, laid_out, with_gradients
 
 from meshtrain import assembly, config
-from meshtrain.cost import compile, hlo, rates, report
-from meshtrain.cost.assumptions import Assumptions
+from meshtrain.cost.formulas.assumptions import Assumptions
+from meshtrain.cost.formulas import rates
+from meshtrain.cost.program import compile, hlo
+from meshtrain.inspection import report
 from meshtrain.kernels import engine, pallas, tiles
 from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.parallel.context import attention

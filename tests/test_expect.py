@@ -6,8 +6,8 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 
 from meshtrain import inspect
-from meshtrain.cost import expect
-from meshtrain.cost.expect import Expected, ExpectedRow
+from meshtrain.inspection.expect import Expected, ExpectedRow
+from meshtrain.inspection import expect
 
 GATHER = ("all-gather", ("fsdp",), "bf16[4096,14336]")
 REDUCE = ("reduce-scatter", ("data", "fsdp"), "f32[4096,14336]")

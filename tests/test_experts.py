@@ -10,7 +10,7 @@ from sampling import GRID
 
 import experts
 from meshtrain import assembly, config
-from meshtrain.cost import flops
+from meshtrain.cost.formulas import flops
 from meshtrain.model import moe, transformer
 from meshtrain.parallel.experts import all_to_all, dispatch
 from meshtrain.training import accumulate, optimizer

@@ -10,8 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))       # benchmarks is installed nowhere
 
 from benchmarks import experts, gpu_speed  # noqa: E402
-from meshtrain.cost import traffic  # noqa: E402
-from meshtrain.cost.placed import Options, place  # noqa: E402
+from meshtrain.cost.formulas import traffic
+from meshtrain.cost.formulas.placed import Options, place  # noqa: E402
 
 LAYER = experts.Shape("a layer", 64, 48, 16, 4, (4,))
 

@@ -10,7 +10,7 @@ from sampling import GRID
 
 from meshtrain import assembly
 from meshtrain.checkpoint import checkpoint
-from meshtrain.cost import audit
+from meshtrain.cost.program import audit
 from meshtrain.model import moe
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import layer_vjp

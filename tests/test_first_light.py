@@ -19,7 +19,9 @@ from benchmarks import gpu, gpu_attention, gpu_record, gpu_speed, gpu_steps  # n
 from benchmarks import tiles as tile_timing  # noqa: E402
 from benchmarks.gpu_record import BEGUN, FAILED, RIGHT, WRONG, Item, Record  # noqa: E402
 from meshtrain import assembly, config  # noqa: E402
-from meshtrain.cost import compile, hardware, report, roofline  # noqa: E402
+from meshtrain import hardware
+from meshtrain.cost.program import compile, roofline
+from meshtrain.inspection import memory
 from meshtrain.kernels import blockwise  # noqa: E402
 from meshtrain.kernels.tiles import Blocks, Tiles  # noqa: E402
 
@@ -376,7 +378,7 @@ def test_speed_programs_fit_at_first_go_and_xla_recomputes_nothing(plan, gpus):
     layers = gpu_speed.layers_that_fit(gpu_speed.run_of(plan, len(devices), gpu_speed.Sizes().microbatches), devices)
     made, step, _ = gpu_speed.compiled(plan, devices, gpu_speed.Sizes())
     assert made.run.model.num_layers == layers
-    held = report.held_by_program(made, step)["total"]
+    held = memory.held_by_program(made, step)["total"]
     # Too little would be another model: half of the memory is used where layers were left out.
     whole = gpu_speed.run_of(plan, len(devices), gpu_speed.Sizes().microbatches).model.num_layers
     assert (.5 if layers < whole else 0) * gpu_of.hbm_bytes < held <= .9 * hardware.usable_bytes(gpu_of)

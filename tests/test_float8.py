@@ -13,7 +13,8 @@ import sampling
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, config, inspect
-from meshtrain.cost import compile as gpu_compile, hardware, roofline
+from meshtrain import hardware
+from meshtrain.cost.program import compile as gpu_compile, roofline
 from meshtrain.model import float8, layers
 from meshtrain.names import AXES
 from meshtrain.sharding import rules

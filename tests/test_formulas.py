@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from meshtrain import assembly, config
-from meshtrain.cost import flops, hardware
+from meshtrain import hardware
+from meshtrain.cost.formulas import flops
 from meshtrain.model import layers, transformer
 from meshtrain.names import AXES
 from meshtrain.sharding import rules

@@ -18,7 +18,7 @@ from commands import call, home, in_a_directory_of_its_own, process, refused, ti
 from folders import GOLDENS, NAMES, ROOT
 
 from meshtrain import assembly, config, devices, generate, talk, train, trained
-from meshtrain.cost import audit, compile
+from meshtrain.cost.program import audit, compile
 from meshtrain.inference import generate as inference
 from meshtrain.inference import detokenizer
 from meshtrain.inference.generate import STRIDE, GenerationLimits

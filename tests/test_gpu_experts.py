@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile, traffic
-from meshtrain.cost.placed import Options, place
+from meshtrain.cost.formulas import traffic
+from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.program import audit, compile
 from meshtrain.kernels import tiles
 from meshtrain.parallel.experts import dispatch
 

@@ -18,7 +18,7 @@ import sampling
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile, hlo
+from meshtrain.cost.program import audit, compile, hlo
 from meshtrain.kernels import pallas
 from meshtrain.parallel.pipeline import pipeline, schedules
 from meshtrain.sharding.mesh import MeshSpec, pmax, psum

@@ -14,7 +14,8 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile, hlo, memory, roofline, unasked
+from meshtrain.cost.program import audit, compile, hlo, memory, roofline
+from meshtrain.inspection import unexpected
 from meshtrain.kernels import pallas
 from meshtrain.model import parts
 
@@ -133,7 +134,7 @@ def check_traffic(got: dict, want: dict):
 def test_collectives_are_those_of_the_accepted_form(rule):
     made, program = gpu_step(rule)
     check_traffic(traffic(program), expected(rule, made))
-    assert not program.unknown_loops and unasked.gathered_in_loops(made, program) == []
+    assert not program.unknown_loops and unexpected.gathered_in_loops(made, program) == []
 
 
 @pytest.mark.parametrize("rule", TRIED)

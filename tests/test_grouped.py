@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain.cost import compile
+from meshtrain.cost.program import compile
 from meshtrain.kernels import grouped, tiles
 from meshtrain.sharding.mesh import MeshSpec
 from test_pallas import ptxas

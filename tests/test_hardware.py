@@ -2,11 +2,11 @@
 import pytest
 
 from meshtrain import config, devices
-from meshtrain.cost import hardware
-from meshtrain.cost.assumptions import Assumptions
-from meshtrain.cost.placed import Options, place
-from meshtrain.cost.price import stage_costs
-from meshtrain.cost.rates import Rates
+from meshtrain import hardware
+from meshtrain.cost.formulas.assumptions import Assumptions
+from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.price import stage_costs
+from meshtrain.cost.formulas.rates import Rates
 from meshtrain.model import transformer
 from meshtrain.names import AXES, PLACEMENT
 from meshtrain.sharding import rules

@@ -85,7 +85,7 @@ def test_a_share_of_memory_that_is_none_is_refused_before_anything_is_compiled(w
 
 
 def test_inspect_compiles_for_64_gpus_that_are_not_here(tiny):
-    from meshtrain.cost import compile as gpu_compile
+    from meshtrain.cost.program import compile as gpu_compile
     try:
         gpu_compile.topology("h100:64")
     except ValueError as error:

@@ -7,7 +7,7 @@ import pytest
 import sampling
 import test_layouts
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile
+from meshtrain.cost.program import audit, compile
 from test_layouts import RULES, Compiled, check_gradients
 
 GQA, MQA = dict(num_kv_heads=2), dict(num_kv_heads=1)

@@ -14,7 +14,8 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, report
+from meshtrain.cost.program import audit
+from meshtrain.inspection import memory
 from meshtrain.kernels import blockwise, engine
 from meshtrain.model import parts
 from meshtrain.parallel.context import attention
@@ -183,8 +184,8 @@ def test_initialization_is_the_same_bits_on_any_layout():
 
 
 def test_bytes_per_device_are_what_the_rule_file_says(layout):
-    held = report.held_by_program(layout.made, layout.step)
-    ruled = report.formula(layout.made)
+    held = memory.held_by_program(layout.made, layout.step)
+    ruled = memory.formula(layout.made)
     assert (held["params"], held["optimizer"]) == (ruled["params"], ruled["optimizer"])
     assert held["grads"] == ruled["grads"]
 
@@ -204,7 +205,7 @@ def test_gradients_are_reduced_once_per_step_over_axes_that_grads_does_not_name(
     over = [c for c in layout.audit.collectives if once & set(c.axes)]
     assert [c for c in over if c.trips > 1] == []
     reduced = sum(c.payload_bytes for c in over if c.kind in ("all-reduce", "reduce-scatter"))
-    expected = report.formula(layout.made)["grads"] // rule.num_shards(own) if once else 0
+    expected = memory.formula(layout.made)["grads"] // rule.num_shards(own) if once else 0
     assert expected <= reduced <= expected + SMALL or not once and reduced == 0
 
 
@@ -218,10 +219,10 @@ def test_zero_table_as_measured_bytes_per_parameter(rule, n):
     """float32 params 4, accumulators 4, adamw 8, params stored as adamw's moments. ZeRO-1 and ZeRO-2 read whole weights
     beside them (arXiv:1910.02054 counts these 2, gradients 2 and the split 12)."""
     case = compiled(rule, (("fsdp", n),))
-    held = report.held_by_program(case.made, case.step)
+    held = memory.held_by_program(case.made, case.step)
     count = sum(info.size for info in case.made.model.parameters())
     measured = (held["params"] + held["grads"] + held["optimizer"]) / count
-    read = report.read_bytes(case.made) / count
+    read = memory.read_bytes(case.made) / count
     # float32 here, else the compute dtype's bytes
     assert read == pytest.approx(4 if rule in ("zero1", "zero2") else 0)
     assert measured == pytest.approx(PER_PARAM[rule](n), rel=0.02)

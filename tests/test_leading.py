@@ -9,10 +9,11 @@ from sampling import GRID
 
 from checkpoints import assert_same_bits
 from meshtrain import assembly, config
+from meshtrain import hardware
 from meshtrain.checkpoint import checkpoint
-from meshtrain.cost import flops, footprint, hardware, price, rates
-from meshtrain.cost.assumptions import Assumptions
-from meshtrain.cost.placed import Options, Practice, place
+from meshtrain.cost.formulas.assumptions import Assumptions
+from meshtrain.cost.formulas import flops, footprint, price, rates
+from meshtrain.cost.formulas.placed import Options, Practice, place
 from meshtrain.model import transformer
 from meshtrain.names import LEADING
 from meshtrain.sharding import rules

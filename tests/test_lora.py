@@ -12,8 +12,9 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.cost import flops, footprint, report, traffic
-from meshtrain.cost.placed import Options, place
+from meshtrain.cost.formulas import flops, footprint, traffic
+from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.inspection import memory
 from meshtrain.model import lora, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.names import AXES
@@ -168,12 +169,12 @@ def test_the_first_step_computes_what_the_model_without_adapters_does():
                                         (dict(stage=2), "ddp")], ids=str)
 def test_no_accumulator_of_a_frozen_weight_stands_in_the_compiled_step(rule, mesh):
     compiled = Compiled(lora_run(rule, mesh, targets=("query", "value")))
-    made, held = compiled.made, report.formula(compiled.made)
+    made, held = compiled.made, memory.formula(compiled.made)
     trained = made.model.divided(made.program.step.state.abstract.params)[0]
     size = sum(leaf.size for leaf in jax.tree.leaves(trained))
     assert held["grads"] == 4 * size // mesh.get("stage", 1)
     assert held["optimizer"] == 2 * 4 * size // mesh.get("stage", 1) + 4
-    found = report.held_by_program(made, compiled.step)
+    found = memory.held_by_program(made, compiled.step)
     assert (found["grads"], found["optimizer"]) == (held["grads"], held["optimizer"])
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile
+from meshtrain.cost.program import audit, compile
 from meshtrain.sharding import rules
 from meshtrain.training import muon
 from meshtrain.training.state import State

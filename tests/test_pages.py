@@ -10,7 +10,8 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 
 from meshtrain import inspect, plan
-from meshtrain.cost import chart, simulate
+from meshtrain.cost.formulas import simulate
+from meshtrain.inspection import chart
 from meshtrain.pages import layout, pictures, plans, skin
 from meshtrain.parallel.pipeline import schedules
 

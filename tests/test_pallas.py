@@ -15,7 +15,7 @@ import pytest
 import sampling
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.cost import compile
+from meshtrain.cost.program import compile
 from meshtrain.kernels import pallas, tiles
 from meshtrain.kernels.engine import MASKED
 from meshtrain.kernels.mask import CAUSAL, WHOLE, Mask, Scores

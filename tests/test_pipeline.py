@@ -17,7 +17,7 @@ import sampling
 
 from meshtrain import assembly, config
 from meshtrain.checkpoint import checkpoint
-from meshtrain.cost import hlo
+from meshtrain.cost.program import hlo
 from meshtrain.model import transformer
 from meshtrain.parallel.pipeline import schedules
 from test_layouts import GPT2, MODEL, RULES, Compiled, T, check_gradients, rows

@@ -8,7 +8,10 @@ import time
 import pytest
 
 from meshtrain import assembly, config, inspect, plan
-from meshtrain.cost import compile, footprint, hardware, search
+from meshtrain import hardware
+from meshtrain.cost.formulas import footprint
+from meshtrain.cost.planner import search
+from meshtrain.cost.program import compile
 from meshtrain.model import transformer
 from meshtrain.sharding.mesh import MeshSpec
 

@@ -8,7 +8,7 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
-from meshtrain.cost import compile
+from meshtrain.cost.program import compile
 from meshtrain.kernels import products
 
 ROOT = Path(__file__).resolve().parent.parent / "meshtrain"

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 import published
 from meshtrain import assembly, plan
+from meshtrain import hardware
 from meshtrain.config import run_file, shipped
 from meshtrain.config.sections import Model
-from meshtrain.cost import hardware, search, simulate
-from meshtrain.cost.assumptions import Assumptions
-from meshtrain.cost.placed import Options, place
-from meshtrain.cost.price import bubble_s, group, price, stage_costs
-from meshtrain.cost.rates import DeviceGroup, Rates
+from meshtrain.cost.formulas.assumptions import Assumptions
+from meshtrain.cost.formulas import simulate
+from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.planner import search
+from meshtrain.cost.formulas.price import bubble_s, group, price, stage_costs
+from meshtrain.cost.formulas.rates import DeviceGroup, Rates
 from meshtrain.model import transformer
 from meshtrain.parallel.pipeline import pipeline, schedules
 from meshtrain.sharding import rules

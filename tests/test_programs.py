@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from meshtrain import assembly, config, train, trained
-from meshtrain.cost import audit, compile
+from meshtrain.cost.program import audit, compile
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.training import step

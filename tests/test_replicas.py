@@ -13,7 +13,8 @@ from commands import call, home, in_a_directory_of_its_own, tiny  # noqa: F401
 from test_layouts import GRID, LAYOUTS, SEQUENCES, Compiled, rows, run_of
 
 from meshtrain import assembly, train
-from meshtrain.run import loop, measured, metrics, replicas
+from meshtrain.inspection import measured
+from meshtrain.run import loop, metrics, replicas
 from meshtrain.training import step
 
 

@@ -14,8 +14,9 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from test_pages import Read, embedded, standing_alone
 
 from meshtrain import report, train
+from meshtrain.inspection import measured
 from meshtrain.pages import measured as pages
-from meshtrain.run import goodput, history, measured, metrics, rows, rundir
+from meshtrain.run import goodput, history, metrics, rows, rundir
 
 
 @pytest.fixture(scope="module")

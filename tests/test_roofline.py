@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit, compile, hardware, hlo, price, rates, roofline, work
-from meshtrain.cost.assumptions import TABLE, Assumptions, parse
+from meshtrain import hardware
+from meshtrain.cost.formulas.assumptions import TABLE, Assumptions, parse
+from meshtrain.cost.formulas import price, rates
+from meshtrain.cost.program import audit, compile, hlo, roofline, work
 from meshtrain.sharding.mesh import MeshSpec
 
 H100 = hardware.get("h100")

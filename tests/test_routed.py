@@ -9,8 +9,10 @@ import json
 import pytest
 
 from meshtrain import assembly, config, plan
-from meshtrain.cost import audit, routed, search, traffic
-from meshtrain.cost.placed import Options, Practice, place
+from meshtrain.cost.formulas import routed, traffic
+from meshtrain.cost.formulas.placed import Options, Practice, place
+from meshtrain.cost.planner import search
+from meshtrain.cost.program import audit
 from meshtrain.kernels import grouped
 from meshtrain.model import transformer
 from meshtrain.sharding import rules

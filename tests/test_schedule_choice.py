@@ -11,7 +11,10 @@ import jax
 import pytest
 
 from meshtrain import assembly, config, inspect, train
-from meshtrain.cost import audit, compile, hardware, hlo, memory, report
+from meshtrain import hardware
+from meshtrain.cost.program import audit, compile, hlo
+from meshtrain.cost.program import memory as program_memory
+from meshtrain.inspection import memory, report
 from meshtrain.sharding.mesh import MeshSpec
 from test_layouts import Compiled
 from test_pipeline import run_of
@@ -58,7 +61,7 @@ def test_auto_takes_what_fits_into_the_gpus_memory():
     assert free.fits is None
     run, mesh_spec = run_of("ddp", dict(stage=4), "auto"), MeshSpec(dict(stage=4))
     made = assembly.assemble(run, jax.devices()[:4])
-    beside = sum(v for k, v in report.formula(made).items() if v is not None and k != "grads")
+    beside = sum(v for k, v in memory.formula(made).items() if v is not None and k != "grads")
     enough = math.ceil((beside + free.memory_bytes) / hardware.MEMORY_SHARE) + 1
     assert of(dataclasses.replace(GPU, hbm_bytes=enough)).schedule.name == free.schedule.name
     tight = of(dataclasses.replace(GPU, hbm_bytes=enough - 4))
@@ -104,7 +107,7 @@ def test_slot_bytes_are_what_the_compiled_loops_carry(rule, mesh, schedule, rema
     """Without remat, and in what B hands to W, an upper bound: what is as wide as the residual stream counts whole."""
     case = Compiled(run_of(rule, mesh, schedule, training=dict(remat=remat)))
     choice = case.made.choice
-    accumulators = report.formula(case.made)["loop_grads"]
+    accumulators = memory.formula(case.made)["loop_grads"]
     held = carried(case.step)
     # The largest loop may lack accumulators, or a buffer that no tick of it writes, and carries one dx or y.
     assert choice.memory_bytes <= most * held and held - accumulators <= 1.02 * choice.memory_bytes
@@ -162,7 +165,7 @@ def test_inspect_tells_people_the_same():
 
 def test_accumulators_that_are_in_no_loop_are_null_and_not_zero():
     case = Compiled(run_of("ddp", dict(stage=2), "1f1b", model=dict(num_layers=2)))
-    shapes = memory.in_loop(case.made.model, case.made.layout)
+    shapes = program_memory.in_loop(case.made.model, case.made.layout)
     text = case.step.as_text()
     assert audit.accumulator_bytes(text, [s for _, s in shapes]) == sum(4 * math.prod(s) for _, s in shapes)
     assert audit.accumulator_bytes(text, [s for _, s in shapes] + [(3, 5, 7)]) is None
@@ -202,7 +205,7 @@ def test_the_shipped_pipeline_fits_and_its_model_says_what_its_run_file_says():
 def test_the_shipped_pipeline_is_compiled_to_what_its_run_file_says():
     """Versions of XLA differ by some hundred MiB of temporaries."""
     made = assembly.assemble(config.load(["configs/llama3-70b-pipeline.toml"]), compile.topology("h100:64"))
-    held = report.held_by_program(made, assembly.compile_step(made))
+    held = memory.held_by_program(made, assembly.compile_step(made))
     assert held["total"] / 2**30 == pytest.approx(told_by_the_run_file()[0], abs=1)
 
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtrain import config, inspect
-from meshtrain.cost import chart, simulate
-from meshtrain.cost.simulate import Costs
+from meshtrain.cost.formulas import simulate
+from meshtrain.cost.formulas.simulate import Costs
+from meshtrain.inspection import chart
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.parallel.pipeline.schedules import B, F, INTERLEAVED, NAMES, W
 

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 import sampling
 from meshtrain import assembly, config, plan
-from meshtrain.cost import compile, footprint, search
-from meshtrain.cost.placed import Options, place
-from meshtrain.cost.price import price
+from meshtrain.cost.formulas import footprint
+from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.planner import search
+from meshtrain.cost.formulas.price import price
+from meshtrain.cost.program import compile
 from meshtrain.names import AXES
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec

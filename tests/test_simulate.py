@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtrain.cost import simulate
-from meshtrain.cost.simulate import Costs, SlotBytes
+from meshtrain.cost.formulas import simulate
+from meshtrain.cost.formulas.simulate import Costs, SlotBytes
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.parallel.pipeline.schedules import INTERLEAVED, NAMES
 from schedule_check import needs

@@ -5,8 +5,8 @@ import jax
 import pytest
 
 from meshtrain import assembly
-from meshtrain.cost import unasked
-from meshtrain.cost.audit import Collective, ProgramAudit
+from meshtrain.cost.program.audit import Collective, ProgramAudit
+from meshtrain.inspection import unexpected
 from meshtrain.run import say
 from test_layouts import run_of
 
@@ -35,7 +35,7 @@ UP = 64, 96         # of the MLP of a layer
 
 
 def test_weights_gathered_in_a_loop_that_their_rule_keeps_whole_are_named(made):
-    (line,) = unasked.warnings(made("zero1", fsdp=8), program(gather(UP)), [])
+    (line,) = unexpected.warnings(made("zero1", fsdp=8), program(gather(UP)), [])
     assert line.startswith("layers/mlp/gate/kernel or layers/mlp/up/kernel is gathered over fsdp 4 times a step, 1000 "
                            "B, inside a loop")
     assert "[params] of" in line and "zero1.toml" in line
@@ -50,16 +50,16 @@ def test_weights_gathered_in_a_loop_that_their_rule_keeps_whole_are_named(made):
     ("ddp", dict(data=4, tensor=2), gather((64, 64), axes=("tensor",)))],     # what products read
     ids=["zero3", "once", "norm", "activation", "gradient", "tensor"])
 def test_what_a_layout_asks_for_is_no_warning(rule, mesh, row, made):
-    assert unasked.warnings(made(rule, **mesh), program(row), []) == []
+    assert unexpected.warnings(made(rule, **mesh), program(row), []) == []
 
 
 def test_what_xla_replicates_to_reshard_is_told_once_with_its_name(made):
     one = made("zero3", fsdp=8)
-    (line,) = unasked.warnings(one, program(), [LOGGED, LOGGED, "W1122 13:40:22.733081 1 other.cc:1] something else"])
+    (line,) = unexpected.warnings(one, program(), [LOGGED, LOGGED, "W1122 13:40:22.733081 1 other.cc:1] something else"])
     assert line.startswith("XLA makes f32[32,16,4] of mlp/sin whole on every device to get from sharding "
                            "{devices=[2,1,4]<=[8]} to")
     assert "2 times in the program" in line
-    assert "of layers/mlp/gate/kernel, layers/mlp/up/kernel whole" in unasked.warnings(
+    assert "of layers/mlp/gate/kernel, layers/mlp/up/kernel whole" in unexpected.warnings(
         one, program(), [LOGGED.replace("f32[32,16,4]", "f32[64,96]")])[0]
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from test_context import drawn, laid_out, with_gradients
 
 from meshtrain import assembly, config
-from meshtrain.cost import audit
+from meshtrain.cost.program import audit
 from meshtrain.kernels import blockwise, engine
 from meshtrain.kernels.mask import CAUSAL, Mask, Scores
 from meshtrain.model import transformer

@@ -1,1 +1,1 @@
-"""What it costs: audit of compiled programs, GPU compilation without a GPU, the hardware table."""
+"""What it costs: formulas, the compiled program, the planner."""

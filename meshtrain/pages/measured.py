@@ -1,5 +1,5 @@
 """The page of `report --html`: what a run has measured beside what was priced, from the dict of
-`meshtrain.run.measured`."""
+`meshtrain.inspection.measured`."""
 from __future__ import annotations
 
 import math

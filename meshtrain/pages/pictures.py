@@ -257,8 +257,8 @@ def kinds(told: dict) -> dict[str, tuple[int, str]]:
 
 
 def schedule(told: dict, heading: str = "") -> str:
-    """A row for each stage, model time to the right; later chunks are lighter. told: of `cost.chart.as_json`. heading:
-    of a drawing that stands alone, which has a legend, too."""
+    """A row for each stage, model time to the right; later chunks are lighter. told: of `inspection.chart.as_json`.
+    heading: of a drawing that stands alone, which has a legend, too."""
     left, tall = 74, 22 if told["num_stages"] <= 16 else 13
     longest = max(part["end"] - part["begin"] for part in told["lines"])
     scale, parts, y = (WIDTH - left - 20) / longest, [text(4, 13, heading,

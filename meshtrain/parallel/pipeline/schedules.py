@@ -1,8 +1,8 @@
 """Pipeline schedules as data: what every stage does to which microbatch in every tick, and which slot holds it.
 
-`make` generates a schedule, `cost.simulate` prices it, and one executor, `pipeline`, interprets it; no schedule is
-control flow. tests/test_schedules.py proves every schedule of up to 8 stages sound, by tests/schedule_check.py. Knows
-numpy only: no jax, no model, no devices.
+`make` generates a schedule, `cost.formulas.simulate` prices it, and one executor, `pipeline`, interprets it; no
+schedule is control flow. tests/test_schedules.py proves every schedule of up to 8 stages sound, by
+tests/schedule_check.py. Knows numpy only: no jax, no model, no devices.
 
 Legend: P stages, M microbatches, V chunks (consecutive layers; a stage has V of them), T ticks. Virtual stage g = chunk
 · P + stage holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; where W is not

@@ -11,8 +11,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from meshtrain.cost import flops, routed
-from meshtrain.cost.placed import GATHER, SUM, Axes, Options, Placed, Practice, Product, WeightMove
+from meshtrain.cost.formulas import flops, routed
+from meshtrain.cost.formulas.placed import GATHER, SUM, Axes, Options, Placed, Practice, Product, WeightMove
 from meshtrain.names import AXES
 from meshtrain.sharding.rules import GATHERED
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from meshtrain.cost import audit
+from meshtrain.assembly import Assembly
+from meshtrain.cost.program import audit
 from meshtrain.names import LAYERS, LEADING
 from meshtrain.sharding.rules import GATHERED
 
@@ -45,7 +46,7 @@ class Expected:
     collectives: Mapping[tuple[str, tuple[str, ...], str], ExpectedRow]
 
 
-def of(made, program: audit.ProgramAudit, held: Mapping[str, int | None]) -> Expected:
+def of(made: Assembly, program: audit.ProgramAudit, held: Mapping[str, int | None]) -> Expected:
     """made: the assembled run; program: its compiled step, audited; held: its bytes by kind
     (`report.held_by_program`)."""
     run = {"devices": f"{made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
@@ -74,7 +75,7 @@ def _payloads(row: audit.Collective) -> list[int]:
     return [row.payload_bytes // max(1, row.trips) * size // max(1, sum(sizes)) for size in sizes]
 
 
-def tensors(made) -> Callable[[tuple[int, ...]], list[str]]:
+def tensors(made: Assembly) -> Callable[[tuple[int, ...]], list[str]]:
     """dims → the parameters that have them, as products read them on one device, a layer or the stack; where none has,
     those that have them in another order: XLA transposes."""
     exact, sorted_too = defaultdict(list), defaultdict(list)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshtrain.cost import hlo
+from meshtrain.cost.program import hlo
 
 ATTENTION, OPTIMIZER = "attention", "optimizer"
 _ATTENTION_SCOPE = re.compile(r"(?:^|[/(])attention(?:[/)]|$)")

@@ -13,11 +13,11 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 
-from meshtrain.cost import footprint, simulate
-from meshtrain.cost import price as prices
-from meshtrain.cost.placed import Options, Placed, place
-from meshtrain.cost.price import Price
-from meshtrain.cost.rates import Attended, Rates
+from meshtrain.cost.formulas import footprint, simulate
+from meshtrain.cost.formulas import price as prices
+from meshtrain.cost.formulas.placed import Options, Placed, place
+from meshtrain.cost.formulas.price import Price
+from meshtrain.cost.formulas.rates import Attended, Rates
 from meshtrain.names import AXES, PLACEMENT
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.sharding.mesh import MeshSpec

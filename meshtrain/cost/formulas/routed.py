@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from meshtrain.cost.placed import GATHER, Options, Placed
+from meshtrain.cost.formulas.placed import GATHER, Options, Placed
 from meshtrain.kernels import grouped, tiles
 from meshtrain.names import AXES
 from meshtrain.parallel.experts import all_to_all, dispatch

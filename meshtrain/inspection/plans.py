@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshtrain.cost import facts, search, traffic
-from meshtrain.cost.behind import Behind, link
-from meshtrain.cost.price import RECOMPUTED
-from meshtrain.cost.rates import Attended
-from meshtrain.cost.report import columns
-from meshtrain.cost.search import Answer, Plan, Question
+from meshtrain.cost.planner.gap import Behind, link
+from meshtrain.cost.formulas import traffic
+from meshtrain.cost.planner import search
+from meshtrain.cost.formulas.price import RECOMPUTED
+from meshtrain.cost.formulas.rates import Attended
+from meshtrain.inspection.report import columns
+from meshtrain.cost.planner.search import Answer, Plan, Question
+from meshtrain.inspection import summary
 from meshtrain.names import AXES
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.units import many, seconds, size
@@ -113,7 +115,7 @@ def caveats(question: Question, answer: Answer) -> list[str]:
     lines = ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of "
              "them "
               "by more than 11%. What moves them most (--assume NAME=VALUE sets another; "
-              "reasons: meshtrain/cost/assumptions.py): "
+              "reasons: meshtrain/cost/formulas/assumptions.py): "
               + ", ".join(f"{name} {value:g}" for name, value in named.items())]
     if answer.plans and search.TOO_SHORT in answer.plans[0].reason:
         lines += [f"{search.TOO_SHORT[0].upper()}{search.TOO_SHORT[1:]}; the order of the plans is a guess, "
@@ -132,7 +134,7 @@ def first(question: Question, answer: Answer, behind: Behind | None = None) -> d
     time_s |= {"bubble": one.bubble_s, "optimizer": one.update_s, "host": one.host_s}
     time_s["ends of microbatches"] = max(0.0, one.step_s - sum(time_s.values()))
     return {"sentences": sentences(question, answer.plans), "standing": standing(behind) if behind else "",
-            "time_s": time_s, "mesh": facts.mesh(MeshSpec(plan.sizes, plan.placed.mesh.placement), gpu, gpu.name)}
+            "time_s": time_s, "mesh": summary.mesh(MeshSpec(plan.sizes, plan.placed.mesh.placement), gpu, gpu.name)}
 
 
 def _short(plan: Plan) -> str:

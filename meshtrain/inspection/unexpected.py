@@ -8,7 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from meshtrain.cost import audit, expect
+from meshtrain.assembly import Assembly
+from meshtrain.cost.program import audit
+from meshtrain.inspection import expect
 from meshtrain.units import size
 
 # What XLA logs where its partitioner finds no way from one sharding to another.
@@ -17,13 +19,13 @@ REPLICATED = re.compile(r"Involuntary full rematerialization.*?from sharding (\{
                         r"operation %\S+ = (\w+\[[\d,]*\])")
 
 
-def warnings(made, program: audit.ProgramAudit, logged: Iterable[str]) -> list[str]:
+def warnings(made: Assembly, program: audit.ProgramAudit, logged: Iterable[str]) -> list[str]:
     """made: the assembled run; program: its compiled step, audited; logged: lines of XLA's from when it was
     compiled."""
     return gathered_in_loops(made, program) + replicated(made, logged)
 
 
-def gathered_in_loops(made, program: audit.ProgramAudit) -> list[str]:
+def gathered_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[str]:
     """All-gathers of a parameter in a loop, over axes that split sequences or tokens and that its [params] does not
     name."""
     layout, named = made.layout, expect.tensors(made)
@@ -47,7 +49,7 @@ def gathered_in_loops(made, program: audit.ProgramAudit) -> list[str]:
             for (name, axes, trips), sent in found.items()]
 
 
-def replicated(made, logged: Iterable[str]) -> list[str]:
+def replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
     """Tensors that XLA makes whole on every device on the way from one sharding to another."""
     named, found = expect.tensors(made), Counter()
     for line in logged:

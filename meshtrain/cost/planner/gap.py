@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from meshtrain.cost.placed import GATHER, SCATTER
-from meshtrain.cost.price import RECOMPUTED, group
-from meshtrain.cost.rates import DeviceGroup, Matmul
-from meshtrain.cost.search import Answer, Plan, Question
+from meshtrain.cost.formulas.placed import GATHER, SCATTER
+from meshtrain.cost.formulas.price import RECOMPUTED, group
+from meshtrain.cost.formulas.rates import DeviceGroup, Matmul
+from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.names import AXES
 from meshtrain.parallel.pipeline import stages
 from meshtrain.units import seconds

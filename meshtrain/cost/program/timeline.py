@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from meshtrain.cost import hlo, work
+from meshtrain.cost.program import hlo, work
 
 Key = tuple[str, str]       # (computation, instruction)
 

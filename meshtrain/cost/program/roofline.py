@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshtrain.cost import audit, flops, hardware, hlo, rates, timeline, work
-from meshtrain.cost.assumptions import Assumptions
-from meshtrain.cost.sources import ATTENTION, OPTIMIZER, Sources
+from meshtrain import hardware
+from meshtrain.cost.formulas.assumptions import Assumptions
+from meshtrain.cost.formulas import flops, rates
+from meshtrain.cost.program import audit, hlo, timeline, work
+from meshtrain.cost.program.sources import ATTENTION, OPTIMIZER, Sources
 from meshtrain.names import AXES
 from meshtrain.sharding.mesh import MeshSpec
 

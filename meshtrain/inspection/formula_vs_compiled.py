@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from meshtrain.cost import audit, expect, flops, footprint, sources, traffic
-from meshtrain.cost.placed import Options, place
+from meshtrain.assembly import Assembly
+from meshtrain.cost.formulas import flops, footprint, traffic
+from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.program import audit, sources
+from meshtrain.inspection import expect
 from meshtrain.units import size
 
 TOLERANCE = {"params": .001, "grads": .001, "optimizer": .001, "total": .1}     # of memory
@@ -28,7 +31,7 @@ class Formulas:
     matmul_flops: int
 
 
-def of(made, ruled: Mapping[str, int | None]) -> Formulas | None:
+def of(made: Assembly, ruled: Mapping[str, int | None]) -> Formulas | None:
     """ruled: bytes by the rules (`report.formula`). None where no formula reaches: float8."""
     run, schedule = made.run, made.choice and made.choice.schedule
     if run.model.matmul_dtype == "float8":
@@ -50,7 +53,8 @@ def matmul_flops(program: audit.ProgramAudit) -> int:
     return sum(dot.flops for dot in program.dots if not sources.in_attention(dot.source))
 
 
-def differences(made, formulas: Formulas, held: Mapping[str, int | None], program: audit.ProgramAudit) -> list[str]:
+def differences(made: Assembly, formulas: Formulas, held: Mapping[str, int | None],
+                program: audit.ProgramAudit) -> list[str]:
     """One line for each that is beyond tolerance, and for each collective that follows from no rule, with what it
     moves. held: bytes of the compiled step by kind (`report.held_by_program`)."""
     lines = []
@@ -81,7 +85,7 @@ def _than(after: int, before: int) -> str:
     return f"{size(after)} compiled, {size(before)} by the formulas"
 
 
-def _moved(made, program: audit.ProgramAudit, key: tuple) -> str:
+def _moved(made: Assembly, program: audit.ProgramAudit, key: tuple) -> str:
     """The parameters whose shapes the largest of these collectives have, else the operation that they come from."""
     rows = [row for row in program.collectives if (row.kind, *row.axes, row.dtype) == key]
     largest = max(rows, key=lambda row: row.bytes)

@@ -11,11 +11,14 @@ import math
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshtrain.cost import chart, hardware, roofline
+from meshtrain.assembly import Assembly
+from meshtrain import hardware
+from meshtrain.cost.program import roofline
+from meshtrain.inspection import chart
 from meshtrain.sharding.mesh import MeshSpec
 
 
-def of_run(made) -> dict:
+def of_run(made: Assembly) -> dict:
     """made: `meshtrain.assembly.Assembly`. Bytes and links are those of one device."""
     kind, simulated = made.mesh.devices.flat[0].device_kind, bool(made.run.mesh.simulated_devices)
     on = mesh(made.mesh_spec, roofline.gpu_of(made), kind, simulated)
@@ -23,7 +26,7 @@ def of_run(made) -> dict:
             "schedule": made.choice and chart.as_json(made.choice), "notes": list(made.notes)}
 
 
-def _run(made) -> dict:
+def _run(made: Assembly) -> dict:
     run, rows = made.run, made.model.parameters()
     return {"name": run.run.name, "num_params": sum(info.size for info in rows), "num_layers": run.model.num_layers,
             "steps": run.training.steps, "global_batch": run.data.global_batch, "seq_len": run.data.seq_len,
@@ -46,7 +49,7 @@ def mesh(spec: MeshSpec, gpu: hardware.Gpu | None, device: str, simulated: bool 
             "links": {axis: {"size": n, "inside": inside} for axis, (n, inside) in roofline.links(host, spec).items()}}
 
 
-def parameters(made) -> list[dict]:
+def parameters(made: Assembly) -> list[dict]:
     """axes: logical. read, stored, grads: the mesh axes that split each dimension, by [params], [optimizer] and
     [grads]."""
     rows = []

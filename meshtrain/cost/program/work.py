@@ -11,8 +11,8 @@ import math
 import re
 from collections import Counter
 
-from meshtrain.cost import hlo
-from meshtrain.cost.rates import AttentionKernel, GroupedMatmul, Matmul
+from meshtrain.cost.program import hlo
+from meshtrain.cost.formulas.rates import AttentionKernel, GroupedMatmul, Matmul
 from meshtrain.kernels import grouped as kernels
 from meshtrain.kernels import tiles
 from meshtrain.names import EVEN_ROWS

@@ -6,8 +6,8 @@ read off the buffers of programs compiled for GPUs, and stands here as widths of
 """
 from __future__ import annotations
 
-from meshtrain.cost import routed
-from meshtrain.cost.placed import GATHER, SCATTER, Options, Placed
+from meshtrain.cost.formulas import routed
+from meshtrain.cost.formulas.placed import GATHER, SCATTER, Options, Placed
 from meshtrain.model import parts
 from meshtrain.parallel.pipeline import schedules, stages
 

@@ -9,8 +9,9 @@ import dataclasses
 import functools
 import math
 
-from meshtrain.cost import flops, hardware
-from meshtrain.cost.assumptions import Assumptions
+from meshtrain import hardware
+from meshtrain.cost.formulas.assumptions import Assumptions
+from meshtrain.cost.formulas import flops
 from meshtrain.parallel.context import attention
 
 TILE = 128 * 256        # elements of the output that one multiprocessor makes at a time, in the largest tiles of cuBLAS

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jax
 
 from meshtrain import jax_private
-from meshtrain.cost import hardware
+from meshtrain import hardware
 
 MAX_GPUS = 65536  # assumption: beyond what anyone inspects; 16,384 was compiled
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-from meshtrain.cost import routed
-from meshtrain.cost.placed import Options, Placed, Practice, Product
+from meshtrain.cost.formulas import routed
+from meshtrain.cost.formulas.placed import Options, Placed, Practice, Product
 
 
 def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:

@@ -6,6 +6,7 @@ It knows nothing of meshes or collectives: what to look for is the caller's busi
 
 Source: the grammar is that of `HloInstruction::ToString` (openxla/xla); text of jax 0.10.2 and 0.12 on CPU and GPU.
 """
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -122,6 +123,7 @@ class HloModule:
         return [s for name in instruction.operands for s in shapes(scope[name].type_text)]
 
 
+@functools.lru_cache(maxsize=1)      # one program is read for several answers
 def parse(text: str) -> HloModule:
     """The computations of `compiled.as_text()`. Raises ValueError where the text is no HLO module."""
     computations, scope, entry = {}, None, None

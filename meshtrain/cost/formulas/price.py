@@ -15,10 +15,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from meshtrain.cost import flops, footprint, rates, routed, traffic
-from meshtrain.cost.placed import Options, Placed, Practice
-from meshtrain.cost.rates import DeviceGroup, Matmul, Rates
-from meshtrain.cost.simulate import Costs
+from meshtrain.cost.formulas import flops, footprint, rates, routed, traffic
+from meshtrain.cost.formulas.placed import Options, Placed, Practice
+from meshtrain.cost.formulas.rates import DeviceGroup, Matmul, Rates
+from meshtrain.cost.formulas.simulate import Costs
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import GATHERED

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import re
 
-import jax
-
-from meshtrain.cost import audit, beside, facts, flops, hardware, memory, roofline
+from meshtrain.assembly import Assembly
+from meshtrain import hardware
+from meshtrain.cost.formulas import flops
+from meshtrain.cost.program import audit, roofline
+from meshtrain.inspection import formula_vs_compiled, memory, summary
+from meshtrain.inspection.inspected import Inspected
 from meshtrain.sharding import rules
 from meshtrain.units import seconds, size
 
@@ -17,47 +20,11 @@ LABELS = {"read": "weights as they are read", "host": "on the host", "loop_weigh
 LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is worth a warning
 
 
-def grads_shardings(made):
-    """Where [grads] puts each accumulator."""
-    return rules.shardings(made.layout, made.mesh, "grads", made.program.step.state.trained_axes)
-
-
-def formula(made) -> dict:
-    """By the rules. With a pipeline also what stands inside its loop, whatever [params] and [grads] say of the rest."""
-    spec = made.program.step.state
-    held = memory.formula(spec.abstract, spec.sharding, made.model.divided(spec.abstract.params)[0],
-                          grads_shardings(made))
-    host = memory.host_bytes(made.run, made.layout)
-    return (held | (memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
-            | ({"host": host} if host else {}))
-
-
-def read_bytes(made) -> int:
-    """Of the weights that the loop over microbatches reads, beside the stored ones; a pipeline's stand in its
-    formula."""
-    return 0 if made.choice else memory.read_bytes(made.model, made.layout, made.run.model.compute_dtype)
-
-
-def held_by_program(made, executable) -> dict:
-    trained = made.model.divided(made.program.step.state.abstract.params)[0]
-    shapes = jax.tree.map(lambda a, s: s.shard_shape(a.shape), trained, grads_shardings(made))
-    accumulators = jax.tree.leaves(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
-    held = memory.compiled(executable, made.program.step.state.abstract, made.run.training.microbatches,
-                           accumulators, _loop(made))
-    host = executable.memory_analysis().host_temp_size_in_bytes
-    return held | ({"host": host} if memory.host_bytes(made.run, made.layout) else {})
-
-
-def _loop(made):
-    """The parameters as they stand in the pipeline's loop; None where there is none."""
-    return memory.in_loop(made.model, made.layout, made.choice.schedule.num_chunks) if made.choice else None
-
-
-def before(made) -> str:
+def before(made: Assembly) -> str:
     """What is about to be trained: size, layout, and the memory that the rules imply."""
     run, table = made.run, made.model.parameters()
     count = sum(info.size for info in table)
-    held = formula(made) | ({"read": read_bytes(made)} if read_bytes(made) else {})
+    held = memory.formula(made) | ({"read": memory.read_bytes(made)} if memory.read_bytes(made) else {})
     kind = made.mesh.devices.flat[0].device_kind
     simulated = " (simulated)" if run.mesh.simulated_devices else ""
     used = sum(flops.active(info, run.model) for info in table)
@@ -79,37 +46,33 @@ def _dtypes(cfg) -> str:
 
 def compiled(executable, made, seconds: float) -> str:
     """How long compilation took and what the compiled step holds."""
-    held = held_by_program(made, executable)
+    held = memory.held_by_program(made, executable)
     return (f"compiled in {seconds:.1f} s; compiled step per device: {size(held['total'])} "
             f"(arguments {size(held['total'] - held['activations'] - (held['grads'] or 0))}, "
             f"gradients and activations {size(held['activations'] + (held['grads'] or 0))})")
 
 
-def as_json(made, executable, program: audit.ProgramAudit, formulas: beside.Formulas | None,
-            line: roofline.Roofline | None) -> dict:
+def as_json(step: Inspected) -> dict:
     """The contract of `inspect --json`. formula: null where none reaches. roofline: null where no GPU of known speed is
     compiled for. differences: of a program for GPUs."""
-    gpu, held = roofline.gpu_of(made), held_by_program(made, executable)
-    return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else formula(made), "compiled": held,
-                             "usable": gpu and hardware.usable_bytes(gpu)},
+    formulas, program, gpu = step.formulas, step.program, roofline.gpu_of(step.made)
+    return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else memory.formula(step.made),
+                             "compiled": step.held, "usable": gpu and hardware.usable_bytes(gpu)},
             "broken_permutes": list(program.broken_permutes),
-            "recomputed_by_xla": audit.recomputed(executable.as_text()),
+            "recomputed_by_xla": audit.recomputed(step.text),
             "collectives": {"formula": formulas and formulas.collectives,
                             "compiled": audit.summarize(program.collectives)},
-            "matmul_flops": {"formula": formulas and formulas.matmul_flops, "compiled": beside.matmul_flops(program)},
-            "differences": beside.differences(made, formulas, held, program) if formulas and _for_gpus(made) else [],
-            "roofline": line and line.as_json()}
+            "matmul_flops": {"formula": formulas and formulas.matmul_flops,
+                             "compiled": formula_vs_compiled.matmul_flops(program)},
+            "differences": step.differences, "roofline": step.roofline and step.roofline.as_json(),
+            "warnings": step.warnings, **summary.of_run(step.made)}
 
 
-def _for_gpus(made) -> bool:
-    return made.mesh.devices.flat[0].platform != "cpu"
-
-
-def params_table(made) -> str:
+def params_table(made: Assembly) -> str:
     """Per parameter: logical axes -> specs as read, by [params], and as stored, by [optimizer]; bytes per device stored
     and of its gradient."""
     rows, replicated = [], []
-    for row in facts.parameters(made):
+    for row in summary.parameters(made):
         axes = " ".join(f"{axis or '·'}={n}" for axis, n in zip(row["axes"], row["shape"]))
         rows.append((row["name"], axes, _spec(row["read"]), _spec(row["stored"]), size(row["stored_bytes"]),
                      size(row["grads_bytes"])))
@@ -118,7 +81,7 @@ def params_table(made) -> str:
                               f"a rule for {' or '.join(repr(a) for a in row['axes'] if a in rules.LOGICAL)} in "
                               f"[params] or [optimizer] would split it")
     header = ("parameter", "logical axes", "[params] spec", "stored, by [optimizer]", "params", "grads")
-    totals = formula(made)
+    totals = memory.formula(made)
     opt = f"optimizer state per device ({made.run.optimizer.name}): {size(totals['optimizer'])}"
     total = ("total per device", "", "", "", size(totals["params"]), size(totals["grads"]))
     return "\n".join([columns([header, *rows, total]), opt, *replicated])
@@ -128,8 +91,9 @@ def _spec(split: list[list[str]]) -> str:
     return "(" + ", ".join("+".join(axes) or "·" for axes in split) + ")"
 
 
-def collectives_table(program: audit.ProgramAudit, formulas: beside.Formulas | None) -> str:
+def collectives_table(step: Inspected) -> str:
     """A step's collectives by mesh axis, per device, by formulas and compiled."""
+    program, formulas = step.program, step.formulas
     key = lambda row: (row["kind"], *row["axes"], row["dtype"])
     compiled, priced = ({key(row): row for row in rows} for rows in (
         audit.summarize(program.collectives), formulas.collectives if formulas else []))
@@ -150,7 +114,7 @@ def collectives_table(program: audit.ProgramAudit, formulas: beside.Formulas | N
     return "\n".join(lines)
 
 
-def matmuls(program: audit.ProgramAudit, formulas: beside.Formulas | None = None) -> str:
+def matmuls(program: audit.ProgramAudit, formulas: formula_vs_compiled.Formulas | None = None) -> str:
     """FLOPs of a step's matmuls on one device."""
     per_dtype = ", ".join(f"{dtype} {flops:.4g}" for dtype, flops in sorted(program.flops.items()))
     unsure = [kernel for kernel in program.uncounted if not re.search("meshtrain_attention|fmha", kernel)]
@@ -160,21 +124,20 @@ def matmuls(program: audit.ProgramAudit, formulas: beside.Formulas | None = None
     return f"matmul FLOPs per device and step: {per_dtype or 'none'}{apart}{priced}"
 
 
-def differences(made, executable, program: audit.ProgramAudit, formulas: beside.Formulas | None) -> str:
+def differences(step: Inspected) -> str:
     """Where the compiled step is not what the formulas say, and what of it follows from no rule."""
-    if not formulas:
+    if not step.formulas:
         return "no formulas: none reaches float8 projections"
-    if not _for_gpus(made):
+    if not step.for_gpus:
         return ("the formulas are of the program for GPUs: simulated devices send more; compare by --topology, e.g. "
                 "h100:8")
-    found = beside.differences(made, formulas, held_by_program(made, executable), program)
-    return "\n".join(f"warning: {line}" for line in found) or "the compiled step is what the formulas say"
+    return "\n".join(f"warning: {line}" for line in step.differences) or "the compiled step is what the formulas say"
 
 
-def memory_table(made, executable, formulas: beside.Formulas | None) -> str:
+def memory_table(step: Inspected) -> str:
     """Formula beside compiled."""
-    held, ruled = held_by_program(made, executable), formula(made)
-    priced = formulas.memory_bytes if formulas else ruled
+    made, held, ruled = step.made, step.held, memory.formula(step.made)
+    priced = step.formulas.memory_bytes if step.formulas else ruled
     show = lambda value: "–" if value is None else size(value)
     keys = [key for key in ("params", "grads", "optimizer", "activations", "total", "host") if key in held]
     rows = [(LABELS.get(key, key), show(priced[key]), show(held[key])) for key in keys]
@@ -183,17 +146,17 @@ def memory_table(made, executable, formulas: beside.Formulas | None) -> str:
         usable = hardware.usable_bytes(gpu)
         lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {size(gpu.hbm_bytes)}: "
                   f"{'it fits' if held['total'] <= usable else 'IT DOES NOT FIT'}"]
-    if again := audit.recomputed(executable.as_text()):
+    if again := audit.recomputed(step.text):
         lines += [f"note: XLA recomputes {again} values by itself, since the step came near to its limit of memory; "
                   "training.remat or more devices do it better"]
     if made.choice:
         lines += [f"inside the pipeline's loop: a full stage of weights in {made.run.model.compute_dtype}, "
                   f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}. grads by "
                   "formulas: outside of it, in no total; compiled: those of the loop"]
-    elif read_bytes(made):
-        lines += [f"params: as they are stored, by [optimizer]. Beside them, in activations: {size(read_bytes(made))} "
-                  f"of weights as the loop over microbatches reads them, by [params], in "
-                  f"{made.run.model.compute_dtype}, gathered once per step"]
+    elif memory.read_bytes(made):
+        lines += [f"params: as they are stored, by [optimizer]. Beside them, in activations: "
+                  f"{size(memory.read_bytes(made))} of weights as the loop over microbatches reads them, by [params], "
+                  f"in {made.run.model.compute_dtype}, gathered once per step"]
     return "\n".join(lines)
 
 
@@ -230,7 +193,8 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
                         "HBM", "line", "from"), *rows])]
     lines += [f"warning: counted once, its length is unknown: loop {name}" for name in line.unknown_loops]
     lines += [f"warning: counted by its bytes alone: {name}" for name in line.uncounted]
-    lines += ["", "assumed (--assume NAME=VALUE sets another; reasons: meshtrain/cost/assumptions.py): " + ", ".join(
+    lines += ["", "assumed (--assume NAME=VALUE sets another; reasons: meshtrain/cost/formulas/assumptions.py): "
+              + ", ".join(
         f"{name} {value:g}" for name, value in line.assumed.as_dict().items())]
     return "\n".join(lines)
 

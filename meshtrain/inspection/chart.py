@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from meshtrain.cost.simulate import Choice, Outcome, gib
+from meshtrain.cost.formulas.simulate import Choice, Outcome, gib
 from meshtrain.parallel.pipeline.schedules import F, KINDS, Schedule
 
 TEXT_COLUMNS = 180       # of the text form, at most

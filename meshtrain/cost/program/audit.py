@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshtrain.cost import hlo, work
+from meshtrain.cost.program import hlo, work
 from meshtrain.names import EVEN_ROWS, FURTHER_ROUNDS, TAKEN
 
 KINDS = (

@@ -7,8 +7,9 @@ import math
 import jax
 import numpy as np
 
-from meshtrain.cost import audit, hardware
-from meshtrain.cost.simulate import SlotBytes
+from meshtrain import hardware
+from meshtrain.cost.program import audit
+from meshtrain.cost.formulas.simulate import SlotBytes
 from meshtrain.names import LAYERS, LEADING, MATMUL_ROLES
 from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding.rules import GATHERED
@@ -88,7 +89,8 @@ def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
             "activations": None, "total": None}
 
 
-def compiled(executable, state_abstract, microbatches: int, accumulators: list[tuple[int, ...]], loop=None) -> dict:
+def compiled(executable, text: str, state_abstract, microbatches: int, accumulators: list[tuple[int, ...]],
+             loop=None) -> dict:
     """The same keys from a compiled step: arguments as they are placed, accumulators that the microbatch loop carries.
 
     accumulators: their shapes on a device. loop: `in_loop`, where there is a pipeline: its loops must carry an
@@ -98,12 +100,12 @@ def compiled(executable, state_abstract, microbatches: int, accumulators: list[t
     analysis = executable.memory_analysis()
     placed = executable.input_shardings[0][0]
     if loop is not None:
-        text, apart = executable.as_text(), lambda wanted: [        # leading layers have a loop of their own
+        apart = lambda wanted: [        # leading layers have a loop of their own
             shape for info, shape in loop if info.trainable and (info.axes[0] == LEADING) == wanted]
         found = [audit.accumulator_bytes(text, shapes) for shapes in map(apart, (False, True)) if shapes]
         grads = None if None in found else sum(found)
     else:
-        grads = audit.carried_bytes(executable.as_text(), microbatches, accumulators) if microbatches > 1 else None
+        grads = audit.carried_bytes(text, microbatches, accumulators) if microbatches > 1 else None
     return {"params": placed_bytes(state_abstract.params, placed.params),
             "grads": grads,
             "optimizer": placed_bytes(state_abstract.opt_state, placed.opt_state),

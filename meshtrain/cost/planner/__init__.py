@@ -1,0 +1,1 @@
+"""The search over meshes, rule files, schedules and microbatches, and what separates two answers."""

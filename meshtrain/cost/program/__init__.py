@@ -1,0 +1,1 @@
+"""The compiled program read: its instructions, collectives, memory, and its roofline."""

@@ -1,0 +1,67 @@
+"""A compiled training step with all that is read off it, each once: `inspect`, `train` and `plan --verify` tell parts
+of it."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import jax
+
+from meshtrain.assembly import Assembly
+from meshtrain.cost.program import audit, roofline
+from meshtrain.cost.program.audit import ProgramAudit
+from meshtrain.cost.program.roofline import Roofline
+from meshtrain.inspection import formula_vs_compiled, memory, unexpected
+from meshtrain.inspection.formula_vs_compiled import Formulas
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inspected:
+    """assumed: assumptions of the roofline to replace, by name. logged: lines of XLA's from when it was compiled.
+
+    Raises: ValueError, from `roofline`, for assumptions that are not there.
+    """
+    made: Assembly
+    executable: jax.stages.Compiled
+    assumed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    logged: Sequence[str] = ()
+
+    @cached_property
+    def text(self) -> str:
+        """The optimized HLO: tens of MB for a large program."""
+        return self.executable.as_text()
+
+    @cached_property
+    def program(self) -> ProgramAudit:
+        return audit.read(self.text, self.made.mesh)
+
+    @cached_property
+    def held(self) -> dict[str, int | None]:
+        """Bytes of a device by kind."""
+        return memory.held_by_program(self.made, self.executable, self.text)
+
+    @cached_property
+    def formulas(self) -> Formulas | None:
+        """None where no formula reaches."""
+        return formula_vs_compiled.of(self.made, memory.formula(self.made))
+
+    @cached_property
+    def roofline(self) -> Roofline | None:
+        """None where no GPU of known speed is compiled for."""
+        return roofline.of_run(self.made, self.text, self.assumed)
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        return unexpected.warnings(self.made, self.program, self.logged)
+
+    @cached_property
+    def differences(self) -> list[str]:
+        """Where the program is not what the formulas say; of a program for GPUs."""
+        if self.formulas is None or not self.for_gpus:
+            return []
+        return formula_vs_compiled.differences(self.made, self.formulas, self.held, self.program)
+
+    @property
+    def for_gpus(self) -> bool:
+        return self.made.mesh.devices.flat[0].platform != "cpu"
