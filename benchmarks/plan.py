@@ -28,8 +28,8 @@ ROWS = (("llama3-8b", 8, 64, 8192), ("llama3-8b", 64, 512, 8192), ("llama3-70b",
 def searched(model: str, gpus: int, batch: int, length: int) -> tuple[float, search.Answer]:
     """(CPU seconds, the answer)."""
     begin = time.process_time()
-    options, rest = plan.flags(f"{model} --gpus {gpus} --gpu h100 --global-batch {batch} --seq-len {length}".split())
-    answer = search.search(plan.question_of(plan.asked(options, rest), options, gpus))
+    options = plan.COMMAND.read(f"{model} --gpus {gpus} --gpu h100 --global-batch {batch} --seq-len {length}".split())
+    answer = search.search(plan.question_of(plan.asked(options), options, gpus))
     return time.process_time() - begin, answer
 
 

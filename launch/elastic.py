@@ -1,26 +1,35 @@
-"""python -m launch.elastic --processes N [--min-processes K] --devices D [--full F] -- [RUN.toml] [--section.key value
-…]: how many processes (or hosts) with D devices each, at most N and at least K, can train a run that is meant for F
-devices.
+"""How many processes (or hosts) with D devices each, at most N and at least K, can train a run that is meant for F
+devices: python -m launch.elastic --processes N --devices D -- [RUN.toml].
 
-Prints the number and, behind it, the options that the processes then need. Without --full: F is the run's
-mesh.full_devices; where that is 0 nothing shrinks, and the number is N. Exit codes: 0, or 2 with the reason where none
-can. It starts no devices.
+Prints the number and, behind it, the options that the processes then need. Exit codes: 0, or 2 with the reason where
+none can. It starts no devices.
 """
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 
-from launch import options
 from meshtrain import config
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import say
+from meshtrain.run import command, say
 
-USAGE = ("python -m launch.elastic --processes N [--min-processes K] --devices D [--full F] -- [RUN.toml] "
-         "[--section.key value ...]")
+OPTIONS = {
+    "processes": config.Option("how many processes", "N", "2", config.whole(1), required="nothing says how many"),
+    "min-processes": config.Option("goes on with fewer, down to K, where the same one fails twice in a row or the "
+                                   "cluster has no room for all; the axis of -1 shrinks, and the batch stays (default "
+                                   "N)", "K",
+                                   "1", config.whole(), 0),
+}
+COMMAND = config.Command("launch.elastic", {
+    "processes": dataclasses.replace(OPTIONS["processes"], help="that are there"),
+    "min-processes": config.Option("fewer are not worth it", "K", "1", config.whole(1), 1),
+    "devices": config.Option("of each process", "D", "8", config.whole(1), required="nothing says how many"),
+    "full": config.Option("devices that the run is meant for (default its mesh.full_devices; where that is 0 nothing "
+                          "shrinks)", "F", "64", config.whole(1)),
+}, launcher=True)
 LONGEST_S = 300.0       # to find out what fits, which takes seconds
 
 
@@ -28,6 +37,13 @@ def overrides(processes: int, devices: int, full: int, simulated: bool) -> list[
     """What `processes` of `devices` each must be told, of a run that is meant for `full` devices."""
     simulate = [f"--mesh.simulated_devices={processes * devices}"] if simulated else []
     return [f"--mesh.full_devices={full}", *simulate] if processes * devices < full else []
+
+
+def check_options(given: config.Arguments) -> None:
+    """Raises: ConfigError."""
+    if given["min-processes"] > given["processes"]:
+        raise ConfigError(f"--min-processes {given['min-processes']} must be from 1 to --processes "
+                          f"{given['processes']}")
 
 
 def check(run: Run) -> None:
@@ -53,41 +69,29 @@ def most(words: Sequence[str], processes: int, least: int, devices: int, full: i
 
 
 def main(argv: Sequence[str]) -> int:
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="python -m launch.elastic", usage=USAGE, allow_abbrev=False,
-                                     description="How many processes can train the run, where not all are there.")
-    parser.add_argument("--processes", type=int, required=True, metavar="N", help="that are there")
-    parser.add_argument("--min-processes", type=int, default=1, metavar="K", help="fewer are not worth it (default 1)")
-    parser.add_argument("--devices", type=int, required=True, metavar="D", help="of each process")
-    parser.add_argument("--full", type=int, metavar="F",
-                        help="devices that the run is meant for (default its mesh.full_devices)")
-    given = options.known(parser, argv[:at], {"processes": 1, "min_processes": 1, "devices": 1, "full": 1})
-    words = argv[at + 1:]
-    try:
-        run = config.load(words, USAGE)
-    except ConfigError as error:
-        say.err(f"error: {error}")
-        return 2
-    full = given.full or run.mesh.full_devices
+    return command.answer(COMMAND, _tell, argv, __doc__)
+
+
+def _tell(given: config.Arguments) -> None:
+    """Raises: ConfigError where no number of processes can train the run."""
+    words, processes, least, devices = given.run, given["processes"], given["min-processes"], given["devices"]
+    run = config.load(words)
+    full = given["full"] or run.mesh.full_devices
     tell = lambda count: say.out(" ".join([str(count),
-                                           *overrides(count, given.devices, full, bool(run.mesh.simulated_devices))]))
-    if given.processes * given.devices >= full:
-        tell(given.processes)
-        return 0
+                                           *overrides(count, devices, full, bool(run.mesh.simulated_devices))]))
+    if processes * devices >= full:
+        return tell(processes)
     with say.without_noise():
         from meshtrain import elastic       # jax takes seconds: only where something shrinks
     fault = "none was tried"
-    for count in range(given.processes, given.min_processes - 1, -1):
+    for count in range(processes, least - 1, -1):
         try:
-            elastic.check(config.load([*words, f"--mesh.full_devices={full}"], USAGE), count * given.devices)
+            elastic.check(config.load([*words, f"--mesh.full_devices={full}"]), count * devices)
         except ConfigError as error:
             fault = str(error)
             continue
-        tell(count)
-        return 0
-    say.err(f"error: no number of processes from {given.min_processes} to {given.processes} can train this run: "
-            f"{fault}")
-    return 2
+        return tell(count)
+    raise ConfigError(f"no number of processes from {least} to {processes} can train this run: {fault}")
 
 
 if __name__ == "__main__":

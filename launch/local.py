@@ -1,12 +1,11 @@
-"""python -m launch.local --processes N -- [RUN.toml] [--section.key value …]: N real processes on this machine.
+"""One run in N processes on this machine: python -m launch.local --processes 2 -- configs/quickstart.toml.
 
-They meet over loopback and train one run: simulated devices, or the GPUs, are divided among them. Signals that reach
-the launcher reach every process. With --max-restarts a run that fails is started again (`launch.restart`). Linux only.
+They meet over loopback: simulated devices, or the GPUs, are divided among them. Signals that reach the launcher reach
+every process. Without RUN.toml: configs/quickstart.toml. Linux only.
 Exit codes: the run's 0, 2 or 75 where all processes agree on it, 2 also where the others ended of it, else 1.
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -17,35 +16,32 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch import elastic, options, restart, supervise
+from launch import elastic, restart, supervise
 from meshtrain import config
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError, Run
-from meshtrain.files import FileSystemError
-from meshtrain.run import say, stops
+from meshtrain.run import command, say
 
-USAGE = ("python -m launch.local --processes N [--max-restarts R] [--min-processes K] -- [RUN.toml] [--section.key "
-         "value ...]")
+COMMAND = config.Command("launch.local", {**elastic.OPTIONS, **restart.OPTIONS}, launcher=True)
 
 
 def main(argv: Sequence[str]) -> int:
-    own, rest = split(argv)
-    given = parse(own)
-    try:
-        run = config.load(rest, USAGE)
-        environs = environments(run, given.processes, os.environ)
-        places = Places(rest, given.processes, given.min_processes, devices_of(run, os.environ),
-                        bool(run.mesh.simulated_devices),
-                        run.mesh.full_devices)
-        if places.least < places.count:
-            elastic.check(run)
-    except ConfigError as error:
-        say.err(f"error: {error}")
-        return stops.USER_ERROR
-    except FileSystemError as error:
-        say.err(f"error: {error}")
-        return stops.FAILED
-    failures = restart.Failures(run, given.max_restarts)
+    return command.answer(COMMAND, _launch, argv, __doc__)
+
+
+def _launch(given: config.Arguments) -> int:
+    elastic.check_options(given)
+    if given["min-processes"] not in (0, given["processes"]) and given["max-restarts"] < 2:
+        raise ConfigError("--min-processes needs --max-restarts of at least 2: a process is left out after it has "
+                          "failed twice")
+    rest, count = given.run, given["processes"]
+    run = config.load(rest)
+    environs = environments(run, count, os.environ)
+    places = Places(rest, count, given["min-processes"], devices_of(run, os.environ), bool(run.mesh.simulated_devices),
+                    run.mesh.full_devices)
+    if places.least < places.count:
+        elastic.check(run)
+    failures = restart.Failures(run, given["max-restarts"])
     while True:     # each start at another port: an old process may still hold the last one
         words = commands([*rest, *places.overrides()], len(places.taken), free_port())
         outcome = supervise.supervise(words, [environs[place] for place in places.taken],
@@ -106,23 +102,6 @@ class Places:
         self.taken = there[:count]
         say.err(f"process {place} of {self.count} failed twice in a row: the next start is without it, in "
                 f"{len(self.taken)} processes")
-
-
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    return list(argv[:at]), list(argv[at + 1:])
-
-
-def parse(own: Sequence[str]) -> argparse.Namespace:
-    parser = options.parser("local", USAGE, (
-        "Starts one run in N processes on this machine: simulated devices, or the GPUs, are divided among them. "
-        "Without RUN.toml: configs/quickstart.toml. The keys of a run: `-- --help`."),
-        "where the same one fails twice in a row")
-    parsed = options.parse(parser, own)
-    if parsed.min_processes not in (0, parsed.processes) and parsed.max_restarts < 2:
-        parser.error("--min-processes needs --max-restarts of at least 2: a process is left out after it has failed "
-                     "twice")
-    return parsed
 
 
 def commands(rest: Sequence[str], count: int, port: int) -> list[list[str]]:

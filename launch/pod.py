@@ -1,5 +1,4 @@
-"""python -m launch.pod --attempt K [--max-restarts R] -- [RUN.toml] [--section.key value …]:
-one process of a run on Kubernetes.
+"""One process of a run on Kubernetes, in a pod of launch/kubernetes.yaml, which says which one it is.
 
 JobSet starts all pods again whatever ended one of them, at once and without knowing of checkpoints. Here stands the
 rule of all launchers (`launch.restart`): K is JobSet's count of restarts, and before a start that is not the first
@@ -10,8 +9,8 @@ code 2, which ends the JobSet. It imports no jax. Exit codes: the run's 0, 2 and
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -20,67 +19,56 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import options, restart, supervise
+from launch import restart, supervise
 from meshtrain import config
 from meshtrain.cluster import find
-from meshtrain.config import ConfigError, Run
-from meshtrain.files import FileSystemError
-from meshtrain.run import say, stops
+from meshtrain.config import Run
+from meshtrain.run import command, say, stops
 from meshtrain.run.contents import LAST_WORDS
 
-USAGE = "python -m launch.pod --attempt K [--max-restarts R] -- [RUN.toml] [--section.key value ...]"
+COMMAND = config.Command("launch.pod", {
+    "attempt": config.Option("JobSet's count of restarts", "K", "0", config.whole(),
+                             required="without it every start is the first"),
+    "max-restarts": dataclasses.replace(restart.OPTIONS["max-restarts"], default=5),
+}, launcher=True)
 LOOK_S = 1.0        # for the word of process 0, which all others look for
 
 
 def main(argv: Sequence[str]) -> int:
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    given, words = parse(argv[:at]), list(argv[at + 1:])
-    try:
-        run = config.load(words, USAGE)
-        place = find.cluster(run.distributed, os.environ)
-        index = place.index if place else 0
-        begins = _judged(run, given) if index == 0 else _told(run, given.attempt)
-    except ConfigError as error:
-        say.err(f"error: {error}")
-        return stops.USER_ERROR
-    except FileSystemError as error:
-        say.err(f"error: {error}")
-        return stops.FAILED
+    return command.answer(COMMAND, _launch, argv, __doc__)
+
+
+def _launch(given: config.Arguments) -> int:
+    run, attempt = config.load(given.run), given["attempt"]
+    place = find.cluster(run.distributed, os.environ)
+    index = place.index if place else 0
+    begins = _judged(run, attempt, given["max-restarts"]) if index == 0 else _told(run, attempt)
     if begins is None:
         return stops.USER_ERROR
     # Of a clock that is wrong no more comes than the longest wait.
     time.sleep(min(max(0.0, begins - time.time()), restart.LONGEST_S))
-    train = [sys.executable, "-u", "-m", "meshtrain.train", *words]
-    environ = os.environ | {"MESHTRAIN_START": str(given.attempt)}
+    train = [sys.executable, "-u", "-m", "meshtrain.train", *given.run]
+    environ = os.environ | {"MESHTRAIN_START": str(attempt)}
     outcome = supervise.supervise([train], [environ], called=f"process {index}",
                                   still_s=run.distributed.heartbeat_timeout_s)
     if outcome.code not in (stops.DONE, stops.USER_ERROR):
-        _leave_words(run, given.attempt, index, outcome)
+        _leave_words(run, attempt, index, outcome)
     return outcome.code
 
 
-def parse(own: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m launch.pod", usage=USAGE, allow_abbrev=False, description=(
-        "One process of a run on Kubernetes, in a pod of launch/kubernetes.yaml, which says which one it is."))
-    parser.add_argument("--attempt", type=int, required=True, metavar="K", help="JobSet's count of restarts")
-    parser.add_argument("--max-restarts", type=int, default=5, metavar="R",
-                        help="in a row without a newer checkpoint (default 5)")
-    return options.known(parser, own, {"attempt": 0, "max_restarts": 0})
-
-
-def _judged(run: Run, given: argparse.Namespace) -> float | None:
+def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
     """By process 0: when this start begins, of the wall clock; None: the run is given up, which is told."""
-    if given.attempt == 0:        # of another JobSet
+    if attempt == 0:        # of another JobSet
         with contextlib.suppress(OSError):
             os.unlink(Path(run.run.dir) / restart.KEPT)
         shutil.rmtree(_place(run), ignore_errors=True)
         return 0.0
-    code, said = _last_words(run, given.attempt - 1)
+    code, said = _last_words(run, attempt - 1)
     say.err(f"the start before ended: {said}")
-    failures = restart.Failures(run, given.max_restarts, scheduled=True)
-    wait_s = restart.counted(failures, code, said, attempt=given.attempt)
+    failures = restart.Failures(run, max_restarts, scheduled=True)
+    wait_s = restart.counted(failures, code, said, attempt=attempt)
     for path in _place(run).glob("*"):
-        if not path.name.startswith(f"{given.attempt}-"):
+        if not path.name.startswith(f"{attempt}-"):
             with contextlib.suppress(OSError):
                 path.unlink()
     return None if wait_s is None else time.time() + wait_s

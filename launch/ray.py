@@ -1,5 +1,4 @@
-"""python -m launch.ray --processes N [--gpus-per-process G] -- [RUN.toml] [--section.key value …]:
-N processes on a Ray cluster.
+"""One run in N processes on a Ray cluster: python -m launch.ray --processes 8 -- RUN.toml.
 
 A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` beside itself; nothing
 of the run goes through Ray. It is the cluster that RAY_ADDRESS names, or this machine's; on KubeRay the command is that
@@ -9,7 +8,6 @@ Exit codes: the run's 0, 2 or 75 where all processes agree on it, else 1.
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import dataclasses
@@ -24,10 +22,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import elastic, options, restart, supervise
+from launch import elastic, restart, supervise
 from meshtrain import config
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import say, stops
+from meshtrain.run import command, say, stops
 
 try:
     import ray
@@ -36,8 +34,12 @@ try:
 except ImportError:
     ray = None
 
-USAGE = ("python -m launch.ray --processes N [--gpus-per-process G] [--cpus-per-process C] [--max-restarts R] "
-         "[--min-processes K] -- [RUN.toml] [--section.key value ...]")
+COMMAND = config.Command("launch.ray", {
+    **elastic.OPTIONS, **restart.OPTIONS,
+    "gpus-per-process": config.Option("GPUs of each, at best all of a host (default 1; 0 with mesh.simulated_devices)",
+                                      "G", "8", config.whole()),
+    "cpus-per-process": config.Option("cores that Ray reserves for each", "C", "4", config.whole(1), 1),
+}, launcher=True)
 FIRST_PORT, LAST_PORT = 20_000, 29_999      # above those of Ray's workers, below those of outgoing connections
 POLL_S = 0.3
 FIRST_TOLD_S = 5.0      # that there is no room yet
@@ -136,18 +138,18 @@ class Member(supervise.Child):
 
 
 def main(argv: Sequence[str]) -> int:
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    given, rest = parse(argv[:at]), argv[at + 1:]
-    try:
-        run = config.load(rest, USAGE)
-        bundle = bundle_of(run, given)
-        if given.min_processes not in (0, given.processes):
-            elastic.check(run)
-        if ray is None:
-            raise ConfigError("ray is not installed here; pip install '.[ray]' where this repository lies")
-    except ConfigError as error:
-        say.err(f"error: {error}")
-        return stops.USER_ERROR
+    return command.answer(COMMAND, _launch, argv, __doc__)
+
+
+def _launch(given: config.Arguments) -> int:
+    elastic.check_options(given)
+    rest = given.run
+    run = config.load(rest)
+    bundle = bundle_of(run, given)
+    if given["min-processes"] not in (0, given["processes"]):
+        elastic.check(run)
+    if ray is None:
+        raise ConfigError("ray is not installed here; pip install '.[ray]' where this repository lies")
     asked: list[int] = []
     try:
         ray.init(log_to_driver=False, logging_level="ERROR")
@@ -164,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
     for number in stops.heeded():       # now: Ray has set handlers of its own
         signal.signal(number, lambda number, frame: asked.append(number))
     room = Room(run, given, rest, bundle, asked)
-    failures = restart.Failures(run, given.max_restarts)
+    failures = restart.Failures(run, given["max-restarts"])
     try:
         while room.reserve():
             outcome = life(room, [*rest, *room.overrides()], Path(run.run.dir) / "stacks")
@@ -178,36 +180,23 @@ def main(argv: Sequence[str]) -> int:
         ray.shutdown()
 
 
-def parse(own: Sequence[str]) -> argparse.Namespace:
-    parser = options.parser("ray", USAGE, (
-        "Starts one run in N processes on a Ray cluster: RAY_ADDRESS's, else this machine's. The keys of a run: `-- "
-        "--help`."),
-        "while the cluster has no room for all")
-    parser.add_argument("--gpus-per-process", type=int, metavar="G",
-                        help="GPUs of each, at best all of a host (default 1; 0 with "
-                        "mesh.simulated_devices)")
-    parser.add_argument("--cpus-per-process", type=int, default=1, metavar="C",
-                        help="cores that Ray reserves for each (default 1)")
-    return options.parse(parser, own, {"gpus_per_process": 0, "cpus_per_process": 1})
-
-
-def bundle_of(run: Run, options: argparse.Namespace) -> dict[str, int]:
+def bundle_of(run: Run, options: config.Arguments) -> dict[str, int]:
     """What Ray reserves for one process. Raises: ConfigError where that and the run contradict each other."""
-    total, count, given = run.mesh.simulated_devices, options.processes, run.distributed
+    total, count, given = run.mesh.simulated_devices, options["processes"], run.distributed
     if (given.coordinator_address, given.num_processes, given.process_id) != ("", 0, -1):
         raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command "
                           "line")
     if total % count:
         raise ConfigError(f"mesh.simulated_devices={total} cannot be divided among --processes {count}; use a multiple "
                           f"of {count}")
-    gpus = options.gpus_per_process if options.gpus_per_process is not None else 0 if total else 1
+    gpus = options["gpus-per-process"] if "gpus-per-process" in options else 0 if total else 1
     if total and gpus:
         raise ConfigError(f"mesh.simulated_devices={total} needs no GPUs; leave --gpus-per-process {gpus} out, or "
                           f"simulate none")
     if not total and not gpus:
         raise ConfigError("--gpus-per-process 0 leaves the run without devices; give each process some, or "
                           "mesh.simulated_devices")
-    return {"CPU": options.cpus_per_process} | ({"GPU": gpus} if gpus else {})
+    return {"CPU": options["cpus-per-process"]} | ({"GPU": gpus} if gpus else {})
 
 
 @dataclasses.dataclass
@@ -215,7 +204,7 @@ class Room:
     """The placement group that holds the bundles of the next start: of all processes, or of fewer, at least
     --min-processes, where the cluster has no room for more. asked: signals that have come."""
     run: Run
-    options: argparse.Namespace
+    options: config.Arguments
     words: Sequence[str]
     bundle: dict[str, int]
     asked: list[int]
@@ -225,12 +214,12 @@ class Room:
     @property
     def devices(self) -> int:
         """Of one process."""
-        return self.bundle.get("GPU") or self.run.mesh.simulated_devices // self.options.processes
+        return self.bundle.get("GPU") or self.run.mesh.simulated_devices // self.options["processes"]
 
     @property
     def full(self) -> int:
         """Devices that the run is meant for."""
-        return self.run.mesh.full_devices or self.devices * self.options.processes
+        return self.run.mesh.full_devices or self.devices * self.options["processes"]
 
     def overrides(self) -> list[str]:
         return elastic.overrides(self.count, self.devices, self.full, "GPU" not in self.bundle)
@@ -238,7 +227,7 @@ class Room:
     def reserve(self) -> bool:
         """Waits until the cluster has room, which it has not while a lost node is not replaced; False: it has none,
         which is told, or a signal has come."""
-        most, least = self.options.processes, self.options.min_processes or self.options.processes
+        most, least = self.options["processes"], self.options["min-processes"] or self.options["processes"]
         limit_s, begun, count = self.run.distributed.timeout_s, time.monotonic(), most
         while not self.asked:
             self._ask_for(count)

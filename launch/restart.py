@@ -5,13 +5,12 @@ newest whole checkpoint, after 5, 10, 20 … 300 s; after so many failures in a 
 up, with the last words of each. A scheduler that stops a run wants it started again: there 75 is an end only where
 nothing newer was saved as often as that. This module starts and ends nothing, and imports no jax.
 
-python -m launch.restart CODE --max-restarts R -- [RUN.toml] [--section.key value …] is the rule for a shell script,
-which keeps the count in run.dir/restarts.json: it prints the seconds to wait and exits with 0 where the run is to be
-started again, else with 1.
+python -m launch.restart CODE -- [RUN.toml] [--section.key value ...] is the rule for a shell script, which keeps the
+count in run.dir/restarts.json: it prints the seconds to wait and exits with 0 where the run is to be started again,
+else with 1, after a mistake with 2.
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -26,10 +25,15 @@ from pathlib import Path
 from launch import supervise
 from meshtrain import config, files
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import contents, say, stops
+from meshtrain.run import command, contents, say, stops
 
-USAGE = ("python -m launch.restart CODE [--scheduled] [--said FILE] --max-restarts R -- [RUN.toml] [--section.key "
-         "value ...]")
+OPTIONS = {"max-restarts": config.Option("a run that fails is started again from its newest checkpoint, so many times "
+                                         "in a row without a newer one", "R", "5", config.whole(), 0)}
+COMMAND = config.Command("launch.restart", {
+    "max-restarts": dataclasses.replace(OPTIONS["max-restarts"], default=5),
+    "scheduled": config.Option("a scheduler stops the run to start it again: exit code 75 starts it again"),
+    "said": config.Option("what the run wrote to stderr, where its last words are", "FILE", "stderr.txt", Path),
+}, "CODE", (1, 1), launcher=True)
 ENDS = (stops.DONE, stops.USER_ERROR, stops.STOPPED)
 FIRST_S, LONGEST_S = 5.0, 300.0
 # in run.dir: the count of the command below, and which parts of the fast tier count
@@ -111,42 +115,35 @@ class Failures:
 
 
 def main(argv: Sequence[str]) -> int:
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="python -m launch.restart", usage=USAGE, allow_abbrev=False, description=(
-        "Whether a run that has ended with CODE is started again: prints the seconds to wait and exits with 0, else "
-        "exits with 1."))
-    parser.add_argument("code", type=int, metavar="CODE", help="exit code of the run")
-    parser.add_argument("--max-restarts", type=int, default=5, metavar="R",
-                        help="in a row without a newer checkpoint (default 5)")
-    parser.add_argument("--scheduled", action="store_true",
-                        help="by a scheduler, which stops it to start it again: 75 starts it again")
-    parser.add_argument("--said", type=Path, metavar="FILE", help="what it wrote to stderr, where its last words are")
-    options = parser.parse_args(argv[:at])
+    return command.answer(COMMAND, _judge, argv, __doc__)
+
+
+def _judge(given: config.Arguments) -> int:
+    """Raises: ConfigError."""
     try:
-        run = config.load(argv[at + 1:], USAGE)
-        wait_s = counted(Failures(run, options.max_restarts, scheduled=options.scheduled),
-                         options.code, _last_words(options))
-    except ConfigError as error:
-        say.err(f"error: {error}")
-        return 1
+        code = int(*given.names)
+    except ValueError:
+        raise ConfigError(f"{given.names[0]} is not an exit code; give the run's, e.g. 1") from None
+    failures = Failures(config.load(given.run), given["max-restarts"], scheduled=bool(given["scheduled"]))
+    wait_s = counted(failures, code, _last_words(code, given["said"]))
     if wait_s is None:
         return 1
     say.out(f"{wait_s:g}")
     return 0
 
 
-def _last_words(options: argparse.Namespace) -> str:
+def _last_words(code: int, said: Path | None) -> str:
     """The exit code, which task srun says ended first, and the last line that is of no victim of it."""
-    if options.said is None or options.code in ENDS:
+    if said is None or code in ENDS:
         return ""
-    with contextlib.suppress(OSError), open(options.said, "rb") as file:
-        file.seek(-min(READ_BYTES, options.said.stat().st_size), os.SEEK_END)
+    with contextlib.suppress(OSError), open(said, "rb") as file:
+        file.seek(-min(READ_BYTES, said.stat().st_size), os.SEEK_END)
         text = file.read()
         ended = TASK_ENDED.search(text.decode(errors="replace"))
         lines = [line for line in text.splitlines() if line.strip()
                  and not line.startswith((b"srun: ", b"slurmstepd: "))
                  and not supervise.NOISE.search(line) and not supervise.VICTIM.search(line)]
-        return "; ".join([f"exit code {options.code}", *([ended[1]] if ended else []),
+        return "; ".join([f"exit code {code}", *([ended[1]] if ended else []),
                           *([f"the last line: {lines[-1].decode(errors='replace')}"] if lines else [])])
     return ""
 

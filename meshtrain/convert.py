@@ -1,28 +1,21 @@
-"""python -m meshtrain.convert HF_DIR · RUN_DIR OUT [--step N] [--dtype D] [--shard-gb G]: model folders of Hugging
-Face, in and out.
+"""Model folders of Hugging Face, in and out: python -m meshtrain.convert HF_DIR, or RUN_DIR OUT.
 
 HF_DIR alone: checks the folder and prints its [model] table; --checkpoint.init_from HF_DIR starts a run from it.
-RUN_DIR OUT: writes the weights of a run's newest checkpoint, or of step N, as the folder OUT, in bfloat16 or --dtype
-float32 or float16, in files of at most G (5) GB; it is whole or not there. Of a run with LoRA the weights are merged;
---adapters writes the adapters alone as PEFT has them, in float32 or --dtype. Works on CPUs; as one of several processes
-under a launcher. Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request · 1 anything else.
+RUN_DIR OUT: writes the weights of a run's checkpoint as the folder OUT; it is whole or not there. Of a run with LoRA
+the weights are merged. Works on CPUs; as one of several processes under a launcher. Exit codes: 0 · 2 the user's
+mistake, one message · 75 stopped on request · 1 anything else.
 """
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.run import command, say, stops
+from meshtrain.run import command, say
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
-    say.begin()
-    stops.listen("stopped")
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with say.without_noise():
-        importlib.import_module("jax")
+    command.begin(platform="cpu")
 
 import jax
 import jax.numpy as jnp
@@ -38,55 +31,34 @@ from meshtrain.huggingface import folder
 from meshtrain.model import transformer
 from meshtrain.run import trees
 
-USAGE = "python -m meshtrain.convert HF_DIR | RUN_DIR OUT [--step N] [--dtype bfloat16] [--shard-gb 5] [--adapters]"
+COMMAND = config.Command("meshtrain.convert", {
+    "step": config.Option("a saved step; 0: the newest", "N", "100", config.whole(), 0),
+    "dtype": config.Option(f"of the weights: {', '.join(export.DTYPES)} (default bfloat16, of adapters float32)", "D",
+                           "float32", config.one_of(*export.DTYPES)),
+    "shard-gb": config.Option("the most GB of a file", "G", "5",
+                              config.number("a number of gigabytes", 1e-9, positive=True), 5),
+    "adapters": config.Option("write the adapters of a run with LoRA alone, as PEFT has them"),
+}, "HF_DIR | RUN_DIR OUT", (1, 2), keys=False)
 
 
 def main(argv: Sequence[str]) -> int:
-    return command.answer(_convert, argv, USAGE, __doc__, (CheckpointError, meet.PeerError), agree.told_by_first)
+    return command.answer(COMMAND, _convert, argv, __doc__, (CheckpointError, meet.PeerError), agree.told_by_first)
 
 
-def _convert(argv: list[str]) -> None:
-    names, step, dtype, shard_bytes, alone = flags(argv)
-    if len(names) == 1:
-        say.out(_table(Path(names[0])))
+def _convert(asked: config.Arguments) -> None:
+    if any("://" in name for name in asked.names[1:]):
+        raise ConfigError(f"{asked.names[1]} is an address, and only directories can be written; mount it, or copy the "
+                          f"folder there afterwards")
+    if len(asked.names) == 1:
+        say.out(_table(Path(asked.names[0])))
         return
+    run_dir, out = map(Path, asked.names)
     cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     found = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
-    said = (_export_adapters(found, Path(names[0]), Path(names[1]), step, dtype) if alone else
-            _export(found, Path(names[0]), Path(names[1]), step, dtype, shard_bytes))
+    said = (_export_adapters(found, run_dir, out, asked["step"], asked["dtype"] or "float32") if asked["adapters"] else
+            _export(found, run_dir, out, asked["step"], asked["dtype"] or "bfloat16", int(asked["shard-gb"] * 1e9)))
     if jax.process_index() == 0:
         say.out(said)
-
-
-def flags(argv: Sequence[str]) -> tuple[list[str], int, str, int, bool]:
-    """(the names of one folder, or of a run and a folder, step, dtype, most bytes of a file, whether adapters alone).
-
-    Raises: ConfigError.
-    """
-    asked = config.split(argv, USAGE, {"step": "100", "dtype": "float32", "shard-gb": "5"}, ("adapters",))
-    alone = "adapters" in asked.flags
-    step, dtype, size = asked.last("step", "0"), asked.last("dtype", "float32" if alone else "bfloat16"), asked.last(
-        "shard-gb", "5")
-    faults = asked.faults + [f"{key} changes nothing here; the usage is {USAGE}" for key in asked.keys[:1]]
-    if len(asked.names) not in (1, 2) and not faults:
-        faults.append(f"{len(asked.names)} directories are named, where one model folder or a run and a new directory "
-                      f"are asked for; the usage is {USAGE}")
-    if not step.isdecimal():
-        faults.append(f"--step {step} is not a step; give the number of one that is saved, or 0 for the newest")
-    if dtype not in export.DTYPES:
-        faults.append(f"--dtype {dtype} is not known; use {', '.join(export.DTYPES)}")
-    try:
-        shard_bytes = int(float(size) * 1e9)
-    except (ValueError, OverflowError):
-        shard_bytes = 0
-    if shard_bytes < 1:
-        faults.append(f"--shard-gb {size} is not a size; give gigabytes, e.g. 5 or 0.5")
-    faults += [f"{name} is an address, and only directories can be written; mount it, or copy the folder there "
-               f"afterwards"
-               for name in asked.names[1:] if "://" in name]
-    if faults:
-        raise ConfigError(*faults)
-    return asked.names, int(step), dtype, shard_bytes, alone
 
 
 def _table(directory: Path) -> str:

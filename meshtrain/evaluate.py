@@ -1,20 +1,15 @@
-"""python -m meshtrain.evaluate RUN_DIR|HF_DIR [--data.key value …] [--tasks a,b] [--step N] [--json]: how well a model
-predicts.
+"""How well a model predicts: python -m meshtrain.evaluate RUN_DIR, or HF_DIR --data.paths FILES.
 
 The loss (nats per target, a document's end among them), perplexity and bits per byte of text, of each source and of
 all. RUN_DIR: of what the run holds out, all of it, or of all documents of --data.paths (with --data.source,
 --data.mixture) where they are given. HF_DIR, a model folder of Hugging Face's: of the documents that are given.
---tasks: of the LM evaluation harness, by their names, comma-separated, or paths of their YAML files (pip install -e
-'.[eval]'); --num-fewshot N, --limit N (documents of each task): as there. --json: only JSON on stdout: {"loss",
-"tokens", "perplexity", "bits_per_byte", "sources": {name: the same}, "tasks": {name: metrics}}; null where there is
-none. --mesh.data, --mesh.fsdp, --mesh.tensor N: the command's own mesh, as of meshtrain.generate. Exit codes: 0 · 2 the
+--mesh.data, --mesh.fsdp, --mesh.tensor N: the command's own mesh, as of meshtrain.generate. Exit codes: 0 · 2 the
 user's mistake, one message · 75 stopped on request · 1 anything else.
 """
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import math
 import os
@@ -27,10 +22,7 @@ from pathlib import Path
 from meshtrain.run import command, say, stops
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
-    say.begin()
-    stops.listen("stopped")
-    with say.without_noise():
-        importlib.import_module("jax")
+    command.begin()
 
 import jax
 import numpy as np
@@ -45,8 +37,23 @@ from meshtrain.data.documents.contracts import ValidationSet
 from meshtrain.inference.score import Scorer
 from meshtrain.names import NO_TARGET
 
-USAGE = "python -m meshtrain.evaluate RUN_DIR|HF_DIR [--data.key value ...] [--tasks a,b] [--step N] [--json]"
-OPTIONS = {"tasks": "hellaswag", "step": "100", "num-fewshot": "5", "limit": "100"}
+
+
+def _tasks(text: str) -> list[str]:
+    if names := [task for task in text.split(",") if task]:
+        return names
+    raise ValueError("names none; give their names, comma-separated, e.g. --tasks lambada_openai,hellaswag")
+
+
+COMMAND = config.Command("meshtrain.evaluate", {
+    "step": config.Option("a saved step; 0: the newest", "N", "100", config.whole(), 0),
+    "tasks": config.Option("of the LM evaluation harness, by name or path of a YAML file, comma-separated "
+                           "(pip install -e '.[eval]')", "A,B", "hellaswag", _tasks, ()),
+    "num-fewshot": config.Option("examples before each document of the tasks", "N", "5", config.whole()),
+    "limit": config.Option("documents of each task", "N", "100", config.whole()),
+    "json": config.Option('print JSON alone: {"loss", "tokens", "perplexity", "bits_per_byte", "sources": {name: the '
+                          'same}, "tasks": {name: metrics}}; null where there is none'),
+}, "RUN_DIR|HF_DIR", (1, 1))
 # that say what to evaluate on
 GIVEN = ("data.source", "data.paths", "data.mixture", "data.validation_paths", "data.validation_sources")
 SEQ_LEN = 1024      # of a folder, unless told otherwise or it takes less
@@ -74,12 +81,14 @@ class Sums:
 
 
 def main(argv: Sequence[str]) -> int:
-    return command.answer(_evaluate, argv, USAGE, __doc__, (CheckpointError, assembly.BrokenProgramError))
+    return command.answer(COMMAND, _evaluate, argv, __doc__, (CheckpointError, assembly.BrokenProgramError))
 
 
-def _evaluate(argv: list[str]) -> None:
-    options, directory, rest = options_of(argv)
-    found = trained.describe(directory, options["step"], rest, "evaluate", keys=("data.",))
+def _evaluate(options: config.Arguments) -> None:
+    if not options["tasks"] and (unused := options.given & {"num-fewshot", "limit"}):
+        raise ConfigError(*(f"--{name} {options[name]} is of the harness's tasks, and none is asked for; add e.g. "
+                            f"--tasks hellaswag, or leave it out" for name in sorted(unused)))
+    found = trained.describe(*options.names, options["step"], options.keys, "evaluate", keys=("data.",))
     found = _with_tokenizer(found)
     if 0 < (longest := found.longest()) < found.run.data.seq_len:
         say.err(f"note: data.seq_len={found.run.data.seq_len} is more than the {longest} tokens that the model was "
@@ -220,32 +229,6 @@ def _table(told: dict) -> str:
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-
-
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-
-def options_of(argv: list[str]) -> tuple[dict, str, list[str]]:
-    """(options by name, the directory, what is left for `config.resolve`). Raises: ConfigError."""
-    asked = config.split(argv, USAGE, OPTIONS, ("json",))
-    faults = list(asked.faults)
-    for name in ("step", "num-fewshot", "limit"):
-        if asked.last(name) and not asked.last(name).isdecimal():
-            faults.append(f"--{name} {asked.last(name)} is not a whole number; give e.g. --{name} 5")
-    if len(asked.names) != 1 and not faults:
-        faults.append(f"{len(asked.names)} directories are named, where one run's directory or model folder is asked "
-                      f"for; the usage is {USAGE}")
-    tasks = [task for task in asked.last("tasks", "").split(",") if task]
-    if asked.last("tasks") and not tasks:
-        faults.append("--tasks names none; give their names, comma-separated, e.g. --tasks lambada_openai,hellaswag")
-    faults += [f"--{name} {asked.last(name)} is of the harness's tasks, and none is asked for; add e.g. --tasks "
-               f"hellaswag, or leave it out"
-               for name in ("num-fewshot", "limit") if name in asked.values and "tasks" not in asked.values]
-    if faults:
-        raise ConfigError(*faults)
-    numbers = {name: int(asked.last(name)) if name in asked.values else None for name in ("num-fewshot", "limit")}
-    return {"json": "json" in asked.flags, "tasks": tasks, "step": int(asked.last("step", "0")),
-            **numbers}, asked.names[0], asked.keys
 
 
 if __name__ == "__main__":

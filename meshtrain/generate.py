@@ -1,36 +1,22 @@
-"""python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON|--chat [option …]: what a
-model goes on with.
+"""How a model continues prompts: python -m meshtrain.generate RUN_DIR or HF_DIR, with one of --prompt, --prompts,
+--prompt-ids and --chat.
 
-RUN_DIR: a run's directory, its newest checkpoint or --step N. HF_DIR: a model folder of Hugging Face's.
---prompt TEXT, as often as wanted; --prompts FILE: a prompt on each line, of .jsonl {"prompt": …}; --prompt-ids '[[5,
-6], [7]]': token ids, for which no tokenizer is needed. --chat: a conversation by the chat template, a question on each
-line that you type; with --prompt or --prompts, of .jsonl also {"messages": [...]}, each is a conversation of its own.
---max-tokens N (256)    tokens of an answer at most
---temperature T (0)     0: the most likely token; else drawn; 1 where one of the next three is given
---top-k K, --top-p P, --min-p P    what is left to draw from, as in transformers
---seed N (0)            the same seed draws the same answer to a prompt, whatever else is asked and on any mesh
---stop TEXT             ends an answer, as often as wanted, beside the model's own end tokens
---json                  only JSON on stdout: {"completions": [{"prompt_ids", "token_ids", "text", "stopped":
-"stop"|"length"}]} --mesh.data, --mesh.fsdp, --mesh.tensor N: devices that have prompts of their own, and that share
-weights (all on tensor without a word of it); --mesh.simulated_devices N: on the CPU. --model.compute_dtype,
---run.compilation_cache, --data.tokenizer: as in a run. Exit codes: 0 · 2 the user's mistake, one message · 75 stopped
+RUN_DIR: a run's directory. HF_DIR: a model folder of Hugging Face's.
+--mesh.data, --mesh.fsdp, --mesh.tensor N: devices that have prompts of their own, and that share weights (all on tensor
+where none is given); --mesh.simulated_devices N: on the CPU. --model.compute_dtype, --run.compilation_cache,
+--data.tokenizer: as in a run. Exit codes: 0 · 2 the user's mistake, one message · 75 stopped
 on request · 1 anything else.
 """
 from __future__ import annotations
 
-import importlib
 import json
-import math
 import sys
 from collections.abc import Sequence
 
-from meshtrain.run import command, say, stops
+from meshtrain.run import command, say
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
-    say.begin()
-    stops.listen("stopped")
-    with say.without_noise():
-        importlib.import_module("jax")
+    command.begin()
 
 import jax
 
@@ -42,32 +28,76 @@ from meshtrain.inference.generate import MOST_ROWS, Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.units import size
 
-USAGE = ("python -m meshtrain.generate RUN_DIR|HF_DIR --prompt TEXT|--prompts FILE|--prompt-ids JSON|--chat "
-         "[--max-tokens N] [--temperature T] [--json]")
-NUMBERS = {     # option -> (kind, default, the least, the most, what it is, an example)
-    "step": (int, 0, 0, math.inf, "the number of a saved step, or 0 for the newest", "100"),
-    "max-tokens": (int, 256, 1, 10**7, "a number of tokens, at least 1", "256"),
-    "temperature": (float, None, 0, math.inf, "0 for the most likely token, or more", "0.8"),
-    "top-k": (int, 0, 1, math.inf, "a number of tokens, at least 1", "50"),
-    "top-p": (float, 1.0, 0, 1, "a probability", "0.9"),
-    "min-p": (float, 0.0, 0, 1, "a share", "0.05"),
-    "seed": (int, 0, 0, 2**32 - 1, "a whole number from 0 on", "1"),
-}
-TEXTS = {"prompt": "'Once upon a time'", "prompts": "prompts.txt", "prompt-ids": "'[[5, 6], [7]]'", "stop": "END"}
+
+def _ids(text: str) -> list[list[int]]:
+    """The prompts of --prompt-ids. Raises: ValueError."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if isinstance(given, list) and given and all(type(one) is int for one in given):
+        given = [given]
+    if not isinstance(given, list) or not all(
+            isinstance(one, list) and all(type(i) is int for i in one) for one in given):
+        raise ValueError("is not a list of lists of whole numbers; write e.g. '[[5, 6], [7]]'")
+    if not given or not all(given):
+        raise ValueError("has an empty prompt; give at least one token of each, e.g. '[[5, 6], [7]]'")
+    return given
+
+
+def _text(text: str) -> str:
+    if not _is_text(text):
+        raise ValueError("is not UTF-8; give text in UTF-8, or token ids, --prompt-ids '[[5, 6], [7]]'")
+    return text
+
+
+def _is_text(words: str) -> bool:
+    """Whether all of what the command line or stdin gave was UTF-8: Python hands on other bytes as lone surrogates."""
+    try:
+        words.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+COMMAND = config.Command("meshtrain.generate", {
+    "step": config.Option("a saved step; 0: the newest", "N", "100", config.whole(), 0),
+    "prompt": config.Option("a text to continue", "TEXT", "'Once upon a time'", _text, many=True),
+    "prompts": config.Option('a file with a prompt on each line, of .jsonl {"prompt": …}', "FILE", "prompts.txt"),
+    "prompt-ids": config.Option("token ids, for which no tokenizer is needed", "JSON", "'[[5, 6], [7]]'", _ids),
+    "chat": config.Option('a conversation by the chat template, a question on each line that you type; with --prompt '
+                          'or --prompts, of .jsonl also {"messages": [...]}, each is a conversation of its own'),
+    "max-tokens": config.Option("tokens of an answer at most", "N", "256", config.whole(1, 10**7), 256),
+    "temperature": config.Option("0: the most likely token, else drawn (default 0, and 1 with one of the next three)",
+                                 "T",
+                                 "0.8", config.number("0 for the most likely token, or more")),
+    "top-k": config.Option("draw from the K most likely tokens, as in transformers", "K", "50", config.whole(1), 0),
+    "top-p": config.Option("draw from the most likely tokens of together this probability", "P", "0.9",
+                           config.number("a probability", 0, 1, positive=True), 1.0),
+    "min-p": config.Option("draw from tokens of at least this share of the most likely one's probability", "P", "0.05",
+                           config.number("a share", 0, 1), 0.0),
+    "seed": config.Option("the same seed draws the same answer to a prompt, whatever else is asked and on any mesh",
+                          "N",
+                          "1", config.whole(0, 2**32 - 1), 0),
+    "stop": config.Option("a text that ends an answer, beside the model's own end tokens", "TEXT", "END", _text,
+                          many=True),
+    "json": config.Option('print JSON alone: {"completions": [{"prompt_ids", "token_ids", "text", "stopped": '
+                          '"stop"|"length"}]}'),
+}, "RUN_DIR|HF_DIR", (1, 1))
 MOST_PROMPT_BYTES = 1 << 28     # of a file of prompts
 
 
 def main(argv: Sequence[str]) -> int:
-    return command.answer(_generate, argv, USAGE, __doc__, (CheckpointError, assembly.BrokenProgramError))
+    return command.answer(COMMAND, _generate, argv, __doc__, (CheckpointError, assembly.BrokenProgramError))
 
 
-def _generate(argv: list[str]) -> None:
-    options, texts, directory, rest = options_of(argv)
-    found = trained.describe(directory, options["step"], rest, "generate",
+def _generate(options: config.Arguments) -> None:
+    _check_options(options)
+    found = trained.describe(*options.names, options["step"], options.keys, "generate",
                              keys=("data.tokenizer", "data.chat_template"))
     talking = talk.open_talk(found) if options["chat"] else None
-    words = _words(found, texts, talking)
-    prompts = _prompts(found, texts, talking)
+    words = _words(found, options, talking)
+    prompts = _prompts(found, options, talking)
     ended = (lambda _, tokens: words.ended(tokens)) if words and words.stops else None
     limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else found.stop_ids(),
                               found.longest(), ended)
@@ -81,7 +111,8 @@ def _generate(argv: list[str]) -> None:
             _converse(placed.generator(), found, talking, limits, words, options)
 
 
-def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words: Words | None, options: dict) -> None:
+def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words: Words | None,
+            options: config.Arguments) -> None:
     """Makes the completions and says them: as JSON, or as text, of one prompt while it comes."""
     ask = lambda tell=None: generator.complete(prompts, limits, _picking(options), options["seed"], tell)
     if options["json"]:
@@ -97,8 +128,10 @@ def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words
             say.out(f"--- {number + 1}: {prompt}\n{words.text(one.tokens)}")
 
 
-def _picking(options: dict) -> Picking:
-    return Picking(options["temperature"], options["top-k"], options["top-p"], options["min-p"])
+def _picking(options: config.Arguments) -> Picking:
+    drawn = bool(options.given & {"top-k", "top-p", "min-p"})
+    return Picking(float(drawn) if options["temperature"] is None else options["temperature"],
+                   options["top-k"], options["top-p"], options["min-p"])
 
 
 def _streamed(words: Words, ask) -> str:
@@ -110,7 +143,7 @@ def _streamed(words: Words, ask) -> str:
 
 
 def _converse(generator, found: trained.Trained, talking: talk.Talk, limits: GenerationLimits,
-              words: Words, options: dict) -> None:
+              words: Words, options: config.Arguments) -> None:
     """Answers each line of stdin, the conversation so far before it; ends where stdin ends."""
     messages: list[dict] = []
     if hasattr(sys.stdin, "reconfigure"):       # what is not UTF-8 costs a line and not the conversation, in any locale
@@ -174,11 +207,11 @@ def _check_memory(placed: trained.LoadedModel, prompts: list[list[int]], limits:
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
-def _words(found: trained.Trained, texts: dict[str, list[str]], talking: talk.Talk | None) -> Words | None:
+def _words(found: trained.Trained, options: config.Arguments, talking: talk.Talk | None) -> Words | None:
     """How answers become text; None without a tokenizer. Raises: ConfigError."""
-    text, stops = found.text(), tuple(texts["stop"])
+    text, stops = found.text(), tuple(options["stop"])
     if text is None:
-        if option := next((name for name in ("prompt", "prompts", "stop") if texts[name]), None):
+        if option := next((name for name in ("prompt", "prompts", "stop") if options[name]), None):
             raise ConfigError(f"--{option} needs a tokenizer, and {found.directory} has none; give --data.tokenizer "
                               f"the path of a tokenizer.json, or token ids, --prompt-ids '[[5, 6], [7]]'")
         return None
@@ -188,11 +221,11 @@ def _words(found: trained.Trained, texts: dict[str, list[str]], talking: talk.Ta
     return Words(text.decode, stops, stop_ids)
 
 
-def _prompts(found: trained.Trained, texts: dict[str, list[str]], talking: talk.Talk | None) -> list[list[int]]:
+def _prompts(found: trained.Trained, options: config.Arguments, talking: talk.Talk | None) -> list[list[int]]:
     """The prompts as ids; none where a conversation is to be held. Raises: ConfigError."""
-    if texts["prompt-ids"]:
-        return _ids(texts["prompt-ids"][-1])
-    given = texts["prompt"] or (_lines(texts["prompts"][-1], bool(talking)) if texts["prompts"] else [])
+    if options["prompt-ids"]:
+        return options["prompt-ids"]
+    given = options["prompt"] or (_lines(options["prompts"], bool(talking)) if options["prompts"] else [])
     prompts = []
     for number, one in enumerate(given):
         if not one:
@@ -205,24 +238,6 @@ def _prompts(found: trained.Trained, texts: dict[str, list[str]], talking: talk.
         if not prompts[-1]:
             raise ConfigError(f"of the prompt {json.dumps(one)} the tokenizer leaves no token; give another")
     return prompts
-
-
-def _ids(text: str) -> list[list[int]]:
-    """The prompts of --prompt-ids. Raises: ConfigError."""
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
-        given = None
-    if isinstance(given, list) and given and all(type(one) is int for one in given):
-        given = [given]
-    if not isinstance(given, list) or not all(
-            isinstance(one, list) and all(type(i) is int for i in one) for one in given):
-        raise ConfigError(f"--prompt-ids {text[:60]} is not a list of lists of whole numbers; write e.g. '[[5, 6], "
-                          f"[7]]'")
-    if not given or not all(given):
-        raise ConfigError(f"--prompt-ids {text[:60]} has an empty prompt; give at least one token of each, e.g. '[[5, "
-                          f"6], [7]]'")
-    return given
 
 
 def _lines(path: str, chats: bool) -> list:
@@ -247,15 +262,6 @@ def _lines(path: str, chats: bool) -> list:
     return [_of_json(path, number, line, chats) if path.endswith(".jsonl") else line for number, line in found]
 
 
-def _is_text(words: str) -> bool:
-    """Whether all of what the command line or stdin gave was UTF-8: Python hands on other bytes as lone surrogates."""
-    try:
-        words.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _of_json(path: str, number: int, line: str, chats: bool):
     try:
         given = json.loads(line)
@@ -272,47 +278,15 @@ def _of_json(path: str, number: int, line: str, chats: bool):
     return given["prompt"]
 
 
-def options_of(argv: list[str]) -> tuple[dict, dict[str, list[str]], str, list[str]]:
-    """(numbers and flags by name, texts by name, the directory, what is left for `config.resolve`). Raises:
-    ConfigError."""
-    asked = config.split(argv, USAGE, TEXTS | {name: example for name, (*_, example) in NUMBERS.items()},
-                         ("json", "chat"))
-    faults = list(asked.faults)
-    texts = {name: asked.values.get(name, []) for name in TEXTS}
-    flags = {name: name in asked.flags for name in ("json", "chat")}
-    numbers = {name: _number(name, asked.last(name), faults) for name in NUMBERS if asked.last(name)}
-    if len(asked.names) != 1 and not faults:      # the value of what is no option would be another name
-        few = f" ({asked.names[0]}, {asked.names[1]})" if asked.names else ""
-        faults.append(f"{len(asked.names)} directories are named{few}, where one run's directory or model folder is "
-                      f"asked for; the usage is {USAGE}")
-    kinds = [name for name in ("prompt", "prompts", "prompt-ids") if texts[name]]
-    faults += [f"--{name} {ascii(one)[:60]} is not UTF-8; give text in UTF-8, or token ids, --prompt-ids '[[5, 6], "
-               f"[7]]'"
-               for name in ("prompt", "stop") for one in texts[name] if not _is_text(one)]
-    if faults:
-        raise ConfigError(*faults)
-    if len(kinds) != 1 and not (flags["chat"] and not kinds) or flags["chat"] and texts["prompt-ids"]:
-        faults.append("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]', or --chat, alone or "
-                      "with one of the first two")
-    elif flags["json"] and not kinds:
-        faults.append("--chat --json has no prompts; give --prompt TEXT or --prompts FILE, or leave --json out to talk")
-    if faults:
-        raise ConfigError(*faults)
-    drawn = any(name in numbers for name in ("top-k", "top-p", "min-p"))
-    defaults = {name: default for name, (_, default, *_) in NUMBERS.items()} | {"temperature": 1.0 if drawn else 0.0}
-    return {**defaults, **numbers, **flags}, texts, asked.names[0], asked.keys
-
-
-def _number(name: str, text: str, faults: list[str]):
-    kind, default, least, most, what, example = NUMBERS[name]
-    try:
-        value = kind(text)
-    except (ValueError, OverflowError):
-        value = math.nan
-    if not least <= value <= most or value == math.inf or name == "top-p" and value == 0:
-        faults.append(f"--{name} {text} is not {what}; give e.g. --{name} {example}")
-        return default
-    return value
+def _check_options(options: config.Arguments) -> None:
+    """Raises: ConfigError where the options contradict each other."""
+    kinds = options.given & {"prompt", "prompts", "prompt-ids"}
+    if len(kinds) != 1 and not (options["chat"] and not kinds) or options["chat"] and "prompt-ids" in kinds:
+        raise ConfigError("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]', or --chat, "
+                          "alone or with one of the first two")
+    if options["chat"] and options["json"] and not kinds:
+        raise ConfigError("--chat --json has no prompts; give --prompt TEXT or --prompts FILE, or leave --json out to "
+                          "talk")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,12 @@
-"""python -m meshtrain.inspect [RUN.toml] [--section.key value …] [--topology h100:64] [--schedule] [--json] [--html
-FILE] [--expect FILE]: what a run costs.
+"""What a run costs: python -m meshtrain.inspect RUN.toml.
 
 Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
-here, as many as it says, and priced kernel by kernel; --assume NAME=VALUE, as often as wanted, changes what that
-assumes. With --schedule the pipeline is drawn instead (before, with --json): as text, and into <run.name>-schedule.svg.
---html FILE makes a page of it for a browser, one file that loads nothing, beside what is printed. --expect FILE tells
-only what differs from what FILE says of collectives and memory; --expect FILE --update writes it. Exit codes: 0 · 2 the
+here, and priced kernel by kernel. Exit codes: 0 · 2 the
 user's mistake, one message · 75 stopped on request · 1 a program that would compute wrong numbers, or that --expect did
 not expect.
 """
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shlex
@@ -19,13 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.run import say, stops
+from meshtrain.run import command, say
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
-    say.begin(level=1)          # what XLA warns of while it compiles is read
-    stops.listen("stopped")
-    with say.without_noise():
-        importlib.import_module("jax")
+    command.begin(level=1)      # what XLA warns of while it compiles is read
 
 from meshtrain import assembly, config, elastic
 from meshtrain import devices as local_devices
@@ -34,63 +26,66 @@ from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions, simulate
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
-from meshtrain.files import FileSystemError
 from meshtrain.inspection import chart, expect, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.sharding.mesh import MeshSpec
 
-USAGE = ("python -m meshtrain.inspect [RUN.toml] [--section.key value ...] [--topology NAME:N] [--assume NAME=VALUE "
-         "...] [--schedule] [--json] [--html FILE] [--expect FILE [--update]]")
-FLAGS = ("schedule", "json", "update")
-VALUES = {"topology": "h100:64", "assume": "matmul.best=0.7", "expect": "step.toml", "html": "cost.html"}
+COMMAND = config.Command("meshtrain.inspect", {
+    "topology": config.Option("compile for N of these GPUs, which need not be here", "GPU:N", "h100:64"),
+    "assume": config.Option("change a number that the roofline assumes", "NAME=NUMBER", "matmul.best=0.7",
+                            assumptions.parse, many=True),
+    "schedule": config.Option("draw the pipeline instead (before, with --json): as text, and into "
+                              "<run.name>-schedule.svg"),
+    "json": config.Option("print JSON alone"),
+    "html": config.Option("write a page for a browser, too: one file that loads nothing", "FILE", "cost.html"),
+    "expect": config.Option("tell only what differs from what FILE says of collectives and memory",
+                            "FILE", "step.toml"),
+    "update": config.Option("write the file of --expect"),
+}, "[RUN.toml]", (0, 1))
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
+    return command.answer(COMMAND, lambda own: _inspect(own, argv), argv, __doc__)
+
+
+def _inspect(own: config.Arguments, argv: Sequence[str]) -> int:
+    with config.user_errors():
+        hardware.memory_share()         # what fits is measured against it
+    as_json, given = own["json"], _assumed(own)
+    run = config.load(own.names + own.keys)
+    if own["html"]:
         with config.user_errors():
-            hardware.memory_share()         # what fits is measured against it
-        own, rest = _own_flags(list(argv))
-        as_json, given = own["json"], own["assume"]
-        run = config.load(rest, usage=USAGE)
-        if own["html"]:
-            with config.user_errors():
-                skin.check_free("--html", own["html"])
-        if own["update"]:
-            _check_writable(own["expect"])
-        before = _expected(own["expect"]) if own["expect"] and not own["update"] else None
-        if own["schedule"]:
-            _show_schedule(run, own["topology"], say.err if as_json else say.out)
-            if not as_json:
-                return 0
-        devices = _devices(run, own["topology"])
-        run, fewer = elastic.fitted(run, len(devices))
-        if fewer and not as_json:
-            say.out(fewer)
-        made = assembly.assemble(run, devices)
-        if given and not roofline.gpu_of(made):
-            raise ConfigError("--assume changes the roofline, and there is none without a GPU of known speed; "
-                              "add e.g. --topology h100:8")
-        logged: list[str] = []
-        with say.without_noise(logged):
-            executable = made.program.compile()       # a broken one is shown, not refused
-        step = Inspected(made, executable, given, logged)
-        now = expect.of(made, step.program, step.held)
-        if own["update"]:
-            _write(own["expect"], expect.dumps(
-                now, f"python -m meshtrain.inspect {shlex.join(word for word in argv if word != '--update')}"))
-        if as_json or own["html"] or not own["expect"]:
-            _tell(step, own)
-    except ConfigError as error:
-        say.err(f"error: {error}")
-        return 2
-    except FileSystemError as error:
-        say.err(f"error: {error}")
-        return 1
+            skin.check_free("--html", own["html"])
+    if own["update"]:
+        _check_writable(own["expect"])
+    before = _expected(own["expect"]) if own["expect"] and not own["update"] else None
+    if own["schedule"]:
+        _show_schedule(run, own["topology"], say.err if as_json else say.out)
+        if not as_json:
+            return 0
+    devices = _devices(run, own["topology"])
+    run, fewer = elastic.fitted(run, len(devices))
+    if fewer and not as_json:
+        say.out(fewer)
+    made = assembly.assemble(run, devices)
+    if given and not roofline.gpu_of(made):
+        raise ConfigError("--assume changes the roofline, and there is none without a GPU of known speed; "
+                          "add e.g. --topology h100:8")
+    logged: list[str] = []
+    with say.without_noise(logged):
+        executable = made.program.compile()       # a broken one is shown, not refused
+    step = Inspected(made, executable, given, logged)
+    now = expect.of(made, step.program, step.held)
+    if own["update"]:
+        _write(own["expect"], expect.dumps(
+            now, f"python -m meshtrain.inspect {shlex.join(word for word in argv if word != '--update')}"))
+    if as_json or own["html"] or not own["expect"]:
+        _tell(step, own)
     return 1 if step.program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
 
 
-def _tell(step: Inspected, own: dict) -> None:
+def _tell(step: Inspected, own: config.Arguments) -> None:
     """Raises: ConfigError where the page cannot be written."""
     told = report.as_json(step)
     if own["html"]:
@@ -110,28 +105,20 @@ def _tell(step: Inspected, own: dict) -> None:
         say.err(f"written: {own['html']}")
 
 
-def _own_flags(argv: list[str]) -> tuple[dict, list[str]]:
-    """({option: value}, the rest). Raises: ConfigError for an option without its value, and for what cannot be
-    assumed."""
-    asked = config.split(argv, USAGE, VALUES, FLAGS)
-    if asked.faults:
-        raise ConfigError(*asked.faults)
-    own = {name: name in asked.flags for name in FLAGS}
-    try:
-        given = dict(map(assumptions.parse, asked.values.get("assume", [])))
+def _assumed(own: config.Arguments) -> dict[str, float]:
+    """What --assume changes. Raises: ConfigError for what cannot be assumed, and for options that contradict."""
+    given = dict(own["assume"])
+    with config.user_errors():
         assumptions.Assumptions("", given)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if foreign := [name for name in given if assumptions.TABLE[name].formula]:
         raise ConfigError(f"--assume {foreign[0]} changes the formulas of `python -m meshtrain.plan` alone: a compiled "
                           f"step shows what hides behind what; leave it out")
-    own |= {"assume": given} | {name: asked.last(name) for name in ("topology", "expect", "html")}
     if own["update"] and not own["expect"]:
         raise ConfigError("--update says nothing alone; name the file, --expect FILE --update")
     for option in ("expect", "html"):
         if own[option] and own["schedule"] and not own["json"]:
             raise ConfigError(f"--schedule compiles nothing, so there is nothing for --{option}; leave one of them out")
-    return own, asked.names + asked.keys
+    return given
 
 
 # ---- what was expected -----------------------------------------------------------------------------------------------

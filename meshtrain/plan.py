@@ -1,13 +1,7 @@
-"""python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu h100 [--seq-len S] [--global-batch B] [--json] [--html FILE]
-[--write RUN.toml]: which layout to take.
+"""Which layout to take: python -m meshtrain.plan llama3-8b --gpus 64 --gpu h100.
 
 Prices every layout that the model and the hosts allow by closed formulas, and ranks what fits; nothing is compiled, and
-nothing but rule files is read. MODEL is a preset, changed by --model.key value if need be. --data, --fsdp, --tensor,
---stage, --context, --schedule, --chunks, --microbatches, --remat and --compute-dtype fix what they name; --rules FILE
-adds a rule file of one's own; --max-memory GiB and --gpus-per-host N say what the GPUs are; --assume NAME=VALUE changes
-what is assumed. --gpus 64,128,256 shows the best plan of each; --tokens 1e12 in how many days it trains them,
---budget-hours H what so many GPU hours train. --write puts the best plan into a run file, --html all of it into a page
-for a browser; --verify K compiles the best K for these GPUs and shows formula beside compiled. Exit codes: 0, also
+nothing but rule files is read. MODEL is a preset, changed by --model.key value if need be. Exit codes: 0, also
 where nothing fits · 2 the user's mistake, one message · 75 stopped on request.
 """
 from __future__ import annotations
@@ -21,13 +15,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from meshtrain.run import command, say, stops
+from meshtrain.run import command, say
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
-    say.begin()
-    stops.listen("stopped")
-    with say.without_noise():
-        importlib.import_module("jax")
+    command.begin()
 
 from meshtrain import assembly, config
 from meshtrain import hardware
@@ -47,30 +38,58 @@ from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.shipped import found, names
 from meshtrain.training import state
 
-USAGE = ("python -m meshtrain.plan MODEL|RUN.toml --gpus N --gpu NAME [--seq-len S] [--global-batch B] [--AXIS N] "
-         "[--schedule NAME] [--chunks V] [--microbatches M] [--remat POLICY] [--compute-dtype D] [--rules FILE] "
-         "[--max-memory GiB] [--gpus-per-host N] [--tokens T] [--budget-hours H] [--assume NAME=VALUE] [--json] "
-         "[--html FILE] [--write RUN.toml] [--verify K] [--section.key value ...]")
-COUNTS = ("verify", "seq-len", "global-batch", "gpus-per-host", "chunks", "microbatches", *AXES)
-WORDS = {"gpu": hardware.priced(), "schedule": NAMES, "remat": (*search.REMAT, search.OFFLOAD),
-         "compute-dtype": ("bfloat16", "float32"), "write": None, "html": None}
-NUMBERS = {"max-memory": ("GiB", "70"), "tokens": ("tokens", "1e12"), "budget-hours": ("GPU hours", "100000")}
-MANY = {"assume": "matmul.best=0.7", "rules": "my_rules.toml"}
-VALUES = {"gpus": "64", **dict.fromkeys(COUNTS, "8"),
-          **{option: known[0] if known else "best.toml" for option, known in WORDS.items()},
-          **{option: example for option, (_, example) in NUMBERS.items()}, **MANY, "html": "plans.html"}
 MOST_GPUS = 1 << 17
+
+
+def _gpus(text: str) -> list[int]:
+    return [config.whole(1, MOST_GPUS)(part) for part in text.split(",")]
+
+
+def _fixed(help: str) -> config.Option:
+    return config.Option(help, "N", "8", config.whole(1))
+
+
+COMMAND = config.Command("meshtrain.plan", {
+    "gpus": config.Option("number of GPUs; 64,128,256 shows the best plan of each", "N", "64", _gpus, (),
+                          required="which layout is best depends on it"),
+    "gpu": config.Option(f"the kind of GPU: {', '.join(hardware.priced())}", "NAME", "h100",
+                         config.one_of(*hardware.priced()), required="which layout is best depends on it"),
+    "seq-len": config.Option("tokens of a sequence", "S", "8192", config.whole(1)),
+    "global-batch": config.Option("sequences of a step (default: about 4 million tokens)", "B", "512", config.whole(1)),
+    **{axis: _fixed(f"fixes mesh.{axis}") for axis in AXES},
+    "schedule": config.Option("fixes the schedule of pipelines", "NAME", "1f1b", config.one_of(*NAMES)),
+    "chunks": _fixed("fixes the chunks of layers of each stage"),
+    "microbatches": _fixed("fixes the number of microbatches"),
+    "remat": config.Option("fixes what is recomputed", "POLICY", "selective",
+                           config.one_of(*search.REMAT, search.OFFLOAD)),
+    "compute-dtype": config.Option("fixes model.compute_dtype", "D", "bfloat16", config.one_of("bfloat16", "float32")),
+    "rules": config.Option("adds a rule file of your own", "FILE", "my_rules.toml", many=True),
+    "max-memory": config.Option("what a GPU may hold", "GiB", "70", config.number("a number of GiB", positive=True)),
+    "gpus-per-host": _fixed("GPUs of a host, where it is not the usual one"),
+    "tokens": config.Option("tells in how many days the run trains these tokens", "T", "1e12",
+                            config.number("a number of tokens", positive=True)),
+    "budget-hours": config.Option("tells how many tokens these GPU hours train", "H", "100000",
+                                  config.number("a number of GPU hours", positive=True)),
+    "assume": config.Option("changes a number that the formulas assume", "NAME=NUMBER", "matmul.best=0.7",
+                            assumptions.parse, many=True),
+    "json": config.Option("print JSON alone"),
+    "html": config.Option("write a page for a browser, too: one file that loads nothing", "FILE", "plans.html"),
+    "write": config.Option("write the best plan as a run file", "RUN.toml", "best.toml"),
+    "verify": config.Option("compile the best K plans for these GPUs and show formula beside compiled", "K", "3",
+                            config.whole(1), 0),
+}, "MODEL|RUN.toml", (0, 1))
 TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million, as runs of billions of parameters take
 TOLD, OTHERS = 20, 400      # plans in the answer; more of them in JSON as points alone
 
 
 def main(argv: Sequence[str]) -> int:
-    return command.answer(_plan, argv, USAGE, __doc__)
+    return command.answer(COMMAND, _plan, argv, __doc__)
 
 
-def _plan(argv: list[str]) -> None:
-    options, rest = flags(argv)
-    run = asked(options, rest)
+def _plan(options: config.Arguments) -> None:
+    if alone := [option for option in ("write", "verify") if option in options and len(options["gpus"]) > 1]:
+        raise ConfigError(f"--{alone[0]} takes the best plans of one number of GPUs; give --gpus one")
+    run = asked(options)
     with config.user_errors():
         for option in ("html", "write"):
             if option in options:
@@ -79,8 +98,8 @@ def _plan(argv: list[str]) -> None:
     question, answer = answers[0]
     free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
     stands = gap.of(question, answer.plans[0], free) if free else None
-    compiled = [verified(run, question, plan) for plan in answer.plans[:options.get("verify", 0)]]
-    length = told.Length(options.get("tokens"), options.get("budget-hours"))
+    compiled = [verified(run, question, plan) for plan in answer.plans[:options["verify"]]]
+    length = told.Length(options["tokens"], options["budget-hours"])
     if "html" in options:
         with config.user_errors():
             skin.write("--html", options["html"], plans.page(as_json(run, answers, length, compiled, stands)))
@@ -122,7 +141,7 @@ def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], leng
             "caveats": told.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True)}
 
 
-def answered(run: Run, options: dict, num_gpus: int) -> tuple[search.Question, search.Answer]:
+def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search.Question, search.Answer]:
     """Raises: ConfigError where no layout is allowed."""
     question = question_of(run, options, num_gpus)
     answer = search.search(question)
@@ -138,66 +157,18 @@ def answered(run: Run, options: dict, num_gpus: int) -> tuple[search.Question, s
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
-def flags(argv: list[str]) -> tuple[dict, list[str]]:
-    """({option: value}, the rest). Raises: ConfigError with every fault."""
-    asked = config.split(argv, USAGE, VALUES, ("json",))
-    faults = list(asked.faults)
-    options = {"json": "json" in asked.flags} | {option: asked.values.get(option, []) for option in MANY}
-    for option in asked.values.keys() - set(MANY):
-        if text := asked.last(option):
-            try:
-                options[option] = _value(option, text)
-            except ValueError as error:
-                faults.append(str(error))
-    for option, example in (("gpus", "64"), ("gpu", "h100")):
-        if option not in asked.values:
-            faults.append(f"--{option} is missing: which layout is best depends on it; add e.g. --{option} {example}")
-    for option in ("write", "verify"):
-        if len(options.get("gpus", ())) > 1 and option in options:
-            faults.append(f"--{option} takes the best plans of one number of GPUs; give --gpus one")
-    if faults:
-        raise ConfigError(*faults)
-    return options, asked.names + asked.keys
-
-
-def _value(option: str, text: str):
-    if option == "gpus":
-        return [_count(option, part, MOST_GPUS) for part in text.split(",")]
-    if option in COUNTS:
-        return _count(option, text, 1 << 40)
-    if option in NUMBERS:
-        unit, example = NUMBERS[option]
-        try:
-            number = float(text)
-        except ValueError:
-            number = 0.0
-        if not 0 < number < 1e18:
-            raise ValueError(f"--{option}={text} is not a number of {unit}; use e.g. --{option} {example}")
-        return number
-    if WORDS[option] and text not in WORDS[option]:
-        raise ValueError(f"--{option}={text} is unknown; use one of {', '.join(WORDS[option])}")
-    return text
-
-
-def _count(option: str, text: str, most: int) -> int:
-    if not text.isdecimal() or not 0 < int(text[:20]) <= most:
-        raise ValueError(f"--{option}={text} is not a whole number from 1 to {most}; use e.g. --{option} 8")
-    return int(text)
-
-
-def asked(options: dict, rest: list[str]) -> Run:
+def asked(options: config.Arguments) -> Run:
     """The run file that is asked about, with nothing laid out yet."""
     given = {"training.microbatches": 1, "pipeline.schedule": "auto", "pipeline.chunks": 1, "mesh.simulated_devices": 0,
              "mesh.full_devices": 0}
     given |= {f"mesh.{axis}": 1 for axis in AXES} | {"sharding.rules": "sharding_rules/ddp.toml"}
-    asked = [arg for arg in rest[:1] if not arg.startswith("-")]
-    if not asked:
+    if not options.names:
         raise ConfigError(f"plan for what? Name a run file or a model: {', '.join(config.presets())}")
+    (name,) = options.names
     if "compute-dtype" in options:
         given["model.compute_dtype"] = options["compute-dtype"]
-    preset = asked[0] in config.presets() and not os.path.exists(asked[0])
+    preset = name in config.presets() and not os.path.exists(name)
     if preset:
-        name = asked[0]
         given |= {"model.preset": name, "run.name": f"{name}-{options['gpus'][0]}-{options['gpu']}",
                   "run.sample_tokens": 0,
                   "data.source": "text", "data.paths": '["data/*.txt"]', "training.steps": 10000,
@@ -205,18 +176,17 @@ def asked(options: dict, rest: list[str]) -> Run:
                   "optimizer.warmup_steps": 1000, "validation.every": 500, "data.global_batch": 1,
                   "checkpoint.every": 500}
         given.setdefault("model.compute_dtype", "bfloat16")
-        rest = rest[1:]
-    elif not os.path.exists(asked[0]) and "." not in asked[0]:
-        raise ConfigError(f"{asked[0]} is no run file and no model; models: {', '.join(config.presets())}")
+    elif not os.path.exists(name) and "." not in name:
+        raise ConfigError(f"{name} is no run file and no model; models: {', '.join(config.presets())}")
     if "seq-len" in options:
         given["data.seq_len"] = options["seq-len"]
     elif preset:
-        given["data.seq_len"] = 2048 if asked[0].startswith("gpt") else 4096 if asked[0].startswith("llama2") else 8192
+        given["data.seq_len"] = 2048 if name.startswith("gpt") else 4096 if name.startswith("llama2") else 8192
     if "global-batch" in options:
         given["data.global_batch"] = options["global-batch"]
     words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    run = config.load([*rest[:1 - preset], *words, *rest[1 - preset:]], usage=USAGE)
-    if preset and "global-batch" not in options and not any(word.startswith("--data.global_batch") for word in rest):
+    run = config.load([*([] if preset else [name]), *words, *options.keys])
+    if preset and "global-batch" not in options and not any("data.global_batch" in word for word in options.keys):
         batch = max(1, TOKENS // run.data.seq_len, max(options["gpus"]) // 8)
         together = math.lcm(*options["gpus"])
         even = together & -together
@@ -231,16 +201,16 @@ def asked(options: dict, rest: list[str]) -> Run:
 # ---- from a run to a question and back -------------------------------------------------------------------------------
 
 
-def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
+def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Question:
     """Raises: ConfigError."""
     with config.user_errors():
         gpu = hardware.get(options["gpu"])
-        if count := options.get("gpus-per-host"):
+        if count := options["gpus-per-host"]:
             rack = gpu.gpus_per_link_domain > gpu.gpus_per_host
             gpu = dataclasses.replace(gpu, gpus_per_host=count,
                                       gpus_per_link_domain=gpu.gpus_per_link_domain if rack else count)
         usable = hardware.usable_bytes(gpu)
-        rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name, dict(map(assumptions.parse, options["assume"]))))
+        rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name, dict(options["assume"])))
         paths = [*options["rules"], *(f"sharding_rules/{stem}.toml"
                                       for stem in sorted(names("sharding_rules"), key=len))]
         rule_files = tuple(dataclasses.replace(rules.load(found(path)), path=path) for path in paths)
@@ -256,7 +226,7 @@ def question_of(run: Run, options: dict, num_gpus: int) -> search.Question:
 
     def lay(sizes, loaded: rules.Rules, method: str):
         asked = _with(run, mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},
-                      training={"remat": options.get("remat", "none")})
+                      training={"remat": options["remat"] or "none"})
         layout, _, faults = assembly.lay_out(asked, sizes, loaded, model)
         try:
             attended(layout, method)

@@ -1,30 +1,23 @@
-"""python -m meshtrain.report RUN_DIR [--json] [--html FILE]: what a run has measured, beside what was priced before it
-began.
+"""What a run has measured, beside what was priced before it began.
 
 Reads what the run's directory holds, during the run and after it, however it ended, and disturbs nothing; no GPU is
-needed. With --json only JSON is printed, all that the page shows. With --html a page for a browser is written, too, one
-file that loads nothing.
+needed.
 Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request.
 """
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.run import command, say, stops
+from meshtrain.run import command, say
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
-    say.begin()
-    stops.listen("stopped")
-    with say.without_noise():
-        importlib.import_module("jax")
+    command.begin()
 
 from meshtrain import config
-from meshtrain.config import ConfigError
 from meshtrain.inspection import measured
 from meshtrain.pages import measured as pages
 from meshtrain.pages import skin
@@ -32,24 +25,27 @@ from meshtrain.run import goodput, rows
 from meshtrain.units import duration
 
 TRIES = 8       # the newest, each in a line
-USAGE = "python -m meshtrain.report RUN_DIR [--json] [--html FILE]"
+COMMAND = config.Command("meshtrain.report", {
+    "json": config.Option("print JSON alone, all that the page shows"),
+    "html": config.Option("write a page for a browser, too: one file that loads nothing", "FILE", "report.html"),
+}, "RUN_DIR", (1, 1), keys=False)
 
 
 def main(argv: Sequence[str]) -> int:
-    return command.answer(_report, argv, USAGE, __doc__)
+    return command.answer(COMMAND, _report, argv, __doc__)
 
 
-def _report(argv: list[str]) -> None:
-    directory, html, as_json = flags(argv)
+def _report(asked: config.Arguments) -> None:
+    html = asked["html"]
     with config.user_errors():
         if html:
             skin.check_free("--html", html)
-        told = _with_a_known_price(measured.of(Path(directory)))
+        told = _with_a_known_price(measured.of(Path(*asked.names)))
         if html:
             skin.write("--html", html, pages.page(told))
     if told["no_rows"]:
         say.err(f"{told['no_rows']:,} lines of {told['dir']}/{rows.NAME} are no rows of metrics; they are left out")
-    say.out(json.dumps(told) if as_json else summary(told))
+    say.out(json.dumps(told) if asked["json"] else summary(told))
     if html:
         say.err(f"written: {html}")
 
@@ -65,18 +61,6 @@ def _with_a_known_price(told: dict) -> dict:
     say.err(f"note: {told['dir']}/{measured.COST} was written by another version of meshtrain, and is left out; train "
             f"writes it anew with the next start")
     return told | {"priced": None}
-
-
-def flags(argv: list[str]) -> tuple[str, str | None, bool]:
-    """(RUN_DIR, --html, --json). Raises: ConfigError."""
-    asked = config.split(argv, USAGE, {"html": "report.html"}, ("json",))
-    faults = asked.faults + [f"{key} changes nothing of a run that is over; the usage is {USAGE}"
-                             for key in asked.keys[:1]]
-    if len(asked.names) != 1 and not faults:
-        faults.append(f"{'which run' if not asked.names else 'one run at a time'}? The usage is {USAGE}")
-    if faults:
-        raise ConfigError(*faults)
-    return asked.names[0], asked.last("html"), "json" in asked.flags
 
 
 def summary(told: dict) -> str:

@@ -156,13 +156,11 @@ def test_the_command_tells_how_many_processes_fit(capfd):
     assert ask(11, 7) == 2 and "from 7 to 11" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("words, said", [("--processes 0 --devices 8", "--processes 0 is too few; use at least 1"),
+@pytest.mark.parametrize("words, said", [("--processes 0 --devices 8", "--processes 0 is not a whole number of at least 1"),
                                          ("--processes 2 --devices 0", "--devices 0"),
-                                         ("--processes 8 --devices 8 --mesh.data 8", "--processes 8 -- --mesh.data 8")])
+                                         ("--processes 8 --devices 8 --mesh.data 8", "behind --, e.g. python -m launch.elastic --processes 2 -- --mesh.data 8")])
 def test_a_mistake_in_the_question_is_exit_2(words, said, capfd):
-    with pytest.raises(SystemExit) as ended:
-        fewer.main(words.split())
-    assert ended.value.code == 2 and said in capfd.readouterr().err
+    assert fewer.main(words.split()) == 2 and said in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("hosts, fit", [(9, "9"), (8, "8"), (7, "4 --mesh.full_devices=64"),

@@ -88,7 +88,7 @@ def test_what_cannot_be_evaluated_is_told(run_dir, tmp_path):
                  "--data.mixture=[]"), "none.txt")
     refused(call(evaluate.main, run_dir, "--optimizer.learning_rate=1"), "optimizer.learning_rate changes nothing here")
     refused(call(evaluate.main, run_dir, "--task=a"), "did you mean --tasks")
-    refused(call(evaluate.main, run_dir, "--tasks=,"), "--tasks names none")
+    refused(call(evaluate.main, run_dir, "--tasks=,"), "--tasks , names none")
     refused(call(evaluate.main, GOLDENS / "gpt2", "--data.seq_len=129", "--data.source=tokens",
                  '--data.paths=["x.tokens.npy"]'),
             "data.seq_len=129 is longer than the model.max_seq_len=128")

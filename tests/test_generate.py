@@ -364,7 +364,7 @@ REFUSED = {
     "keys": ([GOLDENS / "qwen3", *FIVE, "--training.steps=3", "--model.embed_dim=64"],
              ["training.steps changes nothing", "model.embed_dim changes"]),
     "a step of a folder": ([GOLDENS / "qwen3", *FIVE, "--step=3"], ["--step 3", "no steps"]),
-    "two directories": ([GOLDENS / "qwen3", GOLDENS / "gpt2", *FIVE], ["2 directories are named"]),
+    "two directories": ([GOLDENS / "qwen3", GOLDENS / "gpt2", *FIVE], ["2 names are given"]),
     "no file": ([GOLDENS / "qwen3", "--prompts", "none.txt"], ["--prompts needs a tokenizer"]),
 }
 

@@ -21,23 +21,21 @@ def at_the_root(monkeypatch):
 
 def refused(capfd, *argv: str) -> str:
     """What the launcher says when it exits with 2; nothing may have been started."""
-    try:
-        code = local.main(argv)
-    except SystemExit as ended:
-        code = ended.code
+    code = local.main(argv)
     out, err = capfd.readouterr()
     assert (code, out) == (2, "") and "Traceback" not in err
     return err
 
 
 @pytest.mark.parametrize("argv, parts", [
-    ([], ["usage:", "--processes"]),
-    (["--processes", "0"], ["usage:", "--processes 0", "at least 1"]),
-    (["--processes", "-2"], ["usage:", "at least 1"]),
-    (["--processes", "two"], ["usage:", "'two'"]),
-    (["--processes", "2", "configs/quickstart.toml"], ["usage:", "--processes 2 -- configs/quickstart.toml"]),
-    (["--processes", "2", "--training.steps", "3"], ["usage:", "behind --", "--training.steps 3"]),
-    (["--proceses", "2", "--"], ["usage:", "--processes"]),
+    ([], ["--processes is missing"]),
+    (["--processes", "0"], ["--processes 0", "at least 1"]),
+    (["--processes", "-2"], ["--processes -2", "at least 1"]),
+    (["--processes", "two"], ["--processes two"]),
+    (["--processes", "2", "configs/quickstart.toml"], ["--processes 2 -- configs/quickstart.toml"]),
+    (["--processes", "2", "--training.steps", "3"], ["behind --", "--training.steps 3"]),
+    (["--proceses", "2", "--"], ["--proceses is not an option; did you mean --processes?"]),
+    (["--processes", "2", "--min-processes", "1", "--max-restarts", "1", "--"], ["--max-restarts of at least 2"]),
     (["--processes", "2", "--", "--training.stpes", "3"], ["error:", "stpes", "training.steps"]),
     (["--processes", "3", "--"], ["mesh.simulated_devices=8", "--processes 3", "--processes 2 or --processes 4"]),
     (["--processes", "16", "--"], ["mesh.simulated_devices=8", "--processes 8,", "multiple of 16"]),
@@ -51,10 +49,10 @@ def test_a_mistake_is_exit_2_and_one_message(argv, parts, capfd):
 
 
 def test_help_is_exit_0(capfd):
-    for argv, part in ((["--help"], "--processes N"), (["--processes", "2", "--", "--help"], "--training.steps")):
-        with pytest.raises(SystemExit) as ended:
-            local.main(argv)
-        assert ended.value.code == 0 and part in capfd.readouterr().out
+    assert local.main(["--help"]) == 0 and "--processes N" in capfd.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        local.main(["--processes", "2", "--", "--help"])
+    assert ended.value.code == 0 and "--training.steps" in capfd.readouterr().out
 
 
 def test_every_process_gets_the_run_and_its_place():

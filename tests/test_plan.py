@@ -22,8 +22,8 @@ def in_a_directory_of_its_own(tmp_path, monkeypatch):
 
 
 def question(words: str):
-    options, rest = plan.flags(words.split())
-    run = plan.asked(options, rest)
+    options = plan.COMMAND.read(words.split())
+    run = plan.asked(options)
     return run, plan.question_of(run, options, *options["gpus"])
 
 
@@ -267,25 +267,25 @@ def test_a_file_that_is_there_is_told_before_anything_is_searched(tmp_path, monk
 
 @pytest.mark.parametrize("words, said", [
     ("llama3-8b --gpu h100", "--gpus is missing"), ("llama3-8b --gpus 8", "--gpu is missing"),
-    ("llama3-8b --gpus 8 --gpu h10", "--gpu=h10 is unknown"),
-    ("llama3-8b --gpus 8 --gpu cpu", "--gpu=cpu is unknown; use one of a100-40gb"),
-    ("llama3-8b --gpus eight --gpu h100", "--gpus=eight is not a whole number"),
+    ("llama3-8b --gpus 8 --gpu h10", "--gpu h10 is unknown"),
+    ("llama3-8b --gpus 8 --gpu cpu", "--gpu cpu is unknown; use one of a100-40gb"),
+    ("llama3-8b --gpus eight --gpu h100", "--gpus eight is not a whole number"),
     ("--gpus 8 --gpu h100", "plan for what"),
     ("lama3-8b --gpus 8 --gpu h100", "is no run file and no model"),
     ("llama3-8b --gpus 8 --gpu h100 --tensor", "has no value"),
     ("none.toml --gpus 8 --gpu h100", "there is no such run file"),
     ("llama3-8b --gpus 8 --gpu h100 --tensor 3", "no mesh of 8 GPUs"),
-    ("llama3-8b --gpus 8 --gpu h100 --schedule zb_h1", "--schedule=zb_h1 is unknown; use one of gpipe"),
+    ("llama3-8b --gpus 8 --gpu h100 --schedule zb_h1", "--schedule zb_h1 is unknown; use one of gpipe"),
     ("llama3-8b --gpus 8 --gpu h100 --nonsense 3", "--nonsense"),
     ("llama3-8b --gpus 8 --gpu h100 --assume matmul.best=2", "must lie between"),
     ("llama3-8b --gpus 8 --gpu h100 --rules none.toml", "cannot read none.toml"),
     ("llama3-8b --gpus 8 --gpu h100 --write no/where.toml", "cannot be written"),
     ("llama3-8b --gpus 8 --gpu h100 --max-memory none", "is not a number of GiB"),
     ("llama3-8b --gpus 8 --gpu h100 --tokens much", "is not a number of tokens"),
-    ("llama3-8b --gpus 8,,16 --gpu h100", "--gpus= is not a whole number"),
+    ("llama3-8b --gpus 8,,16 --gpu h100", "--gpus 8,,16 is not a whole number"),
     ("llama3-8b --gpus 8,16 --gpu h100 --write a.toml", "one number of GPUs"),
     ("llama3-8b --gpus 8,16 --gpu h100 --verify 2", "one number of GPUs"),
-    ("llama3-8b --gpus 8 --gpu h100 --verify 0", "--verify=0 is not a whole number from 1"),
+    ("llama3-8b --gpus 8 --gpu h100 --verify 0", "--verify 0 is not a whole number of at least 1"),
     ("llama3-8b --gpus 8 --gpu h100 --global-batch 3 --data 8", "batch=3 does not divide over data 8")])
 def test_a_mistake_is_one_message(words, said):
     code, out, err = call(*words.split())

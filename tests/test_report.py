@@ -144,7 +144,7 @@ def test_a_run_without_a_step_has_a_page_that_says_so(run_dir):
 
 
 @pytest.mark.parametrize("words, parts", [
-    ([], ["which run", "usage"]), (["a", "b"], ["one run at a time"]),
+    ([], ["RUN_DIR is missing"]), (["a", "b"], ["2 names are given (a, b)"]),
     (["nowhere"], ["nowhere is no directory", "runs/"]),
     (["."], ["no run directory", "config.toml"]), (["broken"], ["broken/config.toml", "run file"]),
     (["x", "--html"], ["--html has no value"]),

@@ -96,8 +96,8 @@ def test_without_stages_a_step_works_through_leading_dense_layers_like_through_o
 
 
 def asked(words: str) -> tuple[config.Run, search.Question]:
-    options, rest = plan.flags(words.split())
-    run = plan.asked(options, rest)
+    options = plan.COMMAND.read(words.split())
+    run = plan.asked(options)
     return run, plan.question_of(run, options, *options["gpus"])
 
 

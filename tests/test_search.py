@@ -25,8 +25,8 @@ MOST = 16                   # chunks of a stage
 
 
 def question(words: str) -> search.Question:
-    options, rest = plan.flags(words.split())
-    return plan.question_of(plan.asked(options, rest), options, *options["gpus"])
+    options = plan.COMMAND.read(words.split())
+    return plan.question_of(plan.asked(options), options, *options["gpus"])
 
 
 def divisors(n: int) -> list[int]:
@@ -162,7 +162,7 @@ def test_meshes_multiply_to_the_gpus_and_plans_that_fit_fit(gpus, batch, gpu, pr
     asked = question(f"{preset} --gpus {gpus} --gpu {gpu} --global-batch {batch}")
     answer = search.search(asked)
     for one in answer.plans + answer.misses:
-        assert math.prod(one.sizes.values()) == gpus == one.price.num_gpus
+        assert math.prod(one.sizes.values()) == gpus == one.placed.mesh.num_devices
         assert one.fits == (one.price.memory_bytes["total"] <= asked.usable_bytes) and bool(one.reason) >= (
             not one.fits)
         replicas = one.placed.layout.num_shards(one.placed.layout.mesh_axes("activations", "batch"))
@@ -202,8 +202,8 @@ def test_a_plan_taken_at_random_compiles(number, tmp_path):
     words = ("configs/quickstart.toml --gpus 16 --gpu h100 --compute-dtype bfloat16 --global-batch 64 --seq-len 2048 "
              "--model.num_layers 4 --model.num_heads 8 --model.num_kv_heads 8 --model.head_dim 64 "
              "--model.embed_dim 512")
-    options, rest = plan.flags(words.split())
-    run = plan.asked(options, rest)
+    options = plan.COMMAND.read(words.split())
+    run = plan.asked(options)
     asked = plan.question_of(run, options, 16)
     one = sampling.generator(f"a plan {number}").choice(search.search(asked).plans)
     (tmp_path / "run.toml").write_text(plan.run_file(run, one, "run.toml"))

@@ -1,67 +1,184 @@
-"""The words of a command that has options of its own beside the keys of a run file."""
-
+"""The command lines of all commands and launchers: a table of options each, beside the keys of a run file."""
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 
-from meshtrain.config.messages import SECTIONS, join
+from meshtrain.config.messages import SECTIONS, ConfigError, join
+
+HELP_COLUMN = 29
+MOST = 1 << 40
 
 
 @dataclasses.dataclass(frozen=True)
-class CommandLine:
-    """values: of each option that was given, in order. names: words that belong to no option. keys: `--section.key
-    value …` as they stand, and --help, for `config.load` and `config.resolve`. faults: a message each, for the command
-    to add its own to."""
+class Option:
+    """One option of a command.
 
-    values: dict[str, list[str]]
-    flags: frozenset[str]
-    names: list[str]
-    keys: list[str]
-    faults: list[str]
-
-    def last(self, option: str, default: str | None = None) -> str | None:
-        """What an option was given, the last time."""
-        return self.values.get(option, [default])[-1]
-
-
-def split(argv: Iterable[str], usage: str, values: Mapping[str, str], flags: Sequence[str] = ()) -> CommandLine:
-    """The words of `argv`. values: options that take one, as `--name VALUE` or `--name=VALUE`, each with an example;
-    flags: those that take none.
-
-    A value that begins with two dashes is written with `=`.
+    value: what stands for its value in the usage; "" is a flag, which takes none. example: a value. parse: text →
+    value; raises ValueError, whose words follow `--name text` in the message. many: it may be given several times, and
+    its value is a list. required: why it must be given.
     """
-    found, given, names, keys, faults = {}, set(), [], [], []
-    left = [str(word) for word in argv]
-    while left:
-        word = left.pop(0)
-        option, equals, value = word.partition("=")
-        name = option.removeprefix("--")
-        if not word:
-            faults.append(f"'' names nothing; the usage is {usage}")
-        elif not word.startswith("-"):
-            names.append(word)
-        elif "." in name or word in ("--help", "-h"):
-            takes = "." in name and not equals and left and not left[0].startswith("--")
-            keys += [word, *([left.pop(0)] if takes else [])]
-        elif option.startswith("--") and name in flags:
-            given.add(name)
-            if equals:
-                faults.append(f"{option} takes no value; write {option} alone")
-        elif option.startswith("--") and name in values:
-            if not equals:
-                value = left.pop(0) if left and not left[0].startswith("--") else ""
-            if not value:
-                faults.append(f"{option} has no value; write e.g. {option} {values[name]}")
-            found.setdefault(name, []).append(value)
-        else:
-            faults.append(f"{option} is not an option; {_remedy(name, [*values, *flags], usage)}")
-    return CommandLine(found, frozenset(given), names, keys, faults)
+    help: str
+    value: str = ""
+    example: str = ""
+    parse: Callable[[str], object] = str
+    default: object = None
+    many: bool = False
+    required: str = ""
 
 
-def _remedy(name: str, known: Sequence[str], usage: str) -> str:
-    homes = [f"--{section}.{name}" for section, cls in SECTIONS.items() if name in cls.model_fields]
-    near = difflib.get_close_matches(name, known, n=1)
-    return (f"did you mean {join([f'--{one}' for one in near] or homes, 'or')}?" if near
-            or homes else f"the usage is {usage}")
+def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
+    """A parser of whole numbers from `least` to `most`."""
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text[:20]) <= most:
+            span = f"from {least} to {most}" if most < MOST else f"of at least {least}"
+            raise ValueError(f"is not a whole number {span}")
+        return int(text)
+    return parse
+
+
+def number(what: str, least: float = 0, most: float = 1e18, positive: bool = False) -> Callable[[str], float]:
+    """A parser of numbers from `least` to `most`, above 0 where they are positive. what: the message says what it
+    is."""
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most or positive and value <= 0:
+            raise ValueError(f"is not {what}")
+        return value
+    return parse
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """A parser of these names."""
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"is unknown; use one of {', '.join(names)}")
+        return text
+    return parse
+
+
+@dataclasses.dataclass
+class Arguments:
+    """What a command line gives.
+
+    values: of all options, defaults included. given: the options that it names. names: words that belong to no option.
+    keys: `--section.key value …`, for `config.load` and `config.resolve`. run: of a launcher, the words behind --.
+    """
+    values: dict[str, object]
+    given: set[str] = dataclasses.field(default_factory=set)
+    names: list[str] = dataclasses.field(default_factory=list)
+    keys: list[str] = dataclasses.field(default_factory=list)
+    run: list[str] = dataclasses.field(default_factory=list)
+
+    def __getitem__(self, option: str):
+        return self.values[option]
+
+    def __contains__(self, option: str) -> bool:
+        return option in self.given
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command line: python -m `module` `places` [options] [--section.key value ...].
+
+    places: what its names are, e.g. "RUN_DIR"; num_places: the least and the most of them. keys: whether it takes keys
+    of a run file. A launcher takes those, and a run file, behind --.
+    """
+    module: str
+    options: Mapping[str, Option]
+    places: str = ""
+    num_places: tuple[int, int] = (0, 0)
+    keys: bool = True
+    launcher: bool = False
+
+    @property
+    def usage(self) -> str:
+        words = [(f"--{name} {option.value}".rstrip(), option) for name, option in self.options.items()]
+        words = [word if option.required else f"[{word}]{'...' * option.many}" for word, option in words]
+        end = "-- [RUN.toml] [--section.key value ...]" if self.launcher else "[--section.key value ...]" * self.keys
+        return " ".join(filter(None, [f"python -m {self.module}", self.places, *words, end]))
+
+    def help(self, about: str) -> str:
+        """What --help prints. about: the docstring of the module, whose first paragraph says what the command does."""
+        lines = [*textwrap.wrap(f"usage: {self.usage}", 120, subsequent_indent=" " * 7, break_on_hyphens=False),
+                 "", inspect.cleandoc(about), ""]
+        for name, option in self.options.items():
+            default = f" (default {option.default})" if option.default else ""
+            column = f"  --{name} {option.value}".rstrip()
+            lines += textwrap.wrap(f"{option.help}{default}", 120, initial_indent=f"{column:<{HELP_COLUMN - 1}} ",
+                                   subsequent_indent=" " * HELP_COLUMN)
+        if self.keys:
+            lines += ["", "The keys of a run file: python -m meshtrain.train --help"]
+        return "\n".join(lines)
+
+    def read(self, argv: Sequence[str]) -> Arguments:
+        """What `argv` gives. A value that begins with two dashes is written with `=`. Raises: ConfigError with every
+        fault."""
+        words, faults, texts = [str(word) for word in argv], [], {}
+        given = Arguments({name: [] if option.many else option.default for name, option in self.options.items()})
+        if self.launcher and "--" in words:
+            at = words.index("--")
+            words, given.run = words[:at], words[at + 1:]
+        while words:
+            word = words.pop(0)
+            option, equals, value = word.partition("=")
+            name = option.removeprefix("--")
+            if not word:
+                faults.append(f"'' names nothing; {self._see}")
+            elif self.launcher and (len(given.names) == self.num_places[1] and not word.startswith("-") or "." in name):
+                faults.append(f"{word} is no option of the launcher; the run file and its keys stand behind --, e.g. "
+                              f"python -m {self.module} --processes 2 -- {' '.join([word, *words])}")
+                break
+            elif not word.startswith("-"):
+                given.names.append(word)
+            elif "." in name and self.keys:
+                takes = not equals and words and not words[0].startswith("--")
+                given.keys += [word, *([words.pop(0)] if takes else [])]
+            elif not option.startswith("--") or name not in self.options:
+                faults.append(f"{option} is not an option; {self._remedy(name)}")
+            elif not self.options[name].value:
+                given.values[name] = True
+                if equals:
+                    faults.append(f"{option} takes no value; write {option} alone")
+            else:
+                if not equals:
+                    value = words.pop(0) if words and not words[0].startswith("--") else ""
+                texts.setdefault(name, []).append(value)
+        for name, option in self.options.items():
+            for text in texts.get(name, []):
+                if not text:
+                    faults.append(f"--{name} has no value; write e.g. --{name} {option.example}")
+                    continue
+                try:
+                    value = option.parse(text)
+                    given.values[name] = [*given[name], value] if option.many else value
+                except ValueError as error:
+                    remedy = "" if ";" in str(error) else f"; use e.g. --{name} {option.example}"
+                    shown = (text if text.isprintable() else ascii(text))[:60]
+                    faults.append(f"--{name} {shown} {error}{remedy}")
+            if option.required and name not in texts:
+                faults.append(f"--{name} is missing: {option.required}; add e.g. --{name} {option.example}")
+        least, most = self.num_places
+        if not faults and not least <= len(given.names) <= most:
+            faults.append(f"{len(given.names)} names are given ({', '.join(given.names)}), where {self.places} is "
+                          f"asked for; {self._see}" if given.names else f"{self.places} is missing; {self._see}")
+        if faults:
+            raise ConfigError(*faults)
+        given.given = {*texts, *(name for name, option in self.options.items() if not option.value and given[name])}
+        return given
+
+    @property
+    def _see(self) -> str:
+        return f"see python -m {self.module} --help"
+
+    def _remedy(self, name: str) -> str:
+        homes = [f"--{section}.{name}" for section, cls in SECTIONS.items() if name in cls.model_fields] * self.keys
+        near = [f"--{one}" for one in difflib.get_close_matches(name, self.options, n=1)]
+        return f"did you mean {join(near or homes, 'or')}?" if near or homes else self._see

@@ -1,28 +1,41 @@
-"""How a command that trains nothing begins and ends. It is imported before jax."""
+"""How commands begin and end. It is imported before jax."""
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable, Sequence
 
-from meshtrain.config import ConfigError
+from meshtrain.config import Command, ConfigError, Arguments
 from meshtrain.files import FileSystemError
-from meshtrain.run import say
+from meshtrain.run import say, stops
 from meshtrain.run.stops import DONE, FAILED, USER_ERROR
 
 
-def answer(body: Callable[[list[str]], None], argv: Sequence[str], usage: str, about: str | None,
-           failures: tuple[type[Exception], ...] = (), told: Callable[[Exception], bool] = lambda error: False) -> int:
-    """Does what a command line asks, in words where it cannot; the exit code.
+def begin(level: int = 2, platform: str = "") -> None:
+    """First thing in a command that trains nothing: signals end it in order, and jax is imported without its C++
+    noise. level: see `say.begin`. platform: of jax, where the environment names none."""
+    say.begin(level)
+    stops.listen("stopped")
+    if platform:
+        os.environ.setdefault("JAX_PLATFORMS", platform)
+    with say.without_noise():
+        importlib.import_module("jax")
 
-    about: what --help tells. failures: which are told in their own words, and are no mistake of the user's. told:
-    whether another process says it.
+
+def answer(command: Command, body: Callable[[Arguments], int | None], argv: Sequence[str], about: str | None,
+           failures: tuple[type[Exception], ...] = (), told: Callable[[Exception], bool] = lambda error: False) -> int:
+    """Runs `body` on what the command line gives; the exit code, which `body` returns or 0.
+
+    about: the module's docstring, for --help. failures: errors that are told in their own words with exit code 1. told:
+    whether another process tells this error.
     """
     words = [str(word) for word in argv]
-    if {"--help", "-h"} & set(words):
-        say.out(f"usage: {usage}\n\n{(about or '').rstrip()}")
+    own = words[:words.index("--")] if command.launcher and "--" in words else words
+    if {"--help", "-h"} & set(own):
+        say.out(command.help(about or ""))
         return DONE
     try:
-        body(words)
-        return DONE
+        return body(command.read(words)) or DONE
     except ConfigError as error:
         if not told(error):
             say.err(f"error: {error}")

@@ -167,5 +167,4 @@ def parse(text: str) -> tuple[str, float]:
     try:
         return name.strip(), float(value) if equals else float("")
     except ValueError:
-        raise ValueError(f"--assume {text} is not NAME=NUMBER, e.g. matmul.sustained=0.8; names: "
-                         f"{', '.join(TABLE)}") from None
+        raise ValueError(f"is not NAME=NUMBER; use e.g. matmul.sustained=0.8; names: {', '.join(TABLE)}") from None

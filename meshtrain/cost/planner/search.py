@@ -258,7 +258,8 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
 def _priced(question: Question, placed: Placed, rules: Rules, options: Options) -> Plan:
     one = prices.price(placed, question.rated, options)
     held, usable = one.memory_bytes["total"], question.usable_bytes
-    unsure = [NEAR_LIMIT] * (held > UNSURE * usable) + [TOO_SHORT] * (one.step_s < SHORT_S and one.num_gpus >= MANY)
+    unsure = [NEAR_LIMIT] * (held > UNSURE * usable) + [TOO_SHORT] * (
+        one.step_s < SHORT_S and placed.mesh.num_devices >= MANY)
     return Plan(placed, rules, options, one, held <= usable, "; ".join(unsure))
 
 
