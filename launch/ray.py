@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from launch import elastic, restart, supervise
@@ -121,8 +121,17 @@ class Member(supervise.Child):
         self.lost, self.forced, self.stopped, self.code = True, False, False, -signal.SIGKILL
 
     def send(self, number: int) -> None:
-        if self.code is None and not self.lost:
+        if self.code is None:
             self.actor.send.remote(number)
+
+    def still_s(self) -> float | None:
+        return None
+
+    def stands_still(self) -> bool:
+        with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            self.pid, still = ray.get(self.actor.about.remote(), timeout=2 * POLL_S)
+            return still
+        return False
 
     @property
     def victim(self) -> bool:
@@ -304,7 +313,8 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
                                             *([f"--distributed.process_id={member.index}"] if told else [])],
                                             environ, os.getcwd()): member
                    for member in members}
-        return dataclasses.replace(supervise.conclude(_wait(running, start, asked), left, since), asked=bool(asked))
+        ended = supervise.wait(members, _polling(running, asked), start, supervise.GRACE_S, killed_s=ANSWER_S)
+        return dataclasses.replace(supervise.conclude(ended, left, since), asked=bool(asked))
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         words = f"Ray could not start the processes: {_first_line(error)}"
         say.err(words)
@@ -314,43 +324,30 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
             ray.kill(actor)
 
 
-def _wait(running: dict, start: float, asked: list[int]) -> list[Member]:
-    """The processes in the order in which they ended. Once one has failed, the others have GRACE_S seconds to end by
-    themselves, and as long after SIGTERM."""
-    members, ended = list(running.values()), []
-    measures, deadline, passed_on = [signal.SIGTERM, signal.SIGKILL], None, 0
-    while running:
+def _polling(running: dict[object, Member], asked: list[int]) -> Callable[[float], Iterable[Member]]:
+    """How to wait for these: passes on what they say, and signals that have come. running: by what Ray calls their
+    end."""
+    members, passed_on = list(running.values()), 0
+
+    def poll(seconds: float) -> Iterator[Member]:
+        nonlocal passed_on
         for number in asked[passed_on:]:
             for member in members:
                 member.send(number)
         passed_on = len(asked)
-        if deadline is not None and time.monotonic() >= deadline:
-            if not measures:
-                for member in running.values():     # killed, and nothing comes of it: nobody is there
-                    member.lose()
-                return ended + list(running.values())
-            number = measures.pop(0)
-            deadline = time.monotonic() + (supervise.GRACE_S if measures else ANSWER_S)
-            for member in running.values():
-                member.forced = True
-                member.send(number)
-        done, _ = ray.wait(list(running), timeout=POLL_S)
-        _hear([member for member in members if member.index == 0 and member.code is None and not member.lost])
+        done, _ = ray.wait([one for one, member in running.items() if member.code is None],
+                           timeout=min(seconds, POLL_S))
+        _hear([member for member in members if member.index == 0 and member.code is None])
         for reference in done:
-            member = running.pop(reference)
-            member.ended_s = time.monotonic() - start
+            member = running[reference]
             try:
                 member.code = ray.get(reference)
                 _hear([member])
             except ray.exceptions.RayError:
                 member.lose()
-            ended.append(member)
-            if member.failed and deadline is None:
-                deadline = time.monotonic() + supervise.GRACE_S
-                for other in running.values():
-                    with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-                        other.pid, other.stopped = ray.get(other.actor.about.remote(), timeout=2 * POLL_S)
-    return ended
+            yield member
+
+    return poll
 
 
 def _hear(members: Sequence[Member]) -> None:

@@ -19,10 +19,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from meshtrain.cluster import stacks
+from meshtrain.cluster import lost, stacks
 from meshtrain.run import say, stops
 
 AGREED = (0, 2, 75)
@@ -32,23 +32,6 @@ LOOK_S = 1.0        # between two looks whether a process stands still
 MOST_TOLD = 3       # processes whose last lines are shown
 # What says nothing of a failure: Gloo's connections, and an installed CUDA plugin that finds no GPU.
 NOISE = re.compile(rb"^\[Gloo\] Rank |is connected to \d+ peer ranks|absl::InitializeLog\(\)|cudart_stub")
-# jax ends a process that has lost its peers with this and a C++ stack trace.
-LOST_PEERS = b"Terminating process because the JAX distributed service detected fatal errors"
-# What a process says that fails of another: jax's coordination service, Gloo, and our own meeting.
-VICTIM = re.compile(LOST_PEERS
-                    + rb"|Connection (closed|reset) by peer|stopped sending heartbeats|Gloo .*Timed out waiting|"
-                    rb"PeerError: | waits for the others in | has lost process \d|error: process(es)? [\d, "
-                    rb"and]+(of \d+ did not come to|: )")
-# Whom the coordination service, or process 0 at the meeting, has not heard of.
-UNHEARD = re.compile(rb"\bTask (\d+) heartbeat timeout|error: process (\d+) of \d+ did not come")
-# Of process 0, where jax's service takes that very process for dead: it goes by the wall clock.
-CLOCK_SET = re.compile(rb"stopped sending heartbeats\):\s+(?:\S+\n)*?(?:\S*task:)?0\n")
-LATE = re.compile(rb"Gloo .*Timed out waiting")      # for one that is not dead
-# by process 0, for the reason that all end with
-BLAMED = re.compile(rb"^error: .* not saved in .*?: process (\d+): ")
-MISMATCHED = b"gloo::EnforceNotMet"     # two collectives of one group met that are not the same
-# of a process whose disk is full: the run goes on, and process 0 has no reason to tell
-NOT_SAVED = b" not saved in "
 PR_SET_PDEATHSIG = 1
 
 
@@ -92,7 +75,7 @@ class Child:
             if self.index == 0:
                 with contextlib.suppress(OSError):      # nobody reads: what is written is still kept here
                     os.write(2, line.rstrip(b"\n") + b"\n")       # its last may be broken off
-            elif NOT_SAVED in line:
+            elif lost.NOT_SAVED in line:
                 say.err(f"process {self.index}: {_text(line)}")
             if not NOISE.search(line):
                 self.lines.append(line)
@@ -101,6 +84,10 @@ class Child:
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
+
+    def lose(self) -> None:
+        """Nobody will tell how it ended."""
+        self.code = -signal.SIGKILL
 
     def stands_still(self) -> bool:
         """Whether it is stopped at this moment, as the kernel has it."""
@@ -125,13 +112,13 @@ class Child:
     @property
     def victim(self) -> bool:
         """Whether it ended of another's failure."""
-        return self.forced or self.code in (1, -signal.SIGABRT) and any(VICTIM.search(line) for line in self.lines)
+        return self.forced or self.code in (1, -signal.SIGABRT) and any(lost.VICTIM.search(line) for line in self.lines)
 
     @property
     def out_of_time(self) -> bool:
         """Whether it is process 0, and ended because its clock was set."""
         return (self.name.startswith("process 0 ") and not self.forced
-                and CLOCK_SET.search(b"".join(self.lines)) is not None)
+                and lost.CLOCK_SET.search(b"".join(self.lines)) is not None)
 
     @property
     def name(self) -> str:
@@ -181,8 +168,8 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
             forward(number, None)
         for child in children:      # threads only after the last fork
             child.listen()
-        ended = _wait(children, start, grace_s, still_s)
-        outcome = conclude(ended, left, since)
+        poll = stack.enter_context(_polling(children))
+        outcome = conclude(wait(children, poll, start, grace_s, still_s), left, since)
     return dataclasses.replace(outcome, asked=bool(asked))
 
 
@@ -197,36 +184,56 @@ def _die_with(parent: int):
     return apply
 
 
-def _wait(children: Sequence[Child], start: float, grace_s: float, longest_still_s: float) -> list[Child]:
-    """The children in the order in which they ended."""
+def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], start: float, grace_s: float,
+         longest_still_s: float = math.inf, killed_s: float = math.inf) -> list[Child]:
+    """The children in the order in which they ended.
+
+    poll: waits at most so many seconds → those that have ended meanwhile, with their code. Once one has failed, the
+    others have grace_s seconds to end by themselves and as long after SIGTERM; killed_s after SIGKILL nobody is there.
+    """
     ended: list[Child] = []
-    measures, deadline = [signal.SIGTERM, signal.SIGKILL], None
+    measures, deadline = [signal.SIGTERM, signal.SIGKILL], math.inf
+    while running := [child for child in children if child.code is None]:
+        if time.monotonic() >= deadline:
+            if not measures:
+                for child in running:
+                    child.lose()
+                return ended + running
+            number = measures.pop(0)
+            deadline = time.monotonic() + (grace_s if measures else killed_s)
+            for child in running:
+                child.forced = True
+                child.send(signal.SIGKILL if child.stopped else number)
+        for child in running:
+            if not child.stopped and (child.still_s() or 0) >= longest_still_s:
+                child.forced = child.stopped = True
+                _tell(f"{child.name} has stood still for {longest_still_s:g} s (SIGSTOP, or a debugger) and is killed: "
+                      f"distributed.heartbeat_timeout_s allows no more")
+                child.send(signal.SIGKILL)
+        for child in poll(min(LOOK_S, max(0, deadline - time.monotonic()))):
+            child.ended_s = time.monotonic() - start
+            ended.append(child)
+            if child.failed and deadline == math.inf and measures:
+                deadline = time.monotonic() + grace_s
+                for other in children:
+                    other.stopped |= other.code is None and other.stands_still()
+    return ended
+
+
+@contextlib.contextmanager
+def _polling(children: Sequence[Child]) -> Iterator[Callable[[float], Iterable[Child]]]:
+    """How to wait for these processes of this machine."""
     with selectors.DefaultSelector() as selector:
         for child in children:
             selector.register(child.pidfd, selectors.EVENT_READ, child)
-        while len(ended) < len(children):
-            if deadline is not None and measures and time.monotonic() >= deadline:
-                number, deadline = measures.pop(0), time.monotonic() + grace_s
-                for child in children:
-                    child.forced |= child.code is None
-                    child.send(signal.SIGKILL if child.stopped else number)
-            for child in children:
-                if not child.stopped and (child.still_s() or 0) >= longest_still_s:
-                    child.forced = child.stopped = True
-                    _tell(f"{child.name} has stood still for {longest_still_s:g} s (SIGSTOP, or a debugger) and is "
-                          f"killed: distributed.heartbeat_timeout_s allows no more")
-                    child.send(signal.SIGKILL)
-            left_s = max(0, deadline - time.monotonic()) if measures and deadline is not None else LOOK_S
-            for key, _ in selector.select(min(left_s, LOOK_S)):
-                child = key.data
-                selector.unregister(child.pidfd)
-                child.code, child.ended_s = child.process.wait(), time.monotonic() - start
-                ended.append(child)
-                if child.failed and deadline is None:
-                    deadline = time.monotonic() + grace_s
-                    for other in children:
-                        other.stopped |= other.code is None and other.stands_still()
-    return ended
+
+        def poll(seconds: float) -> Iterator[Child]:
+            for key, _ in selector.select(seconds):
+                selector.unregister(key.fileobj)
+                key.data.code = key.data.process.wait()
+                yield key.data
+
+        yield poll
 
 
 def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.0) -> Outcome:
@@ -266,7 +273,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
         _tell("its last lines:" if child is first else f"the last lines of {child.name}:",
               *(f"  {_text(line)}" for line in child.lines))
     mistake = first.code == stops.USER_ERROR and all(child.victim or child.code == stops.USER_ERROR for child in ended)
-    if any(MISMATCHED in line for child in ended if child.failed for line in child.lines):
+    if any(lost.MISMATCHED in line for child in ended if child.failed for line in child.lines):
         _tell("gloo::EnforceNotMet: XLA started collectives of the simulated devices in another order in each "
               "process, and Gloo matches them by order; start one process, or use a pipeline.schedule that does not "
               "split the backward, e.g. 1f1b (docs/limits.md). GPUs are not concerned")
@@ -280,9 +287,9 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
 def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
     """Who failed first, of all in the order in which they ended; None: none failed. stuck: whom the stacks name."""
     failed = [child for child in ended if child.failed]
-    unheard = {int(index) for child in failed for line in child.lines for found in UNHEARD.findall(line)
+    unheard = {int(index) for child in failed for line in child.lines for found in lost.UNHEARD.findall(line)
                for index in found if index}
-    blamed = {int(found[1]) for child in failed for line in child.lines if (found := BLAMED.search(line))}
+    blamed = {int(found[1]) for child in failed for line in child.lines if (found := lost.BLAMED.search(line))}
     return next((child for candidates in (
         # killed or gone, and not by us
         (child for child in failed if (child.code is None or child.code < 0) and not child.victim),
@@ -298,7 +305,7 @@ def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
 
 def _waited_for(ended: Sequence[Child]) -> list[Child]:
     """The only one that says nothing of Gloo, where Gloo has waited in vain in others."""
-    late = any(LATE.search(line) for child in ended for line in child.lines)
+    late = any(lost.LATE.search(line) for child in ended for line in child.lines)
     quiet = [child for child in ended if not any(b"Gloo" in line for line in child.lines)]
     return quiet if late and len(quiet) == 1 else []
 

@@ -25,7 +25,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from meshtrain import config, devices, files
 from meshtrain.checkpoint import adapters, export, exports, peft, resume
 from meshtrain.checkpoint.checkpoint import CheckpointError
-from meshtrain.cluster import agree, find, meet
+from meshtrain.cluster import agree, find
+from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError
 from meshtrain.huggingface import folder
 from meshtrain.model import transformer
@@ -42,7 +43,7 @@ COMMAND = config.Command("meshtrain.convert", {
 
 
 def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, _convert, argv, __doc__, (CheckpointError, meet.PeerError), agree.told_by_first)
+    return command.answer(COMMAND, _convert, argv, __doc__, (CheckpointError, PeerError), agree.told_by_first)
 
 
 def _convert(asked: config.Arguments) -> None:

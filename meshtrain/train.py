@@ -33,6 +33,7 @@ from meshtrain.checkpoint import exports, init_from, pretrained, resume
 from meshtrain.checkpoint.checkpoint import Checkpoints, Store
 from meshtrain.checkpoint.local import LocalTier
 from meshtrain.cluster import agree, find, meet, watch
+from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import flops
 from meshtrain.data import sources
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
             return _run(run, found, fewer, account, watchdog)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
-    except meet.PeerError as error:
+    except PeerError as error:
         return _fail(FAILED, f"error: {error}", error)
     except (TooManySkippedSteps, TooManyRollbacks) as error:   # of all processes: they read the same metrics
         if jax.process_index() == 0:

@@ -21,6 +21,7 @@ from launch import pod as pods
 from launch import local, restart, supervise
 from meshtrain import config, elastic
 from meshtrain.cluster import find
+from meshtrain.cluster.lost import LOST_PEERS
 from meshtrain.run import contents, stops
 
 from tests import soak
@@ -274,7 +275,7 @@ def test_the_code_of_a_run_that_is_over_is_the_pods(code, jobset, tmp_path):
 
 
 def test_a_pod_that_was_killed_leaves_no_word_and_its_victims_are_not_blamed(jobset, tmp_path):
-    victim = f"print({supervise.LOST_PEERS.decode()!r}, file=sys.stderr); sys.exit(1)"
+    victim = f"print({LOST_PEERS.decode()!r}, file=sys.stderr); sys.exit(1)"
     ours = Pods(jobset, tmp_path, f"if start == 1: {victim}", "if start == 1: time.sleep(1000)", first_s=0.05)
     first, second = ours.begin(0, 0), ours.begin(1, 0)
     while not ours.starts(1):

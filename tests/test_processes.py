@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from meshtrain import config, devices
 from meshtrain.cluster import find, gpus, meet
 from meshtrain.cluster.find import Cluster
-from meshtrain.cluster.meet import PeerError
+from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Distributed
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,6 +12,7 @@ import pytest
 
 from launch import supervise
 from meshtrain.cluster import stacks
+from meshtrain.cluster.lost import LOST_PEERS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -114,7 +115,7 @@ def test_a_killed_process_is_named_by_its_signal(tmp_path):
 
 
 def test_peers_that_die_of_it_are_not_blamed_nor_their_stack_shown(tmp_path):
-    lost = (f"print({supervise.LOST_PEERS.decode()!r}); print('    @ 0x7fb176640634 absl::LogMessage'); os.abort()")
+    lost = (f"print({LOST_PEERS.decode()!r}); print('    @ 0x7fb176640634 absl::LogMessage'); os.abort()")
     code, _, err = ran(tmp_path, FOREVER, lost, "time.sleep(0.2); print('mine'); sys.exit(1)", grace_s=1)
     assert code == 1 and err.startswith("process 2 ") and "  mine\n" in err and "absl" not in err
     assert re.search(r"then process 1 .*SIGABRT", err)
@@ -127,7 +128,7 @@ GLOO = ("sys.stderr.write('Gloo AllReduce failed: Connection closed by peer [127
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_stopped_process_is_named_whatever_died_first_of_it(which, tmp_path):
-    lost = f"time.sleep(1); sys.stderr.write({supervise.LOST_PEERS.decode()!r}); sys.stderr.flush(); os.abort()"
+    lost = f"time.sleep(1); sys.stderr.write({LOST_PEERS.decode()!r}); sys.stderr.flush(); os.abort()"
     bodies = [lost, lost, GLOO.replace("0.5", "1")]
     bodies.insert(which, STANDS_STILL)
     code, _, err = ran(tmp_path, *bodies)
@@ -170,7 +171,7 @@ def test_a_mistake_that_one_process_alone_has_seen_is_the_wholes_where_the_other
 
 def test_who_is_unheard_of_is_named_where_it_was_not_stopped(tmp_path):
     lost = ("time.sleep(0.5); sys.stderr.write('INTERNAL: Task 2 heartbeat timeout. This indicates that the remote "
-            f"task has failed\\n{supervise.LOST_PEERS.decode()}'); sys.stderr.flush(); os.abort()")
+            f"task has failed\\n{LOST_PEERS.decode()}'); sys.stderr.flush(); os.abort()")
     code, _, err = ran(tmp_path, lost, lost, FOREVER)
     assert code == 1 and re.search(r"^process 2 .* failed first: the others have not heard of it any more$",
                                    err, re.MULTILINE), err
@@ -184,7 +185,7 @@ def test_gloos_victims_are_not_blamed_though_they_ended_first(tmp_path):
 @pytest.mark.parametrize("listed", ["0\\n10", "10\\n0", "2\\n10\\n0\\n1"])
 def test_a_process_0_that_takes_itself_for_dead_had_its_clock_set(listed, tmp_path):
     dead = f"The following tasks are unhealthy (stopped sending heartbeats):\\n{listed}\\nThe tasks have crashed.\\n"
-    lost = f"sys.stderr.write('{dead}' + {supervise.LOST_PEERS.decode()!r}); sys.stderr.flush(); os.abort()"
+    lost = f"sys.stderr.write('{dead}' + {LOST_PEERS.decode()!r}); sys.stderr.flush(); os.abort()"
     code, _, err = ran(tmp_path, "time.sleep(0.5); " + lost, lost, grace_s=3)
     assert code == 1 and re.search(r"^process 0 \(pid \d+\) failed first: its clock was set, or its machine was "
                                    r"suspended", err, re.MULTILINE), err
@@ -196,14 +197,14 @@ def test_a_process_0_that_takes_itself_for_dead_had_its_clock_set(listed, tmp_pa
 def test_who_lets_gloo_wait_in_vain_is_named_though_it_only_died_of_the_others(which, tmp_path):
     bodies = [GLOO.replace("Connection closed by peer", "Timed out waiting 20000ms")]
     bodies.insert(which,
-                  f"time.sleep(1); sys.stderr.write({supervise.LOST_PEERS.decode()!r}); sys.stderr.flush(); os.abort()")
+                  f"time.sleep(1); sys.stderr.write({LOST_PEERS.decode()!r}); sys.stderr.flush(); os.abort()")
     code, _, err = ran(tmp_path, *bodies, grace_s=3)
     assert code == 1 and re.search(rf"^process {which} .*the others have not heard of it any more$",
                                    err, re.MULTILINE), err
 
 
 def test_a_process_0_that_failed_of_itself_is_named_by_what_it_said(tmp_path):
-    code, _, err = ran(tmp_path, f"print({supervise.LOST_PEERS.decode()!r}, file=sys.stderr); sys.exit(1)",
+    code, _, err = ran(tmp_path, f"print({LOST_PEERS.decode()!r}, file=sys.stderr); sys.exit(1)",
                        "time.sleep(0.3); sys.stderr.write('mine\\n'); sys.exit(1)", grace_s=3)
     assert code == 1 and re.search(r"^process 1 .*failed first", err, re.MULTILINE) and "  mine\n" in err
 

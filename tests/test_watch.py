@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshtrain.cluster import agree, lost, stacks, watch
-from meshtrain.cluster.meet import PeerError
+from meshtrain.cluster.lost import PeerError
 from meshtrain.cluster.stacks import ProcessState
 from meshtrain.config import ConfigError
 

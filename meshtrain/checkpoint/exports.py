@@ -16,7 +16,7 @@ from meshtrain import files
 from meshtrain.checkpoint import adapters, export, peft
 from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints, Saved
 from meshtrain.cluster import agree
-from meshtrain.cluster.meet import PeerError
+from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.huggingface import folder, settings
 from meshtrain.model.transformer import Transformer

@@ -21,7 +21,7 @@ from meshtrain.checkpoint import exports
 from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints, Saved, Store
 from meshtrain.checkpoint.local import LocalTier
 from meshtrain.cluster import agree
-from meshtrain.cluster.meet import PeerError
+from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.data.documents.tokenizer import Tokenizer

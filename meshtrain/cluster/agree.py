@@ -20,7 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain import jax_private
 from meshtrain.cluster import lost
-from meshtrain.cluster.meet import PeerError, named
+from meshtrain.cluster.lost import PeerError
+from meshtrain.cluster.meet import named
 from meshtrain.config import ConfigError
 
 INDEX_BITS, MOST_LATE_MS = 15, 65_535      # a process and its milliseconds in 31 bits

@@ -19,16 +19,13 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain.cluster.find import Cluster
+from meshtrain.cluster.lost import PeerError
 
 HELLO, ANSWER = b"meshtrain-process-2 ", b"meshtrain-answer-2 "
 LINE_BYTES = 4096
 TELL_AFTER_S, TELL_AGAIN_S = 30.0, 60.0     # who is missing is told after so long, and again
 MOST_STRANGERS = 16             # so many are told
 SHUTDOWN_TIMEOUT_S = 120        # how long those that are done wait for one that still writes
-
-
-class PeerError(RuntimeError):
-    """The processes of a run did not come together, or one of them failed alone; says which."""
 
 
 def meet(cluster: Cluster, timeout_s: float) -> None:
