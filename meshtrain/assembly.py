@@ -5,6 +5,7 @@ Puts the rooms together and no more: what is checked or chosen stands beside its
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,7 +15,7 @@ from meshtrain import hardware
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, footprint, price, rates, simulate
 from meshtrain.cost.formulas.placed import Options, Placed, place
-from meshtrain.cost.program import audit, memory
+from meshtrain.cost.program import audit
 from meshtrain.model import transformer
 from meshtrain.model.layers import kv_heads
 from meshtrain.parallel.context import attention
@@ -24,7 +25,7 @@ from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Tensor
-from meshtrain.training import accumulate, pipelined, state, step
+from meshtrain.training import accumulate, state, step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,6 +49,11 @@ class Assembly:
     program: step.Program
     choice: simulate.Choice | None
     notes: tuple[str, ...]
+
+    @functools.cached_property
+    def placed(self) -> Placed:
+        """The same as the formulas of cost see it."""
+        return place(self.model.parameters(), self.run.model, self.layout, self.mesh_spec)
 
     @property
     def state_shapes(self) -> state.State:
@@ -93,8 +99,7 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         raise ConfigError(*faults)
     with config.user_errors():
         attend, note = attention.choose(run, layout, platform, gpu.name if gpu else "")
-    experts = dispatch.choose(run, layout, platform)
-    choice = _choose_schedule(run, mesh_spec, model, layout, attend, experts, gpu) if sizes["stage"] > 1 else None
+    choice = _choose_schedule(run, mesh_spec, model, layout, gpu) if sizes["stage"] > 1 else None
     if choice:
         notes = [f"pipeline: {choice.why}", *stages.notes(run, choice.schedule), *notes]
     for axis, section in (("stage", run.pipeline), ("context", run.context)):
@@ -172,18 +177,17 @@ def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Te
                                       kv_heads(layout, run.model.num_kv_heads))
 
 
-def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, attend: Callable,
-                     experts, gpu) -> simulate.Choice:
+def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) -> simulate.Choice:
     """The pipeline schedule of the run, with what it costs in time and memory."""
-    mesh = mesh_spec.abstract()
-    residual_shards = layout.num_shards(a for a in layout.mesh_axes("activations", "residual_seq") if a == "tensor")
-    fbw, x = pipelined.layer_fbw(run, model, layout, mesh, attend, experts)
-    held = state.describe(model, run.optimizer, run.training.steps, layout, mesh)
     placed = place(model.parameters(), run.model, layout, mesh_spec)
-    budget = memory.slot_budget_bytes(gpu, held, memory.in_loop(model, layout), run.model.compute_dtype,
-                                      footprint.leading_bytes(placed, Options.of(run)))
-    return simulate.of_run(run, _stage_costs(run, placed, gpu), mesh_spec.sizes["stage"],
-                           memory.slot_bytes(run, layout, fbw, x, residual_shards), budget)
+    optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
+
+    def held(schedule: Schedule) -> simulate.StepBytes:
+        options = Options.of(run, schedule=schedule.name, chunks=schedule.num_chunks, optimizer_bytes=optimizer_bytes)
+        return simulate.StepBytes(round(footprint.slot_bytes(placed, options)),
+                                  footprint.memory(placed, options)["total"])
+    usable_bytes = hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else None
+    return simulate.of_run(run, _stage_costs(run, placed, gpu), mesh_spec.sizes["stage"], held, usable_bytes)
 
 
 def _stage_costs(run: Run, placed: Placed, gpu) -> Callable[[Schedule], simulate.Costs]:

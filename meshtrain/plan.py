@@ -7,7 +7,6 @@ where nothing fits · 2 the user's mistake, one message · 75 stopped on request
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 import os
@@ -34,7 +33,6 @@ from meshtrain.names import AXES
 from meshtrain.pages import plans, skin
 from meshtrain.parallel.pipeline.schedules import NAMES
 from meshtrain.sharding import rules
-from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.shipped import found, names
 from meshtrain.training import state
 
@@ -237,18 +235,9 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
     def attended(layout: rules.Layout, method: str) -> rates.Attended:
         return rates.attended(_with(run, context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.fixable() if name in options}
-    options_of_run = Options.of(run, optimizer_bytes=_optimizer_bytes(run, model))
+    options_of_run = Options.of(run, optimizer_bytes=state.optimizer_bytes(model, run.optimizer, run.training.steps))
     return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
                            attended, lay)
-
-
-def _optimizer_bytes(run: Run, model) -> float:
-    """Of state for a parameter."""
-    one = MeshSpec({})
-    spec = state.describe(model, run.optimizer, run.training.steps, rules.Layout(rules.parse(""), one.sizes),
-                          one.abstract())
-    held = importlib.import_module("jax").tree.leaves(spec.abstract.opt_state)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in held) / sum(info.size for info in model.parameters())
 
 
 def _with(run: Run, **sections) -> Run:

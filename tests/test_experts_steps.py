@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import traced
 from sampling import GRID
 
 from meshtrain import assembly
@@ -14,7 +15,6 @@ from meshtrain.cost.program import audit
 from meshtrain.model import moe
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import layer_vjp
-from meshtrain.training import pipelined
 from meshtrain.training.state import State
 from checkpoints import assert_same_bits
 from test_experts import FOUR_LAYERS, LAYOUTS, MODEL, PIPELINES, T, V, run_of
@@ -165,7 +165,7 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
         return fbw
     monkeypatch.setattr(layer_vjp, "layer", counted)
     experts = dispatch.choose(run, made.layout, "gpu")        # Pallas kernels, which have names; they are not compiled
-    pipelined.layer_fbw(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.step.ex.attend, experts)
+    traced.layer_fbw(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.step.ex.attend, experts)
     # Behind the first round each of the further ones, which mostly are none, has products of its own.
     # gate and up transposed are one product of two pairs.
     assert parts["F"] == {"grouped_rows_gkn": (3, 3)}

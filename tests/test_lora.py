@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sampling
+import traced
 
 from meshtrain import assembly, config
 from meshtrain.cost.formulas import flops, footprint, traffic
@@ -21,7 +22,6 @@ from meshtrain.names import AXES
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import pipelined
 from test_layouts import ONE, Compiled, MODEL, T, rows as rows_of, run_of
 
 RANK, ALPHA = 4, 6.0
@@ -183,7 +183,7 @@ def test_without_remat_nothing_is_kept_for_the_gradient_of_a_frozen_weight():
     kept = {}
     for targets in ((), ("query",)):
         made = assembly.assemble(lora_run("ddp", dict(stage=2), targets=targets), jax.devices()[:2])
-        fbw, x = pipelined.layer_fbw(made.run, made.model, made.layout, made.mesh.abstract_mesh,
+        fbw, x = traced.layer_fbw(made.run, made.model, made.layout, made.mesh.abstract_mesh,
                                      made.program.step.ex.attend)
         kept[targets] = sum(a.size for a in fbw.r + fbw.q)
     tokens = x.shape[0] * x.shape[1]

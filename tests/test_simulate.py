@@ -1,6 +1,5 @@
 """What schedules cost in time and memory: the closed forms, and what "auto" takes."""
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtrain.cost.formulas import simulate
-from meshtrain.cost.formulas.simulate import Costs, SlotBytes
+from meshtrain.cost.formulas.simulate import Costs
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.parallel.pipeline.schedules import INTERLEAVED, NAMES
 from schedule_check import needs
@@ -64,31 +63,31 @@ def test_times_of_a_table_respect_what_each_op_waits_for(p, rounds, name, back, 
 # ---- auto ------------------------------------------------------------------------------------------------------------
 
 GIB = 2**30
-SIZES = SlotBytes(boundary=GIB // 10, for_b=GIB, for_w=GIB, b_to_w=GIB // 2)
+
+def slots(schedule) -> int:
+    """Of a microbatch 1 GiB for B and 1 for W, half of one from B to W, and a tenth between stages."""
+    kept = GIB * (schedule.slots["R"] + schedule.slots["Q"]) + GIB // 2 * schedule.slots.get("Z", 0)
+    return GIB // 10 * (schedule.slots["X"] + schedule.slots["D"]) + -(-kept // schedule.num_chunks)
 
 
-def test_slot_bytes_are_those_of_the_arrays_that_a_split_keeps():
-    shapes = lambda *shapes: [np.zeros(shape, dtype) for shape, dtype in shapes]
-    split = SimpleNamespace(r=shapes(((2, 8), np.float32)), q=shapes(((4,), np.float32), ((6,), np.float16)), z=[])
-    of = SlotBytes.of(split, np.zeros((3, 4), np.float16), chunks=2, num_shards=2)
-    assert of == SlotBytes(boundary=12, for_b=2 * 32, for_w=2 * 14, b_to_w=0)
-    # Four stages, 1F1B of two chunks: 12 slots of a chunk each, one X and two D.
-    assert of.peak(schedules.make("interleaved", 4, 8, 2)) == 3 * 12 + 12 * (32 + 14)
+def memory(schedule) -> simulate.StepBytes:
+    """All but the slots is another GiB."""
+    return simulate.StepBytes(slots(schedule), slots(schedule) + GIB)
 
 
 def test_auto_takes_the_cheapest_table_that_fits_and_says_why():
     free = simulate.choose(4, 8, chunks=(1, 2, 4))
     assert (free.schedule.name, free.schedule.num_chunks, free.fits) == ("interleaved_zero_bubble", 4, None)
     assert "5.9%" in free.why and "next interleaved of 4 chunks (8.6%)" in free.why
-    held = {v: SIZES.peak(schedules.make("interleaved_zero_bubble", 4, 8, v)) for v in (1, 2)}
-    tight = simulate.choose(4, 8, Costs(), SIZES, held[2], chunks=(1, 2))
+    held = {v: slots(schedules.make("interleaved_zero_bubble", 4, 8, v)) for v in (1, 2)}
+    tight = simulate.choose(4, 8, Costs(), memory, held[2] + GIB, chunks=(1, 2))
     assert tight.schedule.name == "interleaved_zero_bubble" and tight.fits and tight.memory_bytes == held[2]
-    tighter = simulate.choose(4, 8, Costs(), SIZES, held[2] - 1, chunks=(1, 2))
+    tighter = simulate.choose(4, 8, Costs(), memory, held[2] + GIB - 1, chunks=(1, 2))
     assert (tighter.schedule.name, tighter.fits) == ("interleaved", True)
     assert "interleaved_zero_bubble of 2 chunks (11.1%) needs" in tighter.why
-    nothing = simulate.choose(4, 8, Costs(), SIZES, GIB, chunks=(1, 2))
+    nothing = simulate.choose(4, 8, Costs(), memory, GIB, chunks=(1, 2))
     assert nothing.fits is False and "none of 5 schedules fits" in nothing.why
-    assert nothing.memory_bytes == min(SIZES.peak(schedules.make(n, 4, 8, 2 if n in INTERLEAVED else 1)) for n in NAMES)
+    assert nothing.memory_bytes == min(slots(schedules.make(n, 4, 8, 2 if n in INTERLEAVED else 1)) for n in NAMES)
 
 
 def test_auto_prefers_the_plain_table_where_nothing_is_gained():
@@ -102,12 +101,12 @@ def test_auto_prefers_the_plain_table_where_nothing_is_gained():
 @given(st.integers(2, 8), st.integers(1, 24), st.floats(.5, 3), st.floats(.1, 2), st.integers(0, 40))
 def test_auto_never_takes_a_table_that_another_fitting_one_beats(p, m, back, weight, budget):
     costs = Costs(1.0, back, weight)
-    choice = simulate.choose(p, m, costs, SIZES, budget * GIB, chunks=(1, 2))
+    choice = simulate.choose(p, m, costs, memory, budget * GIB, chunks=(1, 2))
     for name in simulate.AUTOMATIC:
         v = 2 if name in INTERLEAVED else 1
         if not schedules.problems(name, p, m, v):
             schedule = schedules.make(name, p, m, v)
-            if SIZES.peak(schedule) <= budget * GIB:
+            if memory(schedule).total <= budget * GIB:
                 assert choice.fits and choice.outcome.makespan_s <= simulate.simulate(schedule, costs).makespan_s * (
                     1 + 1e-8)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from meshtrain.assembly import Assembly
 from meshtrain.cost.formulas import flops, footprint, traffic
-from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.placed import Options
 from meshtrain.cost.program import audit, sources
 from meshtrain.inspection import expect
 from meshtrain.units import size
@@ -36,10 +36,8 @@ def of(made: Assembly, ruled: Mapping[str, int | None]) -> Formulas | None:
     run, schedule = made.run, made.choice and made.choice.schedule
     if run.model.matmul_dtype == "float8":
         return None
-    options = Options(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
-                      schedule.name if schedule else "", schedule.num_chunks if schedule else 1, run.context.method,
-                      loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch)
-    placed = place(made.model.parameters(), run.model, made.layout, made.mesh_spec)
+    options = Options.of(run, **(dict(schedule=schedule.name, chunks=schedule.num_chunks) if schedule else {}))
+    placed = made.placed
     lives = footprint.memory(placed, options)["activations"]
     grads = ruled["loop_grads"] if schedule else ruled["grads"]
     held = {**ruled, "activations": lives, "total": ruled["params"] + grads + ruled["optimizer"] + lives}

@@ -26,7 +26,8 @@ def formula(made: Assembly) -> dict:
 def read_bytes(made: Assembly) -> int:
     """Of the weights that the loop over microbatches reads, beside the stored ones; a pipeline's stand in its
     formula."""
-    return 0 if made.choice else program_memory.read_bytes(made.model, made.layout, made.run.model.compute_dtype)
+    held = made.placed.held
+    return 0 if made.choice else round(held.moved if made.placed.by_layer else made.placed.itemsize * held.cast)
 
 
 def held_by_program(made: Assembly, executable, text: str | None = None) -> dict:

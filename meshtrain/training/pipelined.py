@@ -10,23 +10,20 @@ same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from meshtrain.model import float8, params, transformer
-from meshtrain.model.layers import Execution
+from meshtrain.model import params, transformer
 from meshtrain.model.loss import with_loss
-from meshtrain.model.transformer import Transformer, without_layers
+from meshtrain.model.transformer import without_layers
 from meshtrain.names import AUX_LOSS, LAYERS, NO_TARGET
-from meshtrain.parallel.pipeline import layer_vjp, pipeline, stages
+from meshtrain.parallel.pipeline import pipeline, stages
 from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules
-from meshtrain.sharding.rules import GATHERED, Layout
+from meshtrain.sharding.rules import GATHERED
 from meshtrain.training import objective
-from meshtrain.training.accumulate import StepSpec, drops, reduce_deferred
+from meshtrain.training.accumulate import StepSpec, reduce_deferred
 
 _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
 
@@ -143,43 +140,3 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
 def _staged(axes):
     """Logical axes of [L, …] as [V, P, n, …], filled up with zeros."""
     return (None, LAYERS, None, *axes[1:])
-
-
-def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable,
-              experts=None) -> tuple[layer_vjp.FBW, jax.ShapeDtypeStruct]:
-    """F, B and W of one period of layers as they stand in the pipeline's loop, and its input:
-    what a microbatch leaves on a device.
-
-    Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
-    """
-    dtype, deferred, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
-    # of shapes no platform is asked
-    precision = float8.precision("cpu") if run.model.matmul_dtype == "float8" else None
-    ex = Execution(layout, dtype, attend, run.training.remat, precision, experts=experts)
-    sequences = run.data.global_batch // run.training.microbatches // layout.num_shards(deferred)
-    sizes = (sequences, run.data.seq_len // layout.num_shards(seq))
-    x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)
-    # of experts
-    own = lambda axis: layout.num_shards(a for a in layout.mesh_axes(GATHERED, axis) if a in (*deferred, *seq))
-    weights, frozen = (model.first(part[LAYERS])
-                       for part in model.divided(params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
-        tuple(n // own(axis) for n, axis in zip(info.shape[1:], info.axes[1:])),
-        dtype if info.role == "matrix" else info.dtype))))
-    fbw = None
-
-    def trace():
-        nonlocal fbw
-        key = jax.random.key(0) if drops(run) else None
-        inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32)
-                               for name, dims in objective.FIELDS.items()}, key)
-        group = model.staged[0]
-        assert group.period == model.period
-        layers = lambda w, x, e: group.apply(ex, group.weights(params.joined(w, e[2])), x, (e[0], e[1]))
-        fbw = layer_vjp.layer(layers, weights, x, (jnp.int32(0), inputs, frozen))
-        return jnp.int32(0)
-
-    with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force
-        jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *deferred, *seq},
-                                     in_specs=(), out_specs=P(),
-                                     check_vma=False))
-    return fbw, x

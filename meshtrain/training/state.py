@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from meshtrain.model import params
 from meshtrain.model.transformer import Transformer
 from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import optimizer
 
@@ -63,3 +64,11 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
     opt_axes = optimizer.state_axes(tx, trained_p, trained_axes)
     sharding = State(place("optimizer", ()), stored, place("optimizer", opt_axes))
     return StateSpec(tx, axes, trained_axes, abstract, sharding)
+
+
+def optimizer_bytes(model: Transformer, optimizer_cfg, steps: int) -> float:
+    """Bytes of the optimizer's state for a parameter, on the average of all."""
+    one = MeshSpec({})
+    spec = describe(model, optimizer_cfg, steps, Layout(rules.parse(""), one.sizes), one.abstract())
+    leaves = jax.tree.leaves(spec.abstract.opt_state)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / sum(info.size for info in model.parameters())

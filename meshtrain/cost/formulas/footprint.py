@@ -19,7 +19,7 @@ def memory(placed: Placed, options: Options) -> dict[str, int]:
             "optimizer": options.optimizer_bytes * placed.held.stored}
     if placed.mesh.sizes["stage"] > 1:
         # in the loop: of a full stage
-        held |= {"grads": 4 * placed.held.used, "activations": _in_stages(placed, options)}
+        held |= {"grads": 4 * placed.held.trained, "activations": _in_stages(placed, options)}
     else:
         held["activations"] = _beside_stored(placed, options) + _in_layers(placed, options)
     held = {name: int(count) for name, count in held.items()}
@@ -186,15 +186,22 @@ def _in_stages(placed: Placed, options: Options) -> float:
 
 def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     """Elements of a token that a layer leaves in slots: for its backward, and from there for a W of its own.
-    assumption, as in `memory.slot_bytes`: without remat, and for W, what is as wide as the residual stream lies whole
-    on each device."""
+    assumption: without remat, and for W, what is as wide as the residual stream lies whole on each device."""
     h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
     stream, gates = h / placed.stream_shards, 2 if placed.cfg.activation != "gelu" else 1
-    for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f + _normed_width(placed),
-                    "selective": 2 * stream + 2 * q + 2 * kv + gates * f,
+    placement, normed = placed.cfg.norm_placement, _normed_width(placed)
+    both, behind, beside = placement == "both", placement != "before", _routing_width(placed) / placed.stream_shards
+    for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f + normed + 2 * h * both + beside,
+                    "selective": (2 + behind * (not placed.cfg.num_experts)) * stream
+                    + 2 * q + 2 * kv + gates * f + beside / 2,
                     "full": stream + (q if placed.num_shards("seq") > 1 else 0)}[options.remat]
-    for_weights = {"none": 10 * h + q + 2 * kv + (gates + 1) * f, "selective": 10 * h + q + 2 * kv + (gates + 2) * f,
-                   "full": 12 * h + 2 * q + 2 * kv + (gates + 2) * f}[options.remat]
+    # What norms read and their cotangents are float32 in any case; of other float32 arrays some are the same.
+    biased = placed.cfg.norm == "layernorm"     # its bias has a gradient, too
+    apart = placed.itemsize == 2 or biased
+    for_weights = 8 * (2 * h * (1 + both) + normed) / placed.itemsize + 2 * h * biased + {
+        "none": q + 2 * kv + (gates + 1) * f + (2 * h if apart else -normed - 2 * h * both),
+        "selective": q + 2 * kv + (gates + 2) * f + (2 if apart else 1 + behind) * h,
+        "full": 2 * q + 2 * kv + (gates + 2 - behind) * f + 4 * h}[options.remat]
     if experts := routed.of(placed, options):
         for_weights += experts.passed_on / placed.itemsize / placed.tokens(options)
     return for_backward, for_weights

@@ -104,8 +104,8 @@ class Held:
     stored: as [optimizer] has them; stored_bytes: of all; updated: of them those that are trained; layers_stored: of
     layers. layers_read: of layers as [params] has them. grads, ends_grads: accumulated, of all and of embedding and
     head. turned: bytes of those that are gathered along any dim but their first. used: of a stage and the ends, as they
-    are multiplied; cast: of those, what the microbatches read from a copy in the compute dtype; moved: bytes of a copy
-    in another place.
+    are multiplied; trained: those of them that have gradients; cast: of those, what the microbatches read from a copy
+    in the compute dtype; moved: bytes of a copy in another place.
     """
     stored: float = 0.0
     stored_bytes: float = 0.0
@@ -116,6 +116,7 @@ class Held:
     ends_grads: float = 0.0
     turned: float = 0.0
     used: float = 0.0
+    trained: float = 0.0
     cast: float = 0.0
     moved: float = 0.0
 
@@ -345,7 +346,8 @@ def _held(info, cfg, layout: Layout, lies, in_use: frozenset, whole: float, dept
     elsewhere = lies["params"] != lies["optimizer"]
     size = 2 if info.role in MATMUL_ROLES and cfg.compute_dtype == "bfloat16" else info.dtype.itemsize
     found = {"stored": stored, "stored_bytes": stored * info.dtype.itemsize, "updated": info.trainable * stored,
-             "grads": info.trainable * grads, "used": whole, "moved": elsewhere * read * size}
+             "grads": info.trainable * grads, "used": whole, "trained": info.trainable * whole,
+             "moved": elsewhere * read * size}
     if elsewhere or info.role in MATMUL_ROLES and str(info.dtype) != cfg.compute_dtype:
         found["cast"] = whole
     if not depth:

@@ -7,7 +7,6 @@ nothing.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -39,25 +38,10 @@ class Costs:
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotBytes:
-    """Bytes on one device of what one microbatch leaves in a whole stage; a chunk's slot holds 1/V of it."""
-    boundary: int       # X, D: an activation between stages; the same for a chunk
-    for_b: int          # R
-    for_w: int          # Q
-    b_to_w: int = 0     # Z
-
-    @classmethod
-    def of(cls, split, x, chunks: int = 1, num_shards: int = 1) -> SlotBytes:
-        """From one chunk's F/B/W split (its lists r, q, z of shapes) and its input x, as one of `num_shards` devices
-        holds them."""
-        size = lambda shapes: -(-sum(math.prod(a.shape) * a.dtype.itemsize for a in shapes) // num_shards)
-        return cls(size([x]), chunks * size(split.r), chunks * size(split.q), chunks * size(split.z))
-
-    def peak(self, schedule: Schedule) -> int:
-        """Bytes of all slots that the schedule declares."""
-        kept = schedule.slots["R"] * self.for_b + schedule.slots["Q"] * self.for_w + schedule.slots.get("Z",
-                                                                                                        0) * self.b_to_w
-        return (schedule.slots["X"] + schedule.slots["D"]) * self.boundary + -(-kept // schedule.num_chunks)
+class StepBytes:
+    """Bytes on one device: of activations that wait in a schedule's slots, and of a whole step."""
+    slots: int
+    total: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,7 +92,8 @@ def _walk(schedule: Schedule, op_s, costs: Costs):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """What pipeline.schedule="auto" means here. `why`: one line for the log. fits: None where memory is not known."""
+    """What pipeline.schedule="auto" means here. memory_bytes: of its slots. why: one line for the log. fits: None where
+    memory is not known."""
     schedule: Schedule
     outcome: Outcome
     memory_bytes: int | None
@@ -116,20 +101,19 @@ class Choice:
     why: str
 
 
-def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(), slot_bytes: SlotBytes | None = None,
-           budget_bytes: int | None = None,
+def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
+           memory: Callable[[Schedule], StepBytes] | None = None, usable_bytes: int | None = None,
            chunks: Iterable[int] = (1,)) -> Choice:
-    """The cheapest schedule whose slots fit into the budget; where none does, the one that needs least.
+    """The cheapest schedule whose step fits into a device's memory; where none does, the one that needs least.
 
-    p stages, m microbatches; costs: of all schedules, or of each; slot_bytes and budget_bytes: what a microbatch leaves
-    on a device, and the bytes there are for it (without both, memory is no concern). chunks: the counts that the layers
-    can be cut into. A pure function of modelled numbers, so that every process and every restart chooses the same:
-    measured times must not enter.
+    p stages, m microbatches; costs: of all schedules, or of each; memory, usable_bytes: what a step holds on a device,
+    and the bytes there are for it (without both, memory is no concern). chunks: the counts that the layers can be cut
+    into. A pure function of modelled numbers, so that every process and every restart chooses the same: measured times
+    must not enter.
 
     Raises: ValueError where no count of chunks has a schedule.
     """
     chunks = sorted(set(chunks))
-    known = slot_bytes is not None and budget_bytes is not None
     of = costs if callable(costs) else lambda schedule: costs
     found = []
     for name in AUTOMATIC:
@@ -137,30 +121,35 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
             if (v > 1) == (name in schedules.INTERLEAVED) and not schedules.problems(name, p, m, v):
                 schedule = schedules.make(name, p, m, v)
                 outcome = simulate(schedule, of(schedule))
-                held = slot_bytes.peak(schedule) if slot_bytes else None
-                found.append((schedule, outcome, held, held <= budget_bytes if known else None))
+                found.append((schedule, outcome, *_held(schedule, memory, usable_bytes)))
     if not found:
         raise ValueError("\n".join(schedules.problems("interleaved", p, m, min(chunks))))
     # Rounded, so that sums of the same costs in another order are equal and the order of AUTOMATIC decides.
     first_s = found[0][1].makespan_s
-    cost = lambda entry: (round(entry[1].makespan_s / first_s, 9), entry[2] or 0)
+    cost = lambda entry: (round(entry[1].makespan_s / first_s, 9), entry[2].total if entry[2] else 0)
     fitting = [entry for entry in found if entry[3] is not False]
-    best = min(fitting, key=cost) if fitting else min(found, key=lambda entry: (entry[2], cost(entry)))
+    best = min(fitting, key=cost) if fitting else min(found, key=lambda entry: (entry[2].total, cost(entry)))
     schedule, outcome, held, fits = best
-    return Choice(schedule, outcome, held, fits, _why(found, fitting, best, budget_bytes))
+    return Choice(schedule, outcome, held and held.slots, fits, _why(found, fitting, best, usable_bytes))
 
 
-def _why(found, fitting, best, budget_bytes) -> str:
+def _held(schedule: Schedule, memory, usable_bytes: int | None) -> tuple[StepBytes | None, bool | None]:
+    """What a step holds, and whether that fits; None where it is not known."""
+    held = memory(schedule) if memory else None
+    return held, held.total <= usable_bytes if held and usable_bytes is not None else None
+
+
+def _why(found, fitting, best, usable_bytes) -> str:
     schedule, outcome, held, fits = best
     what = _what(schedule, outcome, held)
     if fits is False:
-        return f"{what}; none of {len(found)} schedules fits into {gib(budget_bytes)}, and this one needs least"
+        return f"{what}; none of {len(found)} schedules fits into {gib(usable_bytes)}, and this one needs least"
     others = [entry for entry in found if entry is not best]
     faster = [entry for entry in others if entry[3] is False and entry[1].makespan_s < outcome.makespan_s]
     if faster:
         first = min(faster, key=lambda entry: entry[1].makespan_s)
-        return (f"{what}; {_called(first[0])} ({first[1].bubble:.1%}) needs {gib(first[2])}, there are "
-                f"{gib(budget_bytes)}")
+        return (f"{what}; {_called(first[0])} ({first[1].bubble:.1%}) needs {gib(first[2].total)}, there are "
+                f"{gib(usable_bytes)}")
     rest = [entry for entry in fitting if entry is not best]
     if not rest:
         return f"{what}; the only schedule {'that fits' if fits else 'there is'}"
@@ -168,8 +157,8 @@ def _why(found, fitting, best, budget_bytes) -> str:
     return f"{what}, the fastest of {len(fitting)} schedules; next {_called(second[0])} ({second[1].bubble:.1%})"
 
 
-def _what(schedule: Schedule, outcome: Outcome, held: int | None) -> str:
-    kept = f", {gib(held)} of activations" if held is not None else ""
+def _what(schedule: Schedule, outcome: Outcome, held: StepBytes | None) -> str:
+    kept = f", {gib(held.slots)} of activations" if held is not None else ""
     return f"{_called(schedule)}: modelled bubble {outcome.bubble:.1%}{kept}"
 
 
@@ -196,8 +185,8 @@ def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
 
 # ---- of a run --------------------------------------------------------------------------------------------------------
 
-def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int, slot_bytes: SlotBytes | None = None,
-           budget_bytes: int | None = None) -> Choice:
+def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int,
+           memory: Callable[[Schedule], StepBytes] | None = None, usable_bytes: int | None = None) -> Choice:
     """The schedule that the run file's [pipeline] means on p stages. "auto" with chunks = 1 is free to take more of
     them.
 
@@ -206,11 +195,10 @@ def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int, slot_bytes: 
     name, m, v = run.pipeline.schedule, run.training.microbatches, run.pipeline.chunks
     if name == "auto":
         counts = chunk_counts(-(-stages.staged(run.model) // stages.period(run.model)), p) if v == 1 else (v,)
-        return choose(p, m, costs, slot_bytes, budget_bytes, counts)
+        return choose(p, m, costs, memory, usable_bytes, counts)
     schedule = schedules.make(name, p, m, v)
     outcome = simulate(schedule, costs(schedule) if callable(costs) else costs)
-    held = slot_bytes.peak(schedule) if slot_bytes else None
-    fits = held <= budget_bytes if slot_bytes is not None and budget_bytes is not None else None
+    held, fits = _held(schedule, memory, usable_bytes)
     why = _what(schedule, outcome, held) + ", as asked for"
-    return Choice(schedule, outcome, held, fits,
-                  why + (f"; it does not fit into {gib(budget_bytes)}" if fits is False else ""))
+    return Choice(schedule, outcome, held and held.slots, fits,
+                  why + (f"; it does not fit into {gib(usable_bytes)}" if fits is False else ""))

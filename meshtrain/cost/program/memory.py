@@ -1,15 +1,12 @@
 """Bytes per device: what the rules say (formula) and what the compiled program holds."""
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax
 import numpy as np
 
-from meshtrain import hardware
 from meshtrain.cost.program import audit
-from meshtrain.cost.formulas.simulate import SlotBytes
 from meshtrain.names import LAYERS, LEADING, MATMUL_ROLES
 from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding.rules import GATHERED
@@ -26,21 +23,6 @@ def accumulator_bytes(abstract_params, grads_shardings) -> int:
     """Bytes on one device of the float32 gradient accumulators; one copy on each device."""
     sizes = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)) * 4, abstract_params, grads_shardings)
     return sum(jax.tree.leaves(sizes))
-
-
-def read_bytes(model, layout, compute_dtype: str) -> int:
-    """Bytes on one device of the weights as the loop over microbatches reads them, where that is a copy beside the
-    stored ones: in another dtype, or gathered from [optimizer] to [params] once per step. What layers gather themselves
-    is not held."""
-    cast = model.cast_before_loop(layout)
-
-    def held(info):
-        dtype = np.dtype(compute_dtype if info.role in MATMUL_ROLES and cast else info.dtype)
-        num_shards = {table: math.prod(layout.num_shards(layout.mesh_axes(table, axis)) for axis in info.axes)
-                for table in ("params", "optimizer")}
-        as_stored = dtype == info.dtype and num_shards["params"] == num_shards["optimizer"]
-        return 0 if as_stored else info.size // num_shards["params"] * dtype.itemsize
-    return sum(held(info) for info in model.parameters())
 
 
 def host_bytes(run, layout) -> int:
@@ -111,40 +93,3 @@ def compiled(executable, text: str, state_abstract, microbatches: int, accumulat
             "optimizer": placed_bytes(state_abstract.opt_state, placed.opt_state),
             "activations": analysis.temp_size_in_bytes - (grads or 0),
             "total": analysis.argument_size_in_bytes + analysis.temp_size_in_bytes}
-
-
-def slot_bytes(run, layout, fbw, x, residual_shards: int) -> SlotBytes:
-    """What a microbatch leaves in a stage, from F, B and W of one period and its input: heads and mlp are split over
-    tensor.
-
-    What is as wide as the residual stream: under remat F keeps it split like the stream (layers' inputs, what attention
-    adds). assumption: without remat, and in what B passes to W, it is whole, as it is where a matmul reads it: an upper
-    bound.
-    """
-    wide_shards = {"r": 1, "q": 1, "z": 1} if run.training.remat == "none" else {
-        "r": residual_shards, "q": residual_shards, "z": 1}
-
-    def held(a, stream_shards):
-        num_shards = stream_shards if a.shape[-1:] in ((), (1,), (run.model.embed_dim,)) else layout.sizes["tensor"]
-        return jax.ShapeDtypeStruct((-(-math.prod(a.shape) // num_shards),), a.dtype)
-    fbw = dataclasses.replace(fbw, **{name: [held(a, num_shards) for a in getattr(fbw, name)]
-                                      for name, num_shards in wide_shards.items()})
-    num_stages = layout.sizes["stage"]
-    depth = stages.padded(run.model, num_stages) // num_stages // stages.period(run.model)
-    return SlotBytes.of(fbw, held(x, residual_shards), chunks=depth)
-
-
-def slot_budget_bytes(gpu, state, loop, compute_dtype: str, leading: float = 0.0) -> int | None:
-    """The bytes of one GPU that are left for a schedule's slots; None where its memory is not known.
-
-    What one op needs while it runs comes out of the same.
-
-    state: the run's StateSpec. loop: `in_loop`. leading: bytes that layers before the stages keep
-    (`footprint.leading_bytes`).
-    """
-    if not (gpu and gpu.hbm_bytes):
-        return None
-    beside = [placed_bytes(state.abstract.params, state.sharding.params),
-              placed_bytes(state.abstract.opt_state, state.sharding.opt_state),
-              *loop_bytes(loop, compute_dtype).values()]
-    return max(0, hardware.usable_bytes(gpu) - sum(beside) - int(leading))
