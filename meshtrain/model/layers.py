@@ -22,6 +22,7 @@ from meshtrain.kernels.mask import Mask
 from meshtrain.model import float8
 from meshtrain.model.params import declare
 from meshtrain.model.rope import rotate
+from meshtrain.sharding import mesh
 from meshtrain.sharding.mesh import psum
 from meshtrain.sharding.rules import GATHERED, Layout
 
@@ -39,6 +40,10 @@ class Execution:
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
     # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: the model has none
     experts: Callable | None = None
+
+    def after(self, values, done):
+        """The values, which can be used only once `done` exists where that order matters; both are pytrees."""
+        return mesh.after(values, done) if self.in_order else values
 
 
 def recomputed(ex: Execution, f: Callable) -> Callable:

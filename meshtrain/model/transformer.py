@@ -25,7 +25,6 @@ from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dr
 from meshtrain.model.loss import LossSpec, capped, loss_sums, token_nll
 from meshtrain.model.moe import MoE
 from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES
-from meshtrain.sharding.mesh import after
 from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 
 VOCAB_MULTIPLE = 256
@@ -266,7 +265,7 @@ class Transformer:
         if self.cfg.position == "learned":
             x_BTD = x_BTD + ends.position(ex, batch["positions"])
         x_BTD = dropout(ex, x_BTD, self.cfg.embedding_dropout, self.inputs(batch, dropout_key), 2 * self.cfg.num_layers)
-        return after(x_BTD, without_layers(p)) if ex.in_order else x_BTD
+        return ex.after(x_BTD, without_layers(p))
 
     def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 2048):
         """(objective, nll) from the output of the last layer: sums over the tokens that have a target, in nats.
@@ -311,7 +310,7 @@ class Transformer:
             return p
         # Pinned as they are stored: a gather would otherwise move before the sum.
         return params.tree(params.infos(self.ends), lambda info: ex.layout.constrain(
-            "params", after(functools.reduce(dict.__getitem__, info.path, p), x_BTD), info.axes))
+            "params", ex.after(functools.reduce(dict.__getitem__, info.path, p), x_BTD), info.axes))
 
     def _ends(self, p) -> Ends:
         return self.ends.bind(without_layers(p))

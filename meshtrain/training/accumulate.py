@@ -25,7 +25,7 @@ from meshtrain.names import AUX_LOSS
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import layer_vjp
 from meshtrain.sharding import rules
-from meshtrain.sharding.mesh import after, by_gloo
+from meshtrain.sharding.mesh import by_gloo
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import objective
 from meshtrain.training.state import StateSpec
@@ -120,9 +120,7 @@ def scanned(step: StepSpec):
     def gradients(p, batch, key):
         weights, count = step.model.divided(as_read(p)), jnp.maximum(goal.count(batch), 1).astype(jnp.float32)
         normalizers = Normalizers(count, objective.tokens(batch))
-        if step.ex.in_order:
-            batch = after(batch, normalizers)
-        grads, nll, aux = replicated(unsummed)(batch, weights, normalizers, key)
+        grads, nll, aux = replicated(unsummed)(step.ex.after(batch, normalizers), weights, normalizers, key)
 
         def reduced(axes, g):
             # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1:
@@ -194,17 +192,15 @@ def _microbatch_gradients(step: StepSpec):
         _, head_vjp, (nll, more) = jax.vjp(head, ends, x_BTD, has_aux=True)
 
         d_head, dx_BTD = head_vjp(1 / normalizers.objective)
-        if ex.in_order:
-            dx_BTD = after(dx_BTD, (d_head, nll))
+        dx_BTD = ex.after(dx_BTD, (d_head, nll))
         stack_grads = []
         for stack, w, residuals, total in reversed(done):
             dx_BTD, total = stack.backward(w, layer_inputs, *residuals, dx_BTD, total, True)
             stack_grads.append(total)
         if ex.in_order:     # XLA gathers token ids for the embedding's gradient, and would do so beside the loops above
-            _, embed_vjp = jax.vjp(lambda ends: embed(ends, after(microbatch, dx_BTD)), ends)
+            _, embed_vjp = jax.vjp(lambda ends: embed(ends, ex.after(microbatch, dx_BTD)), ends)
         d_embed, = embed_vjp(dx_BTD)
-        if ex.in_order:
-            d_head, nll = after((d_head, nll), dx_BTD)
+        d_head, nll = ex.after((d_head, nll), dx_BTD)
         ends_grads = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), without_layers(grads),
                                   jax.tree.map(jnp.add, d_head, d_embed))
         buffers = [own if own is None else residuals for own, (_, _, residuals, _) in zip(buffers, done)]

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.model import float8, moe, params
 from meshtrain.parallel.pipeline import schedules
-from meshtrain.sharding.mesh import after
 from meshtrain.training import accumulate, pipelined
 from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State
@@ -204,7 +203,7 @@ def build(step: accumulate.StepSpec, schedule: schedules.Schedule | None = None,
 
     def evaluate(p, batch):
         total = loss_sum(p, batch)
-        return total, goal.count(after(batch, total) if step.ex.in_order else batch)
+        return total, goal.count(step.ex.after(batch, total))
 
     def initialize():
         p = model.init(jax.random.key(run.run.seed))
