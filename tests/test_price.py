@@ -16,8 +16,8 @@ from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import simulate
 from meshtrain.cost.formulas.placed import Options, place
 from meshtrain.cost.planner import search
-from meshtrain.cost.formulas.price import bubble_s, group, price, stage_costs
-from meshtrain.cost.formulas.rates import DeviceGroup, Rates
+from meshtrain.cost.formulas.price import bubble_s, price, stage_costs
+from meshtrain.cost.formulas.rates import Rates
 from meshtrain.model import transformer
 from meshtrain.parallel.pipeline import pipeline, schedules
 from meshtrain.sharding import rules
@@ -215,10 +215,10 @@ def test_tensor_parallelism_sends_the_same_with_and_without_sequence_parallelism
 
 def test_a_group_with_one_member_on_each_host_has_one_nic():
     sizes, placement = (1, 1, 8, 1, 8), ("stage", "data", "fsdp", "context", "tensor")
-    assert group(sizes, placement, ("fsdp",),
-                 8) == DeviceGroup(8, 1) and group(sizes, placement, ("tensor",), 8) == DeviceGroup(8, 8)
-    assert group((1, 1, 64, 1, 1), placement, ("fsdp",), 8) == DeviceGroup(64, 8)
-    assert group((1, 4, 8, 1, 2), placement, ("data", "fsdp"), 8) == DeviceGroup(32, 4)
+    group = lambda sizes, axes: MeshSpec(dict(zip(placement, sizes)), placement).in_domain(axes, 8)
+    assert group(sizes, ("fsdp",)) == (8, 1) and group(sizes, ("tensor",)) == (8, 8)
+    assert group((1, 1, 64, 1, 1), ("fsdp",)) == (64, 8)
+    assert group((1, 4, 8, 1, 2), ("data", "fsdp")) == (32, 4)
     options = Options(8192, 64, 8, "full")
     across = priced("zero3", dict(fsdp=8, tensor=8), options, "llama3-70b")
     whole = priced("zero3", dict(fsdp=64), Options(8192, 64, 1, "full"), "llama3-70b")

@@ -352,10 +352,11 @@ def test_the_planner_and_the_program_place_gpus_in_the_same_domains(gpu, num_gpu
     assert gpu.domain_gpus(num_gpus) == domain
     for tensor in (n for n in (2, 4, 16) if num_gpus % n == 0):
         spec = MeshSpec(dict(fsdp=num_gpus // tensor, tensor=tensor))
-        priced = price._Links(rates.Rates(gpu, Assumptions(gpu.name)), spec)
+        priced = price.Links(rates.Rates(gpu, Assumptions(gpu.name)), spec)
         for axis, told in roofline.links(gpu, spec).items():
-            of = price.group(priced.sizes, priced.placement, (axis,), priced.domain)
-            assert told == (of.size, of.per_domain)
+            domains = max(len({device // domain for device in group}) for group in spec.groups(axis))
+            of = priced.group((axis,))
+            assert told == (of.size, of.per_domain) == (spec.sizes[axis], spec.sizes[axis] // domains)
             if axis == "tensor" and domain % tensor == 0:
                 assert told == (tensor, tensor)
 

@@ -7,6 +7,7 @@ which axis crosses hosts. Nothing here touches a device until `build` is called.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -17,6 +18,19 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
 
 from meshtrain.names import AXES, PLACEMENT
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_domain(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, ...],
+               domain: int) -> tuple[int, int]:
+    """sizes: in the placement's order."""
+    spanned = [placement.index(axis) for axis in axes]
+    others = [i for i in range(len(sizes)) if i not in spanned]
+    ids = np.arange(math.prod(sizes)).reshape(sizes).transpose(others + spanned)
+    ids = ids.reshape(-1, math.prod(sizes[i] for i in spanned))
+    domains = np.sort(ids // domain, axis=1)
+    most = int((np.diff(domains, axis=1) != 0).sum(1).max()) + 1 if domains.shape[1] > 1 else 1
+    return ids.shape[1], max(1, ids.shape[1] // most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +60,12 @@ class MeshSpec:
         """Device numbers as an array with the dims of AXES: ids()[data, fsdp, tensor, stage, context]."""
         by_placement = np.arange(self.num_devices).reshape([self.sizes[axis] for axis in self.placement])
         return by_placement.transpose([self.placement.index(axis) for axis in AXES])
+
+    def in_domain(self, axes: Sequence[str], domain: int) -> tuple[int, int]:
+        """(how many devices a group spans over these axes, how many of them share a link domain of `domain`
+        devices)."""
+        sizes = tuple(self.sizes[axis] for axis in self.placement)
+        return _in_domain(sizes, tuple(self.placement), tuple(axes), domain)
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Who talks to whom: the device numbers of each group that spans `axes`, sorted.

@@ -192,7 +192,7 @@ class Placed:
         return options.global_batch * options.seq_len / options.microbatches / self.layout.num_shards(
             self.layout.token_axes)
 
-    def layers(self, options: Options, practice: Practice) -> float:
+    def layers(self, options: Options, practice: Practice = Practice()) -> float:
         """That a stage works through for a microbatch."""
         if self.leads:
             return self.rounds(options) * self.cfg.num_layers / options.microbatches

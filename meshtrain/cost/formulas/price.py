@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Mapping
-
-import numpy as np
 
 from meshtrain.cost.formulas import flops, footprint, rates, routed, traffic
 from meshtrain.cost.formulas.placed import Options, Placed, Practice
@@ -34,19 +31,6 @@ QK_NORM = (6, 17)           # of an element of queries and keys that are normed,
 QUANTISE_BYTES = 5          # of an element that becomes float8: read for the largest value, read again, written
 FULL, SELECTIVE = (1.0, 1.0, 1.0), (0.0, 0.0, 0.6)
 RECOMPUTED = {"none": (0.0, 0.0, 0.0), "selective": SELECTIVE, "full": FULL, "offload": FULL}
-
-
-@functools.lru_cache(maxsize=4096)
-def group(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, ...], domain: int) -> DeviceGroup:
-    """The GPUs of a group that spans these axes, and how many of it share a link domain. sizes: in the placement's
-    order."""
-    ids = np.arange(math.prod(sizes)).reshape(sizes)
-    inside = [placement.index(axis) for axis in axes]
-    others = [i for i in range(len(sizes)) if i not in inside]
-    ids = ids.transpose(others + inside).reshape(-1, math.prod(sizes[i] for i in inside))
-    domains = np.sort(ids // domain, axis=1)
-    most = int((np.diff(domains, axis=1) != 0).sum(1).max()) + 1 if domains.shape[1] > 1 else 1
-    return DeviceGroup(ids.shape[1], max(1, ids.shape[1] // most))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,18 +64,18 @@ class Price:
         return self.bubble_s / (self.step_s - self.host_s)
 
 
-class _Links:
-    """Seconds of collectives over the links of a mesh."""
+class Links:
+    """Collectives over the links of a mesh: who takes part, and how long they take."""
 
     def __init__(self, rates: Rates, mesh: MeshSpec):
-        self.rates, self.placement = rates, tuple(mesh.placement)
-        self.sizes = tuple(mesh.sizes[a] for a in mesh.placement)
-        self.domain = rates.gpu.domain_gpus(mesh.num_devices)
+        self.rates, self.mesh, self.domain = rates, mesh, rates.gpu.domain_gpus(mesh.num_devices)
+
+    def group(self, axes: tuple[str, ...]) -> DeviceGroup:
+        """Of these axes; a part of an axis ("tensor:2") counts as all of it."""
+        return DeviceGroup(*self.mesh.in_domain(tuple(axis.partition(":")[0] for axis in axes), self.domain))
 
     def one_s(self, sent: traffic.Sent) -> float:
-        axes = tuple(axis.partition(":")[0] for axis in sent.axes)      # a part of an axis counts as all of it
-        of = group(self.sizes, self.placement, axes, self.domain)
-        return sent.arrays * self.rates.collective_s(sent.kind, sent.array_bytes / sent.arrays, of)
+        return sent.arrays * self.rates.collective_s(sent.kind, sent.array_bytes / sent.arrays, self.group(sent.axes))
 
 
 def price(placed: Placed, rated: Rates, options: Options, practice: Practice = Practice()) -> Price:
@@ -141,7 +125,7 @@ def _ahead(placed: Placed, rated: Rates, options: Options, practice: Practice) -
 def stage_costs(placed: Placed, rated: Rates, options: Options, practice: Practice = Practice()) -> Costs:
     """One microbatch through one whole stage, as `simulate` takes it to choose a schedule."""
     work, layers = _LayerTimes(placed, rated, options, practice), placed.layers(options, practice)
-    waits, links = _Waits(placed, rated, options, practice, work, layers), _Links(rated, placed.mesh)
+    waits, links = _Waits(placed, rated, options, practice, work, layers), Links(rated, placed.mesh)
     link_s = sum(links.one_s(sent) for sent in waits.sent if sent.waits == "stage"
                  and sent.kind == "collective-permute")
     costs = _stage(work, layers, waits.layer_s / (options.microbatches * layers))
@@ -160,7 +144,7 @@ class _Waits:
 
     def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice,
                  work: _LayerTimes, layers: float):
-        links, assumed, m, p = _Links(rated, placed.mesh), rated.assumed, options.microbatches, placed.mesh.sizes[
+        links, assumed, m, p = Links(rated, placed.mesh), rated.assumed, options.microbatches, placed.mesh.sizes[
             "stage"]
         self.sent = traffic.of(placed, options, practice)
         self.links_s, self.exposed = defaultdict(float), defaultdict(float)
@@ -206,12 +190,12 @@ class _LayerTimes:
 
     def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice):
         cfg, tokens = placed.cfg, placed.tokens(options)
-        matmul = functools.partial(_matmul_s, rated, "float8" if placed.float8 else cfg.compute_dtype, placed.itemsize)
+        matmul = functools.partial(matmul_s, rated, "float8" if placed.float8 else cfg.compute_dtype, placed.itemsize)
         dense, routers = ([w for w in placed.layer.products if w.router == wanted] for wanted in (False, True))
         products = [w.share * matmul(tokens, w.n, w.k) for w in dense]
         forward = sum(products)
         backward = sum(w.share * (matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens)) for w in dense)
-        routing = sum(w.share * _matmul_s(rated, "float32", 4, tokens / placed.stream_shards, w.n, w.k)
+        routing = sum(w.share * matmul_s(rated, "float32", 4, tokens / placed.stream_shards, w.n, w.k)
                       for w in routers)
         forward, backward = forward + routing, backward + 2 * routing
         query, key, mlp = placed.widths
@@ -251,7 +235,7 @@ class _LayerTimes:
         self.parts = {"matmul": forward + again_s + backward + experts + experts_b + experts_w,
                       "attention": attention * (1 + again[1]) + attention_b,
                       "elementwise": small * (1 + again[2]) + small_b + stage_f + stage_b + stage_w + moved_f + moved_b}
-        matmul = functools.partial(_matmul_s, rated, cfg.compute_dtype, placed.itemsize)
+        matmul = functools.partial(matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k
         if not practice.shared_head and options.schedule:
             beside_stage = placed.layout.num_shards(
@@ -323,7 +307,8 @@ def _quantised_bytes(placed: Placed) -> tuple[float, float]:
     return QUANTISE_BYTES * read, (QUANTISE_BYTES + 1) * made + gathered
 
 
-def _matmul_s(rated: Rates, dtype: str, size: int, m: float, n: float, k: float) -> float:
+def matmul_s(rated: Rates, dtype: str, size: int, m: float, n: float, k: float) -> float:
+    """Of [m, k] × [k, n] with elements of `size` bytes: its FLOPs, or what it moves through memory."""
     return max(rated.matmul_s(Matmul(m, n, k, 1, dtype)), rated.stream_s(size * (m * n + n * k + m * k)))
 
 

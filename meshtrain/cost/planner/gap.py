@@ -9,11 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshtrain.cost.formulas.placed import GATHER, SCATTER
-from meshtrain.cost.formulas.price import RECOMPUTED, group
-from meshtrain.cost.formulas.rates import DeviceGroup, Matmul
+from meshtrain.cost.formulas.price import RECOMPUTED, Links, matmul_s
 from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.names import AXES
-from meshtrain.parallel.pipeline import stages
 from meshtrain.units import seconds
 
 EXPLAINED, MOST = 0.8, 3        # share of the distance that the reasons reach for, and how many there are at most
@@ -59,14 +57,12 @@ def reasons(question: Question, plan: Plan, best: Plan) -> list[str]:
     return found
 
 
-def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> tuple[DeviceGroup, str]:
-    """Who takes part in collectives over these axes, and what they cross."""
-    order = tuple(plan.placed.mesh.placement)
-    domain = question.rated.gpu.domain_gpus(plan.placed.mesh.num_devices)
-    of = group(tuple(plan.sizes[a] for a in order), order, tuple(a for a in order if a in axes), domain)
+def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> str:
+    """What collectives over these axes cross."""
+    of = Links(question.rated, plan.placed.mesh).group(axes)
     if of.domains == 1:
-        return of, "over NVLink"
-    return of, f"{of.per_domain} NIC{'s' if of.per_domain > 1 else ''} on each of {of.domains:,} hosts"
+        return "over NVLink"
+    return f"{of.per_domain} NIC{'s' if of.per_domain > 1 else ''} on each of {of.domains:,} hosts"
 
 
 def _lost_s(question: Question, plan: Plan) -> dict[str, float]:
@@ -91,42 +87,42 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
         return (f"remat {options.remat} computes forward work again, where the best has room for remat "
                 f"{best.options.remat}")
     if name == "tensor":
-        each, products = plan.price.exposed["tensor"] / _runs(question, plan), 3 * _products_s(question, plan)
+        each, products = plan.price.exposed["tensor"] / _runs(plan), 3 * _products_s(question, plan)
         return (f"tensor {sizes['tensor']}: a layer's collectives take {_ms(each)} beside {_ms(products)} of products "
-                f"and hide behind nothing, {_runs(question, plan):,.0f} times a step; "
-                f"{link(question, plan, ('tensor',))[1]}")
+                f"and hide behind nothing, {_runs(plan):,.0f} times a step; "
+                f"{link(question, plan, ('tensor',))}")
     if name == "fsdp":
         gathered, scattered = plan.placed.moving(GATHER, "layers"), plan.placed.moving(SCATTER, "layers")
         over = tuple(a for a in axes if any(a in group_axes for group_axes in gathered or scattered))
         gather_s = _each_s(question, plan, gathered, "all-gather")
         reduce_s = _each_s(question, plan, scattered, "reduce-scatter")
-        forward_s, runs = _products_s(question, plan), _runs(question, plan)
+        forward_s, runs = _products_s(question, plan), _runs(plan)
         what = [f"a layer's gradients take {_ms(reduce_s)} to reduce"]
         if gathered:
             what = [f"a layer's weights take {_ms(gather_s)} to gather beside {_ms(forward_s)} of forward products",
                     f"its gradients {_ms(reduce_s)} to reduce"]
         slowed = question.rated.assumed["link.contend"] if gather_s < forward_s else 0
         slows = f"; what hides slows them by {slowed:.0%} of its time" if slowed else ""
-        return (f"{_sized(plan, over)}: {link(question, plan, over)[1]} for each group; {' and '.join(what)} beside "
+        return (f"{_sized(plan, over)}: {link(question, plan, over)} for each group; {' and '.join(what)} beside "
                 f"{_ms(2 * forward_s)} of backward products, {runs:,.0f} times a step{slows}")
     if name == "context":
-        waits_s = plan.price.exposed[name] / _runs(question, plan)
+        waits_s = plan.price.exposed[name] / _runs(plan)
         return (f"context {sizes['context']} by {options.method}: a layer waits {_ms(waits_s)} "
-                f"for keys and values, {_runs(question, plan):,.0f} times a step; "
-                f"{link(question, plan, ('context',))[1]}")
+                f"for keys and values, {_runs(plan):,.0f} times a step; "
+                f"{link(question, plan, ('context',))}")
     if name == "bubble":
         return (f"stage {sizes['stage']}: {options.schedule} of {options.microbatches} microbatches in "
                 f"{options.chunks} chunk(s) leaves {plan.price.bubble:.0%} of the step idle")
     if name == "offload":
         return "remat offload: layers' inputs take longer to the host and back than the layers beside them"
     if name == "scales":
-        return f"float8: the largest values that all devices agree on, {_runs(question, plan):,.0f} layers' a step"
+        return f"float8: the largest values that all devices agree on, {_runs(plan):,.0f} layers' a step"
     if name == "stage":
-        return f"stage {sizes['stage']}: what stages send to each other, {link(question, plan, ('stage',))[1]}"
+        return f"stage {sizes['stage']}: what stages send to each other, {link(question, plan, ('stage',))}"
     if name == "once a step":
         over = tuple(a for a in axes if a in ("data", "fsdp", "context"))
         return (f"gradients and new weights, exchanged once a step over {_sized(plan, over)}, "
-                f"{link(question, plan, over)[1]}")
+                f"{link(question, plan, over)}")
     if name in ("matmul", "attention", "elementwise"):
         return (f"{name} is less efficient: {_tokens(plan):,.0f} tokens of a microbatch on a GPU beside "
                 f"{_tokens(best):,.0f}, tensor {sizes['tensor']} beside {best.sizes['tensor']}")
@@ -137,27 +133,25 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
 
 
 def _tokens(plan: Plan) -> float:
-    options, layout = plan.options, plan.placed.layout
-    return options.global_batch * options.seq_len / options.microbatches / layout.num_shards(layout.token_axes)
+    return plan.placed.tokens(plan.options)
 
 
-def _runs(question: Question, plan: Plan) -> float:
+def _runs(plan: Plan) -> float:
     """How often a device works through a layer in a step."""
-    chunks = plan.options.chunks
-    return plan.options.microbatches * stages.padded(question.cfg, plan.sizes["stage"] * chunks) // plan.sizes["stage"]
+    return plan.options.microbatches * plan.placed.layers(plan.options)
 
 
 def _products_s(question: Question, plan: Plan) -> float:
     """Of the forward's."""
-    matmul = lambda w: Matmul(_tokens(plan), w.n, w.k, 1, question.cfg.compute_dtype)
-    return sum(question.rated.matmul_s(matmul(w)) for w in plan.placed.layer.products)
+    return sum(matmul_s(question.rated, question.cfg.compute_dtype, plan.placed.itemsize, _tokens(plan), w.n, w.k)
+               for w in plan.placed.layer.products)
 
 
 def _each_s(question: Question, plan: Plan, elements: Mapping[tuple[str, ...], float], kind: str) -> float:
     """Of one layer's weights as they are gathered, or its float32 gradients as they are reduced."""
     itemsize = 4 if kind == "reduce-scatter" or question.cfg.compute_dtype == "float32" else 2
-    return sum(question.rated.collective_s(kind, n * itemsize, link(question, plan, axes)[0])
-               for axes, n in elements.items())
+    links = Links(question.rated, plan.placed.mesh)
+    return sum(question.rated.collective_s(kind, n * itemsize, links.group(axes)) for axes, n in elements.items())
 
 
 def _sized(plan: Plan, axes: tuple[str, ...]) -> str:

@@ -313,9 +313,5 @@ class _Program:
 
 def links(gpu: hardware.Gpu, mesh_spec: MeshSpec) -> dict[str, tuple[int, int]]:
     """Mesh axis → (its size, how many of a group share a link domain), for axes larger than 1."""
-    out, domain = {}, gpu.domain_gpus(mesh_spec.num_devices)
-    for axis in AXES:
-        if mesh_spec.sizes[axis] > 1:
-            domains = max(len({device // domain for device in group}) for group in mesh_spec.groups(axis))
-            out[axis] = mesh_spec.sizes[axis], mesh_spec.sizes[axis] // domains
-    return out
+    domain = gpu.domain_gpus(mesh_spec.num_devices)
+    return {axis: mesh_spec.in_domain((axis,), domain) for axis in AXES if mesh_spec.sizes[axis] > 1}
