@@ -63,7 +63,7 @@ class Case:
         options = plan.COMMAND.read(f"{self.model} --gpus {self.gpus} --gpu {GPU} --global-batch {self.batch} --seq-len "
                                    f"8192".split())
         pipeline = {"schedule": self.schedule, "chunks": self.chunks} if self.schedule else {}
-        return plan._with(plan.asked(options), mesh=self.mesh,
+        return plan.asked(options).replaced(mesh=self.mesh,
                           sharding={"rules": str(shipped(f"sharding_rules/{self.rule}.toml"))},
                           training={"microbatches": self.microbatches, "remat": self.remat}, pipeline=pipeline)
 

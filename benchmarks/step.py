@@ -190,7 +190,7 @@ def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contesta
 
     def go(n):
         last = int(carry[0].step) + warm_up + n
-        this = run.model_copy(update={"training": run.training.model_copy(update={"steps": last})})
+        this = run.replaced(training={"steps": last})
         rows = []
         with jax.set_mesh(made.mesh), MetricsWriter(directory / "metrics.jsonl") as writer:
             kept = SimpleNamespace(write=lambda row: (rows.append(row), writer.write(row)))
@@ -245,7 +245,7 @@ def main(argv) -> int:
     try:
         run = config.load([*argv, "--run.compilation_cache", "", "--data.validation_fraction", "0"], __doc__)
         one = {axis: 1 for axis in config.AXES} | {"simulated_devices": 0}
-        run = run.model_copy(update={"mesh": run.mesh.model_copy(update=one)})
+        run = run.replaced(mesh=one)
         with tempfile.TemporaryDirectory() as scratch:
             return measure(run, Path(scratch))
     except ConfigError as error:

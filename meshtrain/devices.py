@@ -212,4 +212,4 @@ def on_gpus(run: Run, num_gpus: int) -> Run:
         raise ConfigError(f"{num_gpus} GPUs in {jax.process_count()} processes, and only {n} divide model.embed_dim="
                           f"{run.model.embed_dim} and the batch of {sequences}; start fewer processes, or give a mesh")
     sizes = {axis: 1 for axis in AXES} | {"fsdp": n, "simulated_devices": 0}
-    return run.model_copy(update={"mesh": run.mesh.model_copy(update=sizes)})
+    return run.replaced(mesh=sizes)

@@ -21,7 +21,7 @@ def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
     Raises: ConfigError where its batch cannot be split over so few.
     """
     full = run.mesh.full_devices
-    plain = run.model_copy(update={"mesh": run.mesh.model_copy(update={"full_devices": 0})})
+    plain = run.replaced(mesh={"full_devices": 0})
     if not full or num_devices >= full:
         return plain, ""
     sizes, wanted = config.mesh_sizes(run, num_devices), config.mesh_sizes(run, full)
@@ -47,7 +47,7 @@ def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
     told = (f"{num_devices} of {full} devices: mesh.{shrunk}={sizes[shrunk]} (of {wanted[shrunk]}), "
             f"training.microbatches={count} (of {before}); the batch stays {batch}, {batch // count // num_shards} "
             f"sequences a device at a time")
-    return plain.model_copy(update={"training": run.training.model_copy(update={"microbatches": count})}), told
+    return plain.replaced(training={"microbatches": count}), told
 
 
 def check(run: Run, num_devices: int) -> None:

@@ -115,7 +115,7 @@ def _with_tokenizer(found: trained.Trained) -> trained.Trained:
     no others."""
     if not found.of_folder:
         return found
-    data, changes, path = found.run.data, {}, found.directory / trained.TOKENIZER
+    changes, path = {}, found.directory / trained.TOKENIZER
     if "data.seq_len" not in found.given:
         changes["seq_len"] = min(filter(None, (SEQ_LEN, found.longest())))
     if "data.tokenizer" not in found.given and os.path.isfile(path):
@@ -124,8 +124,7 @@ def _with_tokenizer(found: trained.Trained) -> trained.Trained:
             names = tokenizer.names_of(path, found.separator(), *found.stop_ids()[:1])
         changes |= {key: name for key, name in zip(("bos_token", "eos"), names) if name
                     and f"data.{key}" not in found.given}
-    run = found.run.model_copy(update={"data": data.model_copy(update=changes)})
-    return dataclasses.replace(found, run=run)
+    return dataclasses.replace(found, run=found.run.replaced(data=changes))
 
 
 def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tuple[

@@ -192,7 +192,7 @@ def asked(options: config.Arguments) -> Run:
         while even > 1 and odd * even > batch:
             even //= 2
         batch = max(1, round(batch / (odd * even))) * odd * even
-        run = run.model_copy(update={"data": run.data.model_copy(update={"global_batch": batch})})
+        run = run.replaced(data={"global_batch": batch})
     return run
 
 
@@ -223,8 +223,8 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         model = transformer.build(run.model, run.lora)
 
     def lay(sizes, loaded: rules.Rules, method: str):
-        asked = _with(run, mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},
-                      training={"remat": options["remat"] or "none"})
+        asked = run.replaced(mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},
+                             training={"remat": options["remat"] or "none"})
         layout, _, faults = assembly.lay_out(asked, sizes, loaded, model)
         try:
             attended(layout, method)
@@ -233,26 +233,21 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         return layout, faults
 
     def attended(layout: rules.Layout, method: str) -> rates.Attended:
-        return rates.attended(_with(run, context={"method": method}), layout, rated.assumed)
+        return rates.attended(run.replaced(context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.fixable() if name in options}
     options_of_run = Options.of(run, optimizer_bytes=state.optimizer_bytes(model, run.optimizer, run.training.steps))
     return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
                            attended, lay)
 
 
-def _with(run: Run, **sections) -> Run:
-    """The run with these keys of sections set."""
-    return run.model_copy(update={name: getattr(run, name).model_copy(update=keys) for name, keys in sections.items()})
-
-
 def laid_out(run: Run, plan: search.Plan) -> Run:
     """The run with a plan's layout."""
     options, pipelined, split = plan.options, plan.sizes["stage"] > 1, plan.sizes["context"] > 1
-    return _with(run, mesh={**plan.sizes, "placement": tuple(plan.placed.mesh.placement)},
-                 sharding={"rules": plan.rules.path},
-                 context={"method": options.method if split else "ring"},
-                 training={"microbatches": options.microbatches, "remat": options.remat},
-                 pipeline={"schedule": options.schedule if pipelined else "auto", "chunks": options.chunks})
+    return run.replaced(
+        mesh={**plan.sizes, "placement": tuple(plan.placed.mesh.placement)}, sharding={"rules": plan.rules.path},
+        context={"method": options.method if split else "ring"},
+        training={"microbatches": options.microbatches, "remat": options.remat},
+        pipeline={"schedule": options.schedule if pipelined else "auto", "chunks": options.chunks})
 
 
 def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
@@ -261,7 +256,7 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
     gpu, given = question.rated.gpu, question.rated.assumed.given
     with config.user_errors(), say.without_noise():
         devices = gpu_compile.topology(f"{gpu.name}:{question.num_gpus}")
-    made = assembly.assemble(_with(laid_out(run, plan), sharding={"rules": str(found(plan.rules.path))}), devices)
+    made = assembly.assemble(laid_out(run, plan).replaced(sharding={"rules": str(found(plan.rules.path))}), devices)
     step = Inspected(made, assembly.compile_step(made),
                      {name: value for name, value in given.items() if not assumptions.TABLE[name].formula})
     sent: dict[str, int] = {}

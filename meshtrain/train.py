@@ -165,7 +165,7 @@ def _wait_for_stop(error: Exception) -> None:
 def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tuple[Sequence[jax.Device], Run]:
     """The devices to run on. Without a run file or a mesh, the quickstart moves from simulated devices to real GPUs."""
     if not config.names_mesh(argv) and devices.gpus_expected():
-        run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"simulated_devices": 0})})
+        run = run.replaced(mesh={"simulated_devices": 0})
         found = devices.start(run, cluster)
         run = devices.on_gpus(run, len(found))
         say.out(f"found {len(found)} × {found[0].device_kind}: training on {run.mesh.fsdp}, all on the axis fsdp")

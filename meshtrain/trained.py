@@ -166,9 +166,7 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     """Execution settings for inference: no context parallelism, any sequence length, the blockwise engine (it supports
     every mask)."""
     whole = Layout(layout.rules, {**layout.sizes, "context": 1})
-    run = run.model_copy(update={"model": run.model.model_copy(update={"attention": "blockwise"}),
-                                 # padding is one
-                                 "data": run.data.model_copy(update={"seq_len": 2**31 - 1, "document_mask": True})})
+    run = run.replaced(model={"attention": "blockwise"}, data={"seq_len": 2**31 - 1, "document_mask": True})
     platform = mesh.devices.flat[0].platform
     attend, _ = attention.choose(run, whole, platform)
     return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh),
@@ -199,7 +197,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         tables = {"model": {**found.model, "compute_dtype": stored}, "data": {}}
         run, given = _resolved(tables, words, allowed, command)
         # Weights are kept as they are computed with: what a float32 copy of them would hold beside is never read.
-        run = run.model_copy(update={"model": run.model.model_copy(update={"param_dtype": run.model.compute_dtype})})
+        run = run.replaced(model={"param_dtype": run.model.compute_dtype})
         with config.user_errors():
             folder.match(found, run.model, transformer.build(run.model).names())
         return Trained(path, run, given, found, path)
@@ -217,7 +215,7 @@ def _resolved(tables: Mapping, words: Sequence[str], allowed: Sequence[str],
     run, given = config.resolve(tables, words, allowed, command)
     sized = {axis for axis in AXES if f"mesh.{axis}" in given}
     if "tensor" not in sized and not any(getattr(run.mesh, axis) == -1 for axis in sized):
-        run = run.model_copy(update={"mesh": run.mesh.model_copy(update={"tensor": -1})})
+        run = run.replaced(mesh={"tensor": -1})
     return run, given
 
 

@@ -132,7 +132,7 @@ def test_key_heads_that_lie_otherwise_than_query_heads_are_refused_where_sequenc
     run = config.Run(model=dict(num_heads=4, num_kv_heads=2), data=dict(seq_len=64))
     (fault,) = attention.problems(run, layout)
     assert "heads = ['tensor'] and kv_heads = []" in fault
-    assert attention.problems(run.model_copy(update={"model": run.model.model_copy(update={"num_kv_heads": 1})}),
+    assert attention.problems(run.replaced(model={"num_kv_heads": 1}),
                               layout) == []
 
 

@@ -268,7 +268,7 @@ def test_zero3_memory_does_not_grow_by_gathered_layers():
     temp = []
     for layers in (L, 2 * L):
         run = gpu_step("zero3")[0].run
-        run = run.model_copy(update={"model": run.model.model_copy(update={"num_layers": layers})})
+        run = run.replaced(model={"num_layers": layers})
         made = assembly.assemble(run, compile.topology("h100:64"))
         temp.append(made.program.compile().memory_analysis().temp_size_in_bytes)
     shard, kept = 4 * sizes(gpu_step("zero3")[0])["layer"] // 64, B // M // 64 * T * D * 2

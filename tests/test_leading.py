@@ -155,7 +155,7 @@ def test_a_checkpoint_goes_from_stages_to_none_and_to_other_stages(tmp_path):
     (dict(num_layers=7, first_dense_layers=3), dict(chunks=3), "into chunks without a layer; use at most 2")])
 def test_what_does_not_fit_behind_leading_layers_is_refused(tmp_path, model, pipeline, said):
     run = made_of(tmp_path, SPLIT, MODELS[TWO] | model, 4)
-    run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update=pipeline)})
+    run = run.replaced(pipeline=pipeline)
     with pytest.raises(config.ConfigError, match=said.replace(".", r"\.")):
         assembly.assemble(run, devices(run))
 

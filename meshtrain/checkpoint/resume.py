@@ -128,8 +128,7 @@ def before(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local:
     """Where a run goes back to that began at `start` and met a loss spike at step `spiked`: its newest checkpoint,
     which is older, without the batches up to the spike. Those that this start has left out behind the same checkpoint
     stay out."""
-    section = run.checkpoint.model_copy(update={"step": 0})
-    new = find(run.model_copy(update={"checkpoint": section}), checkpoints, local, wanted)
+    new = find(run.replaced(checkpoint={"step": 0}), checkpoints, local, wanted)
     again = start.skip_batches if new.step == start.step else 0
     return dataclasses.replace(new, changes=(), skip_batches=again + spiked - new.step, back=True)
 
@@ -191,7 +190,7 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalTier | N
             say.out(line)
     if start.back:
         changes.append(("checkpoint.step", None, start.step))
-    in_force = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"step": 0})})
+    in_force = run.replaced(checkpoint={"step": 0})
     _written(directory, lambda: rundir.write_settings(in_force, directory, rules_text))
     _written(directory, lambda: _record(directory / RECORD, start.step, changes))
     _written(directory, lambda: rows.cut_after(directory / rows.NAME, start.step))

@@ -418,6 +418,11 @@ class Run(Section):
     metrics: Metrics = Metrics()
     distributed: Distributed = Distributed()
 
+    def replaced(self, **sections: dict) -> Run:
+        """The run with these keys of sections set: replaced(mesh={"tensor": 2}). They are not checked."""
+        return self.model_copy(update={name: getattr(self, name).model_copy(update=keys)
+                                       for name, keys in sections.items()})
+
     @model_validator(mode="after")
     def _fill_in(self):
         if self.model.position == "learned" and self.model.max_seq_len == 0:
