@@ -1,1 +1,1 @@
-"""Several processes: who they are, how they meet, what they decide together."""
+"""The processes of a run: identification, rendezvous, agreement, failure detection."""

@@ -1,9 +1,5 @@
-"""What the processes of a run decide together: collectives on small facts.
-
-One process asks the file system and all know, all stop after the same step, all have read the same. With one process
-everything here is a plain call. This module knows no run, model or data; those who call it must do so in the same order
-in every process.
-"""
+"""Collectives on small values, by which the processes of a run decide together. Every process must call them in the
+same order. With one process each is a plain call. This module knows no run, model or data."""
 from __future__ import annotations
 
 import contextlib
@@ -24,15 +20,15 @@ from meshtrain.cluster.lost import PeerError
 from meshtrain.cluster.meet import named
 from meshtrain.config import ConfigError
 
-INDEX_BITS, MOST_LATE_MS = 15, 65_535      # a process and its milliseconds in 31 bits
+INDEX_BITS, MOST_LATE_MS = 15, 65_535      # process and milliseconds packed into 31 bits
 
 
 def on_first(function: Callable):
-    """function() is run by process 0 alone; every process returns its value, which must be JSON-able.
+    """Call function() in process 0 only and return its JSON-able value in every process.
 
-    Raises: in every process, what function() raised in process 0: ConfigError and ValueError as such (where a
-    ValueError is meant as a mistake, `user_errors` stands around the call), anything else as PeerError in the others.
-    `told_by_first` and `leave` know such an error again.
+    Raises: in every process, the ConfigError or ValueError of process 0 (wrap in `user_errors` a ValueError that is a
+    user's mistake); any other error as is in process 0 and as PeerError elsewhere. `told_by_first` and `leave`
+    recognize it.
     """
     if jax.process_count() == 1:
         return function()
@@ -55,12 +51,11 @@ def on_first(function: Callable):
 
 
 def everywhere(function: Callable):
-    """function() is run by every process and each returns its own value, of any kind.
+    """Call function() in every process; each returns its own value, of any type.
 
-    Raises: in every process, where function() raised in some. ConfigError where it did in all: the mistake is in what
-    they share, the run. A ConfigError of some alone is a fault of their hosts (a mount that is missing, a directory
-    that cannot be written), and PeerError that names them. Anything else comes out of the first process that raised it
-    as it is, with its traceback, and as PeerError of the others.
+    Raises: in every process, if any call raised. ConfigError if all raised it: the mistake is in the shared run file.
+    PeerError naming the hosts if only some did (a missing mount, an unwritable directory). Any other error as is in
+    the first process that raised it, and as PeerError elsewhere.
     """
     if jax.process_count() == 1:
         return function()
@@ -87,7 +82,7 @@ def everywhere(function: Callable):
 
 
 def same_everywhere(name: str, text: str) -> None:
-    """Raises: ConfigError in every process, with the lines that differ and who has which, unless all give the same
+    """Raises: ConfigError in every process, with the differing lines and their processes, unless all pass the same
     text."""
     holders: dict[str, list[int]] = {}
     for index, other in enumerate(exchange(text)):
@@ -101,12 +96,12 @@ def same_everywhere(name: str, text: str) -> None:
 
 
 def told_by_first(error: BaseException) -> bool:
-    """Whether process 0 has raised the same error, so that this process (another one) need not tell it."""
+    """Whether process 0 raised the same error, so this other process need not report it."""
     return getattr(error, "agreed", False) and jax.process_index() != 0
 
 
 def exchange(value) -> list:
-    """The JSON-able values of all processes, in their order: the same list in every process."""
+    """All-gather a JSON-able value: the list of all processes' values, by process index."""
     if jax.process_count() == 1:
         return [value]
     _gather()
@@ -117,21 +112,19 @@ def exchange(value) -> list:
 
 
 def agreed(error: Exception) -> Exception:
-    """Marks an error that every process raises: process 0 tells it, and all end in order."""
+    """Mark an error as raised by every process: process 0 reports it, and all exit in order."""
     error.agreed = True
     return error
 
 
-# Seconds that an agreement waits for those that do not come; the watchdog gives it those of the phase.
+# Timeout of an agreement in seconds; the watchdog sets it to what is left of the phase.
 patience_s: Callable[[], float] = lambda: MOST_PATIENCE_S
 MOST_PATIENCE_S = 7 * 24 * 3600.0
 _gathered = 0
 
 
 def _gather() -> None:
-    """All processes come together before they agree by collectives, which wait for ever and name nobody.
-
-    Raises: PeerError that names who did not come.
+    """Barrier before collectives, which would wait forever and name no process. Raises: PeerError naming the missing.
     """
     global _gathered
     _gathered, client, limit_s = _gathered + 1, jax_private.coordination_client(), min(patience_s(), MOST_PATIENCE_S)
@@ -148,26 +141,21 @@ def _gather() -> None:
 
 
 def leave_word(key: str, text: str) -> None:
-    """For another process to find by `word`, from any thread, whatever the others do. Raises nothing: it may not
-    arrive."""
+    """Publish text under a key for `word` of another process, from any thread. Best effort: raises nothing."""
     with contextlib.suppress(Exception):
         jax_private.coordination_client().key_value_set(f"meshtrain {key}", text)
 
 
 def word(key: str) -> str:
-    """What a process has left under this key; empty where it has left nothing."""
+    """The text that a process published under this key; empty if none."""
     with contextlib.suppress(Exception):
         return jax_private.coordination_client().key_value_try_get(f"meshtrain {key}")
     return ""
 
 
 def part(timeout_s: float = 5.0) -> None:
-    """Before this process ends at once: waits for those that were told to stop as well, while all others compile or
-    read.
-
-    The moment that process 0 is gone, jax aborts the rest: it goes last. Raises nothing: alone it has waited long
-    enough.
-    """
+    """Before an immediate exit, wait for the other processes that stop too. Process 0 exits last, because jax aborts
+    the others when it is gone. Raises nothing; gives up after timeout_s."""
     if jax.distributed.is_initialized():
         with contextlib.suppress(Exception):
             ocp.multihost.get_barrier_sync_fn()(key="part", timeout_ms=int(timeout_s * 1000))
@@ -175,12 +163,10 @@ def part(timeout_s: float = 5.0) -> None:
 
 
 class StopAgreement:
-    """All processes stop after the same step, the one after that in which one of them wished to;
-    and they know who came last to it.
+    """Make all processes stop after the same step: the one after the first in which any process requested it.
 
-    The wishes of a step are read a step later, when they have long arrived: nobody waits. Moves 12 bytes per device and
-    step. late: (process, seconds) of the step that was read last: whose host came latest, by how much more than the
-    least late of all; None: not known.
+    Requests are read one step later, so that no process waits; 12 bytes per device and step. late: (process, seconds)
+    of the last to reach the step read last, relative to the earliest; None: unknown.
     """
 
     def __init__(self):
@@ -192,22 +178,20 @@ class StopAgreement:
         mesh = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
         self._shape, self._split = (len(devices), 3), NamedSharding(mesh, PartitionSpec("devices"))
         self._on_time = {wish: self._placed(wish, 0) for wish in (False, True)}
-        with jax.set_mesh(mesh):        # the run's mesh, in force around this, may have the devices in another order
+        with jax.set_mesh(mesh):        # the run's own mesh may order the devices differently
             self._most = jax.jit(lambda rows: jnp.max(rows, 0),
                                  out_shardings=NamedSharding(mesh, PartitionSpec())).lower(
                 self._on_time[False]).compile()
 
     def _placed(self, wish: bool, late_ms: int) -> jax.Array:
-        """Of this process's devices; the maximum over all tells the wish, who is latest and by how much, and the least
-        late."""
+        """On this process's devices; the maximum over all gives the request, the latest process and its delay."""
         row = np.array([[wish, late_ms << INDEX_BITS | jax.process_index() % (1 << INDEX_BITS), -late_ms]], np.int32)
         return jax.make_array_from_callback(self._shape, self._split, lambda index: row)
 
     def reached(self, wish: bool, late_s: float | None = None) -> bool:
-        """Called by every process once a step: whether all stop now. With one process that is its wish.
+        """Call once per step in every process: whether all stop now. With one process, its own request.
 
-        late_s: how long this process's devices had nothing to do until it came; None, in all processes alike: not
-        known.
+        late_s: how long this process's devices were idle before the step; None, in all processes alike: unknown.
         """
         if jax.process_count() == 1:
             return wish
@@ -223,7 +207,7 @@ class StopAgreement:
 
 
 def _outcome(error: Exception) -> dict:
-    """What the other processes are told of it."""
+    """How the error is described to the other processes."""
     if isinstance(error, ConfigError):
         return {"kind": "ConfigError", "messages": error.messages}
     told = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
@@ -245,7 +229,7 @@ def _broadcast(value):
 
 
 def _padded(text: np.ndarray, size: int) -> np.ndarray:
-    """At least `size` bytes; powers of two, so that few programs are compiled."""
+    """Pad to at least `size` bytes, a power of two: few programs to compile."""
     padded = np.zeros(max(64, 1 << (int(size) - 1).bit_length()), np.uint8)
     padded[:len(text)] = text
     return padded

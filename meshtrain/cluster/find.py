@@ -1,9 +1,9 @@
-"""Which process of how many this is: from flags, or the environment that a launcher made.
+"""This process's index and count, from flags or a launcher's environment.
 
-[distributed] wins. Then what names a process in words of its own: JAX_PROCESS_ID and its kin (Kubeflow), RANK and its
-kin (torchrun, and scripts written for PyTorch). Then Open MPI, then Slurm. Two that name this process differently are
-refused, because either may be a variable that a batch script exported once for all its tasks; torchrun alone may stand
-below another launcher, whose task it then divides. This module knows no run, model or data, and starts nothing.
+Priority: [distributed]; then process variables of JAX (JAX_PROCESS_ID, Kubeflow) and PyTorch (RANK, torchrun); then
+Open MPI; then Slurm. Two sources that disagree are refused, because a batch script may have exported one of them for
+all its tasks. Only torchrun may run below another launcher, whose task it divides. This module knows no run, model or
+data, and starts nothing.
 """
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from meshtrain import config
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError
 
-FIRST_PORT, NUM_PORTS = 10_000, 20_000      # below 32768, where systems take ports for outgoing connections
+FIRST_PORT, NUM_PORTS = 10_000, 20_000      # below the ephemeral ports, which begin at 32768
 SLURM_OWN_STEPS = 0xFFFFFFF0    # step ids from here up are Slurm's own: the batch script, salloc's shell
 JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
 TORCH = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# What is the same in all processes of a start and in no other start: of launch.pod, and of launchers that tell who we
-# are. Flags may join the tasks of two jobs, so of theirs nothing counts then; srun's step may be one of several of a
-# start.
+# Variables that identify one start of a run, from launch.pod and from launchers that number processes. Not used where
+# flags number them: flags may join tasks of two jobs, and several srun steps may make up one start.
 OWN_STARTS = ("MESHTRAIN_START",)
 STARTS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """One process among `count`. coordinator: "host:port" of process 0. local_devices: the GPUs of this host that are
-    its own; None = all that it sees. token: of this start of this run; a process with another is a stranger."""
+    """One process among `count`. coordinator: "host:port" of process 0. local_devices: its own GPUs of this host; None
+    = all visible. token: identifies this start of the run; processes with another token are turned away."""
     coordinator: str
     count: int
     index: int
@@ -58,12 +57,11 @@ class Cluster:
 
 
 def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster that [distributed] or, where that is empty, a launcher's environment describes; None = a single
-    process.
+    """The cluster described by [distributed] or else by a launcher's environment; None = a single process.
 
-    section: coordinator_address, num_processes and process_id of a sound run. coordinator_address alone moves the
-    meeting place of what a launcher describes; so does JAX_COORDINATOR_ADDRESS alone.
-    Raises: ConfigError where that cannot be told, is said in part, or twice and differently.
+    section: coordinator_address, num_processes and process_id of a valid run. coordinator_address (or
+    JAX_COORDINATOR_ADDRESS) alone only moves a launcher's meeting address. Raises: ConfigError if the description is
+    incomplete or contradictory.
     """
     address = section.coordinator_address
     if section.num_processes:
@@ -80,7 +78,7 @@ def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
 
 def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
     environ = {name: value for name, value in environ.items() if value or name not in (*JAX, *TORCH, *LOCAL)}
-    # mpirun starts its daemons by srun, so below it both environments are there, and Slurm's is that of the daemon.
+    # mpirun starts its daemons by srun: both environments are set, and Slurm's describes the daemon.
     launcher = ("mpirun" if "OMPI_COMM_WORLD_RANK" in environ else
                 "srun" if "SLURM_PROCID" in environ and _slurm_step(environ) < SLURM_OWN_STEPS else None)
     named = {words: found for words, found in ((JAX, _jax(environ, address, launcher)),
@@ -91,7 +89,7 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
         keys = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK") if launcher == "mpirun" else
                 ("SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", "SLURM_PROCID"))
         count, index = (_whole(environ, key) for key in keys)
-        if count > 1:       # a task that is alone may start several processes by itself
+        if count > 1:       # a single task may start several processes itself
             places.append((_said(environ, keys), count, index))
     if len({place[1:] for place in places}) > 1:
         raise ConfigError(f"the environment describes this process in {len(places)} ways that contradict each other: "
@@ -106,7 +104,7 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
 
 
 def _jax(environ: Mapping[str, str], address: str, launcher: str | None) -> Cluster | None:
-    """What Kubeflow's JAX runtime sets. The address alone is no half of it where a launcher tells the rest."""
+    """Variables of Kubeflow's JAX runtime. The address alone is allowed where a launcher provides the rest."""
     given = [name for name in JAX if name in environ]
     if not given or launcher and given == ["JAX_COORDINATOR_ADDRESS"]:
         return None
@@ -116,8 +114,8 @@ def _jax(environ: Mapping[str, str], address: str, launcher: str | None) -> Clus
 
 
 def _torch(environ: Mapping[str, str], address: str, launcher: str | None) -> Cluster | None:
-    """What torchrun and Kubeflow's PyTorch runtime set. Below srun and mpirun batch scripts export all but RANK, for
-    every task: that names nobody, and is left alone."""
+    """Variables of torchrun and Kubeflow's PyTorch runtime. Batch scripts below srun and mpirun export all but RANK
+    for every task: without RANK they identify no process and are ignored."""
     if not any(name in environ for name in TORCH) or launcher and "RANK" not in environ:
         return None
     _whole_or_nothing(environ, TORCH, address)
@@ -134,7 +132,7 @@ def _torch(environ: Mapping[str, str], address: str, launcher: str | None) -> Cl
 
 
 def _local_rank(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The GPUs of PyTorch's local rank; where nobody tells how many share the host, one, as PyTorch takes it."""
+    """The GPUs of PyTorch's local rank; one GPU, as in PyTorch, if the number of processes on the host is unknown."""
     if "LOCAL_RANK" not in environ:
         return None
     if "LOCAL_WORLD_SIZE" in environ:
@@ -156,9 +154,9 @@ def _address(environ: Mapping[str, str]) -> str:
 
 
 def _whole_or_nothing(environ: Mapping[str, str], names: Sequence[str], address: str) -> None:
-    """Raises: ConfigError where some of the variables that describe one process together are missing."""
+    """Raises: ConfigError if only some of the variables that describe a process are set."""
     missing = [name for name in names if name not in environ]
-    if address:     # given apart
+    if address:     # set separately
         missing = [name for name in missing if name not in ("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR", "MASTER_PORT")]
     if missing:
         raise ConfigError(f"{_said(environ, names)} describe one process together with {', '.join(missing)}, which "
@@ -186,7 +184,7 @@ def _said(environ: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def _token(environ: Mapping[str, str], names: Sequence[str]) -> str:
-    """`_said`, of what is not empty."""
+    """`_said`, without empty variables."""
     return _said({name: value for name, value in environ.items() if value}, names)
 
 
@@ -195,13 +193,13 @@ def _slurm_step(environ: Mapping[str, str]) -> int:
 
 
 def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
-    """The tasks of one srun. A batch script and salloc's shell see most of these variables, and are not tasks."""
+    """The tasks of one srun. Batch scripts and salloc's shell have most of these variables but are no tasks."""
     count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1"))
     local_count = per_node[min(int(environ.get("SLURM_NODEID", 0)), len(per_node) - 1)]
     nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
     host = "127.0.0.1" if local_count == count else _first_host(nodes)
-    # A job that is requeued may find its old port held still, by a process that could not be killed.
+    # A requeued job may find its old port still held by an unkillable process.
     job = ".".join((environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"],
                     environ.get("SLURM_RESTART_COUNT", "0")))
     return Cluster(address or f"{host}:{_port(job)}", count,
@@ -212,7 +210,7 @@ def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster:
     count, local_count = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
     own = gpus.own(int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), local_count, environ)
     if not address:
-        # Open MPI 4 tells where mpirun listens, 5 names its jobs after mpirun's host: prterun-HOST-PID@1.
+        # Open MPI 4 gives mpirun's address; 5 names jobs after mpirun's host: prterun-HOST-PID@1.
         uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
         jobs = [environ[key] for key in sorted(environ) if key == "PMIX_NAMESPACE" or key.startswith("PMIX_SERVER_URI")]
         listens = re.search(r"tcp6?://(?:\[([^],]+)|([^,:]+))", uri)
@@ -240,5 +238,5 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _port(job: str) -> int:
-    """The same in all processes of a job, and most likely another in the next job on this host."""
+    """The same port in all processes of a job, and probably another in the next job on this host."""
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS

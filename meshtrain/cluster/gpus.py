@@ -1,8 +1,5 @@
-"""Assigns a host's GPUs to its processes, evenly.
-
-A launcher may have bound each process to its own GPUs already (`srun --gpus-per-task`); such a process takes all it
-sees. This module starts no driver and knows no run.
-"""
+"""Assigns a host's GPUs to its processes, evenly. A process that its launcher bound to GPUs (`srun --gpus-per-task`)
+uses all it sees. This module starts no driver and knows no run."""
 from __future__ import annotations
 
 import collections
@@ -15,8 +12,7 @@ from meshtrain.config import ConfigError
 
 
 def visible(environ: Mapping[str, str]) -> list[str]:
-    """The names of the GPUs that a process may use, without starting a driver; empty also where they cannot be
-    counted."""
+    """The names of the visible GPUs, without starting a driver; empty if they cannot be counted."""
     for variable in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if variable in environ:
             return [gpu for gpu in environ[variable].split(",") if gpu not in ("", "-1", "NoDevFiles")]
@@ -24,14 +20,12 @@ def visible(environ: Mapping[str, str]) -> list[str]:
 
 
 def own(local_index: int, local_count: int, environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Places among the visible GPUs that belong to process `local_index` of the `local_count` on this host; None: all.
-
-    Raises: ConfigError where they do not divide.
-    """
+    """Indices, among the visible GPUs, of those of process `local_index` of `local_count`; None: all. Raises:
+    ConfigError if they do not divide evenly."""
     seen = len(visible(environ))
     if local_count == 1 or _bound(seen, local_count, environ):
         return None
-    if not seen:    # counted by nobody: one process per GPU, as jax itself assumes
+    if not seen:    # unknown: one process per GPU, as jax assumes
         return (local_index,)
     if seen % local_count:
         raise ConfigError(f"{local_count} processes on {socket.gethostname()} cannot share its {seen} GPUs evenly; "
@@ -42,7 +36,7 @@ def own(local_index: int, local_count: int, environ: Mapping[str, str]) -> tuple
 
 
 def divided(gpus: Sequence[str], count: int) -> list[list[str]]:
-    """The GPUs of each of `count` processes. Raises: ConfigError where they do not divide."""
+    """The GPUs of each of `count` processes. Raises: ConfigError if they do not divide evenly."""
     if not gpus or len(gpus) % count:
         remedy = f"use {_divisors(len(gpus))}" if gpus else "use one process"
         raise ConfigError(f"--processes {count} cannot share {len(gpus)} GPUs evenly; {remedy}, or "
@@ -52,7 +46,7 @@ def divided(gpus: Sequence[str], count: int) -> list[list[str]]:
 
 
 def shares(taken: Sequence[tuple[str, int, int]]) -> str:
-    """What the processes took, in one line: (host, GPUs taken, GPUs visible there) of each, in their order."""
+    """One line on which GPUs the processes use. taken: (host, GPUs used, GPUs visible) of each process."""
     hosts: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
     for host, took, seen in taken:
         hosts[host].append((took, seen))
@@ -72,7 +66,7 @@ def _share(ones: tuple[tuple[int, int], ...], hosts: list[str]) -> str:
 
 
 def _bound(seen: int, local_count: int, environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has shown this process its own GPUs alone."""
+    """Whether a launcher restricted this process to its own GPUs."""
     # a100:4
     numbers = (re.search(r"\d+$", environ.get(name, "")) for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE"))
     per_task, on_node = (int(number[0]) if number else 0 for number in numbers)

@@ -1,13 +1,12 @@
-"""The words by which a process says that it has lost others, or which one: XLA, Gloo, NCCL and jax's coordination
-service tell it in words alone. One table for the process itself and for the launchers, which read what it said. No
-jax."""
+"""Error messages by which XLA, Gloo, NCCL and jax's coordination service report lost processes. The process itself and
+the launchers, which read its output, share this table. No jax."""
 from __future__ import annotations
 
 import re
 
 
 class PeerError(RuntimeError):
-    """The processes of a run did not come together, or one of them failed alone; says which."""
+    """Processes of a run did not meet, or one failed alone; the message names it."""
 
 
 # ---- in the message of an error --------------------------------------------------------------------------------------
@@ -23,7 +22,7 @@ TIMED_OUT = re.compile(r"(?:timed out task names|stopped sending heartbeats\)):\
 
 
 def others(error: BaseException | str) -> list[int] | None:
-    """The processes that an error says are gone, in order, none where it names none; None: it is no loss of others."""
+    """The processes that an error reports as lost, sorted; empty if it names none; None: not an error of this kind."""
     text = str(error)
     if not (isinstance(error, PeerError) or LOST.search(text)):
         return None
@@ -35,18 +34,18 @@ def others(error: BaseException | str) -> list[int] | None:
 
 # ---- in a line that a process wrote ----------------------------------------------------------------------------------
 
-# jax ends a process that has lost its peers with this and a C++ stack trace.
+# jax aborts a process that lost its peers with this and a C++ stack trace.
 LOST_PEERS = b"Terminating process because the JAX distributed service detected fatal errors"
-LATE = re.compile(rb"Gloo .*Timed out waiting")      # for one that is not dead
-# By a process that ended of another's failure: from libraries, and from our own meeting.
+LATE = re.compile(rb"Gloo .*Timed out waiting")      # the peer may be alive
+# Written by a process that ended because another failed: by libraries, and by our own rendezvous.
 VICTIM = re.compile(b"|".join([LOST_PEERS, LATE.pattern, CONNECTION.encode(), (
     rb"PeerError: | waits for the others in | has lost process \d|"
     rb"error: process(es)? [\d, and]+(of \d+ did not come to|: )")]))
-# Whom the coordination service, or process 0 at the meeting, has not heard of.
+# Processes missing at the coordination service, or at process 0's rendezvous.
 UNHEARD = re.compile(rb"\bTask (\d+) heartbeat timeout|error: process (\d+) of \d+ did not come")
-# Of process 0, where jax's service takes that very process for dead: it goes by the wall clock.
+# Process 0's own, if jax's service, which goes by the wall clock, declares that process dead.
 CLOCK_SET = re.compile(rb"stopped sending heartbeats\):\s+(?:\S+\n)*?(?:\S*task:)?0\n")
-# By process 0, for the reason that all end with.
+# Written by process 0: the reason for which all end.
 BLAMED = re.compile(rb"^error: .* not saved in .*?: process (\d+): ")
-NOT_SAVED = b" not saved in "       # a full disk of one process: the run goes on, and process 0 has no reason to tell
-MISMATCHED = b"gloo::EnforceNotMet"     # two collectives of one group met that are not the same
+NOT_SAVED = b" not saved in "       # one process's disk is full: the run goes on, and process 0 reports nothing
+MISMATCHED = b"gloo::EnforceNotMet"     # processes of one group called different collectives

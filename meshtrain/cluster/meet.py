@@ -1,8 +1,7 @@
-"""All processes of a run meet at one port before jax does: jax aborts without naming who is missing.
+"""Rendezvous of a run's processes at one port before jax's own, which aborts without naming the missing ones.
 
-Each says which start of which run it belongs to. A process of another one (an older start that still ends, another job
-at the same port) is closed like a browser, and told. That is no secret: who can reach the port can disturb the run.
-This module knows no run, model or data.
+Each process sends the token of its start. Processes of another start or run are told so and disconnected. The token is
+no secret: whoever reaches the port can disturb the run. This module knows no run, model or data.
 """
 from __future__ import annotations
 
@@ -23,29 +22,29 @@ from meshtrain.cluster.lost import PeerError
 
 HELLO, ANSWER = b"meshtrain-process-2 ", b"meshtrain-answer-2 "
 LINE_BYTES = 4096
-TELL_AFTER_S, TELL_AGAIN_S = 30.0, 60.0     # who is missing is told after so long, and again
-MOST_STRANGERS = 16             # so many are told
-SHUTDOWN_TIMEOUT_S = 120        # how long those that are done wait for one that still writes
+TELL_AFTER_S, TELL_AGAIN_S = 30.0, 60.0     # report missing processes after this long, and again
+MOST_STRANGERS = 16             # reported
+SHUTDOWN_TIMEOUT_S = 120        # how long finished processes wait for one that still writes
 
 
 def meet(cluster: Cluster, timeout_s: float) -> None:
-    """Returns when all processes of the cluster are there, in all of them.
+    """Return in every process once all processes of the cluster are present.
 
-    Nobody waits longer than timeout_s (process 0 goes by the one who came first).
-    Raises: PeerError that names who did not come, or that the port is taken, which the next try may find free or choose
-    another, or that the processes contradict each other: one may be left from an older start, so the next try may pass.
+    No process waits longer than timeout_s (for process 0: counted from the first arrival). Raises: PeerError naming
+    the missing processes, a taken port, or contradicting processes (perhaps of an older start). The next attempt may
+    succeed.
     """
     (_receive if cluster.index == 0 else _arrive)(cluster, timeout_s)
 
 
 def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
-    """Brings jax up as one process of the cluster. No backend may run yet. Raises: as `meet`.
+    """Initialize jax as one process of the cluster; no backend may run yet. Raises: as `meet`.
 
-    timeout_s: for the meeting, and again for jax, whose own service the processes then join. heartbeat_timeout_s: a
-    process that has stood still for so long is lost, and all end.
+    timeout_s: for the rendezvous, and again for jax's own service. heartbeat_timeout_s: a process without a heartbeat
+    for this long is lost, and all end.
     """
     meet(cluster, timeout_s)
-    # Its handler would take SIGTERM away from ours; orbax treats it as absent.
+    # Its handler would replace ours of SIGTERM; orbax treats it as absent.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         cluster.coordinator, cluster.count, cluster.index, cluster.local_devices,
@@ -57,10 +56,9 @@ def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
 
 
 def leave(code: int, error: BaseException) -> None:
-    """Ends this process at once where several run and it met `error` alone; else returns, for an orderly end.
-
-    At an orderly end jax waits for all the others, who wait for this one in a collective; an end at once they notice.
-    """
+    """Exit at once if this one of several processes met `error` alone; else return, for an orderly exit. An orderly
+    exit would deadlock: jax waits for the others, which wait for this process in a collective. They notice an
+    immediate exit."""
     if jax.distributed.is_initialized() and not getattr(error, "agreed", False):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -73,7 +71,7 @@ def _end_alone(kind, error, trace) -> None:
 
 
 def _receive(cluster: Cluster, timeout_s: float) -> None:
-    """Process 0: waits for all others at the coordinator's port, then lets them go on together, or fail together."""
+    """Process 0: wait for all others at the coordinator's port, then release them all or fail them all."""
     began = time.monotonic()
     deadline, tell_at = began + timeout_s, began + TELL_AFTER_S
     arrived: dict[int, tuple[socket.socket, dict]] = {}
@@ -95,8 +93,8 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
                       f"{cluster.coordinator} within {now - began:.0f} s")
             for connection in [key.fileobj for key, _ in selector.select(max(min(deadline, tell_at) - now, 0))]:
                 if connection is listener:
-                    with contextlib.suppress(OSError):      # no more of them, or it has gone again
-                        # the system keeps a few thousand that are not accepted, and lets others try again
+                    with contextlib.suppress(OSError):      # none left, or it disconnected
+                        # the system queues a few thousand unaccepted connections and lets others retry
                         while True:
                             connection = stack.enter_context(listener.accept()[0])
                             connection.setblocking(False)
@@ -115,8 +113,7 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
                     arrived[about["index"]] = connection, about
                     deadline = min(deadline, time.monotonic() + about["left_s"])
                 elif not received or not _may_become(HELLO, unread[connection]):
-                    # It has gone, or is somebody else's: another run's, a scanner, a browser. A peer that lives comes
-                    # again.
+                    # Disconnected, or foreign (another run, a scanner, a browser). A live peer retries.
                     arrived = {index: peer for index, peer in arrived.items() if peer[0] is not connection}
                     selector.unregister(connection)
                     connection.close()
@@ -129,14 +126,14 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
 
 
 def _turned_away(cluster: Cluster, about: dict, strangers: dict[str, str]) -> None:
-    """Tell of a process of another run or start, once."""
+    """Report a process of another run or start, once."""
     if _where(about) not in strangers and len(strangers) < MOST_STRANGERS:
         strangers[_where(about)] = f"process {about['index']} ({_where(about)}) of {about['token'] or 'no job'}"
         _tell(f"turned away at {cluster.coordinator}: {strangers[_where(about)]}; this is {cluster.token or 'no job'}")
 
 
 def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | None:
-    """What is wrong with a process that says of itself `about`; before: the one that came under this index already."""
+    """What is wrong with a process's `about`; before: that of the one already present with its index."""
     index, first = about["index"], _about(cluster)
     if about["count"] != cluster.count:
         return (f"process {index} ({_where(about)}) has distributed.num_processes={about['count']}, and process 0 "
@@ -149,11 +146,11 @@ def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | 
 
 
 def _arrive(cluster: Cluster, timeout_s: float) -> None:
-    """Every other process: tells process 0 that it is there, and waits for all the others in its answer."""
+    """Every other process: report to process 0 and wait for its answer, which comes when all are present."""
     began, why, told = time.monotonic(), "no connection", False
     deadline = began + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        if cluster.index == 1 and not told and timeout_s - left_s >= TELL_AFTER_S:      # one for all
+        if cluster.index == 1 and not told and timeout_s - left_s >= TELL_AFTER_S:      # one process reports for all
             told = True
             _tell(f"still waiting, up to {left_s:.0f} s more: process 0 of {cluster.count} has not come to "
                   f"{cluster.coordinator} within {timeout_s - left_s:.0f} s ({why})")
@@ -161,7 +158,7 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
             with socket.create_connection((_loopback(cluster) or cluster.host, cluster.port),
                                           min(left_s, 5)) as connection:
                 connection.sendall(HELLO + json.dumps(_about(cluster) | {"left_s": left_s}).encode() + b"\n")
-                connection.settimeout(left_s + 5)       # process 0 keeps the time, and knows who else is missing
+                connection.settimeout(left_s + 5)       # process 0 keeps the time and knows the other missing processes
                 line = connection.makefile("rb").readline(LINE_BYTES)
         except OSError as error:
             why = error.strerror or str(error)
@@ -180,7 +177,7 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
 
 def _listen(cluster: Cluster) -> socket.socket:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4 * cluster.count + 256        # a connection of each peer, here and in jax's own service
+    wanted = 4 * cluster.count + 256        # one connection per peer here and in jax's service
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE,
                            (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
@@ -200,7 +197,7 @@ def _listen(cluster: Cluster) -> socket.socket:
 
 
 def _loopback(cluster: Cluster) -> str:
-    """The address to bind and to connect to where nobody outside this machine is to get in; else empty."""
+    """The loopback address, if the cluster is meant for this machine only; else empty."""
     return "" if not cluster.on_loopback else "127.0.0.1" if cluster.host == "localhost" else cluster.host
 
 
@@ -214,14 +211,14 @@ def _where(about: dict) -> str:
 
 
 def _read(connection: socket.socket) -> bytes:
-    """What has come; nothing where the other end has gone."""
+    """The bytes received; empty if the peer closed."""
     with contextlib.suppress(OSError):
         return connection.recv(LINE_BYTES)
     return b""
 
 
 def _parse(magic: bytes, line: bytes) -> dict | None:
-    """What stands behind the magic word in a whole line; None for anything else."""
+    """The JSON object that follows the magic word in a complete line; None for anything else."""
     if line.startswith(magic) and line.endswith(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):
             said = json.loads(line[len(magic):])
@@ -230,7 +227,7 @@ def _parse(magic: bytes, line: bytes) -> dict | None:
 
 
 def _hello(line: bytes) -> dict | None:
-    """What a process says of itself; None where it is not all there, or not what a process of ours could say."""
+    """What a process says of itself; None if incomplete or not from a process of ours."""
     about = _parse(HELLO, line)
     kinds = {"index": int, "count": int, "pid": int, "host": str, "token": str}
     if about is None or any(type(about.get(name)) is not kind for name, kind in kinds.items()):
@@ -250,7 +247,7 @@ def _absent(cluster: Cluster, here: list[dict]) -> str:
 
 
 def _tell(words: str) -> None:
-    with contextlib.suppress(OSError, ValueError):      # nobody reads
+    with contextlib.suppress(OSError, ValueError):      # the peer is gone
         print(words, file=sys.stderr, flush=True)
 
 

@@ -1,17 +1,15 @@
-"""What each process of a run was doing when it hung: one file a process in run.dir/stacks, and who the culprit is.
-
-A process that waits for the others stands in a collective, a barrier or an agreement; the one that they wait for stands
-somewhere else, or has left no stacks at all because it is stopped. This module reads and writes files; it starts
-nothing.
+"""Stack files of a hung run: one per process in run.dir/stacks, from which the culprit is found. Processes that wait
+for others are in a collective, a barrier or an agreement; the culprit is elsewhere, or wrote no stacks because it is
+stopped. This module starts nothing.
 
     process-<i>.txt   the first HEAD bytes: a line of words, a line of JSON (the fields of `ProcessState`), blanks; then
-                      stacks as faulthandler writes them, more than once perhaps
-    try-<k>/          the same of an earlier start of the run, the newest KEPT_TRIES of them
+                      stacks in faulthandler's format, possibly several times
+    try-<k>/          the files of an earlier start of the run, the newest KEPT_TRIES of them
 
-state: "runs" (nothing happened; also where the process was killed or stopped, or held the interpreter's lock when its C
-watchdog fired: then stacks follow all the same) · "hangs" (its watchdog fired) · "ends" (so it did, and this process
-has seen the stacks of all others) · "failed" (an error of its own, in `words`) · "lost" (it failed because others had
-gone: a victim, `words` says of whom where that is known).
+state: "runs" (nothing happened; also if the process was killed or stopped, or if its C watchdog fired because the
+interpreter's lock was held: then stacks follow) · "hangs" (its watchdog fired) · "ends" (and it has seen the stacks of
+all others) · "failed" (an error of its own, in `words`) · "lost" (it failed because others were gone; `words` names
+them if known).
 """
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-HEAD = 1024         # bytes: words and JSON are rewritten in place, the stacks stand behind
+HEAD = 1024         # bytes: words and JSON, rewritten in place before the stacks
 KEPT_TRIES = 5
 # Where a thread waits for other processes: (end of the file's name, function, or "" for any in it).
 WAITING = [("meshtrain/cluster/agree.py", name)
@@ -43,7 +41,7 @@ JOINS = (("threading.py", "join"), ("threading.py", "_wait_for_tstate_lock"), ("
          ("concurrent/futures/_base.py", "result"))
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):$")
 FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-FATAL = re.compile(r"^Fatal Python error: (?!Aborted)(.+)$", re.MULTILINE)      # jax aborts the victims of others
+FATAL = re.compile(r"^Fatal Python error: (?!Aborted)(.+)$", re.MULTILINE)      # jax aborts survivors
 
 
 class StackFrame(NamedTuple):
@@ -57,8 +55,8 @@ class StackFrame(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessState:
-    """What a process writes of itself. since: wall clock, seconds. moment: grows with every phase, alike in all
-    processes, so that the lowest is behind. main: its main thread, as stacks name it."""
+    """One process's record. since: wall clock, seconds. moment: phases begun so far, comparable between processes: the
+    lowest is behind. main: ident of its main thread in the stacks."""
     process: int
     count: int
     host: str
@@ -81,8 +79,8 @@ class ProcessState:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One process's file. threads: of its first stacks, the innermost frame first; None: it left none. fatal: what it
-    crashed by. locked: its C watchdog fired, because nothing of Python ran any more."""
+    """One process's file. threads: its first stacks, innermost frame first; None: no stacks. fatal: the error of a
+    crash. locked: its C watchdog fired because no Python thread could run."""
     state: ProcessState
     threads: dict[str, list[StackFrame]] | None
     fatal: str
@@ -90,7 +88,7 @@ class Report:
 
     @property
     def fired(self) -> bool:
-        """Whether its watchdog has."""
+        """Whether its watchdog fired."""
         return self.locked or self.state.state in ("hangs", "ends")
 
     @property
@@ -99,7 +97,7 @@ class Report:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other processes: in its main thread, or in one that its main thread waits for."""
+        """Whether its main thread, or a thread that this one waits for, waits for other processes."""
         if any(map(_waiting, self.main)):
             return True
         return _joining(self.main) and any(_waiting(frame) for frames in (self.threads or {}).values()
@@ -107,13 +105,13 @@ class Report:
 
     @property
     def where(self) -> str:
-        """The innermost frame of the main thread, those of waiting for a thread of its own apart."""
+        """The innermost frame of the main thread that does not just wait for another thread of the process."""
         frames = [frame for frame in self.main if not _is_join(frame)] or self.main
         return f" in {frames[0]}" if frames else ""
 
     @property
     def doing(self) -> str:
-        """In words that follow "process 1": hangs or waits, in which phase, since when and where."""
+        """What process it is in, as words that follow "process 1": hangs or waits, phase, since when, where."""
         waits = self.waits and not self.locked
         holds = ", and holds the interpreter's lock" if self.locked else ""
         return (f"{'waits for the others' if waits else 'hangs'} in {self.state.phase} since "
@@ -125,8 +123,8 @@ def at(wall: float) -> str:
 
 
 def begin(directory: Path) -> str:
-    """By one process, before any of them writes: puts the stacks of earlier starts away; returns a name for this
-    start."""
+    """Move the stacks of earlier starts away and return a name for this start. One process calls it, before any
+    writes."""
     directory.mkdir(parents=True, exist_ok=True)
     earlier = read(directory)
     if any(report.threads is not None or report.state.state != "runs" for report in earlier.values()):
@@ -143,7 +141,7 @@ def begin(directory: Path) -> str:
 
 
 def read(directory: Path, since: float = 0.0) -> dict[int, Report]:
-    """Process -> what its file says; those that were last written before `since` (wall clock, seconds) are left out."""
+    """Process -> report, of files last written at or after `since` (wall clock, seconds)."""
     one = [_report_in(path, since) for path in Path(directory).glob("process-*.txt")]
     found = {report.state.process: report for report in one if report}
     newest = max(found.values(), key=lambda report: report.state.since, default=None)
@@ -151,16 +149,15 @@ def read(directory: Path, since: float = 0.0) -> dict[int, Report]:
 
 
 def of(directory: Path, index: int, attempt: str) -> Report | None:
-    """What the file of one process says; None where this start has none."""
+    """The report of one process; None if it has none of this start."""
     found = _report_in(directory / f"process-{index}.txt")
     return found if found and found.state.attempt == attempt else None
 
 
 def culprit(directory: Path | str, since: float = 0.0) -> tuple[int, str] | None:
-    """(process, what it was doing) of the one that the others waited for or died of; None: nothing tells, or all wait
-    alike.
+    """(process, what it was doing) of the one the others waited for or died of; None: unknown, or all wait alike.
 
-    directory: run.dir/stacks. since: wall clock in seconds, e.g. when this try was started; older files say nothing.
+    directory: run.dir/stacks. since: wall clock, seconds, e.g. the start of this attempt; older files are ignored.
     """
     reports = read(Path(directory), since)
     crashed = [report for report in reports.values() if report.fatal]
@@ -178,7 +175,7 @@ def culprit(directory: Path | str, since: float = 0.0) -> tuple[int, str] | None
 
 
 def _report_in(path: Path, since: float = 0.0) -> Report | None:
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, IndexError):     # gone again, or torn
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, IndexError):     # removed, or half written
         if path.stat().st_mtime >= since:
             data = path.read_bytes()
             return report(ProcessState(**json.loads(data[:HEAD].decode().splitlines()[1])),
@@ -187,11 +184,10 @@ def _report_in(path: Path, since: float = 0.0) -> Report | None:
 
 
 def died(directory: Path) -> tuple[int, str] | None:
-    """(process, how) of one of this host that has gone without a word, by kill -9 as a rule; None: nobody of this host
-    has.
+    """(process, how) of one on this host that died without a report, usually by kill -9; None: none on this host.
 
-    Each process holds a lock on its file while it lives. Of other hosts it is not asked:
-    not every file system passes locks on."""
+    Each live process holds a lock on its file. Other hosts are not checked: not every file system shares locks.
+    """
     for index, report in sorted(read(directory).items()):
         if report.state.state == "runs" and report.threads is None and report.state.host == socket.gethostname():
             with contextlib.suppress(OSError), open(directory / f"process-{index}.txt", "rb") as file:
@@ -201,7 +197,7 @@ def died(directory: Path) -> tuple[int, str] | None:
 
 
 def report(state: ProcessState, text: str) -> Report:
-    """text: the stacks behind the head."""
+    """text: the stacks that follow the head."""
     fatal = FATAL.search(text)
     return Report(state, _threads(text), fatal[1] if fatal else "", text.startswith("Timeout ("))
 
@@ -220,7 +216,7 @@ def _silent(report: Report) -> str:
 
 
 def _threads(text: str) -> dict[str, list[StackFrame]] | None:
-    """Thread -> frames, the innermost first, of the first stacks in the text."""
+    """Thread -> frames, innermost first, of the first stacks in the text."""
     threads: dict[str, list[StackFrame]] = {}
     frames = None
     for line in text.splitlines():
@@ -247,7 +243,7 @@ def _joining(frames: Sequence[StackFrame]) -> bool:
 
 
 def written(threads: Sequence[tuple[int, str, object]]) -> str:
-    """Stacks as faulthandler writes them, but of any number of threads: (ident, name, innermost frame)."""
+    """Stacks of (ident, name, innermost frame) threads in faulthandler's format, without its limit on their number."""
     lines = []
     for ident, name, frame in threads:
         lines += ["", f"Thread 0x{ident:016x} [{name}] (most recent call first):"]

@@ -1,13 +1,13 @@
-"""A watchdog in every process: whoever makes no progress in time leaves its stacks and ends, and the culprit is named.
+"""A watchdog in every process: one that makes no progress in time writes its stacks and exits, and the culprit is
+named.
 
-Each phase of a run has its limit: start, compile, restore, save by a key each, a step by LONGER_THAN_MEDIAN times the
-median of the steps before it, at least LEAST_STEP_S. A thread looks every LOOK_S; where the phase has lasted too long
-it writes what all threads of this process are doing into run.dir/stacks (`cluster.stacks`), waits for the others'
-watchdogs, which fire within the same moments because all wait for one, until process 0 has seen the stacks of all, at
-most WINDOW_S, and ends the process with exit code 1. Should the interpreter's lock be held, so that no thread of Python
-runs, faulthandler's C thread writes and ends in its place, a little later.
+Each phase has a limit: start, compile, restore and save by a key each; a step LONGER_THAN_MEDIAN times the median of
+earlier steps, at least LEAST_STEP_S. A thread checks every LOOK_S. On a timeout it writes all threads' stacks to
+run.dir/stacks (`cluster.stacks`). The other watchdogs fire at about the same time, because all processes wait for one;
+it waits for them until process 0 has seen all stacks, at most WINDOW_S, then exits with code 1. If the interpreter's
+lock is held, faulthandler's C thread writes and exits instead, a little later.
 
-jax's own heartbeats come from a C++ thread: they see a process that is dead or stopped, never one whose Python or
+jax's own heartbeats come from a C++ thread: they detect a dead or stopped process, but not one whose Python or
 collective is stuck. This module knows no run and no model.
 """
 from __future__ import annotations
@@ -33,20 +33,20 @@ from meshtrain.config import ConfigError
 
 LEAST_STEP_S, LONGER_THAN_MEDIAN = 60.0, 10.0
 LOOK_S = 1.0
-# from the first watchdog's stacks to the end, at most: the others' fire, and a lock that is held shows itself
+# at most, from the first watchdog's stacks to the exit: time for the others and for the C thread
 WINDOW_S = 8.0
-LOCK_HELD_S = 4.0   # so much later the C thread fires; within the window of those that wait
-LISTEN_S = 0.25     # between two looks for the stacks of others, at least
-LAST_S = 1.0        # process 0 ends so long after it has seen all stacks: jax aborts those that are still there
-NOTED_S = 10.0      # so old is the step that stands in the file, at most: read where nothing of Python runs any more
+LOCK_HELD_S = 4.0   # the C thread fires this much later, within the others' window
+LISTEN_S = 0.25     # minimum time between polls for others' stacks
+LAST_S = 1.0        # process 0 exits this long after it has seen all stacks, because jax then aborts the rest
+NOTED_S = 10.0      # maximum age of the step in the file, which is read if Python hangs
 STUCK_DISK_S = 3.0
 AFTER_WATCHDOGS_S = 30.0
 CLOCK_JUMP_S, CLOCK_LOOK_S = 5.0, 0.1
 STACKS = "stacks"   # in run.dir
-READERS = 2         # so many processes read all stacks to name the culprit: not each of thousands
+READERS = 2         # processes that read all stacks to name the culprit
 
 
-# What a phase may take its time from, and the key of the run file that says it.
+# Kind of phase -> the run file's key of its limit.
 KEYS = {"start": "distributed.timeout_s", "compile": "training.phase_timeout_s", "restore": "training.phase_timeout_s",
         "step": "training.step_timeout_s", "save": "training.phase_timeout_s"}
 UNLIMITED = ""
@@ -54,7 +54,7 @@ UNLIMITED = ""
 
 @dataclasses.dataclass(frozen=True)
 class PhaseLimits:
-    """Seconds that a phase of each kind may last. step: 0: by the median of the steps. Anything below 0: for ever."""
+    """Seconds that each kind of phase may last. Below 0: no limit. step = 0: from the median of the steps."""
     step: float = 0.0
     start: float = 300.0
     compile: float = 3600.0
@@ -64,8 +64,7 @@ class PhaseLimits:
 
 @dataclasses.dataclass(frozen=True)
 class _Now:
-    """The phase of this process. kind: of its limit, as in KEYS. limit_s: infinite where nothing ends it. began:
-    monotonic; since: wall clock."""
+    """The current phase. kind: a key of KEYS. limit_s: may be infinite. began: monotonic; since: wall clock."""
     phase: str
     kind: str
     limit_s: float
@@ -75,11 +74,11 @@ class _Now:
 
 
 class Watchdog:
-    """One process's. tell: says a line to the user. The clock runs from the first phase on."""
+    """The watchdog of one process. tell: prints a line to the user. The clock starts with the first phase."""
 
     def __init__(self, limits: PhaseLimits, index: int, count: int, tell: Callable[[str], None]):
         self.limits, self.index, self.count, self.tell = limits, index, count, tell
-        self._file = None               # of run.dir/stacks; before there is one, stacks go to stderr
+        self._file = None               # in run.dir/stacks; None: stacks go to stderr
         self._directory, self._attempt = None, ""
         self._steps_s: collections.deque[float] = collections.deque(maxlen=64)
         self._in_step = False
@@ -94,25 +93,24 @@ class Watchdog:
             threading.Thread(target=self._watch_clock, daemon=True, name="clock").start()
 
     def enter(self, phase: str, kind: str) -> None:
-        """Another phase begins. kind: what its limit is, of KEYS; UNLIMITED: it may last for ever."""
+        """Begin another phase. kind: a key of KEYS, or UNLIMITED."""
         before, now = self._now.kind, time.monotonic()
         if self._in_step:
             self._steps_s.append(now - self._now.began)
             self._in_step = False
         self._now = _Now(phase, kind, self._limit_s(kind), now, time.time(), self._now.moment + 1)
-        if kind != before:      # else the C thread would fire by the limit of the phase before, and tell that phase
+        if kind != before:      # else the C thread would use and report the previous phase
             self._arm()
             self._noted = self._now
             self._note()
 
     def step(self, number: int) -> None:
-        """Another step begins. The first loads programs and connects devices while the second waits: they have the time
-        of a compile."""
+        """Begin another step. The first two get a compile's limit: they load programs and connect devices."""
         self.enter(f"step {number}", "step" if len(self._steps_s) + self._in_step >= 2 else "compile")
         self._in_step = True
 
     def progress(self) -> None:
-        """What lasts longer than its pieces has come a piece further: the time of the phase begins anew."""
+        """Restart the clock of a phase that consists of many parts."""
         if not self._in_step:
             self._now = dataclasses.replace(self._now, began=time.monotonic(), since=time.time(),
                                             moment=self._now.moment + 1)
@@ -125,8 +123,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def kept_in(self, directory: Path) -> Iterator[None]:
-        """Meanwhile stacks go there. Every process calls it. The file stays where this process hangs,
-        crashes or fails alone."""
+        """Meanwhile write stacks to this directory. Every process calls it. The file of a process that hangs, crashes
+        or fails alone is kept."""
         self._attempt = agree.on_first(lambda: stacks.begin(directory))
         path = directory / f"process-{self.index}.txt"
         with open(path, "wb+", buffering=0) as file:
@@ -135,7 +133,7 @@ class Watchdog:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)        # until this process is gone, see `stacks.died`
             self._directory, self._file = directory, file
             self._note()
-            faulthandler.enable(file)       # a crash leaves its stacks there, too
+            faulthandler.enable(file)       # crashes write stacks there, too
             self._arm()
             stays = False
             try:
@@ -151,10 +149,10 @@ class Watchdog:
                 if not stays:
                     with contextlib.suppress(OSError):
                         path.unlink()
-                        directory.rmdir()     # by the last; not where stacks of earlier tries are
+                        directory.rmdir()     # succeeds for the last process, without earlier attempts' stacks
 
     def _told(self, error: Exception) -> bool:
-        """Whether the error is this process's alone: then its file says so."""
+        """Record an error that this process met alone in its file; return whether it did."""
         if isinstance(error, ConfigError) or getattr(error, "agreed", False):
             return False
         gone = lost.others(error)
@@ -168,15 +166,15 @@ class Watchdog:
         return True
 
     def close(self) -> None:
-        """Nothing is watched any more."""
+        """Stop watching."""
         self._closed.set()
         with self._firing:
             faulthandler.cancel_dump_traceback_later()
 
     def suspend(self) -> None:
-        """Stops this process, as Ctrl-Z asks, until it is continued; the time until then counts for nothing."""
+        """Stop this process (Ctrl-Z) until it is continued; the pause is not counted."""
         with self._firing:
-            # its clock runs on, and it would end the process when that continues
+            # its timer runs on and would end the process when that continues
             faulthandler.cancel_dump_traceback_later()
             stopped = time.monotonic()
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -189,7 +187,7 @@ class Watchdog:
         self._now = dataclasses.replace(now, began=min(now.began + paused_s, time.monotonic()))
 
     def patience_s(self) -> float:
-        """How long an agreement of this phase waits: until all watchdogs have had their say."""
+        """Timeout of an agreement in this phase: until all watchdogs have reported."""
         now = self._now
         return max(now.began + now.limit_s - time.monotonic(), 0) + AFTER_WATCHDOGS_S
 
@@ -200,7 +198,7 @@ class Watchdog:
         while not self._closed.wait(LOOK_S):
             now, slept_s = self._now, time.monotonic() - looked
             looked = time.monotonic()
-            if slept_s > 3 * LOOK_S + 1:      # stopped and continued, or starved: that time counts for nobody
+            if slept_s > 3 * LOOK_S + 1:      # stopped and continued, or starved: not counted
                 self._count_out(slept_s)
                 now = self._now
             lasted_s = looked - now.began
@@ -215,9 +213,8 @@ class Watchdog:
                 self._note_aside()
 
     def _watch_clock(self) -> None:
-        """The clock's lead over the time since the machine began is constant unless somebody sets the clock: then that
-        is said. jax's service, in process 0, reads the clock, and takes all processes for dead, this one too, within a
-        second."""
+        """Warn if the wall clock is set, which shows as a jump relative to the monotonic clock. jax's service in
+        process 0 uses the wall clock and then declares all processes dead within a second."""
         ahead_s = time.time() - time.monotonic()
         while not self._closed.wait(CLOCK_LOOK_S):
             jump_s = time.time() - time.monotonic() - ahead_s
@@ -230,14 +227,14 @@ class Watchdog:
                        "(chrony, ntpd -x), never stepped, while a run goes on" if self.index == 0 else ""))
 
     def _note_aside(self) -> None:
-        """In a thread of its own: a file system that hangs must not hang the watchdog."""
+        """Write the state in another thread, so that a hanging file system does not hang the watchdog."""
         if self._noting is None or not self._noting.is_alive():
             self._noted = self._now
             self._noting = threading.Thread(target=self._note, daemon=True)
             self._noting.start()
 
     def _arm(self) -> None:
-        """Sets the C thread anew: it fires by itself where this one cannot run."""
+        """Reset the C thread's timer; it fires if this thread cannot run."""
         now = self._now
         left_s = now.began + now.limit_s - time.monotonic()
         if left_s == float("inf"):
@@ -246,7 +243,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(max(left_s, 0) + LOCK_HELD_S, exit=True, file=self._file or 2)
 
     def _fire(self, now: _Now, lasted_s: float) -> None:
-        """Ends the process; what it says and writes has some seconds, and no longer."""
+        """Report and exit; both are limited to some seconds."""
         faulthandler.dump_traceback_later(_window_s(now) + 3 * STUCK_DISK_S + 5, exit=True, file=self._file or 2)
         words = f"{lasted_s:.0f} s are more than {KEYS[now.kind]} allows ({now.limit_s:g} s)"
         text = self._stacks()
@@ -257,7 +254,7 @@ class Watchdog:
             f"error: process {self.index} of {self.count} ({socket.gethostname()}, pid {os.getpid()}) {report.doing}: "
             f"{words}; {place}"))
         deadline, heard = time.monotonic() + _window_s(now), threading.Event()
-        if self.count > 1:      # in a thread: a file system that hangs must not hang the watchdog
+        if self.count > 1:      # a hanging file system must not hang the watchdog
             threading.Thread(target=self._listen, args=(heard, deadline), daemon=True).start()
             heard.wait(deadline - time.monotonic())
         if self.index < READERS:
@@ -269,8 +266,8 @@ class Watchdog:
         os._exit(1)
 
     def _listen(self, heard: threading.Event, deadline: float) -> None:
-        """Process 0 looks for the stacks of all others, they for its word that it has them all:
-        not each of thousands for all."""
+        """Process 0 waits for the stacks of all others, and they only for its word that it has them: thousands of
+        processes must not each read all files."""
         unheard = set(range(1, self.count)) if self.index == 0 else {0}
         while self._directory and unheard and time.monotonic() < deadline:
             began = time.monotonic()
@@ -283,7 +280,7 @@ class Watchdog:
             heard.set()
 
     def _stacks(self) -> str:
-        """What all threads are doing, the main thread first; this one apart."""
+        """The stacks of all threads but this one, the main thread first."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
         del frames[threading.get_ident()]
@@ -303,7 +300,7 @@ class Watchdog:
             self.tell(f"error: all processes wait for each other ({self._now.phase}); see {self._directory}")
 
     def _note(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):      # there is none, or none any more
+        with contextlib.suppress(OSError, AttributeError):      # no file, or closed
             os.pwrite(self._file.fileno(), self._state().head(), 0)
 
     def _state(self, state: str = "runs", words: str = "") -> ProcessState:
@@ -314,7 +311,7 @@ class Watchdog:
 
 
 def _window_s(now: _Now) -> float:
-    """Medians of steps differ a little from process to process, and so do their limits."""
+    """WINDOW_S plus a margin: medians of steps, and so limits, differ slightly between processes."""
     return WINDOW_S + 0.02 * now.limit_s
 
 
@@ -329,12 +326,12 @@ def _within(limit_s: float, function: Callable[[], None]) -> None:
 
 # ---- of a command ----------------------------------------------------------------------------------------------------
 
-_watchdog: Watchdog | None = None       # outside a command (notebook, test) nothing is watched
+_watchdog: Watchdog | None = None       # None outside a command (notebook, test)
 
 
 @contextlib.contextmanager
 def on(limits: PhaseLimits, index: int, count: int, tell: Callable[[str], None]) -> Iterator[Watchdog]:
-    """While a command runs: its phases are watched."""
+    """Watch the phases of a command while it runs."""
     global _watchdog
     _watchdog, before = Watchdog(limits, index, count, tell), agree.patience_s
     agree.patience_s = _watchdog.patience_s
@@ -348,25 +345,26 @@ def on(limits: PhaseLimits, index: int, count: int, tell: Callable[[str], None])
 
 @contextlib.contextmanager
 def phase(name: str, kind: str) -> Iterator[None]:
-    """Meanwhile this process does `name`, with a limit of this kind (KEYS, UNLIMITED); then what it did before."""
+    """Meanwhile this process is in phase `name`, with a limit of this kind (KEYS, UNLIMITED); then in the previous one
+    again."""
     watchdog = _watchdog
     if watchdog is None:
         yield
         return
     before = watchdog._now
     watchdog.enter(name, kind)
-    yield       # what raises ends the run, in this phase
+    yield       # an error ends the run in this phase
     watchdog.enter(before.phase, before.kind)
 
 
 def step(number: int) -> None:
-    """The loop begins another step."""
+    """Begin another step."""
     if _watchdog is not None:
         _watchdog.step(number)
 
 
 def suspend() -> None:
-    """Stops this process until it is continued."""
+    """Stop this process until it is continued."""
     if _watchdog is not None:
         _watchdog.suspend()
     else:
@@ -374,6 +372,6 @@ def suspend() -> None:
 
 
 def progress() -> None:
-    """What is under way has come a piece further: its time begins anew."""
+    """Restart the clock of the current phase."""
     if _watchdog is not None:
         _watchdog.progress()
