@@ -14,6 +14,8 @@ LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")   # projec
 LAYERS = "layers"      # key of the stacked layers in the parameter tree, and the logical axis of their leading dim
 # that axis of layers before the stages of a pipeline: no rule splits it, every stage has all of them
 LEADING = "leading_layers"
+# of pipelines: `parallel.pipeline.schedules` makes their tables
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble")
 CHOSEN, REJECTED = 1, 2     # segments of a sequence that holds a pair of preferences
 PADDING = 0            # segment of what fills a sequence up: no token sees it, and no expert gets it
 NO_TARGET = -1         # in a batch's targets: no loss at this token

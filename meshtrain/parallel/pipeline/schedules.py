@@ -22,12 +22,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from meshtrain.names import SCHEDULES
+
 F, B, W = 0, 1, 2
 KINDS = "FBW"
 # Moments inside a tick, in the order in which the executor touches its buffers.
 MOMENT = {"F": 1, "loss": 2, "B": 3, "W": 4, "arrive": 7}
 TICK = 8
-NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble")
+NAMES = SCHEDULES
 INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
 SPLIT = ("zero_bubble", "interleaved_zero_bubble")
 MOST_OPS = 200_000       # F of all microbatches, stages and chunks: tables of more take minutes to make and to compare
@@ -181,8 +183,12 @@ def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
     if faults:
         raise ValueError("\n".join(faults))
     split = name in SPLIT
-    first_b = m + p - 1 if name == "gpipe" else v * p       # the last stage's first loss is made in the tick before
-    return _schedule(name, p, m, v, split, _ops(p, m, v, split, first_b))
+    return _schedule(name, p, m, v, split, _ops(p, m, v, split, _first_b(name, p, m, v)))
+
+
+def _first_b(name: str, p: int, m: int, v: int) -> int:
+    """The tick of the first B: the last stage's first loss is made in the tick before."""
+    return m + p - 1 if name == "gpipe" else v * p
 
 
 def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[str, int]]:
@@ -198,8 +204,7 @@ def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[
 def ends_executed(name: str, p: int, m: int, v: int = 1) -> tuple[int, int]:
     """(lookups of the embedding, its gradients), masked ones included, in a step of the schedule that `make` gives,
     without its table. The ticks are those of `_ops`."""
-    n, split = m * v, name in SPLIT
-    first_b = m + p - 1 if name == "gpipe" else v * p
+    n, split, first_b = m * v, name in SPLIT, _first_b(name, p, m, v)
     chunk = np.array([chunk for _, chunk in _rounds(p, m, v)])
     active, on = np.zeros((first_b + n + p - 1, 3), bool), np.zeros((3, first_b + n + p - 1), bool)
     active[:n + p - 1, F] = active[first_b:, B] = True
