@@ -216,7 +216,7 @@ def formula(shape: Shape, num_shards: int, method: str, tokens: int) -> float:
         return over * 3 * shape.E * shape.D * shape.F * (2 * 2 + 4)
     if method == "gather":
         return (num_shards - 1) * (5 * tokens * shape.D * 2 + 5 * choices * 4)
-    return over * all_to_all.CAPACITY * (5 * choices * shape.D * 2 + 5 * choices * 4)
+    return over * all_to_all.CAPACITY_FACTOR * (5 * choices * shape.D * 2 + 5 * choices * 4)
 
 
 def picture() -> str:

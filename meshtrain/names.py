@@ -29,4 +29,4 @@ EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert"
 # Scopes of what no compiler knows: around a condition, how often it holds in how many executions; around the matmuls of
 # experts, the rows that a device has where all experts are equally busy; around a loop, that it runs where they are
 # not.
-TAKEN, EVEN_ROWS, FURTHER_ROUNDS = "taken_{}_of_{}", "even_rows_{}", "further_rounds"
+TAKEN, BALANCED_ROWS, FURTHER_ROUNDS = "taken_{}_of_{}", "balanced_rows_{}", "further_rounds"

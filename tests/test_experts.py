@@ -257,7 +257,7 @@ def test_pipelines_compute_what_one_device_does(tmp_path, name, leaning, dispatc
                                             pytest.param(0.3, "", marks=GRID)])
 def test_a_buffer_that_is_too_small_takes_more_rounds(tmp_path, monkeypatch, spare, leaning):
     chosen = dispatch.choose
-    monkeypatch.setattr(accumulate.dispatch, "choose", lambda *args: dataclasses.replace(chosen(*args), spare=spare))
+    monkeypatch.setattr(accumulate.dispatch, "choose", lambda *args: dataclasses.replace(chosen(*args), capacity_factor=spare))
     check(tmp_path, "expert over fsdp", leaning=leaning)
 
 
@@ -267,11 +267,11 @@ SENT = ("expert over fsdp", "expert over tensor with sequence parallelism", "exp
 
 
 @pytest.mark.parametrize("layout, leaning, capacity", [
-    ("expert over fsdp", "all to two", all_to_all.CAPACITY), *(pytest.param(layout, leaning, capacity, marks=GRID)
-    for layout in SENT for leaning in ("", "all to two", "three without any") for capacity in (all_to_all.CAPACITY, 0.3)
-    if (layout, leaning, capacity) != ("expert over fsdp", "all to two", all_to_all.CAPACITY))])
+    ("expert over fsdp", "all to two", all_to_all.CAPACITY_FACTOR), *(pytest.param(layout, leaning, capacity, marks=GRID)
+    for layout in SENT for leaning in ("", "all to two", "three without any") for capacity in (all_to_all.CAPACITY_FACTOR, 0.3)
+    if (layout, leaning, capacity) != ("expert over fsdp", "all to two", all_to_all.CAPACITY_FACTOR))])
 def test_tokens_that_are_sent_compute_the_same(tmp_path, monkeypatch, layout, leaning, capacity):
-    monkeypatch.setattr(all_to_all, "CAPACITY", capacity)
+    monkeypatch.setattr(all_to_all, "CAPACITY_FACTOR", capacity)
     check(tmp_path, layout, leaning=leaning, dispatch="all_to_all")
 
 
@@ -289,7 +289,7 @@ def test_auto_takes_what_sends_less_and_says_so(K, num_shards, said):
     run = run_of("sharding_rules/zero3_experts_fsdp.toml", dict(fsdp=num_shards), dict(experts_per_token=K))
     made = assembly.assemble(run, jax.devices()[:num_shards])
     assert any(note.startswith(f"experts: {said}") for note in made.notes)
-    assert made.program.step.ex.experts.exchanged == ("all_to_all" in said)
+    assert made.program.step.ex.experts.by_all_to_all == ("all_to_all" in said)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])

@@ -111,9 +111,9 @@ def test_random_experts_on_random_layouts_compute_what_a_loop_over_experts_does(
     rng = random.Random(number)
     run = sound(rng, tmp_path / "rules.toml")
     monkeypatch.setattr(accumulate.dispatch, "choose", lambda *args, made=dispatch.choose,
-                        spare=rng.choice((dispatch.SPARE, 0.3)):
-                        dataclasses.replace(made(*args), spare=spare))
-    monkeypatch.setattr(all_to_all, "CAPACITY", rng.choice((all_to_all.CAPACITY, 0.3)))
+                        spare=rng.choice((dispatch.CAPACITY_FACTOR, 0.3)):
+                        dataclasses.replace(made(*args), capacity_factor=spare))
+    monkeypatch.setattr(all_to_all, "CAPACITY_FACTOR", rng.choice((all_to_all.CAPACITY_FACTOR, 0.3)))
     batch, dumped = packed(run, np.random.default_rng(number)), run.model_dump()
     monkeypatch.setattr(test_experts, "batch", lambda: batch)
     monkeypatch.setattr(test_experts, "TOLERANCE", TOLERANCE)

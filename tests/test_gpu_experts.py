@@ -137,7 +137,7 @@ def test_temporaries_are_at_most_1_3_times_those_of_a_buffer_that_even_choices_f
     """The spared buffer, and the tables and sums of the rounds that it may need."""
     spared, _ = program()
     shipped = dispatch.choose
-    monkeypatch.setattr(dispatch, "choose", lambda *args: dataclasses.replace(shipped(*args), spare=1.0))
+    monkeypatch.setattr(dispatch, "choose", lambda *args: dataclasses.replace(shipped(*args), capacity_factor=1.0))
     balanced = assembled.__wrapped__().program.compile()
     needs = lambda executable: executable.memory_analysis().temp_size_in_bytes
     assert f"bf16[{A * K // HOST + E // HOST * tiles.GROUPED[2].rows},{D}]" in balanced.as_text()

@@ -62,7 +62,7 @@ def test_tokens_are_cheaper_to_send_than_experts_up_to_the_length_that_the_page_
 def test_auto_takes_the_dispatch_that_sends_less(preset, num_shards, method):
     of = placed(preset, "zero3_experts_fsdp", fsdp=num_shards)
     options = Options(4096, num_shards)
-    assert routed.of(of, options).exchanged == (method == "all_to_all")
+    assert routed.of(of, options).by_all_to_all == (method == "all_to_all")
     each = {name: sent_for_experts(of, dataclasses.replace(options, dispatch=name))
             for name in ("gather", "all_to_all")}
     assert sent_for_experts(of, options) == pytest.approx(min(each.values()), rel=0.001)      # rooms are rounded up
@@ -132,7 +132,7 @@ def test_any_mixture_has_a_plan(words):
 def test_experts_whose_tokens_cannot_be_sent_are_planned_with_those_that_can():
     _, question = asked(f"{QWEN} --gpus 8 --gpu h200 --global-batch 64 --experts.dispatch all_to_all")
     plans = search.search(question).plans
-    assert plans and all(routed.of(one.placed, one.options).exchanged for one in plans)
+    assert plans and all(routed.of(one.placed, one.options).by_all_to_all for one in plans)
 
 
 def test_a_dense_model_is_not_planned_with_rule_files_of_experts():
@@ -142,7 +142,7 @@ def test_a_dense_model_is_not_planned_with_rule_files_of_experts():
 
 # ---- what a compiled program shows -----------------------------------------------------------------------------------
 
-SCOPE = "jit(f)/shard_map/even_rows_40000"
+SCOPE = "jit(f)/shard_map/balanced_rows_40000"
 
 
 def kernel(name: str, operands: str, result: str) -> str:

@@ -44,7 +44,7 @@ def _in_layers(placed: Placed, options: Options) -> float:
     it."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
     experts = routed.of(placed, options)
-    kept = cfg.num_layers * (size * tokens * kept_width(placed, options) + (experts.kept_bytes if experts else 0))
+    kept = cfg.num_layers * (size * tokens * kept_width(placed, options) + (experts.saved_bytes if experts else 0))
     stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
     head = placed.head.n * placed.head.k
     # Logits of a chunk in float32 and their gradient; the output, normed and its gradient; the head gathered, and
@@ -203,7 +203,7 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
         "selective": q + 2 * kv + (gates + 2) * f + (2 if apart else 1 + behind) * h,
         "full": 2 * q + 2 * kv + (gates + 2 - behind) * f + 4 * h}[options.remat]
     if experts := routed.of(placed, options):
-        for_weights += experts.passed_on / placed.itemsize / placed.tokens(options)
+        for_weights += experts.weight_grad_bytes / placed.itemsize / placed.tokens(options)
     return for_backward, for_weights
 
 

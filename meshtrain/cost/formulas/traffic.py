@@ -183,13 +183,13 @@ def _experts(placed: Placed, options: Options, practice: Practice) -> Iterator[S
     stream, choices = found.seen * found.sizes.embed_dim * placed.itemsize, found.seen * found.choices * 4
     brought, summed = found.axes
     send = lambda kind, axes, dtype, sent_bytes, runs: Sent(kind, axes, dtype, sent_bytes, runs, ROUTED)
-    there, back = ("all-to-all",) * 2 if found.exchanged else ("all-gather", "reduce-scatter")
+    there, back = ("all-to-all",) * 2 if found.by_all_to_all else ("all-gather", "reduce-scatter")
     yield send(there, brought, placed.dtype, stream, forward + 2 * backward)
     yield send(back, brought, placed.dtype, stream, forward + backward)
     for dtype in ("s32", FLOAT32):
         yield send(there, brought, dtype, choices, forward + backward)
     yield send(back, brought, FLOAT32, choices, backward)
-    if found.exchanged:         # the number of rounds
+    if found.by_all_to_all:         # the number of rounds
         yield send("all-reduce", brought, "s32", 4, forward + backward)
     yield send("all-reduce", summed, placed.dtype, stream, forward + backward)
     yield send("all-reduce", summed, FLOAT32, choices, backward)

@@ -15,7 +15,7 @@ from meshtrain.cost.program import hlo
 from meshtrain.cost.formulas.rates import AttentionKernel, GroupedMatmul, Matmul
 from meshtrain.kernels import grouped as kernels
 from meshtrain.kernels import tiles
-from meshtrain.names import EVEN_ROWS
+from meshtrain.names import BALANCED_ROWS
 
 # No kernel of their own: names for what is there already.
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all",
@@ -29,7 +29,7 @@ PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas attention kernel, 
 _PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")
 # of `kernels.grouped`, with the order of a matrix's dims
 _GROUPED = re.compile(r"\bgrouped_(rows|outer)_([gkn]{3})\b")
-_EVEN_ROWS = re.compile(EVEN_ROWS.format(r"(\d+)"))
+_BALANCED_ROWS = re.compile(BALANCED_ROWS.format(r"(\d+)"))
 _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 
 
@@ -92,7 +92,7 @@ def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Gr
     groups, n = groups // len(matrices), n // len(matrices)
     dtype, (held, _) = next((dtype, dims) for dtype, dims in arrays if len(dims) == 2)
     held = next((rows for _, rows in _taken(arrays)), held)
-    block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, _EVEN_ROWS.findall(ins.op_name)
+    block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, _BALANCED_ROWS.findall(ins.op_name)
     rows = min(held, kernels.executed_rows(int(even[-1]), groups, block)) if even else held
     return GroupedMatmul(rows, groups, summed, n, dtype, outer)
 

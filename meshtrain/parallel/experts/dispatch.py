@@ -1,12 +1,13 @@
-"""The routed experts of a layer over a mesh: tokens go where their experts are, and nothing is ever dropped.
+"""Expert parallelism of a layer: tokens are dispatched to the devices of their experts, and none is dropped.
 
-The rules say what splits the experts ([params] expert, expert_mlp) and what splits tokens. Tokens are brought together
-over the axes that split both, each device works on the rows that chose its experts, and the sums are scattered back: a
-gather and a reduce-scatter of T·D each way. Over `tensor` with sequence parallelism that is what a dense MLP sends,
-too. All of it, and the gathers of weights that are split further (ZeRO-3), stands in one region where every axis is
-manual, both directions written out. Where many devices share the experts or K is small, `exchange` sends less.
-The rows of a device's experts lie in a buffer of SPARE times their even share; where more come, further rounds take the
-rest. Dims: A tokens after the gather, K experts of a token, e experts of this device, F their width, R rows.
+[params] expert and expert_mlp say which mesh axes split the experts. Two dispatches:
+gather: tokens are all-gathered over the axes that split tokens and experts, each device multiplies the rows of its own
+experts, and outputs are reduce-scattered: T·D elements each way, as a dense MLP with sequence parallelism sends.
+all_to_all: each token is sent to its experts' devices alone, which is less where many devices share the experts.
+Both, and the gathers of weights (ZeRO-3), stand in one manual region (shard_map) with the backward written out.
+A device's rows lie in a buffer of CAPACITY_FACTOR times the balanced load; what overflows is processed in further
+rounds.
+Dims: A tokens after the gather, K experts of a token, e experts of this device, F their width, R rows.
 """
 from __future__ import annotations
 
@@ -22,33 +23,32 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.kernels import grouped
-from meshtrain.names import EVEN_ROWS, EXPERT_AXES
+from meshtrain.names import BALANCED_ROWS, EXPERT_AXES
 from meshtrain.parallel.experts import all_to_all
-from meshtrain.parallel.experts.permutation import Arranged, ExpertRows, sorted_by
+from meshtrain.parallel.experts.permutation import ExpertRows, SortedAssignments, sorted_by
 from meshtrain.sharding.mesh import automatic_axes, on_shards, psum, psum_scatter
 from meshtrain.sharding.rules import Layout
 
-# With random choices a device of 16 among 128 experts gets up to 1.1 times its share; what is spared costs memory
-# alone.
-SPARE = 1.25
+# Of the buffer of rows, over the balanced load. With random routing a device with 16 of 128 experts gets up to 1.1
+# times its share; a larger buffer costs memory alone.
+CAPACITY_FACTOR = 1.25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoutedExperts:
-    """How a run computes its experts. activation(inward products) -> h; spare: see SPARE, 0 for a buffer that always
-    suffices.
+    """How a run computes its experts.
 
-    aux_loss, z_loss: weights of the losses that a layer's router makes. kept: whether the forward leaves what the
-    inward matrices give to the backward (`keeps`).
+    activation: products of the inward matrices (gate, up) -> h. aux_loss, z_loss: weights of the router's losses.
+    capacity_factor: see CAPACITY_FACTOR; 0: the buffer holds any load. saves_inward: see the function.
     """
     engine: grouped.GroupedEngine
     num_experts: int
     activation: Callable
     aux_loss: float = 0.0
     z_loss: float = 0.0
-    spare: float = SPARE
-    kept: bool = False
-    exchanged: bool = False     # whether tokens are sent by all-to-alls (`exchange`), or gathered
+    capacity_factor: float = CAPACITY_FACTOR
+    saves_inward: bool = False
+    by_all_to_all: bool = False
 
     def __call__(self, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
         """Σ_k weight · expert(x), split like the residual stream. weights: {gate?, up, down}, stored as [params]
@@ -57,18 +57,17 @@ class RoutedExperts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Region:
-    """Which axes do what where all are manual. experts, inner: they split the experts and their width; tokens: the
-    tokens."""
+class ManualRegion:
+    """The mesh axes inside the manual region: those that split the experts, their width (inner) and the tokens."""
     experts: tuple[str, ...]
     inner: tuple[str, ...]
     tokens: tuple[str, ...]
     sizes: Mapping[str, int]
-    alone: bool = False     # tokens are here already, and nothing is brought, given or summed
-    filled: float = 1.0     # the share of them that has an expert
+    received: bool = False      # tokens came by an all-to-all: nothing is gathered, scattered or summed
+    occupancy: float = 1.0      # the share of their rows that hold a token
 
     @classmethod
-    def of(cls, layout: Layout) -> Region:
+    def of(cls, layout: Layout) -> ManualRegion:
         tokens = layout.all_axes("activations", "batch") + layout.all_axes("activations", "residual_seq")
         return cls(layout.all_axes("params", "expert"), layout.all_axes("params", "expert_mlp"), tokens, layout.sizes)
 
@@ -79,12 +78,12 @@ class Region:
     @property
     def gathered(self) -> tuple[str, ...]:
         """Axes over which tokens are all-gathered before the experts and outputs reduce-scattered after them."""
-        return () if self.alone else tuple(a for a in self.tokens if a in self.own)
+        return () if self.received else tuple(a for a in self.tokens if a in self.own)
 
     @property
     def summed(self) -> tuple[str, ...]:
         """Axes along which tokens are replicated: outputs are all-reduced over them."""
-        return () if self.alone else tuple(a for a in self.own if a not in self.tokens)
+        return () if self.received else tuple(a for a in self.own if a not in self.tokens)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -94,11 +93,11 @@ class Region:
     def num_shards(self, axes) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
-    def even_rows(self, T: int, K: int) -> int:
-        """Of this device's experts for T tokens of each device, where all experts are equally busy."""
+    def balanced_rows(self, T: int, K: int) -> int:
+        """The rows of this device's experts under balanced load, for T tokens of each device."""
         return max(1,
-                   round(T * K * self.filled * self.num_shards(self.gathered) / (
-                       1 if self.alone else self.num_shards(self.experts))))
+                   round(T * K * self.occupancy * self.num_shards(self.gathered) / (
+                       1 if self.received else self.num_shards(self.experts))))
 
     def first_expert(self, e: int):
         """The number of this device's first expert."""
@@ -107,12 +106,12 @@ class Region:
             index = index * self.sizes[axis] + lax.axis_index(axis)
         return index * e
 
-    def bring(self, a):
-        """[T, …] -> [A, …]. Sends (N-1)/N of A·…; for x of A·D in the compute dtype."""
+    def gather_tokens(self, a):
+        """All-gather [T, …] -> [A, …]."""
         return lax.all_gather(a, self.gathered, axis=0, tiled=True) if self.gathered else a
 
-    def give(self, a):
-        """[A, …] of this device's experts -> [T, …] of all."""
+    def combine(self, a):
+        """Sum over all experts, [A, …] -> [T, …]: reduce-scatter, and all-reduce where tokens are replicated."""
         a = psum_scatter(a, self.gathered, 0) if self.gathered else a
         return psum(a, self.summed) if self.summed else a
 
@@ -128,36 +127,37 @@ def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
     def local(x_BTD, chosen_BTK, weight_BTK, weights):
         tokens = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK)))
         matrices = shards.gathered(experts.engine, weights, x_BTD.dtype)
-        y_TD, inward = (_exchanged if experts.exchanged else _forward)(experts, shards.region, tokens, matrices)
-        return y_TD.reshape(x_BTD.shape), inward if experts.kept else None
+        y_TD, inward = (_forward_by_all_to_all if experts.by_all_to_all else _forward)(
+            experts, shards.region, tokens, matrices)
+        return y_TD.reshape(x_BTD.shape), inward if experts.saves_inward else None
     args = x_BTD, chosen_BTK, weight_BTK, weights
-    y_BTD, kept = on_shards(local, (shards.tokens,) * 3 + (shards.stored,), (shards.tokens, _everywhere()))(*args)
-    return y_BTD, (*args, kept)
+    y_BTD, inward = on_shards(local, (shards.tokens,) * 3 + (shards.stored,), (shards.tokens, _everywhere()))(*args)
+    return y_BTD, (*args, inward)
 
 
 def _everywhere() -> P:
-    """Every device has rows of its own."""
+    """The spec of arrays that differ on every device."""
     return P(automatic_axes())
 
 
-def _apply_backward(experts, layout, saved, dy_BTD):
-    """In one region; with stages in two, so that a pipeline can put the weights' half into W (`layer_vjp`): a region is
-    never divided."""
-    weights, shards, staged = saved[3], ExpertShards.of(layout, saved[3]), layout.sizes["stage"] > 1
+def _apply_backward(experts, layout, residuals, dy_BTD):
+    """One manual region, or with pipeline stages one each for the gradients of inputs and weights, so that a schedule
+    can run the second in W (`layer_vjp` cannot divide a region)."""
+    weights, shards, staged = residuals[3], ExpertShards.of(layout, residuals[3]), layout.sizes["stage"] > 1
 
-    def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, kept, dy_BTD):
+    def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, inward, dy_BTD):
         tokens = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK)))
         matrices, dy_TD = shards.gathered(experts.engine, weights, x_BTD.dtype), _flat(dy_BTD)
-        backward = _exchanged_backward if experts.exchanged else _backward
-        dx, dweight, rest = backward(experts, shards.region, tokens, matrices, kept, dy_TD, staged)
+        backward = _backward_by_all_to_all if experts.by_all_to_all else _backward
+        dx, dweight, rest = backward(experts, shards.region, tokens, matrices, inward, dy_TD, staged)
         return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.added_up(rest)
 
-    def weights_half(passed_on):
-        return shards.added_up(passed_on.gradients(experts.engine, shards.axes))
+    def weights_half(operands):
+        return shards.added_up(operands.gradients(experts.engine, shards.axes))
     everywhere = _everywhere()
     out = shards.tokens, shards.tokens, everywhere if staged else shards.grads
     dx, dweight, dw = on_shards(inputs_half, (shards.tokens,) * 3 + (shards.stored, everywhere, shards.tokens),
-                                out)(*saved, dy_BTD)
+                                out)(*residuals, dy_BTD)
     if staged:
         dw = on_shards(weights_half, (everywhere,), shards.grads)(dw)
     dw = {name: layout.constrain("grads", d, EXPERT_AXES[name]).astype(weights[name].dtype) for name, d in dw.items()}
@@ -173,16 +173,14 @@ def _flat(a):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertShards:
-    """How arrays come into the region and leave it. tokens, stored, grads: PartitionSpecs over the axes that are
-    automatic outside, of what is split like tokens, and by name of the weights as they are stored and of their
-    gradients.
+    """The shardings of what enters and leaves the manual region, by name of a weight where it is a dict.
 
-    axes: by name the logical axes of a weight's dims where it is multiplied. gathers: by name [(axis, mesh axes)] that
-    split no experts, over which a weight is gathered. scatters: the same of gradients, over mesh axes with other tokens
-    that [grads] names. rest: those over which they are then added up; what a pipeline sums after its loop is in
-    neither.
+    tokens, stored, grads: PartitionSpecs of tokens, of weights as stored and of their gradients. axes: logical axes of
+    a weight's dims where it is multiplied. gathers: [(axis, mesh axes)] over which a weight is gathered. scatters:
+    those over which its gradient is reduce-scattered, as [grads] says; rest: those over which it is then all-reduced.
+    What a pipeline reduces after its loop is in neither.
     """
-    region: Region
+    region: ManualRegion
     tokens: P
     stored: dict
     grads: dict
@@ -193,7 +191,7 @@ class ExpertShards:
 
     @classmethod
     def of(cls, layout: Layout, names) -> ExpertShards:
-        region, axes_of = Region.of(layout), layout.mesh_axes
+        region, axes_of = ManualRegion.of(layout), layout.mesh_axes
         automatic = {a for axis in ("batch", "residual_seq") for a in axes_of("activations", axis)}
         by_axis = lambda name, pick: [(axis, axes) for axis in EXPERT_AXES[name] if (axes := pick(axis))]
         own = lambda axis: tuple(a for a in axes_of("params", axis) if a in region.own)
@@ -214,10 +212,8 @@ class ExpertShards:
             rest={name: unscattered(name) for name in names})
 
     def gathered(self, engine: grouped.GroupedEngine, weights, dtype) -> ExpertMatrices:
-        """Cast, then gathered: float32 shards travel in the compute dtype.
-
-        Inside the region, so that nothing of it is kept for the backward, and the backward's gradients stay float32.
-        """
+        """Weights as they are multiplied: cast, then all-gathered, so that they travel in the compute dtype. Inside the
+        region nothing of it is saved for the backward, whose gradients stay float32."""
         used = {}
         for name, w in weights.items():
             used[name] = _in_order(w.astype(dtype), EXPERT_AXES[name], self.axes[name])
@@ -226,7 +222,7 @@ class ExpertShards:
         return ExpertMatrices(engine, used, self.axes)
 
     def added_up(self, dw):
-        """Gradients over other tokens, float32, as weights are stored."""
+        """float32 gradients reduced over the devices with other tokens, in the layout of stored weights."""
         summed = dict(dw)
         for name, scatters in self.scatters.items():
             for axis, axes in scatters:
@@ -245,7 +241,7 @@ def _in_order(a, axes: tuple[str, ...], wanted: tuple[str, ...]):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMatrices:
-    """Of this device's experts, by name. axes: the order of their dims."""
+    """The matrices of this device's experts by name. axes: the order of their dims."""
     engine: grouped.GroupedEngine
     arrays: dict
     axes: dict
@@ -259,8 +255,7 @@ class ExpertMatrices:
         return [name for name in ("gate", "up") if name in self.arrays]
 
     def rows(self, by_name: Mapping, summed: str, groups: grouped.Groups, *then_and_beside):
-        """The sum of rows by name, each times its matrices, as an engine's `rows`; summed: the logical axis that they
-        share."""
+        """Σ over names of rows × that name's matrix (`GroupedEngine.rows`). summed: the logical axis contracted."""
         pairs = [grouped.GroupedOperands(x, self.arrays[name], _letters(self.axes[name], summed))
                  for name, x in by_name.items()]
         return self.engine.rows(pairs, groups, *then_and_beside)
@@ -274,9 +269,11 @@ def _letters(axes: tuple[str, ...], summed: str) -> str:
     return "".join("g" if axis == "expert" else "k" if axis == summed else "n" for axis in axes)
 
 
-def _arranged(experts: RoutedExperts, region: Region, chosen_AK, matrices: ExpertMatrices) -> Arranged:
+def _sorted_assignments(experts: RoutedExperts, region: ManualRegion, chosen_AK,
+                        matrices: ExpertMatrices) -> SortedAssignments:
     e = matrices.e
-    return Arranged(chosen_AK, region.first_expert(e), e, experts.num_experts, experts.spare, experts.engine.block)
+    return SortedAssignments(chosen_AK, region.first_expert(e), e, experts.num_experts,
+                             experts.capacity_factor, experts.engine.block)
 
 
 class RoutedTokens(NamedTuple):
@@ -286,16 +283,16 @@ class RoutedTokens(NamedTuple):
     weight_TK: jax.Array
 
 
-def _forward(experts: RoutedExperts, region: Region, tokens: RoutedTokens, matrices: ExpertMatrices):
-    """y, and of the first round what the inward matrices give."""
+def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens, matrices: ExpertMatrices):
+    """(y [T, D], outputs of gate and up of the first round)."""
     K = tokens.chosen_TK.shape[1]
-    x_AD, chosen_AK, weight_AK = map(region.bring, tokens)
-    arranged = _arranged(experts, region, chosen_AK, matrices)
+    x_AD, chosen_AK, weight_AK = map(region.gather_tokens, tokens)
+    assignments = _sorted_assignments(experts, region, chosen_AK, matrices)
 
     def weighted(last, weight_R1, *others):
         # The weight multiplies here, not behind `down`: its gradient then needs no y.
         h = experts.activation(*(a.astype(jnp.float32) for a in others), last)
-        return h * weight_R1, *([last] if experts.kept else [])
+        return h * weight_R1, *([last] if experts.saves_inward else [])
 
     def one_round(rows: ExpertRows):
         x_RD, groups, (*others, last) = experts.engine.take(x_AD, rows.token(K)), rows.groups, matrices.inward
@@ -303,46 +300,47 @@ def _forward(experts: RoutedExperts, region: Region, tokens: RoutedTokens, matri
         hw_RF, *made = matrices.rows({last: x_RD}, "expert_embed", groups, weighted, [rows.weight(weight_AK), *inward])
         (y_RD,) = matrices.rows({"down": hw_RF}, "expert_mlp", groups)
         return rows.sum(y_RD, x_AD.dtype), [*inward, *made]
-    with jax.named_scope(EVEN_ROWS.format(region.even_rows(*tokens.chosen_TK.shape))):
-        y_AD, inward = one_round(arranged.round(0))
-        y_AD = arranged.further(lambda rows: one_round(rows)[0], y_AD)
-    return region.give(y_AD), inward
+    with jax.named_scope(BALANCED_ROWS.format(region.balanced_rows(*tokens.chosen_TK.shape))):
+        y_AD, inward = one_round(assignments.round(0))
+        y_AD = assignments.further_rounds(lambda rows: one_round(rows)[0], y_AD)
+    return region.combine(y_AD), inward
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PassedOn:
-    """What the gradients of weights are made of: rows, and the cotangents of what they were multiplied to. more: the
-    gradients of further rounds by name, made already; None where one round always suffices."""
+class WeightGradOperands:
+    """Operands of the weights' gradients in the first round: rows and cotangents. more: gradients of further rounds by
+    name, None where there can be none."""
     groups: grouped.Groups
     x_RD: jax.Array | grouped.Taken
     dy_RD: jax.Array | grouped.Taken
     hw_RF: jax.Array        # h, weighted
     d_inward: dict
     more: dict | None = None
-    even_rows: int = dataclasses.field(default=1, metadata={"static": True})
+    balanced_rows: int = dataclasses.field(default=1, metadata={"static": True})
 
     def gradients(self, engine: grouped.GroupedEngine, axes: Mapping[str, tuple]) -> dict:
         """float32, by name; axes: the order of their dims."""
-        with jax.named_scope(EVEN_ROWS.format(self.even_rows)):
+        with jax.named_scope(BALANCED_ROWS.format(self.balanced_rows)):
             outer = lambda x_RD, d_RF, name: engine.outer(x_RD, d_RF, self.groups, _letters(axes[name], "expert_embed"))
             dw = {name: outer(self.x_RD, d, name) for name, d in self.d_inward.items()} | {
                 "down": outer(self.dy_RD, self.hw_RF, "down")}
         return dw if self.more is None else jax.tree.map(jnp.add, dw, self.more)
 
 
-def _backward(experts: RoutedExperts, region: Region, tokens: RoutedTokens, matrices: ExpertMatrices, kept, dy_TD,
-              apart: bool):
-    """(dx, dweight, gradients of this device's experts over the tokens that it has seen; apart: PassedOn). kept: of the
-    first round what the inward matrices give, or None."""
-    even_rows, K, dtype = region.even_rows(*tokens.chosen_TK.shape), tokens.chosen_TK.shape[1], tokens.x_TD.dtype
-    x_AD, chosen_AK, weight_AK, dy_AD = map(region.bring, (*tokens, dy_TD))
-    arranged = _arranged(experts, region, chosen_AK, matrices)
+def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens, matrices: ExpertMatrices,
+              saved, dy_TD, split: bool):
+    """(dx, dweight, float32 gradients of this device's experts by name; with `split` their WeightGradOperands). saved:
+    outputs of gate and up of the first round, or None."""
+    balanced_rows, K, dtype = (region.balanced_rows(*tokens.chosen_TK.shape), tokens.chosen_TK.shape[1],
+                               tokens.x_TD.dtype)
+    x_AD, chosen_AK, weight_AK, dy_AD = map(region.gather_tokens, (*tokens, dy_TD))
+    assignments = _sorted_assignments(experts, region, chosen_AK, matrices)
 
     def gradients(dhw, weight_R1, *inward):
-        h, back = jax.vjp(experts.activation, *(a.astype(jnp.float32) for a in inward))
+        h, vjp = jax.vjp(experts.activation, *(a.astype(jnp.float32) for a in inward))
         dweight = (dhw * h).sum(1)
-        return h * weight_R1, dweight, *back(dhw * weight_R1)
+        return h * weight_R1, dweight, *vjp(dhw * weight_R1)
 
     def one_round(rows: ExpertRows, inward=None):
         x_RD, dy_RD = (experts.engine.take(a, rows.token(K)) for a in (x_AD, dy_AD))
@@ -354,65 +352,67 @@ def _backward(experts: RoutedExperts, region: Region, tokens: RoutedTokens, matr
         (dx_RD,) = matrices.rows(d_inward, "expert_mlp", groups)
         here = rows.row_AK >= 0
         dweight_AK = jnp.where(here, dweight_R[jnp.where(here, rows.row_AK, 0)], 0.0)
-        return rows.sum(dx_RD, dtype), dweight_AK, PassedOn(groups, x_RD, dy_RD, hw_RF, d_inward, even_rows=even_rows)
-    with jax.named_scope(EVEN_ROWS.format(even_rows)):
-        dx_AD, dweight_AK, rest = _rounds(arranged, one_round, kept, matrices, apart, arranged.one_round)
-    return region.give(dx_AD), region.give(dweight_AK), rest
+        return rows.sum(dx_RD, dtype), dweight_AK, WeightGradOperands(
+            groups, x_RD, dy_RD, hw_RF, d_inward, balanced_rows=balanced_rows)
+    with jax.named_scope(BALANCED_ROWS.format(balanced_rows)):
+        dx_AD, dweight_AK, rest = _rounds(assignments, one_round, saved, matrices, split, assignments.one_round)
+    return region.combine(dx_AD), region.combine(dweight_AK), rest
 
 
-def _rounds(of: Arranged | all_to_all.Exchange, one_round: Callable, kept, matrices: ExpertMatrices,
-            apart: bool, alone: bool):
-    """(dx, dweight, gradients or, apart, PassedOn) of the first round and those behind it; alone: there are none.
+def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, saved, matrices: ExpertMatrices,
+            split: bool, single: bool):
+    """(dx, dweight, gradients or with `split` WeightGradOperands), summed over all rounds. single: there is one.
 
-    Further rounds run twice, for inputs and for weights: their sums begin with the first round's in place. One loop for
-    both would begin with zeros as large as all gradients in every step, mostly for nothing, or hold dx back until the
-    gradients are made.
+    Further rounds run twice, for inputs and for weights, and add to the first round's results in place. One loop for
+    both would zero-fill all gradients in every step, mostly for nothing, or delay dx until the gradients are made.
     """
-    gradients = lambda passed_on: passed_on.gradients(matrices.engine, matrices.axes)
-    dx, dweight, passed_on = one_round(of.round(0), kept)
-    if not apart:
-        dx, dweight = of.further(lambda now: one_round(now)[:2], (dx, dweight))
-        return dx, dweight, of.further(lambda now: gradients(one_round(now)[2]), gradients(passed_on))
-    if alone:
-        return dx, dweight, passed_on
+    gradients = lambda operands: operands.gradients(matrices.engine, matrices.axes)
+    dx, dweight, operands = one_round(of.round(0), saved)
+    if not split:
+        dx, dweight = of.further_rounds(lambda now: one_round(now)[:2], (dx, dweight))
+        return dx, dweight, of.further_rounds(lambda now: gradients(one_round(now)[2]), gradients(operands))
+    if single:
+        return dx, dweight, operands
 
     def whole_round(now):
-        dx, dweight, passed_on = one_round(now)
-        return dx, dweight, gradients(passed_on)
-    dx, dweight, more = of.further(whole_round, (dx, dweight, matrices.zeros()))
-    return dx, dweight, dataclasses.replace(passed_on, more=more)
+        dx, dweight, operands = one_round(now)
+        return dx, dweight, gradients(operands)
+    dx, dweight, more = of.further_rounds(whole_round, (dx, dweight, matrices.zeros()))
+    return dx, dweight, dataclasses.replace(operands, more=more)
 
 
 # ---- the same by all-to-alls -----------------------------------------------------------------------------------------
 
 
-def _apart(experts: RoutedExperts, region: Region, chosen_TK, matrices: ExpertMatrices):
-    """(Experts, Region, Exchange): each device works on what was sent to it, rows of one choice each, in a buffer that
-    suffices."""
-    swap = all_to_all.Exchange(region.experts, region.num_shards(region.experts), matrices.e, chosen_TK, sorted_by)
-    return dataclasses.replace(experts, spare=0.0), dataclasses.replace(region, alone=True, filled=swap.filled), swap
+def _after_sending(experts: RoutedExperts, region: ManualRegion, chosen_TK, matrices: ExpertMatrices):
+    """(RoutedExperts, ManualRegion, AllToAll) of received rows: one expert each, in a buffer that holds all of them."""
+    exchange = all_to_all.AllToAll(region.experts, region.num_shards(region.experts), matrices.e, chosen_TK, sorted_by)
+    region = dataclasses.replace(region, received=True, occupancy=exchange.occupancy)
+    return dataclasses.replace(experts, capacity_factor=0.0), region, exchange
 
 
-def _exchanged(experts: RoutedExperts, region: Region, tokens: RoutedTokens, matrices: ExpertMatrices):
-    experts, alone, swap = _apart(experts, region, tokens.chosen_TK, matrices)
+def _forward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
+                           matrices: ExpertMatrices):
+    experts, received, exchange = _after_sending(experts, region, tokens.chosen_TK, matrices)
 
     def one_round(now: all_to_all.Round):
         sent = RoutedTokens(now.send(tokens.x_TD), now.chosen(), now.weight(tokens.weight_TK))
-        y, inward = _forward(experts, alone, sent, matrices)
-        return now.back(y).sum(1), inward
-    y_TD, inward = one_round(swap.round(0))
-    return swap.further(lambda now: one_round(now)[0], y_TD).astype(tokens.x_TD.dtype), inward
+        y, inward = _forward(experts, received, sent, matrices)
+        return now.send_back(y).sum(1), inward
+    y_TD, inward = one_round(exchange.round(0))
+    return exchange.further_rounds(lambda now: one_round(now)[0], y_TD).astype(tokens.x_TD.dtype), inward
 
 
-def _exchanged_backward(experts: RoutedExperts, region: Region, tokens: RoutedTokens, matrices: ExpertMatrices, kept,
-                        dy_TD, apart: bool):
-    experts, alone, swap = _apart(experts, region, tokens.chosen_TK, matrices)
+def _backward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
+                            matrices: ExpertMatrices, saved,
+                        dy_TD, split: bool):
+    experts, received, exchange = _after_sending(experts, region, tokens.chosen_TK, matrices)
 
     def one_round(now: all_to_all.Round, inward=None):
         sent = RoutedTokens(now.send(tokens.x_TD), now.chosen(), now.weight(tokens.weight_TK))
-        dx, dweight, passed_on = _backward(experts, alone, sent, matrices, inward, now.send(dy_TD), True)
-        return now.back(dx).sum(1), now.back(dweight)[..., 0], passed_on
-    dx, dweight, rest = _rounds(swap, one_round, kept, matrices, apart, False)
+        dx, dweight, operands = _backward(experts, received, sent, matrices, inward, now.send(dy_TD), True)
+        return now.send_back(dx).sum(1), now.send_back(dweight)[..., 0], operands
+    dx, dweight, rest = _rounds(exchange, one_round, saved, matrices, split, False)
     return dx.astype(tokens.x_TD.dtype), dweight, rest
 
 
@@ -429,14 +429,13 @@ def choose(run, layout: Layout, platform: str) -> RoutedExperts | None:
     engine = grouped.loop() if platform == "cpu" else grouped.kernels()
     return RoutedExperts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation],
                          run.experts.aux_loss, run.experts.z_loss,
-                   kept=keeps(run.training.remat, layout.sizes["stage"]),
-                   exchanged=dispatch(run.experts.dispatch, run.model.experts_per_token, layout)[0] == "all_to_all")
+                         saves_inward=saves_inward(run.training.remat, layout.sizes["stage"]),
+                   by_all_to_all=dispatch(run.experts.dispatch, run.model.experts_per_token, layout)[0] == "all_to_all")
 
 
-def keeps(remat: str, stages: int) -> bool:
-    """Whether what gate and up give waits for the backward: two of eleven products less, for rows as wide as two
-    experts. Under `selective` they are more bytes than all else that it keeps, for less time, and in stages they would
-    wait in every slot."""
+def saves_inward(remat: str, stages: int) -> bool:
+    """Whether the outputs of gate and up are saved for the backward: two of eleven products fewer, for rows as wide as
+    two experts. Under `selective` they would be most of what is saved, and in pipelines they would fill every slot."""
     return remat == "none" and stages == 1
 
 
@@ -448,8 +447,8 @@ def problems(run, layout: Layout) -> list[str]:
 
 
 def note(run, layout: Layout) -> str:
-    """How tokens reach their experts, and why so; "" where none travel."""
-    region = Region.of(layout)
+    """The dispatch that the run takes, and why; "" where no token travels."""
+    region = ManualRegion.of(layout)
     if not run.model.num_experts or not region.own:
         return ""
     method, why = dispatch(run.experts.dispatch, run.model.experts_per_token, layout)
@@ -458,7 +457,7 @@ def note(run, layout: Layout) -> str:
 
 
 def _against_exchange(layout: Layout) -> str:
-    region = Region.of(layout)
+    region = ManualRegion.of(layout)
     if region.inner or not region.experts:
         return (f"{layout.rules.path} [params] splits experts over {list(region.experts)} and their width over "
                 f"{list(region.inner)}, and tokens are only sent where experts are split, and whole")
@@ -468,16 +467,15 @@ def _against_exchange(layout: Layout) -> str:
 
 
 def dispatch(asked: str, K: int, layout: Layout) -> tuple[str, str]:
-    """(gather or all_to_all, why). Both send equally often; a gather (n-1)·T·D, an all-to-all
-    CAPACITY·K·T·D·(n-1)/n."""
+    """("gather" or "all_to_all", why). Elements sent each way: (n-1)·T·D and CAPACITY_FACTOR·K·T·D·(n-1)/n."""
     if asked != "auto":
         return asked, f"experts.dispatch={asked}"
     if against := _against_exchange(layout):
         return "gather", against
     if layout.sizes["stage"] > 1:
         return "gather", "rounds of an all-to-all cannot be divided into a pipeline's B and W"
-    num_shards = layout.num_shards(Region.of(layout).experts)
-    cheaper = num_shards < all_to_all.CAPACITY * K
-    why = (f"{num_shards} shards are {'less' if cheaper else 'not less'} than {all_to_all.CAPACITY} × {K} experts a "
-           f"token")
+    num_shards = layout.num_shards(ManualRegion.of(layout).experts)
+    cheaper = num_shards < all_to_all.CAPACITY_FACTOR * K
+    why = (f"{num_shards} shards are {'less' if cheaper else 'not less'} than {all_to_all.CAPACITY_FACTOR} × {K} "
+           f"experts a token")
     return ("gather" if cheaper else "all_to_all"), why

@@ -20,8 +20,8 @@ from meshtrain.names import FURTHER_ROUNDS
 
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """The rows of a device's experts in one round: their groups, the assignment (token · K + k) of each or -1, and
-    where each assignment's row is or -1."""
+    """The rows of a device's experts in one round. assignment_R: token · K + k of each row, or -1; row_AK: the row of
+    each assignment, or -1."""
     groups: grouped.Groups
     assignment_R: jax.Array
     row_AK: jax.Array
@@ -43,13 +43,13 @@ class ExpertRows:
         return sum(y_RD[row].astype(jnp.float32) * here[:, None] for row, here in zip(row_KA, here_KA)).astype(dtype)
 
 
-class Arranged:
-    """All assignments sorted by this device's experts, those of others last; `round(n)` has the rows of its n-th
-    part."""
+class SortedAssignments:
+    """All (token, expert) assignments sorted by this device's experts, those of others last; `round(n)` has the n-th
+    bufferful."""
 
-    def __init__(self, chosen_AK, first, e: int, num_experts: int, spare: float, block: Callable):
-        """first: the number of this device's first expert, of e among num_experts. spare: rows of the buffer relative
-        to an even share, 0 for one that always suffices. block: as an engine's."""
+    def __init__(self, chosen_AK, first, e: int, num_experts: int, capacity_factor: float, block: Callable):
+        """first: the number of this device's first expert, of e among num_experts. capacity_factor: rows of the buffer
+        over the balanced load, 0: as many as can come. block: as an engine's."""
         A, K = chosen_AK.shape
         local = chosen_AK.reshape(-1) - first
         key = jnp.where((local >= 0) & (local < e), local, e)
@@ -61,7 +61,8 @@ class Arranged:
         self.order, self.sizes = order, jnp.sum(key[:, None] == jnp.arange(e), 0, dtype=jnp.int32)
         most = A * min(K, e)
         # A few tokens may all choose the same experts: not a round for each of one token's.
-        self.rows = min(most, max(K, math.ceil(spare * (A * K * e // num_experts)))) if spare else most
+        self.rows = min(most,
+                        max(K, math.ceil(capacity_factor * (A * K * e // num_experts)))) if capacity_factor else most
         self.block = block(self.rows, e)
         self.num_blocks = -(-self.rows // self.block) + e
         self.one_round = self.rows >= most
@@ -81,7 +82,7 @@ class Arranged:
         return ExpertRows(groups, assignment_R,
                           jnp.where(here, groups.first[group] * self.block + place - low[group], -1))
 
-    def further(self, one_round: Callable, first):
+    def further_rounds(self, one_round: Callable, first):
         """first + the sum of one_round(rows) over the rounds behind the first; mostly there are none.
 
         Their count is known on the device alone, and the loop's sums stand beside the first round's.
