@@ -1,2 +1,1 @@
-"""Model folders of Hugging Face: their names, shapes, settings and files, both ways. Knows no jax and no model of
-ours."""
+"""Hugging Face model folders, read and written: names, shapes, settings, files. Knows no jax and no model of ours."""

@@ -1,9 +1,9 @@
-"""The families of models that can be read and written, as data: tensors, settings, and what of them we do not compute.
+"""Model families of Hugging Face that can be read and written, as data: tensors, settings, and unsupported features.
 
-A row of `tensors` is theirs -> ours, with the form of `forms`; {l} is a layer's number, {e} an expert's, and ours are
-then stacked. Where one of theirs holds several of ours, they are listed in their order. Rows of ours that a model does
-not have (a bias, a tied head) are not used. Every weight of a torch Linear is [out, in]; GPT-2's Conv1D is [in, out].
-Rope is half-split on both sides.
+`tensors` maps a Hugging Face tensor to parameters of ours, with the form of `forms`; {l} is a layer's number, {e} an
+expert's (stacked in ours). A fused tensor lists its parts in order. Entries for parameters that a model lacks (a bias,
+a tied head) are ignored. torch Linear weights are [out, in]; GPT-2's Conv1D is [in, out]. Rope is half-split on both
+sides.
 """
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from collections.abc import Mapping
 class Family:
     """One model_type of config.json.
 
-    prefix: what names begin with where there is a head; folders of the bare model lack it. keys: config.json's ->
-    [model]'s, one or several that are equal. defaults: what their class takes for a key that is absent (null is a
-    value). multiples: key -> (key, n): what null or absence stands for. fixed: what the architecture says of [model].
-    only: the values of a key that we compute; the first is written. every: where layers have a window but for each
-    n-th, n if config.json does not say. aliases: other names of keys, where the class reads both. ropes: rope types
-    that we compute; none: no rope.
+    prefix: prefix of tensor names in a model with a head; bare models lack it. keys: key of config.json -> equal keys
+    of [model]. defaults: the class's values of absent keys (null is a value). multiples: key -> (key, n): the value of
+    a null or absent key. fixed: keys of [model] that the architecture fixes. only: key -> supported values; the first
+    is written. every: default n, if every n-th layer has no window. aliases: other names of keys, where the class
+    reads both. ropes: supported rope types; empty: no rope.
     """
     model_type: str
     architecture: str
@@ -84,14 +83,14 @@ PHI3_TENSORS = {name: ours for name, ours in LLAMA_TENSORS.items() if not any(pa
         "layers/attention/value/kernel: *(K H) D -> D K H"),
     LAYER + "mlp.gate_up_proj.weight": ("layers/mlp/gate/kernel: *F D -> D F", "layers/mlp/up/kernel: *F D -> D F"),
 }
-# Norms stand after attention and MLP, and are called so; those of queries and keys are over all heads.
+# Norms after attention and MLP; query and key norms over all heads.
 OLMO2_TENSORS = {name: ours for name, ours in LLAMA_TENSORS.items() if "layernorm" not in name} | {
     LAYER + "post_attention_layernorm.weight": ("layers/attention_post_norm/scale: D -> D",),
     LAYER + "post_feedforward_layernorm.weight": ("layers/mlp_post_norm/scale: D -> D",),
     LAYER + "self_attn.q_norm.weight": ("layers/attention/query_norm/scale: (N H) -> N H",),
     LAYER + "self_attn.k_norm.weight": ("layers/attention/key_norm/scale: (K H) -> K H",),
 }
-# Norms stand before and after.
+# Norms before and after.
 GEMMA3_TENSORS = {name: ours for name, ours in LLAMA_TENSORS.items() if "post_attention_layernorm" not in name} | {
     LAYER + "post_attention_layernorm.weight": ("layers/attention_post_norm/scale: D -> D",),
     LAYER + "pre_feedforward_layernorm.weight": ("layers/mlp_norm/scale: D -> D",),
@@ -162,7 +161,7 @@ OLMO3 = Family(
     "olmo3", "Olmo3ForCausalLM", "model.", OLMO2_TENSORS, KEYS | WINDOW,
     DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ALTERNATING | {"norm_placement": "after", "qk_norm": "all_heads"}, ONLY | {"attention_bias": (False,)}, every=4)
-# Its first releases say gelu and mean the tanh form.
+# Its first releases call the tanh form gelu.
 TANH = ("gelu_pytorch_tanh", "gelu")
 GEMMA = Family(
     "gemma", "GemmaForCausalLM", "model.", LLAMA_TENSORS, KEYS,
@@ -201,7 +200,7 @@ GPT2 = Family(
      "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     multiples={"n_inner": ("n_embd", 4)}, ropes=())
 
-# A layer's experts. intermediate_size is theirs, or of layers without any, which none has here.
+# intermediate_size is the experts' (or that of dense layers, which no model here has).
 ROUTED = {key: value for key, value in FIXED.items() if key != "num_experts"} | {
     "router_score": "softmax", "router_scale": 1.0, "router_groups": (), "router_bias": False, "shared_expert_dim": 0,
     "first_dense_layers": 0}
@@ -231,12 +230,12 @@ QWEN3_MOE = Family(
             "decoder_sparse_step": (1,)},
     aliases={"num_local_experts": "num_experts"})
 
-# Where a model of ours fits several, the first is written.
+# If a model fits several families, the first is written.
 FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2,
                                             OLMO3, GEMMA, GEMMA2, GEMMA3, GPT2,
                                         MIXTRAL, OLMOE, QWEN3_MOE)}
 
-# Known, and not read: what [model] lacks for them.
+# Known but unsupported: what [model] lacks for them.
 LACKING = {
     "qwen2_moe": "a gate of the shared expert",
     "gpt_oss": "attention sinks, biases of the router and of experts, a clamped SwiGLU and weights in MXFP4",
@@ -245,7 +244,7 @@ LACKING = {
     "mllama": "other inputs than text", "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
 }
 
-# Keys of config.json that change no logit: what a trainer of theirs, a tokenizer or a generation reads.
+# Keys of config.json that change no logit: for trainers, tokenizers or generation.
 HARMLESS = frozenset("""
     architectures model_type torch_dtype dtype transformers_version auto_map use_cache initializer_range
     max_position_embeddings bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id

@@ -1,8 +1,7 @@
-"""A model folder as it lies there: opened, checked, and matched with the parameters of a model of ours, before any is
-read.
+"""Opens and checks a model folder and matches it with the parameters of our model, before reading any weights.
 
-Files are those that the index names, plain names of *.safetensors in the folder itself (links are followed: the hub's
-cache has them), or model.safetensors alone. Pickles are never opened. Everything that is wrong is told at once.
+Files are those of the index, which must be plain *.safetensors names in the folder (links are followed, as the hub's
+cache has them), or model.safetensors alone. Pickles are never opened. All faults are reported together.
 """
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from meshtrain.huggingface import forms, safetensors, settings
 from meshtrain.huggingface.families import Family
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-KEPT = "hf"     # in run.dir: what came with the weights, for those who take them on
+KEPT = "hf"     # in run.dir: companions of the initial weights
 MOST_INDEX_BYTES = 100_000_000
-TOLD = 8        # faults of a kind that are told one by one
-# Buffers that some writers have saved, and no parameters.
+TOLD = 8        # faults of one kind reported individually
+# Buffers that some writers save; not parameters.
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
-# What belongs to a model beside its weights and goes along with them.
+# Companion files, copied along with the weights.
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
               "special_tokens_map.json",
               "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
@@ -34,8 +33,7 @@ COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
 
 @dataclasses.dataclass(frozen=True)
 class WeightPiece:
-    """One parameter of ours in a tensor of theirs. path: of the parameter. first: where it begins along the form's
-    star."""
+    """One parameter of ours within a Hugging Face tensor. first: its offset along the form's star."""
     path: str
     form: forms.Form
     first: int
@@ -43,10 +41,10 @@ class WeightPiece:
 
 @dataclasses.dataclass(frozen=True)
 class WeightRow:
-    """A tensor of theirs, or one for each layer, and what it is of ours; of experts, which are stacked in ours, one row
-    each.
+    """A Hugging Face tensor (or one per layer) and its parameters of ours. Each expert has a row, though ours are
+    stacked.
 
-    kind: the same of all experts' rows. expert: its number, of such a row.
+    kind: equal for all experts' rows. expert: its number.
     """
     name: str       # with {l} for a layer's number
     pieces: tuple[WeightPiece, ...]
@@ -59,7 +57,7 @@ class WeightRow:
         return "{l}" in self.name
 
     def at(self, index: int) -> tuple[int, ...]:
-        """Where it lies in a stack of ours. index: of the layer, in the stack."""
+        """Indices of the row in our stack. index: of the layer in the stack."""
         return (index,) * self.stacked + (() if self.expert is None else (self.expert,))
 
     def of_layer(self, layer: int) -> str:
@@ -68,7 +66,7 @@ class WeightRow:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """An opened folder. model: the keys of [model] that it decides."""
+    """An opened folder. model: the keys of [model] that it fixes."""
     directory: Path
     family: Family
     config: Mapping
@@ -77,14 +75,14 @@ class Folder:
 
 
 def companions_of(run_dir: str, init_from: str) -> list[Path]:
-    """Folders that may have what belongs to a run's model: what it keeps, and what it starts from, a model folder or a
-    run."""
+    """Folders that may have companion files of a run's model: the run's own, and init_from (a model folder or a run).
+    """
     return [Path(run_dir) / KEPT, *([Path(init_from), Path(init_from) / KEPT] if init_from else [])]
 
 
 def companions(directory: Path) -> list[Path]:
-    """The files of a folder that go along with its weights. Raises: ValueError where one is a link out of the folder,
-    to what might be a key in somebody's home; the hub's cache has such links, to the blobs beside its snapshots."""
+    """The files of a folder that accompany its weights. Raises: ValueError if one is a link out of the folder, which
+    might expose e.g. a private key; links to the blobs beside the hub cache's snapshots are allowed."""
     real, found, faults = directory.resolve(), [], []
     blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
     for path in filter(Path.is_file, (directory / name for name in COMPANIONS)):
@@ -99,12 +97,12 @@ def companions(directory: Path) -> list[Path]:
 
 
 def is_one(directory: str | os.PathLike) -> bool:
-    """Whether a directory looks like a model folder; those of our runs have no config.json. "" is no directory."""
+    """Whether a directory looks like a model folder; our runs have no config.json. "" is no directory."""
     return directory != "" and os.path.isfile(os.path.join(directory, settings.CONFIG))
 
 
 def settings_of(directory: Path) -> dict:
-    """`settings.model_keys` of a folder; its weights are not looked at. Raises: ValueError."""
+    """`settings.model_keys` of a folder, without looking at its weights. Raises: ValueError."""
     try:
         return settings.model_keys(config := settings.read(directory), settings.family_of(config))
     except ValueError as error:
@@ -112,7 +110,7 @@ def settings_of(directory: Path) -> dict:
 
 
 def open_folder(directory: Path) -> Folder:
-    """Raises: ValueError that lists what is wrong with config.json, the index and every file's header."""
+    """Raises: ValueError listing the faults of config.json, the index and every file's header."""
     def described():
         family = settings.family_of(config := settings.read(directory))
         return family, config, settings.model_keys(config, family)
@@ -129,9 +127,9 @@ def open_folder(directory: Path) -> Folder:
 
 
 def rows(family: Family, model, paths) -> list[WeightRow]:
-    """The tensors of a model in a family's names. model: keys of [model] as attributes. paths: of its parameters.
+    """The tensors of a model under a family's names. model: keys of [model] as attributes. paths: its parameters.
 
-    Raises: ValueError where a parameter has no name.
+    Raises: ValueError if the family has no name for a parameter.
     """
     sizes, found, covered = forms.sizes_of(model), [], set()
     for name, texts in family.tensors.items():
@@ -152,18 +150,18 @@ def rows(family: Family, model, paths) -> list[WeightRow]:
 
 
 def match(folder: Folder, model, paths) -> list[WeightRow]:
-    """The rows of a model, each with a tensor of the folder; names are as this folder has them.
+    """The rows of a model, each with a tensor of the folder, under the folder's names.
 
-    Raises: ValueError with all tensors that are absent, superfluous, of another shape, or of a dtype that is not read.
+    Raises: ValueError listing all missing, unexpected, misshapen tensors and unsupported dtypes.
     """
     if model.num_experts > len(folder.entries) and any("{e}" in name for name in folder.family.tensors):
         raise _at(folder.directory, [f"{settings.CONFIG} says {model.num_experts:,} experts, and there are "
                                      f"{len(folder.entries):,} tensors; an expert has at least one"])
     wanted, left = rows(folder.family, model, paths), set(folder.entries)
-    if not any(name.startswith(folder.family.prefix) for name in left):     # of the bare model, without its head
+    if not any(name.startswith(folder.family.prefix) for name in left):     # a bare model, without head
         wanted = [dataclasses.replace(row, name=row.name.removeprefix(folder.family.prefix)) for row in wanted]
     absent, wrong, quantized = [], [], []
-    # A folder cannot have more layers than tensors, whatever its config.json says.
+    # No more layers than tensors, whatever config.json says.
     layers = range(min(model.num_layers, len(left) + 1))
     for row in wanted:
         for name in map(row.of_layer, layers) if row.stacked else [row.name]:
@@ -177,7 +175,7 @@ def match(folder: Folder, model, paths) -> list[WeightRow]:
             elif entry.shape != row.shape:
                 wrong.append(f"{name} is {list(entry.shape)}; {settings.CONFIG} asks for {list(row.shape)}")
     if model.tie_embeddings:
-        left.discard("lm_head.weight")      # the embedding again
+        left.discard("lm_head.weight")      # tied to the embedding
     extra = sorted(name for name in left if not BUFFERS.fullmatch(name))
     faults = [f"{name} is absent{_near(name, extra)}" for name in absent[:TOLD]] + _more(absent, "absent tensors")
     faults += wrong[:TOLD] + _more(wrong, "tensors of another shape") + quantized[:TOLD] + _more(
@@ -189,7 +187,6 @@ def match(folder: Folder, model, paths) -> list[WeightRow]:
 
 
 def _entries(directory: Path) -> dict[str, safetensors.Entry]:
-    """The tensors of all files. Raises: ValueError."""
     index = directory / INDEX
     if os.path.lexists(index):
         weight_map = _weight_map(index)

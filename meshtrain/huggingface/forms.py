@@ -1,8 +1,7 @@
-"""A small language for one tensor in two forms: "(N H) D -> D N H", theirs -> ours.
+"""Forms of a tensor in both layouts: "(N H) D -> D N H", Hugging Face's -> ours.
 
-A letter is a size of the model. Letters in parentheses are one dim of theirs that is several of ours, the slowest
-first. A star marks the dim of theirs along which several tensors of ours lie one after another. Arrays of numpy and of
-jax will both do.
+A letter is a model size. Parentheses flatten several of our dims into one, slowest first. A star marks the dim along
+which several of our tensors are concatenated. Works on numpy and jax arrays.
 """
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ import math
 import re
 from collections.abc import Mapping
 
-# Letter -> the key of [model] that is its size. C: rows of the table of learned positions; W: the width of an expert.
+# Letter -> its key of [model]. C: learned positions; W: expert width.
 LETTERS = {"D": "embed_dim", "N": "num_heads", "K": "num_kv_heads", "H": "head_dim", "F": "mlp_dim", "V": "vocab_size",
            "C": "max_seq_len", "E": "num_experts", "W": "expert_mlp_dim"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One tensor of ours in a tensor of theirs. groups: letters of each dim of theirs. ours: letters of our dims,
-    layers apart."""
+    """One tensor of ours within a Hugging Face tensor. groups: letters of each of its dims. ours: letters of our dims,
+    without layers."""
     groups: tuple[tuple[str, ...], ...]
     ours: tuple[str, ...]
     star: int | None
@@ -32,13 +31,11 @@ class Form:
         return tuple(sizes[letter] for letter in self.ours)
 
     def to_ours(self, x, sizes: Mapping[str, int]):
-        """An array of `their_shape` as one of `our_shape`."""
         letters = self._letters()
         return x.reshape([sizes[letter] for letter in letters]).transpose(
             [letters.index(letter) for letter in self.ours])
 
     def to_theirs(self, x, sizes: Mapping[str, int]):
-        """An array of `our_shape` as one of `their_shape`."""
         return x.transpose([self.ours.index(letter) for letter in self._letters()]).reshape(self.their_shape(sizes))
 
     def _letters(self) -> list[str]:
@@ -47,8 +44,7 @@ class Form:
 
 @functools.cache
 def parse(text: str) -> Form:
-    """Raises: ValueError for what is no form: an unknown letter, one that stands twice or on one side alone, two
-    stars."""
+    """Raises: ValueError for an unknown letter, one that is repeated or on one side only, or two stars."""
     left, arrow, right = text.partition("->")
     words = re.findall(r"\*?\([^()]*\)|\*?\w+|\S", left)
     groups = tuple(tuple(word.strip("*()").split()) for word in words)
@@ -62,5 +58,5 @@ def parse(text: str) -> Form:
 
 
 def sizes_of(model) -> dict[str, int]:
-    """The size of each letter. model: an object with the keys of [model] as attributes."""
+    """Letter -> size. model: an object with the keys of [model] as attributes."""
     return {letter: getattr(model, key) for letter, key in LETTERS.items()}

@@ -1,9 +1,8 @@
-"""Files of safetensors: a header that is checked before a byte of data is read, and where each tensor lies.
+"""Reads and writes safetensors files; the header is checked before any data is read.
 
-A file is 8 bytes of header length, a JSON header (name -> dtype, shape, byte range), and the numbers, row by row,
-little-endian. The library of that name holds all tensors of a file when it writes, and cannot read part of one without
-mapping it; the format is small enough to be read and written here. Nothing in a file is ever executed.
-Source: github.com/huggingface/safetensors, the README's "Format".
+A file is 8 bytes of header length, a JSON header (name -> dtype, shape, byte range), and the numbers, row-major,
+little-endian. The library holds all tensors of a file when it writes, and must map a file to read a part. Nothing in a
+file is ever executed. Source: github.com/huggingface/safetensors, the README's "Format".
 """
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ import numpy as np
 from meshtrain import files
 
 MOST_HEADER_BYTES = 100_000_000     # the library's own limit
-MOST_DIMS = 8       # the product of 250,000 numbers of 63 bits takes minutes, in which no signal is heard
-# What can be read; each has other bits than ours, or ours.
+MOST_DIMS = 8       # multiplying 250,000 dims would block signals for minutes
+# Readable dtypes.
 DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
           "BF16": np.dtype(ml_dtypes.bfloat16)}
-# Known and not read: quantized weights come in these.
+# Known but unsupported: dtypes of quantized weights.
 OTHER_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1,
                "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
                "F8_E8M0": 1}
@@ -33,7 +32,7 @@ NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies: bytes start to stop of the file, counted from its first byte."""
+    """A tensor's location: bytes start to stop of the file."""
     path: Path
     dtype: str
     shape: tuple[int, ...]
@@ -42,9 +41,8 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Name -> Entry of every tensor of a file. Raises: ValueError for a file that is not what it says, without its
-    name."""
-    if not files.is_file(path):         # of a pipe or a device: False, and opening one might wait for ever
+    """Name -> Entry of every tensor of a file. Raises: ValueError, without the file's name, if it is malformed."""
+    if not files.is_file(path):         # opening a pipe or a device might block forever
         raise ValueError("is not a file" if os.path.lexists(path) else "there is no such file")
     def load() -> tuple[int, int, bytes]:
         with open(path, "rb") as file:
@@ -72,7 +70,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def parse_json(text: bytes, what: str) -> dict:
-    """An object of JSON in which no name stands twice. what: for the message. Raises: ValueError."""
+    """Parse a JSON object without duplicate names. what: for the message. Raises: ValueError."""
     def once(pairs):
         made = dict(pairs)
         if len(made) != len(pairs):
@@ -80,7 +78,7 @@ def parse_json(text: bytes, what: str) -> dict:
         return made
     try:
         found = json.loads(text, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:       # not UTF-8 is a ValueError, too
+    except (ValueError, RecursionError) as error:       # invalid UTF-8 included
         raise ValueError(f"{what} is broken: {str(error)[:80]}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{what} is broken: it is no object")
@@ -102,7 +100,7 @@ def _entry(path: Path, name: str, given, first: int) -> Entry:
 
 
 def read(entry: Entry, start: int, stop: int) -> np.ndarray:
-    """Elements start to stop of a tensor, counted row by row, in the file's dtype."""
+    """Elements start to stop of a tensor in row-major order, in the file's dtype."""
     dtype = DTYPES[entry.dtype]
     with open(entry.path, "rb", buffering=0) as file:
         found = np.fromfile(file, dtype, stop - start, offset=entry.start + start * dtype.itemsize)
@@ -112,14 +110,13 @@ def read(entry: Entry, start: int, stop: int) -> np.ndarray:
 
 
 def header(tensors: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:
-    """(the first bytes of a file of these tensors, name -> the byte where each begins). dtype: as safetensors calls
-    it."""
+    """(first bytes of a file with these tensors, name -> first byte). dtype: safetensors' name of it."""
     at, entries = 0, {}
     for name, shape in tensors.items():
         size = math.prod(shape) * DTYPES[dtype].itemsize
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps({"__metadata__": {"format": "pt"}} | entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)     # so that the numbers are aligned
+    text += b" " * (-len(text) % 8)     # alignment
     return len(text).to_bytes(8, "little") + text, {
         name: 8 + len(text) + entry["data_offsets"][0] for name, entry in entries.items()}

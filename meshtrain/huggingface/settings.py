@@ -1,8 +1,7 @@
-"""config.json <-> the keys of [model], by the tables of `families`.
+"""Converts config.json to keys of [model] and back, by the tables of `families`.
 
-Read: the form of transformers 5 (rope_parameters, dtype) and that of 4 (rope_theta and rope_scaling, torch_dtype).
-Written: the latter, which both read. A key that changes what is computed and is not modelled is a fault; so is one that
-nobody knows.
+Reads the form of transformers 5 (rope_parameters, dtype) and of 4 (rope_theta and rope_scaling, torch_dtype); writes
+the latter, which both read. Unknown keys, and keys that change the computation and are not supported, are errors.
 """
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias", "router_normal
 BIASES = {"all": True, "none": False}      # model.attention_bias, where attention_bias is a key of theirs
 WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "rope_local_base_freq")
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
-# The keys of a scaled rope, by its type, and what an absent one is; None: it must be there.
+# Rope type -> keys and their defaults; None: required.
 SCALED = {
     "llama3": dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
     "linear": {"factor": None},
@@ -32,7 +31,7 @@ WHOLE = ("original_max_position_embeddings",)
 
 
 def read(directory: Path, name: str = CONFIG) -> dict:
-    """The object of config.json, or of another such file. Raises: ValueError."""
+    """The JSON object of config.json or a similar file. Raises: ValueError."""
     path = directory / name
     if not files.is_file(path):
         raise ValueError(f"there is no {name}; name a folder that has one beside its *.safetensors")
@@ -48,7 +47,7 @@ def read(directory: Path, name: str = CONFIG) -> dict:
 
 
 def stop_ids(directory: Path) -> tuple[int, ...]:
-    """The tokens that end an answer: eos_token_id of generation_config.json, else of config.json. Raises:
+    """The tokens that end an answer: eos_token_id of generation_config.json, or else of config.json. Raises:
     ValueError."""
     for name in (GENERATION, CONFIG):
         found = read(directory, name).get("eos_token_id") if files.is_file(directory / name) else None
@@ -62,13 +61,13 @@ def stop_ids(directory: Path) -> tuple[int, ...]:
 
 
 def longest(directory: Path) -> int:
-    """Tokens of a sequence that the model was made for, max_position_embeddings; 0 where config.json does not say."""
+    """max_position_embeddings: the longest sequence that the model was made for; 0 if not given."""
     found = read(directory).get("max_position_embeddings")
     return found if type(found) is int and found > 0 else 0
 
 
 def family_of(config: Mapping) -> Family:
-    """Raises: ValueError for a family that cannot be read."""
+    """Raises: ValueError for an unsupported family."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return FAMILIES[kind]
@@ -82,10 +81,7 @@ def family_of(config: Mapping) -> Family:
 
 
 def model_keys(config: Mapping, family: Family) -> dict:
-    """The keys of [model] that a config.json decides.
-
-    Raises: ValueError, a line for everything that would be computed otherwise than by transformers.
-    """
+    """The keys of [model] that a config.json fixes. Raises: ValueError, a line for each difference to transformers."""
     config = {**config, **{key: config[alias] for alias, key in family.aliases.items() if alias in config
                            and key not in config}}
     get = lambda key: config[key] if key in config else family.defaults.get(key)
@@ -96,7 +92,7 @@ def model_keys(config: Mapping, family: Family) -> dict:
             source, times = family.multiples[theirs]
             value = get(source) * times if type(get(source)) is int else None
         if value is None and ours[0] in ("num_kv_heads", "head_dim", "window", "score_softcap", "logit_softcap"):
-            continue        # derived from the others; no window, no cap
+            continue        # derived, or disabled
         faults += _fault(theirs, value, ours[0])
         keys |= {one: float(value) if one in NUMBERS and type(value) is int else value for one in ours}
     if "attention_bias" in family.keys:
@@ -135,8 +131,8 @@ def model_keys(config: Mapping, family: Family) -> dict:
 
 
 def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
-    """config.json of a model. model: the keys of [model] as attributes. longest: the sequences it was trained on.
-    source: the config.json that the model came from, whose other keys stay."""
+    """config.json of a model. model: the keys of [model] as attributes. longest: trained sequence length. source: the
+    original config.json, whose other keys are kept."""
     kept = {key: value for key, value in source.items() if key not in ("rope_parameters", "dtype", *family.aliases)}
     made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
@@ -149,7 +145,7 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
         made["rope_local_base_freq"] = model.local_rope_theta or model.rope_theta
     made |= {key: made[key] or None for key in made if key.endswith("_softcapping")}
     if "sliding_window" in made:
-        made["sliding_window"] = made["sliding_window"] or None     # absent, some classes take one
+        made["sliding_window"] = made["sliding_window"] or None     # null, because some classes have a default window
     if not family.ropes:
         return made
     made |= {"max_position_embeddings": max(longest, source.get("max_position_embeddings") or 0),
@@ -159,7 +155,7 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
 
 
 def family_for(model) -> Family:
-    """The first family that computes what a model does. Raises: ValueError where none does."""
+    """The first family that computes what a model does. Raises: ValueError if there is none."""
     for family in FAMILIES.values():
         sizes = {one for ours in family.keys.values() for one in ours}
         heads = "num_kv_heads" in sizes or model.num_kv_heads == model.num_heads
@@ -217,7 +213,7 @@ def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
 
 
 def _kinds(config: Mapping, family: Family, keys: Mapping) -> tuple[dict, list[str]]:
-    """(the keys of [model] that say which layers have a window, faults)."""
+    """(keys of [model] on which layers have a window, faults)."""
     count = keys["num_layers"]
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or family.every
     every = every if type(every) is int and every > 0 else family.every
