@@ -1,1 +1,1 @@
-"""Saved states: stored, restored, begun from other weights, exported."""
+"""Checkpoints: saving, restoring, initialization from other weights, export."""

@@ -1,7 +1,4 @@
-"""Weights of runs that trained adapters: merged, wherever weights are asked for without them.
-
-Whoever reads a run's parameters asks here, and need not know whether it had adapters.
-"""
+"""Reads a run's parameters from its checkpoint with LoRA adapters merged, so that callers need not know of adapters."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -21,7 +18,7 @@ KERNEL = "kernel"
 
 
 def section(saved: Saved) -> dict:
-    """The section [lora] of the run that saved a checkpoint; empty where it trained the whole model."""
+    """The section [lora] of the run that saved a checkpoint; empty if it trained the whole model."""
     found = saved.run.get("lora", {})
     return found if found.get("rank") else {}
 
@@ -35,11 +32,10 @@ def described(found: Mapping) -> str:
 
 
 def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
-    """The parameters of a checkpoint that are wanted, ready to use by a model without adapters:
-    those that the run trained are merged.
+    """Restore parameters of a checkpoint for a model without adapters: adapters are merged.
 
-    wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, all parameters or some. dtype: of what is merged;
-    None: as it is stored. Raises: as `Checkpoints.restore`.
+    wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, all parameters or some. dtype: of the merged
+    ones; None: as stored. Raises: as `Checkpoints.restore`.
     """
     kernels, found = leaves_of(wanted), section(saved)
     if found:
@@ -52,15 +48,14 @@ def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
 
 
 def tell_left_out(saved: Saved, params: dict) -> None:
-    """Names the parameters of a checkpoint that have no place in `params`, which begin from it; adapters are merged."""
+    """Warn of parameters of a checkpoint that `params`, initialized from it, lacks; adapters are merged."""
     paths = {path for path in leaves_of(saved.param_shapes()) if f"/{LORA}/" not in path}
     if left := sorted(paths - {path for path in leaves_of(params)}):
         say.out(f"note: the model there has parameters that this one lacks, and they are left out: {', '.join(left)}")
 
 
 def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[[str], jax.Array]:
-    """Path -> that parameter, merged in float32 where it has an adapter. leaves: path -> parameter; each is asked for
-    once."""
+    """Path -> the parameter, merged in float32 if it has an adapter. leaves: path -> parameter; each is read once."""
     scale = transformer.lora and transformer.lora.alpha / transformer.lora.rank
 
     def of(path: str) -> jax.Array:
@@ -74,16 +69,16 @@ def _beside(path: str, name: str) -> str:
 
 
 def _placed(stored, kernel, name: str) -> jax.ShapeDtypeStruct:
-    """A or B with the rank whole, its other dims as the kernel's."""
+    """Abstract A or B: rank unsharded, other dims sharded as the kernel's."""
     spec = (*kernel.sharding.spec, *[None] * len(kernel.shape))[:len(kernel.shape)]
-    # where B's dims behind the rank begin: L and the inputs go before
+    # first of B's dims after the rank; L and the inputs come before
     into = len(kernel.shape) - len(stored.shape) + 2
     spec = (*spec[:len(stored.shape) - 1], None) if name == "a" else (spec[0], None, *spec[into:])
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=NamedSharding(kernel.sharding.mesh, P(*spec)))
 
 
 def _merged(leaves: Mapping[str, jax.Array], scale: float | None, dtype) -> dict[str, jax.Array]:
-    """The leaves, those of adapters in their kernels; one after another."""
+    """The leaves with adapters merged into their kernels, one at a time."""
     out = {}
     for path, kernel in leaves.items():
         if _beside(path, "a") in leaves:

@@ -1,24 +1,20 @@
-"""Checkpoints: asynchronous, whole or absent, checked before they are believed, and restorable on any other mesh.
+"""Checkpoints: asynchronous, atomic, checksummed, and restorable on any other mesh.
 
-Orbax writes and reads the arrays, under their paths (`params/layers/wq`, `opt_state/0/mu/…`); everything else is one
-JSON object. A checkpoint holds no class, no function and no mesh: loading it runs no code, and each array is read back
-into whatever sharding is asked for. The arrays are copied to the host before `save` returns, so the next step may
-donate them.
+Orbax writes and reads the arrays by path (`params/layers/wq`, `opt_state/0/mu/…`); everything else is one JSON object.
+A checkpoint contains no class, function or mesh: loading runs no code and restores into any sharding. `save` copies
+the arrays to the host before it returns, so the next step may donate them.
 
-    <step>/           whole: params/ and state/ (orbax; what lies below the key params, and all else), metadata.json,
+    <step>/           complete: params/ and state/ (orbax arrays under the key params, and all others), metadata.json,
                       and checksums.json: size and xxh3-128 of every other file
-    .<step>.saving/   being written, see `commit`; renamed to <step> when all of it, checksums included, is on disk
-    .<step>.deleting-<hex>/  to be removed: renamed first, so that half a checkpoint never stands under its number
-    <step>.damaged/   its checksums did not hold; set aside for a person to look at
-    <step>.aside/     whole, and later than the step that a run was told to go on from
+    .<step>.saving/   being written, see `commit`; renamed to <step> when everything, checksums included, is on disk
+    .<step>.deleting-<hex>/  being removed: renamed first, so that no partial checkpoint has its step's name
+    <step>.damaged/   its checksums did not match; kept for inspection
+    <step>.aside/     complete, but later than the step from which a run was told to resume
 
-We commit ourselves, not by orbax's CheckpointManager: it has no checksums, and where one process fails to write, the
-others wait at its barrier until it times out. Several processes share the directory; process 0 alone renames and
-deletes.
-
-Weights are read by many (generate, evaluate, convert, runs that begin from them), the optimizer's states by the run
-alone: what reads only weights reads and checks only params/. Beyond that it does not know what the state means: any
-pytree of jax arrays will do.
+Orbax's CheckpointManager is not used to commit: it has no checksums, and if one process fails to write, the others
+wait at its barrier until the timeout. Processes share the directory; only process 0 renames and deletes. Readers of
+weights (generate, evaluate, convert, init_from) read and verify only params/. The state may be any pytree of jax
+arrays.
 """
 from __future__ import annotations
 
@@ -51,20 +47,20 @@ from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, older
 from meshtrain.run import say, trees
 
-# Of the layout described above; a reader that meets a higher number refuses. 1 had no checksums, 2 was of runs that
-# read their data in another order, 3 had all arrays in state/.
+# Version of the layout above; readers refuse higher ones. 1 had no checksums, 2 was of runs with another data order,
+# 3 had all arrays in state/.
 FORMAT = 4
-PEERS_TIMEOUT_S = 3600  # a process that has not written its part by then holds up nobody else
-MAX_FAILED_SAVES = 3  # in a row: what is trained after them would be lost too
+PEERS_TIMEOUT_S = 3600  # waiting time for other processes' writes
+MAX_FAILED_SAVES = 3  # consecutive ones; then training stops
 
 
 class CheckpointError(files.FileSystemError):
-    """A checkpoint could not be saved or read. The message says which, where, and what the system said."""
+    """A checkpoint could not be saved or read. The message has the step, the place and the system's error."""
 
 
 class Store(Protocol):
-    """Where a run keeps its state: `Checkpoints` for all hosts, `local.LocalTier` on each. Every process calls it
-    alike."""
+    """Where a run saves its state: `Checkpoints` (shared) or `local.LocalTier` (per host). All processes make the same
+    calls."""
 
     def due(self, step: int) -> bool: ...
 
@@ -72,13 +68,13 @@ class Store(Protocol):
         """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON); return the seconds that it blocked."""
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
-        """The arrays of `step` on the shardings of `wanted`, a pytree of jax.ShapeDtypeStruct. part: of those that are
-        kept."""
+        """Restore arrays of `step` to the shardings of `wanted`, a pytree of jax.ShapeDtypeStruct. part: only some of
+        them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Saved:
-    """A whole checkpoint in its store, opened: `metadata` was read once, by process 0 for all."""
+    """A complete checkpoint in its store. `metadata` was read once, by process 0 for all."""
     store: Store
     step: int
     metadata: dict
@@ -89,7 +85,7 @@ class Saved:
         return older.translated(self.metadata["run"], saved=True)
 
     def param_shapes(self) -> dict:
-        """Of a checkpoint in `Checkpoints`: nested dicts of jax.ShapeDtypeStruct without shardings."""
+        """Nested dicts of jax.ShapeDtypeStruct without shardings; for `Checkpoints` only."""
         return self.store.arrays(self.step, only_params=True)[PARAMS]
 
     def restore(self, wanted: Any, *, part: bool = False) -> Any:
@@ -97,19 +93,16 @@ class Saved:
 
 
 class Checkpoints:
-    """The checkpoints in one directory, each named by its step. Every process of a run makes one and calls it alike.
+    """The checkpoints in one directory, named by step. All processes make the same calls. Use it in a `with`
+    statement: an interpreter that exits during a save abandons it.
 
-    Use it in a `with` statement: an interpreter that ends during a save gives that save up.
+    every: steps between regular checkpoints; 0: none. keep: number of newest complete checkpoints kept on disk; 0:
+    all. The last is deleted only when a newer one is complete. read_only: for another run's directory; changes nothing
+    there. tell: reports each failed save at once (from a background thread) and each damaged checkpoint; None: stderr.
+    still_ours: raises FileSystemError if another start has claimed the directory; called before anything is written,
+    renamed or removed.
 
-    every: steps between regular checkpoints, which `due` tells; 0: none are regular.
-    keep: how many of the latest whole ones stay on disk; 0: all. The last is deleted only when a newer one is whole.
-    read_only: for another run's directory: creates, cleans up, sets aside and saves nothing.
-    tell: gets one line about each save that failed, as soon as it has (in a background thread), and each damaged
-    checkpoint; None: stderr.
-    still_ours: raises FileSystemError where another start has claimed the directory. It is asked before anything is
-    written, renamed or removed.
-
-    Raises: ConfigError if the directory cannot be made, FileSystemError if the file system refuses.
+    Raises: ConfigError if the directory cannot be made, FileSystemError if the file system fails.
     """
 
     def __init__(self, directory: str | pathlib.Path, *, every: int = 0, keep: int = 0, read_only: bool = False,
@@ -121,16 +114,16 @@ class Checkpoints:
             sys.unraisablehook = _Unraisable(sys.unraisablehook)
         self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
         self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or say.err
-        # whether something is yet to be made from a step, see `_retire`
+        # whether a step is still needed, see `_retire`
         self.owes: Callable[[int], bool] = lambda step: False
         self.still_ours, self._lost = still_ours, False
-        # Compressed, weights would be 8 % smaller, and saving them would take two to three times as long.
+        # Compression would save 8 % of the weights' size and take two to three times as long.
         self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._thread: threading.Thread | None = None
-        self._failure, self._failed = "", 0  # of the last save, and how many failed in a row; process 0's count for all
-        self._step, self._saves = -1, 0  # the last that was to be saved; how often anything was
+        self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0
+        self._step, self._saves = -1, 0  # last step whose save began; number of saves
         if not read_only:
-            agree.on_first(self._open)      # and no process goes on before the leftovers are gone
+            agree.on_first(self._open)      # all wait until leftovers are removed
 
     def _open(self) -> None:
         files.attempted(lambda: self.directory.mkdir(parents=True, exist_ok=True),
@@ -144,18 +137,15 @@ class Checkpoints:
                                "give a directory that can be written", ConfigError) from None
 
     def due(self, step: int) -> bool:
-        """Whether a regular checkpoint belongs after this step."""
+        """Whether a regular checkpoint follows this step."""
         return self.every > 0 and step % self.every == 0
 
     def save(self, step: int, state: Any, metadata: dict) -> float:
-        """Starts saving `state` (a pytree of jax arrays) and `metadata` (JSON) as `step`; returns the seconds it
-        blocked.
+        """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON) as `step`; return the seconds blocked:
+        for a save in progress and the copy to the host. A step that is already saved is kept.
 
-        It blocks for the copy to the host, and before that for a save still under way. A step that is saved already
-        stays as it is. A save that fails is told, leaves nothing behind and stops nobody: the next may work. `wait`
-        raises if it was the last.
-
-        Raises: CheckpointError if this is the last of MAX_FAILED_SAVES in a row that failed; it waits for that one.
+        A failed save is reported and leaves nothing behind; training goes on, and `wait` raises if it was the last.
+        Raises: CheckpointError if this is the last of MAX_FAILED_SAVES consecutive failures; it waits for that one.
         """
         start = time.perf_counter()
         document = json.dumps({"format": FORMAT, **metadata})
@@ -163,11 +153,11 @@ class Checkpoints:
         failed, lost = agree.exchange([self._failed, self._lost])[0]
         if lost:
             self.wait()     # raises
-        # What was saved and has been set aside since, because it was damaged or the run went back, is saved again.
+        # A step set aside since (damaged, or the run went back) is saved again.
         if step == self._step and not failed and agree.on_first((self.directory / str(step)).exists):
             return time.perf_counter() - start
         self._step, self._saves = step, self._saves + 1
-        # Of a save that failed tensorstore may still be writing: the next one has a directory of its own.
+        # tensorstore may still write to a failed save's directory, so each save has its own.
         place = self.directory / f".{step}.saving{f'-{self._saves}' if failed else ''}"
         copied = threading.Event()
         self._thread = threading.Thread(target=self._save,
@@ -183,21 +173,21 @@ class Checkpoints:
         return time.perf_counter() - start
 
     def latest(self, *, only_params: bool = False) -> int | None:
-        """The step of the latest checkpoint whose checksums hold; None without one. Waits for a save under way.
+        """The newest checkpoint whose checksums match; None if there are no checkpoints. Waits for a save in progress.
 
-        Reads all of that checkpoint, or its params, each process a part. Damaged ones are told, set aside and not used.
-        Raises: ConfigError if there are checkpoints, but none is whole: a run would start from step 1 over them.
-        CheckpointError if one cannot be read; it stays as it is.
+        Reads all of it, or its params, each process a part. Damaged ones are reported and set aside. Raises:
+        ConfigError if there are checkpoints but none is complete: a run would restart from step 1 over them.
+        CheckpointError if one cannot be read; it is left as is.
         """
         found = self.newest(only_params=only_params)
         return found and found.step
 
     def newest(self, nearer: Callable[[int], Saved | None] = lambda after: None, *,
                only_params: bool = False) -> Saved | None:
-        """The latest checkpoint, opened, see `latest`; or what `nearer` has.
+        """The newest checkpoint, opened, see `latest`; or a newer one that `nearer` returns.
 
-        nearer: gives what is newer than the checkpoint of a step (0: there is none) and kept elsewhere. It is asked
-        before a checkpoint is read, and again after one that was damaged.
+        nearer: step -> a checkpoint newer than it (0: any) from another store. Called before a checkpoint is read, and
+        again after a damaged one.
         """
         self.settle()
         steps, gone = self.steps(), set()
@@ -226,12 +216,12 @@ class Checkpoints:
         return None
 
     def steps(self) -> list[int]:
-        """The steps that are saved, in order, whole or damaged. Process 0 looks for all: on a shared file system not
-        everybody sees a rename at the same moment."""
+        """All saved steps in order, complete or damaged. Process 0 lists for all: renames on a shared file system are
+        not visible everywhere at once."""
         return agree.on_first(lambda: sorted(self._steps()))
 
     def set_aside_after(self, step: int) -> list[str]:
-        """Renames all checkpoints later than `step`, so that no run goes on from them; returns their new names."""
+        """Rename all checkpoints later than `step`, so that no run resumes from them; return their new names."""
         def set_aside():
             later = [one for one in sorted(self._steps()) if one > step]
             return [files.attempted(lambda: self._set_aside(one, "aside"),
@@ -240,10 +230,8 @@ class Checkpoints:
         return agree.on_first(set_aside)
 
     def open(self, step: int) -> Saved:
-        """The checkpoint of a step with what `save` was given, and `format`. Reads no arrays.
-
-        Raises: ConfigError if a newer version wrote it; CheckpointError if it cannot be read.
-        """
+        """Open a step's checkpoint: what `save` was given, and `format`; reads no arrays. Raises: ConfigError if a
+        newer version wrote it; CheckpointError if it cannot be read."""
         self._join()
         return Saved(self, step, agree.on_first(lambda: self._metadata(self.directory / str(step))))
 
@@ -256,19 +244,18 @@ class Checkpoints:
         return document
 
     def arrays(self, step: int, *, only_params: bool = False) -> dict:
-        """What `step` holds, or its params: nested dicts of jax.ShapeDtypeStruct under the names of the paths, without
-        shardings."""
+        """Nested dicts of jax.ShapeDtypeStruct, without shardings, of a step or its params."""
         stored = self._stored(step, only_params).values()
         return {key: tree for one in stored for key, tree in one.items()}
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
-        """The state saved as `step`, its arrays on the shardings that `wanted` asks for.
+        """Restore the state of `step` to the shardings of `wanted`.
 
-        wanted: a pytree of jax.ShapeDtypeStruct with shardings, of any mesh. Its structure is what comes back.
-        part: it may lack arrays that the checkpoint has (only {"params": …}: a new run from old weights).
+        wanted: a pytree of jax.ShapeDtypeStruct with shardings of any mesh; the result has its structure. part: it may
+        lack arrays of the checkpoint, e.g. have only {"params": …}.
 
-        Raises: ValueError that lists every array whose presence, shape or dtype differs; none is reshaped or cast in
-        silence; CheckpointError if they cannot be read.
+        Raises: ValueError listing every array whose presence, shape or dtype differs (no silent reshape or cast);
+        CheckpointError if they cannot be read.
         """
         nested, arrays = trees.nested(trees.leaves_of(wanted)), {}
         stored = self._stored(step, only_params=part and nested.keys() <= {PARAMS})
@@ -283,12 +270,12 @@ class Checkpoints:
         return jax.tree.map_with_path(lambda path, _: leaves[trees.name(path)], wanted)
 
     def settle(self) -> None:
-        """Returns when nothing is being written, by any process. A save that failed was told."""
+        """Wait until no process is writing. Failed saves were reported."""
         self._join()
         agree.exchange(None)
 
     def wait(self) -> None:
-        """Returns when nothing is being written, by any process. Raises: CheckpointError if the last save failed."""
+        """Wait until no process is writing. Raises: CheckpointError if the last save failed."""
         self._join()
         if failure := agree.exchange(self._failure)[0]:
             raise agree.agreed(CheckpointError(failure))
@@ -297,12 +284,12 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, *error):
-        # With an exception on its way the others may never come to the exchange in wait().
+        # After an exception the others may never reach the exchange in wait().
         self.wait() if kind is None else self._join()
 
     def _stored(self, step, only_params: bool) -> dict[epath.Path, dict]:
-        """Folder of `step` -> its arrays, in nested dicts of jax.ShapeDtypeStruct; where params lie apart, of them
-        alone."""
+        """Folder of `step` -> its arrays as nested dicts of jax.ShapeDtypeStruct; only params if asked and stored
+        separately."""
         place = self.directory / str(step)
         form = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         with _reading(place):
@@ -316,7 +303,7 @@ class Checkpoints:
             names = files.patiently(lambda: os.listdir(self.directory))
         except FileNotFoundError:
             return []
-        except OSError as error:  # and not: no checkpoints
+        except OSError as error:  # not the same as no checkpoints
             raise CheckpointError(f"{self.directory} cannot be read: {files.said(error)}") from error
         return [int(name) for name in names if name.isdecimal()]
 
@@ -326,7 +313,7 @@ class Checkpoints:
             self._thread = None
 
     def _save(self, step, place, state, document, copied):
-        """In the background, by every process: writes its part; process 0 then commits."""
+        """In the background, in every process: write its part; process 0 then commits."""
         index = jax.process_index()
         key, error = f"checkpoint {step} {self._saves}", None
         try:
@@ -336,13 +323,13 @@ class Checkpoints:
             for future in writing:
                 future.result()
             commit.hand_over(place, index)
-        except Exception as caught:     # tensorstore reports a full disk as ValueError; nothing may be lost
+        except Exception as caught:     # tensorstore reports a full disk as ValueError
             error = caught
             agree.leave_word(f"{key} {index}", files.said(error))
         finally:
             copied.set()
         try:
-            # Whether it succeeded or not: what a process has not handed over by now, it has not got.
+            # Also after a failure: a part not handed over by now does not exist.
             ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=PEERS_TIMEOUT_S * 1000)
             if index == 0 and error is None:
                 self._commit(step, place, document, key)
@@ -352,13 +339,13 @@ class Checkpoints:
         if error is not None:
             self._lost = self._is_lost()
             self._failure = f"checkpoint of step {step} not saved in {self.directory}: {files.said(error)}"
-        if index == 0 and not self._lost:  # before anything is said: a disk that is full may hold the log, too
+        if index == 0 and not self._lost:  # before reporting: the log may be on the same full disk
             self._retire(step)
         if error is not None:
             self.tell(self._failure)
 
     async def _write(self, place, state) -> list:
-        """Copies the arrays to the host and begins to write them; returns the futures of that."""
+        """Copy the arrays to the host and start writing them; return the futures."""
         writing = []
         for name, keys in ((PARAMS, {PARAMS} & state.keys()), (STATE, state.keys() - {PARAMS})):
             if keys:
@@ -368,7 +355,7 @@ class Checkpoints:
         return writing
 
     def _commit(self, step, place, document, key):
-        merge = lambda folder: self._arrays.finalize(epath.Path(folder))    # the indexes of the processes' arrays
+        merge = lambda folder: self._arrays.finalize(epath.Path(folder))    # merges the processes' array indexes
         commit.commit(place, jax.process_count(), document, merge, lambda index: agree.word(f"{key} {index}"))
         self.still_ours()
         if not (self.directory / str(step)).exists():
@@ -376,7 +363,7 @@ class Checkpoints:
             files.sync(self.directory)
 
     def _is_lost(self) -> bool:
-        """Whether another start has claimed the directory, as far as can be told."""
+        """Whether another start is known to have claimed the directory."""
         try:
             self.still_ours()
         except files.FileSystemError:
@@ -386,11 +373,10 @@ class Checkpoints:
         return False
 
     def _retire(self, step):
-        """Removes the checkpoints beyond `keep`, and what a failed save left behind (on a full disk: half a
-        checkpoint).
+        """Remove checkpoints beyond `keep`, and partial ones of failed saves (on a full disk).
 
-        Those that are still owed something stay: as many as `keep`, and none once a save has failed, which may need
-        their room.
+        Checkpoints still needed for exports stay: at most `keep`, and none after a failed save, which may need their
+        space.
         """
         try:
             self.still_ours()
@@ -404,10 +390,11 @@ class Checkpoints:
             self._tell_left(error)
 
     def _clean(self, up_to: int | None = None):
-        """Removes what is half written (of no later step: other processes may already be writing that) or half deleted.
+        """Remove partially written checkpoints (of no later step, which other processes may be writing) and partially
+        deleted ones.
 
-        What cannot be removed is told and left: a file that is still open on NFS (.nfsXXXX), or that a process writes
-        whose save failed. It has no name that a save or a start looks for. Raises: OSError where it cannot be renamed.
+        What cannot be removed is reported and left: e.g. a file still open on NFS (.nfsXXXX). Saves and restores
+        ignore its name. Raises: OSError if it cannot be renamed.
         """
         found = [(path, re.fullmatch(r"\.(\d+)\.(saving|deleting)(-\w+)?", path.name))
                  for path in self.directory.glob(".*")]
@@ -424,22 +411,21 @@ class Checkpoints:
                     self._tell_left(error)
 
     def _doom(self, path: pathlib.Path, step: int) -> pathlib.Path:
-        """Renames what is to be removed; returns its name."""
+        """Rename a directory for removal; return its new name."""
         return files.patiently(lambda: path.rename(self.directory / f".{step}.deleting-{secrets.token_hex(4)}"))
 
     def _tell_left(self, error: OSError) -> None:
         self.tell(f"what is left of old checkpoints in {self.directory} cannot be removed: {files.said(error)}")
 
     def fault(self, step: int, *, only_params: bool = False) -> str:
-        """What is damaged in `step` or, where they lie apart, in its params, by what all processes find; empty if
-        nothing.
+        """What is damaged in `step` (or its params, if stored separately), over all processes; empty if nothing.
 
-        Damage is a size or a checksum that differs, or a file that process 0 misses too.
-        Raises: CheckpointError where a file cannot be read, or is not there for others than process 0.
+        Damage is a wrong size or checksum, or a file that process 0 misses too. Raises: CheckpointError if a file
+        cannot be read, or is missing only for processes other than 0.
         """
         place = self.directory / str(step)
         found = agree.exchange(self._look(place, only_params))
-        # Of the files that others miss, process 0 tells whether they are there.
+        # Process 0 decides on files that others miss.
         missing = {name: index for index, one in reversed(list(enumerate(found))) if (name := one.get("missing"))}
         there = agree.exchange(_there(place, missing) if jax.process_index() == 0 else [])[0]
         faults = {index: f"{one['file']}: {one['refused']}" for index, one in enumerate(found) if "refused" in one}
@@ -454,8 +440,7 @@ class Checkpoints:
         return next((one["damaged"] for one in found if "damaged" in one), gone[0] if gone else "")
 
     def _look(self, place: pathlib.Path, only_params: bool) -> dict:
-        """What this process finds of its share of the files: damaged, missing,
-        refused (a file system that fails) or nothing."""
+        """Faults in this process's share of the files: damaged, missing, refused (file system errors)."""
         first, here = jax.process_index() == 0, {"host": socket.gethostname()}
         try:
             wanted = json.loads(files.patiently((place / CHECKSUMS).read_text, missing=not first))
@@ -474,14 +459,14 @@ class Checkpoints:
             return here | {"damaged": f"{CHECKSUMS}: {error}"}
 
     def _put_away(self, step: int) -> str:
-        """Sets a damaged checkpoint aside; what became of it, in words."""
+        """Set a damaged checkpoint aside; describe the result."""
         try:
             return "" if self.read_only else f", kept as {self._set_aside(step, 'damaged')}"
         except OSError as error:
             return f", cannot be set aside: {files.said(error)}"
 
     def _set_aside(self, step: int, suffix: str) -> str:
-        """The name under which a checkpoint is kept from now on, no longer one to go on from."""
+        """Rename a checkpoint so that no run resumes from it; return its new name."""
         return files.set_aside(self.directory / str(step), suffix)
 
     def _check(self, step, stored, abstract_state, part):
@@ -500,9 +485,9 @@ class Checkpoints:
 
 
 class _Unraisable:
-    """Python's hook, but silent about writes that end after their save has failed. tensorstore's threads answer an
-    event loop that orbax made in a thread of its own, and has closed at the first failure: a traceback for each array
-    that a full disk refuses. The failure itself is told by `_save`."""
+    """Python's hook, without the errors of writes that end after their save failed: tensorstore's threads answer
+    orbax's event loop, already closed, with a traceback per array on a full disk. `_save` reports the failure itself.
+    """
 
     def __init__(self, before: Callable):
         self.before = before
@@ -514,8 +499,7 @@ class _Unraisable:
 
 @contextlib.contextmanager
 def _reading(place: pathlib.Path):
-    """What goes wrong while arrays are read is the disk's fault: their checksums held, and their shapes were
-    compared."""
+    """Report errors while reading arrays as disk errors: checksums matched and shapes were compared."""
     try:
         yield
     except Exception as error:
@@ -526,7 +510,7 @@ def _reading(place: pathlib.Path):
 
 
 def _there(place: pathlib.Path, names) -> list[str]:
-    """Those of the files that this process sees, or cannot tell of."""
+    """The files that this process sees, or cannot check."""
     def there(name):
         try:
             files.patiently(lambda: os.stat(place / name))
@@ -539,5 +523,4 @@ def _there(place: pathlib.Path, names) -> list[str]:
 
 
 def _forms(tree):
-    """Name -> (shape, dtype) of every array."""
     return {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in trees.leaves_of(tree).items()}

@@ -1,10 +1,6 @@
-"""How a checkpoint becomes whole where thousands of processes write it: each sees to its own files, process 0 to the
-rest.
-
-A process has synced and summed its files and their folders before it hands over one small record of them; process 0
-looks at no file that is in a record. What is left to it grows by one record a process: reading them, and merging the
-indexes of the arrays. This module knows no step, no state and no run.
-"""
+"""Commits a checkpoint written by up to thousands of processes. Each process syncs and checksums its own files, then
+hands over one small record of them. Process 0 reads only the records, merges the array indexes and handles all other
+files. This module knows no step, no state and no run."""
 from __future__ import annotations
 
 import concurrent.futures
@@ -16,18 +12,17 @@ from pathlib import Path
 from meshtrain import files
 
 PARAMS, STATE, CHECKSUMS, METADATA = "params", "state", "checksums.json", "metadata.json"
-FOLDERS = (PARAMS, STATE)   # that orbax writes arrays into
-RECORDS = "records"     # gone when the checkpoint is whole
-READERS = 32            # threads: on a shared file system each file is a round trip or two
+FOLDERS = (PARAMS, STATE)   # orbax writes arrays here
+RECORDS = "records"     # removed at the commit
+READERS = 32            # threads: each file costs a round trip or two on a shared file system
 
 
 class NotHandedOver(OSError):
-    """A process has not written its part of a checkpoint. The message says which and, where it could tell, why."""
+    """A process has not written its part of a checkpoint. The message names it and, if known, the reason."""
 
 
 def hand_over(place: Path, index: int) -> None:
-    """By every process, when orbax has written its arrays into the FOLDERS: what is its own is on the disk, and in its
-    record."""
+    """In every process, after orbax has written its arrays into the FOLDERS: sync its files and write their record."""
     own = [folder for name in FOLDERS if (folder := place / name / f"ocdbt.process_{index}").exists()]
     mine = [path for folder in own for path in files.regular_files(folder)]
     described = [path for name in FOLDERS if (path := place / name / "array_metadatas" / f"process_{index}").exists()]
@@ -40,12 +35,10 @@ def hand_over(place: Path, index: int) -> None:
 
 def commit(place: Path, count: int, document: str, merge: Callable[[Path], None],
            word: Callable[[int], str] = lambda index: "") -> None:
-    """By process 0, when all of `count` processes have ended their writing: all of the checkpoint is on the disk,
-    with checksums.
+    """In process 0, when all `count` processes have finished: put the whole checkpoint on disk, with checksums.
 
-    document: its metadata, as JSON. merge: makes one index of what the processes have written into a folder. word: of a
-    process, why it failed.
-    Raises: NotHandedOver.
+    document: its metadata, as JSON. merge: merges the processes' array indexes of a folder. word: why a process
+    failed. Raises: NotHandedOver.
     """
     checksums = _handed_over(place, count, word)
     files.write(place / METADATA, document)
@@ -69,7 +62,7 @@ def commit(place: Path, count: int, document: str, merge: Callable[[Path], None]
 
 
 def _handed_over(place: Path, count: int, word: Callable[[int], str]) -> dict[str, list]:
-    """Name -> [bytes, checksum] of what the processes have written. Raises: NotHandedOver."""
+    """Name -> [bytes, checksum] of all processes' files. Raises: NotHandedOver."""
     records = place / RECORDS
     try:
         there = set(files.patiently(lambda: os.listdir(records)))
@@ -93,7 +86,7 @@ def _handed_over(place: Path, count: int, word: Callable[[int], str]) -> dict[st
 
 
 def _walk(directory: str, owned: set[str]) -> Iterator[tuple[str, bool]]:
-    """The directory and all in it, as (path, whether it is a directory), but for the folders that are `owned`."""
+    """The directory and all below it, as (path, is directory), without the folders in `owned`."""
     yield directory, True
     with os.scandir(directory) as entries:
         for entry in entries:

@@ -1,10 +1,8 @@
-"""Weights of a run as a model folder of Hugging Face's: whole or not there, one tensor in memory at a time, on any
-mesh.
+"""Exports a run's weights as a Hugging Face model folder: atomically, one tensor in memory at a time, on any mesh.
 
-Of each tensor one compiled program takes the layer, casts it, puts it in their form and gathers it; the process that
-owns the file writes it into its place. Sizes are known beforehand, so headers come first. Files are synced, then index,
-config and what belongs to a tokenizer are written, and the directory gets its name last. Where anything fails, it is
-removed.
+For each tensor a compiled program slices the layer, casts, converts and gathers it; the process that owns the file
+writes it in place. Sizes are known in advance, so headers come first. After the synced weights come index, config and
+tokenizer files; then the directory is renamed. On a failure it is removed.
 """
 from __future__ import annotations
 
@@ -39,13 +37,12 @@ SHARD_BYTES = 5_000_000_000     # of one file
 
 def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.Array], *, dtype: str, shard_bytes: int,
           data: Mapping, bos: int, source: Path | None) -> int:
-    """Writes the folder; returns the bytes of its weights. All processes call it alike.
+    """Write the folder; return the bytes of its weights. All processes make the same call.
 
-    leaf: parameter of a path of the transformer's; each is asked for once, and not kept. data: the section [data]
-    that the model was trained on. bos: the token that stood before its documents. source: a folder whose other
-    settings, tokenizer and templates go along; without one they are as the data were.
-    Raises: ConfigError where `directory` is not free or the model has no family; CheckpointError where a file cannot be
-    written. Nothing is left behind then.
+    leaf: path -> parameter; each is read once and not kept. data: the section [data] of the training. bos: the token
+    before its documents. source: a folder whose other settings, tokenizer and templates are copied; None: made from
+    the data. Raises: ConfigError if `directory` is not free or the model has no family; CheckpointError if a file
+    cannot be written. Nothing is left behind then.
     """
     model, places = transformer.cfg, transformer.places()
     with user_errors():
@@ -57,8 +54,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     with whole(directory) as place:
         written = Files(place, parts, safetensors.NAMES[dtype])
         for _, alike in itertools.groupby(rows, lambda row: row.kind):
-            row, *more = alike      # of all experts
-            # Of a stack all layers before the next one, so that only one is held.
+            row, *more = alike      # one row per expert
+            # All layers of one stack before the next, so that only one is in memory.
             for stack in dict.fromkeys(name for name, _ in places) if row.stacked else [""]:
                 layers = [(layer, index) for layer, (name, index) in enumerate(places)
                           if name == stack] if row.stacked else [(0, 0)]
@@ -72,11 +69,10 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
 
 @contextlib.contextmanager
 def whole(directory: Path) -> Iterator[Path]:
-    """Yields a directory beside `directory`, which gets its name at the end of the block, and is removed where that
-    fails.
+    """Yield a temporary directory, renamed to `directory` at the end of the block, or removed on failure.
 
-    All processes enter it alike. Process 0 holds a lock meanwhile, so that a second writer is refused.
-    Raises: ConfigError where `directory` is not free; CheckpointError, in every process, where the file system fails.
+    All processes enter it together. Process 0 holds a lock, so that a second writer is refused. Raises: ConfigError if
+    `directory` is not free; CheckpointError, in every process, on a file system error.
     """
     place = directory.with_name(f".{directory.name}.saving")
     with contextlib.ExitStack() as held:
@@ -91,7 +87,7 @@ def whole(directory: Path) -> Iterator[Path]:
 
 
 def on_first(directory: Path, act: Callable[[], object]) -> None:
-    """Process 0 does it. Raises: CheckpointError, in every process, where the file system fails."""
+    """Call act() in process 0. Raises: CheckpointError, in every process, on a file system error."""
     def tried() -> str:
         try:
             act()
@@ -103,7 +99,7 @@ def on_first(directory: Path, act: Callable[[], object]) -> None:
 
 
 def end_of(data: Mapping, bos: int, vocab_size: int) -> int | None:
-    """The token with which documents ended; None where its name can no longer be looked up."""
+    """The token that ended the documents; None if its name cannot be looked up any more."""
     if not data["eos"]:
         return bos
     try:
@@ -116,7 +112,7 @@ def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array], layers, s
     """rows: of one kind. layers: [(number, index in the leaves)]."""
     program, before = _program(rows[0], leaves, sizes, written.dtype), None
     for (layer, index), row in itertools.product(layers, rows):
-        # The one before is written while this one is gathered; no more is under way at a time.
+        # Overlap: write the previous tensor while this one is gathered; at most one in flight.
         now = row.of_layer(layer), program(leaves, np.int32(index), np.int32(row.expert or 0))
         if before:
             written.put(*before)
@@ -126,7 +122,7 @@ def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array], layers, s
 
 
 def _program(row: folder.WeightRow, leaves: list[jax.Array], sizes: Mapping[str, int], dtype: np.dtype):
-    """Jitted (leaves, layer, expert) -> the row's tensor of that layer, and expert, whole on every device."""
+    """Jitted (leaves, layer, expert) -> the row's tensor, replicated on every device."""
     mesh, num_shards = leaves[0].sharding.mesh, [layer_shards(leaf) if row.stacked else 1 for leaf in leaves]
 
     def gather(leaves, layer, expert):
@@ -135,20 +131,20 @@ def _program(row: folder.WeightRow, leaves: list[jax.Array], sizes: Mapping[str,
             x = layer_of(leaf, layer, over, dtype) if row.stacked else leaf.astype(dtype)
             if row.expert is not None:
                 x = jax.lax.dynamic_index_in_dim(x, expert, 0, keepdims=False)
-            x = x[tuple(slice(0, n) for n in piece.form.our_shape(sizes))]      # without the padding of the vocabulary
+            x = x[tuple(slice(0, n) for n in piece.form.our_shape(sizes))]      # strip the padding of the vocabulary
             parts.append(piece.form.to_theirs(x, sizes))
         return jnp.concatenate(parts, row.pieces[0].form.star) if len(parts) > 1 else parts[0]
     return jax.jit(gather, out_shardings=NamedSharding(mesh, P()))
 
 
 def layer_shards(leaf: jax.Array) -> int:
-    """Over how many devices the layers of a stack are split."""
+    """Number of shards of a stack's layer dim."""
     return leaf.shape[0] // leaf.sharding.shard_shape(leaf.shape)[0]
 
 
 def layer_of(leaf, layer, num_shards: int, dtype: np.dtype):
-    """One layer of a stack, cast. Where stages hold the layers, all of them add what they have of it, bit by bit: one
-    layer is moved, where an index would gather the stack."""
+    """One layer of a stack, cast. If stages hold the layers, an all-reduce of its bits moves one layer; an index would
+    gather the stack."""
     if num_shards == 1:
         return jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False).astype(dtype)
     each = leaf.shape[0] // num_shards
@@ -160,8 +156,8 @@ def layer_of(leaf, layer, num_shards: int, dtype: np.dtype):
 
 
 class Files:
-    """The files of an export, of which this process writes every N-th. What fails is told at the end: until then the
-    others count on this process's part in gathering."""
+    """The files of an export; this process writes every N-th. Errors are raised at the end: until then the others need
+    this process to gather."""
 
     def __init__(self, place: Path, parts: Mapping[str, Mapping[str, tuple[int, ...]]], kind: str):
         self.dtype, self.size, self.failed = safetensors.DTYPES[kind], 0, None
@@ -197,8 +193,7 @@ class Files:
             self.failed = self.failed or error
 
     def close(self) -> None:
-        """All processes call it alike. Raises: CheckpointError, in every process, where one could not write its
-        files."""
+        """All processes call it. Raises: CheckpointError, in every process, if one could not write its files."""
         for file in self.open.values():
             self._try(lambda: os.fsync(file.fileno()))
             self._try(file.close)
@@ -210,7 +205,7 @@ class Files:
 
 def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_bytes: int) -> dict[
         str, dict[str, tuple[int, ...]]]:
-    """File -> tensor -> shape: what stands before the layers, layer after layer, what stands behind, none split."""
+    """File -> tensor -> shape: tensors before, in and after the layers; none is split."""
     first = [(row.name, row.shape) for row in rows if not row.stacked][:1]
     layers = [(row.of_layer(layer), row.shape) for layer in range(num_layers) for row in rows if row.stacked]
     last = [(row.name, row.shape) for row in rows if not row.stacked][1:]
@@ -228,8 +223,7 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
 
 @contextlib.contextmanager
 def _begun(directory: Path, place: Path) -> Iterator[None]:
-    """By process 0: `directory` is free, `place` is there and empty, and both are this process's until the block
-    ends."""
+    """In process 0: check that `directory` is free, make `place` empty, and lock both until the block ends."""
     if files.status(directory) and not (files.is_dir(directory) and not any(directory.iterdir())):
         raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")
     with contextlib.ExitStack() as held:
@@ -237,7 +231,7 @@ def _begun(directory: Path, place: Path) -> Iterator[None]:
             directory.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(_locked(directory, directory.with_name(f".{directory.name}.lock")))
             if place.exists():
-                shutil.rmtree(place)        # of an export that was killed
+                shutil.rmtree(place)        # left by a killed export
             place.mkdir()
         except OSError as error:
             if not files.is_mistake(error):
@@ -249,8 +243,8 @@ def _begun(directory: Path, place: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(directory: Path, path: Path) -> Iterator[None]:
-    """Holds a lock file, which is gone afterwards; a killed process leaves one that nobody holds. Without locks (Lustre
-    without `-o flock`) two writers are not told apart."""
+    """Hold a lock file, removed afterwards; one left by a killed process is not locked. Without locks (Lustre without
+    `-o flock`) two writers are not detected."""
     while True:
         with open(path, "a", encoding="utf-8") as lock:
             try:
@@ -262,7 +256,7 @@ def _locked(directory: Path, path: Path) -> Iterator[None]:
                 if error.errno not in NO_LOCKS:
                     raise
             with contextlib.suppress(FileNotFoundError):
-                # else its last holder has removed it meanwhile
+                # else its last holder has just removed it
                 if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
                     try:
                         yield
@@ -273,12 +267,12 @@ def _locked(directory: Path, path: Path) -> Iterator[None]:
 
 
 def _name(place: Path, directory: Path) -> None:
-    place.rename(directory)         # fails where anything but an empty directory is there
+    place.rename(directory)         # fails unless absent or an empty directory
     files.sync(directory.parent)
 
 
 def _complete(place: Path, parts, size: int, config: dict, source: Path | None, tokenizer: Path) -> None:
-    """Writes what belongs beside the weights."""
+    """Write the files that accompany the weights."""
     if source:
         copy_companions(source, place)
     elif tokenizer.is_file():

@@ -1,8 +1,8 @@
-"""checkpoint.export: the weights of saved steps as run.dir/export/STEP.
+"""checkpoint.export: exports the weights of saved steps to run.dir/export/STEP.
 
-An export that fails is told, leaves nothing behind and stops nobody. It is made from its checkpoint with the next
-export, at the end of the run, or when the finished run is started again, whichever comes first: what is on the disk
-says what is missing. With "every" some checkpoints stay beyond checkpoint.keep for that.
+A failed export is reported, leaves nothing behind and stops nothing. It is repeated from its checkpoint with the next
+export, at the end of the run, or when the finished run is started again. With "every", checkpoints still to be
+exported may outlast checkpoint.keep.
 """
 from __future__ import annotations
 
@@ -27,16 +27,13 @@ DIRECTORY = "export"    # in run.dir
 
 
 class Exports:
-    """The exports of one run. Every process makes one and calls it alike.
-
-    wanted: the parameters of its state as jax.ShapeDtypeStruct with shardings. Raises: ConfigError where the model
-    cannot be exported.
-    """
+    """The exports of one run. All processes make the same calls. wanted: its parameters as jax.ShapeDtypeStruct with
+    shardings. Raises: ConfigError if the model cannot be exported."""
 
     def __init__(self, run: Run, transformer: Transformer, checkpoints: Checkpoints, wanted: dict):
         self.run, self.transformer, self.checkpoints = run, transformer, checkpoints
         self.wanted, self.directory = leaves_of(wanted), Path(run.run.dir)
-        self.failed: dict[int, str] = {}     # step -> why, of those that are not made yet
+        self.failed: dict[int, str] = {}     # step -> reason, of exports not made yet
         agree.on_first(self._clean)
         checkpoints.owes = lambda step: run.checkpoint.export == "every" and not self._seen(step)
         if run.checkpoint.export != "off":
@@ -44,36 +41,33 @@ class Exports:
                 agree.on_first(self._check)
 
     def due(self, step: int, ending: bool) -> bool:
-        """Whether a step is exported. ending: training ends with it, perhaps before its last step."""
+        """Whether to export a step. ending: training ends with it, perhaps early."""
         if self.run.checkpoint.export == "every":
             return ending or self.checkpoints.due(step)
         return self.run.checkpoint.export == "last" and step == self.run.training.steps
 
     def make(self, step: int, params: dict, bos: int) -> dict:
-        """Exports the parameters of a step, then what is missing of those before. Returns no numbers for the metrics.
-
-        params: of the run's state, its adapters among them. bos: the token in front of a document.
-        """
+        """Export the parameters of a step, then missing earlier ones; return no metrics. params: of the run's state,
+        adapters included. bos: the token before a document."""
         if not self._is_there(step):
             self._try(step, lambda: self._write(step, leaves_of(params), self.run.data.model_dump(), bos))
         self._make_saved({one for one in (*self.failed, *self._due()) if one < step})
         return {}
 
     def finish(self) -> str:
-        """Exports what is missing of the saved steps, at the end of the run. Returns what is not made, in words; empty:
-        nothing."""
+        """Export missing saved steps at the end of the run; describe those not made (empty: none)."""
         if self.run.checkpoint.export == "off":
             return ""
         self._make_saved({*self.failed, *self._due()})
         return "; ".join(f"{self._place(step)} is not made: {why}" for step, why in sorted(self.failed.items()))
 
     def _due(self) -> list[int]:
-        """The saved steps that have an export, or are to have one."""
+        """The saved steps that have an export, or need one."""
         saved = self.checkpoints.steps()
         return saved if self.run.checkpoint.export == "every" else saved[-1:]
 
     def _make_saved(self, steps: set[int]) -> None:
-        """Exports steps from their checkpoints, as far as these are there."""
+        """Export steps from their checkpoints, as far as these exist."""
         saved = self.checkpoints.steps() if steps else []
         for step in sorted(steps):
             if self._is_there(step):
@@ -100,13 +94,13 @@ class Exports:
                          shard_bytes=export.SHARD_BYTES, data=data, bos=bos, source=source)
 
     def _try(self, step: int, write: Callable[[], None]) -> None:
-        """What fails in all processes alike is told and kept in `failed`."""
+        """Report an error common to all processes and keep it in `failed`."""
         try:
             write()
             self.failed.pop(step, None)
         except (CheckpointError, ConfigError, PeerError, files.FileSystemError) as error:
             if jax.process_count() > 1 and not getattr(error, "agreed", False):
-                raise       # a process is gone, or the others do not know of it
+                raise       # a process is lost, or the others do not know of the error
             self.failed[step] = files.said(error)
             if jax.process_index() == 0:
                 say.err(f"export of step {step} failed: {self.failed[step]}; training goes on, and it is tried again")
@@ -118,20 +112,19 @@ class Exports:
         return agree.on_first(lambda: self._seen(step))
 
     def _seen(self, step: int) -> bool:
-        """Where the file system does not answer: no, and what is written then finds out why."""
+        """Whether the export exists; no if the file system fails, which the following write then reports."""
         try:
             return files.status(self._place(step)) is not None
         except OSError:
             return False
 
     def _clean(self) -> None:
-        """Removes what killed starts have left half written; the run's directory is this start's alone."""
+        """Remove leftovers of killed starts; only this start uses the run's directory."""
         for path in (self.directory / DIRECTORY).glob(".*.saving"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _check(self) -> None:
-        """Raises: ValueError where no family of Hugging Face's computes the model. Now, and not after days of
-        training."""
+        """Raises: ValueError, before training, if no Hugging Face family computes the model."""
         source = next(filter(folder.is_one,
                              folder.companions_of(self.run.run.dir, self.run.checkpoint.init_from)), None)
         model = self.transformer.cfg
@@ -143,7 +136,7 @@ GONE = "; and its checkpoint is no longer there"
 
 
 class _Stored(Mapping):
-    """Path -> parameter of a checkpoint, read when it is asked for and not kept."""
+    """Path -> parameter of a checkpoint, read on access and not kept."""
 
     def __init__(self, saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct]):
         self.saved, self.wanted = saved, wanted
@@ -160,18 +153,18 @@ class _Stored(Mapping):
         return len(self.wanted)
 
     def __contains__(self, path: object) -> bool:
-        return path in self.wanted      # and not by reading it
+        return path in self.wanted      # without reading it
 
 
 def kept(run_dir: Path) -> Path | None:
-    """What came with the weights that a run started from."""
+    """Companion files of the weights that a run started from."""
     return run_dir / folder.KEPT if agree.on_first(lambda: files.is_file(run_dir / folder.KEPT
                                                                          / settings.CONFIG)) else None
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[str]:
-    """Renames the exports of steps later than `step`, from which a run goes on: they are of a course that it has left.
-    By process 0. Returns their new names. Raises: ConfigError, files.FileSystemError."""
+    """In process 0: rename the exports of steps later than `step`, from which a run resumes; return their new names.
+    Raises: ConfigError, files.FileSystemError."""
     place = run_dir / DIRECTORY
 
     def rename() -> list[str]:

@@ -1,8 +1,8 @@
-"""checkpoint.init_from, a run: a new run begins with the weights of another's checkpoint.
+"""checkpoint.init_from: initializes a run from another run's checkpoint.
 
-Adapters are taken over by a run with the same [lora], and merged for any other. A run with experts may begin from a
-dense one: every expert starts as the layer's MLP, the router as it is initialized. With normalized weights and no noise
-the model then computes what the dense one does. Source: arXiv:2212.05055.
+Adapters are kept if both runs have the same [lora], else merged. A run with experts may start from a dense one: every
+expert is the layer's MLP, the router is freshly initialized. With normalized weights and no noise the model initially
+equals the dense one. Source: arXiv:2212.05055.
 """
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ DENSE = dict(num_experts=0, shared_expert_dim=0, first_dense_layers=0)
 
 
 def begun(run: Run, model: transformer.Transformer, layout, mesh, shapes: State, fresh: State) -> State:
-    """The first state of a run, with the weights of another. shapes: of the state, with shardings. fresh: the
+    """The initial state of a run with another run's weights. shapes: of the state, with shardings. fresh: the
     initialized state.
 
-    Raises: ConfigError where there is no such checkpoint, or it does not fit; as `Checkpoints.restore`.
+    Raises: ConfigError if the checkpoint is missing or does not fit; as `Checkpoints.restore`.
     """
     where, asks_state = run.checkpoint.init_from, run.checkpoint.init_optimizer
     source = resume.source(Path(where), run.checkpoint.step, f"checkpoint.init_from={where}",
@@ -61,10 +61,10 @@ def begun(run: Run, model: transformer.Transformer, layout, mesh, shapes: State,
 
 
 def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
-    """The parameters of a run with experts from those of a dense one. layout, mesh: of the run; fresh: initialized
-    ones.
+    """Parameters of a run with experts, from a dense run's. layout, mesh: of the new run; fresh: its initialized
+    parameters.
 
-    Raises: ValueError where the MLPs of the dense run are no experts of this one; as `Checkpoints.restore`.
+    Raises: ValueError if the dense MLPs do not match the experts; as `Checkpoints.restore`.
     """
     cfg, had = run.model, source.run["model"]
     width, activation = had["mlp_dim"], had.get("activation", cfg.activation)

@@ -1,15 +1,13 @@
-"""The fast tier of checkpoints: every few steps each process keeps its own shards on its own host, on disk or in
-memory.
+"""Local (per-host) checkpoints: every few steps each process saves its own shards on its host, on disk or in memory.
 
-    <local_dir>/<run>/process-<index>/<step>/   shards: bytes, one after the other; index.json: whose, where they lie,
-    their sum <local_dir>/<run>/process-<index>/.saving/  being written
+    <local_dir>/<run>/process-<index>/<step>/   shards: concatenated bytes; index.json: run, offsets, checksum
+    <local_dir>/<run>/process-<index>/.saving/  being written
 
-It is for the crash in which all hosts come back, and is used where every process finds on its host all pieces that its
-shards need, of one step and one start, newer than the shared checkpoint, with sums that hold. Anything else falls back
-to the shared ones, told in a line. run.dir/local.json names the start whose parts count, so that none of another run,
-or of steps that were taken back, is ever believed. The mesh and the number of processes may differ where the pieces are
-on the host. Source: the idea of Gemini's in-memory checkpoints (SOSP 2023), without its replicas on other hosts. This
-module knows no model.
+They serve crashes after which all hosts come back. A local checkpoint is used if every process finds on its host all
+the pieces that it needs, of one step and one start, newer than the shared checkpoint, with matching checksums; else
+the shared one, with a line that says why. run.dir/local.json names the start whose pieces are valid: those of other
+runs or discarded steps are never used. Mesh and process count may change if the pieces are on the host. Source:
+Gemini's in-memory checkpoints (SOSP 2023), without replicas on other hosts. This module knows no model.
 """
 from __future__ import annotations
 
@@ -38,12 +36,13 @@ from meshtrain.config import ConfigError
 from meshtrain.run import say, trees
 
 LINEAGE, INDEX, SHARDS = "local.json", "index.json", "shards"
-Region = tuple[tuple[int, int], ...]        # first and last + 1 along each dimension
+Region = tuple[tuple[int, int], ...]        # [start, stop) along each dim
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What one process has kept of a step. pieces: (array, region) -> offset in the file. sum: [bytes, xxh3-128]."""
+    """One process's local checkpoint of a step. pieces: (array, region) -> offset in the file. sum: [bytes, xxh3-128].
+    """
     place: Path
     metadata: dict
     arrays: dict
@@ -52,11 +51,8 @@ class _Part:
 
 
 class LocalTier:
-    """The fast tier of one run; every process makes one and calls it alike. Without a directory it keeps and finds
-    nothing.
-
-    Raises: ConfigError, in every process, where one cannot write to local_dir.
-    """
+    """The local checkpoints of one run. All processes make the same calls. Without a directory it saves and finds
+    nothing. Raises: ConfigError, in every process, if one cannot write to local_dir."""
 
     def __init__(self, local_dir: str, every: int, run_dir: Path, tell: Callable[[str], None] = say.err):
         self.every, self.tell = every if local_dir else 0, tell
@@ -65,7 +61,7 @@ class LocalTier:
         self._start = ""
         self._thread: threading.Thread | None = None
         self._failure, self._told = "", ""
-        # the last step that was to be kept; the last that is whole in every process
+        # last step whose save began; last step complete in every process
         self._started, self._whole = 0, 0
         agree.everywhere(self._check_writable)
 
@@ -73,10 +69,8 @@ class LocalTier:
         return self.every > 0 and step % self.every == 0
 
     def newest(self, after: int, wanted: Any) -> Saved | None:
-        """The newest step behind `after` that can be restored onto `wanted`; None without one.
-
-        wanted: a pytree of jax.ShapeDtypeStruct with shardings. Every process reads its parts, and all decide alike.
-        """
+        """The newest step after `after` that can be restored onto `wanted`; None if there is none. wanted: a pytree of
+        jax.ShapeDtypeStruct with shardings. Every process reads its pieces; all return the same decision."""
         self._join()
         found = self._parts()
         steps = agree.exchange(sorted(step for step in found if step > after))
@@ -93,7 +87,7 @@ class LocalTier:
         return None
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
-        """The arrays of a step that `newest` has found, on the shardings of `wanted`, which may be a part of them."""
+        """Restore arrays of a step found by `newest` to the shardings of `wanted`, which may be a part of them."""
         if not (parts := self._parts().get(step)):
             raise files.FileSystemError(f"checkpoint.local_dir: step {step} in {self._home()}, whose checksums have "
                                         f"just held, cannot be read any more; see to the file system and start again")
@@ -120,8 +114,8 @@ class LocalTier:
         return jax.tree.map_with_path(array, wanted)
 
     def begin(self, step: int, used: bool) -> None:
-        """The run is about to train on after `step`: from now on only what this start keeps counts, and, where it was
-        `used`, the part that it goes on from. Everything else of this run is removed."""
+        """Training is about to continue after `step`: from now on only this start's checkpoints are valid and, if
+        `used`, the one it resumed from. All others of this run are removed."""
         self._join()
         lineage, self._start = self._lineage, secrets.token_hex(8)
         if lineage is None and not self.every:
@@ -145,22 +139,20 @@ class LocalTier:
         self._remove(lambda other: not used or other != step)
 
     def save(self, step: int, state: Any, metadata: dict) -> float:
-        """Starts keeping this process's shards of `state` and `metadata` (JSON); returns the seconds that it blocked.
-
-        It blocks for the copy to the host. The step before is removed only when all processes have the next; what fails
-        is told once and stops nobody.
-        """
+        """Start saving this process's shards of `state` and `metadata` (JSON); return the seconds blocked, for the
+        copy to the host. The previous step is removed once all processes have this one. The first failure is reported;
+        none stops training."""
         began = time.perf_counter()
         self._settle()
         self._started = step
         arrays, pieces = {}, []
         for name, leaf in trees.leaves_of(state).items():
             arrays[name] = [list(leaf.shape), str(leaf.dtype)]
-            held = {_region(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}      # each once
+            held = {_region(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
             pieces += [(name, region, data) for region, data in held.items()]
         for *_, data in pieces:
             data.copy_to_host_async()
-        # the next step may take the buffers
+        # the next step may donate the buffers
         copies = [(name, region, np.array(data)) for name, region, data in pieces]
         document = {"start": self._start, "metadata": {"format": FORMAT, **metadata}, "arrays": arrays}
         self._thread = threading.Thread(target=self._write, args=(step, document, copies))
@@ -168,14 +160,14 @@ class LocalTier:
         return time.perf_counter() - began
 
     def forget(self) -> None:
-        """Removes all that is kept of this run: a shared checkpoint has it."""
+        """Remove all local checkpoints of this run: a shared one is newer."""
         self._join()
         if self._lineage is not None and self._root is not None:
-            agree.exchange(None)        # nobody is writing any more
+            agree.exchange(None)        # barrier: no process is writing
             files.remove(self._home())
 
     def _settle(self) -> None:
-        """What became of the last save, by what all processes say of it."""
+        """Process the last save's result in all processes."""
         self._join()
         failures = agree.exchange(self._failure)
         bad = [f"process {index}: {text}" for index, text in enumerate(failures) if text]
@@ -225,14 +217,14 @@ class LocalTier:
         return self._home() / f"process-{jax.process_index()}"
 
     def _read_lineage(self) -> dict | None:
-        """By process 0: which run and start this is. A run.dir that was copied or moved is another run here; one that
-        has another name by a link is the same."""
+        """In process 0: identify the run and start. A copied or moved run.dir is another run; a linked one is the
+        same."""
         try:
             lineage = json.loads(files.patiently(lambda: self._lineage_file.read_text(encoding="utf-8")))
             here = Path(lineage["at"]).resolve() == self._lineage_file.parent.resolve()
             return lineage if here and lineage["start"] and "from" in lineage else None
         except OSError as error:
-            if not files.is_mistake(error):     # a run that goes on without it would take steps again that are kept
+            if not files.is_mistake(error):     # falling back here would repeat steps that are saved
                 raise files.judged(error, f"{self._lineage_file} cannot be read", "") from None
             return None
         except (ValueError, KeyError, TypeError):
@@ -244,15 +236,14 @@ class LocalTier:
 
         def write() -> None:
             self._root.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self._root).close()      # without a name: a kill leaves nothing
+            tempfile.TemporaryFile(dir=self._root).close()      # unnamed: a kill leaves nothing
 
         files.attempted(write, f"checkpoint.local_dir={self._root} cannot be written",
                         "give a directory that every host has and can write, e.g. below /dev/shm or on its own disk",
                         ConfigError)
 
     def _parts(self) -> dict[int, list[_Part]]:
-        """Step -> what processes of this run have kept on this host, of the start that counts.
-        What cannot be read is not there."""
+        """Step -> local checkpoints of this run's valid start on this host. Unreadable ones are ignored."""
         found: dict[int, list[_Part]] = {}
         if self._root is None or self._lineage is None:
             return found
@@ -271,7 +262,7 @@ class LocalTier:
         return found
 
     def _fault(self, parts: list[_Part], abstract: Any) -> str:
-        """Why this process cannot restore from the parts on its host; empty if it can. Reads all of them."""
+        """Why this process cannot restore from the pieces on its host; empty if it can. Reads all of them."""
         held = {piece for part in parts for piece in part.pieces}
         for name, leaf in trees.leaves_of(abstract).items():
             if any(part.arrays.get(name) != [list(leaf.shape), str(jnp.dtype(leaf.dtype))] for part in parts):
@@ -279,7 +270,7 @@ class LocalTier:
             regions = [region for other, region in held if other == name]
             for wanted in {_region(index, leaf.shape)
                            for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}:
-                # Pieces of one step are the same or apart: their common volumes add up.
+                # Pieces of one step are equal or disjoint, so the volumes of intersections add up.
                 if sum(_volume(_common(region, wanted)) for region in regions) != _volume(wanted):
                     return f"not all of {name} that it needs is on its host"
         try:
@@ -291,7 +282,7 @@ class LocalTier:
         return ""
 
     def _remove(self, doomed: Callable[[int], bool]) -> None:
-        """Removes the steps of this run on this host, of whatever process."""
+        """Remove steps of this run on this host, of any process."""
         if self._root is not None:
             for place in self._home().glob("process-*/*"):
                 if place.name.isdecimal() and doomed(int(place.name)):
@@ -299,7 +290,7 @@ class LocalTier:
 
 
 def _delete(place: Path) -> None:
-    """The index first: what a kill leaves of it is nothing to go on from."""
+    """Remove the index first, so that a partial deletion is never restored."""
     with contextlib.suppress(OSError):
         os.unlink(place / INDEX)
     files.remove(place)
@@ -310,7 +301,7 @@ def _region(index, shape) -> Region:
 
 
 def _common(a: Region, b: Region) -> Region | None:
-    """None where they do not meet. Of scalars the empty region, whose volume is 1."""
+    """The intersection; None if empty. Scalars have the empty region, of volume 1."""
     both = tuple((max(lo, start), min(hi, stop)) for (lo, hi), (start, stop) in zip(a, b, strict=True))
     return None if any(lo >= hi for lo, hi in both) else both
 

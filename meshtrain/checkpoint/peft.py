@@ -1,8 +1,8 @@
-"""Adapters of a run as a folder of PEFT's: adapter_model.safetensors and adapter_config.json, whole or not there.
+"""Exports a run's adapters as a PEFT folder (adapter_model.safetensors, adapter_config.json), atomically.
 
-Their lora_A is [rank, in] and lora_B [out, rank], beside the modules that the model's family names. Where one of theirs
-holds several of ours (Phi-3's qkv_proj, GPT-2's c_attn), their A's stand one above another and their B's in blocks: the
-same product, of a rank that many times as large. Written as `run.export` writes a model.
+PEFT's lora_A is [rank, in] and lora_B [out, rank], named after the family's modules. For a fused module (Phi-3's
+qkv_proj, GPT-2's c_attn) the A's are concatenated and the B's block-diagonal: the same product, with the sum of the
+ranks. Written as `run.export` writes a model.
 """
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ PREFIX = "base_model.model."
 
 def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.Array | None], *, dtype: str, base: str,
           source: Path | None) -> int:
-    """Writes the folder; returns the bytes of its weights. All processes call it alike.
+    """Write the folder; return the bytes of its weights. All processes make the same call.
 
-    leaf: path of an adapter's A or B -> that parameter, None where the projection has no adapter. base: the model that
-    the adapters belong to, by name or path. source: a folder that says its family. Raises: as `export.write`.
+    leaf: path of an adapter's A or B -> parameter; None if the projection has no adapter. base: name or path of the
+    base model. source: a folder that gives its family. Raises: as `export.write`.
     """
     model, places, of, sizes = transformer.cfg, transformer.places(), transformer.lora, forms.sizes_of(transformer.cfg)
     with user_errors():
@@ -74,21 +74,21 @@ def _path(kernel: str, name: str) -> str:
 
 
 def _shapes(row: folder.WeightRow, rank: int, sizes) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of lora_A and lora_B of a row."""
+    """Shapes of a row's lora_A and lora_B."""
     form = row.pieces[0].form
     inputs = _num_inputs(form, sizes)
     return (rank, inputs), (int(np.prod(row.shape)) // inputs, rank)
 
 
 def _num_inputs(form: forms.Form, sizes) -> int:
-    """How many numbers a matrix reads: one dim of theirs, which is the first of ours."""
+    """Input size of a matrix: the dim of theirs that is the first of ours."""
     (group,) = [group for group in form.groups if form.ours[0] in group]
     return int(np.prod([sizes[letter] for letter in group]))
 
 
 def _program(row: folder.WeightRow, leaves, sizes, dtype: np.dtype):
-    """Jitted (leaves, layer) -> (lora_A, lora_B) of that layer, whole on every device. leaves: (A, B) or (None,
-    None) of each piece."""
+    """Jitted (leaves, layer) -> (lora_A, lora_B), replicated on every device. leaves: (A, B) or (None, None) per
+    piece."""
     arrays = jax.tree.leaves(leaves)
     num_shards = {export.layer_shards(array) for array in arrays}
     assert len(num_shards) == 1, "all of a stack lie alike over the stages"
@@ -111,13 +111,13 @@ def _program(row: folder.WeightRow, leaves, sizes, dtype: np.dtype):
 
 
 def _short(module: str, modules: list[str]) -> str:
-    """The last part of a module's name, as PEFT's users write it; with the one before where others end alike."""
+    """A module's short name, as PEFT's users write it; one component longer if ambiguous."""
     last = module.rpartition(".")[2]
     return last if sum(other.rpartition(".")[2] == last for other in modules) == 1 else ".".join(module.split(".")[-2:])
 
 
 def _config(of, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
-    """Ranks other than lora.rank are written as patterns, with alphas that leave alpha / rank as it is."""
+    """Ranks other than lora.rank are written as patterns, with alphas that keep alpha / rank."""
     others = {name: rank for name, rank in ranks.items() if rank != of.rank}
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
             "r": of.rank, "lora_alpha": of.alpha,

@@ -1,10 +1,9 @@
-"""Weights of a model folder, read into the parameters of a run, whatever its layout, processes and stages.
+"""Loads a model folder's weights into a run's parameters, for any layout, number of processes and stages.
 
-Of each tensor every device gets the same share of elements, one after another as the file has them, in the file's
-dtype: no byte is read twice, and none is skipped. One compiled program per kind of tensor then gathers it, puts it in
-our form, casts it and writes it into its place. A host holds its devices' shares of one tensor at a time, a device one
-whole tensor beside its parameters. A shard of our form would be a strided read: an eighth of the columns of a matrix
-reads all of it from the disk.
+Every device reads an equal, contiguous share of each tensor, in the file's dtype: each byte is read once. A compiled
+program per kind of tensor gathers, converts, casts and writes it into place. A host holds its devices' shares of one
+tensor, a device one whole tensor beside its parameters. Reading our shards directly would be strided: an eighth of a
+matrix's columns reads all of it from disk.
 """
 from __future__ import annotations
 
@@ -29,11 +28,8 @@ from meshtrain.run import say, trees
 
 
 def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.WeightRow]] | None:
-    """The model folder of checkpoint.init_from with its rows; None where that is no model folder. names:
-    `Transformer.names`.
-
-    Raises: ConfigError with every fault of the folder.
-    """
+    """The model folder of checkpoint.init_from with its rows; None if it is not a model folder. names:
+    `Transformer.names`. Raises: ConfigError with every fault of the folder."""
     source = run.checkpoint.init_from
     if not source or not folder.is_one(source):
         return None
@@ -42,43 +38,40 @@ def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.W
                           f"which has no steps; leave it out")
     with user_errors("checkpoint.init_from: "):
         found = folder.open_folder(Path(source))
-        folder.companions(Path(source))     # now, and not when they are copied, behind the compile
+        folder.companions(Path(source))     # checked now rather than after the compile
         return found, folder.match(found, run.model, names)
 
 
 def load(found: folder.Folder, rows: Sequence[folder.WeightRow], model, places: Sequence[tuple[str, int]],
          params: dict) -> dict:
-    """The parameters, with every number of them that of the folder; `params` is donated. model: keys of [model] as
-    attributes.
+    """Return the parameters with the folder's values; `params` is donated.
 
-    places: of the layers, `Transformer.places`. params: nested dicts of arrays on one mesh, which say shape, dtype and
-    place.
-    Raises: CheckpointError where a file fails.
+    model: keys of [model] as attributes. places: of the layers, `Transformer.places`. params: nested dicts of arrays
+    on one mesh, which give shape, dtype and sharding. Raises: CheckpointError if a file fails.
     """
     leaves = trees.leaves_of(params)
     (mesh,) = {leaf.sharding.mesh for leaf in leaves.values()}
     sizes, shares = forms.sizes_of(model), NamedSharding(mesh, P(mesh.axis_names))
-    programs: dict = {}         # of one kind of rows
+    programs: dict = {}         # kind of row -> program
     for row in rows:
         programs = {key: program for key, program in programs.items() if key[0] == row.kind}
         for layer, (stack, index) in enumerate(places if row.stacked else [("", 0)]):
             paths = paths_of(row, stack)
             place = programs.setdefault((row.kind, stack), _program(row, sizes, [leaves[path] for path in paths], mesh))
             flat = _shares(found.entries[row.of_layer(layer)], shares)
-            # What was read before is in its place before more is gathered: memory, and the order of collectives.
+            # Wait for the previous tensor, to bound memory and order the collectives.
             stacks = jax.block_until_ready([leaves[path] for path in paths])
             leaves |= zip(paths, place(stacks, flat, np.array(row.at(index), np.int32)), strict=True)
     return trees.nested(jax.block_until_ready(leaves))
 
 
 def paths_of(row: folder.WeightRow, stack: str) -> list[str]:
-    """The paths of a row's parameters. stack: that of the layer, of a stacked row."""
+    """The paths of a row's parameters. stack: the stack of a layer's row."""
     return [stack + piece.path.removeprefix(LAYERS) if row.stacked else piece.path for piece in row.pieces]
 
 
 def keep_companions(run: Run, directory: Path) -> None:
-    """Config, tokenizer and templates of the weights go along to run.dir/hf, also from another run. Process 0 does
-    it."""
+    """In process 0: copy config, tokenizer and templates of the weights (a folder or another run) to run.dir/hf."""
     source = Path(run.checkpoint.init_from)
     source = source if folder.is_one(source) else source / KEPT
     if run.checkpoint.init_from and source.is_dir():
@@ -86,7 +79,7 @@ def keep_companions(run: Run, directory: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copies what is there of a folder's companions; `target` is made where it is not there. Raises: ValueError."""
+    """Copy a folder's companion files to `target`, made if needed. Raises: ValueError."""
     found = folder.companions(source)
     target.mkdir(exist_ok=True)
     for path in found:
@@ -103,7 +96,7 @@ def tell(found: folder.Folder) -> None:
 
 
 def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
-    """The elements of a tensor, filled up to as many as divide, an equal share on every device."""
+    """The elements of a tensor, padded to equal shares on all devices."""
     count, num_shards = int(np.prod(entry.shape, dtype=np.int64)), sharding.mesh.size
     each = -(-count // num_shards)
     # jax has no float64 here.
@@ -123,14 +116,13 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
 
 
 def _program(row: folder.WeightRow, sizes, stacks, mesh):
-    """Jitted (stacks, shares of the row's tensor of a layer, where that lies in them) -> stacks with it in its
-    place."""
+    """Jitted (stacks, shares of the row's tensor, index in the stacks) -> stacks with the tensor in place."""
     count, shardings = int(np.prod(row.shape, dtype=np.int64)), tuple(stack.sharding for stack in stacks)
 
     lead = len(row.at(0))
 
     def place(stacks, flat, at):
-        # One all-gather, in the file's dtype; all that follows is local.
+        # One all-gather in the file's dtype; the rest is local.
         whole = jax.lax.with_sharding_constraint(flat, NamedSharding(mesh, P()))[:count].reshape(row.shape)
         return tuple(written(piece, stack, whole, at) for piece, stack in zip(row.pieces, stacks))
 
@@ -140,7 +132,7 @@ def _program(row: folder.WeightRow, sizes, stacks, mesh):
             whole = jax.lax.slice_in_dim(whole, piece.first, piece.first + length, axis=piece.form.star)
         x = piece.form.to_ours(whole, sizes).astype(stack.dtype)
         shape = stack.shape[lead:]
-        x = jnp.pad(x, [(0, ours - theirs) for ours, theirs in zip(shape, x.shape, strict=True)])   # of the vocabulary
+        x = jnp.pad(x, [(0, ours - theirs) for ours, theirs in zip(shape, x.shape, strict=True)])   # pad the vocabulary
         begin = (*at, *(0 for _ in shape))
         return jax.lax.dynamic_update_slice(stack, x.reshape((1,) * lead + shape), begin) if lead else x
 

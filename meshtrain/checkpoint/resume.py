@@ -1,9 +1,8 @@
-"""Where a run goes on from, and what may have changed since it was saved: content counts, not spelling.
+"""Where a run resumes, and which settings may have changed since; content is compared, not spelling.
 
-CHANGES is the whole rule, a table from keys of the run file to what a difference means. What changes the numbers is
-told in a line and recorded in run.dir/changes.jsonl with the step after which it counts; config.toml has the settings
-now in force. The position in the data is kept as tokens of each source, so that batches may change in size and mixture.
-This module knows no model and no arrays.
+The table CHANGES maps keys of the run file to the meaning of a difference. Changes that affect numbers are reported
+and recorded in run.dir/changes.jsonl with their step; config.toml has the current settings. The data position is
+stored as tokens per source, so that batch size and mixture may change. This module knows no model and no arrays.
 """
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.sources import Corpus
 from meshtrain.run import rows, rundir, say
 
-STAYS = "stays"             # another value is another run: refused
-CONTENT = "content"         # however it is spelled: what is read is compared with what was read
-RECORDED = "recorded"       # counts from the next step on; told and recorded
-FREE = "free"               # changes no number, or belongs to one start alone
+STAYS = "stays"             # a change is refused
+CONTENT = "content"         # the content read is compared, not the spelling
+RECORDED = "recorded"       # valid from the next step; reported and recorded
+FREE = "free"               # affects no number, or this start only
 
-# The first pattern that fits a key says what another value means when a run goes on.
+# The first matching pattern applies.
 CHANGES = (
     ("run.seed", STAYS),
     ("run.*", FREE),
@@ -43,9 +42,9 @@ CHANGES = (
     ("data.seq_len", RECORDED), ("data.global_batch", RECORDED), ("data.document_mask", RECORDED),
     ("data.eos", RECORDED),
     ("data.loss_on", RECORDED),
-    ("data.mixture", RECORDED),     # its weights; its sources are content
+    ("data.mixture", RECORDED),     # the weights; sources are content
     ("data.packing", STAYS),
-    ("data.validation_fraction", STAYS),     # what is held out is not trained on
+    ("data.validation_fraction", STAYS),     # held-out documents must stay held out
     ("data.cache", FREE), ("data.validation_paths", FREE), ("data.validation_sources", FREE),
     ("data.skip_batches", FREE),
     ("data.*", CONTENT),
@@ -60,10 +59,10 @@ RECORD = "changes.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run begins: behind the checkpoint that it goes on from; None: a fresh one.
+    """Where a run begins: after the checkpoint `saved`; None: a fresh run.
 
-    changes: (key, old, new) of what is recorded. skip_batches: of the data, from here on. back: to a step before the
-    newest. rollbacks: how often the run has gone back before a loss spike, this time too.
+    changes: recorded (key, old, new). skip_batches: batches skipped from here on. back: to a step before the newest.
+    rollbacks: times the run has gone back before a loss spike, including this one.
     """
     saved: Saved | None = None
     changes: tuple[tuple[str, object, object], ...] = ()
@@ -76,36 +75,33 @@ class Start:
         return self.saved.step if self.saved else 0
 
     def kept(self, name: str):
-        """What the checkpoint has under a key of its metadata; None of a fresh run."""
+        """A value of the checkpoint's metadata; None in a fresh run."""
         return self.saved and self.saved.metadata.get(name)
 
     def is_of(self, store: Store) -> bool:
-        """Whether the run goes on from a checkpoint of this store."""
+        """Whether the run resumes from a checkpoint of this store."""
         return self.saved is not None and self.saved.store is store
 
     @property
     def cause(self) -> str:
-        """In words, for the history."""
+        """Description for the history."""
         if self.saved is None:
             return "from the beginning"
         return f"back to step {self.step}" if self.back else f"going on after step {self.step}"
 
 
 def rule(key: str) -> str:
-    """What another value of section.key means when a run goes on."""
+    """What a changed section.key means for a resumed run."""
     return next(meaning for pattern, meaning in CHANGES if fnmatch.fnmatchcase(key, pattern))
 
 
 def find(run: Run, checkpoints: Checkpoints, local: LocalTier | None = None, wanted=None) -> Start:
-    """The checkpoint that the run goes on from: the newest whole one, or that of checkpoint.step; all processes call
-    it.
+    """The checkpoint to resume from: the newest complete one, or that of checkpoint.step. All processes call it.
 
-    local: may have a newer one than the shared `checkpoints`. wanted: what is to be restored, with shardings.
-
-    `checkpoint.step` and `data.skip_batches` are done once: a checkpoint that was saved under the same two has them
-    behind it, so that the same command goes on. With another answer to the same trouble (RETRIED) the run goes back
-    again.
-    Raises: ConfigError where checkpoint.step is not there, or what must stay has changed.
+    local: may have a newer one than the shared `checkpoints`. wanted: what to restore, with shardings.
+    `checkpoint.step` and `data.skip_batches` take effect once: a later checkpoint saved under the same two is resumed,
+    so the command can be repeated. If a setting in RETRIED changes, the run goes back again. Raises: ConfigError if
+    checkpoint.step is missing, or a fixed setting has changed.
     """
     asked, saved, newest = run.checkpoint.step, None, None
     try:
@@ -125,16 +121,16 @@ def find(run: Run, checkpoints: Checkpoints, local: LocalTier | None = None, wan
 
 
 def before(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local: LocalTier, wanted) -> Start:
-    """Where a run goes back to that began at `start` and met a loss spike at step `spiked`: its newest checkpoint,
-    which is older, without the batches up to the spike. Those that this start has left out behind the same checkpoint
-    stay out."""
+    """Where a run that began at `start` goes back to after a loss spike at step `spiked`: its newest checkpoint,
+    before the spike, skipping the batches up to it. Batches that `start` skips after the same checkpoint stay skipped.
+    """
     new = find(run.replaced(checkpoint={"step": 0}), checkpoints, local, wanted)
     again = start.skip_batches if new.step == start.step else 0
     return dataclasses.replace(new, changes=(), skip_batches=again + spiked - new.step, back=True)
 
 
 def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
-    """Before anything is tokenized, which may take hours. Raises: ConfigError where it is not the run's."""
+    """Raises: ConfigError if it is not the run's tokenizer; called before tokenizing, which may take hours."""
     if (data := start.kept("data")) and data["tokenizer"] != [tokenizer.key, tokenizer.bos]:
         raise ConfigError(f"data.tokenizer={json.dumps(run.data.tokenizer)} is not the one that the run in "
                           f"{run.run.dir} was trained with (compared by its content); give that one, or another "
@@ -142,7 +138,7 @@ def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
 
 
 def check_data(run: Run, start: Start, fingerprint: str) -> None:
-    """Raises: ConfigError where the documents are not those that the run has read."""
+    """Raises: ConfigError if the documents are not the run's."""
     if (data := start.kept("data")) and data["fingerprint"] != fingerprint:
         raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {start.step} "
                           f"(documents were added, removed or changed in length); restore the files or start another "
@@ -150,7 +146,7 @@ def check_data(run: Run, start: Start, fingerprint: str) -> None:
 
 
 def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
-    """The run's data from `start` on. pack: from the position of an earlier start, or None, to data."""
+    """The run's data from `start` on. pack: makes batches from an earlier start's position, or None."""
     data = pack(start.saved and start.saved.metadata["data"]["position"])
     if not start.skip_batches:
         return data
@@ -160,17 +156,14 @@ def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
 
 
 def data_metadata(corpus: Corpus, data: Batches, step: int) -> dict:
-    """What a checkpoint of `step` keeps of the data."""
+    """A checkpoint's metadata on the data."""
     return {"fingerprint": corpus.fingerprint, "tokenizer": [corpus.tokenizer.key, corpus.tokenizer.bos],
             "position": data.position(step)}
 
 
 def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalTier | None, rules_text: str) -> None:
-    """Last thing before the first step: sets aside what lies behind `start`, tells and records what has changed, and
-    drops the rows of steps that are taken again.
-
-    Raises: ConfigError or FileSystemError where run.dir cannot be written.
-    """
+    """Last action before the first step: set aside checkpoints after `start`, report and record changes, and drop
+    metrics of steps to be repeated. Raises: ConfigError or FileSystemError if run.dir cannot be written."""
     directory, told = Path(run.run.dir), []
     if aside := _written(directory, lambda: exports.set_aside_after(directory, start.step)):
         told = [f"exports of later steps are kept as {', '.join(f'{exports.DIRECTORY}/{name}' for name in aside)}"]
@@ -199,18 +192,15 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalTier | N
 
 
 def _written(directory: Path, write: Callable):
-    """write() by process 0, with patience; every process has its value."""
+    """Call write() in process 0, with retries; return its value in every process."""
     return agree.on_first(lambda: files.attempted(write, f"run.dir={directory} cannot be written",
                                                   "give a directory that can", ConfigError))
 
 
 def source(directory: Path, step: int, name: str, option: str = "checkpoint.step=", *,
            only_params: bool = True) -> Saved:
-    """The checkpoint of a run that its weights are taken from: of a step, or the newest. name, option: of the two,
-    for messages. only_params: nothing else of it is to be read, nor checked.
-
-    Raises: ConfigError where there is none.
-    """
+    """The checkpoint of a run that provides weights: of a step, or the newest. name, option: of the two, for messages.
+    only_params: read and verify nothing else. Raises: ConfigError if there is none."""
     saved = directory / "checkpoints"
     with user_errors():
         checkpoints = Checkpoints(saved, read_only=True) if files.is_dir(saved) else None
@@ -223,8 +213,7 @@ def source(directory: Path, step: int, name: str, option: str = "checkpoint.step
 
 
 def _done(run: Run, saved: Saved | None) -> bool:
-    """Whether this start's checkpoint.step and data.skip_batches lie behind a checkpoint already. Step 0 asks for
-    nothing."""
+    """Whether a checkpoint after this start's checkpoint.step and data.skip_batches exists. Step 0 requests nothing."""
     if saved is None:
         return False
     step, skip = (saved.run[section].get(key, 0) for section, key in (("checkpoint", "step"), ("data", "skip_batches")))
@@ -233,7 +222,7 @@ def _done(run: Run, saved: Saved | None) -> bool:
 
 def _checked(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *,
              only_params: bool = False) -> Saved:
-    """The checkpoint that was asked for. Raises: ConfigError where it is not there, or damaged."""
+    """The requested checkpoint. Raises: ConfigError if it is missing or damaged."""
     steps = checkpoints.steps()
     if step not in steps:
         there = f"has those of steps {', '.join(map(str, steps))}" if steps else "has none"
@@ -246,11 +235,11 @@ def _checked(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step
 
 
 def _changes(run: Run, old: dict) -> tuple[tuple[str, object, object], ...]:
-    """What is to be recorded. Raises: ConfigError with everything that had to stay."""
+    """The changes to record. Raises: ConfigError listing every fixed setting that changed."""
     refused, recorded = [], []
     for section, values in rundir.settings(run).items():
         for key, new in values.items():
-            # a key that is new was at its default
+            # a new key had its default
             name, was = f"{section}.{key}", old.get(section, {}).get(key, new)
             if name == "data.mixture":
                 was, new = ([one["weight"] for one in mixture] for mixture in (was, new))
@@ -268,7 +257,7 @@ def _changes(run: Run, old: dict) -> tuple[tuple[str, object, object], ...]:
 
 
 def _record(path: Path, step: int, changes: list[tuple[str, object, object]]) -> None:
-    """Appends the changes; what a start that was killed before its first checkpoint has recorded is there already."""
+    """Append changes that a start killed before its first checkpoint has not already recorded."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     known = [(row["step"], row["key"], row["to"]) for row in map(json.loads, text.splitlines())]
     added = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
