@@ -1,1 +1,1 @@
-"""Pages for people: one HTML file each, made of the JSON that the commands print."""
+"""Self-contained HTML pages of the commands' JSON output."""

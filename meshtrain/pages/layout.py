@@ -1,4 +1,4 @@
-"""The page of `inspect --html`: what a run is, holds, sends and takes, from the dict that `--json` prints."""
+"""The page of `inspect --html`: a run's model, memory, communication and step time, from the dict of `--json`."""
 from __future__ import annotations
 
 import math
@@ -9,13 +9,13 @@ from meshtrain.pages.pictures import Bar
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, of_bytes, of_count, of_seconds, of_share
 from meshtrain.units import many, seconds, size
 
-# Part of the memory → (as a bar calls it, as the table does).
+# Part of the memory → (name in the bar, name in the table).
 MEMORY = {"params": ("weights", "weights, as they are stored"), "grads": ("gradients", "gradient accumulators"),
           "optimizer": ("optimizer", "optimizer state"), "activations": ("activations", "activations and temporaries"),
           "host": ("", "on the host"), "loop_weights": ("", "weights in the pipeline's loop"),
           "loop_grads": ("", "gradients in the pipeline's loop")}
 STACKED = ("params", "grads", "optimizer", "activations")
-LEAST_SHARE = 0.002         # of a bar, to be drawn
+LEAST_SHARE = 0.002         # of a bar; smaller parts are not drawn
 SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "contention", "host")
 
 
@@ -95,7 +95,7 @@ def mesh(told: dict) -> str:
 
 
 def over(mesh: dict, axes: str) -> str:
-    """The links that a group over mesh axes uses: 'fsdp', 'data+fsdp'. "": unknown, of part of an axis."""
+    """The links that a group over mesh axes uses: 'fsdp', 'data+fsdp'. "": unknown, part of an axis."""
     links = [mesh["links"].get(axis) for axis in axes.split("+")]
     if not all(links):
         return ""
@@ -129,8 +129,8 @@ def memory(told: dict) -> str:
 
 
 def _stack(held: dict) -> list[tuple[int, str, float]]:
-    """What stands beside each other on a device; what the named parts leave of the total are batches and scalars. Of a
-    pipeline's gradients those in its loop count, which are as large or larger."""
+    """Parts of a device's memory; the total's remainder is batches and scalars. Of a pipeline's gradients, those in
+    its loop, which are at least as large."""
     parts = held | ({"grads": held["loop_grads"]} if held.get("loop_grads") else {})
     known = [(k, MEMORY[part][0], parts[part]) for k, part in enumerate(STACKED) if parts.get(part)]
     rest = (held.get("total") or 0) - sum(value for *_, value in known)
@@ -185,7 +185,7 @@ def _collectives(rows: Sequence[dict], formula: Sequence[dict], mesh: dict) -> s
 
 
 def differences(told: dict) -> str:
-    """Where the compiled step is not what the formulas say."""
+    """Differences between the compiled step and the formulas."""
     found, flops = told["differences"], told["matmul_flops"]
     by_formulas = "" if flops["formula"] is None else f", {flops['formula'] / 1e12:,.1f} by formulas"
     said = skin.paragraph(f"A device computes {flops['compiled'] / 1e12:,.1f} TFLOP of matmuls in a step{by_formulas}.")

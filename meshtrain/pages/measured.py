@@ -1,5 +1,4 @@
-"""The page of `report --html`: what a run has measured beside what was priced, from the dict of
-`meshtrain.inspection.measured`."""
+"""The page of `report --html`: measured beside predicted figures, from the dict of `meshtrain.inspection.measured`."""
 from __future__ import annotations
 
 import math
@@ -11,7 +10,7 @@ from meshtrain.pages.skin import Cell, Column, PageSection, Tile, of_count, of_s
 from meshtrain.units import duration, many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
-MOST_MARKS, MOST_TIMES = 40, 2.0      # starts that are marked; speeds that are drawn, of the median
+MOST_MARKS, MOST_TIMES = 40, 2.0      # attempts marked; speeds drawn up to this multiple of the median
 SPEED = {"step_time_s": ("a step", "step_time_s"), "tokens_per_s": ("tokens/s", "tokens_per_s"), "mfu": ("MFU", "mfu")}
 
 
@@ -75,7 +74,7 @@ def _points(told: dict, key: str) -> list[tuple[float, float]]:
 
 def _curve(told: dict, key: str, axis: PlotAxis, *, color: int = 0, level: tuple[float, str] | None = None,
            height: int = 240, more: tuple[PlotCurve, ...] = (), most: float = math.inf) -> str:
-    """Over steps; lines across where the run went on. most: what is above stands at it."""
+    """A curve over steps, with lines where the run resumed. most: larger values are clipped to it."""
     points = [(step, min(value, most)) for step, value in _points(told, key)]
     went_on = [(one["from_step"], "") for one in told["starts"] if one["from_step"]][-MOST_MARKS:]
     return pictures.curves([PlotCurve(color, axis.name, points), *more], PlotAxis("step", "{:,.0f}".format), axis,

@@ -1,4 +1,4 @@
-"""Pictures of a page as SVG: a mesh on its hosts, stacked bars, curves, points, a pipeline's schedule.
+"""SVG pictures of a page: a mesh on its hosts, stacked bars, curves, points, a pipeline's schedule.
 
 Colours are classes of the skin (`c0` … `c7`), so that a picture follows light and dark. A drawing is 960 units wide.
 """
@@ -39,12 +39,12 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 # ---- the mesh on its hosts -------------------------------------------------------------------------------------------
 
-MOST_HOSTS = 8              # drawn; of more, the first and the last four
+MOST_HOSTS = 8              # drawn; else the first and last four
 CELL, GAP, LABEL, ROW = 26, 14, 66, 19
 
 
 def mesh(told: dict) -> str:
-    """Hosts beside each other: under each GPU its place on every axis larger than 1, slowest link at the top."""
+    """Hosts side by side: each GPU with its coordinate on every axis larger than 1, slowest link at the top."""
     count, per_host = told["num_devices"], min(told["gpus_per_host"], told["num_devices"])
     hosts, order = -(-count // per_host), [axis for axis in told["placement"] if told["sizes"][axis] > 1]
     shown = list(range(hosts)) if hosts <= MOST_HOSTS else [*range(4), *range(hosts - 4, hosts)]
@@ -92,7 +92,7 @@ def _host(told: dict, order: Sequence[str], host: int, per_host: int, x: float, 
 
 
 def coordinate(told: dict, axis: str, device: int) -> int:
-    """Where a device stands on an axis: devices are dealt out in the order of the placement, its last axis fastest."""
+    """A device's coordinate on an axis: devices are in placement order, its last axis fastest."""
     order = told["placement"]
     inner = math.prod(told["sizes"][name] for name in order[order.index(axis) + 1:])
     return device // inner % told["sizes"][axis]
@@ -102,7 +102,7 @@ def coordinate(told: dict, axis: str, device: int) -> int:
 
 
 class Bar(NamedTuple):
-    """parts: (colour, name, value). total: what stands at its end; None: their sum."""
+    """parts: (colour, name, value). total: shown at its end; None: their sum."""
     label: str
     parts: Sequence[tuple[int, str, float]]
     note: str = ""
@@ -111,7 +111,7 @@ class Bar(NamedTuple):
 
 def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: Sequence[tuple[float, str]] = (),
          most: float | None = None) -> str:
-    """Stacked bars on one scale. show: a value as text. marks: values that stand as lines across all bars."""
+    """Stacked bars on one scale. show: formats a value. marks: (value, name) of lines across all bars."""
     left, right, height = max(max(110, 7.2 * len(row.label) + 14, 5.8 * len(row.note) + 14)
                               for row in rows), WIDTH - 92, 30
     most = most or max([sum(part[2] for part in row.parts) for row in rows] + [value for value, _ in marks]) or 1.0
@@ -144,7 +144,7 @@ def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: S
 
 
 class PlotCurve(NamedTuple):
-    """points: (x, y). dots: each point is marked, none is joined."""
+    """points: (x, y). dots: points are marked and not joined."""
     color: int
     name: str
     points: Sequence[tuple[float, float]]
@@ -152,7 +152,7 @@ class PlotCurve(NamedTuple):
 
 
 class PlotAxis(NamedTuple):
-    """name: at its end. show: a value as text. zero: whether it begins at 0. unit: whose round multiples are marked."""
+    """name: at its end. show: formats a value. zero: begins at 0. unit: ticks are its round multiples."""
     name: str
     show: Callable[[float], str]
     zero: bool = False
@@ -162,7 +162,7 @@ class PlotAxis(NamedTuple):
 def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label: str, *,
            verticals: Sequence[tuple[float, str]] = (), levels: Sequence[tuple[float, str]] = (), height: int = 300,
            told: Callable[[int, int], str] | None = None) -> str:
-    """Curves in one frame. verticals, levels: (value, what it is), lines across. told: (curve, point) → its title."""
+    """Curves in one frame. verticals, levels: (value, name) of lines. told: (curve, point) → its title."""
     zero, unit = y_axis.zero, y_axis.unit
     points = [point for row in rows for point in row.points]
     xs, ys = [x for x, _ in points] + [x for x, _ in verticals], [y for _, y in points] + [y for y, _ in levels]
@@ -201,7 +201,7 @@ MOST_POINTS = 1600
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of too many points the lowest and the highest of each stretch: no spike is lost."""
+    """The minimum and maximum of each stretch of too many points, so that spikes remain."""
     if len(points) <= MOST_POINTS:
         return list(points)
     step, kept = 2 * len(points) / MOST_POINTS, []
@@ -212,7 +212,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Round numbers between two, some six of them: 1, 2 or 5 times a power of ten apart."""
+    """Round numbers between two, about six: 1, 2 or 5 times a power of ten apart."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough)
@@ -225,8 +225,8 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[int],
          show: Callable[[float], str], label: str) -> str:
-    """A cell for each row and column, whose values begin at 1: pale there, full at the largest, or at 2. columns:
-    their numbers."""
+    """A cell for each row and column. Values begin at 1 (pale); the largest, at least 2, is full. columns: their
+    numbers."""
     left, right, most = 74, WIDTH - 24, max([
         2.0, *(value for _, values in rows for value in values if value is not None)])
     tall, width = max(4.0, min(18.0, 480 / len(rows))), (right - left) / len(columns)
@@ -250,15 +250,15 @@ KINDS = {"F": (0, "forward"), "B": (1, "input gradient"), "W": (2, "weight gradi
 
 
 def kinds(told: dict) -> dict[str, tuple[int, str]]:
-    """The kinds of ops that the schedule shows: {kind: (colour, name)}."""
+    """The kinds of ops in the schedule: {kind: (colour, name)}."""
     drawn = {op[1] for part in told["lines"] for op in part["ops"]}
     found = {kind: words for kind, words in KINDS.items() if kind in drawn}
     return found if told["split"] or "B" not in found else found | {"B": (found["B"][0], "both gradients")}
 
 
 def schedule(told: dict, heading: str = "") -> str:
-    """A row for each stage, model time to the right; later chunks are lighter. told: of `inspection.chart.as_json`.
-    heading: of a drawing that stands alone, which has a legend, too."""
+    """A row for each stage over model time; later chunks are lighter. told: of `inspection.chart.as_json`. heading: of
+    a standalone drawing, which also has a legend."""
     left, tall = 74, 22 if told["num_stages"] <= 16 else 13
     longest = max(part["end"] - part["begin"] for part in told["lines"])
     scale, parts, y = (WIDTH - left - 20) / longest, [text(4, 13, heading,

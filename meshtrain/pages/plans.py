@@ -12,8 +12,8 @@ from meshtrain.units import many, seconds, size
 FITS, OTHERS, MISSES = (0, "plans that fit, best in the table"), (7, "other plans that fit"), (
     4, "plans that do not fit")
 STACKED = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
-MICROBATCHES = "micro\N{SOFT HYPHEN}batches"     # the widest head over the narrowest numbers
-DRAWN = 10          # plans whose memory is drawn
+MICROBATCHES = "micro\N{SOFT HYPHEN}batches"     # the widest heading over the narrowest numbers
+DRAWN = 10          # plans with a memory bar
 
 
 def page(told: dict) -> str:
@@ -128,7 +128,7 @@ def trade(told: dict) -> str:
             PlotCurve(FITS[0], FITS[1], [point(plan) for plan in plans], dots=True)]
     known = [told["others"], missed, plans]
     said = lambda k, i: f"{_mesh(known[k][i])}, {_rules(known[k][i])}"
-    # What is many times as slow as the best would leave no room for the rest.
+    # Much slower plans would compress the scale.
     most = 4 * plans[0]["step_time_s"]
     kept = [[i for i, (x, _) in enumerate(row.points) if x <= most] for row in rows]
     drawn = [row._replace(points=[row.points[i] for i in these]) for row, these in zip(rows, kept)]

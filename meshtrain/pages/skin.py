@@ -1,8 +1,7 @@
-"""The skin of every page: one HTML file that needs no server, no network and no script to be read.
+"""The template of every page: one HTML file that needs no server, no network and no script to be read.
 
-The numbers of a page come from the one dict that its command prints as JSON; it stands in the page, too. What a run
-file, a path or a program brings along is text and never markup: everything goes through `esc`. Scripts sort and search
-tables, no more.
+All numbers come from the command's JSON dict, which the page embeds. Text of run files, paths or programs is always
+escaped with `esc`. Scripts only sort and search tables.
 """
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from meshtrain.units import seconds, size
 
 ON_PAPER = 25       # as skin.css has it
 HERE = Path(__file__).parent
-# Nothing is loaded from anywhere, whatever a name in the page says.
+# Nothing is loaded, whatever the page's text contains.
 POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
           "form-action 'none'; base-uri 'none'")
 FOOT = ("Written by meshtrain. One file: it loads nothing and sends nothing. The JSON that its numbers come from "
@@ -31,13 +30,13 @@ class PageSection(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """text: as shown. exact: the number as the JSON has it, to sort by and to read on hovering; None: there is none."""
+    """text: as shown. exact: the JSON's number, for sorting and hovering; None: not a number."""
     text: str
     exact: float | int | None = None
 
 
 class Tile(NamedTuple):
-    """note: a word below the value. mark: "warn" where it is bad news."""
+    """note: a word below the value. mark: "warn" for bad news."""
     name: str
     value: str
     note: str = ""
@@ -45,8 +44,7 @@ class Tile(NamedTuple):
 
 
 class Column(NamedTuple):
-    """kind: "" of text, "n" of numbers, "code", "keep" of text that is not broken into lines, "some" of
-    text that is broken late."""
+    """kind: "" text, "n" numbers, "code", "keep" text without line breaks, "some" text that is broken late."""
     heading: str
     kind: str = ""
 
@@ -72,12 +70,12 @@ def esc(value) -> str:
 
 
 def document(kind: str, title: str, lead: str, top: str, sections: Sequence[PageSection], data: dict) -> str:
-    """A page. kind, title, lead: text. top: HTML below the title. data: what the page is made of."""
+    """A page. kind, title, lead: text. top: HTML below the title. data: the embedded JSON."""
     sections = [section for section in sections if section.body]
     links = "".join(f'<a href="#{esc(s.name)}">{esc(s.heading)}</a>' for s in sections)
     bodies = "\n".join(f'<section id="{esc(s.name)}">\n<h2>{esc(s.heading)}</h2>\n{s.body}\n</section>'
                        for s in sections)
-    # No "<" in it: nothing in the JSON can end the element.
+    # No "<", so that the JSON cannot end the element.
     embedded = json.dumps(data, ensure_ascii=True).replace("<", "\\u003c")
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -114,7 +112,7 @@ def document(kind: str, title: str, lead: str, top: str, sections: Sequence[Page
 
 
 def alone(drawing: str) -> str:
-    """A drawing of a page as an SVG file of its own, for a notebook or a text."""
+    """A page's drawing as a standalone SVG file."""
     return drawing.replace(">", f"><style>{_held('drawing.css')}</style>", 1)
 
 
@@ -123,7 +121,7 @@ def _held(name: str) -> str:
 
 
 def tiles(rows: Iterable[Tile]) -> str:
-    """The figures that matter most."""
+    """The most important figures."""
     note = lambda row: f"<dd{_class(row.mark)}>{esc(row.note)}</dd>" if row.note else ""
     return '<dl class="tiles">' + "".join(
         f"<div><dt>{esc(row.name)}</dt><dd>{esc(row.value)}</dd>{note(row)}</div>" for row in rows) + "</dl>"
@@ -145,7 +143,7 @@ def figure(drawing: str, caption: str = "", key: str = "") -> str:
 
 
 def key(rows: Iterable[tuple[int, str, str]]) -> str:
-    """What the colours stand for: (colour, name, value)."""
+    """A colour legend: (colour, name, value)."""
     swatch = '<svg viewBox="0 0 10 10" aria-hidden="true"><rect class="c{}" width="10" height="10"/></svg>'
     return '<ul class="key">' + "".join(f"<li>{swatch.format(color)}{esc(name)} <b>{esc(value)}</b></li>"
                                         for color, name, value in rows) + "</ul>"
@@ -153,8 +151,8 @@ def key(rows: Iterable[tuple[int, str, str]]) -> str:
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name: str, *, search: str = "",
           total: Sequence[Cell | str] = (), marks: Sequence[str] = (), brief: bool = False) -> str:
-    """A table that sorts. name: its id. search: what the field that narrows it is called; "" for none. marks: a class
-    of each row. brief: on paper the first ON_PAPER rows are enough."""
+    """A sortable table. name: its id. search: label of the filter field; "" for none. marks: a class per row. brief:
+    print only the first ON_PAPER rows."""
     if not rows:
         return ""
     marks = [*marks, *[""] * (len(rows) - len(marks))]
@@ -178,7 +176,7 @@ def _row(columns: Sequence[Column], row: Sequence[Cell | str]) -> str:
 
 
 def _broken(text: str) -> str:
-    """Names with underscores may be broken at them."""
+    """Allow line breaks at underscores."""
     return esc(text).replace("_", "_<wbr>")
 
 
@@ -194,7 +192,7 @@ def _exact(cell: Cell) -> str:
 
 
 def check_free(option: str, path: str) -> None:
-    """Before anything is computed. Raises: ValueError where nothing may or can be written there."""
+    """Check the output path before computing. Raises: ValueError if it exists or cannot be written."""
     if files.status(path):
         raise ValueError(f"{option}={path} is there already; name another file, or remove it")
     if not files.is_dir(Path(path).parent):
@@ -203,7 +201,7 @@ def check_free(option: str, path: str) -> None:
 
 
 def write(option: str, path: str, text: str) -> None:
-    """Raises: ValueError where it cannot be written, or a file is there."""
+    """Raises: ValueError if it exists or cannot be written."""
     try:
         with open(Path(path), "x", encoding="utf-8") as file:
             file.write(text)
