@@ -1,8 +1,9 @@
-"""Where documents come from: a Source (contracts.py) is a list of documents with known ends that can be read anywhere.
+"""Finds and opens the sources of [data]: a Source (contracts.py) is a list of documents with known ends, for random
+access.
 
-There are two kinds: files whose bytes are the tokens, read as they are, and token files, memory-mapped, whether they
-were given or the token cache made them of text, JSON lines, Parquet or Arrow. Nothing is held in memory but names and
-sizes. This module knows no sequences, batches, steps or hosts.
+Either byte files, read as they are, or memory-mapped token files: given ones, or those that the token cache made from
+text, JSON lines, Parquet or Arrow. Memory holds only names and sizes. This module knows no sequences, batches, steps
+or hosts.
 """
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": 
             "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl",
             "preferences": "pairs/*.jsonl"}
 CHATS = ("chat", "preferences")     # conversations
-VALIDATION = ".validation"  # behind the section of a component: its validation files
-CACHE = ".meshtrain"    # the directory of the token cache, beside the files
+VALIDATION = ".validation"  # suffix of a component's section: its validation files
+CACHE = ".meshtrain"    # directory of the token cache, beside the files
 
-# Directories of the standard library that differ between installs of one version: test suites that distributions strip,
-# installed packages, and what the build wrote down about its own machine.
+# Directories of the standard library that differ between installs of one version: tests that distributions strip,
+# installed packages, and the build's configuration.
 NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 NOT_STDLIB_PREFIXES = ("config-", "_sysconfigdata")
 
@@ -67,7 +68,7 @@ class ByteFiles:
         return self._ends[documents]
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        # The page cache is the cache: opening costs some 10 us, and neither descriptors nor maps pile up.
+        # Relies on the page cache: opening costs some 10 us, and no descriptors or maps accumulate.
         with open(self.paths[document], "rb", buffering=0) as file:
             file.seek(start)
             data = file.read(stop - start)
@@ -78,7 +79,7 @@ class ByteFiles:
 
 
 class ValidationSource(NamedTuple):
-    """A source to validate on, with its name and its weight in the loss of all of them (any positive scale)."""
+    """A validation source with its name and weight in the combined loss (any positive scale)."""
     name: str
     weight: float
     source: Source
@@ -86,23 +87,22 @@ class ValidationSource(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """What a run reads: one source, or a mixture of several with their weights (any positive scale), and the
-    tokenizer."""
+    """The data of a run: one or several sources with weights (any positive scale), and the tokenizer."""
     sources: tuple[Source, ...]
     weights: tuple[float, ...]
     tokenizer: Tokenizer
-    eos: int                                # the target behind a document's last token
-    names: tuple[str, ...]                  # of the sources; "" where there is one
-    validation: tuple[Source | None, ...]   # of each source, the files to validate on; None: a share of it is held out
-    # of content: the sources' lengths, as far as packing holds them (Source.totals), and the tokenizer
+    eos: int                                # target after a document's last token
+    names: tuple[str, ...]                  # of the sources; "" if there is one
+    validation: tuple[Source | None, ...]   # validation files per source; None: hold out a share
+    # of content: the sources' totals (Source.totals) and the tokenizer
     fingerprint: str
-    curves: tuple[ValidationSource, ...] = ()      # to validate on, in place of all that
+    curves: tuple[ValidationSource, ...] = ()      # validation sets that replace the above
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedFiles:
-    """One source of [data], and which files it has. where: its section, for messages; paths: each with the directory
-    that it was looked for in, in the order of the documents."""
+    """One source of [data] and its files. where: its section, for errors; paths: path -> searched directory, in
+    document order."""
     where: str
     source: str
     field: str
@@ -111,23 +111,23 @@ class NamedFiles:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Description:
-    """What a run file's [data] names, found and listed: of the files not a byte was read."""
-    components: tuple[NamedFiles, ...]   # the sources, then the validation files of those that have some
+    """The sources of a run file's [data], with files found and listed, but not read."""
+    components: tuple[NamedFiles, ...]   # the sources, then their validation files
     names: tuple[str, ...]              # of the sources
-    validation: tuple[int | None, ...]  # of each source, the component with its validation files
+    validation: tuple[int | None, ...]  # per source, the component with its validation files
     eos: int
     weights: tuple[float, ...]
     tokenizer: Tokenizer
     vocab_size: int     # the model's
     cache: str          # data.cache
-    chats: Chats | None     # how conversations become tokens, where there are some
-    curves: tuple[tuple[str, float], ...] = ()      # (name, weight) of those to validate on, the last components
+    chats: Chats | None     # how conversations become tokens, if any
+    curves: tuple[tuple[str, float], ...] = ()      # (name, weight) of the validation sets, the last components
 
     def open(self, cache_dir: Path, job: parts.Job) -> tuple[Source | None, ...]:
-        """The sources; what needs a token cache gets one, which may take long the first time.
+        """Open the sources, building the token cache where needed, which may take long the first time.
 
-        None for one of which another share of the job (parts.Job) has something to do still. Raises: ValueError with
-        every fault of the sources at once, a line each; parts.Stopped.
+        None for a source with missing parts of another share of the job (parts.Job). Raises: ValueError listing every
+        fault of the sources, a line each; parts.Stopped.
         """
         opened, faults = [], []
         for component in self.components:
@@ -141,10 +141,11 @@ class Description:
 
 
 def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Description:
-    """What the run file's [data] names: quick, so that a run is compared with its directory before hours of tokenizing.
+    """List what the run file's [data] names: fast, so that a run is compared with its directory before hours of
+    tokenizing.
 
-    `vocab_size` is the model's. folders: model folders that may have a chat template, where the tokenizer's has none.
-    Raises: ValueError with every fault of the tokenizer, or of the listing, a line each.
+    vocab_size: the model's. folders: model folders that may have a chat template, if the tokenizer's has none. Raises:
+    ValueError listing every fault of the tokenizer or the files, a line each.
     """
     mixed = data.source == "mixture"
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] if mixed else [("data", data)]
@@ -163,12 +164,12 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     for where, one, patterns in given:
         try:
             paths = list_paths(one.source, patterns, where)
-            # a link to nowhere, no permission: all of them told together, before any work
+            # broken links, no permission: reported together, before any work
             file_sizes(list(paths), where)
             components.append(NamedFiles(where, one.source, one.field, paths))
         except ValueError as error:
             faults.append(_key_of_section(where, error))
-    if len(given) > len(named):     # each name costs: there may be ten million
+    if len(given) > len(named):     # there may be ten million names
         real = Resolved()
         trained = {real(path) for component in components[:len(named)] for path in component.paths}
         faults += [f"{_key_of_section(component.where, ValueError(f'{component.where}.paths'))}: {path} is trained on, "
@@ -194,15 +195,14 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
 
 
 def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
-    """(the tokenizer of the run file's [data], the end of a document); no file of it is looked for. Raises:
-    ValueError."""
+    """(tokenizer, document end) of the run file's [data], without looking for its data files. Raises: ValueError."""
     reader = _open_tokenizer(data,
                              [one.source for one in (data.mixture if data.source == "mixture" else [data])], vocab_size)
     return reader, _find_eos(data, reader, vocab_size)
 
 
 def _key_of_section(where: str, error: ValueError) -> str:
-    """A message about `where`.paths that names the key which the run file has."""
+    """Rephrase an error about `where`.paths with the run file's key."""
     return str(error).replace(f"{where}.paths", f"{where.removesuffix(VALIDATION)}.validation_paths") \
         if where.endswith(VALIDATION) else str(error)
 
@@ -232,8 +232,8 @@ def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str],
                 should_stop: Callable[[], bool] = lambda: False, folders: Sequence[Path] = ()) -> Corpus:
     """The corpus of the run file's [data]: `describe` and `Description.open`.
 
-    `cache_dir` is where a cache goes that cannot stand beside its files; `tell` is told, in lines, what takes time or
-    is unusual; `should_stop` is asked between batches of it; folders: as `describe`. Raises: as those two.
+    cache_dir: for caches that cannot be beside their files. tell: reports long work and warnings, in lines.
+    should_stop: polled between batches of work. folders: as `describe`. Raises: as those two.
     """
     described = describe(data, vocab_size=vocab_size, folders=folders)
     return corpus_of(described, described.open(cache_dir, parts.Job(tell, should_stop)))
@@ -252,7 +252,7 @@ def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
     if data.tokenizer != "bytes":
         return tokenizer.open_file(data.tokenizer, data.bos_token)
     if set(names) == {"tokens"}:
-        # Of the ids nothing is known but the separator; any that the model has may be among them.
+        # Only the separator is known; any id of the model may occur.
         if not (data.bos_token.isascii() and data.bos_token.isdigit()):
             raise ValueError(f"data.bos_token={data.bos_token!r} is not a token id, and token files without a "
                              f"tokenizer.json "
@@ -277,7 +277,7 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
         return open_files(paths, where)
     groups = []
     for root, together in itertools.groupby(paths, component.paths.get):
-        # Nobody wants a directory inside the Python that runs.
+        # Do not write into the Python installation.
         beside = [Path(root) / CACHE] if source != "stdlib" else []
         caches = [Path(os.path.expanduser(described.cache))] if described.cache else [*beside, cache_dir]
         kind = "text" if source == "stdlib" else source
@@ -296,7 +296,7 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
 
 
 def _check_ids(pairs: Sequence[token_files.IndexedTokens | None], vocab_size: int) -> None:
-    """Raises: ValueError with every file that holds an id beyond the vocabulary."""
+    """Raises: ValueError listing every file with an id beyond the vocabulary."""
     faults = []
     for pair in pairs:
         if pair and pair.largest >= vocab_size:
@@ -326,14 +326,13 @@ def _fingerprint(opened: Sequence[Source], described: Description) -> str:
     digest = hashlib.blake2b(json.dumps([reader.key, reader.bos, *([chats.template.key] if chats else [])]).encode(),
                              digest_size=8)
     for source in opened:
-        digest.update(np.asarray([source.num_documents], "<i8").tobytes())    # where a source ends
+        digest.update(np.asarray([source.num_documents], "<i8").tobytes())    # separates sources
         digest.update(np.asarray(source.totals, "<i8").tobytes())
     return digest.hexdigest()
 
 
 def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
-    """The files of the source called `name`, in the order of its documents, each with the directory it was looked for
-    in."""
+    """The files of the source `name`, in document order, each with its searched directory."""
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         raise ValueError(f"{where}.source={name!r} is not a source; "
@@ -350,7 +349,7 @@ def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
 
 
 def open_files(paths: Sequence[str], where: str = "data") -> ByteFiles:
-    """Takes the lengths by stat alone: no file is read before a batch needs it."""
+    """Get lengths by stat alone: no file is read before a batch needs it."""
     lengths = file_sizes(paths, where)
     if not lengths.any():
         raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_some(paths)}); name files with text")
@@ -358,7 +357,7 @@ def open_files(paths: Sequence[str], where: str = "data") -> ByteFiles:
 
 
 def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:
-    """int64 [files], bytes. Raises: ValueError that names every file that cannot be read."""
+    """int64 [files], bytes. Raises: ValueError listing every unreadable file."""
     faults, sizes = [], []
     for path in paths:
         try:
@@ -372,16 +371,16 @@ def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:
 
 
 def _readable_size(path: str) -> int:
-    """Bytes of a file that may be read. Raises: OSError."""
+    """Bytes of a readable file. Raises: OSError."""
     size = os.stat(path).st_size
-    if not os.access(path, os.R_OK):    # which says no whatever the reason: opening says which
+    if not os.access(path, os.R_OK):    # opening gives the reason
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     return size
 
 
 def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data") -> dict[str, str]:
-    """Every file that a glob matches, once, sorted, with the directory before the glob's first wildcard. A name that
-    exists is taken literally, brackets and all."""
+    """Every file that a glob matches, once, sorted, with the directory before the glob's first wildcard. An existing
+    name is taken literally, brackets included."""
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
                          f'e.g. ["{EXAMPLES[name]}"]')
@@ -389,7 +388,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
     for pattern in patterns:
         wanted = os.path.expanduser(pattern)
         literal = files.status(wanted) is not None
-        # Two names of one file would count it twice, and could put it in training and validation both.
+        # A file under two names would count twice, perhaps in both training and validation.
         root = os.path.dirname(wanted if literal else re.split(r"[*?[]", wanted)[0]) or "."
         some = False
         for path in [wanted] if literal else expanded(wanted):
@@ -406,7 +405,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
 
 
 class Resolved:
-    """os.path.realpath of many files, whose directories are resolved once each: a file costs one call to the system."""
+    """os.path.realpath of many files: resolves each directory once, then one system call per file."""
 
     def __init__(self):
         self._directory = functools.cache(os.path.realpath)
@@ -419,7 +418,7 @@ class Resolved:
         try:
             mode = os.lstat(path).st_mode
         except OSError:
-            mode = 0        # gone since it was listed: told where its size is asked for
+            mode = 0        # removed since: reported when its size is read
         if stat.S_ISDIR(mode) or (link := stat.S_ISLNK(mode)) and os.path.isdir(path):
             return None
         return self._place(path, link)
@@ -432,8 +431,8 @@ class Resolved:
 
 
 def expanded(pattern: str) -> Iterator[str]:
-    """What glob.iglob(pattern, recursive=True) finds, once through each directory: links may lead round in circles,
-    which glob follows 40 deep, and two of them in a directory without end."""
+    """As glob.iglob(pattern, recursive=True), but visits each directory once: glob follows circular links 40 deep, and
+    two of them in a directory almost endlessly."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         yield from glob.iglob(pattern)
@@ -450,7 +449,7 @@ def expanded(pattern: str) -> Iterator[str]:
 
 
 def _folders(folder: str, above: frozenset) -> Iterator[str]:
-    """A directory and those below it that are not hidden; none that is one of those above it."""
+    """A directory and those below it, except hidden ones and those in `above`."""
     try:
         found = os.stat(folder or ".")
         key = found.st_dev, found.st_ino
@@ -459,14 +458,14 @@ def _folders(folder: str, above: frozenset) -> Iterator[str]:
         with os.scandir(folder or ".") as entries:
             names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
     except OSError:
-        return      # glob says nothing either
+        return      # as glob
     yield folder
     for name in names:
         yield from _folders(os.path.join(folder, name), above | {key})
 
 
 def list_stdlib(root: str) -> list[str]:
-    """The .py files under `root`, sorted, without tests and without what differs between installs of one version."""
+    """The .py files under `root`, sorted, without tests and files that differ between installs of one version."""
     def refuse(error: OSError):
         raise files.judged(error, f"{error.filename} cannot be read", "use data.source='text' with data.paths")
 
@@ -476,7 +475,7 @@ def list_stdlib(root: str) -> list[str]:
     found = []
     for folder, folders, found_here in os.walk(root, onerror=refuse):
         folders[:] = filter(belongs, folders)
-        # A link leads out of the library (Debian's sitecustomize.py into /etc).
+        # Skip links out of the library (Debian's sitecustomize.py into /etc).
         found += [os.path.join(folder, name) for name in found_here if name.endswith(".py") and belongs(name)
                   and not os.path.islink(os.path.join(folder, name))]
     if not found:

@@ -1,1 +1,1 @@
-"""Batches of documents: order, packing, mixtures, held-out documents, pairs of preferences."""
+"""Batches of documents: order, packing, mixtures, held-out documents, preference pairs."""

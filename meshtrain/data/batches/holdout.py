@@ -1,8 +1,6 @@
-"""Which tokens of a source are held out for validation: a function of its lengths alone, so that another seed, batch or
-mixture trains on the same documents. Held out are whole runs of neighbouring documents (contracts.run_length: one
-document each up to a million of them), drawn by a fixed hash; nothing is kept per document. This module knows no
-batches.
-"""
+"""Splits a source into training and validation documents: a function of its lengths alone, so that another seed, batch
+or mixture holds out the same documents. Whole runs of neighbouring documents (contracts.run_length) are drawn by a
+fixed hash; nothing is kept per document. This module knows no batches."""
 from __future__ import annotations
 
 import numpy as np
@@ -14,9 +12,9 @@ from meshtrain.data.documents.contracts import Source, run_length
 def split(source: Source, fraction: float, cut: bool = True) -> tuple[order.SourcePart, order.SourcePart]:
     """(train, validation): at most this fraction of the tokens is held out.
 
-    Where whole documents cannot fill half of that (one file, a few books), every document gives its tail instead, a
-    document of its own. Where none may be cut, and where there are millions and a run of neighbours is more than asked
-    for, the shortest run is held out; of a single one nothing is.
+    If whole documents cannot fill half of it (one file, a few books), the tail of every document is held out instead,
+    as a document of its own. If documents may not be cut, or a run of neighbours exceeds the fraction, the shortest
+    run is held out; nothing if there is only one.
     """
     total = int(source.totals.sum())
     wanted = int(total * fraction)
@@ -24,7 +22,7 @@ def split(source: Source, fraction: float, cut: bool = True) -> tuple[order.Sour
         return order.whole(source), order.whole(source, np.zeros(0, np.int64))
     rank = order.permutation(len(source.totals), 0)
     lengths = source.totals[rank]
-    # None is longer than half of what is wanted, so the first that no longer fits finds it at least half full.
+    # Each is at most half of the target, so the first one that does not fit leaves it at least half full.
     fits = (lengths > 0) & (2 * lengths <= wanted)
     rank, lengths = rank[fits], lengths[fits]
     rank, held = rank[np.cumsum(lengths) <= wanted], int(lengths[np.cumsum(lengths) <= wanted].sum())
@@ -42,6 +40,6 @@ def _tails(source: Source, fraction: float) -> tuple[order.SourcePart, order.Sou
     for side in ("head", "tail"):
         part = order.SourcePart(source, np.zeros(0, np.int32), np.zeros(0, np.int64), side, fraction)
         _, length = part.spans(np.arange(source.num_documents))
-        runs = np.flatnonzero(length)   # a run is a document here
+        runs = np.flatnonzero(length)   # one document per run here
         parts.append(order.SourcePart(source, runs.astype(np.int32), length[runs] + 1, side, fraction))
     return tuple(parts)

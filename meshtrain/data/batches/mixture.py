@@ -1,7 +1,7 @@
-"""How many tokens of a batch come from each source of a mixture, and which rows they fill: exact, nothing is drawn.
+"""How many tokens of a batch come from each source of a mixture, and which rows they fill; deterministic, no sampling.
 
-A batch holds the next tokens of each source in the order that the source would have alone, as many as its share of all
-tokens so far grows: the proportions hold in every batch, not on average. This module knows no documents.
+Each batch takes the next tokens of every source, in the source's own order, so that its total stays at its exact
+share: the proportions hold in every batch, not just on average. This module knows no documents.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshtrain.data.batches.order import Grid, Runs
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Integers in exactly the proportions of `weights`, the smallest: the same for weights of any scale."""
+    """The smallest integers in exactly the proportions of `weights`."""
     fractions = [Fraction(weight) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
     whole = [int(fraction * scale) for fraction in fractions]
@@ -23,11 +23,10 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def shares(weights: Sequence[int], tokens: int, quantum: int = 1) -> list[int]:
-    """How many of the first `tokens` (a multiple of quantum) of a mixture come from each source; none ever falls as
-    they rise.
+    """Tokens of each source among the first `tokens` (a multiple of quantum) of a mixture; monotonic in `tokens`.
 
-    The heaviest source and the rest divide them by their weights, rounded to the quantum; then the next heaviest and
-    the rest of that rest, and so on, in exact integers.
+    In exact integers: the heaviest source and the rest are apportioned by weight, rounded to the quantum; then the
+    next heaviest and the remaining ones, and so on.
     """
     counts, left, weight_left = [0] * len(weights), tokens // quantum, sum(weights)
     for i in _heaviest_first(weights):
@@ -38,16 +37,16 @@ def shares(weights: Sequence[int], tokens: int, quantum: int = 1) -> list[int]:
 
 
 def deviation(weights: Sequence[int]) -> Fraction:
-    """The bound of |share - weight * tokens|, in quanta: 1/2 for 2 sources; for k at most (1 + 1 + 1/2 + … + 1/(k-2)) /
-    2.
+    """The bound of |share - weight * tokens|, in quanta: 1/2 for 2 sources; for k at most (1 + 1 + 1/2 + … + 1/(k-2))
+    / 2.
 
-    Division t leaves the sources behind it an error of e_t+1 = W_t+1 / W_t * e_t + 1/2, e_1 = 0, and source t gets one
-    of w_t / W_t * e_t + 1/2 at most; the closed form follows from w_t <= W_s / (t - s + 1), the heaviest being first.
+    Division t leaves the remaining sources an error of e_t+1 = W_t+1 / W_t * e_t + 1/2, e_1 = 0, and source t gets at
+    most w_t / W_t * e_t + 1/2; the closed form follows from w_t <= W_s / (t - s + 1), since weights are descending.
     """
     worst, error, left = Fraction(0), Fraction(0), sum(weights)
     for i in _heaviest_first(weights):
         rest = left - weights[i]
-        rounding = Fraction(1, 2) if rest else Fraction(0)    # the last takes all that is left
+        rounding = Fraction(1, 2) if rest else Fraction(0)    # the last takes the remainder
         worst = max(worst, Fraction(weights[i], left) * error + rounding)
         error, left = Fraction(rest, left) * error + rounding, rest
     return worst
@@ -59,10 +58,10 @@ def _heaviest_first(weights: Sequence[int]) -> list[int]:
 
 def lay_rows(seq_len: int, grids: Sequence[tuple[Grid, ...]], before: Sequence[int],
              after: Sequence[int]) -> list[Runs]:
-    """Where the tokens before[i]..after[i]-1 of each source i, in sequences of grids[i], go.
+    """Place the tokens before[i]..after[i]-1 of each source i, in sequences of grids[i].
 
-    Whole sequences are whole rows, the sources evenly among them: every host and microbatch sees of all. Behind those
-    stand, end to end, the parts of sequences that this batch shares with the one before it or the next.
+    Whole sequences take whole rows, with sources spread evenly, so that every host and microbatch gets all of them.
+    The parts of sequences split across batches follow, concatenated.
     """
     whole = [np.arange(-(-(max(a, last.base) - last.base) // seq_len), max(b - last.base, 0) // seq_len)
              for (*_, last), a, b in zip(grids, before, after)]
@@ -76,7 +75,7 @@ def lay_rows(seq_len: int, grids: Sequence[tuple[Grid, ...]], before: Sequence[i
         parts = []
         while a < b:
             if len(numbers) and a == last.base + numbers[0] * seq_len:
-                a = last.base + (int(numbers[-1]) + 1) * seq_len      # past the whole ones
+                a = last.base + (int(numbers[-1]) + 1) * seq_len      # after the whole ones
                 continue
             grid = next(grid for grid in cuts if grid.until is None or a < grid.until)
             take = min(b - a, grid.seq_len - (a - grid.base) % grid.seq_len, seq_len - line % seq_len)

@@ -1,11 +1,10 @@
-"""The order of a source's tokens: any position of an endless stream of shuffled epochs is found without an index of it.
+"""The order of a source's tokens: random access into an endless stream of shuffled epochs, without an index of it.
 
-Documents are cut into at most 2**20 runs of neighbours (one document each up to a million of them). An epoch shuffles
-the runs, takes some of them at a time (a window: 8,192 documents from everywhere), and shuffles the documents of a
-window when it is read; held are the totals of the runs and the order of an epoch, nothing per document or sequence. In
-a second order sequences change places within chunks of 2**26 tokens of an epoch, lest a batch be one long document: a
-keyed bijection. All is a function of (seed, position), from raw bits that numpy promises never to change;
-Generator.permutation it may. This module knows no batches, mixtures, hosts or ids of separators.
+Documents are grouped into at most 2**20 runs of neighbours (one document each up to a million). An epoch shuffles the
+runs, and shuffles documents within a window (some runs: about 8,192 documents) when it is read. Memory holds the runs'
+totals and an epoch's order, nothing per document or sequence. Then a keyed bijection permutes sequences within chunks
+of 2**26 tokens, so that one long document does not fill a batch. All is a function of (seed, position), from raw bits
+that numpy keeps stable (Generator.permutation is not). This module knows no batches, mixtures, hosts or separator ids.
 """
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ import numpy as np
 
 from meshtrain.data.documents.contracts import Source, run_length
 
-WINDOW = 8192               # documents of a window, about
-CHUNK_TOKENS = 1 << 26      # within which sequences change places
+WINDOW = 8192               # approximate documents per window
+CHUNK_TOKENS = 1 << 26      # within which sequences are permuted
 ROUNDS = 8                  # of the Feistel network
 EPOCHS_HELD, WINDOWS_HELD = 3, 64
 
 
 def lengths(source: Source, documents: np.ndarray | None = None) -> np.ndarray:
-    """int64 [documents]: tokens of each, without separators; None for all documents."""
+    """int64 [documents]: tokens of each, without separators; None: of all documents."""
     documents = np.arange(source.num_documents) if documents is None else documents
     if not len(documents):
         return np.zeros(0, np.int64)
@@ -34,20 +33,18 @@ def lengths(source: Source, documents: np.ndarray | None = None) -> np.ndarray:
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
-    """int64 [count], each of 0..count-1 once."""
+    """A permutation of 0..count-1, int64 [count]."""
     bits = np.uint64(max(count - 1, 1).bit_length())
     random = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
-    # No two are equal, so that every way to sort gives the same.
+    # All are distinct, so every sorting algorithm gives the same order.
     placed = random >> bits << bits | np.arange(count, dtype=np.uint64)
     placed.sort()
     return (placed & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
 
 
 def bijection(indices: np.ndarray, count: int, *key: int) -> np.ndarray:
-    """int64, as indices: where each of them, 0 <= i < count, goes in a permutation that is never held.
-
-    A Feistel network over the next power of 4; what falls outside walks on until it is inside.
-    """
+    """Images of `indices` (0 <= i < count, int64) under a pseudorandom permutation that is never materialized: a
+    Feistel network over the next power of 4, repeated until the result is below count."""
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     keys = np.random.PCG64(np.random.SeedSequence(key)).random_raw(ROUNDS)
     mask, down = (np.uint64(1) << half) - np.uint64(1), np.uint64(64) - half
@@ -56,7 +53,7 @@ def bijection(indices: np.ndarray, count: int, *key: int) -> np.ndarray:
     while len(outside):
         left, right = found[outside] >> half, found[outside] & mask
         for k in keys:
-            mixed = (right + k) * np.uint64(0x9E3779B97F4A7C15)     # the finalizer of splitmix64
+            mixed = (right + k) * np.uint64(0x9E3779B97F4A7C15)     # splitmix64's finalizer
             mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
             left, right = right, left ^ (mixed >> down)
         found[outside] = left << half | right
@@ -66,18 +63,18 @@ def bijection(indices: np.ndarray, count: int, *key: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SourcePart:
-    """What one split reads of a source: whole runs, or (side "head", "tail") a piece of every document.
+    """The part of a source that one split reads: whole runs, or (side "head", "tail") a piece of every document.
 
-    Every document, an empty one too, is one token longer than its text: the separator before it.
+    Every document, even an empty one, counts one token more than its text: the separator before it.
     """
     source: Source
     runs: np.ndarray        # int32 [runs], rising
-    tokens: np.ndarray      # int64 [runs]: of each, separators counted
+    tokens: np.ndarray      # int64 [runs], with separators
     side: str = "whole"
-    fraction: float = 0.0   # of a document in its tail
+    fraction: float = 0.0   # of each document
 
     def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(start, length), int64 [documents]: the tokens of each that this part has."""
+        """(start, length), int64 [documents]: this part's tokens of each."""
         length = lengths(self.source, documents)
         tail = (length * self.fraction).astype(np.int64)
         return (length - tail, tail) if self.side == "tail" else (np.zeros_like(length), length - tail)
@@ -88,7 +85,7 @@ class SourcePart:
 
 
 def whole(source: Source, runs: np.ndarray | None = None) -> SourcePart:
-    """These runs of a source (None: all), with their documents whole."""
+    """Runs of a source (None: all), with whole documents."""
     run, num_runs = run_length(source.num_documents), len(source.totals)
     runs = np.arange(num_runs, dtype=np.int32) if runs is None else runs.astype(np.int32)
     documents = np.where(runs == num_runs - 1, source.num_documents - run * (num_runs - 1), run)
@@ -96,26 +93,26 @@ def whole(source: Source, runs: np.ndarray | None = None) -> SourcePart:
 
 
 class Grid(NamedTuple):
-    """The stream's tokens from `base` to `until` (None: on without end) cut into sequences."""
+    """The stream's tokens from `base` to `until` (None: endless), cut into sequences."""
     base: int
     seq_len: int
     until: int | None
 
 
 class Runs(NamedTuple):
-    """Tokens that one source gives to a batch, int64 [runs] each: `count` from the dealt position `start` on, to the
-    place `line` of the batch's rows laid end to end. A run lies within a sequence of its grid and within a row."""
+    """Spans of tokens from one source to a batch, int64 [runs] each: `count` tokens from the dealt position `start` go
+    to offset `line` of the concatenated rows. A span lies within one sequence of its grid and one row."""
     start: np.ndarray
     count: np.ndarray
     line: np.ndarray
 
 
 class Pieces(NamedTuple):
-    """Parts of documents, each in one place of one row; int64 [pieces] each, but for the three that are bool."""
-    line: np.ndarray        # its place in the rows laid end to end
-    count: np.ndarray       # tokens, the separator included
-    begins: np.ndarray      # bool: the separator stands first
-    goes_on: np.ndarray     # bool: the document has a token behind the piece
+    """Parts of documents, each within one row; int64 [pieces] each, three of them bool."""
+    line: np.ndarray        # offset in the concatenated rows
+    count: np.ndarray       # tokens, with the separator
+    begins: np.ndarray      # bool: the separator comes first
+    goes_on: np.ndarray     # bool: the document continues after the piece
     empty: np.ndarray       # bool: the document has no text
     document: np.ndarray
     first: np.ndarray       # the first token of the text
@@ -123,13 +120,13 @@ class Pieces(NamedTuple):
 
 class _Window(NamedTuple):
     documents: np.ndarray
-    starts: np.ndarray      # the first token of each that the part has
-    ends: np.ndarray        # where each ends in the epoch
-    begin: int              # where the first one begins
+    starts: np.ndarray      # first token of each in the part
+    ends: np.ndarray        # end of each in the epoch
+    begin: int              # begin of the first
 
 
 class _Table(NamedTuple):
-    """Windows side by side, by their numbers in the stream: where their documents begin and end there, int64
+    """Consecutive windows, by their numbers in the stream: where their documents begin and end there, int64
     [documents]."""
     numbers: frozenset[int]
     begins: np.ndarray
@@ -140,16 +137,15 @@ class _Table(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenStream:
-    """A part of a source epoch after epoch, in an order of `seed`; None: in its own order. Positions count
-    separators."""
+    """A part of a source, epoch after epoch, shuffled by `seed`; None: in its own order. Positions count separators."""
     part: SourcePart
     seed: int | None
-    number: int             # of the source in its mixture: each has orders of its own
-    grids: tuple[Grid, ...]     # without gaps; the last has no end
+    number: int             # of the source in its mixture, part of the seed
+    grids: tuple[Grid, ...]     # contiguous; the last is endless
 
     def __post_init__(self):
         tokens = self.part.num_tokens
-        # those that a batch reads from, if they are few
+        # a batch's windows, if few
         held = -(-CHUNK_TOKENS * self.num_windows // max(tokens, 1)) + 4
         object.__setattr__(self, "_epochs", Recent(EPOCHS_HELD))
         object.__setattr__(self, "_held", min(held, WINDOWS_HELD))
@@ -167,7 +163,7 @@ class TokenStream:
 
     @functools.cached_property
     def _width(self) -> int:
-        """Runs of a window."""
+        """Runs per window."""
         return max(1, WINDOW // run_length(self.part.source.num_documents))
 
     @functools.cached_property
@@ -175,7 +171,7 @@ class TokenStream:
         return -(-len(self.part.runs) // self._width)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(order, ends): int32 [runs], and int64 [windows], where each window ends in the epoch."""
+        """(order, ends): int32 [runs], and int64 [windows], each window's end in the epoch."""
         def make():
             tokens, count = self.part.tokens, len(self.part.runs)
             order = np.arange(count) if self.seed is None else permutation(count, self.seed, self.number, 0, epoch)
@@ -183,7 +179,7 @@ class TokenStream:
         return self._epochs.get(epoch, make)
 
     def window(self, epoch: int, window: int) -> _Window:
-        """The documents of a window of an epoch, in their order."""
+        """The documents of a window of an epoch, in order."""
         def make():
             order, ends = self._epoch(epoch)
             run, num_documents = run_length(self.part.source.num_documents), self.part.source.num_documents
@@ -198,10 +194,8 @@ class TokenStream:
         return self._windows.get((epoch, window), make)
 
     def deal(self, positions: np.ndarray) -> np.ndarray:
-        """The places in the stream of tokens in the order in which sequences are dealt, int64 [any] both.
-
-        The sequences of a grid that begin in an epoch change places, in chunks of CHUNK_TOKENS of them.
-        """
+        """Map positions in dealt order to positions in the stream, int64 [any]. The sequences of a grid that begin in
+        an epoch are permuted within chunks of CHUNK_TOKENS."""
         if self.seed is None:
             return positions
         places = np.empty_like(positions)
@@ -223,20 +217,20 @@ class TokenStream:
             for chunk in np.unique(chunks[chunks >= 0]).tolist():
                 low = first + chunk * chunk_length
                 here = chunks == chunk
-                epochs[here] = -1   # done: their numbers change below
+                epochs[here] = -1   # done; `numbers` changes below
                 numbers[here] = low + bijection(numbers[here] - low, min(chunk_length, after - low),
                                                 self.seed, self.number, 2,
                                                 grid.base + low * grid.seq_len)
         return grid.base + numbers * grid.seq_len + offsets
 
     def _sequences(self, grid: Grid, epoch: int) -> tuple[int, int]:
-        """(first, after): the numbers of the sequences of a grid that begin in an epoch."""
+        """(first, last + 1): the sequences of a grid that begin in an epoch."""
         first, after = (max(0, -(-(e * self.tokens_per_epoch - grid.base) // grid.seq_len)) for e in (epoch, epoch + 1))
         return first, after if grid.until is None else min(after, (grid.until - grid.base) // grid.seq_len)
 
     def regrid(self, position: int, seq_len: int) -> tuple[Grid, ...]:
-        """Grids with which the stream goes on from a dealt position in sequences of seq_len: the chunk that was begun
-        is finished in its own sequences, so that no token is lost or comes twice."""
+        """Grids that continue from a dealt position with sequences of seq_len. The current chunk is finished with its
+        old sequences, so that no token is lost or repeated."""
         grid = next(grid for grid in self.grids if grid.until is None or position < grid.until)
         if grid.until is None and grid.seq_len == seq_len:
             return (grid,)
@@ -248,14 +242,14 @@ class TokenStream:
         if position > end:
             end = grid.base + min(low + chunk_length, after) * grid.seq_len
             grids.append(grid._replace(until=end))
-        # Whole sequences from `position` on: one that is shorter stands between.
+        # Whole sequences from `position` on, after a shorter one.
         base = position + -(-(end - position) // seq_len) * seq_len
         if base > end:
             grids.append(Grid(end, base - end, base))
         return (*grids, Grid(base, seq_len, None))
 
     def find(self, runs: Runs) -> Pieces:
-        """The pieces of documents that runs consist of; there is at least one run."""
+        """The pieces of documents in one or more runs."""
         start = self.deal(runs.start)
         stop = start + runs.count
         first, last = self._window_numbers(start), self._window_numbers(stop - 1)
@@ -273,7 +267,7 @@ class TokenStream:
         return pieces
 
     def _open(self, numbers: list[int]) -> _Table:
-        """The documents of these windows, counted through all epochs; and of others, as long as they are few."""
+        """The documents of these windows, numbered through all epochs, and of others while they are few."""
         with self._lock:
             table = self._table
             missing = [number for number in numbers if number not in table.numbers]
@@ -293,7 +287,7 @@ class TokenStream:
             return table
 
     def _window_numbers(self, positions: np.ndarray) -> np.ndarray:
-        """Of the windows of all epochs, counted through, those in which these places of the stream lie."""
+        """The windows, numbered through all epochs, that contain these stream positions."""
         epochs = positions // self.tokens_per_epoch
         if self.num_windows == 1:
             return epochs
@@ -306,13 +300,13 @@ class TokenStream:
 
 
 class Recent:
-    """The last things used, for several threads."""
+    """A thread-safe LRU cache."""
 
     def __init__(self, keep: int):
         self.keep, self.made, self.lock = keep, {}, threading.Lock()
 
     def get(self, key, make: Callable):
-        with self.lock:     # also while it is made: a large corpus is not sorted by every thread at once
+        with self.lock:     # also while computing: threads must not all sort a large corpus
             made = self.made.pop(key) if key in self.made else make()
             if len(self.made) == self.keep:
                 del self.made[next(iter(self.made))]

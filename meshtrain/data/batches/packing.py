@@ -1,16 +1,17 @@
 """Batches of packed documents: batch n is a function of (seed, n) alone, not of hosts, mesh or restarts.
 
-A source's documents, each behind a separator (BOS), are laid end to end in shuffled epochs without end (order.py), and
-cut into sequences of T tokens: every token is an input once per epoch, and the incomplete sequence at an epoch's end
-goes on into the next. The target of a document's last token is its end (EOS; the separator itself, unless the run names
-another), with or without the document mask, so that a model learns to stop.
-With a mixture, each batch takes the next tokens of every source in exact proportion to its weight (mixture.py). Where
-documents are about as long as sequences, or longer, shares are whole sequences. Where they are short, shares are exact
-to two tokens or so, and a sequence that is not done at a batch's end goes on in the next batch, its documents cut
-there. Or no document is cut (whole.py): sequences of whole documents, padded, mixed sequence by sequence. A restart
-needs no state but n. A restart with other weights, seq_len or global_batch needs the `position` of the run before: the
-tokens that each source has given; from there on its order goes on, so that still no token is lost or comes twice. This
-module knows no devices: a host asks for its rows of the global batch.
+A source's documents, each after a separator (BOS), are concatenated in endless shuffled epochs (order.py) and cut into
+sequences of T tokens. Every token is an input once per epoch; an epoch's incomplete last sequence continues in the
+next. The target of a document's last token is its end (EOS; by default the separator), with or without the document
+mask, so that the model learns to stop. With packing "whole" (whole.py), no document is cut and sequences are padded.
+
+With a mixture, each batch takes tokens from every source in proportion to its weight, exactly (mixture.py): in whole
+sequences if documents are about as long as these or longer, else to about two tokens, and the sequence at a batch's
+end continues in the next batch, with its documents cut there.
+
+A restart needs only n. With other weights, seq_len or global_batch it needs the previous run's `position`, the tokens
+given by each source; the order continues there, so that no token is lost or repeated. This module knows no devices: a
+host requests its rows of the global batch.
 """
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ from meshtrain.names import NO_TARGET
 class Packing:
     """How documents become batches.
 
-    eos: the target behind a document's last token; None: bos. document_mask: without it a row is one segment, and
-    positions count along it. packing: "stream", or "whole", where no document is cut and seq_len stays. Held out of
-    each source is validation_fraction of its tokens. prefetch: batches made ahead.
+    eos: the target after a document's last token; None: bos. document_mask: False makes a row one segment with
+    consecutive positions. packing: "stream", or "whole": no document is cut, seq_len stays fixed. validation_fraction:
+    of each source's tokens. prefetch: batches made ahead.
     """
     bos: int
     seq_len: int
@@ -55,7 +56,7 @@ class Packing:
 
 @dataclasses.dataclass(frozen=True)
 class DataPhase:
-    """Batches of one shape and one mixture: from `batches` on, when each source had given `tokens`."""
+    """Batches of one shape and mixture: from `batches` on, after each source gave `tokens`."""
     batches: int
     tokens: tuple[int, ...]
     weights: tuple[int, ...]
@@ -70,7 +71,7 @@ class Packed:
     validation: tuple[PackedValidation, ...]
     shape: Packing
     phase: DataPhase
-    quantum: int            # tokens: the shares of training batches are multiples of it
+    quantum: int            # tokens; training shares are multiples of it
 
     def batch(self, n: int, rows: Rows = None) -> Batch:
         if n < self.phase.batches:
@@ -87,8 +88,8 @@ class Packed:
         return sum(self._given(batches))
 
     def position(self, batches: int) -> dict:
-        """Of each source the tokens given so far and how the stream behind them is cut; and the phase, so that a run
-        which goes on with the same settings finds the very same batches. `pack` reads it."""
+        """Tokens given by each source, its grids from there on, and the phase, so that a resumed run with the same
+        settings gets the very same batches. `pack` reads it."""
         given = self._given(batches)
         return {"batches": batches, "phase": dataclasses.asdict(self.phase), "packing": _packing_of(self.train),
                 "sources": [{"tokens": tokens, "tokens_per_epoch": stream.tokens_per_epoch,
@@ -96,7 +97,7 @@ class Packed:
                              for stream, tokens in zip(self.train, given)]}
 
     def _given(self, batches: int) -> list[int]:
-        """What each source has given to the first `batches` batches."""
+        """Tokens of each source in the first `batches` batches."""
         phase = self.phase
         tokens = (batches - phase.batches) * self.shape.global_batch * self.shape.seq_len
         return [a + b for a, b in zip(phase.tokens, mixture.shares(phase.weights, tokens, self.quantum))]
@@ -124,7 +125,7 @@ class PackedValidation:
 
 
 def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Packed:
-    """The corpus of the run file's [data] as its batches; `position` and what is raised: as `pack`."""
+    """The run file's [data] as batches; `position` and errors as `pack`."""
     same = {name: getattr(data, name) for name in ("seq_len", "global_batch", "document_mask",
                                                    "packing", "validation_fraction")}
     shape = Packing(corpus.tokenizer.bos, seed=seed, eos=corpus.eos, **same)
@@ -134,16 +135,15 @@ def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None 
 def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, validation: Sequence[Source | None] = (),
          names: Sequence[str] = (), curves: Sequence[sources.ValidationSource] = (),
          position: dict | None = None) -> Packed:
-    """Sources as batches, mixed in the proportions of `weights` (positive numbers of any sum; shares of the tokens).
+    """Sources as batches, mixed in the proportions of `weights` (positive, any sum; shares of tokens).
 
-    validation: of each source one of its own, of which nothing is held out then; curves: the validation sets in place
-    of all that. names: of the sources. position: what `Packed.position(n)` gave in the run before. Where nothing
-    differs, all batches are the same bit for bit. Weights, seq_len and global_batch may differ: batches are then those
-    from n on, in which every source goes on behind its last token; sequences of the chunk that was begun
-    (order.CHUNK_TOKENS) keep their order, cut anew at the rows' ends.
+    validation: a validation source for each source, instead of holding out; curves: validation sets that replace both.
+    names: of the sources. position: `Packed.position(n)` of the previous run. With equal settings all batches are
+    bit-identical. Weights, seq_len and global_batch may differ: every source then continues after its last token, and
+    the sequences of its current chunk (order.CHUNK_TOKENS) keep their order, recut at row ends.
 
-    Raises: ValueError where a source is too short for its share of one batch, or the held-out part for one sequence, or
-    the position is another data's.
+    Raises: ValueError if a source is too short for its share of one batch, or its held-out part for one sequence, or
+    the position belongs to other data.
     """
     if curves:
         shape = dataclasses.replace(shape, validation_fraction=0.0)
@@ -172,9 +172,9 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
                if stream.tokens_per_epoch < seq_len]
     if faults:
         raise ValueError("\n".join(faults))
-    # At most the tokens of the longest document; exactly, where a run is one.
+    # A lower bound of the longest document's tokens; exact if runs are single documents.
     longest = max(int(stream.part.tokens.max()) // run_length(stream.part.source.num_documents) for stream in streams)
-    # Whole sequences, so that no batch's end cuts one, unless that would be coarser than the documents are.
+    # Whole sequences, so that no batch cuts one, unless that is coarser than the documents.
     quantum = seq_len if not cut or len(corpus) > 1 and mixture.deviation(shares) * seq_len <= longest else 1
     phase = DataPhase(0, (0,) * len(corpus), shares, seq_len, shape.global_batch)
     if position is not None:
@@ -187,8 +187,8 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
 
 
 def _may_cut(source: Source, stream: bool, seq_len: int) -> bool:
-    """Whether documents may give their tails to validation: no conversations, and with whole documents only long
-    ones."""
+    """Whether documents may give their tails to validation: not conversations; with packing "whole" only long
+    documents."""
     return not getattr(source, "complete", False) and (
         stream or int(source.totals.sum()) > seq_len * source.num_documents)
 
@@ -199,7 +199,7 @@ def _packing_of(streams: Sequence[TokenStream | WholeStream]) -> str:
 
 def _go_on(streams: Sequence[TokenStream], wanted: DataPhase, position: dict) -> tuple[
         tuple[TokenStream, ...], DataPhase]:
-    """The streams and the phase in which a run goes on from a position."""
+    """Streams and phase that continue from a position."""
     had, has = position.get("packing", "stream"), _packing_of(streams)
     if had != has:
         raise ValueError(f'data.packing="{has}", and the checkpoint was trained with "{had}"; use that, or a new '
@@ -230,14 +230,14 @@ def _go_on(streams: Sequence[TokenStream], wanted: DataPhase, position: dict) ->
 
 def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray | None,
           shape: Packing) -> np.ndarray:
-    """Puts the texts into tokens, int32 [rows laid end to end]; gives the target behind each piece, int32 [pieces].
+    """Read the texts into tokens, int32 [concatenated rows]; return the target after each piece, int32 [pieces].
 
-    learn: bool, as tokens: set false where the token is no target. Where a document ends its target is eos; but nothing
-    where the rest of it is held out, its last token is no target, or a document is empty: that a text ends before it
-    begins is not to be learned. A complete document (contracts.py) has its end within it.
+    learn: bool, as tokens: set to false where a token is no target. After a document the target is eos; none if the
+    rest is held out, its last token is no target, or it is empty (an end before the beginning must not be learned). A
+    complete document (contracts.py) contains its end.
     """
     source, own = stream.part.source, getattr(stream.part.source, "complete", False)
-    ours = pieces.begins & (not own)        # where a separator stands
+    ours = pieces.begins & (not own)        # starts with a separator
     tokens[pieces.line[ours]] = shape.bos
     count, first, behind = pieces.count - ours, pieces.first - (pieces.begins & own), np.full(
         len(pieces.line), NO_TARGET, np.int32)
@@ -263,8 +263,7 @@ def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.nda
 
 
 def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequence[Runs], rows: Rows) -> Batch:
-    """These rows of batch n, of whose tokens the streams give `runs`; what they leave at the end of a row is
-    padding."""
+    """These rows of batch n, from the streams' `runs`; the rest of a row is padding."""
     T, every = shape.seq_len, np.arange(shape.global_batch)
     chosen = every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
     B = len(chosen)
@@ -288,9 +287,9 @@ def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequ
     targets.reshape(-1)[pieces.line + pieces.count - 1] = np.concatenate(after or [[]])
 
     index = np.tile(np.arange(T, dtype=np.int32), (B, 1))
-    real = np.bincount(pieces.line // T, pieces.count, B).astype(np.int64)      # pieces stand end to end
+    real = np.bincount(pieces.line // T, pieces.count, B).astype(np.int64)      # pieces are contiguous
     if shape.document_mask:
-        # a row of padding begins something, too
+        # a padding row has a first token, too
         line = np.sort(np.append(pieces.line, np.flatnonzero(real == 0) * T))
         column, k = line % T, np.arange(len(line))
         segment = k + 1 - np.maximum.accumulate(np.where(column == 0, k, 0))
@@ -309,7 +308,7 @@ def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequ
 
 def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[TokenStream],
                    held: Sequence[TokenStream]) -> list[str]:
-    """What is wrong with the lengths of the sources, for this batch and this hold-out."""
+    """Errors: sources too short for this batch and hold-out."""
     T, B, faults = shape.seq_len, shape.global_batch, []
     for i, (stream, weight) in enumerate(zip(train, weights)):
         part = Fraction(weight, sum(weights))
@@ -363,7 +362,7 @@ def _check_whole(shape: Packing, weights: Sequence[int], train: Sequence[WholeSt
 
 
 def notes(data, corpus: sources.Corpus) -> list[str]:
-    """What is to be told of the packing of a corpus before it is trained on."""
+    """Messages on a corpus' packing, before training."""
     told = []
     for name, source in zip(corpus.names, corpus.sources) if data.packing == "whole" else ():
         where = f'data.packing="whole"{name and f", {name}"}'

@@ -1,10 +1,8 @@
-"""Pairs of answers as batches: a sequence holds a prompt with the chosen answer and behind it the same with the
-rejected one.
+"""Preference pairs as batches: a sequence holds the prompt with the chosen answer, then with the rejected one.
 
-The token cache has them as two documents, one after the other: 2i chosen, 2i + 1 rejected, both complete
-(contracts.py), of which the answers alone are targets. Batch n is a function of (seed, n): epochs of all pairs that
-fit, each in an order of its own. A pair that does not fit into a sequence is left out: cut, its answers would
-be compared by what happened to be left of them.
+The token cache stores them as documents 2i (chosen) and 2i + 1 (rejected), both complete (contracts.py); only answers
+are targets. Batch n is a function of (seed, n): epochs of all fitting pairs, each freshly shuffled. A pair longer than
+a sequence is dropped, because truncated answers are not comparable.
 """
 from __future__ import annotations
 
@@ -19,15 +17,15 @@ from meshtrain.data.batches import order
 from meshtrain.data.documents.contracts import Batch, Rows, Source, made_ahead
 from meshtrain.names import CHOSEN, NO_TARGET, REJECTED
 
-ORDER, HELD = 5, 6      # of seeds: of an epoch, of what is held out
+ORDER, HELD = 5, 6      # seed tags: epoch, hold-out
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pairs:
-    """Batches (contracts.py) of pairs, with `reference` [B] float32 beside the other arrays.
+    """Batches (contracts.py) of pairs, with the array `reference` [B] float32.
 
-    pairs: int64, the numbers of those that fit and are trained on. references: by number of the pair, what the
-    reference prefers the chosen answer by; None: zeros, as long as they are not known.
+    pairs: int64, numbers of the training pairs. references: by pair number, the reference model's preference for the
+    chosen answer; None: not known yet, zeros.
     """
     source: Source
     pairs: np.ndarray
@@ -58,11 +56,11 @@ class Pairs:
 
     @property
     def all_pairs(self) -> np.ndarray:
-        """Trained on and held out."""
+        """Training and held-out pairs."""
         return np.concatenate([self.pairs, *(held.pairs for held in self.validation)])
 
     def with_references(self, references: np.ndarray) -> Pairs:
-        """references: by number of the pair."""
+        """references: by pair number."""
         held = tuple(dataclasses.replace(one, references=references) for one in self.validation)
         return dataclasses.replace(self, references=references, validation=held)
 
@@ -94,9 +92,9 @@ class PairValidation:
 
 
 def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Pairs:
-    """The corpus of data.source = "preferences" as its batches. position: of the run before.
+    """The corpus of data.source = "preferences" as batches. position: of the previous run.
 
-    Raises: ValueError where no pair fits, or the run before had other batches.
+    Raises: ValueError if no pair fits, or the previous run had other batches.
     """
     (source,) = corpus.sources
     fitting, shortest = _fitting(source, data.seq_len)
@@ -120,7 +118,7 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
 
 
 def notes(data, corpus: sources.Corpus) -> list[str]:
-    """What of the data is left out."""
+    """Messages on dropped data."""
     (source,) = corpus.sources
     count = source.num_documents // 2 - len(_fitting(source, data.seq_len)[0])
     return ([f"{count} of {source.num_documents // 2} pairs are longer than data.seq_len={data.seq_len} and left out"]
@@ -129,13 +127,13 @@ def notes(data, corpus: sources.Corpus) -> list[str]:
 
 def _fitting(source: Source, seq_len: int) -> tuple[np.ndarray, int]:
     """(numbers of the pairs that fit, tokens of the shortest pair)."""
-    # a complete document's first token is no input of its own
+    # a complete document's first token replaces the separator
     lengths = order.lengths(source).reshape(-1, 2).sum(1)
     return np.flatnonzero(lengths <= seq_len), int(lengths.min())
 
 
 def _rows(of: Pairs | PairValidation, n: int, pairs: np.ndarray, rows: Rows) -> Batch:
-    """These rows of batch n, of which `pairs` has the numbers; -1: padding."""
+    """These rows of batch n; pairs: their pair numbers; -1: padding."""
     T, every = of.seq_len, np.arange(of.global_batch)
     chosen = every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
     shape = len(chosen), T

@@ -1,11 +1,10 @@
-"""Sequences of whole documents: none is cut by a sequence's end, and what is left of a sequence is padding.
+"""Sequences of whole documents: none is cut at a sequence's end, and the rest of a sequence is padding.
 
-The documents of a window (order.py: some 8,192 from everywhere in the source) are put together best fit decreasing: the
-longest first, each into the fullest sequence that has room. Which documents share a sequence is the same in every
-epoch; the windows' order and that of their sequences are not. A document that is longer than a sequence is several,
-each but the last a sequence; but a conversation, or what has a mask, loses what lies behind the sequence's end: an
-answer without its question teaches nothing. Held are a number per window and the windows last used: any sequence is
-found from (seed, its number), by a count of the sequences before it in the first epoch, a microsecond a document.
+The documents of a window (order.py: about 8,192) are packed best fit decreasing, the same in every epoch; the order of
+windows and of their sequences is shuffled. A document longer than a sequence is split, and each piece but the last
+fills a sequence; a conversation or a masked document is truncated instead, because an answer without its question
+teaches nothing. Memory holds a number per window and the last windows. Any sequence is found from (seed, its number),
+by counting the sequences before it in the first epoch, 1 us a document.
 Source: Johnson 1973 (best fit decreasing); arXiv:2404.10830 (for packing).
 """
 from __future__ import annotations
@@ -21,15 +20,13 @@ from meshtrain.data.batches import order
 from meshtrain.data.batches.order import Grid, SourcePart, Pieces, Runs, TokenStream
 from meshtrain.data.documents.contracts import Source
 
-PASS_DOCUMENTS = 1 << 20        # whose lengths are read at a time
-WINDOWS_HELD = 8                # sequences are taken from one after another
+PASS_DOCUMENTS = 1 << 20        # lengths read at a time
+WINDOWS_HELD = 8                # sequences are read window by window
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """(bin of each, where it begins there, number of bins), int64 [documents] both. lengths: 1 to capacity.
-
-    Bins with room are kept by their room, and which rooms there are in the bits of one number.
-    """
+    """(bin, offset in it, number of bins), int64 [documents] both. lengths: 1 to capacity. Open bins are indexed by
+    free space, whose values are the bits of one integer."""
     bins, places, count = [0] * len(lengths), [0] * len(lengths), 0
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0
@@ -53,15 +50,14 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
 
 
 class _PackedWindow(NamedTuple):
-    """The sequences of a window, and the documents or parts of them in it, one sequence after another."""
+    """The sequences of a window and their documents or pieces, in order."""
     firsts: np.ndarray      # int64 [sequences + 1]: the first piece of each
-    pieces: Pieces          # line: where each begins in its sequence
+    pieces: Pieces          # line: offset in its sequence
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WholeStream:
-    """As order.TokenStream, sequence by sequence: a position is a place in a sequence, padding counted. seed None: own
-    order."""
+    """As order.TokenStream, by sequences; positions count padding. seed None: own order."""
     part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture
@@ -95,7 +91,7 @@ class WholeStream:
         return self.num_sequences * self.seq_len
 
     def has(self, sequences: int) -> bool:
-        """Whether an epoch has so many; no more are counted than it takes."""
+        """Whether an epoch has this many sequences; counts no further than needed."""
         with self._lock:
             while self._counts[self._counted] < sequences and self._counted < self._order.num_windows:
                 before, count = self._counts[self._counted], len(self._window(self._counted).firsts) - 1
@@ -108,7 +104,7 @@ class WholeStream:
         return self.grids
 
     def find(self, runs: Runs) -> Pieces:
-        """The documents of whole sequences, a run each."""
+        """The documents of whole sequences, one run each."""
         assert (runs.start % self.seq_len == 0).all() and (runs.count == self.seq_len).all()
         sequences, parts = runs.start // self.seq_len, []
         epochs = np.zeros_like(sequences)
@@ -128,7 +124,7 @@ class WholeStream:
         return Pieces(*map(np.concatenate, zip(*parts)))
 
     def _laid(self, window: int, rows: np.ndarray, lines: np.ndarray) -> Pieces:
-        """The pieces of these sequences of a window, from these lines on."""
+        """The pieces of these sequences of a window, at these offsets (`lines`)."""
         held = self._window(window)
         first, num = held.firsts[rows], held.firsts[rows + 1] - held.firsts[rows]
         own = np.arange(num.sum()) + np.repeat(first - (np.cumsum(num) - num), num)
@@ -136,9 +132,9 @@ class WholeStream:
         return pieces._replace(line=pieces.line + np.repeat(lines, num))
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(order of the windows, sequences before each and after the last) of an epoch behind the first."""
+        """(order of the windows, sequences before each and in total) of an epoch after the first."""
         def make():
-            counts = np.diff(self._counts)      # all of them, behind the first
+            counts = np.diff(self._counts)      # all, after the first
             windows = np.arange(len(counts)) if self.seed is None else \
                 order.permutation(len(counts), self.seed, self.number, 3, epoch)
             return windows, np.append(0, np.cumsum(counts[windows]))
@@ -155,8 +151,7 @@ class WholeStream:
         return self._windows.get(window, make)
 
     def _divided(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pieces:
-        """Documents, their separators counted in lengths, in pieces that a sequence has room for; their lines are none
-        yet."""
+        """Split documents into pieces that fit a sequence; lengths count separators; `line` is not set yet."""
         T = self.seq_len
         num = np.ones_like(lengths) if ends_with_sequence(self.part.source) else -(-lengths // T)
         which = np.repeat(np.arange(len(documents)), num)
@@ -168,13 +163,12 @@ class WholeStream:
 
 
 def ends_with_sequence(source: Source) -> bool:
-    """Whether its documents lose what lies behind a sequence's end."""
+    """Whether its documents are truncated at a sequence's end."""
     return getattr(source, "complete", False) or getattr(source, "masked", False)
 
 
 def filled(source: Source, seq_len: int) -> tuple[float, int]:
-    """(share of sequences that is no padding, documents by which it is told): of the first window in the source's own
-    order."""
+    """(share of sequences that is not padding, documents sampled): in the first window of the source's own order."""
     documents = np.arange(min(source.num_documents, order.WINDOW))
     lengths = order.lengths(source, documents) + 1
     full, rest = np.divmod(np.minimum(lengths, seq_len) if ends_with_sequence(source) else lengths, seq_len)
@@ -183,8 +177,8 @@ def filled(source: Source, seq_len: int) -> tuple[float, int]:
 
 
 def too_long(source: Source, seq_len: int) -> tuple[int, int]:
-    """(documents that are longer than a sequence, tokens that they lose), by a pass over all lengths where any may."""
-    separators = 1      # or the first token of documents that have none
+    """(documents longer than a sequence, tokens truncated); reads all lengths if any may be too long."""
+    separators = 1      # or the first token of complete documents
     documents = tokens = 0
     for first in range(0, source.num_documents, PASS_DOCUMENTS) if ends_with_sequence(source) else ():
         lengths = order.lengths(source,

@@ -1,1 +1,1 @@
-"""The token cache: text is tokenized once, in parts, by all hosts."""
+"""The token cache: text is tokenized once, in parts, by all hosts together."""

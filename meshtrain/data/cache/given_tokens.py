@@ -1,8 +1,8 @@
-"""Token files that the user gives: read once from end to end, and what was found is noted in the cache.
+"""Indexes the user's own token files: reads each once and notes the result in the cache.
 
-Found are the largest id, a checksum, and where documents begin and end without the separators that stand in the file:
-every document gets one from us, so those of the file are taken out. Where that, or the file's format, leaves no array
-of ends to map, one is written beside the note. This module knows no tokenizer but the separator's id.
+The note has the largest id, a checksum, and the document ends without the file's own separators, because ours are
+added to every document. If these ends cannot be mapped from the file, an array of them is written beside the note.
+This module knows only the tokenizer's separator id.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job:
         token_files.IndexedTokens | None]:
     """A pair for each file, with its largest id; None as in parts.open_all.
 
-    files: (path, the directories where its note may be). Raises: ValueError with every faulty file; as parts.open_all.
+    files: (path, candidate directories of its note). Raises: ValueError listing every faulty file; as parts.open_all.
     """
     key = hashlib.blake2b(json.dumps([VERSION, separator]).encode(), digest_size=8).hexdigest()
     choices, faults = [], []
@@ -49,7 +49,7 @@ def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Given:
-    """A Part (see parts.py): what is known of a file of ids."""
+    """A Part (see parts.py): the note on a file of ids."""
     home: Path
     ids: IdFile
     separator: int
@@ -81,7 +81,7 @@ class Given:
         return self._open(note | {"stamps": stamps}) if parts.knows(note, stamps) else None
 
     def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
-        """See parts.Part. Raises: ValueError where the file's bytes are others although it was not written to."""
+        """See parts.Part. Raises: ValueError if the bytes changed without the file being written."""
         pair = self.look() or parts.asked(self.home, lambda: self._known_elsewhere(job))
         if pair is None or not job.verify:
             return pair, ""
@@ -99,8 +99,8 @@ class Given:
         return pair, ""
 
     def _known_elsewhere(self, job: Job) -> token_files.IndexedTokens | None:
-        """The pair where a host that numbers inodes otherwise made the note of the same bytes; they are read, and the
-        note knows them."""
+        """The pair, if the note is from a host with other inode numbers: checks the bytes, and adds this host's
+        stamps."""
         note = json.loads(self.manifest.read_text(encoding="utf-8"))
         stamps = self._stamps(note["derived"])
         if [one[1:] for one in stamps] != [one[1:] for one in note["stamps"]]:
@@ -166,7 +166,7 @@ class Given:
         return largest, crc
 
     def _scan_mask(self, job: Job) -> int:
-        """The mask's checksum. Raises: ValueError where it is none, or leaves nothing to learn."""
+        """The mask's checksum. Raises: ValueError if it is invalid, or leaves nothing to learn."""
         mask, some, crc = self.ids.mask.map(), False, 0
         for first, chunk in token_files.chunks(mask):
             job.check_stop()
@@ -181,7 +181,7 @@ class Given:
         return crc
 
     def _find_separators(self, tokens: np.ndarray, job: Job) -> tuple[int, int]:
-        """(lead, tail): how many separators each document of the file begins and ends with."""
+        """(lead, tail): separators at the begin and end of each document in the file."""
         if self.ids.ends is None:
             return int(len(tokens) > 0 and tokens[0] == self.separator), int(
                 (len(tokens) == 0 or tokens[0] != self.separator))
@@ -199,7 +199,7 @@ class Given:
 
     def _told(self, job: Job, documents: int, begin: int, end: int, short: int) -> tuple[int, int]:
         lead = int(0 < begin == documents)
-        tail = int(0 < end == documents and not (lead and short))    # a document of one separator has it only once
+        tail = int(0 < end == documents and not (lead and short))    # a document of a single separator counts it once
         path = self.inputs[0]
         for taken, count, what in ((lead, begin, "begin"), (tail, end, "end")):
             if taken:
@@ -224,8 +224,8 @@ class Given:
             temporary.unlink(missing_ok=True)
 
     def _without(self, separators: int) -> Iterator[np.ndarray]:
-        """The ends that the file tells, counted without so many separators of each document. Empty ones, which have
-        none, are left out then."""
+        """The file's ends, not counting this many separators of each document. Drops empty documents, which have none.
+        """
         before = count = 0
         for ends in self.ids.ends():
             if separators:
@@ -236,7 +236,7 @@ class Given:
             yield ends
 
     def _divided(self, tokens: np.ndarray, job: Job) -> Iterator[np.ndarray]:
-        """The ends of the documents that separators divide, counted without separators."""
+        """Document ends by separators, not counting these."""
         count = 0
         for first, chunk in token_files.chunks(tokens):
             places = first + np.flatnonzero(chunk == self.separator)

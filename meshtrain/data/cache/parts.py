@@ -1,9 +1,8 @@
-"""Long work on files, done once: in parts, each whole or absent whatever moment the process dies.
+"""Long work on files, done once, in parts; each part is complete or absent, even if the process is killed.
 
-What makes a part is its own affair (token_cache.py, given_tokens.py); here the parts are found, and those that are
-missing are divided. Every process that needs them takes one that nobody has, under a lock of its own; so processes help
-each other without knowing of each other. Where every part is whole, nothing is locked, and no more is read than a small
-note each. This module knows no tokens.
+token_cache.py and given_tokens.py define what a part is; here missing parts are found and built. Every process that
+needs them takes a free one under a lock, so processes share the work without knowing of each other. If all parts are
+complete, nothing is locked and only a small note per part is read. This module knows no tokens.
 """
 from __future__ import annotations
 
@@ -28,54 +27,54 @@ from meshtrain.data.files.token_files import IndexedTokens
 
 Value = TypeVar("Value")
 POLL_SECONDS = 0.2
-MOST_STAMPS = 64        # that a note keeps: a host each where inodes differ, else one
-BEAT_SECONDS = 10       # between two signs of life of a process that works at a part
+MOST_STAMPS = 64        # per note: one per host if inodes differ
+BEAT_SECONDS = 10       # heartbeat interval of a process that builds a part
 
 
 class Stopped(Exception):
-    """Work ended on request: what is finished is kept, nothing is half."""
+    """Work stopped on request; finished parts are kept."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """How the parts of a corpus are to be opened. share (i, n): only parts i, i + n, …; the others are left out."""
+    """How to open the parts of a corpus. share (i, n): only parts i, i + n, …; the others are skipped."""
     tell: Callable[[str], None] = print
     should_stop: Callable[[], bool] = lambda: False
-    verify: bool = False    # read everything that was ever written, and compare checksums
+    verify: bool = False    # read everything, and compare checksums
     share: tuple[int, int] = (0, 1)
 
     def check_stop(self) -> None:
-        """Raises: Stopped, where a stop was asked for."""
+        """Raises: Stopped, if a stop was requested."""
         if self.should_stop():
             raise Stopped
 
 
 class Part(Protocol):
-    """Files that are read, and what is made of them in the directory `home`."""
+    """Input files, and their result in the directory `home`."""
     home: Path
     inputs: tuple[str, ...]
-    name: str                # of the part's files, but for their endings
-    manifest: Path           # the one written last
-    verb: str                # what is done: "tokenizing"
+    name: str                # of the part's files, without suffixes
+    manifest: Path           # written last
+    verb: str                # e.g. "tokenizing"
 
     def look(self) -> IndexedTokens | None:
-        """The result, where it is as it was when it was last verified, by size, time of change and inode."""
+        """The result, if size, ctime and inode of its files are unchanged since the last verification."""
 
     def check(self, job: Job) -> tuple[IndexedTokens | None, str]:
-        """The result, by content; else None and why ("" where there never was one). What was found is noted."""
+        """The result, verified by content; or None and why ("" if there never was one). Notes what it verified."""
 
     def build(self, job: Job, progress: progress.FileProgress) -> IndexedTokens:
-        """Raises: ValueError, Stopped; then nothing is left."""
+        """Raises: ValueError, Stopped; nothing is left then."""
 
 
 def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[IndexedTokens | None]:
-    """One result for each choice: the same part in several directories, the first of which that has it or can take it
-    counts.
+    """One result for each choice: the same part in several directories, of which the first that has it or is writable
+    is used.
 
-    None only for what belongs to another share and is not there. Raises: ValueError for a faulty file, or where no
-    directory can be written; Stopped.
+    None only for missing parts of another share. Raises: ValueError for a faulty file, or if no directory is writable;
+    Stopped.
     """
-    # With --verify existing parts are checked again. Parts of another process's share are skipped.
+    # With --verify, existing parts are re-checked. Parts of another share are skipped.
     mine = [k % job.share[1] == job.share[0] for k in range(len(choices))]
     found = [None if job.verify and mine[k] else _look(parts) for k, parts in enumerate(choices)]
     left = [k for k, pair in enumerate(found) if pair is None and mine[k]]
@@ -90,12 +89,12 @@ def _look(parts: Sequence[Part]) -> IndexedTokens | None:
 
 
 class _Building:
-    """Checks and builds what is left, and waits for what other processes have in hand."""
+    """Verifies and builds the remaining parts; waits for those that other processes build."""
 
     def __init__(self, choices: Sequence[Sequence[Part]], found: list[IndexedTokens | None], job: Job, locks: _Locks):
         self.choices, self.found, self.job, self.locks = choices, found, job, locks
         self.refused: set[Path] = set()
-        self.refuted: dict[int, token_files.Stamp] = {}    # manifests whose parts were read and found wrong
+        self.refuted: dict[int, token_files.Stamp] = {}    # manifests of parts found damaged
         self.waiting = files.Waiting("", job.tell)
 
     def run(self, left: list[int]) -> None:
@@ -114,7 +113,7 @@ class _Building:
             self._build_all({k: self._place(self.choices[k]) for k in left})
 
     def _check(self, k: int) -> IndexedTokens | None:
-        """The part, where it is whole by content. Who finds another process at it leaves it for later."""
+        """The part, if complete by content. Parts locked by another process are left for later."""
         for part in self.choices[k]:
             self.job.check_stop()
             with self._hold(part) as held:
@@ -135,13 +134,13 @@ class _Building:
         try:
             self.locks.open(part.home)
         except OSError:
-            yield True     # what cannot be written nobody works at
+            yield True     # nobody builds in a read-only directory
             return
         with self.locks.hold(part) as held:
             yield held
 
     def _place(self, parts: Sequence[Part]) -> Part:
-        """The part in the first directory that can be written."""
+        """The part in the first writable directory."""
         for part in parts:
             try:
                 files.patiently(lambda: part.home.mkdir(parents=True, exist_ok=True))
@@ -167,7 +166,7 @@ class _Building:
                     with self.locks.hold(part) as held:
                         if not held:
                             continue
-                        self.found[k] = part.look()    # another process may have made it meanwhile
+                        self.found[k] = part.look()    # another process may have built it
                         if self.found[k] is None or _stamp(part.manifest) == self.refuted.get(k):
                             if not said:
                                 said = True
@@ -181,7 +180,7 @@ class _Building:
                     self._wait(next(iter(missing.values())))
 
     def _wait(self, part: Part) -> None:
-        """Raises: FileSystemError, where whoever has the part has given no sign of life for too long."""
+        """Raises: FileSystemError, if the part's builder has had no heartbeat for too long."""
         owner, sign = "another process", _stamp(_sign_of(part))
         with contextlib.suppress(OSError, UnicodeDecodeError):
             owner = _sign_of(part).read_text(encoding="utf-8") or owner
@@ -191,8 +190,8 @@ class _Building:
 
 
 def asked(home: Path, look: Callable[[], Value]) -> Value | None:
-    """look() at what stands in a cache, with patience; None where it is not there, or not what it should be. Raises:
-    FileSystemError: a file system that refuses for a moment has not said that a part must be made again."""
+    """look() at a cache file, with retries; None if missing or invalid. Raises: FileSystemError: a transient file
+    system error does not mean that a part must be rebuilt."""
     try:
         return files.patiently(look)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -202,13 +201,12 @@ def asked(home: Path, look: Callable[[], Value]) -> Value | None:
 
 
 def knows(note: dict, stamps: list[list[int]]) -> bool:
-    """Whether a note was made of files that looked like this, on one host or another: some file systems number inodes
-    by host."""
+    """Whether a note has these files' stamps, from any host: some file systems number inodes per host."""
     return stamps in [note["stamps"], *note.get("of_other_hosts", [])]
 
 
 def noted(note: dict, stamps: list[list[int]]) -> dict:
-    """The note, which from now on knows these stamps of the same content, too, and forgets the oldest."""
+    """The note with these stamps of the same content added and the oldest dropped."""
     known = [note["stamps"], *note.get("of_other_hosts", [])]
     return note | {"stamps": stamps, "of_other_hosts": [one for one in known if one != stamps][:MOST_STAMPS - 1]}
 
@@ -219,8 +217,7 @@ def _sign_of(part: Part) -> Path:
 
 @contextlib.contextmanager
 def _signs(part: Part, job: Job) -> Iterator[Job]:
-    """The job, which says every BEAT_SECONDS of long work who does it: in a file beside the part, for those that wait
-    for it."""
+    """The job, with a heartbeat file beside the part, written every BEAT_SECONDS, for waiting processes."""
     due, path, written = time.monotonic() + BEAT_SECONDS, _sign_of(part), False
 
     def should_stop() -> bool:
@@ -240,18 +237,17 @@ def _signs(part: Part, job: Job) -> Iterator[Job]:
 
 
 class _Locks:
-    """A lock for each part: a byte of the file `.lock` beside them, so that there is one file and not one for each
-    part.
+    """A lock for each part: a byte of the one file `.lock` beside them.
 
-    The system's own, of this process; when it dies they are free. Closing any descriptor of the file frees all of them,
-    so there is one for as long as the work lasts.
+    Locks are the system's and freed when the process dies. Closing any descriptor of the file frees all of them, so
+    one stays open for the whole work.
     """
 
     def __init__(self, stack: contextlib.ExitStack):
         self._stack, self._files, self._opening = stack, {}, threading.Lock()
 
     def open(self, home: Path):
-        """The file of the locks. Raises: OSError."""
+        """The lock file. Raises: OSError."""
         with self._opening:
             if home not in self._files:
                 self._files[home] = self._stack.enter_context(open(home / ".lock", "a", encoding="utf-8"))
@@ -259,7 +255,7 @@ class _Locks:
 
     @contextlib.contextmanager
     def hold(self, part: Part) -> Iterator[bool]:
-        """Whether nobody else had it."""
+        """Whether the lock was free."""
         file = self.open(part.home)
         place = int.from_bytes(hashlib.blake2b(part.name.encode(), digest_size=7).digest())
         try:
@@ -277,8 +273,7 @@ class _Locks:
 
 
 def file_name(home: Path, paths: Sequence[str]) -> str:
-    """The name in the cache of what is made of these files: by the ways from there to them, so that all can move
-    together."""
+    """Name in the cache for these files' result: from their relative paths, so that all can be moved together."""
     num_shards = "\0".join(way(home, path) for path in paths)
     return f"{os.path.basename(paths[0])[:100]}-{hashlib.blake2b(os.fsencode(num_shards), digest_size=8).hexdigest()}"
 

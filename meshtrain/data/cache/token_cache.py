@@ -1,10 +1,9 @@
-"""Files are tokenized once, into token files, part by part.
+"""Tokenizes files once into token files, part by part.
 
-A part is one input file, or some neighbouring text files together. Its manifest, written last, names the inputs by
-content and the token files by checksum, and notes size, time of change and inode of all of them as they were when they
-were last verified: as long as these stand, nothing is read again, and a bit that flips in silence is found by
-`meshtrain.tokenize --verify` alone. Parts live in a directory that the tokenizer's content names.
-This module knows no tokenizer but by `encode`, and no sources.
+A part is one input file, or several neighbouring small text files. Its manifest, written last, identifies the inputs
+by content and the token files by checksum, and notes size, ctime and inode of all of them at the last verification.
+While these are unchanged nothing is read again; only `meshtrain.tokenize --verify` finds silent bit flips. The
+directory of parts is named by the tokenizer's content. This module knows a tokenizer only by `encode`, and no sources.
 """
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.files import token_files
 from meshtrain.data.progress import FileProgress
 
-VERSION = 2    # of what a part holds: a change makes every older part a stranger
+VERSION = 2    # of a part's format; a change invalidates all older parts
 TEXT_PART_BYTES = 1 << 26
 BATCH_CHARS, BATCH_PIECES = 1 << 22, 1 << 13
 
@@ -36,11 +35,11 @@ BATCH_CHARS, BATCH_PIECES = 1 << 22, 1 << 13
 def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence[Path]]],
                    field: str, tokenizer: Tokenizer,
                    job: Job, chats: Chats | None = None) -> list[token_files.IndexedTokens | None]:
-    """The documents of text, jsonl, parquet, arrow or chat files as tokens: a pair for each group of paths; None as
+    """The documents of text, jsonl, parquet, arrow or chat files as tokens: a pair for each group; None as
     parts.open_all.
 
-    groups: (paths, the directories where their cache may be) of each part, see `group`. chats: for chat files. Raises:
-    as parts.open_all.
+    groups: (paths, candidate cache directories) of each part, see `group`. chats: for chat files. Raises: as
+    parts.open_all.
     """
     field = chats.key if chats else "" if format == "text" else field
     key = hashlib.blake2b(json.dumps([VERSION, format, field, tokenizer.key]).encode(), digest_size=8).hexdigest()
@@ -55,12 +54,10 @@ def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence
 
 
 def group(format: str, paths: Sequence[str], root: str) -> list[tuple[str, ...]]:
-    """Which of these files, all reached from the directory `root`, make a part together: of text neighbours, of any
-    other each.
+    """Group files under the directory `root` into parts: neighbouring texts together, others alone.
 
-    A hundred thousand small texts are not to become as many parts. Behind which of them a part ends depends on its own
-    name and size alone, so a file more or less changes the part that it falls into and no other; parts are of
-    TEXT_PART_BYTES on the average.
+    Avoids a part per small text. A file ends a part depending only on its own name and size, so adding or removing one
+    changes only its own part; parts have TEXT_PART_BYTES on average.
     """
     if format != "text":
         return [(path,) for path in paths]
@@ -76,7 +73,7 @@ def group(format: str, paths: Sequence[str], root: str) -> list[tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenized:
-    """A Part (see parts.py): the tokens of `inputs`, one document after another."""
+    """A Part (see parts.py): the tokens of `inputs`, in order."""
     home: Path
     inputs: tuple[str, ...]
     format: str
@@ -123,13 +120,13 @@ class Tokenized:
         return self._open(manifest)
 
     def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
-        """See parts.Part. Files of the cache are read where they are not as they were noted, or all are to be verified.
-        Raises: FileSystemError where they cannot be read: tokens that took hours are not made again for that."""
+        """See parts.Part. Reads cache files that changed since noted, or all with verify. Raises: FileSystemError if
+        they cannot be read: hours of tokenizing are not repeated for that."""
         return files.attempted(lambda: self._check(job), f"token cache: {self.home} cannot be read",
                                "set data.cache to another directory")
 
     def _check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
-        """As `check`. Raises: OSError where the file system refuses for a moment."""
+        """As `check`. Raises: OSError on a transient file system error."""
         try:
             text = self.manifest.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
@@ -155,13 +152,13 @@ class Tokenized:
                 raise
             return None, f"the cache is damaged ({str(error) or type(error).__name__})"
         if new != old or not parts.knows(manifest, stamps):
-            # touched or moved only, or another host: spares the next run the reading
+            # only touched or moved, or another host: the next run need not read it
             with contextlib.suppress(OSError):
                 files.replace(self.manifest, json.dumps(parts.noted(manifest | {"inputs": new}, stamps)), shared=True)
         return pair, ""
 
     def _open(self, manifest: dict) -> token_files.IndexedTokens:
-        """Raises: OSError, ValueError, KeyError, TypeError where the files are not what the manifest says."""
+        """Raises: OSError, ValueError, KeyError, TypeError if the files do not match the manifest."""
         pair = token_files.open_pair(str(self.tokens))
         if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (
                 manifest["dtype"], manifest["tokens"], manifest["documents"]):
@@ -173,8 +170,8 @@ class Tokenized:
         return [list(token_files.stamp(str(path))) for path in self.files]
 
     def build(self, job: Job, progress: FileProgress) -> token_files.IndexedTokens:
-        """See parts.Part. Written under temporary names and renamed, the manifest last; of texts that another part of
-        this directory has, the tokens are taken from there."""
+        """See parts.Part. Writes temporary files and renames them, the manifest last; copies the tokens of texts that
+        another part of this directory has."""
         dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.uint32
         temporary = [path.with_name(path.name + ".tmp") for path in self.files]
         writers = []
@@ -202,7 +199,7 @@ class Tokenized:
 
     def _fill(self, tokens: token_files.Writer, ends: token_files.Writer, job: Job,
               progress: FileProgress) -> list[dict]:
-        """The identities of the inputs, whose tokens it writes."""
+        """Write the inputs' tokens; return their identities."""
         batch = _Batch(tokens, ends, self.tokenizer, job)
         inputs = []
         for path in self.inputs:
@@ -223,7 +220,7 @@ class Tokenized:
         return inputs
 
     def _fill_chats(self, writers: Sequence[token_files.Writer], job: Job, progress: FileProgress) -> list[dict]:
-        """As `_fill`. writers: of tokens, ends and, where some are not to be learned, the mask."""
+        """As `_fill`. writers: of tokens, ends and, unless all are learned, the mask."""
         tokens, ends, *mask = writers
         (path,) = self.inputs
         identity = _identify_input(self.home, path, job)
@@ -240,14 +237,14 @@ class Tokenized:
 
 
 class _Batch:
-    """Pieces of documents, until there are enough to keep the tokenizer's threads busy."""
+    """Collects pieces of documents until they keep the tokenizer's threads busy."""
 
     def __init__(self, tokens: token_files.Writer, ends: token_files.Writer, tokenizer: Tokenizer, job: Job):
         self.tokens, self.ends, self.tokenizer, self.job = tokens, ends, tokenizer, job
         self.pieces, self.chars = [], 0
 
     def add(self, piece: formats.TextPiece) -> bool:
-        """Whether there were enough, and they were written."""
+        """Add a piece; return whether the batch was full, and so written."""
         self.pieces.append(piece)
         self.chars += len(piece.text)
         full = self.chars >= BATCH_CHARS or len(self.pieces) >= BATCH_PIECES
@@ -266,14 +263,13 @@ class _Batch:
 
 
 class Earlier:
-    """The texts that the parts of a directory hold, by content: a part that falls otherwise than before is copied
-    together."""
+    """Texts in the parts of a directory, by content: regrouped parts are copied together from them."""
 
     def __init__(self, home: Path):
         self.home, self._pairs = home, {}
 
     def tokens(self, identity: dict, job: Job) -> np.ndarray | None:
-        """The tokens of a text, where some whole part has it."""
+        """The tokens of a text, if a complete part has it."""
         where = self._index.get(identity["blake2b"])
         if not where:
             return None

@@ -1,1 +1,1 @@
-"""Documents as they are read: formats, conversations and their templates, tokenizers; and what a batch is."""
+"""Reading documents: formats, conversations, chat templates, tokenizers; and the interfaces of sources and batches."""

@@ -1,10 +1,9 @@
-"""Conversations as token ids: the template of a model folder, rendered elsewhere (`rendering.py`), and which ids to
+"""Conversations as token ids, by a model folder's chat template (rendered in `rendering.py`), with a mask of those to
 learn.
 
-A template writes all there is, the separators and the ends of turns, too: nothing is added to its text. What it marks
-as the assistant's ({% generation %}) becomes a mask over ids as transformers makes it; of a template without the tag,
-an answer is what the text has behind the prompt for it. Names of special tokens in what people say would become the
-tokens: they are refused. This module knows no files of conversations and no cache.
+The template writes everything, separators and ends of turns included; nothing is added. Text inside {% generation %}
+becomes a mask over ids, as in transformers; without the tag, an answer is the text that follows its generation prompt.
+Messages that contain names of special tokens are refused. This module knows no conversation files and no cache.
 """
 from __future__ import annotations
 
@@ -30,27 +29,27 @@ from meshtrain.data.documents.tokenizer import Bytes, Tokenizer, TokenizerFile, 
 
 TEMPLATE_FILE, CONFIG_FILES = "chat_template.jinja", ("tokenizer_config.json", "special_tokens_map.json")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-LIMIT_S = 10.0          # of CPU time, to render a conversation
-LONGEST_S = 600.0       # until a reply comes: a process that is stopped, or a machine that swaps, takes no CPU time
-BATCH = 128             # conversations that are rendered for one request
+LIMIT_S = 10.0          # CPU time per conversation
+LONGEST_S = 600.0       # wall time per reply: a stopped process, or a swapping machine, uses no CPU time
+BATCH = 128             # conversations per request
 
 
 class Conversation(NamedTuple):
-    """messages: as templates take them, each with a role. trained: of each, whether it is to be learned, where it is
-    the assistant's. tools: as templates take them, or None."""
+    """messages: as templates take them, each with a role. trained: of each, whether to learn it, if it is the
+    assistant's. tools: as templates take them, or None."""
     messages: list[dict]
     trained: list[bool]
     tools: list | None = None
 
 
 class Encoded(NamedTuple):
-    """int32 ids [T], and bool [T], whether each of them is to be learned."""
+    """int32 ids [T], and bool mask [T], whether to learn each."""
     ids: np.ndarray
     mask: np.ndarray
 
 
 class Fault(ValueError):
-    """A conversation that cannot be encoded: `index` of those that were given."""
+    """A conversation that cannot be encoded: `index` among those given."""
 
     def __init__(self, index: int, message: str):
         super().__init__(message)
@@ -59,22 +58,22 @@ class Fault(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Template:
-    """A chat template and the tokenizer that reads what it writes."""
+    """A chat template and the tokenizer of its output."""
     text: str
-    path: str                   # of the file that it came from
-    tokens: dict[str, str | None]       # what it calls bos_token, eos_token, …; None: the tokenizer has none
+    path: str                   # its file
+    tokens: dict[str, str | None]       # bos_token, eos_token, …; None: the tokenizer has none
     tokenizer: Tokenizer
-    today: bool                 # whether it may know the date; in training that is a fixed day
+    today: bool                 # use the current date; in training a fixed one
 
     @property
     def key(self) -> str:
-        """The same for two templates exactly if they give the same ids."""
+        """Equal for two templates exactly if they give the same ids."""
         told = json.dumps([self.text, self.tokens, self.tokenizer.key])
         return hashlib.blake2b(told.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     @functools.cached_property
     def library(self) -> Any:
-        """tokenizers.Tokenizer to which names of special tokens in a text are the tokens; None where ids are bytes."""
+        """tokenizers.Tokenizer that reads names of special tokens as these tokens; None for byte ids."""
         if isinstance(self.tokenizer, Bytes):
             return None
         library = import_extra("tokenizers", "a chat template").Tokenizer.from_str(self.tokenizer.library.to_str())
@@ -85,7 +84,7 @@ class Template:
 
     @functools.cached_property
     def _special(self) -> tuple[re.Pattern | None, frozenset[int]]:
-        """(what the names of special tokens are, the ids of those that other spellings become, too)."""
+        """(pattern of special tokens' names, ids of special tokens that other spellings become)."""
         added = {} if self.library is None else self.library.get_added_tokens_decoder()
         special = {id: token for id, token in added.items() if token.special and token.content}
         names = sorted((token.content for token in special.values()), key=len, reverse=True)
@@ -99,7 +98,7 @@ class Template:
         return _Renderer(self)
 
     def check(self) -> None:
-        """Raises: ValueError where it is no template, or needs a token that nobody has told."""
+        """Raises: ValueError if it is malformed, or needs an undefined token."""
         unknown = [name for name in SPECIAL_NAMES if name in self._renderer.names and name not in self.tokens]
         if unknown:
             raise ValueError(f"the chat template {self.path} writes {' and '.join(unknown)}, and no {CONFIG_FILES[0]} "
@@ -108,10 +107,10 @@ class Template:
 
 
 def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path] = (), today: bool = False) -> Template:
-    """The template of `given` (its file or a model folder), else of the folder of the tokenizer's file or of the first
-    of `folders` that has one: chat_template.jinja, else chat_template in tokenizer_config.json.
+    """The template `given` (its file or a model folder); else of the tokenizer's folder, or the first of `folders`
+    with one: chat_template.jinja, else chat_template in tokenizer_config.json.
 
-    Raises: ValueError where there is none, or it is broken.
+    Raises: ValueError if there is none, or it is malformed.
     """
     home = [Path(os.path.expanduser(tokenizer.path)).parent] if isinstance(tokenizer, TokenizerFile) else []
     places = [Path(os.path.expanduser(given))] if given else [*home, *map(Path, folders)]
@@ -131,9 +130,9 @@ def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path]
 
 
 def prompt(template: Template, messages: Sequence[dict], tools: list | None = None) -> np.ndarray:
-    """int32 ids [T] of a conversation up to where the assistant is to answer. messages: [{"role": …, "content": …}, …].
+    """int32 ids [T] of a conversation up to the assistant's answer. messages: [{"role": …, "content": …}, …].
 
-    Raises: ValueError where the template refuses them, or one of them holds the name of a special token.
+    Raises: ValueError if the template refuses them, or one contains the name of a special token.
     """
     conversation = Conversation(list(messages), [False] * len(messages), tools)
     _check_special(template, [conversation])
@@ -142,7 +141,7 @@ def prompt(template: Template, messages: Sequence[dict], tools: list | None = No
 
 
 def encode(template: Template, conversations: Sequence[Conversation], learn_all: bool = False) -> list[Encoded]:
-    """The ids of conversations, and which are to be learned: the assistant's, of the messages that are trained; or all.
+    """The ids of conversations, with masks: the assistant's trained messages, or everything with learn_all.
 
     Raises: Fault, for the first that cannot be encoded.
     """
@@ -165,8 +164,8 @@ def _request(conversation: Conversation, trained: Sequence[bool] | None, wants_a
 
 
 def _mark(mask: np.ndarray, token_at: Callable[[int], int | None], begin: int, end: int) -> None:
-    """Marks the tokens of the characters begin..end-1, as transformers does: from the token with the first of them to
-    the first token with the last. Unlike there, characters at the ends that are in no token are passed over."""
+    """Mark the tokens of the characters begin..end-1, as transformers does: from the token with the first character to
+    that with the last. Unlike there, characters in no token are skipped at both ends."""
     while end > begin and token_at(end - 1) is None:
         end -= 1
     while end > begin and token_at(begin) is None:
@@ -176,7 +175,7 @@ def _mark(mask: np.ndarray, token_at: Callable[[int], int | None], begin: int, e
 
 
 def _tokenized(template: Template, replies: Sequence[dict]) -> list[tuple[np.ndarray, Callable[[int], int | None]]]:
-    """Of each text its ids, and character -> token or None."""
+    """Of each text (ids, character -> token or None)."""
     texts = [reply["text"] for reply in replies]
     if template.library is None:
         return [(ids.astype(np.int32), functools.partial(_byte_at, text))
@@ -194,7 +193,7 @@ def _byte_at(text: str, character: int) -> int | None:
 
 
 def _check_special(template: Template, conversations: Sequence[Conversation]) -> None:
-    """Raises: Fault for a conversation that holds what would become a special token."""
+    """Raises: Fault for a conversation that contains a special token's name."""
     pattern, respelled = template._special
     for index, conversation in enumerate(conversations):
         for text in _strings([conversation.messages, conversation.tools]) if pattern else ():
@@ -222,7 +221,7 @@ def _strings(value) -> Iterator[str]:
 
 
 def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
-    """(template, its file), of a template's file or a folder. Raises: ValueError."""
+    """(template, its file), from a file or a folder. Raises: ValueError."""
     try:
         if place.is_file() and given:
             return place.read_text(encoding="utf-8"), place
@@ -249,7 +248,7 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
 
 
 def _tokens(folder: Path) -> dict[str, str | None]:
-    """What the tokenizer's config calls bos_token, eos_token, …; None where it says that there is none."""
+    """bos_token, eos_token, … of the tokenizer's config; None if explicitly absent."""
     told = {}
     for name in reversed(CONFIG_FILES):
         for token, value in _config(folder / name).items():
@@ -274,7 +273,7 @@ def _config(path: Path) -> dict:
 
 
 class _Renderer:
-    """The process that renders (`rendering.py`), started when it is needed, and again where a template has ended it."""
+    """The rendering process (`rendering.py`), started on demand, and restarted after a template ended it."""
 
     def __init__(self, template: Template):
         self.template, self._process, self._lock = template, None, threading.Lock()
@@ -283,7 +282,7 @@ class _Renderer:
 
     def _start(self) -> dict:
         script = Path(__file__).with_name("rendering.py")
-        # -P: the folder of the script is no place to import from.
+        # -P: do not import from the script's folder.
         self._process = subprocess.Popen([sys.executable, "-P", str(script)], stdin=subprocess.PIPE,
                                          stdout=subprocess.PIPE,
                                          stderr=subprocess.DEVNULL)
@@ -302,7 +301,7 @@ class _Renderer:
         return told
 
     def ask(self, requests: Sequence[dict], first: int = 0) -> list[dict]:
-        """A reply to each. first: the number of the first one. Raises: Fault."""
+        """A reply to each. first: index of the first request. Raises: Fault."""
         with self._lock:
             if self._process is None:
                 self._start()
@@ -315,7 +314,7 @@ class _Renderer:
                                 f"the chat template {self.template.path} {self._ended()}; mend it, or name another as "
                                        "data.chat_template")
                 if "fault" in reply:
-                    self._end()     # with the replies that nobody reads
+                    self._end()     # discards unread replies
                     raise Fault(index,
                                 f"{reply['fault']}; mend or remove it, or name another template as data.chat_template")
                 replies.append(reply)
@@ -328,12 +327,12 @@ class _Renderer:
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass        # it has ended: no reply comes
+            pass        # it has ended, so _read returns None
         finally:
             timer.cancel()
 
     def _read(self) -> dict | None:
-        """The next reply; None where the process has ended, or is ended because none comes."""
+        """The next reply; None if the process ended, or timed out and was killed."""
         waits, from_here = select.poll(), 0
         waits.register(self._process.stdout)
         while (end := self._unread.find(b"\n", from_here)) < 0:
@@ -358,8 +357,8 @@ class _Renderer:
         process.communicate()
 
     def _ended(self) -> str:
-        """How the process ended, of itself. Raises: RuntimeError where it was ended, which says nothing of the
-        template."""
+        """How the process ended by itself. Raises: RuntimeError if it was killed, for which the template is not to
+        blame."""
         code = self._process.wait()     # it has closed its output
         self._end()
         if self._late:

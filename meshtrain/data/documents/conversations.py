@@ -1,6 +1,5 @@
-"""Conversations as people keep them, in lines of JSON, told apart by their keys: messages, ShareGPT's conversations, or
-a prompt and its completion. Whatever is wrong with a line is one ValueError that names file, line and remedy.
-"""
+"""Conversations in JSON lines: messages, ShareGPT's conversations, or prompt and completion, recognized by their keys.
+Every fault of a line is a ValueError with file, line and remedy."""
 from __future__ import annotations
 
 import dataclasses
@@ -15,12 +14,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool",
                   "function_call": "assistant"}
 USER, ASSISTANT = "user", "assistant"
-BATCH_CHARS, BATCH_LINES = 1 << 22, 1 << 10     # what is encoded at a time
+BATCH_CHARS, BATCH_LINES = 1 << 22, 1 << 10     # encoded at a time
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chats:
-    """How conversations become tokens. learn_all: not only what the assistant says. pairs: lines hold two,
+    """How conversations become tokens. learn_all: learn more than the assistant's messages. pairs: a line holds two,
     chosen and rejected."""
     template: Template
     learn_all: bool
@@ -28,12 +27,11 @@ class Chats:
 
     @property
     def key(self) -> str:
-        """The same for two that give the same tokens and masks."""
+        """Equal for two that give the same tokens and masks."""
         return f"{self.template.key}-{'pairs' if self.pairs else 'all' if self.learn_all else 'assistant'}"
 
     def read(self, path: str) -> Iterator[tuple[list[Encoded], int]]:
-        """Some conversations of a file of JSON lines at a time, with the bytes of it read so far. Raises:
-        ValueError."""
+        """Batches of conversations of a JSON-lines file, with the bytes read so far. Raises: ValueError."""
         batch, numbers, chars = [], [], 0
         with formats.unreadable_told(path):
             example = '{"prompt": "…", "chosen": "…", "rejected": "…"}' if self.pairs else '{"messages": […]}'
@@ -41,7 +39,7 @@ class Chats:
                 try:
                     found = parse_pair(value) if self.pairs else [parse(value, self.learn_all)]
                 except ValueError as error:
-                    self._encode(path, batch, numbers)      # a fault of an earlier line comes first
+                    self._encode(path, batch, numbers)      # report faults of earlier lines first
                     raise formats.fault(path, number, str(error)) from None
                 batch += found
                 numbers += [number] * len(found)
@@ -66,10 +64,7 @@ class Chats:
 
 
 def parse(line: dict, learn_all: bool = False) -> Conversation:
-    """The conversation that an object of JSON holds.
-
-    learn_all: whether all of it is to be learned, so that it needs no answer. Raises: ValueError.
-    """
+    """The conversation in a JSON object. learn_all: learn all of it; no answer is required. Raises: ValueError."""
     if "messages" in line:
         messages = read_messages(line["messages"], "messages")
     elif "conversations" in line:
@@ -96,10 +91,10 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
 
 
 def parse_pair(line: dict) -> list[Conversation]:
-    """The conversations with the chosen and with the rejected answer. Raises: ValueError.
+    """The chosen and the rejected conversation. Raises: ValueError.
 
-    The answers are texts or messages, behind a prompt; or both are whole conversations, and what they begin with alike
-    is the prompt, which may stand beside them once more.
+    Answers are texts or messages after a prompt; or both are whole conversations, whose common prefix is the prompt,
+    which may be repeated separately.
     """
     if not {"chosen", "rejected"} <= line.keys():
         keys = ", ".join(map(repr, list(line)[:8])) or "none"
@@ -131,7 +126,7 @@ def parse_pair(line: dict) -> list[Conversation]:
 
 
 def read_messages(value, key: str) -> list[dict]:
-    """The messages of a list, as templates take them. key: of the list, for messages. Raises: ValueError."""
+    """A list of messages, as templates take them. key: of the list, for errors. Raises: ValueError."""
     if not isinstance(value, list) or not value:
         raise ValueError(f'has no messages in {key!r}, but {_short(value)}; give a list, e.g. [{{"role": "user", '
                          f'"content": "…"}}, …]')
@@ -139,7 +134,7 @@ def read_messages(value, key: str) -> list[dict]:
 
 
 def _turns(line: dict, key: str, role: str) -> list[dict]:
-    """Messages, or the text of one."""
+    """Messages, or one from a text."""
     return [_message({"role": role, "content": line[key]}, key)] if isinstance(line[key], str) else read_messages(
         line[key], key)
 
@@ -155,7 +150,7 @@ def _message(value, place: str) -> dict:
         near = difflib.get_close_matches(str(role), known, n=1)
         raise ValueError(f"{place} has the {names[0]} {_short(value.get(names[0]))}; "
                          + (f"did you mean {near[0]!r}? " if near else "") + f"Known are {', '.join(known)}")
-    # A template knows role and content: what ShareGPT's keys say is put there, whatever stood there before.
+    # Templates read role and content: ShareGPT's keys overwrite them.
     others = {name: one for name, one in value.items() if name not in (*names, "role", "content")}
     return {"role": role, "content": _content(value.get(names[1]), names[1], place, others), **others}
 

@@ -1,9 +1,8 @@
-"""The documents of one file, in the file's order, streamed: text (the file), JSON lines (a line), Parquet and Arrow (a
-row).
+"""Streams the documents of a file in order: text (the file), JSON lines (a line), Parquet and Arrow (a row).
 
-A document comes in pieces of at most some million characters, and a line of JSON has at most LINE_BYTES, so no file,
-line or row group decides over the memory that a tokenizer takes. Whatever is wrong with a file is one ValueError that
-names file, place and remedy. This module knows no tokens.
+A document comes in pieces of at most some million characters, and a JSON line has at most LINE_BYTES, which bounds the
+tokenizer's memory for any file. Every fault of a file is a ValueError with file, place and remedy. This module knows
+no tokens.
 """
 from __future__ import annotations
 
@@ -20,23 +19,22 @@ from typing import BinaryIO, NamedTuple, TextIO
 from meshtrain import files
 from meshtrain.data.documents.tokenizer import import_extra
 
-# Longer documents are tokenized in pieces that end with a line where there is one: a merge across the cut is lost, once
-# in a million characters, and in return neither memory nor time depend on the longest document.
+# Longer documents are tokenized in pieces, cut at a newline if possible: bounds memory and time, and loses one merge
+# across the cut per million characters.
 PIECE_CHARS = 1 << 20
-LINE_BYTES = 1 << 28     # of a line of JSON, which is held as a whole, and as an object beside: some 6 times its size
+LINE_BYTES = 1 << 28     # of a JSON line, which takes some 6 times its size as text and object
 COMPRESSED = (".gz", ".zst")
 ARROW_MAGIC, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class TextPiece(NamedTuple):
     text: str
-    last: bool        # the document ends with it
+    last: bool        # of the document
     position: int     # bytes of the file read so far
 
 
 def read(format: str, path: str, field: str) -> Iterator[TextPiece]:
-    """The documents of the file at `path`; format is text, jsonl, parquet or arrow. Raises: ValueError for a faulty
-    file."""
+    """The documents of a file; format: text, jsonl, parquet or arrow. Raises: ValueError for a faulty file."""
     reader = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
     with unreadable_told(path):
         yield from reader(path) if format == "text" else reader(path, field)
@@ -51,7 +49,7 @@ def unreadable_told(path: str) -> Iterator[None]:
 
 
 def read_text(path: str) -> Iterator[TextPiece]:
-    """The whole file. Names that end in .gz and .zst are decompressed, here and in `read_jsonl`."""
+    """The whole file. As in `read_jsonl`, names in .gz and .zst are decompressed."""
     with open(path, "rb") as raw, _decompress(path, raw) as packed, \
             io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
         try:
@@ -66,15 +64,14 @@ def read_text(path: str) -> Iterator[TextPiece]:
 
 
 def read_jsonl(path: str, field: str) -> Iterator[TextPiece]:
-    """One object a line; blank lines are none. Names that end in .gz and .zst are decompressed."""
+    """One object per line; blank lines are skipped."""
     for number, value, position in read_objects(path, f'{{"{field}": "…"}}'):
         for part, last in _cut_text(_text_of(path, number, value, field)):
             yield TextPiece(part, last, position)
 
 
 def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
-    """(number of the line, its object, bytes of the file read so far) of JSON lines. example: of an object, for
-    messages."""
+    """(line number, object, bytes of the file read so far) of JSON lines. example: of an object, for errors."""
     with open(path, "rb") as raw, _decompress(path, raw) as lines:
         number = 0
         while True:
@@ -88,7 +85,7 @@ def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
 
 
 def read_parquet(path: str, field: str) -> Iterator[TextPiece]:
-    """One row, one document. A null is a fault as in JSON lines: what is no document must not vanish unsaid."""
+    """One document per row. A null is an error, as in JSON lines: it must not be dropped silently."""
     pyarrow = import_extra("pyarrow", f"the Parquet file {path}")
     parquet = import_extra("pyarrow.parquet", f"the Parquet file {path}")
     size = os.stat(path).st_size
@@ -101,14 +98,14 @@ def read_parquet(path: str, field: str) -> Iterator[TextPiece]:
 
 
 def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
-    """Arrow's IPC, as a stream (what the datasets library keeps) or as a file (Feather)."""
+    """Arrow's IPC, as a stream (as the datasets library saves) or as a file (Feather)."""
     pyarrow = import_extra("pyarrow", f"the Arrow file {path}")
     ipc = import_extra("pyarrow.ipc", f"the Arrow file {path}")
     with open(path, "rb") as file:
         streamed = file.read(len(ARROW_MAGIC)) != ARROW_MAGIC
         if streamed and file.seek(0, os.SEEK_END) >= len(ARROW_END):
             file.seek(-len(ARROW_END), os.SEEK_END)
-            # The library takes a stream that was cut between two batches for a whole one.
+            # The library accepts a stream truncated between two batches.
             if file.read() != ARROW_END:
                 raise ValueError(f"{path} is not a whole Arrow file: it does not end as a stream of Arrow does; write "
                                  f"it again or take it out of data.paths")
@@ -128,7 +125,7 @@ def _not_whole(path: str, what: str, pyarrow) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and not files.is_mistake(error):
-            raise       # told by `unreadable_told`
+            raise       # reported by `unreadable_told`
         raise ValueError(f"{path} is not a whole {what} file: {str(error).splitlines()[0].rstrip('.')}; "
                          "write it again or take it out of data.paths") from None
 
@@ -145,7 +142,7 @@ def _check_column(path: str, schema, field: str, types) -> None:
 
 
 def _read_rows(path: str, field: str, column, first: int, position: Callable[[int], int]) -> Iterator[TextPiece]:
-    """The texts of a column, whose first row is `first` of the file. position: of the file, after so many rows."""
+    """The texts of a column; first: number of its first row. position: of the file, after so many rows."""
     for row, value in enumerate(column, first):
         try:
             text = value.as_py()
@@ -159,7 +156,7 @@ def _read_rows(path: str, field: str, column, first: int, position: Callable[[in
 
 
 def fault(path: str, number: int, what: str) -> ValueError:
-    """What is wrong with a line of a file, and its remedy."""
+    """The error for a line of a file, with its remedy."""
     return ValueError(f"{path}, line {number}: {what}")
 
 
@@ -177,7 +174,7 @@ def _parse(path: str, number: int, line: bytes, example: str) -> dict:
     except json.JSONDecodeError as error:
         raise _fault(path, place, f"broken JSON ({error.msg}, column {error.colno})",
                      "mend or remove the line") from None
-    except (ValueError, RecursionError) as error:    # a number of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:    # thousands of digits, or of brackets
         raise _fault(path, place, f"JSON that cannot be read ({error})", "mend or remove the line") from None
     if not isinstance(value, dict):
         raise _fault(path, place, "is not an object", f"write one a line, e.g. {example}")
@@ -239,11 +236,10 @@ class _Damaged(Exception):
 
 
 class _Zstd(io.RawIOBase):
-    """Frames of zstd, one after another. Ours because the library's own reader takes a truncated file for a whole
-    one."""
+    """Concatenated frames of zstd. The library's own reader accepts truncated files."""
 
     def __init__(self, raw: BinaryIO, library):
-        # 2 GiB: what `zstd --long=31` asks for, as some public corpora do.
+        # 2 GiB: for `zstd --long=31`, used by some public corpora.
         self._raw, self._library = raw, library.ZstdDecompressor(max_window_size=1 << 31)
         self._frame, self._rest, self._ready = None, b"", memoryview(b"")
 
@@ -261,7 +257,7 @@ class _Zstd(io.RawIOBase):
             self._frame = self._frame or self._library.decompressobj()
             try:
                 self._ready = memoryview(self._frame.decompress(packed))
-            except Exception as error:    # ZstdError, of a package that may not be there to name it
+            except Exception as error:    # ZstdError, of a package that may not be installed
                 raise _Damaged(error) from None
             if self._frame.eof:
                 self._frame, self._rest = None, self._frame.unused_data
@@ -275,7 +271,7 @@ def _cut_text(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _cut(file: TextIO) -> Iterator[tuple[str, bool]]:
-    """(piece, whether it is the last); there is at least one."""
+    """(piece, whether it is the last); at least one."""
     piece = file.read(PIECE_CHARS)
     while True:
         piece += file.readline(PIECE_CHARS) if piece else ""
@@ -287,7 +283,7 @@ def _cut(file: TextIO) -> Iterator[tuple[str, bool]]:
 
 
 def _first_bad_line(path: str) -> tuple[int, int, str]:
-    """(number of the line, byte of it, reason), of a file that is not UTF-8. Lines may have any length."""
+    """(line number, byte in it, reason), of a file that is not UTF-8. Lines may have any length."""
     number, place, decoder = 1, 0, codecs.getincrementaldecoder("utf-8")()
     with open(path, "rb") as raw, _decompress(path, raw) as file:
         while True:

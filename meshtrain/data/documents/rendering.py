@@ -1,8 +1,8 @@
-"""Renders chat templates, in a process of its own: a template is a program of whoever made the model folder.
+"""Renders chat templates in a separate process, because a template is a program by the model folder's author.
 
-It runs in jinja2's immutable sandbox, without a loader, with a limit of memory for the process and of CPU time for each
-conversation, which the system enforces: a template that does not end takes this process along and no other. `chat.py`
-starts it and speaks with it in lines of JSON. This file is run as it stands, and imports nothing of meshtrain.
+It runs in jinja2's immutable sandbox, without a loader; the system limits the process's memory and the CPU time per
+conversation, so an endless template ends only this process. `chat.py` starts it and exchanges JSON lines. This file
+runs as a script and imports nothing of meshtrain.
 """
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ import jinja2.sandbox
 import jinja2.visitor
 
 MEMORY_BYTES = 1 << 30
-SPARE_S = 1.0       # left of the limit of CPU time, when renderings of prefixes are given up
-# Of training, whose tokens must not depend on the day: what Llama's own templates say where they are not told one.
+SPARE_S = 1.0       # CPU time left when rendering of prefixes is given up
+# For training, whose tokens must not depend on the day; the default of Llama's templates.
 TRAINING_DATE = datetime(2024, 7, 26)
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %}: what the assistant says, between marks that no conversation can know."""
+    """{% generation %} … {% endgeneration %}: the assistant's text, between marks unknown to conversations."""
     tags = {"generation"}
 
     def __init__(self, environment: jinja2.Environment):
@@ -47,7 +47,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class Renderer:
-    """A template as transformers renders it. today: whether it may know the date; else it is always the same."""
+    """A template, rendered as in transformers. today: use the current date; else a fixed one."""
 
     def __init__(self, template: str, tokens: dict[str, str], today: bool):
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
@@ -65,7 +65,7 @@ class Renderer:
                                     **self.tokens)
 
     def spans(self, messages: Sequence[dict], tools, trained: Sequence[bool]) -> tuple[str, list[tuple[int, int]]]:
-        """(text, [where it is the assistant's]), in characters, of those messages that are trained."""
+        """(text, [character spans of trained assistant messages])."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [trained[i] for i in answers]
         if not self.env.generation_seen:
@@ -93,7 +93,7 @@ class Renderer:
         return text, found
 
     def _by_prefix(self, messages, tools, answers) -> tuple[str, list[tuple[int, int]]]:
-        """Of a template without the tag: from the prompt for an answer to the text that ends with it."""
+        """Spans for a template without the tag: from an answer's generation prompt to the text that ends with it."""
         text = self.render(messages, tools, False)
         begins = self._prefixes(messages, tools, True, answers, text)
         ends = self._prefixes(messages, tools, False, [i + 1 for i in answers], text)
@@ -105,10 +105,10 @@ class Renderer:
         return text, found
 
     def _prefixes(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> list[int]:
-        """Of each count the length of what its first so many messages give, -1 where `text` does not begin with it."""
+        """Of each count the length of its first messages' text; -1 if that is no prefix of `text`."""
         try:
             known = self._resumed(messages, tools, wants_answer, counts, text) if len(counts) > 1 else {}
-        except (Exception, Unknown):    # of what is no list: one by one, where it tells its own faults
+        except (Exception, Unknown):    # not a list: one by one, which reports its errors
             known = {}
         found = []
         for count in counts:
@@ -123,12 +123,11 @@ class Renderer:
         return found
 
     def _resumed(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> dict[int, int]:
-        """As `_prefixes`, of those counts that it finds, in time that grows with the messages and not with their
-        square.
+        """As `_prefixes`, for the counts that it finds, in time linear in the messages instead of quadratic.
 
-        What a prefix gives is what all messages give up to its last one, and then what the template gives that begins
-        its loop there. That holds where it goes through the messages once, from a loop to its next turn keeps nothing,
-        and in none looks further ahead than to the next message. Raises: Exception where it does something else.
+        The text of a prefix is the full text up to its last message, followed by what the template writes if its loop
+        begins there. This holds if the template loops over the messages once, keeps no state between turns, and looks
+        at most one message ahead. Raises: Exception if it does anything else.
         """
         if self.resumable is None:
             return {}
@@ -138,8 +137,7 @@ class Renderer:
         found = {}
         for count in counts:
             turn = count - 1 - whole.first
-            # Where it looks at messages before the loop, these must be there; and a loop that begins at its beginning
-            # is the plain one.
+            # Messages accessed before the loop must exist; and a loop from turn 0 is the plain one.
             if turn < 1 or count <= whole.seen_before or turn >= len(whole.begins) or whole.far < turn:
                 continue
             part = Reading(messages, count, turn)
@@ -150,10 +148,10 @@ class Renderer:
 
 
 class Reading:
-    """One pass of a resumable template over the first `count` messages, whose loop begins with turn `skipped`.
+    """One pass of a resumable template over the first `count` messages, beginning at turn `skipped`.
 
-    begins: where the text of each turn begins. first: the message of turn 0. seen_before: messages that were looked at
-    before the loop. far: the first turn that looked further than to the next message.
+    begins: start of each turn's text. first: the message of turn 0. seen_before: messages accessed before the loop.
+    far: the first turn that looked beyond the next message.
     """
 
     def __init__(self, messages: Sequence[dict], count: int, skipped: int):
@@ -174,7 +172,7 @@ class Reading:
         return "".join(pieces)
 
     def look(self, index: int) -> bool:
-        """Whether there is such a message."""
+        """Whether there is this message."""
         if not self.begins:
             self.seen_before = max(self.seen_before, index + 1)
         elif index > self.first + len(self.begins):
@@ -182,7 +180,7 @@ class Reading:
         return index < self.count
 
     def each(self, number: int, values):
-        """What a loop of the template goes through."""
+        """The values of a loop of the template."""
         if not isinstance(values, Turns):
             return values
         if self.loop is not None:
@@ -200,8 +198,7 @@ class Reading:
 
 
 class Turns:
-    """The messages from number `first` on, for a template that asks for one at a time. Whatever else it asks is a
-    TypeError."""
+    """The messages from `first` on, for access one at a time; any other access is a TypeError."""
 
     def __init__(self, reading: Reading, first: int):
         self._reading, self._first = reading, first
@@ -226,19 +223,15 @@ class Turns:
 
 
 class Unknown(BaseException):
-    """A template asks of its messages what is another thing for each prefix. No test or filter of jinja takes it for an
-    answer."""
+    """A template asked for something that depends on the prefix. No test or filter of jinja catches it."""
 
 
-KEPT = {"namespace", "cycler", "joiner"}    # what keeps something from one turn of a loop to the next
+KEPT = {"namespace", "cycler", "joiner"}    # keep state between turns of a loop
 
 
 class Resumable(jinja2.visitor.NodeTransformer):
-    """Makes the outermost loops of a template begin at any turn, for Reading. known: whether it could: a loop keeps
-    nothing.
-
-    Loops in loops, macros and blocks stay as they are: Turns are not for them.
-    """
+    """Makes a template's outermost loops begin at any turn, for Reading. known: whether it succeeded: loops keep no
+    state. Nested loops, macros and blocks are unchanged: Turns are not for them."""
 
     def __init__(self):
         self.number, self.inside, self.known = 0, False, True
@@ -253,7 +246,7 @@ class Resumable(jinja2.visitor.NodeTransformer):
 
     def visit_For(self, loop: jinja2.nodes.For) -> jinja2.nodes.For:
         if self.inside:
-            loop.iter = self.visit(loop.iter)       # the rest knows a `loop` of its own
+            loop.iter = self.visit(loop.iter)       # the body has its own `loop`
             self.known &= not any(name.name in KEPT for name in loop.find_all(jinja2.nodes.Name))
             return loop
         self.inside, self.known = True, self.known and not (loop.recursive or loop.else_ or loop.test)
@@ -284,7 +277,7 @@ class Resumable(jinja2.visitor.NodeTransformer):
         return node
 
     def _in_pieces(self, node: jinja2.nodes.Node) -> jinja2.nodes.Node:
-        """What is written into a block that begins outside of a loop has no place in the text yet."""
+        """Reject blocks that begin outside a loop: their text has no position yet."""
         return self.generic_visit(node) if self.inside else node
 
     def _unknown(self, node: jinja2.nodes.Node) -> jinja2.nodes.Node:
@@ -317,14 +310,14 @@ def answer(renderer: Renderer, asked: dict) -> dict:
         return {"fault": f"the chat template refuses it: {error.message}"}
     except MemoryError:
         return {"fault": f"the chat template takes more than {MEMORY_BYTES >> 20} MiB of memory"}
-    except Exception as error:      # whatever a template does to itself
+    except Exception as error:      # a template may raise anything
         return {"fault": f"the chat template fails: {type(error).__name__}: {str(error)[:200]}"}
 
 
 def main() -> None:
-    """A first line {template, tokens, today, limit_s}, then a list of requests a line; a reply a line to each
-    request."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)        # of the terminal: the process that asks decides
+    """Read a line {template, tokens, today, limit_s}, then a list of requests per line; write a line of replies to
+    each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # from the terminal: the parent decides
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     first = json.loads(sys.stdin.readline())

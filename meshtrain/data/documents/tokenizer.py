@@ -1,8 +1,8 @@
-"""Text to token ids and back: bytes, a local tokenizer.json, or ids that nothing here can read.
+"""Tokenizers: bytes, a local tokenizer.json, or plain ids without text.
 
-A document's tokens are its text's and no others: no separator, no truncation or padding that the file may ask for, and
-the names of special tokens are ordinary characters, so that no text can forge a document's beginning. This module knows
-no files of text, no cache and no batches.
+Only the text itself becomes tokens: no separators, no truncation or padding by the file's settings; names of special
+tokens are ordinary characters, so that no text can forge a document's beginning. This module knows no text files, no
+cache and no batches.
 """
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ import numpy as np
 
 from meshtrain import files
 
-# What tokenizers call the token that stands before a document, or between two; the first that a vocabulary has is
-# taken.
+# Names of the token before a document or between two; the first in the vocabulary is used.
 BOS_NAMES = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[BOS]", "<|bos|>", "<|startoftext|>",
              "<|endoftext|>")
-SPACE = "▁"     # what SentencePiece writes for a space
+SPACE = "▁"     # SentencePiece's space
 
 
 class Tokenizer(Protocol):
-    vocab_size: int    # the largest id + 1, the separator included
-    bos: int           # the separator: stands before every document
-    key: str           # the same for two tokenizers exactly if they give the same ids
+    vocab_size: int    # largest id + 1, with the separator
+    bos: int           # separator before every document
+    key: str           # equal for two tokenizers exactly if they give the same ids
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, integers [tokens], without separators. Raises: ValueError for a text it cannot take."""
+        """Ids of each text, integers [tokens], without separators. Raises: ValueError for an unsupported text."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of ids [any]; the separator, negative ids and those beyond the vocabulary leave no trace."""
+        """Text of ids [any]; drops the separator, negative ids and those beyond the vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Ids:
-    """The ids of files that were tokenized elsewhere, by a tokenizer that is not here: text is the ids themselves."""
+    """Ids of files that were tokenized elsewhere, without the tokenizer: text is the ids themselves."""
     vocab_size: int
     bos: int
     key: str = "ids"
@@ -94,29 +93,29 @@ class TokenizerFile:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Published:
-    """The tokenizer.json of a model folder, used as transformers does: names of special tokens are these tokens, and
-    its post-processor puts others where it will, e.g. one in front of every prompt."""
+    """A model folder's tokenizer.json, used as in transformers: names of special tokens become these tokens, and its
+    post-processor adds others, e.g. one before every prompt."""
     path: str
     library: Any    # tokenizers.Tokenizer
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """special: with what the post-processor puts there."""
+        """special: apply the post-processor."""
         return self.library.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens; ids beyond the vocabulary leave no trace."""
+        """Text without special tokens and ids beyond the vocabulary."""
         return self.library.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
 class Lengths(NamedTuple):
-    """How many bytes of text tokens stand for. bytes_V: of each id. prefix: of a document's first token, those that the
-    tokenizer put there: a space."""
+    """Bytes of text per token. bytes_V: of each id. prefix: bytes added by the tokenizer to a document's first token
+    (a space)."""
     bytes_V: np.ndarray
     prefix: int
 
 
 def lengths(reader: Tokenizer) -> Lengths | None:
-    """None of a tokenizer whose tokens do not tell: there is none, or its words lose what stood between them."""
+    """None if unknown: no tokenizer, or one that drops text between its words."""
     if isinstance(reader, Bytes):
         return Lengths(np.where(np.arange(reader.vocab_size) < reader.bos, 1, 0), 0)
     if not isinstance(reader, TokenizerFile):
@@ -127,10 +126,10 @@ def lengths(reader: Tokenizer) -> Lengths | None:
     added = reader.library.get_added_tokens_decoder()
     found = np.zeros(reader.vocab_size, np.int64)
     for piece, number in reader.library.get_vocab(with_added_tokens=True).items():
-        if number in added:     # special ones are no text: names of them in a text are ordinary characters
+        if number in added:     # special tokens never come from text
             found[number] = 0 if added[number].special else len(piece.encode())
         elif "ByteLevel" in decoder:
-            found[number] = len(piece)      # each character of it is a byte
+            found[number] = len(piece)      # each character is a byte
         else:
             found[number] = 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace(SPACE, " ").encode())
     one = reader.library.encode("a", add_special_tokens=False).ids
@@ -138,18 +137,18 @@ def lengths(reader: Tokenizer) -> Lengths | None:
 
 
 def open_published(path: str | os.PathLike) -> Published:
-    """Raises: ValueError where the file is missing or broken."""
+    """Raises: ValueError if the file is missing or malformed."""
     return Published(str(path), _library(path, str(path))[0])
 
 
 def names_of(path: str | os.PathLike, *ids: int | None) -> list[str]:
-    """The tokens of a tokenizer.json that have these ids; "" where none has. Raises: ValueError."""
+    """The tokens of a tokenizer.json with these ids; "" for unknown ones. Raises: ValueError."""
     library = _library(path, str(path))[0]
     return [(library.id_to_token(one) or "") if one is not None else "" for one in ids]
 
 
 def open_file(path: str, bos_token: str = "") -> TokenizerFile:
-    """Raises: ValueError where the file is missing or broken, or has no such separator."""
+    """Raises: ValueError if the file is missing or malformed, or lacks this separator."""
     library, content = _library(os.path.expanduser(path), f"data.tokenizer={path!r}")
     library.encode_special_tokens = True
     vocab = library.get_vocab(with_added_tokens=True)
@@ -169,8 +168,8 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
 
 
 def _library(path: str | os.PathLike, name: str) -> tuple[Any, bytes]:
-    """(the tokenizers library's object of a tokenizer.json, which neither cuts nor pads; its bytes). name: for
-    messages."""
+    """(the tokenizers library's object of a tokenizer.json, without truncation or padding; its bytes). name: for
+    errors."""
     tokenizers = import_extra("tokenizers", name)
     content = files.attempted(Path(path).read_bytes, f"{name} cannot be read",
                               'name a tokenizer.json of the tokenizers library, or "bytes"')
@@ -185,7 +184,7 @@ def _library(path: str | os.PathLike, name: str) -> tuple[Any, bytes]:
 
 
 def import_extra(module: str, wanted_by: str, extra: str = "data") -> Any:
-    """A module of an extra. Raises: ValueError that says what to install."""
+    """Import a module of an extra. Raises: ValueError that says what to install."""
     import importlib
     try:
         return importlib.import_module(module)

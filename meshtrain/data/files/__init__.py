@@ -1,1 +1,1 @@
-"""Files of tokens: our own, and the binary formats of others."""
+"""Token files: our own, and the binary formats of other trainers."""

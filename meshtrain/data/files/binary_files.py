@@ -1,9 +1,8 @@
-"""Ids as other trainers write them: where in the file they stand, of what kind, and where documents end if the file
-tells.
+"""Token ids in other trainers' formats: location in the file, dtype, and document ends if the format has them.
 
-X.bin with X.idx is Megatron's indexed dataset (version 1). X.bin that begins with one of llm.c's magic numbers is
-llm.c's; any other X.bin is nanoGPT's, uint16 without a header. The last two do not tell their documents: the
-separator's id divides them. Whatever is wrong with a file is one ValueError.
+X.bin with X.idx is Megatron's indexed dataset (version 1). X.bin with a magic number of llm.c is llm.c's; any other
+X.bin is nanoGPT's, uint16 without a header. The last two have no document ends; the separator's id divides documents.
+Every fault of a file is one ValueError.
 """
 from __future__ import annotations
 
@@ -20,16 +19,15 @@ from meshtrain.data.files import token_files
 MEGATRON_MAGIC, MEGATRON_HEADER = b"MMIDIDX\x00\x00", 34
 MEGATRON_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64,
                    7: np.float32, 8: np.uint16}
-# magic number, version: what gpt2 and llama3 wrote.
+# magic number, version: of gpt2 and llama3.
 LLM_C = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}
 LLM_C_HEADER = 256 * 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class IdFile:
-    """Where a file's ids are. ends: int64 [some] at a time, where documents end in them; None where the file does not
-    tell."""
-    files: tuple[str, ...]        # all that were read, the one with the ids first
+    """Location of a file's ids. ends: document ends in them, int64 chunks; None if the format has none."""
+    files: tuple[str, ...]        # all files read; the one with the ids first
     dtype: np.dtype
     offset: int                   # bytes before the first id
     size: int                     # ids
@@ -38,8 +36,7 @@ class IdFile:
 
 
 def open_ids(path: str) -> IdFile:
-    """The ids of an X.tokens.npy or X.bin, with X.mask.npy where there is one; headers and sizes are checked. Raises:
-    ValueError."""
+    """The ids of an X.tokens.npy or X.bin, with X.mask.npy if present; checks headers and sizes. Raises: ValueError."""
     ids, beside = _open_ids(path), token_files.mask_path(path)
     if not os.path.exists(beside):
         return ids
@@ -123,7 +120,7 @@ def _open_megatron(path: str, index: str) -> IdFile:
 
 def _megatron_ends(index: str, lengths: np.ndarray, pointers: np.ndarray, marks: np.ndarray,
                    itemsize: int) -> Iterator[np.ndarray]:
-    """Where documents end, after a pass over the sequences: they must stand end to end, as Megatron writes them."""
+    """Document ends, after checking that sequences are contiguous, as Megatron writes them."""
     end = 0
     for first, chunk in token_files.chunks(pointers):
         part = lengths[first:first + len(chunk)].astype(np.int64)
@@ -147,7 +144,7 @@ def _megatron_ends(index: str, lengths: np.ndarray, pointers: np.ndarray, marks:
             raise ValueError(f"{index}: document {first + k} (from 0) ends at sequence {chunk[k]}, before it begins or "
                              f"behind the last, {len(lengths)}; write it again")
         before = int(chunk[-1])
-        last = np.maximum(chunk - 1, 0)    # the last sequence of each document; none where nothing stands before
+        last = np.maximum(chunk - 1, 0)    # the last sequence of each document, if it has any
         ends = (pointers[last] // itemsize + lengths[last]) if len(lengths) else np.zeros(len(chunk), np.int64)
         yield np.where(chunk > 0, ends, 0)
 

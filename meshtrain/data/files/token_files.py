@@ -1,9 +1,9 @@
-"""Token files: X.tokens.npy, one array of uint16, uint32 or int32 ids, and X.ends.npy, int64, where each document ends
-in it. X.mask.npy beside them, uint8 or bool, says of each id whether it is to be learned; without it all are.
+"""Token files: X.tokens.npy, an array of uint16, uint32 or int32 ids; X.ends.npy, int64, the document ends in it; and
+optionally X.mask.npy, uint8 or bool, which ids are to be learned (default: all).
 
-Any program with numpy writes them; the token cache is made of them too. Other layouts of ids on disk (binary_files.py)
-become the same `IndexedTokens`, so there is one reader. Ids and ends are memory-mapped while there are maps to spare;
-nothing of a document is held.
+Any program with numpy can write them; the token cache consists of them. Other formats (binary_files.py) become the
+same `IndexedTokens`, so there is one reader. Files are memory-mapped, within the system's limit of maps; nothing is
+held per document.
 """
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from meshtrain.data.documents import contracts
 
 TOKENS, ENDS, MASK = ".tokens.npy", ".ends.npy", ".mask.npy"
 CHUNK_BYTES = 1 << 26
-MAX_MAPS_FILE, USUAL_MAX_MAPS = "/proc/sys/vm/max_map_count", 65_530     # memory maps that Linux allows a process
+MAX_MAPS_FILE, USUAL_MAX_MAPS = "/proc/sys/vm/max_map_count", 65_530     # memory maps per process on Linux
 Stamp = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Numbers:
-    """An array in a file. `stamp` tells whether that is still the one that was checked."""
+    """An array in a file. `stamp` detects changes of the file since it was checked."""
     path: str
     stamp: Stamp
     size: int
     dtype: np.dtype
-    offset: int              # bytes before the first
+    offset: int              # in bytes
 
     def map(self) -> np.ndarray:
-        """[size], memory-mapped. Raises: OSError, also where the file is not the one that was checked."""
+        """[size], memory-mapped. Raises: OSError, also if the file has changed."""
         changed = OSError(f"{self.path} is not the file it was when the run began; token files must not change while a "
                           f"run reads them")
         try:
@@ -53,12 +53,11 @@ class Numbers:
 
     @property
     def array(self) -> np.ndarray:
-        """[size], memory-mapped, by a map that is shared and kept as long as the process has maps to spare. Raises: as
-        map."""
+        """[size], by a shared memory map, cached within the limit of maps. Raises: as map."""
         return _maps()(self)
 
     def last(self) -> int:
-        """The last number, 0 where there is none; without a map. Raises: OSError."""
+        """The last number, 0 if empty; without a map. Raises: OSError."""
         if not self.size:
             return 0
         with open(self.path, "rb", buffering=0) as file:
@@ -68,13 +67,13 @@ class Numbers:
 
 @functools.cache
 def _maps() -> Callable[[Numbers], np.ndarray]:
-    """Numbers.map, with the maps that were used last: one set for the process, whose maps the system counts."""
-    # the other half: libraries, threads, the allocator
+    """Numbers.map with an LRU cache: one per process, because the system limits maps per process."""
+    # the other half is for libraries, threads, the allocator
     return functools.lru_cache(maxsize=max_maps() // 2)(Numbers.map)
 
 
 def max_maps() -> int:
-    """Memory maps that the system allows this process."""
+    """The system's limit of memory maps per process."""
     try:
         with open(MAX_MAPS_FILE, encoding="utf-8") as file:
             return int(file.read())
@@ -84,19 +83,18 @@ def max_maps() -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class IndexedTokens:
-    """A file of token ids and a file of where its documents end.
+    """A file of token ids and a file of the document ends.
 
-    The ends count the documents' tokens alone. A file may have separators of its own, which belong to no document:
-    `lead` of them stand before the first document, `gap` between two. So document d is the ids from `begin(d)` on, and
-    its length is ends[d] - ends[d - 1].
+    Ends count the documents' tokens alone. The file's own separators belong to no document: `lead` before the first,
+    `gap` between two. Document d begins at id `begin(d)` and has ends[d] - ends[d - 1] tokens.
     """
     ids: Numbers
     ends_file: Numbers              # int64 [documents]
-    num_tokens: int                 # in all documents together
+    num_tokens: int                 # in all documents
     lead: int = 0
     gap: int = 0
-    largest: int = -1               # id, where somebody has looked
-    mask: Numbers | None = None     # of each id in the file, whether it is to be learned; None: all are
+    largest: int = -1               # id; -1: unknown
+    mask: Numbers | None = None     # of each id in the file: learned or not; None: all are
 
     @property
     def path(self) -> str:
@@ -112,13 +110,13 @@ class IndexedTokens:
         return self.ends_file.array
 
     def begin(self, document: int) -> int:
-        """The place of a document's first token among the ids."""
+        """Index of a document's first token among the ids."""
         return (self.ends.item(document - 1) if document else 0) + document * self.gap + self.lead
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenFiles:
-    """A Source: the documents of many pairs, one pair after another. complete: see contracts.py."""
+    """A Source: the documents of many pairs in order. complete: see contracts.py."""
     pairs: tuple[IndexedTokens, ...]
     complete: bool = False
 
@@ -132,12 +130,12 @@ class TokenFiles:
 
     @functools.cached_property
     def _firsts(self) -> list[int]:
-        """The first document of each pair; a list, because numpy takes microseconds to search it for one."""
+        """The first document of each pair; a list, because bisect is faster than numpy for one lookup."""
         return list(itertools.accumulate((pair.num_documents for pair in self.pairs[:-1]), initial=0))
 
     @functools.cached_property
     def _before(self) -> list[int]:
-        """The tokens before each pair."""
+        """Tokens before each pair."""
         return list(itertools.accumulate((pair.num_tokens for pair in self.pairs[:-1]), initial=0))
 
     @functools.cached_property
@@ -159,7 +157,7 @@ class TokenFiles:
         return ends
 
     def _place(self, document: int) -> tuple[int, int]:
-        """(pair, place of the document's first token there, behind its own separator)."""
+        """(pair, index of the document's first token there, after its own separator)."""
         k = bisect.bisect_right(self._firsts, document) - 1
         return k, self.pairs[k].begin(document - self._firsts[k]) + self.complete
 
@@ -173,7 +171,7 @@ class TokenFiles:
 
 
 def first_beyond(pair: IndexedTokens, vocab_size: int) -> tuple[int, int]:
-    """(document, id) of the first id that a vocabulary of this size does not have. There must be one."""
+    """(document, id) of the first id beyond a vocabulary of this size, which must exist."""
     for first, chunk in chunks(pair.ids.map()):
         beyond = (chunk >= vocab_size) | (chunk < 0)
         if beyond.any():
@@ -188,14 +186,14 @@ def ends_path(path: str) -> str:
 
 
 def mask_path(path: str) -> str:
-    """Of X.tokens.npy or X.bin."""
+    """Path of the mask of X.tokens.npy or X.bin."""
     return (path.removesuffix(TOKENS) if path.endswith(TOKENS) else path.removesuffix(".bin")) + MASK
 
 
 def open_pair(path: str) -> IndexedTokens:
-    """An X.tokens.npy with its X.ends.npy. That ends never fall is left to `check_rising`, which reads them all.
+    """An X.tokens.npy with its X.ends.npy. `check_rising` checks separately that ends never fall.
 
-    Raises: ValueError where the two files are not what the module says, or do not fit each other.
+    Raises: ValueError if the files are malformed or do not match.
     """
     if not path.endswith(TOKENS):
         raise ValueError(f"{path} is not named as a token file; give X{TOKENS} (ids), with X{ENDS} beside it")
@@ -212,7 +210,7 @@ def open_pair(path: str) -> IndexedTokens:
 
 
 def open_ends(path: str, tokens: str) -> Numbers:
-    """The ends of documents in the file `path`. Raises: ValueError."""
+    """The document ends in the file `path`. Raises: ValueError."""
     if files.status(path) is None:
         raise ValueError(f"{path} is missing beside {os.path.basename(tokens)}; write where each document ends, in "
                          f"tokens: np.save(path, np.cumsum(lengths))")
@@ -224,7 +222,7 @@ def open_ends(path: str, tokens: str) -> Numbers:
 
 
 def open_mask(path: str, tokens: str, size: int) -> Numbers:
-    """The mask of a file of `size` ids in the file `path`. Raises: ValueError."""
+    """The mask in the file `path` for `size` ids. Raises: ValueError."""
     dtype, shape, offset = open_checked(path, read_header)
     if len(shape) != 1 or dtype not in (np.dtype(np.uint8), np.dtype(bool)):
         raise ValueError(f"{path} holds {_describe(dtype, shape)}, and a mask is one dimension of uint8 or bool; write "
@@ -236,7 +234,7 @@ def open_mask(path: str, tokens: str, size: int) -> Numbers:
 
 
 def check_rising(path: str, ends: np.ndarray) -> None:
-    """Raises: ValueError for the first document that ends before it begins. One pass over the file, in chunks."""
+    """Raises: ValueError for the first document that ends before it begins. Reads the file once, in chunks."""
     before = 0
     for first, chunk in chunks(ends):
         falls = np.diff(chunk, prepend=before) < 0
@@ -248,10 +246,8 @@ def check_rising(path: str, ends: np.ndarray) -> None:
 
 
 def read_header(path: str) -> tuple[np.dtype, tuple[int, ...], int]:
-    """(dtype, shape, bytes before the first element) of an .npy file that is as long as it says. Never unpickles.
-
-    Raises: ValueError, OSError.
-    """
+    """(dtype, shape, data offset in bytes) of an .npy file, whose size is checked. Never unpickles. Raises:
+    ValueError, OSError."""
     with open(path, "rb") as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -259,7 +255,7 @@ def read_header(path: str) -> tuple[np.dtype, tuple[int, ...], int]:
                                (2, 0): np.lib.format.read_array_header_2_0}[version](file)
         except OSError:
             raise
-        except Exception as error:    # numpy parses the header with Python's tokenizer, whose errors are many
+        except Exception as error:    # numpy parses the header with Python's tokenizer, which raises many types
             raise ValueError(f"broken header ({error})") from None
         offset, size = file.tell(), os.fstat(file.fileno()).st_size
     if dtype.hasobject:
@@ -277,13 +273,13 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _mmap(length: int, descriptor: int) -> int | None:
-    """The address of a map; None where the system refuses, ctypes.get_errno() says why."""
+    """The address of a map; None if the system refuses (see ctypes.get_errno())."""
     address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     return None if address == ctypes.c_void_p(-1).value else address
 
 
 def _refused(path: str, number: int) -> OSError:
-    """The error of a map that the system refuses, with the remedy where it is one map too many."""
+    """The error of a refused map, with the remedy if there are too many."""
     why = os.strerror(number)
     if number == errno.ENOMEM:
         with open("/proc/self/maps", "rb") as file:
@@ -300,8 +296,8 @@ def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     """`count` numbers from byte `offset` of a file, memory-mapped and read-only, as a plain array. Raises: OSError,
     ValueError.
 
-    By mmap(2) itself: Python's mmap keeps a descriptor, of which a process may have only 1024; and slices of np.memmap
-    cost ten times as much as those of a plain array.
+    Calls mmap(2) itself: Python's mmap keeps a descriptor, often limited to 1024 per process; and slices of np.memmap
+    cost ten times as much as a plain array's.
     """
     dtype = np.dtype(dtype)
     length = offset + count * dtype.itemsize
@@ -309,16 +305,16 @@ def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
         return np.zeros(0, dtype)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size < length:    # to touch what lies behind the file's end would kill the process
+        if size < length:    # access beyond the file's end would kill the process (SIGBUS)
             raise ValueError(f"it ends at byte {size:,} of {length:,}: it was truncated")
         address = _mmap(length, file.fileno())
         if address is None:
-            _maps().cache_clear()       # whoever still reads an array of it keeps its map
+            _maps().cache_clear()       # arrays still in use keep their maps
             address = _mmap(length, file.fileno())
     if address is None:
         raise _refused(path, ctypes.get_errno())
     buffer = (ctypes.c_uint8 * length).from_address(address)
-    # The array holds the buffer; at the process's end other threads may still read.
+    # The array holds the buffer; other threads may still read at exit.
     weakref.finalize(buffer, _libc.munmap, address, length).atexit = False
     array = np.frombuffer(buffer, dtype, count, offset)
     array.flags.writeable = False
@@ -326,7 +322,7 @@ def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
 
 
 def open_checked(path: str, open_file: Callable):
-    """open_file(path). Raises: ValueError that names the file, for whatever is wrong with it as an .npy file."""
+    """open_file(path). Raises: ValueError naming the file, for any fault as an .npy file."""
     what, remedy = f"{path} cannot be read as an .npy file", "write it again with np.save"
     try:
         return files.attempted(lambda: open_file(path), what, remedy)
@@ -335,20 +331,20 @@ def open_checked(path: str, open_file: Callable):
 
 
 def stamp(path: str) -> Stamp:
-    """(inode, bytes, time of change): another one, and the file may be another."""
+    """(inode, bytes, ctime); a file with another stamp may have changed."""
     stat = os.stat(path)
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(first index, part) of an array of one dimension: what is memory-mapped is read without being held."""
+    """(first index, part) of a 1D array, to read a memory map without holding it."""
     step = max(1, CHUNK_BYTES // array.itemsize)
     for first in range(0, len(array), step):
         yield first, array[first:first + step]
 
 
 def checksum(array: np.ndarray, check_stop: Callable[[], None] = lambda: None) -> int:
-    """crc32 of an array's bytes: 3 to 4 GB/s a core, and other threads run meanwhile."""
+    """crc32 of an array's bytes: 3 to 4 GB/s a core, without the GIL."""
     crc = 0
     for _, chunk in chunks(array):
         check_stop()
@@ -361,7 +357,7 @@ def _describe(dtype: np.dtype, shape: Sequence[int]) -> str:
 
 
 class Writer:
-    """An .npy file of one dimension that grows by `append`; whole and on disk once `close` returns. Raises: OSError."""
+    """A 1D .npy file that grows by `append`; complete and synced once `close` returns. Raises: OSError."""
 
     def __init__(self, path: str, dtype: type):
         self.dtype, self.count, self.crc = np.dtype(dtype), 0, 0
@@ -369,7 +365,7 @@ class Writer:
         self._header()
 
     def _header(self) -> None:
-        header = io.BytesIO()    # of one size whatever the shape: numpy leaves room for 20 digits
+        header = io.BytesIO()    # size independent of the shape: numpy pads for 20 digits
         np.lib.format.write_array_header_1_0(header, {"descr": np.lib.format.dtype_to_descr(self.dtype),
                                                       "fortran_order": False, "shape": (self.count,)})
         self._file.write(header.getvalue())
@@ -387,7 +383,7 @@ class Writer:
         self._file.close()
 
     def abandon(self) -> None:
-        """Closes without a word: the bytes still in the buffer may be those that found the disk full."""
+        """Close without errors: flushing may fail again on a full disk."""
         try:
             self._file.close()
         except OSError:
