@@ -227,7 +227,7 @@ def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
                       "memory for activations, by more GPUs or another split, would "
                       "spare the forward that remat full does twice"))
     for name, lost_s in one.exposed.items():
-        crossed = link(question, plan, (name,))[1] if name in AXES and sizes[name] > 1 else "its links"
+        crossed = link(question, plan, (name,)) if name in AXES and sizes[name] > 1 else "its links"
         remedy = {
             "tensor": f"a smaller tensor than {sizes['tensor']}: its collectives stand between the products and hide "
                       "behind nothing",
