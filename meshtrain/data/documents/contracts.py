@@ -73,7 +73,7 @@ class Batches(Protocol):
           targets   [B, T]  the document's next token, then its end; NO_TARGET: no loss here
           segments  [B, T]  number of the document in the row, from 1; 0: padding (validation, or packing "whole")
           positions [B, T]  position in the document; a document continued from an earlier sequence restarts at 0,
-                        because its earlier tokens cannot be attended to
+                            because its earlier tokens cannot be attended to
           index     [B, T]  position in the row
           sequence  [B]     n * global_batch + row (modulo 2**31): the same on every layout, for dropout keys
     """
