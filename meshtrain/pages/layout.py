@@ -19,29 +19,29 @@ LEAST_SHARE = 0.002         # of a bar; smaller parts are not drawn
 SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "contention", "host")
 
 
-def page(told: dict) -> str:
-    """told: the dict of `inspect --json`."""
+def page(data: dict) -> str:
+    """data: the dict of `inspect --json`."""
     wrong = [f"THIS PROGRAM WOULD COMPUTE WRONG NUMBERS, and train refuses it: a permute leaves devices with zeros: "
              f"{permute}"
-             for permute in told["broken_permutes"]]
-    top = skin.tiles(tiles(told)) + skin.bullets([*wrong, *told["warnings"]], "warn")
-    return skin.document("what a run costs", told["run"]["name"], lead(told), top, sections(told), told)
+             for permute in data["broken_permutes"]]
+    top = skin.tiles(tiles(data)) + skin.bullets([*wrong, *data["warnings"]], "warn")
+    return skin.document("what a run costs", data["run"]["name"], lead(data), top, sections(data), data)
 
 
-def sections(told: dict) -> list[PageSection]:
-    return [PageSection("mesh", "The mesh on its hosts", mesh(told["mesh"])),
-            PageSection("memory", "Memory of a device", memory(told)),
-            PageSection("traffic", "What is sent", traffic(told)),
-            PageSection("schedule", "The pipeline's schedule", schedule(told)),
-            PageSection("time", "Where the time goes", time(told)),
-            PageSection("differences", "Formulas against the compiler" if told["differences"] else "Matmuls",
-                        differences(told)),
-            PageSection("parameters", "Parameters", params(told)),
-            PageSection("notes", "Notes", notes(told))]
+def sections(data: dict) -> list[PageSection]:
+    return [PageSection("mesh", "The mesh on its hosts", mesh(data["mesh"])),
+            PageSection("memory", "Memory of a device", memory(data)),
+            PageSection("traffic", "What is sent", traffic(data)),
+            PageSection("schedule", "The pipeline's schedule", schedule(data)),
+            PageSection("time", "Where the time goes", time(data)),
+            PageSection("differences", "Formulas against the compiler" if data["differences"] else "Matmuls",
+                        differences(data)),
+            PageSection("parameters", "Parameters", params(data)),
+            PageSection("notes", "Notes", notes(data))]
 
 
-def lead(told: dict) -> str:
-    run, mesh = told["run"], told["mesh"]
+def lead(data: dict) -> str:
+    run, mesh = data["run"], data["mesh"]
     float8 = " with float8 matmuls" if run["matmul_dtype"] == "float8" else ""
     simulated = " (simulated)" if mesh["simulated"] else ""
     return (f"{many(run['num_params'])} parameters in {run['num_layers']} layers on {mesh['num_devices']:,} × "
@@ -49,9 +49,9 @@ def lead(told: dict) -> str:
             f"{run['compute_dtype']}{float8}, {run['optimizer']}.")
 
 
-def tiles(told: dict) -> list[Tile]:
-    run, held, line = told["run"], told["memory_bytes"]["compiled"], told["roofline"]
-    usable, in_parts = (told["memory_bytes"]["usable"],
+def tiles(data: dict) -> list[Tile]:
+    run, held, line = data["run"], data["memory_bytes"]["compiled"], data["roofline"]
+    usable, in_parts = (data["memory_bytes"]["usable"],
                         f"{run['microbatches']:,} microbatch{'es' * (run['microbatches'] > 1)}")
     fits = usable is None or held["total"] <= usable
     verdict = ("as compiled" if usable is None else
@@ -76,22 +76,22 @@ def _mesh_words(mesh: dict) -> str:
 # ---- the mesh --------------------------------------------------------------------------------------------------------
 
 
-def mesh(told: dict) -> str:
-    """told: the mesh alone."""
-    order = ", ".join(axis for axis in told["placement"] if told["sizes"][axis] > 1)
+def mesh(data: dict) -> str:
+    """data: the mesh alone."""
+    order = ", ".join(axis for axis in data["placement"] if data["sizes"][axis] > 1)
     caption = ("Every column is a device, every row an axis, its number the place on it. Devices are dealt out by "
                f"mesh.placement, slowest link first: {order}. An axis whose numbers change within a host uses the "
                f"links in it.")
-    if told["simulated"]:
+    if data["simulated"]:
         caption += " These devices are simulated on one machine; hosts of eight stand for what GPUs would have."
-    elif told["gpus_per_link_domain"] > told["gpus_per_host"]:
-        caption += (f" NVLink reaches {told['gpus_per_link_domain']} GPUs, "
-                    f"{told['gpus_per_link_domain'] // told['gpus_per_host']} hosts.")
+    elif data["gpus_per_link_domain"] > data["gpus_per_host"]:
+        caption += (f" NVLink reaches {data['gpus_per_link_domain']} GPUs, "
+                    f"{data['gpus_per_link_domain'] // data['gpus_per_host']} hosts.")
     columns = [Column("axis"), Column("size", "n"), Column("of it in a link domain", "n"),
                Column("its collectives go over")]
-    rows = [(axis, of_count(link["size"]), of_count(link["inside"]), over(told, axis))
-            for axis, link in told["links"].items()]
-    return skin.figure(pictures.mesh(told), caption if order else "") + skin.table(columns, rows, "axes")
+    rows = [(axis, of_count(link["size"]), of_count(link["inside"]), over(data, axis))
+            for axis, link in data["links"].items()]
+    return skin.figure(pictures.mesh(data), caption if order else "") + skin.table(columns, rows, "axes")
 
 
 def over(mesh: dict, axes: str) -> str:
@@ -109,8 +109,8 @@ def over(mesh: dict, axes: str) -> str:
 # ---- memory and traffic ----------------------------------------------------------------------------------------------
 
 
-def memory(told: dict) -> str:
-    held, hbm = told["memory_bytes"], told["mesh"]["hbm_bytes"]
+def memory(data: dict) -> str:
+    held, hbm = data["memory_bytes"], data["mesh"]["hbm_bytes"]
     compiled, formula = held["compiled"], held["formula"]
     bars = [Bar("as compiled", _stack(compiled)),
             Bar("by formulas" if formula.get("total") else "by the rules", _stack(formula))]
@@ -121,7 +121,7 @@ def memory(told: dict) -> str:
     table = skin.table([Column("on a device"), Column("as compiled", "n"), Column(bars[1].label, "n")],
                        [(MEMORY.get(name, ("", name))[1], *cells(name)) for name in names], "memory-parts",
                        total=("total", *cells("total")))
-    again = told["recomputed_by_xla"]
+    again = data["recomputed_by_xla"]
     note = skin.paragraph(f"XLA recomputes {again} values by itself, since the step came near to its limit of memory.",
                           "warn")
     return skin.figure(pictures.bars(bars, size, "memory of a device", marks),
@@ -137,8 +137,8 @@ def _stack(held: dict) -> list[tuple[int, str, float]]:
     return [*known, (len(STACKED), "other arguments", rest)] if rest > LEAST_SHARE * (held.get("total") or 0) else known
 
 
-def traffic(told: dict) -> str:
-    rows, mesh, formula = told["collectives"]["compiled"], told["mesh"], told["collectives"]["formula"] or []
+def traffic(data: dict) -> str:
+    rows, mesh, formula = data["collectives"]["compiled"], data["mesh"], data["collectives"]["formula"] or []
     if not rows and not formula:
         return skin.paragraph("The compiled step has no collectives.")
     color = {kind: k % pictures.COLORS for k, kind in enumerate(
@@ -184,9 +184,9 @@ def _collectives(rows: Sequence[dict], formula: Sequence[dict], mesh: dict) -> s
     return skin.table(columns, cells, "collectives", search="collective, axis or operation")
 
 
-def differences(told: dict) -> str:
+def differences(data: dict) -> str:
     """Differences between the compiled step and the formulas."""
-    found, flops = told["differences"], told["matmul_flops"]
+    found, flops = data["differences"], data["matmul_flops"]
     by_formulas = "" if flops["formula"] is None else f", {flops['formula'] / 1e12:,.1f} by formulas"
     said = skin.paragraph(f"A device computes {flops['compiled'] / 1e12:,.1f} TFLOP of matmuls in a step{by_formulas}.")
     return said + skin.bullets(found)
@@ -195,8 +195,8 @@ def differences(told: dict) -> str:
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
-def schedule(told: dict) -> str:
-    found = told["schedule"]
+def schedule(data: dict) -> str:
+    found = data["schedule"]
     if not found:
         return ""
     chunks = f" in {found['num_chunks']} chunks (later ones lighter)" if found["num_chunks"] > 1 else ""
@@ -208,8 +208,8 @@ def schedule(told: dict) -> str:
                        skin.key((color, name, "") for color, name in pictures.kinds(found).values()))
 
 
-def time(told: dict) -> str:
-    line = told["roofline"]
+def time(data: dict) -> str:
+    line = data["roofline"]
     if not line:
         return skin.paragraph("Compiled for no GPU of known speed, so nothing is said of time: add e.g. --topology "
                               "h100:8.")
@@ -253,7 +253,7 @@ def _kernels(line: dict) -> str:
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
 
-def params(told: dict) -> str:
+def params(data: dict) -> str:
     split = lambda dims: "(" + ", ".join("+".join(axes) or "·" for axes in dims) + ")"
     counted = lambda count: Cell(many(count), count)
     columns = [Column("parameter", "code"), Column("shape", "keep"), Column("logical axes"), Column("dtype"),
@@ -263,14 +263,14 @@ def params(told: dict) -> str:
     rows = [(row["name"], " × ".join(f"{n:,}" for n in row["shape"]), " ".join(axis or "·" for axis in row["axes"]),
              row["dtype"], counted(row["size"]), split(row["read"]), split(row["stored"]),
              of_bytes(row["stored_bytes"]),
-             of_bytes(row["grads_bytes"])) for row in told["parameters"]]
-    in_all = {name: sum(row[name] for row in told["parameters"]) for name in ("size", "stored_bytes", "grads_bytes")}
+             of_bytes(row["grads_bytes"])) for row in data["parameters"]]
+    in_all = {name: sum(row[name] for row in data["parameters"]) for name in ("size", "stored_bytes", "grads_bytes")}
     total = ("in all, on a device", "", "", "", counted(in_all["size"]), "", "", of_bytes(in_all["stored_bytes"]),
              of_bytes(in_all["grads_bytes"]))
-    rules = f"<h3>{skin.esc(told['run']['rules'])}</h3><pre>{skin.esc(told['run']['rules_text'].strip())}</pre>"
+    rules = f"<h3>{skin.esc(data['run']['rules'])}</h3><pre>{skin.esc(data['run']['rules_text'].strip())}</pre>"
     return skin.table(columns, rows, "parameter-table", search="name, axis or mesh axis of a parameter",
                       total=total) + rules
 
 
-def notes(told: dict) -> str:
-    return skin.bullets(told["notes"])
+def notes(data: dict) -> str:
+    return skin.bullets(data["notes"])

@@ -26,8 +26,8 @@ def text(x: float, y: float, words, size: float = 12, anchor: str = "start", kin
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" text-anchor="{anchor}"{named}>{esc(words)}</text>'
 
 
-def rect(x: float, y: float, width: float, height: float, kind: str, opacity: float = 1.0, told: str = "") -> str:
-    title = f"<title>{esc(told)}</title>" if told else ""
+def rect(x: float, y: float, width: float, height: float, kind: str, opacity: float = 1.0, title: str = "") -> str:
+    title = f"<title>{esc(title)}</title>" if title else ""
     faded = f' fill-opacity="{opacity:.2f}"' if opacity < 1 else ""
     place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}"'
     return f'<rect {place} class="{kind}"{faded}>{title}</rect>'
@@ -43,10 +43,10 @@ MOST_HOSTS = 8              # drawn; else the first and last four
 CELL, GAP, LABEL, ROW = 26, 14, 66, 19
 
 
-def mesh(told: dict) -> str:
+def mesh(data: dict) -> str:
     """Hosts side by side: each GPU with its coordinate on every axis larger than 1, slowest link at the top."""
-    count, per_host = told["num_devices"], min(told["gpus_per_host"], told["num_devices"])
-    hosts, order = -(-count // per_host), [axis for axis in told["placement"] if told["sizes"][axis] > 1]
+    count, per_host = data["num_devices"], min(data["gpus_per_host"], data["num_devices"])
+    hosts, order = -(-count // per_host), [axis for axis in data["placement"] if data["sizes"][axis] > 1]
     shown = list(range(hosts)) if hosts <= MOST_HOSTS else [*range(4), *range(hosts - 4, hosts)]
     width = per_host * CELL + GAP
     a_line = max(1, (WIDTH - LABEL) // width)
@@ -64,14 +64,14 @@ def mesh(told: dict) -> str:
         parts += [text(LABEL - 10, y + 40 + ROW * k + 12, axis, 12, "end") for k, axis in enumerate(order)]
         parts += [text(LABEL - 10, y + 32, "GPU", 11, "end", "soft")]
         for k, host in enumerate(these):
-            parts += _host(told, order, host, per_host, LABEL + k * width, y)
+            parts += _host(data, order, host, per_host, LABEL + k * width, y)
         y += 42 + ROW * max(1, len(order)) + 20
-    what = " × ".join(f"{axis} {told['sizes'][axis]}" for axis in order) or "one device"
+    what = " × ".join(f"{axis} {data['sizes'][axis]}" for axis in order) or "one device"
     return drawing(y - 8, parts, f"{what} on {hosts:,} hosts of {per_host}")
 
 
-def _host(told: dict, order: Sequence[str], host: int, per_host: int, x: float, y: float) -> list[str]:
-    ids = range(host * per_host, min((host + 1) * per_host, told["num_devices"]))
+def _host(data: dict, order: Sequence[str], host: int, per_host: int, x: float, y: float) -> list[str]:
+    ids = range(host * per_host, min((host + 1) * per_host, data["num_devices"]))
     parts = [text(x, y + 12, f"host {host:,}", 12), line(x, y + 18, x + CELL * len(ids) - 2, y + 18, "rule")]
     small = lambda word: 11 if len(word) < 4 else 8.5 if len(word) < 6 else 7
     if ids[-1] < 10_000:
@@ -79,11 +79,11 @@ def _host(told: dict, order: Sequence[str], host: int, per_host: int, x: float, 
     else:
         parts += [text(x + CELL * len(ids) / 2, y + 32, f"{ids[0]:,} … {ids[-1]:,}", 11, "middle", "soft")]
     for row, axis in enumerate(order):
-        top, places = y + 40 + ROW * row, [coordinate(told, axis, i) for i in ids]
+        top, places = y + 40 + ROW * row, [coordinate(data, axis, i) for i in ids]
         start = 0
         for k in range(1, len(places) + 1):
             if k == len(places) or places[k] != places[start]:
-                shade = 0.2 + 0.5 * places[start] / (told["sizes"][axis] - 1)
+                shade = 0.2 + 0.5 * places[start] / (data["sizes"][axis] - 1)
                 parts += [rect(x + CELL * start, top, CELL * (k - start) - 2, ROW - 3, f"c{AXIS_COLOR[axis]}", shade),
                           text(x + CELL * (start + k) / 2 - 1, top + 12, places[start],
                                small(str(places[start])), "middle")]
@@ -91,11 +91,11 @@ def _host(told: dict, order: Sequence[str], host: int, per_host: int, x: float, 
     return parts
 
 
-def coordinate(told: dict, axis: str, device: int) -> int:
+def coordinate(data: dict, axis: str, device: int) -> int:
     """A device's coordinate on an axis: devices are in placement order, its last axis fastest."""
-    order = told["placement"]
-    inner = math.prod(told["sizes"][name] for name in order[order.index(axis) + 1:])
-    return device // inner % told["sizes"][axis]
+    order = data["placement"]
+    inner = math.prod(data["sizes"][name] for name in order[order.index(axis) + 1:])
+    return device // inner % data["sizes"][axis]
 
 
 # ---- bars ------------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: S
         parts += [rect(left, y, (right - left) if marks else 0, height, "box")] if marks else []
         for color, name, value in row.parts:
             width = value * scale
-            parts += [rect(x, y, width, height, f"c{color} gap", told=f"{name}: {show(value)}")]
+            parts += [rect(x, y, width, height, f"c{color} gap", title=f"{name}: {show(value)}")]
             words = f"{name} {show(value)}"
             if width > 6.4 * len(words) + 8:
                 parts += [text(x + width / 2, y + 19.5, words, 11.5, "middle", "on")]
@@ -161,8 +161,8 @@ class PlotAxis(NamedTuple):
 
 def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label: str, *,
            verticals: Sequence[tuple[float, str]] = (), levels: Sequence[tuple[float, str]] = (), height: int = 300,
-           told: Callable[[int, int], str] | None = None) -> str:
-    """Curves in one frame. verticals, levels: (value, name) of lines. told: (curve, point) → its title."""
+           title: Callable[[int, int], str] | None = None) -> str:
+    """Curves in one frame. verticals, levels: (value, name) of lines. title: (curve, point) → its tooltip."""
     zero, unit = y_axis.zero, y_axis.unit
     points = [point for row in rows for point in row.points]
     xs, ys = [x for x, _ in points] + [x for x, _ in verticals], [y for _, y in points] + [y for y, _ in levels]
@@ -174,8 +174,7 @@ def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label:
     left, right, top, bottom = 74, WIDTH - 24, 22, height - 40
     at_x = lambda x: left + (x - low_x) / (high_x - low_x) * (right - left)
     at_y = lambda y: bottom - (y - low_y) / (high_y - low_y) * (bottom - top)
-    parts = [text(left, 11, y_axis.name, 11, kind="soft"),
-             text(right, height - 4, x_axis.name, 11, "end", "soft")]
+    parts = [text(left, 11, y_axis.name, 11, kind="soft"), text(right, height - 4, x_axis.name, 11, "end", "soft")]
     for y in (unit * tick for tick in ticks(low_y / unit, high_y / unit)):
         parts += [line(left, at_y(y), right, at_y(y), "rule"),
                   text(left - 8, at_y(y) + 4, y_axis.show(y), 11, "end", "soft")]
@@ -189,7 +188,7 @@ def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label:
     for k, row in enumerate(rows):
         if row.dots:
             parts += [f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="4.5" class="c{row.color} gap">'
-                      f'{f"<title>{esc(told(k, i))}</title>" if told else ""}</circle>'
+                      f'{f"<title>{esc(title(k, i))}</title>" if title else ""}</circle>'
                       for i, (x, y) in enumerate(row.points)]
         else:
             path = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in thinned(row.points))
@@ -249,43 +248,43 @@ def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[i
 KINDS = {"F": (0, "forward"), "B": (1, "input gradient"), "W": (2, "weight gradient"), "loss": (3, "head and loss")}
 
 
-def kinds(told: dict) -> dict[str, tuple[int, str]]:
+def kinds(data: dict) -> dict[str, tuple[int, str]]:
     """The kinds of ops in the schedule: {kind: (colour, name)}."""
-    drawn = {op[1] for part in told["lines"] for op in part["ops"]}
+    drawn = {op[1] for part in data["lines"] for op in part["ops"]}
     found = {kind: words for kind, words in KINDS.items() if kind in drawn}
-    return found if told["split"] or "B" not in found else found | {"B": (found["B"][0], "both gradients")}
+    return found if data["split"] or "B" not in found else found | {"B": (found["B"][0], "both gradients")}
 
 
-def schedule(told: dict, heading: str = "") -> str:
-    """A row for each stage over model time; later chunks are lighter. told: of `inspection.chart.as_json`. heading: of
+def schedule(data: dict, heading: str = "") -> str:
+    """A row for each stage over model time; later chunks are lighter. data: of `inspection.chart.as_json`. heading: of
     a standalone drawing, which also has a legend."""
-    left, tall = 74, 22 if told["num_stages"] <= 16 else 13
-    longest = max(part["end"] - part["begin"] for part in told["lines"])
+    left, tall = 74, 22 if data["num_stages"] <= 16 else 13
+    longest = max(part["end"] - part["begin"] for part in data["lines"])
     scale, parts, y = (WIDTH - left - 20) / longest, [text(4, 13, heading,
                                                            11)] if heading else [], 24.0 if heading else 4.0
-    for part in told["lines"]:
+    for part in data["lines"]:
         if part["heading"]:
             parts += [text(left, y + 10, part["heading"], 11, kind="soft")]
             y += 17
         start, stop = part["begin"], part["end"]
-        for s in range(told["num_stages"]):
+        for s in range(data["num_stages"]):
             parts += [text(left - 10, y + tall * s + tall / 2 + 3, f"stage {s}", 11, "end", "soft"),
                       rect(left, y + tall * s, (stop - start) * scale, tall - 2, "box")]
         for s, kind, microbatch, chunk, begin, end in part["ops"]:
             x, width = left + (max(begin, start) - start) * scale, (min(end, stop) - max(begin, start)) * scale
-            shade = 1 - 0.45 * chunk / max(1, told["num_chunks"] - 1)
+            shade = 1 - 0.45 * chunk / max(1, data["num_chunks"] - 1)
             parts += [rect(x, y + tall * s, width, tall - 2, f"c{KINDS[kind][0]} gap", shade)]
             if microbatch >= 0 and width > 6 * len(str(microbatch)) + 2 and begin >= start and end <= stop + 1e-6:
                 parts += [text(x + width / 2, y + tall * s + tall / 2 + 3, microbatch, min(10.5, tall - 4), "middle",
                                "on" if shade > 0.8 else "")]
-        middle = y + tall * told["num_stages"] / 2 + 4
+        middle = y + tall * data["num_stages"] / 2 + 4
         parts += [text(left - 4, middle, "…", 14, "end")] if part["more_before"] and not part["heading"] else []
         parts += [text(left + (stop - start) * scale + 4, middle, "…", 14)] if part["more_after"] else []
-        y += tall * told["num_stages"] + 12
-    x, lighter = left, " (later chunks lighter)" if told["num_chunks"] > 1 else ""
-    for kind, (color, name) in kinds(told).items() if heading else ():
+        y += tall * data["num_stages"] + 12
+    x, lighter = left, " (later chunks lighter)" if data["num_chunks"] > 1 else ""
+    for kind, (color, name) in kinds(data).items() if heading else ():
         name += lighter * (kind == "F")
         parts += [rect(x, y, 11, 11, f"c{color}"), text(x + 17, y + 9.5, name, 11, kind="soft")]
         x += 40 + 6 * len(name)
     y += 20 * bool(heading)
-    return drawing(y, parts, f"{told['name']}: {told['num_stages']} stages, {told['num_microbatches']} microbatches")
+    return drawing(y, parts, f"{data['name']}: {data['num_stages']} stages, {data['num_microbatches']} microbatches")

@@ -16,36 +16,36 @@ MICROBATCHES = "micro\N{SOFT HYPHEN}batches"     # the widest heading over the n
 DRAWN = 10          # plans with a memory bar
 
 
-def page(told: dict) -> str:
-    """told: the dict of `plan --json`."""
-    several = isinstance(told["gpus"], list)
-    found = [PageSection("scaling", "The best plan of each number of GPUs", scaling(told))] if several else [
-        PageSection("first", "The first plan", first(told)),
-        PageSection("plans", "The plans, best first", ranked(told)),
-        PageSection("trade", "Memory against time", trade(told)),
-        PageSection("memory", "What takes the memory", memory(told)),
-        PageSection("misses", "What does not fit", misses(told)),
-        PageSection("compiled", "Formula beside compiled", compiled(told))]
-    assumed = PageSection("numbers", "What the numbers are", skin.bullets(told["caveats"]) + _assumed(told))
-    return skin.document("which layout", told["name"], lead(told), skin.tiles(tiles(told)) if told["first"] else "",
-                         [*found, assumed], told)
+def page(data: dict) -> str:
+    """data: the dict of `plan --json`."""
+    several = isinstance(data["gpus"], list)
+    found = [PageSection("scaling", "The best plan of each number of GPUs", scaling(data))] if several else [
+        PageSection("first", "The first plan", first(data)),
+        PageSection("plans", "The plans, best first", ranked(data)),
+        PageSection("trade", "Memory against time", trade(data)),
+        PageSection("memory", "What takes the memory", memory(data)),
+        PageSection("misses", "What does not fit", misses(data)),
+        PageSection("compiled", "Formula beside compiled", compiled(data))]
+    assumed = PageSection("numbers", "What the numbers are", skin.bullets(data["caveats"]) + _assumed(data))
+    return skin.document("which layout", data["name"], lead(data), skin.tiles(tiles(data)) if data["first"] else "",
+                         [*found, assumed], data)
 
 
-def lead(told: dict) -> str:
-    gpus = ", ".join(f"{count:,}" for count in (told["gpus"] if isinstance(told["gpus"], list) else [told["gpus"]]))
-    best = f" First of them: {_mesh(told['plans'][0])}, {_rules(told['plans'][0])}." if told["first"] else ""
-    return (f"{many(told['num_params'])} parameters, {told['global_batch']:,} × {told['seq_len']:,} tokens a step on "
-            f"{gpus} × {told['gpu']}, {size(told['usable_bytes'])} usable on each; {told['tried']:,} layouts "
+def lead(data: dict) -> str:
+    gpus = ", ".join(f"{count:,}" for count in (data["gpus"] if isinstance(data["gpus"], list) else [data["gpus"]]))
+    best = f" First of them: {_mesh(data['plans'][0])}, {_rules(data['plans'][0])}." if data["first"] else ""
+    return (f"{many(data['num_params'])} parameters, {data['global_batch']:,} × {data['seq_len']:,} tokens a step on "
+            f"{gpus} × {data['gpu']}, {size(data['usable_bytes'])} usable on each; {data['tried']:,} layouts "
             f"tried.{best}")
 
 
-def tiles(told: dict) -> list[Tile]:
-    plan = told["plans"][0]
+def tiles(data: dict) -> list[Tile]:
+    plan = data["plans"][0]
     speed, held = plan["tokens_per_s_per_gpu"], plan["memory_bytes"]["total"]
     rows = [Tile("a step", seconds(plan["step_time_s"]), "by formulas"),
-            Tile("tokens/s a GPU", f"{speed:,.0f}", f"{speed * told['gpus']:,.0f} in all"),
+            Tile("tokens/s a GPU", f"{speed:,.0f}", f"{speed * data['gpus']:,.0f} in all"),
             Tile("MFU", f"{plan['mfu']:.1%}", "nothing recomputed counted"),
-            Tile("memory of a GPU", size(held), plan["reason"] or f"of {size(told['usable_bytes'])} usable",
+            Tile("memory of a GPU", size(held), plan["reason"] or f"of {size(data['usable_bytes'])} usable",
                  "warn" if plan["reason"] else "")]
     if "days" in plan:
         rows.append(Tile("training takes", f"{plan['days']:,.1f} days", f"{plan['gpu_hours']:,.0f} GPU hours"))
@@ -54,8 +54,8 @@ def tiles(told: dict) -> list[Tile]:
     return rows
 
 
-def _fitting(told: dict) -> list[dict]:
-    return [plan for plan in told["plans"] if plan["fits"]]
+def _fitting(data: dict) -> list[dict]:
+    return [plan for plan in data["plans"] if plan["fits"]]
 
 
 def _mesh(plan: dict) -> str:
@@ -74,24 +74,24 @@ def _schedule(plan: dict) -> str:
 # ---- sections --------------------------------------------------------------------------------------------------------
 
 
-def first(told: dict) -> str:
-    found = told["first"]
+def first(data: dict) -> str:
+    found = data["first"]
     if not found:
         return skin.paragraph("No layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a "
                               "microbatch would.", "warn")
-    step_s = told["plans"][0]["step_time_s"]
+    step_s = data["plans"][0]["step_time_s"]
     spent = {name: spent_s for name, spent_s in found["time_s"].items() if spent_s > layout.LEAST_SHARE * step_s}
     shares = [(k % pictures.COLORS, name, spent_s) for k, (name, spent_s) in enumerate(spent.items())]
     drawing = pictures.bars([Bar("a step", shares, total=step_s)], seconds, "what the step consists of")
     key = skin.key((color, name, f"{spent_s / step_s:.1%}") for color, name, spent_s in shares)
     stands, *why = found["standing"].split("\n  - ")
-    told = [*found["sentences"], stands] if stands else found["sentences"]
-    return ("".join(map(skin.paragraph, told)) + skin.bullets(why) + skin.figure(drawing, key=key) + layout.mesh(
+    sentences = [*found["sentences"], stands] if stands else found["sentences"]
+    return ("".join(map(skin.paragraph, sentences)) + skin.bullets(why) + skin.figure(drawing, key=key) + layout.mesh(
         found["mesh"]))
 
 
-def ranked(told: dict) -> str:
-    plans = _fitting(told)
+def ranked(data: dict) -> str:
+    plans = _fitting(data)
     columns = [Column("", "n"), Column("mesh", "some"), Column("rules", "some"), Column("schedule"),
                Column(MICROBATCHES, "n"), Column("remat"), Column("memory", "n"),
                Column("step", "n"), Column("tokens/s a GPU", "n"), Column("MFU", "n"),
@@ -117,16 +117,16 @@ def _length(plan: dict) -> list[Cell]:
     return [Cell(form.format(plan[key]), plan[key]) for key, form in shown.items() if key in plan]
 
 
-def trade(told: dict) -> str:
-    plans, missed = _fitting(told), [plan for plan in told["plans"] if not plan["fits"]]
+def trade(data: dict) -> str:
+    plans, missed = _fitting(data), [plan for plan in data["plans"] if not plan["fits"]]
     if not plans:
         return ""
     point = lambda plan: (plan["step_time_s"], plan["memory_bytes"]["total"])
     rows = [PlotCurve(OTHERS[0], OTHERS[1], [(plan["step_time_s"], plan["memory_bytes"])
-                                             for plan in told["others"]], dots=True),
+                                             for plan in data["others"]], dots=True),
             PlotCurve(MISSES[0], MISSES[1], [point(plan) for plan in missed], dots=True),
             PlotCurve(FITS[0], FITS[1], [point(plan) for plan in plans], dots=True)]
-    known = [told["others"], missed, plans]
+    known = [data["others"], missed, plans]
     said = lambda k, i: f"{_mesh(known[k][i])}, {_rules(known[k][i])}"
     # Much slower plans would compress the scale.
     most = 4 * plans[0]["step_time_s"]
@@ -135,8 +135,8 @@ def trade(told: dict) -> str:
     picture = pictures.curves(drawn, PlotAxis("step", "{:g} s".format),
                               PlotAxis("memory of a GPU", size, zero=True, unit=2**30), "memory against step time",
                               height=380,
-                              levels=[(told["usable_bytes"], f"usable {size(told['usable_bytes'])}")],
-                              told=lambda k, i: said(k, kept[k][i]))
+                              levels=[(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")],
+                              title=lambda k, i: said(k, kept[k][i]))
     left_out = sum(len(row.points) for row in rows) - sum(map(len, kept))
     caption = "Each point is the best plan of a mesh and a rule file; left and low is better." + (
         f" {left_out} plans that take more than four times as long as the best are left out." if left_out else "")
@@ -144,14 +144,14 @@ def trade(told: dict) -> str:
                                                   for row in drawn if row.points))
 
 
-def memory(told: dict) -> str:
-    plans = _fitting(told)[:DRAWN]
+def memory(data: dict) -> str:
+    plans = _fitting(data)[:DRAWN]
     if not plans:
         return ""
     parts = lambda plan: [(color, STACKED[part], plan["memory_bytes"][part]) for color, part in enumerate(STACKED)]
     drawing = pictures.bars([Bar(f"{k}", parts(plan)) for k, plan in enumerate(plans, 1)],
                             size, "memory of the best plans",
-                            [(told["usable_bytes"], f"usable {size(told['usable_bytes'])}")])
+                            [(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")])
     columns = [Column("", "n"), *(Column(name, "n") for name in STACKED.values()), Column("in all", "n"),
                Column("sent by a GPU, by mesh axes")]
     sent = lambda plan: ", ".join(f"{axes} {size(count)}" for axes, count in sorted(plan["traffic_bytes"].items())
@@ -162,16 +162,16 @@ def memory(told: dict) -> str:
     return skin.figure(drawing, key=key) + skin.table(columns, rows, "held")
 
 
-def misses(told: dict) -> str:
+def misses(data: dict) -> str:
     columns = [Column("mesh", "some"), Column("rules", "some"), Column("memory", "n"),
                Column("step", "n"), Column("why")]
     rows = [(_mesh(plan), _rules(plan), of_bytes(plan["memory_bytes"]["total"]), of_seconds(plan["step_time_s"]),
              plan["reason"])
-            for plan in told["plans"] if not plan["fits"]]
+            for plan in data["plans"] if not plan["fits"]]
     return skin.table(columns, rows, "near-misses")
 
 
-def compiled(told: dict) -> str:
+def compiled(data: dict) -> str:
     columns = [Column("", "n"), Column("memory", "n"), Column("compiled", "n"), Column("step", "n"),
                Column("roofline", "n"),
                Column("sent by a GPU", "n"), Column("compiled", "n")]
@@ -179,12 +179,12 @@ def compiled(told: dict) -> str:
     rows = [(of_count(k), of_bytes(plan["memory_bytes"]["total"]), of_bytes(plan["compiled"]["memory_bytes"]["total"]),
              of_seconds(plan["step_time_s"]), of_seconds(plan["compiled"]["step_time_s"]),
              sent(plan), sent(plan["compiled"]))
-            for k, plan in enumerate(told["plans"], 1) if "compiled" in plan]
+            for k, plan in enumerate(data["plans"], 1) if "compiled" in plan]
     return skin.table(columns, rows, "verified")
 
 
-def scaling(told: dict) -> str:
-    plans = told["plans"]
+def scaling(data: dict) -> str:
+    plans = data["plans"]
     if not plans:
         return skin.paragraph("On none of them a layout fits.", "warn")
     speed = [plan["tokens_per_s_per_gpu"] / plans[0]["tokens_per_s_per_gpu"] for plan in plans]
@@ -197,7 +197,7 @@ def scaling(told: dict) -> str:
              of_bytes(plan["memory_bytes"]["total"]), of_seconds(plan["step_time_s"]),
              of_count(plan["tokens_per_s_per_gpu"]),
              of_share(kept), of_share(plan["mfu"]), *_length(plan)) for plan, kept in zip(plans, speed)]
-    none = [f"{count:,}" for count in told["gpus"] if count not in {plan["gpus"] for plan in plans}]
+    none = [f"{count:,}" for count in data["gpus"] if count not in {plan["gpus"] for plan in plans}]
     note = skin.paragraph(f"On {', '.join(none)} GPUs nothing fits.", "warn") if none else ""
     curve = PlotCurve(0, "kept", [(plan["gpus"], kept) for plan, kept in zip(plans, speed)])
     drawn = skin.figure(pictures.curves(
@@ -208,6 +208,6 @@ def scaling(told: dict) -> str:
     return drawn + note + skin.table(columns, rows, "best")
 
 
-def _assumed(told: dict) -> str:
-    assumed = ", ".join(f"{name} {value:g}" for name, value in told["assumed"].items())
-    return skin.paragraph(f"Attention by {told['attention']}. All that is assumed: {assumed}.", "small")
+def _assumed(data: dict) -> str:
+    assumed = ", ".join(f"{name} {value:g}" for name, value in data["assumed"].items())
+    return skin.paragraph(f"Attention by {data['attention']}. All that is assumed: {assumed}.", "small")

@@ -138,8 +138,8 @@ def bullets(texts: Iterable[str], kind: str = "") -> str:
 
 def figure(drawing: str, caption: str = "", key: str = "") -> str:
     """drawing, key: HTML. caption: text."""
-    told = f"<figcaption>{esc(caption)}</figcaption>" if caption else ""
-    return f'<figure><div class="wide">{drawing}</div>{key}{told}</figure>'
+    figcaption = f"<figcaption>{esc(caption)}</figcaption>" if caption else ""
+    return f'<figure><div class="wide">{drawing}</div>{key}{figcaption}</figure>'
 
 
 def key(rows: Iterable[tuple[int, str, str]]) -> str:
