@@ -1,1 +1,1 @@
-"""Attention on one device: engines of one contract, (o, lse) <- (q, k, v, mask). They know no mesh."""
+"""Attention and grouped matmuls on one device. Knows no mesh."""

@@ -1,8 +1,8 @@
-"""Attention without a score matrix, compiled by XLA: blocks of queries against blocks of keys, with a running softmax.
+"""Blockwise attention with an online softmax in XLA: the score matrix is never materialized.
 
-The list of visited block pairs is static, those of which the mask leaves something, so the compiled loop has a known
-length. Scores are float32; every matmul takes its operands in the compute dtype, in the backward too.
-Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
+The block pairs that the mask leaves visible are a static list, so the compiled loop has a fixed length. Scores are
+float32; matmul operands have the compute dtype, in the backward too. Source: FlashAttention-2, arXiv:2307.08691. Knows
+no mesh.
 """
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ BLOCK = 512          # tokens; the largest score block is [B, N, BLOCK, BLOCK] f
 
 
 def engine(block: int = BLOCK, scores: Scores = Scores()) -> Engine:
-    """The engine in blocks of at most `block` tokens. Its memory beyond arguments and results is [B, N, block,
-    block]."""
+    """The blockwise engine with at most `block` tokens a block. Temporary memory: O(B·N·block²)."""
     return Engine(partial(_forward, block=block, scores=scores), partial(_backward, block=block, scores=scores))
 
 
@@ -29,8 +28,8 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, bloc
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     queries, keys = _Blocks(T, block), _Blocks(k_BSKH.shape[1], block)
-    # Differentiating a scan over layers moves out of it whatever does not depend on the layer, and keeps it: here the
-    # masks of all block pairs, B·N·T·S bytes. Behind the barrier everything depends on q.
+    # Without the barrier, differentiating a scan over layers hoists what does not depend on the layer and saves it: the
+    # masks of all block pairs, B·N·T·S bytes.
     pairs = _pairs(queries, keys, mask)
     q_BTNH, q_segments_BT, k_segments_BS, pairs = jax.lax.optimization_barrier(
         (q_BTNH, q_segments_BT, k_segments_BS, pairs))
@@ -39,7 +38,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, bloc
     q_seg, k_seg = _segments(queries, keys, q_segments_BT, k_segments_BS, mask)
 
     def visit(carry, pair):
-        o, l, m = carry                       # unnormalised output, sum and maximum so far, float32
+        o, l, m = carry                       # unnormalized output, running sum and maximum, float32
         i, j = pair
         k_j, v_j = keys.take(k, j), keys.take(v, j)
         seen = _seen(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
@@ -83,7 +82,7 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
         p = jnp.where(s > MASKED / 2, jnp.exp(s - lead(lse)), 0.0)
         dp = jnp.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, preferred_element_type=jnp.float32,
                         precision=products.precision(v_j.dtype))
-        # Back to the compute dtype before the matmuls: a float32 cotangent would make both of them float32 dots.
+        # Cast to the compute dtype: a float32 cotangent would make both matmuls float32.
         slope = jnp.where(s > MASKED / 2, 1 - jnp.square(s / scores.softcap), 0.0) if scores.softcap else 1.0
         ds = (p * (dp - lead(delta)) * (slope * scores.scale(H))).astype(q.dtype)
         f32 = dict(preferred_element_type=jnp.float32)
@@ -101,7 +100,7 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
 
 
 class _Blocks:
-    """A sequence in equal blocks of at most `block` tokens, padded at its end."""
+    """A sequence padded to equal blocks of at most `block` tokens."""
 
     def __init__(self, length: int, block: int):
         self.length, self.count = length, -(-length // block)
@@ -119,28 +118,28 @@ class _Blocks:
 
 
 def _pairs(queries: _Blocks, keys: _Blocks, mask: Mask):
-    """(i, j) int32 arrays of the visited block pairs, by blocks of queries."""
+    """(i, j) int32 arrays of the visible block pairs, in the order of query blocks."""
     i, j = np.indices((queries.count, keys.count))
     some, _ = mask.of_blocks(i * queries.size, (i + 1) * queries.size - 1, j * keys.size, (j + 1) * keys.size - 1)
     return tuple(jnp.asarray(numbers, jnp.int32) for numbers in np.nonzero(some))
 
 
 def _segments(queries: _Blocks, keys: _Blocks, q_segments_BT, k_segments_BS, mask: Mask):
-    """Padded; padding sees and is seen by nothing."""
+    """Segment ids padded so that padding matches nothing."""
     if not mask.documents:
         q_segments_BT, k_segments_BS = jnp.zeros_like(q_segments_BT), jnp.zeros_like(k_segments_BS)
     return queries.pad(q_segments_BT, -1), keys.pad(k_segments_BS, -2)
 
 
 def _seen(q_seg, k_seg, q_first, k_first, mask: Mask):
-    """bool [B, T, S] of one block pair."""
+    """bool [B, T, S]: the visible pairs of one block pair."""
     within = mask.sees(q_first + jnp.arange(q_seg.shape[1])[:, None], k_first + jnp.arange(k_seg.shape[1]))
     seen = q_seg[:, :, None] == k_seg[:, None, :]
     return seen if within is None else seen & within
 
 
 def _scores(q_i, k_j, seen, scores: Scores):
-    """float32 [B, K, G, T, S] of one block pair, MASKED where nothing is seen."""
+    """float32 scores [B, K, G, T, S] of one block pair; MASKED for invisible pairs."""
     s = jnp.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32,
                    precision=products.precision(k_j.dtype)) * scores.scale(q_i.shape[-1])
     if scores.softcap:

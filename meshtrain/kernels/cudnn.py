@@ -9,8 +9,8 @@ from meshtrain.kernels.mask import Scores
 
 
 def engine(scores: Scores = Scores()) -> Engine | None:
-    """cuDNN's kernels as an engine, for masks without documents. bfloat16, GPU, H a multiple of 8 up to 128. A window
-    is one of equal queries and keys. None where this jax does not offer them."""
+    """The cuDNN engine, or None if this jax does not offer it. Needs a GPU, bfloat16, H a multiple of 8 up to 128, and
+    masks without documents; a window needs as many queries as keys."""
     kernel = jax_private.cudnn_attention()
     assert not scores.softcap, "cuDNN has none here"
     if kernel is None:

@@ -1,7 +1,7 @@
-"""The contract of every attention engine on one device, and the plain computation that all are compared with.
+"""The interface of all attention engines on one device, and the reference implementation they are tested against.
 
-(o, lse) <- (q, k, v), and a backward that takes the o and lse over all keys, so that a ring or an all-gather over
-devices can be built from the same blocks (FlashAttention-2, arXiv:2307.08691). Knows no mesh.
+An engine returns (o, lse), and its backward takes o and lse over all keys, so that ring and all-gather attention can be
+built from it (FlashAttention-2, arXiv:2307.08691). Knows no mesh.
 """
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ import jax.numpy as jnp
 from meshtrain.kernels import products
 from meshtrain.kernels.mask import CAUSAL, Mask, Scores
 
-MASKED = -1e30       # finite: a query that sees no key gives zeros, not NaN
+MASKED = -1e30       # finite: a query without visible keys gives zeros, not NaN
 
 
 class Output(NamedTuple):
-    """What the forward gave some queries over all the keys that they see, here or elsewhere, and the cotangent of o."""
+    """The forward's output for some queries over all keys, local or remote, and the cotangent of o."""
     o_BTNH: jax.Array
     lse_BTN: jax.Array
     do_BTNH: jax.Array
 
 
 class Engine(NamedTuple):
-    """Attention of T queries to S keys, within segments and a `kernels.mask.Mask`;
-    block pairs that it leaves nothing of cost nothing.
+    """Attention of T queries to S keys within segments and a `kernels.mask.Mask`; fully masked blocks are skipped.
 
-    forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask) -> o_BTNH, lse_BTN, both float32 (lse the
-    natural log-sum-exp of the scores; MASKED and zeros where a query sees nothing).
-    backward(q, k, v, q_segments, k_segments, o, lse, do, mask) -> dq, dk, dv, float32, of these pairs alone, where o
-    and lse are those of all the keys that the queries see, here or elsewhere.
-    partitions: whether XLA can split it over mesh axes; else every axis must be manual where it stands.
+    forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask) -> o_BTNH, lse_BTN, both float32. lse is the
+    natural log-sum-exp of the scores. A query without visible keys gives o = 0 and lse = MASKED.
+
+    backward(q, k, v, q_segments, k_segments, o, lse, do, mask) -> dq, dk, dv, float32, of these pairs alone; o and lse
+    are over all keys, local or remote.
+
+    partitions: whether XLA can partition it; else all mesh axes must be manual.
     """
     forward: Callable
     backward: Callable
@@ -40,7 +41,7 @@ class Engine(NamedTuple):
 
 
 def plain(q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL, scores: Scores = Scores()):
-    """The oracle of the tests: whole scores, autodiff. Returns o [B, T, N, H]."""
+    """Reference for tests: materialized scores, autodiff. Returns o [B, T, N, H]."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)

@@ -1,12 +1,12 @@
-"""Matmuls of rows with the matrix of their group: the experts of a mixture, each with as many rows as chose it.
+"""Grouped matmuls: each row times its group's matrix. The groups are the experts of an MoE layer.
 
-Rows [R, …] lie in blocks, and all rows of a block belong to one group; a group's blocks stand together. The rows that
-fill up a group's last block are zeros, and blocks behind the last used one are neither read nor written. XLA's own
-`ragged_dot` is no help: on NVIDIA GPUs it multiplies every row with every group's matrix and masks (openxla/xla 40189),
-so with 16 groups 16 times. Engines: `loop`, XLA's, block after block, anywhere; `triton`, Pallas kernels of which each
-program takes one tile, and reads its rows from where they are taken, so that they are nowhere copied (as scattermoe
-does, arXiv:2403.08245). Neither can be differentiated: whoever calls them writes both directions. Knows no experts, no
-mesh.
+Rows [R, …] are stored in blocks of one group each; a group's blocks are contiguous, and its last one is padded with
+zeros. Blocks behind the last used one are neither read nor written. `ragged_dot` is not used because on NVIDIA GPUs XLA
+multiplies every row by every group's matrix and masks (openxla/xla 40189).
+
+Engines: `loop`, an XLA loop over blocks, on any device; `kernels`, Pallas kernels of one tile a program, which gather
+their rows on the fly (as ScatterMoE, arXiv:2403.08245). Neither is differentiable: callers write both directions. Knows
+no experts, no mesh.
 """
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from meshtrain.kernels import products, tiles
 
 
 class Groups(NamedTuple):
-    """Which blocks belong to which of G groups; int32."""
-    owner: jax.Array      # [blocks] the group of a block, of an unused one any
-    count: jax.Array      # [1] used blocks
-    first: jax.Array      # [G] a group's first block
-    blocks: jax.Array     # [G] how many it has
+    """The assignment of blocks to G groups; int32."""
+    owner: jax.Array      # [blocks] group of each block; arbitrary if unused
+    count: jax.Array      # [1] number of used blocks
+    first: jax.Array      # [G] first block of each group
+    blocks: jax.Array     # [G] number of blocks of each group
 
 
 class Taken(NamedTuple):
-    """Rows of an array by their numbers, zeros where one is negative: what a kernel reads as it goes, and nobody
-    copies."""
+    """Rows of an array by index, zeros where it is negative. Kernels gather them on the fly, without a copy."""
     of: jax.Array         # [A, K]
     number: jax.Array     # [R] int32
 
 
 class GroupedOperands(NamedTuple):
-    """x_RK, or a Taken of such rows, times the matrix of each row's group. dims: the order of w's, a permutation of
-    "gkn"; so a transposed w needs no copy, nor one whose groups are not its first dim."""
+    """x_RK (or a Taken) times the matrix of each row's group. dims: the order of w's dims, a permutation of "gkn", so
+    no transposed copy of w is needed."""
     x: jax.Array | Taken
     w: jax.Array
     dims: str
 
 
 class GroupedEngine(NamedTuple):
-    """take(a_AK, number_R) -> these rows, as `rows` and `outer` have them.
+    """take(a_AK, number_R) -> these rows, in the form that `rows` and `outer` take.
 
-    rows(pairs, groups, then, beside) -> what `then` makes of the sum of the products, [R, N] in float32. then(sum,
-    *beside) sees some rows and columns at a time, and gives a tuple: of [rows, columns], rounded to x's dtype in the
-    result, or of sums over the columns, [rows] in float32. beside: arrays [R, N], or [R, 1] seen by all columns.
-    outer(x_RK, y_RN, groups, dims) -> float32, of a group without rows zeros, in this order of dims. block(rows,
-    groups): rows of a block where so many rows go to so many groups.
+    rows(pairs, groups, then, beside) -> the results of `then` on the sum of the products, [R, N] float32. then(sum,
+    *beside) is called on tiles and returns a tuple: [rows, columns], rounded to x's dtype in the result, or sums over
+    columns, [rows] float32. beside: arrays [R, N], or [R, 1] broadcast over columns.
+
+    outer(x_RK, y_RN, groups, dims) -> float32 in this order of dims; zeros for groups without rows. block(rows,
+    groups): rows per block.
     """
     take: Callable
     rows: Callable
@@ -66,7 +66,7 @@ def as_it_is(summed):
 
 
 def groups_of(sizes_G, num_blocks: int, block: int) -> Groups:
-    """sizes_G: rows of each group. At least one block is used, so that row 0 is always written."""
+    """Lay groups of sizes_G rows out in blocks. At least one block is used, so that row 0 is always written."""
     blocks = (sizes_G + block - 1) // block
     blocks = blocks.at[0].add(jnp.where(blocks.sum() == 0, 1, 0))
     ends = jnp.cumsum(blocks)
@@ -77,8 +77,8 @@ def groups_of(sizes_G, num_blocks: int, block: int) -> Groups:
 
 
 def executed_rows(rows: float, groups: float, block: int) -> float:
-    """Rows of the blocks that so many rows of equally large groups use: what fills up a group's last block is half of
-    one in the mean, and no group with rows has less than one."""
+    """Rows of the blocks used by equally large groups. A group's last block is half padding on average, and a group
+    with rows has at least one."""
     each = rows / groups
     return groups * block * (max(1.0, each / block + 0.5) if each > 1 else each)
 
@@ -91,12 +91,12 @@ def _block_rows(x, groups: Groups) -> int:
 
 
 def _copied(a, number):
-    """A product, no `where`: XLA would keep [R, K] of zeros through a loop."""
+    """Copy rows. Multiplies by the mask, because with `where` XLA carries [R, K] zeros through a loop."""
     return a[jnp.maximum(number, 0)] * (number >= 0)[:, None].astype(a.dtype)
 
 
 def _results(then: Callable, beside, rows: int, columns: int, dtype) -> list[jax.ShapeDtypeStruct]:
-    """Of `then`, for so many rows and columns."""
+    """Shapes and dtypes of `then`'s results for this many rows and columns."""
     made = jax.eval_shape(then, jax.ShapeDtypeStruct((rows, columns), jnp.float32), *beside)
     return [jax.ShapeDtypeStruct(a.shape, dtype if a.ndim == 2 else jnp.float32) for a in made]
 
@@ -136,8 +136,8 @@ def _ordered(dims: str, **of_letter) -> tuple:
 
 
 def _loop_block(rows: int, groups: int) -> int:
-    """About an eighth of what a group has, so that little is filled up: of groups of 512 blocks of 256, 128, 64 and 32
-    rows took a training step 1.50, 1.47, 1.35 and 1.43 times a dense one's CPU seconds. Beyond 128 rows a product is no
+    """About an eighth of a group's rows, to limit padding. With 512 rows a group, a training step took 1.50, 1.47, 1.35
+    and 1.43 times a dense model's CPU seconds with blocks of 256, 128, 64 and 32. Beyond 128 rows matmuls are no
     faster."""
     return 1 << max(3, min(7, (rows // (8 * max(groups, 1))).bit_length() - 1))
 
@@ -154,12 +154,12 @@ def _dot(x, y):
 
 
 def _turned(a, dims: str):
-    """A tile of "kn" as it stands in an array of `dims`, and back."""
+    """Transpose a "kn" tile to the order of `dims`, or back."""
     return a.T if dims.index("n") < dims.index("k") else a
 
 
 def _reader(x_ref, at):
-    """columns -> these of the rows `at`."""
+    """columns -> those columns of the rows `at`."""
     if not isinstance(x_ref, Taken):
         return lambda columns: x_ref[at, columns]
     number = x_ref.number[at][:, None]
@@ -176,7 +176,7 @@ def _array(x):
 
 def _rows_kernel(owner_ref, count_ref, pairs, beside_refs, *result_refs, then: Callable,
                  all_dims, steps, tile: tuple[int, int]):
-    """One block of rows, one tile of columns; an unused block ends at once."""
+    """One block of rows × one tile of columns; an unused block returns at once."""
     column, b, (block, width) = pl.program_id(0), pl.program_id(1), tile
 
     @pl.when(b < count_ref[0])
@@ -225,7 +225,7 @@ def _whole(operands):
 
 def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, step: int,
                   tile: tuple[int, int], dims: str):
-    """One tile of one group's matrix, over all of the group's rows."""
+    """One tile of one group's matrix, summed over all rows of the group."""
     (height, width), group = tile, pl.program_id(2)
     columns_x, columns_y = pl.ds(pl.program_id(1) * height, height), pl.ds(pl.program_id(0) * width, width)
     start = first_ref[group] * block
@@ -257,8 +257,7 @@ def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tile
 
 
 def _tile(n: int, most: int) -> int:
-    """A power of two up to `most`: the largest that divides n, or, where only small ones do, one to which n is filled
-    up."""
+    """A power of two up to `most`: the largest that divides n, or, if only small ones do, one to which n is padded."""
     divides = n & -n
     return min(most, divides if divides >= 32 else max(16, pl.next_power_of_2(n)))
 
@@ -272,7 +271,7 @@ def _padded(a, multiple: int, axis: int):
 
 
 def kernels(by_size: Mapping[int, tiles.GroupedTile] = tiles.GROUPED, interpret: bool = False) -> GroupedEngine:
-    """by_size: tiles by the bytes of an element; all with blocks of equal rows."""
+    """Engine of the Pallas kernels. by_size: tiles by bytes per element, all with the same rows per block."""
     (rows,) = {of.rows for of in by_size.values()}
     given = dict(by_size=by_size, interpret=interpret)
     return GroupedEngine(Taken, partial(_triton_rows, **given), partial(_triton_outer, **given), lambda *_: rows)

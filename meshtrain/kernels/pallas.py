@@ -1,12 +1,10 @@
-"""Attention within documents and windows as GPU kernels: Pallas, lowered through Triton.
+"""Flash attention with documents and windows as Pallas GPU kernels, lowered through Triton.
 
-A block of queries visits the blocks of keys that one of its documents and its window reach and no others, so packed
-rows cost less than whole ones: about 0.57 of the causal square with documents of 2,000 tokens in rows of 8,192. Which
-blocks those are is found outside the kernels (`spans`) and read by them as the bounds of two loops: one with masks, and
-one without for blocks of a single document. The backward is a kernel for dq and one for dk and dv; nothing is added by
-atomics, so every run gives the same bits. XLA has no partitioning rule for them: where a mesh axis is not manual, every
-device along it computes all heads, in silence.
-Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
+A block of queries visits only the key blocks that its documents and window reach: about 0.57 of the causal square for
+documents of 2,000 tokens in rows of 8,192. `spans` computes them outside the kernels, as the bounds of two loops: one
+with masks, and one without for fully visible blocks. The backward is one kernel for dq and one for dk and dv; without
+atomics, so it is deterministic. XLA has no partitioning rule for the kernels: along a mesh axis that is not manual,
+every device silently computes all heads. Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
 """
 from __future__ import annotations
 
@@ -26,15 +24,14 @@ from meshtrain.kernels.tiles import Blocks, Tiles
 
 LOG2E = math.log2(math.e)               # scores are powers of two: exp2 is one instruction, exp is two
 LAST = jnp.iinfo(jnp.int32).max
-MIN_WIDTH = 16                          # of a head: the least that a tensor core contracts
-NAME = "meshtrain_attention"            # profiles and the compiled program show the kernels under it
+MIN_WIDTH = 16                          # smallest head_dim that tensor cores contract
+NAME = "meshtrain_attention"            # kernel name in profiles and in the compiled program
 
 
 def engine(tiles: Tiles, scores: Scores = Scores(), full: int = tile_table.FULL, interpret: bool = False) -> Engine:
-    """The kernels with these tiles as an engine; bfloat16 or float16, float32 slowly. head_dim is padded to a power of
-    two.
+    """The Pallas engine with these tiles; bfloat16 or float16, float32 slowly. head_dim is padded to a power of two.
 
-    full: programs that fill the GPU. interpret: computed by XLA step by step, on any device, for tests.
+    full: programs that fill the GPU. interpret: run by XLA on any device, for tests.
     """
     return Engine(partial(_forward, tiles=tiles, scores=scores, interpret=interpret),
                   partial(_backward, tiles=tiles, scores=scores, full=full, interpret=interpret), partitions=False)
@@ -43,12 +40,12 @@ def engine(tiles: Tiles, scores: Scores = Scores(), full: int = tile_table.FULL,
 def spans(own_BT, other_BS, block: int, step: int, mask: Mask, own_are_queries: bool):
     """int32 [B, blocks, 4]: (start, bare_start, bare_stop, stop) for each block of `own`, in steps of `other`.
 
-    own, other: segments of queries and keys, or of keys and queries; whole blocks of them. [start, stop) encloses every
-    step with a pair that sees each other, exactly where segments ascend along a row; in [bare_start, bare_stop) all
-    pairs do.
+    own, other: segments of queries and keys, or of keys and queries; whole blocks of them. [start, stop) covers all
+    steps with a visible pair, exactly if segment ids ascend along a row; in [bare_start, bare_stop) all pairs are
+    visible.
     """
-    # 0 is what follows the last document, and negative ids what pads the row: taken as they are, a block with a
-    # document's end and padding would reach back to the beginning.
+    # Segment 0 follows the last document and negative ids are padding: used directly, a block with a document's end and
+    # padding would start at the row's beginning.
     at_end = lambda x: jnp.where(x <= 0, LAST + x, x)
     cut = lambda x, n: at_end(x).reshape(x.shape[0], -1, n)
     own, other = cut(own_BT, block), cut(other_BS, step)
@@ -74,7 +71,7 @@ def spans(own_BT, other_BS, block: int, step: int, mask: Mask, own_are_queries: 
 
 
 def _visit_all(spans_ref, i, masked, bare, carry):
-    """carry through masked(step, carry) or bare(step, carry) for the steps of block i."""
+    """Scan masked(step, carry) or bare(step, carry) over the steps of block i."""
     start, bare_start, bare_stop, stop = (spans_ref[i, n] for n in range(4))
     before = bare_start - start
     carry = lax.fori_loop(bare_start, bare_stop, bare, carry)
@@ -87,13 +84,13 @@ def _dot(x, y):
 
 
 def _visible(q_segments, k_segments, q_at, k_at, mask: Mask):
-    """[queries, keys], or what the arguments broadcast to."""
+    """bool [queries, keys], or what the arguments broadcast to."""
     seen, within = q_segments == k_segments, mask.sees(q_at, k_at)
     return seen if within is None else seen & within
 
 
 def _scored(product, scale: float, softcap: float):
-    """(scores as powers of two, their slope beside scale and LOG2E) of products of queries and keys."""
+    """(scores in base 2, their derivative without scale and LOG2E; None: 1) of products of queries and keys."""
     if not softcap:
         return product * (scale * LOG2E), None
     capped = jnp.tanh(product * (scale / softcap))
@@ -114,7 +111,7 @@ def _pad(x, multiple: int, axis: int, value=0):
 
 
 def _padded(q, k, v, q_segments, k_segments, mask: Mask, rows: int, columns: int):
-    """Lengths as multiples of the blocks, heads of a power of two; padding sees nothing and is seen by nothing."""
+    """Pad lengths to whole blocks and heads to a power of two; padding matches no segment."""
     if not mask.documents:
         q_segments, k_segments = jnp.ones_like(q_segments), jnp.ones_like(k_segments)
     H = max(MIN_WIDTH, pl.next_power_of_2(q.shape[3]))
@@ -128,13 +125,13 @@ def _padded(q, k, v, q_segments, k_segments, mask: Mask, rows: int, columns: int
 def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, o_ref,
                     lse_ref, *, mask, scale, softcap, step):
     block, H = q_ref.shape
-    # the longest rows first where it is causal: no program is left at the end
+    # longest rows first if causal, so that no program runs alone at the end
     i = pl.num_programs(0) - 1 - pl.program_id(0)
     q, q_segments = q_ref[...], q_segments_ref[...]
     q_at = i * block + jnp.arange(block)
 
     def visit(j, carry, masked):
-        o, l, m = carry                                 # unnormalised output, sum and maximum so far, float32
+        o, l, m = carry                                 # unnormalized output, running sum and maximum, float32
         keys = pl.ds(j * step, step)
         s, _ = _scored(_dot(q, k_ref[keys, :].T), scale, softcap)
         if masked:
@@ -149,7 +146,7 @@ def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_r
 
     start = jnp.zeros((block, H), jnp.float32), jnp.zeros(block, jnp.float32), jnp.full(block, MASKED, jnp.float32)
     o, l, m = _visit_all(spans_ref, i, partial(visit, masked=True), partial(visit, masked=False), start)
-    some = m > MASKED / 2           # a row that saw nothing has added up exp2(0)
+    some = m > MASKED / 2           # a row without visible keys has summed exp2(0)
     l = jnp.where(some, l, 1.0)
     o_ref[...] = jnp.where(some[:, None], o / l[:, None], 0.0).astype(o_ref.dtype)
     lse_ref[...] = jnp.where(some, m / LOG2E + jnp.log(l), MASKED)
@@ -174,7 +171,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, tile
         out_specs=[own, pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, flip(i)))],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, length), jnp.float32)],
     )(spans(q_segments, k_segments, block, step, mask, True), q, k, v, q_segments, k_segments)
-    # float32 by contract; where the caller rounds again, XLA drops both conversions.
+    # float32 by contract; if the caller rounds again, XLA drops both casts.
     return o[:, :T, :, :H].astype(jnp.float32), lse[:, :, :T].swapaxes(1, 2)
 
 
@@ -210,9 +207,9 @@ def _dq_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, d
 def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, do_ref,
                 lse_ref, delta_ref, dk_ref, dv_ref, *,
                 mask, scale, softcap, step, heads):
-    """Keys × queries throughout: neither product with q and do needs a transposed p."""
+    """Scores are [keys, queries]: the products with q and do need no transposed p."""
     block = k_ref.shape[0]
-    j = pl.program_id(0)                    # where it is causal early keys have the most queries
+    j = pl.program_id(0)                    # if causal, the first keys have the most queries
     k, v, k_segments = k_ref[...], v_ref[...], k_segments_ref[...]
     k_at = j * block + jnp.arange(block)
 
@@ -280,12 +277,12 @@ def dq_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softc
 
 def dkv_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0,
            blocks: Blocks, full: int, interpret=False):
-    """(dk, dv), padded like k; arguments as those of `dq_of`."""
+    """(dk, dv), padded like k; arguments as in `dq_of`."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     block, step = blocks[:2]
     count = S // block
-    heads = N // K if B * K * count >= full else 1      # query heads of a program
+    heads = N // K if B * K * count >= full else 1      # query heads per program
     outer = N // heads
     per_kv = outer // K
     own = pl.BlockSpec((None, block, None, H), lambda j, n, b: (b, j, n // per_kv, 0))

@@ -1,9 +1,8 @@
-"""The precision that a product asks for: that of its operands' dtype.
+"""Matmul precision by operand dtype.
 
-On NVIDIA GPUs jax multiplies float32 as TF32 unless it is asked not to: 10 bits of mantissa instead of 23. Who writes
-float32 (the router always, all of a run with compute_dtype = "float32") gets float32, as on CPUs and as PyTorch does by
-default. Other dtypes are left to XLA. Asked at each product, so that a program's text still names the line that
-multiplies.
+By default jax multiplies float32 as TF32 (10 bits of mantissa instead of 23) on NVIDIA GPUs. Here float32 means
+float32, as on CPUs and in PyTorch: for the router always, for everything with compute_dtype = "float32". Set at each
+product, so that program text still names the line that multiplies.
 """
 from __future__ import annotations
 
@@ -12,5 +11,5 @@ from jax import lax
 
 
 def precision(dtype) -> lax.Precision | None:
-    """What a product of operands of this dtype asks for."""
+    """The precision for operands of this dtype; None leaves it to XLA."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None

@@ -1,8 +1,7 @@
-"""The tiles of the Pallas kernels: how many queries and keys a program takes at once, by GPU and width of the head.
+"""Tile sizes of the Pallas kernels, by GPU and head_dim.
 
-The one table of them. What it asks of a tile: no kernel spills more than 128 bytes of registers a thread, and its
-shared memory fits the GPU. `python -m benchmarks.tiles --write` times candidates on the GPU at hand and puts the
-fastest into TIMED.
+No tile spills more than 128 bytes of registers per thread, and all fit the GPU's shared memory. `python -m
+benchmarks.tiles --write` times candidates on the GPU at hand and writes the fastest into TIMED.
 """
 from __future__ import annotations
 
@@ -10,47 +9,44 @@ from typing import NamedTuple
 
 
 class Blocks(NamedTuple):
-    """One kernel's program: a block of `rows` (queries; dkv: keys), `columns` (keys; dkv: queries) at a step."""
+    """One kernel's program: a block of `rows` (queries; dkv: keys), `columns` (keys; dkv: queries) per step."""
     rows: int
     columns: int
     warps: int
-    stages: int          # steps whose loads are under way together
+    stages: int          # software pipeline depth: steps whose loads are in flight
 
 
 class Tiles(NamedTuple):
-    """One tile for each kernel; numbers are powers of two."""
+    """One tile for each kernel; all powers of two."""
     forward: Blocks
     dq: Blocks
     dkv: Blocks
 
 
-# By the largest head_dim that they serve. With larger backward tiles ptxas spills kilobytes; heads of 256 need twice
-# the registers and the shared memory of 128.
+# By the largest head_dim they serve. Larger backward tiles spill kilobytes (ptxas); heads of 256 need twice the
+# registers and shared memory of 128.
 _AMPERE = _HOPPER = {
     64: Tiles(Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     128: Tiles(Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     256: Tiles(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
 }
-# dkv with two steps under way spills 292 bytes on sm_100a, and its tensor memory holds no block of 128 keys.
+# dkv with two stages spills 292 bytes on sm_100a, whose tensor memory holds no block of 128 keys.
 _BLACKWELL = _HOPPER | {256: Tiles(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 1))}
-# Compiled for sm_80, sm_90a and sm_100a. assumption: b300 and gb300 (sm_103a) have the registers and the memory of
-# b200.
+# Compiled for sm_80, sm_90a and sm_100a. assumption: b300 and gb300 (sm_103a) have b200's registers and memory.
 COMPILED = {name: tiles for names, tiles in (
     (("a100-40gb", "a100-80gb"), _AMPERE), (("h100", "h100-pcie", "h100-96gb", "h200"), _HOPPER),
     (("b200", "gb200", "b300", "gb300"), _BLACKWELL)) for name in names}
 
-# (GPU, head_dim) -> the fastest tiles measured there; a line each, written by benchmarks.tiles.
+# (GPU, head_dim) -> the fastest tiles measured; one line each, written by benchmarks.tiles.
 TIMED: dict[tuple[str, int], Tiles] = {
 }
 
 
 
 class GroupedTile(NamedTuple):
-    """A program of the grouped matmuls (`grouped`): `rows` × `columns` of the result, `step` of what is summed at a
-    time.
+    """A program of the grouped matmuls: `rows` × `columns` of the result, `step` of the contracted dim at a time.
 
-    rows: of a block, too, and every group fills up its last one. beside: columns where several tiles stand beside the
-    product.
+    rows: also of a block; every group's last one is padded. beside: columns if there are several accumulators.
     """
     rows: int
     columns: int
@@ -60,24 +56,22 @@ class GroupedTile(NamedTuple):
     stages: int
 
 
-# By bytes of an element, for all GPUs: in bfloat16 two warp groups with 64 rows each, as wgmma takes them, 96 KiB of
-# shared memory for three stages; in float32, which no tensor core multiplies exactly, 128 columns would spill 508 bytes
-# a thread. A gated MLP's gradients beside their product spill 1.4 KB at 128 columns. So none of them spills on sm_80,
-# sm_90a and sm_100a. Larger blocks would fill up more rows of small groups.
+# By bytes per element, for all GPUs. bfloat16: two warp groups of 64 rows each (wgmma), 96 KiB of shared memory for
+# three stages. float32 (no exact tensor cores) would spill 508 bytes per thread with 128 columns, and a gated MLP's
+# gradients 1.4 KB. These tiles do not spill on sm_80, sm_90a and sm_100a. Larger blocks would pad small groups more.
 GROUPED = {2: GroupedTile(128, 128, 64, 64, 8, 3), 4: GroupedTile(128, 64, 32, 32, 8, 2)}
 
 WIDTHS = tuple(_HOPPER)
-# Programs that fill a GPU: two for each of an H100's 132 multiprocessors. With fewer, the query heads of a group are
-# not summed inside the dkv kernel but outside: more programs, and float32 sums through memory.
+# Programs that fill a GPU: two for each of an H100's 132 SMs. With fewer, the dkv kernel does not sum the query heads
+# of a group: more programs, and float32 sums through memory.
 FULL = 264
 
 
 def of(head_dim: int, gpu: str, softcap: bool = False) -> Tiles | None:
-    """The tiles for heads of this width on this GPU, named as the hardware table has it; None where none are known to
-    fit.
+    """Tiles for this head_dim and GPU (its name in the hardware table); None if none is known to fit.
 
-    softcap: whether scores have one. Its slope stands beside the scores: dkv at 128 spills 240 bytes in four warps,
-    none in eight.
+    softcap: whether scores have one; its derivative needs registers: dkv at 128 spills 240 bytes in four warps, none in
+    eight.
     """
     width = next((width for width in WIDTHS if head_dim <= width), None)
     found = TIMED.get((gpu, width)) or COMPILED.get(gpu, {}).get(width)
