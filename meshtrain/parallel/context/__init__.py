@@ -1,1 +1,1 @@
-"""Attention over sequences that are split: ring, gathered keys and values, Ulysses, in zigzag order."""
+"""Context parallelism: ring, all-gather and Ulysses attention, and the zigzag order."""

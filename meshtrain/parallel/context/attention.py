@@ -1,9 +1,7 @@
-"""The attention that a run file asks for: an engine on each device, and a method for sequences that are split along
-`context`.
+"""Chooses a run's attention: an engine on each device and, if sequences are split over `context`, a method.
 
-`ring` passes keys and values round, `gather` gathers them, `ulysses` splits heads instead of tokens. Each is a module
-with `order` (of the tokens over the devices), `forward` and `backward`, both written out: nothing here is
-differentiated.
+`ring` rotates keys and values, `gather` all-gathers them, `ulysses` splits heads instead of tokens. Each is a module
+with `order` (of the tokens over the devices), `forward` and `backward`; both are explicit, nothing is differentiated.
 """
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only w
 
 
 def attend(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL):
-    """Attention within segments and the mask: [B, T, N, H] from N query heads and K key/value heads (N a multiple of
-    K).
+    """Attention [B, T, N, H] within segments and the mask; N query heads are a multiple of the K key/value heads.
 
     method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do)
     -> dq, dk, dv.
@@ -48,7 +45,7 @@ def _attend(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT):
 
 def _attend_forward(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT):
     o_BTNH, lse_BTN = method.forward(layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)
-    # Named, so that selective remat keeps them and the backward never repeats the forward loop.
+    # Named, so that selective remat saves them and the backward does not repeat the forward.
     o_BTNH = checkpoint_name(o_BTNH.astype(q_BTNH.dtype), "attention_o")
     lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
     return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, segments_BT, o_BTNH, lse_BTN)
@@ -64,7 +61,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 class Local(NamedTuple):
-    """The method where every device holds whole sequences: one engine, all pairs of queries and keys."""
+    """The method without context parallelism: one engine on whole sequences."""
     engine: Engine
 
     def forward(self, layout, mask, *args):
@@ -78,8 +75,8 @@ class Local(NamedTuple):
 
 
 class ContextParallel(NamedTuple):
-    """The method as attention sees it: arrays [B, T, …] of the whole mesh, or, where `context` is manual already
-    (inside a pipeline), those of this device."""
+    """A context-parallel method on arrays [B, T, …]: global ones, or this device's if `context` is manual already
+    (inside a pipeline)."""
     method: ModuleType
     engine: Engine
 
@@ -96,7 +93,7 @@ class ContextParallel(NamedTuple):
 
 
 def _forward(local, needs_manual: bool, layout, *args):
-    """o, lse <- local(q, k, v, segments), on shards that lie as the layout says where axes must be manual."""
+    """o, lse <- local(q, k, v, segments), in a shard_map over the layout's specs if axes must be manual."""
     if not (rest := _automatic_axes()) or not needs_manual:
         return local(*args)
     specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", segments=None)
@@ -104,7 +101,7 @@ def _forward(local, needs_manual: bool, layout, *args):
 
 
 def _backward(local, needs_manual: bool, layout, *args):
-    """dq, dk, dv <- local(q, k, v, segments, o, lse, do), likewise."""
+    """dq, dk, dv <- local(q, k, v, segments, o, lse, do), like `_forward`."""
     if not (rest := _automatic_axes()) or not needs_manual:
         return local(*args)
     specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", segments=None, o="heads", lse="heads", do="heads")
@@ -112,16 +109,14 @@ def _backward(local, needs_manual: bool, layout, *args):
 
 
 def _automatic_axes() -> set[str]:
-    """The mesh axes that are not manual here. Inside a pipeline those that it leaves to XLA: tensor, and all of size
-    1."""
+    """Mesh axes that are not manual here. Inside a pipeline: tensor, and all of size 1."""
     mesh = get_abstract_mesh()
     return set(mesh.axis_names) - set(mesh.manual_axes)
 
 
 def _on_shards(local, axes: set[str], in_specs, out_specs):
-    # All axes that are left, those of size 1 too: in a region that is manual over some of them alone, cuDNN does not
-    # compile, and Pallas kernels compute all heads on every tensor rank, in silence. check_vma guards transposition,
-    # and both directions are written out.
+    # All remaining axes, those of size 1 too: in a partially manual region cuDNN does not compile, and Pallas kernels
+    # silently compute all heads on every tensor rank. check_vma only matters for transposition, which is not used.
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
@@ -134,13 +129,13 @@ def _specs(layout, **heads):
 
 
 def token_order(run, sizes: Mapping[str, int]):
-    """int64 [T]: which token stands at each place of a sequence that is split over context; None: as they come."""
+    """int64 [T]: the token at each position of a sequence split over context; None: the natural order."""
     cp = sizes[AXIS]
     return METHODS[run.context.method].order(run.data.seq_len, cp) if cp > 1 else None
 
 
 def problems(run, layout: Layout) -> list[str]:
-    """What keeps the layout from splitting sequences over mesh.context, where that is larger than 1."""
+    """Why this layout cannot split sequences over mesh.context; empty if it can or mesh.context is 1."""
     cp, rules_file = layout.sizes["context"], layout.rules.path
     if cp == 1:
         return []
@@ -175,11 +170,11 @@ def problems(run, layout: Layout) -> list[str]:
 
 
 def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable, str]:
-    """The attention function (see `model.layers.Execution`) and a note on the choice, "" on CPUs that were asked for
-    nothing.
+    """(attention function for `model.layers.Execution`, note on the choice). The note is "" on CPUs unless an engine
+    was requested or the model has a window.
 
-    platform: as jax calls it. gpu: its name in the hardware table. Raises: ValueError where model.attention names an
-    engine that cannot serve the run.
+    platform: jax's name. gpu: its name in the hardware table. Raises: ValueError if model.attention names an engine
+    that cannot serve the run.
     """
     asked, cp = run.model.attention, layout.sizes[AXIS]
     against = _against(run, layout, platform, gpu)
@@ -190,7 +185,7 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     if name == "blockwise" and asked == "auto":
         why = [*dict.fromkeys(why + against["pallas"])]
     if platform not in GPU_PLATFORMS and asked == "auto":
-        why = []                # nobody asks there
+        why = []                # no note is shown there
     note = f"attention: {LABELS[name]}{_of(run)}" + (f", because {'; '.join(why)}" if why else "")
     engine = _engine(name, run, cp, gpu)
     method = Local(engine) if cp == 1 else ContextParallel(METHODS[run.context.method], engine)
@@ -199,7 +194,7 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
 
 
 def engine_name(run, layout: Layout, gpu: str) -> str:
-    """The engine that `choose` takes on GPUs of this name with all software installed: for prices.
+    """The engine that `choose` takes on these GPUs with all software installed; for cost estimates.
 
     Raises: ValueError as `choose`.
     """
@@ -207,13 +202,13 @@ def engine_name(run, layout: Layout, gpu: str) -> str:
 
 
 def _against(run, layout: Layout, platform: str, gpu: str) -> dict[str, list[str]]:
-    """Why each engine cannot serve this run, whatever is installed; the fastest first."""
+    """Reasons why each engine cannot serve this run, whatever is installed; fastest engine first."""
     return {"cudnn": _against_cudnn(run, layout, platform, gpu), "pallas": _against_pallas(run, layout, platform, gpu),
             "blockwise": []}
 
 
 def _chosen(asked: str, against: Mapping[str, list[str]]) -> str:
-    """Raises: ValueError where the engine that is asked for cannot serve."""
+    """The engine to use. Raises: ValueError if the requested one cannot serve the run."""
     name = next(name for name, reasons in against.items() if not reasons) if asked == "auto" else asked
     if against[name]:
         able = " or ".join(f'"{other}"' for other in ("auto", *against) if not against.get(other))
@@ -222,12 +217,12 @@ def _chosen(asked: str, against: Mapping[str, list[str]]) -> str:
 
 
 def _attend_whole_rows(method, layout, *args, mask: Mask = CAUSAL):
-    """`attend` of rows that are one document."""
+    """`attend` for rows of one document."""
     return attend(method, layout, *args, mask=mask._replace(documents=False))
 
 
 def _of(run) -> str:
-    """What is attended to, for the note; "" where that is all before a token."""
+    """The window, for the note; "" if all layers see all earlier tokens."""
     within, every = window(run), run.model.global_every
     if not within or every == 1:
         return ""
@@ -242,19 +237,18 @@ def _engine(name: str, run, cp: int, gpu: str) -> Engine:
         return pallas.engine(tiles.of(run.model.head_dim, gpu, bool(scores.softcap)), scores)
     if cp == 1 or run.context.method == "ulysses":
         return blockwise.engine(scores=scores)
-    # Four blocks a chunk at least: the diagonal blocks, half of them masked, are then 1/8 of a causal square of two
-    # chunks.
+    # At least four blocks per chunk: the half-masked diagonal blocks are then 1/8 of the causal area of two chunks.
     chunk = run.data.seq_len // (2 * cp)
     return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))), scores)
 
 
 def window(run) -> int:
-    """Tokens that a token sees; 0 where that is all of the sequence."""
+    """Tokens that a token sees; 0: the whole sequence."""
     return run.model.window if run.model.window < run.data.seq_len else 0
 
 
 def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
-    """Why no kernel at all can serve this run."""
+    """Why no GPU kernel can serve this run."""
     reasons = []
     if platform not in GPU_PLATFORMS:
         reasons.append(f"kernels run on GPUs, not on platform {platform!r}")
@@ -270,7 +264,7 @@ def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
 
 
 def _against_cudnn(run, layout: Layout, platform: str, gpu: str) -> list[str]:
-    """Why cuDNN's kernel cannot serve this run where it is installed; empty where it can."""
+    """Why cuDNN's kernel, if installed, cannot serve this run; empty if it can."""
     reasons = _against_kernels(run, layout, platform)
     if gpu.startswith("mi"):
         reasons.append(f"cuDNN runs on NVIDIA's GPUs, not on {gpu}")
@@ -289,14 +283,14 @@ def _against_cudnn(run, layout: Layout, platform: str, gpu: str) -> list[str]:
 
 
 def _without_cudnn() -> list[str]:
-    """Why cuDNN's kernel cannot be had here; empty where it can."""
+    """Why cuDNN's kernel is unavailable here; empty if it is available."""
     if not importlib.util.find_spec("nvidia") or not _has_cudnn():
         return ["the cuDNN library is not installed (extra 'gpu')"]
     return ["this version of jax does not offer cuDNN's blocks"] if cudnn.engine() is None else []
 
 
 def _against_pallas(run, layout: Layout, platform: str, gpu: str) -> list[str]:
-    """Why the Pallas kernels cannot serve this run; empty where they can."""
+    """Why the Pallas kernels cannot serve this run; empty if they can."""
     reasons = _against_kernels(run, layout, platform)
     if run.model.head_dim > (widest := max(tiles.WIDTHS)):
         reasons.append(f"the Pallas kernels take a head_dim of at most {widest}, not {run.model.head_dim}")

@@ -1,13 +1,11 @@
-"""Attention within a window over sequences in zigzag order: a chunk sees itself and the chunks right before it,
-nothing further.
+"""Sliding-window attention over sequences in zigzag order.
 
-Of 2·cp chunks of c tokens, chunk a sees those at distances 1 … D = ceil((window - 1) / c). At one distance the mask is
-the same on every device: none up to the last one or two, and there that of queries which begin a known number of tokens
-after the keys. So every device computes two blocks for each distance below cp, and one beyond it, where early chunks
-have nothing before them; no device waits for another, and of the blocks at the window's edge engines skip what is
-beyond it. At distance d the first d chunks have nothing to see, and what was computed for them is dropped: of 2·cp·D
-blocks D (D + 1) / 2, where D < cp. How the keys of a chunk come to the device that has the queries is the method's
-(`ring`, `gather`), as a `Journey`. To be called where `axis` is manual. Lengths T are local: 2 chunks.
+Of 2·cp chunks of c tokens, each attends to itself and to those 1 … D = ceil((window - 1) / c) before it. All devices
+have the same mask at one distance: none, except for the last one or two, whose queries begin a known number of tokens
+after the keys. So every device computes two blocks for each distance below cp and one beyond, where early chunks have
+no predecessor; none idles. Engines skip what is outside the window. The first d chunks have no chunk at distance d, and
+their results are discarded: D (D + 1) / 2 of 2·cp·D blocks if D < cp. The method (`ring`, `gather`) brings keys to
+queries, as a `Journey`. Call it where `axis` is manual. Lengths T are local: 2 chunks.
 """
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from meshtrain.parallel.context.zigzag import choose, halves, join, merge
 
 
 class Distances(NamedTuple):
-    """`count` distances from `first` on, at which the late chunks or early and late ones have one mask."""
+    """`count` consecutive distances from `first` on with one mask. early: whether early chunks have keys there, too."""
     first: int
     count: int
     early: bool
@@ -34,12 +32,11 @@ class Distances(NamedTuple):
 
 
 class Journey(NamedTuple):
-    """Pairs of what belongs to the early and to the late chunk of every device, on their way.
+    """How (early, late) pairs of chunk data move between devices.
 
-    axis: of the mesh. begin(pair) -> travelling. meet(travelling, d, last) -> (what the chunks before by d have,
-    travelling to d + 1).
-    add(sums, pair, d) -> sums with what the chunks before by d are given, for each d from 1 on, where sums are None;
-    home(sums, D) -> pair: what every device's own chunks were given. D: the last distance.
+    begin(pair) -> travelling. meet(travelling, d, last) -> (data of the chunks at distance d, travelling to d + 1).
+    add(sums, pair, d) -> sums with gradients for the chunks at distance d added, for d = 1, 2, …; sums begin as None.
+    home(sums, D) -> pair: the gradients of each device's own chunks. D: the last distance.
     """
     axis: str
     begin: Callable
@@ -49,9 +46,9 @@ class Journey(NamedTuple):
 
 
 def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
-    """All at which anything is seen, the nearest first."""
+    """All distances at which any key is visible, nearest first."""
     last = min(-(-(mask.window - 1) // chunk), 2 * cp - 1)
-    free = mask.window // chunk - 1         # up to this one, whole chunks are seen
+    free = mask.window // chunk - 1         # up to this distance whole chunks are visible
     kind = lambda d: (d < cp, mask._replace(causal=False, window=0) if d <= free else
                       mask._replace(causal=False, ahead=d * chunk))
     grouped = [(key, list(those)) for key, those in itertools.groupby(range(1, last + 1), kind)]
@@ -59,7 +56,7 @@ def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
 
 
 def forward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT):
-    """o [B, T, N, H] and lse [B, T, N] of these queries to the keys that they see, float32."""
+    """o [B, T, N, H] and lse [B, T, N] of these queries over all visible keys, float32."""
     q, k, v, segments = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT))
     cp, i = lax.axis_size(journey.axis), lax.axis_index(journey.axis)
     sums = tuple(engine.forward(*own, mask) for own in zip(q, k, v, segments, segments))
@@ -81,7 +78,7 @@ def forward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segmen
 
 
 def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
-    """dq, dk, dv of what this device holds, float32."""
+    """dq, dk, dv of this device's tokens, float32."""
     q, k, v, segments, o, lse, do = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT, *out))
     cp, i = lax.axis_size(journey.axis), lax.axis_index(journey.axis)
     own = [engine.backward(*of_half, mask) for of_half in zip(q, k, v, segments, segments, o, lse, do)]
@@ -94,7 +91,7 @@ def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segme
         def summands(half):
             k, v, z = met[half]
             grads = engine.backward(q[half], k, v, segments[half], z, o[half], lse[half], do[half], of.mask)
-            # Chosen, not multiplied: keys that the forward never saw may give anything, infinities too.
+            # Select, do not multiply: keys that the forward never saw may give infinities.
             return jax.tree.map(lambda grad: jnp.where(_number(half, i, cp) >= d, grad, 0.0), grads)
         late = summands(1)
         early = summands(0) if of.early else jax.tree.map(jnp.zeros_like, late)
@@ -111,13 +108,13 @@ def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segme
 
 
 def _number(half: int, i, cp: int):
-    """Of the early (0) or late (1) chunk of device i."""
+    """The index of device i's early (0) or late (1) chunk in the sequence."""
     return 2 * cp - 1 - i if half else i
 
 
 def _through(steps: list[Distances], visit, carry):
-    """carry through visit(carry, d, distances, last) of all. Alike ones are one loop, but the first, which begins the
-    sums, and the last, from where nothing goes on."""
+    """Apply visit(carry, d, distances, last) at all distances. Equal ones are one scan, except for the first, which
+    initializes the sums, and the last, which sends nothing on."""
     last = steps[-1].first + steps[-1].count - 1 if steps else 0
     for of in steps:
         between = range(max(of.first, 2), min(of.first + of.count, last))
@@ -134,9 +131,8 @@ def _through(steps: list[Distances], visit, carry):
 
 
 def ring(axis: str) -> Journey:
-    """Chunk by chunk round: an early chunk goes one device on and a late one a device back, as the next chunk of the
-    sequence lies, and both turn at the ends. Sums travel with the keys that they belong to, and return the shorter
-    way."""
+    """Ring permutes: keys move to the device of the sequence's next chunk, early ones forward and late ones back, both
+    turning at the ends. Gradient sums travel with their keys and return the shorter way."""
     def meet(travelling, d, last):
         return travelling, travelling if last else onward(travelling)
 
@@ -156,20 +152,20 @@ def ring(axis: str) -> Journey:
 
 
 def _onward(pair, axis: str, back: bool = False):
-    """What lies with each chunk, one chunk further, or back; the ends of the sequence are neighbours."""
+    """Send each chunk's data to the device of the next (or previous) chunk; the sequence wraps around."""
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
     send = lambda tree, by: jax.tree.map(lambda x: lax.ppermute(x, axis, [(n, (n + by) % cp) for n in range(cp)]), tree)
     early, late = pair
     ahead, behind = send(early, -1 if back else 1), send(late, 1 if back else -1)
-    # Of two chunks that lie on one device, the middle ones and the ends, each gets what the other has.
+    # The middle chunks share a device, and so do the first and the last: these swap locally.
     turn_early, turn_late = (cp - 1, 0) if back else (0, cp - 1)
     return choose(i == turn_early, late, ahead), choose(i == turn_late, early, behind)
 
 
 def gathered(axis: str) -> Journey:
-    """Every device gathers the whole sequence, and its gradients are summed where their tokens lie."""
+    """All-gather the sequence; reduce-scatter its gradients."""
     def place(half, d):
-        """Where the chunk before by d stands in what was gathered; the first, where there is none."""
+        """Position in the gathered sequence of the chunk at distance d; of the first chunk if there is none."""
         cp = lax.axis_size(axis)
         chunk = jnp.maximum(_number(half, lax.axis_index(axis), cp) - d, 0)
         return jnp.where(chunk < cp, 2 * chunk, 2 * (2 * cp - 1 - chunk) + 1)

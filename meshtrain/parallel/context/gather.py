@@ -1,10 +1,9 @@
-"""All-gather attention: every device gathers the keys and values of the whole sequence (Llama 3, arXiv:2407.21783,
-3.3.2).
+"""All-gather attention: every device gathers K and V of the whole sequence (Llama 3, arXiv:2407.21783, 3.3.2).
 
-In zigzag order a device has 2·cp-1 whole chunk × chunk blocks and two on the diagonal, whichever device it is, so
-nothing is masked away and no device waits. Per layer the forward gathers K and V, the backward gathers them again and
-reduce-scatters dK and dV in float32. K and V of the whole sequence stand in memory for one layer at a time. To be
-called where `axis` is manual. Lengths T are local: 2 chunks.
+In zigzag order every device has 2·cp-1 unmasked chunk × chunk blocks and two on the diagonal, so the load is balanced.
+Per layer the forward gathers K and V; the backward gathers them again and reduce-scatters dK and dV in float32. One
+layer's K and V of the whole sequence are in memory at a time. Call it where `axis` is manual. Lengths T are local: 2
+chunks.
 """
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ __all__ = ["backward", "forward", "order"]
 
 
 def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
-    """o [B, T, N, H] and lse [B, T, N] of these queries to the keys of all devices, float32."""
+    """o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
         return band.forward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT)
@@ -45,7 +44,7 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
 
 
 def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output, axis: str = "context"):
-    """dq, dk, dv of what this device holds, float32."""
+    """dq, dk, dv of this device's tokens, float32."""
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
         return band.backward(engine, mask, band.gathered(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, out)
@@ -86,9 +85,9 @@ class _GatherChunks:
         self.cp, self.size = cp, q_BTNH.shape[1] // 2
 
     def nth(self, n, i):
-        """Device i's n-th whole block of 2·cp-1: whether its early queries are meant, and where the keys stand.
+        """Device i's n-th unmasked block of 2·cp-1: (whether its queries are the early ones, position of its keys).
 
-        Early queries see the chunks 0 … i-1, late ones 0 … 2·cp-2-i.
+        Early queries see chunks 0 … i-1, late ones 0 … 2·cp-2-i.
         """
         first = n < i
         chunk = jnp.where(first, n, n - i)

@@ -1,11 +1,11 @@
-"""Ring attention: keys and values travel round the `context` axis while the blocks that are there are computed.
+"""Ring attention: keys and values rotate around `context` while the present blocks are computed (arXiv:2310.01889).
 
-Source: arXiv:2310.01889, in zigzag order. With the keys of an earlier device j < i, exactly (early q, early k) and
-(late q, early k) are live, with those of a later one (late q, early k) and (late q, late k); each is a whole chunk ×
-chunk block. So a device computes two blocks a step, chosen by `where`: no mask, no branch, no idle device. Per layer
-the forward sends cp-1 times K and V, the backward as often again and cp times dK and dV in float32 (segment ids apart;
-where the model casts dK and dV to bf16 next, XLA on GPUs does so before their last hop and sends half of it). To be
-called where `axis` is manual. Lengths T are local: 2 chunks.
+In zigzag order, with the keys of an earlier device j < i, (early q, early k) and (late q, early k) are live; with those
+of a later one, (late q, early k) and (late q, late k); all whole chunk × chunk blocks. So each device computes two
+blocks a step, selected by `where`, without masks, branches or idle devices. Per layer the forward sends K and V cp-1
+times; the backward as often, and dK and dV cp times in float32 (segment ids not counted; if the model casts dK and dV
+to bf16 next, XLA on GPUs casts before the last hop and halves it). Call it where `axis` is manual. Lengths T are local:
+2 chunks.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["backward", "forward", "order"]
 
 
 def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
-    """o [B, T, N, H] and lse [B, T, N] of these queries to the keys of all devices, float32."""
+    """o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
         return band.forward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT)
@@ -31,7 +31,7 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
     s0, s1 = halves(segments_BT)
 
     def visit(kv, acc, t):
-        """Adds the keys of device i-t."""
+        """Add attention to the keys of device i-t."""
         (k0, k1), (v0, v1), (z0, z1) = map(halves, kv)
         (o0, o1), (l0, l1) = map(halves, acc)
         earlier = (i - t) % cp < i
@@ -41,7 +41,7 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
         (o0, l0), (o1, l1) = choose(earlier, new, (o0, l0)), choose(earlier, (o1, l1), new)
         return join(o0, o1), join(l0, l1)
 
-    kv = _pass_on((k_BTKH, v_BTKH, segments_BT), axis)       # on its way while the diagonal is computed
+    kv = _pass_on((k_BTKH, v_BTKH, segments_BT), axis)       # overlaps with the diagonal block
     acc = engine.forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, segments_BT, mask)
 
     def step(carry, t):
@@ -54,9 +54,9 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
 
 
 def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output, axis: str = "context"):
-    """dq, dk, dv of what this device holds, float32.
+    """dq, dk, dv of this device's tokens, float32.
 
-    The sums of dK and dV travel one step behind the keys that they belong to, and make one hop more to come home.
+    The sums of dK and dV travel one step behind their keys, and take one more hop to return home.
     """
     cp, i = lax.axis_size(axis), lax.axis_index(axis)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
@@ -67,7 +67,7 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
     def visit(kv, sums, t):
         (k0, k1), (v0, v1), (z0, z1) = map(halves, kv)
         dq, dkv = sums
-        dk, dv = _pass_on(dkv, axis)                # the sums of these keys, while their next summand is computed
+        dk, dv = _pass_on(dkv, axis)                # overlaps with the computation of the next summand
         earlier = (i - t) % cp < i
         dq_a, dk_a, dv_a = engine.backward(q1, k0, v0, s1, z0, o1, l1, g1, whole)
         block = choose(earlier, (q0, k0, v0, s0, z0, o0, l0, g0), (q1, k1, v1, s1, z1, o1, l1, g1))
@@ -92,6 +92,6 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
 
 
 def _pass_on(tree, axis: str):
-    """Everything one device further."""
+    """Send every leaf one device further."""
     cp = lax.axis_size(axis)
     return jax.tree.map(lambda x: lax.ppermute(x, axis, [(i, (i + 1) % cp) for i in range(cp)]), tree)

@@ -1,9 +1,9 @@
-"""Ulysses attention: an all-to-all turns a shard of the sequence with all heads into the whole sequence with a shard of
-the heads, and another one turns the output back (arXiv:2309.14509).
+"""Ulysses attention: all-to-alls from a sequence shard with all heads to the whole sequence with a shard of the heads,
+and back for the output (arXiv:2309.14509).
 
-The order of tokens is the natural one. K and V heads that cp does not divide are repeated, and their gradients summed.
-Per layer the forward sends (cp-1)/cp of Q, K, V and O, the backward of Q, K, V, O, dO, lse and, in the compute dtype,
-dQ, dK, dV. To be called where `axis` is manual. N and K are the heads of this tensor shard; N is a multiple of cp.
+Tokens keep their natural order. K and V heads that cp does not divide are repeated, and their gradients summed. Per
+layer the forward sends (cp-1)/cp of Q, K, V and O; the backward of Q, K, V, O, dO, lse and, in the compute dtype, dQ,
+dK, dV. Call it where `axis` is manual. N and K are the heads of this tensor shard; N is a multiple of cp.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def order(length: int, cp: int) -> np.ndarray:
 
 
 def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
-    """o [B, T, N, H] and lse [B, T, N] of these queries to the keys of all devices, float32."""
+    """o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
     k_BTKH, v_BTKH = (_repeated(x, lax.axis_size(axis)) for x in (k_BTKH, v_BTKH))
     q, k, v = (_whole_sequence(x, axis) for x in (q_BTNH, k_BTKH, v_BTKH))
     segments = lax.all_gather(segments_BT, axis, axis=1, tiled=True)
@@ -35,7 +35,7 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
 
 
 def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output, axis: str = "context"):
-    """dq, dk, dv of what this device holds."""
+    """dq, dk, dv of this device's tokens."""
     cp = lax.axis_size(axis)
     K = k_BTKH.shape[2]
     sent = (q_BTNH, _repeated(k_BTKH, cp), _repeated(v_BTKH, cp), *out)
@@ -48,7 +48,7 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
 
 
 def _repeated(x_BTKH, cp: int):
-    """Each key/value head as often as it takes for cp to divide them; copies are neighbours, so groups stay whole."""
+    """Repeat each key/value head until cp divides their number; copies are adjacent, so query groups stay whole."""
     K = x_BTKH.shape[2]
     return jnp.repeat(x_BTKH, cp // math.gcd(K, cp), axis=2)
 
