@@ -1,1 +1,1 @@
-"""Pipelines over the stage axis: schedules as tables, and the one program that runs them."""
+"""Pipeline parallelism: schedules as tables, and one executor for all of them."""

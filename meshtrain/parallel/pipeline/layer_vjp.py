@@ -1,11 +1,10 @@
-"""F, B and W of a layer: its forward, and the input and the weight half of its backward, each a function of its own.
+"""F, B and W of a layer: the forward and the input and weight halves of its backward, as three functions.
 
-The backward that `jax.vjp` builds is traced once and its equations are divided: what the input gradient needs is B,
-what else the weight gradient needs is W, and values that B computes and W uses are passed on. Nothing is computed
-twice, and both halves together are the undivided backward, bit for bit. Residuals that depend on the weights or on the
-microbatch's own inputs alone (casts, masks, rotations) are recomputed, not stored. A stack of layers is divided layer
-by layer, so it stays a scan. Knows no model and no mesh.
-Source: the idea of B and W is zero bubble's, arXiv:2401.10241.
+The backward of `jax.vjp` is traced once and its equations are split: B has those the input gradient needs, W the others
+the weight gradient needs, and B passes the values that both use to W. Nothing is computed twice, and both halves
+together equal the whole backward bit for bit. Residuals that depend only on the weights or on the microbatch's inputs
+(casts, masks, rotations) are recomputed, not stored. A stack of layers is split per layer, so it remains a scan. Knows
+no model and no mesh. Source of B and W: zero bubble, arXiv:2401.10241.
 """
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ from jax.extend.core import Literal
 
 from meshtrain import jax_private
 
-# Calls that are inlined, so that the equations inside can be divided. Loops, kernels and shard_maps stay whole, in B.
+# Calls that are inlined, so that their equations can be split. Loops, kernels and shard_maps stay whole, in B.
 INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
            "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FBW:
-    """F, B and W of y, aux = f(w, x, e), where e and aux are never differentiated.
+    """F, B and W of y, aux = f(w, x, e), where e and aux are not differentiated.
 
     forward(w, x, e) -> y, aux, (r, q). backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
-    backward(w, e, r, q, dy) -> dx, dw is both at once. r: what only B needs, q: what W needs, z: what B passes to W;
-    lists of arrays whose ShapeDtypeStructs are `r`, `q` and `z`. aux: a tree like `aux`. dw is float32 whatever the
-    dtype of w.
+    backward(w, e, r, q, dy) -> dx, dw: both at once. r: residuals for B alone; q: residuals for W; z: values that B
+    passes to W; lists of arrays, whose ShapeDtypeStructs are the fields `r`, `q` and `z`. aux: a tree like `aux`. dw is
+    always float32.
     """
     forward: Callable
     backward_input: Callable
@@ -43,12 +42,11 @@ class FBW:
 
 
 def layer(f: Callable, w, x, e) -> FBW:
-    """F, B and W of f(w, x, e) -> (y, aux) for arguments of these shapes; arrays or ShapeDtypeStructs, x one array,
-    y like x."""
+    """F, B and W of f(w, x, e) -> (y, aux) for these shapes (arrays or ShapeDtypeStructs); x is one array, y like x."""
     w, x, e = (jax.tree.map(_aval, tree) for tree in (wide(w), x, e))
     ahead = _Forward(f, w, x, e)
     behind = _Backward(ahead, w, e)
-    of_w = behind.saved_for_w                        # of each saved residual: whether W needs it (q) or B alone (r)
+    of_w = behind.saved_for_w                        # for each saved residual: whether W needs it (q) or B alone (r)
 
     def forward(w, x, e):
         y, aux, saved = ahead.apply(wide(w), x, e)
@@ -73,8 +71,7 @@ def layer(f: Callable, w, x, e) -> FBW:
 
 
 class _Forward:
-    """The forward of f under `jax.vjp`, traced: which equations make y, which residuals are saved and which are
-    recomputed."""
+    """The traced forward of f under `jax.vjp`: the equations of y, and which residuals are saved or recomputed."""
 
     def __init__(self, f: Callable, w, x, e):
         num_w = len(jax.tree.leaves(w))
@@ -82,7 +79,7 @@ class _Forward:
         def with_residuals(w, x, e):
             y, vjp, aux = jax.vjp(lambda w, x: f(w, x, e), w, x, has_aux=True)
             aux, self.aux_tree = jax.tree.flatten(aux)
-            leaves, self.vjp_tree = jax.tree.flatten(vjp)       # a VJP is a pytree: its leaves are the residuals
+            leaves, self.vjp_tree = jax.tree.flatten(vjp)       # a VJP is a pytree whose leaves are the residuals
             return y, aux, leaves
 
         self.traced = _inlined(with_residuals, w, x, e)
@@ -112,7 +109,7 @@ class _Forward:
 
 
 class _Backward:
-    """The backward of a `_Forward`, traced and divided into what dx needs and what else dw needs."""
+    """The traced backward of a `_Forward`, split into what dx needs and what only dw needs."""
 
     def __init__(self, ahead: _Forward, w, e):
         num_w, num_e = len(jax.tree.leaves(w)), len(jax.tree.leaves(e))
@@ -123,7 +120,7 @@ class _Backward:
             -1]
         self.dx, self.dw = jaxpr.outvars[0], jaxpr.outvars[1:]
         self.eqns_b = _slice(jaxpr.eqns, [self.dx])
-        # the rest is recomputed where it is needed
+        # the rest is recomputed
         of_microbatch = _dependents(jaxpr.eqns, {*self.saved, self.dy})
         made_by_b = {v for eqn in self.eqns_b for v in eqn.outvars} & of_microbatch
         self.eqns_w = _slice(jaxpr.eqns, self.dw, stop=made_by_b)
@@ -133,7 +130,7 @@ class _Backward:
         self.saved_for_w = [v in used_by_w for v in self.saved]
 
     def input_half(self, w, e, saved, dy):
-        """dx, and what is passed on to W."""
+        """dx, and the values passed on to W."""
         env = self._given(w, e) | dict(zip(self.saved, saved)) | {self.dy: dy}
         env = _bind(self.eqns_b, env)
         return _value(env, self.dx), [env[v] for v in self.passed_on]
@@ -149,21 +146,21 @@ class _Backward:
 
 
 def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
-    """F, B and W of `depth` layers f(w, x, (own, e)) -> (x, aux), one after the other; aux is summed over them.
+    """F, B and W of `depth` layers f(w, x, (own, e)) -> (x, aux) in sequence; aux is summed over them.
 
-    Their weights are stacked in ws [n, …], n at least `depth`, and so is, in `own`, what each of them alone has and
-    nobody differentiates: its number, weights that are frozen.
+    ws: stacked weights [n, …], n at least `depth`. own: likewise stacked, inputs per layer that are not differentiated
+    (its number, frozen weights).
 
-    In the result's functions w is (ws, own, first): layers first … first + depth − 1 of the stack, so that a
-    stage with several chunks needs no copy of one. e is the same for all layers. backward_weight and backward take two
-    more arguments and return, for dw, `total` [n, …] with the gradients added in place where `on`: stacked, those of
-    one microbatch would be as large as the total. forward takes one more: `room`, (r, q) of some earlier call, which is
-    written over; without it buffers are filled with zeros first, and copied where two are alike.
+    The returned functions take w = (ws, own, first) and use layers first … first + depth − 1, so a stage with several
+    chunks copies none. e is shared by the layers. backward_weight and backward also take `total` [n, …] and `on`, and
+    return, as dw, `total` with the gradients added in place if `on`: one microbatch's stacked gradients would be as
+    large as the total. forward also takes `room`, the (r, q) buffers of an earlier call to overwrite; without it XLA
+    zero-fills new ones, and copies one if two are alike.
     """
     one, scan = layer_of(f, ws, own, x, e), jax.lax.scan
 
     def order():
-        # where it is used: these functions may be made in one trace and called in another
+        # made on use: these functions may be made in one trace and called in another
         return jnp.arange(depth)
 
     def at(w, e, i):
@@ -198,21 +195,21 @@ def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
 
 
 def layer_of(f: Callable, ws, own, x, e) -> FBW:
-    """As `layer`, of one of those layers f(w, x, (own, e)) of which ws and own are stacked [n, …]."""
+    """`layer` for one of the stacked [n, …] layers f(w, x, (own, e))."""
     w, own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (ws, own))
     return layer(f, w, x, (own, e))
 
 
 def added(total, i, new, on):
-    """`total` [n, …] with `new` added to entry i where `on`.
+    """`total` [n, …] with `new` added to entry i if `on`.
 
-    In one kernel and in place, which XLA for GPUs makes of it only where both slices have the same index, an
-    instruction and no formula of either, and nothing is reshaped between them.
+    In place, in one kernel: XLA for GPUs does so only if both slices have one index that is an instruction outside the
+    fusion, with no reshape between them.
     """
     i = jax.lax.optimization_barrier(i)
 
     def add(t, d):
-        # else cuBLAS adds to a copy of the entry, which is written back afterwards
+        # else cuBLAS accumulates into a copy of the entry, which is then written back
         d = jax.lax.optimization_barrier(d)
         at = _start(t, (i,))
         old = jax.lax.dynamic_slice(t, at, (1, *t.shape[1:]), allow_negative_indices=False)
@@ -221,8 +218,8 @@ def added(total, i, new, on):
 
 
 def take(tree, *at):
-    """[n, …] -> […], entry `at` of the leading dims. Never negative: what jnp
-    adds for that stands in every loop and costs time."""
+    """Entry `at` of the leading dims, [n, …] -> […]. Indices are never negative, because jnp's handling of those costs
+    time in every loop."""
     def entry(a):
         sizes = (1,) * len(at) + a.shape[len(at):]
         found = jax.lax.dynamic_slice(a, _start(a, at), sizes, allow_negative_indices=False)
@@ -231,7 +228,7 @@ def take(tree, *at):
 
 
 def put(tree, value, *at):
-    """The tree [n, …] with entry `at` of the leading dims replaced by `value`, cast to its dtype."""
+    """Replace entry `at` of the leading dims of the tree [n, …] by `value`, cast to its dtype."""
     def update(a, new):
         new = jax.lax.expand_dims(new.astype(a.dtype), range(len(at)))
         return jax.lax.dynamic_update_slice(a, new, _start(a, at), allow_negative_indices=False)
@@ -243,8 +240,8 @@ def _start(a, at):
 
 
 def wide(w):
-    """Weights as float32 where they are differentiated, so that their gradients are: a bfloat16 weight's would be
-    rounded in every microbatch. Layers cast down again, and XLA drops the pair of casts."""
+    """Cast weights to float32 before differentiation, so that gradients are float32: bfloat16 ones would be rounded in
+    every microbatch. Layers cast down again, and XLA drops both casts."""
     def widen(a):
         return jax.ShapeDtypeStruct(a.shape, jnp.float32) if isinstance(a, jax.ShapeDtypeStruct) else a.astype(
             jnp.float32)
@@ -256,7 +253,7 @@ def _aval(a):
 
 
 def _inlined(f, *args):
-    """The closed jaxpr of f over the leaves of args, its calls inlined."""
+    """The closed jaxpr of f over the leaves of args, with calls inlined."""
     closed = jax.make_jaxpr(f)(*args)
 
     def flat(*leaves):
@@ -275,7 +272,7 @@ def _constants(closed) -> dict:
 
 
 def _bind(eqns, env: dict, inline: bool = False) -> dict:
-    """Evaluates equations. Returns values by variable: those of env and the new ones."""
+    """Evaluate equations. Returns values by variable: those of env and the new ones."""
     env = dict(env)
     for eqn in eqns:
         args = [_value(env, v) for v in eqn.invars]
@@ -309,7 +306,7 @@ def _dependents(eqns, roots: set) -> set:
 
 
 def _slice(eqns, outs, stop=frozenset()) -> list:
-    """The equations that `outs` depend on, in order; variables in `stop` are taken as given."""
+    """The equations that `outs` depend on, in order; variables in `stop` are given."""
     need, kept = _variables(outs) - stop, []
     for eqn in reversed(eqns):
         if not need.isdisjoint(eqn.outvars):

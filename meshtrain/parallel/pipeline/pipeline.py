@@ -1,14 +1,12 @@
-"""One executor for every schedule: a whole pipelined step inside one `shard_map`.
+"""One executor for all schedules: a whole pipelined step inside one `shard_map`.
 
-In a tick all stages execute the same slots in the same order (receive, embedding, layers, send, loss), each on the
-microbatch and the buffer slots that the schedule gives it; a stage that has nothing to do works masked, so no control
-flow differs between devices and collectives may stand anywhere. F, B and W of a tick go through the layers together:
-none waits for another, so the collectives of one run beside the products of the others. Ticks with the same slots are a
-phase, one scan. The executor makes the gradients itself: jax never differentiates through it. It is given the model as
-functions and knows nothing else of it. Leading layers, unlike those of the stages, stand before the first tick and
-behind the last one, on all stages at once. Manual are `stage` and the axes over which gradients are summed once, after
-the step; all others are automatic.
-Sources: `schedules`; arXiv:1811.06965, 2104.04473, 2401.10241.
+In a tick all stages execute the same slots in the same order (receive, embedding, layers, send, loss), on the
+microbatch and buffer slots from the schedule. Idle stages compute masked, so control flow is the same on all devices
+and collectives may be anywhere. F, B and W of a tick run layer by layer in one loop, so collectives of one overlap with
+matmuls of the others. Consecutive ticks with the same slots are a phase: one scan. Gradients are explicit: jax does not
+differentiate the executor. The model is passed as functions. Leading layers (of another kind) run before the first and
+after the last tick, on all stages. Manual axes: `stage` and those over which gradients are reduced once per step; the
+others are automatic. Sources: `schedules`; arXiv:1811.06965, 2104.04473, 2401.10241.
 """
 from __future__ import annotations
 
@@ -33,15 +31,17 @@ STAGE = "stage"
 
 @dataclasses.dataclass(frozen=True)
 class ModelFunctions:
-    """What is pipelined; every function is called inside the shard_map, on a device's shard.
+    """The model as functions, all called inside the shard_map on a device's shard.
 
-    prepare(microbatch, extra) -> e: what all layers see beside the residual stream, recomputed where it is needed.
-    embed(ends, frozen, microbatch, extra) -> x, before the first layer. layer(w, x, ((number, frozen), e)) -> (x, aux).
-    head(ends, frozen, x, microbatch, extra) -> (objective, metric), after the last; the objective is differentiated.
-    aux: {name: float32 array}, sums that are not differentiated. `ends` are the weights of embed and head, which all
-    stages work on together: where they are split over the stages, embed and head gather and sum over them, and return
-    the same on every stage. frozen: of a layer or of the ends those weights that have no gradient. leading: as `layer`,
-    of layers of another kind before the first stage, which have no aux; None: there are none.
+    prepare(microbatch, extra) -> e: inputs of all layers besides the residual stream, recomputed on use. embed(ends,
+    frozen, microbatch, extra) -> x, the input of the first layer. layer(w, x, ((number, frozen), e)) -> (x, aux).
+    head(ends, frozen, x, microbatch, extra) -> (objective, metric) of the last layer's output; the objective is
+    differentiated. leading: like `layer`, for layers of another kind before the first stage, without aux; None: there
+    are none.
+
+    aux: {name: float32 array}, undifferentiated sums. ends: weights of the embedding and head, which all stages compute
+    together: if these are sharded over stages, both reduce over them and return the same on every stage. frozen:
+    weights (of a layer or of the ends) without gradients.
     """
     prepare: Callable
     embed: Callable
@@ -52,11 +52,11 @@ class ModelFunctions:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """How the arguments of the executor are split over the mesh.
+    """How the executor's arguments are sharded.
 
-    deferred_axes: over which the batch is split, and the caller sums gradients after the step.
-    layer_axes: (of the layers, of frozen layers), those of the deferred axes that split a leaf, for each dim behind n;
-      along them its gradient is whole already.
+    deferred_axes: batch axes over which the caller reduces gradients after the step.
+    layer_axes: (of layers, of frozen layers), by leaf and dim behind n: the deferred axes that shard it, over
+      which its gradient is already reduced.
     ends_specs: (of the ends, of frozen ends), batch_specs: PartitionSpecs by leaf, over `stage` and the deferred axes.
     """
     mesh: jax.sharding.Mesh
@@ -68,20 +68,18 @@ class Split:
 
 def gradients(schedule: Schedule, model: ModelFunctions, split: Split, weights, batch, extra):
     """(metric [R], gradients of layers [R, V, P, n, …], of ends [R, …], of leading layers [R·P, n, …], aux by name
-    [R·P, …]), float32 and unsummed over replicas, those of leading layers and aux over stages, too.
+    [R·P, …]), float32. Not reduced over replicas; those of leading layers and aux not over stages either.
 
     weights: ((layers, frozen layers), (ends, frozen ends), (leading, frozen leading)). Layers are [V, P, n, …], P over
     stage: layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra: replicated. R: the
-    product of the sizes of the deferred axes, over which the leading dim is split; of a leaf without those that split
-    it.
+    product of the deferred axes' sizes, sharded over them; for a leaf, without the axes that shard it.
     """
     return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), True),
                         True, split, weights, batch, extra)
 
 
 def evaluate(model: ModelFunctions, split: Split, weights, batch, extra):
-    """The metric [R] of `gradients` alone, by the forward ticks of GPipe's schedule: layers [1, P, n, …], nothing is
-    saved."""
+    """The metric [R] of `gradients`, by the forward ticks of GPipe: layers [1, P, n, …], no residuals."""
     microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(weights[0])[0].shape[1]
     schedule = schedules.make("gpipe", stages, microbatches)
     return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), False),
@@ -89,12 +87,12 @@ def evaluate(model: ModelFunctions, split: Split, weights, batch, extra):
 
 
 def _needs_order(mesh) -> bool:
-    """Whether permutes need the order that `after` makes."""
+    """Whether permutes must be ordered by `after`."""
     return mesh.devices.flat[0].platform == "cpu"
 
 
 def _over_stages(execute, differentiate: bool, split: Split, weights, batch, extra):
-    """execute(stage [1], weights, batch, extra) on every device's shard. Returns as `gradients`, or (metric,)."""
+    """Run execute(stage [1], weights, batch, extra) on all devices. Returns as `gradients`, or (metric,)."""
     layers, _, leading = weights
     replicas, by_stage = P(split.deferred_axes or None), P((*split.deferred_axes, STAGE))
 
@@ -122,18 +120,18 @@ def _over_stages(execute, differentiate: bool, split: Split, weights, batch, ext
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """What one device has of a step; all of it stays as it is from tick to tick. What changes is the carry."""
+    """A device's constants of a step, the same in all ticks; the rest is in the carry."""
     schedule: Schedule
     model: ModelFunctions
     stage: jax.Array
     layers: tuple                # (weights of all chunks [V·n, …], (their numbers [V·n], frozen weights [V·n, …]))
     ends: tuple[dict, dict]      # (trained, frozen)
-    leading: tuple               # as layers, [n, …]
+    leading: tuple               # like layers, [n, …]
     batch: dict                  # [M, …]
     extra: dict
-    x: jax.ShapeDtypeStruct      # the residual stream between stages
-    fbw: layer_vjp.FBW | None        # F, B and W of one layer; None where nothing is differentiated
-    ahead: layer_vjp.FBW | None      # of all leading layers; None, too, where there are none
+    x: jax.ShapeDtypeStruct      # activations between stages
+    fbw: layer_vjp.FBW | None        # of one layer; None without gradients
+    ahead: layer_vjp.FBW | None      # of all leading layers; None without gradients or such layers
     columns: tuple[str, ...]     # of the schedule, in the order of a tick's numbers
 
     @property
@@ -158,8 +156,7 @@ class Shard:
         return self.model.head(ends, self.ends[1], y, self.microbatch(i), self.extra)
 
     def prepared(self, numbers):
-        """What a tick is given, from its numbers in the schedule's columns: them,
-        and what F and B see of their microbatches."""
+        """(numbers of a tick in column order, e of F's and of B's microbatch)."""
         kinds = "FB" if self.fbw else "F"
         return numbers, {f"{kind}_e": self.prepare(numbers[self.columns.index(f"{kind}_mb")]) for kind in kinds}
 
@@ -170,10 +167,10 @@ class Shard:
 
 
 def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
-    """(Shard, carry of the first tick, numbers [T, columns] of the tick after each).
+    """(Shard, initial carry, numbers [T, columns] of the tick after each).
 
-    carry: buffers X R Q D (Z) and the sums metric, ws, ends, leading and aux, all zero; tick: what the first tick is
-    given. Where nothing is differentiated, X, metric and tick alone.
+    carry: buffers X R Q D (Z) and the sums metric, ws, ends, leading and aux, all zero; tick: the first tick's numbers
+    and inputs. Without gradients: X, metric and tick alone.
     """
     stage, (ws, (ends, frozen_ends), (leading, frozen_leading)) = stage[0], weights
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
@@ -201,18 +198,18 @@ def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage
         carry |= dict(ws=zeros(flat), ends=zeros(ends), leading=zeros(leading[0]), aux=zeros(fbw.aux))
     if schedule.split:
         carry["Z"] = buffer(fbw.z, slots["Z"], depth)
-    # Carried from tick to tick: picked or prepared where it is used, that would be done for every element of what it is
-    # used for, attention's scores among them.
+    # Carried, because XLA would fuse the selection into its uses and repeat it for every element, attention scores
+    # included.
     carry["tick"] = this.prepared(ticks[0])
     return this, carry, jnp.roll(ticks, -1, axis=0)
 
 
 # ---- the slots of a tick ---------------------------------------------------------------------------------------------
-# c: the carry. tick: {name: value}, what this stage has in each column of the schedule, and F_e, B_e.
+# c: the carry. tick: {name: value}: this stage's entry in each column of the schedule, and F_e, B_e.
 
 
 def _input(this: Shard, phase: _Phase, c, tick):
-    """What F reads: what the stage before has sent, or the embedding, or what leading layers have made of it."""
+    """The input of F: received from the previous stage, or the embedding, or the output of the leading layers."""
     x = take(c["X"], tick["F_x"])
     if phase.embed == "never":
         return x
@@ -222,9 +219,9 @@ def _input(this: Shard, phase: _Phase, c, tick):
 
 
 def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
-    """(c, y, dx): F of x, B and W, those in `kinds`; in each step of one scan a layer of each.
+    """(c, y, dx): run the `kinds` of F (of x), B and W in one scan, one layer of each per iteration.
 
-    B and W begin with the last layer. In the buffers an entry [slot, layer] is read and written where it lies.
+    B and W start with the last layer. Buffer entries [slot, layer] are read and written in place.
     """
     fbw, kinds = this.fbw, set(kinds)
     w_e = this.prepare(tick["W_mb"]) if "W" in kinds else None
@@ -239,7 +236,7 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
             x, aux, (r, q) = fbw.forward(w, x, (own, tick["F_e"]))
             back = wait(back, x)
         saved = {slot: take(c[buffer], tick[slot], back) for buffer, slot in reads}
-        if reads:          # XLA copies a buffer in which it might be written before it is read
+        if reads:          # else XLA copies buffers that it might write before they are read
             buffers, saved = lax.optimization_barrier(({name: c[name] for name in "RQZ" if name in c}, saved))
             c = c | buffers
         if "B" in kinds:
@@ -253,7 +250,7 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
                 c = c | dict(ws=added(c["ws"], tick["B_chunk"] * this.depth + back, dw, tick["B_on"] > 0))
         if "W" in kinds:
             w, own = this.layer(tick["W_chunk"], back)
-            # The first stage's W takes what B has made in this tick; there is no W in a tick without a B.
+            # The first stage's W uses this tick's B; a tick with W always has B.
             z = jax.tree.map(lambda new, old: jnp.where(tick["W_z"] == tick["B_z"], new, old), z, saved["W_z"])
             dw = fbw.backward_weight(w, (own, w_e), saved["W_q"], z)
             c = c | dict(ws=added(c["ws"], tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
@@ -269,7 +266,7 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
 
 
 def _loss(this: Shard, phase: _Phase, c, tick, y):
-    """c with the loss of the last stage's y: all stages work on it, each on its shard of the vocabulary."""
+    """Add the loss of the last stage's y to c. All stages compute it, each on its shard of the vocabulary."""
     here, on, number = tick["loss_here"], tick["loss_on"], tick["loss_mb"]
 
     def metric():
@@ -281,7 +278,7 @@ def _loss(this: Shard, phase: _Phase, c, tick, y):
         (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(layer_vjp.wide(this.ends[0]), shared)
         return c["metric"] + jnp.where(on > 0, metric, 0.0), _add(c["ends"], d_ends, on > 0), dy
 
-    # Only what is new goes through a condition: XLA would copy the buffers.
+    # Only new values pass through the cond: XLA would copy the buffers.
     if not this.fbw:
         return c | dict(metric=_sometimes(this, phase, "loss", tick, metric, lambda: c["metric"]))
     metric, d_ends, dy = _sometimes(this, phase, "loss", tick, with_gradients, lambda: (c["metric"], c["ends"], y))
@@ -289,7 +286,7 @@ def _loss(this: Shard, phase: _Phase, c, tick, y):
 
 
 def _embed_grad(this: Shard, c, tick, dx):
-    """(gradients of the ends, dx of the first stage): all stages work on it. Behind leading layers dx alone."""
+    """(gradients of the ends, dx of the first stage), computed by all stages. With leading layers, only dx."""
     shared = _share(dx, tick["B_first"])
     if this.model.leading:
         return c["ends"], shared
@@ -297,20 +294,19 @@ def _embed_grad(this: Shard, c, tick, dx):
 
 
 def _looked_up_back(this: Shard, ends, i, dx, on):
-    """The gradients of the ends with those that the embedding of microbatch i has from the cotangent dx, where `on`."""
+    """Add the gradients of microbatch i's embedding to those of the ends if `on`. dx: cotangent of the embedding."""
     _, vjp = jax.vjp(lambda ends: this.embed(ends, i), layer_vjp.wide(this.ends[0]))
     return _add(ends, vjp(dx)[0], on)
 
 
 # ---- leading layers --------------------------------------------------------------------------------------------------
-# Stage s has microbatches s, s + P, …, one in each round: their forward before the first tick, their backward behind
-# the last one. On the first stage alone, in its ticks, they would cost as much on all others, which wait for it. From
-# there to here a microbatch is in a buffer L [rounds, …]: what leading layers made of it until F has read it, then its
-# cotangent.
+# Stage s has microbatches s, s + P, …, one per round: forward before the first tick, backward after the last. On the
+# first stage alone, in its ticks, they would cost as much, because the others wait for it. Buffer L [rounds, …] holds a
+# microbatch's output of the leading layers until F has read it, then its cotangent.
 
 
 def _lead(this: Shard, c):
-    """(c with L, what the backward of leading layers needs of each round). All stages work on an embedding together."""
+    """(c with L, residuals of the leading layers for each round). All stages compute an embedding together."""
     num_stages = this.schedule.num_stages
 
     def one_round(_, k):
@@ -328,20 +324,20 @@ def _lead(this: Shard, c):
 
 
 def _led(this: Shard, c, i):
-    """What the leading layers made of microbatch i, on all stages."""
+    """The leading layers' output for microbatch i, on all stages."""
     return _share(take(c["L"], lax.div(i, this.schedule.num_stages)),
                   lax.rem(i, this.schedule.num_stages) == this.stage)
 
 
 def _lead_next(this: Shard, c, tick, dx):
-    """c with the cotangent dx, the same on all stages, of what leading layers made of the tick's microbatch."""
+    """Put dx, the same on all stages, into L: the cotangent of the leading layers' output for the tick's microbatch."""
     k, s = (of(tick["embed_grad_mb"], this.schedule.num_stages) for of in (lax.div, lax.rem))
     here = (tick["embed_grad_on"] > 0) & (s == this.stage)
     return c | dict(L=put(c["L"], jnp.where(here, dx, take(c["L"], k)), k))
 
 
 def _lead_back(this: Shard, c, saved):
-    """c with the gradients of leading layers and of the embedding before them."""
+    """Add the gradients of the leading layers and of the embedding before them to c."""
     num_stages = this.schedule.num_stages
     numbers = lambda k, s: (_at_most(this, k * num_stages + s), k * num_stages + s < this.schedule.num_microbatches)
 
@@ -366,7 +362,7 @@ def _rounds(this: Shard) -> int:
 
 
 def _at_most(this: Shard, i):
-    """The number of a microbatch, the last one's for what fills up the last round."""
+    """Clamp a microbatch number: the last round is padded with the last microbatch."""
     return jnp.minimum(i, this.schedule.num_microbatches - 1)
 
 
@@ -374,7 +370,7 @@ def _at_most(this: Shard, i):
 
 
 def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
-    """One tick of a phase: (carry, None). following: the numbers of the next one."""
+    """One tick of a phase: (carry, None). following: the numbers of the next tick."""
     tick, num_stages = this.named(c["tick"]), this.schedule.num_stages
     send = lambda array, by: lax.ppermute(array, STAGE, [(i, (i + by) % num_stages) for i in range(num_stages)])
     if not this.fbw:
@@ -384,7 +380,7 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     else:
         c, y, dx = _layers(this, phase.kinds, wait, c, tick,
                            _input(this, phase, c, tick) if "F" in phase.kinds else None)
-    # What the neighbours need in the next tick travels beside the loss, as far as there is one.
+    # Sends to the neighbours overlap with the loss, if there is one.
     arrived = {}
     if "F" in phase.kinds:
         arrived["y"] = send(y, 1)
@@ -400,7 +396,7 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
                                    lambda: (c["ends"], dx))
         c, following = c | dict(ends=grads), wait(following, shared)
         c = _lead_next(this, c, tick, shared) if this.model.leading else c
-    # Behind the loss, which where it is masked writes into a slot of D that is free until here.
+    # After the loss: when masked, it writes into a slot of D that is free until here.
     for name, buffer, slot in (("y", "X", "y_in"), ("dx", "D", "dx_in")):
         if name in arrived:
             c = c | {buffer: put(c[buffer], arrived[name], tick[slot])}
@@ -428,7 +424,7 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differen
 
 @dataclasses.dataclass(frozen=True)
 class _Phase(TickRange):
-    """A scan, and how often the embedding is looked up and its gradient made in it, in the words of `loss`."""
+    """A scan. embed, embed_grad: how often it computes embeddings and their gradients, in the terms of `loss`."""
     embed: str
     embed_grad: str
 
@@ -441,8 +437,8 @@ def _phases(schedule: Schedule, trained_ends: bool) -> list[_Phase]:
 
 
 def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):
-    """then() in the ticks of the phase that have `what`: loss, embed or embed_grad. The condition is the same on all
-    devices, so its branches may hold collectives."""
+    """Run then() in the phase's ticks with `what`: loss, embed or embed_grad. The condition is the same on all devices,
+    so the branches may contain collectives."""
     if getattr(phase, what) == "always":
         return then()
     on = this.schedule.shared[f"{what}_on"][phase.start:phase.stop]
@@ -451,17 +447,17 @@ def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):
 
 
 def _share(x, here):
-    """x of the one stage where `here` is set, on all stages: all-reduce of x over stage; a sum with zeros is exact."""
+    """Broadcast x from the stage where `here` is set: an all-reduce over stage, exact because the other terms are
+    zeros."""
     return psum(jnp.where(here > 0, x, 0), STAGE)
 
 
 def _ordered(values, done):
-    """An array, or a tree whose integers can be used only once the array `done` exists (`mesh.after`), for CPUs alone.
+    """Make `values` depend on the array `done` (`mesh.after`); in a tree, only the integers. For CPUs alone.
 
-    All permutes of one device share a rendezvous there, and XLA may start one while another is under way inside a loop
-    that it does not depend on: they then pair with each other, which gives wrong numbers or a hang, once in a hundred
-    programs. Only one line of an array is read, and summed, because it may be split over an automatic axis. Of the
-    floats in a tree nothing is sent as it is.
+    There all permutes of one device share a rendezvous, and XLA may start one during another in an independent loop;
+    they then pair up wrongly: wrong numbers or a hang, in one of a hundred programs. Only one row of `done` is read,
+    and summed, because it may be sharded over an automatic axis. Floats in a tree are not sent directly.
     """
     line = done[0, :, 0].sum() if done.ndim == 3 else done
     if isinstance(values, jax.Array):

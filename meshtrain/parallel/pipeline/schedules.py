@@ -1,17 +1,16 @@
-"""Pipeline schedules as data: what every stage does to which microbatch in every tick, and which slot holds it.
+"""Pipeline schedules as data: each stage's ops, microbatches and buffer slots in every tick.
 
-`make` generates a schedule, `cost.formulas.simulate` prices it, and one executor, `pipeline`, interprets it; no
-schedule is control flow. tests/test_schedules.py proves every schedule of up to 8 stages sound, by
-tests/schedule_check.py. Knows numpy only: no jax, no model, no devices.
+`make` builds a schedule, `cost.formulas.simulate` estimates its time, and the executor `pipeline` runs it.
+tests/test_schedules.py verifies all schedules of up to 8 stages with tests/schedule_check.py. Knows numpy only: no jax,
+no model, no devices.
 
 Legend: P stages, M microbatches, V chunks (consecutive layers; a stage has V of them), T ticks. Virtual stage g = chunk
-· P + stage holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; where W is not
-split off, B makes both.
+· P + stage holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; if W is not split
+off, B computes both.
 
-A tick does F, loss, B, W in this order, each on all stages at once; a stage that has none works masked. Ticks with the
-same slots form a phase (one scan). No control flow differs between stages, so collectives may stand anywhere.
-Sources: arXiv:1811.06965 (GPipe), arXiv:2006.09503 (1F1B), arXiv:2104.04473 (interleaved), arXiv:2401.10241 (zero
-bubble).
+A tick does F, loss, B, W in this order, each on all stages at once; idle stages compute masked. Consecutive ticks with
+the same slots form a phase (one scan). All stages have the same control flow, so collectives may be anywhere. Sources:
+arXiv:1811.06965 (GPipe), arXiv:2006.09503 (1F1B), arXiv:2104.04473 (interleaved), arXiv:2401.10241 (zero bubble).
 """
 from __future__ import annotations
 
@@ -26,22 +25,21 @@ from meshtrain.names import SCHEDULES
 
 F, B, W = 0, 1, 2
 KINDS = "FBW"
-# Moments inside a tick, in the order in which the executor touches its buffers.
+# Moments inside a tick, in the order in which the executor accesses its buffers.
 MOMENT = {"F": 1, "loss": 2, "B": 3, "W": 4, "arrive": 7}
 TICK = 8
 NAMES = SCHEDULES
 INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
 SPLIT = ("zero_bubble", "interleaved_zero_bubble")
-MOST_OPS = 200_000       # F of all microbatches, stages and chunks: tables of more take minutes to make and to compare
+MOST_OPS = 200_000       # F of all microbatches, stages and chunks; larger tables take minutes to build and compare
 
 
 @dataclasses.dataclass(frozen=True)
 class TickRange:
-    """Ticks start … stop−1, in which the same slots are executed: one scan.
+    """Ticks start … stop−1, all with the same slots: one scan.
 
-    kinds: those of "FBW" that some stage does. loss: "never", "always", or
-    "sometimes" in these ticks; then `Schedule.shared["loss_on"]` tells, equal on all stages, so a `cond` does not
-    diverge.
+    kinds: those of "FBW" on any stage. loss: "never", "always" or "sometimes"; then see `Schedule.shared["loss_on"]`,
+    equal on all stages, so that a `cond` does not diverge.
     """
     start: int
     stop: int
@@ -51,38 +49,39 @@ class TickRange:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """A schedule, complete: an executor needs nothing else.
+    """A complete schedule: all that an executor needs.
 
-    ops [T, P, 3, 2]: (microbatch, chunk) of F, B, W, or −1: idle. From it follow the columns and slots.
+    ops [T, P, 3, 2]: (microbatch, chunk) of F, B, W, or −1: idle. The columns and slots follow from it.
 
-    Buffers, one entry per slot and stage; `slots` has how many of each (of every stage, since the program is one):
-      X  stage inputs: received, until F has read them
-      R  what F keeps for B                Q  what F keeps for the op that makes the weight gradient (W, or B if not
-      split) D  cotangents of stage outputs: received, or made by the loss, until B has read them Z  what B keeps for W;
-      it and its columns are there only where W is split off
+    Buffers; `slots` has the number of entries of each, the same on every stage because they run one program:
+      X  stage inputs: from arrival until F has read them
+      R  residuals that F saves for B
+      Q  residuals that F saves for the weight gradient (in W, or in B if not split)
+      D  cotangents of stage outputs: from arrival, or from the loss, until B has read them
+      Z  values that B passes to W; only if W is split off
 
-    columns {name: int32 [T, P]}; every slot column is a valid index in every tick. Where a stage is idle, it points to
-    a slot that nobody holds at that moment, so that a masked op may write there what it likes.
-      F_on F_mb F_chunk     does this stage forward in this tick, which microbatch, which chunk
+    columns {name: int32 [T, P]}; slot columns are valid indices in every tick. On idle stages they point to a free
+    slot, which a masked op may overwrite.
+      F_on F_mb F_chunk     whether this stage runs F in this tick, its microbatch and chunk
       F_first               1: virtual stage 0. Its input is the embedding of F_mb, not X[F_x]
       F_x F_r F_q           reads X[F_x], writes R[F_r], Q[F_q]
-      loss_here loss_d      1: F was of the last virtual stage; the loss of its output comes in this tick and writes
-      D[loss_d] B_on B_mb B_chunk     as F
+      loss_here loss_d      1: F was of the last virtual stage; this tick has its output's loss, which writes D[loss_d]
+      B_on B_mb B_chunk     as F
       B_first               1: virtual stage 0. Its result is the cotangent of the embedding of B_mb
       B_r B_q B_d B_z       reads R[B_r], Q[B_q], D[B_d], writes Z[B_z]
       W_on W_mb W_chunk W_q W_z   as F; reads Q[W_q], Z[W_z]
-      y_out dx_out          1: what F (B) made in this tick is awaited by stage s+1 (s−1), both modulo P
-      y_in dx_in            slots X[y_in], D[dx_in] that take what stage s−1 (s+1) made by F (B) in THIS tick. They are
-                            written after W of this tick and before F of the next
-      y_in_on dx_in_on      1: that arrival is awaited; else it is noise from a ring permute, in a slot that nobody
-      holds
-    shared {name: int32 [T]}, equal on all stages, for an embedding and a head that all stages work on together:
-      embed_on embed_mb     microbatch whose embedding the first virtual stage takes in this tick
-      loss_on loss_mb       microbatch whose loss comes in this tick
-      embed_grad_on embed_grad_mb   microbatch whose embedding's cotangent is made in this tick (by B on stage 0)
+      y_out dx_out          1: stage s+1 (s−1), modulo P, needs this tick's result of F (B)
+      y_in dx_in            slots X[y_in], D[dx_in] for what stage s−1 (s+1) computed by F (B) in THIS tick; written
+                            after W of this tick and before F of the next
+      y_in_on dx_in_on      1: that arrival is needed; else the permute's output is ignored, in a free slot
 
-    peak [P]: most (microbatch, chunk) pairs alive on a stage at once, from their F until their last backward op, that
-    one included. Divide by V for stage-microbatches.
+    shared {name: int32 [T]}, equal on all stages, for the embedding and head, which all stages compute together:
+      embed_on embed_mb     microbatch whose embedding virtual stage 0 reads in this tick
+      loss_on loss_mb       microbatch whose loss is in this tick
+      embed_grad_on embed_grad_mb   microbatch whose embedding's cotangent B on stage 0 makes in this tick
+
+    peak [P]: most (microbatch, chunk) pairs alive on a stage at once, from F through their last backward op. Divide by
+    V for stage-microbatches.
     """
     name: str
     num_stages: int
@@ -101,25 +100,24 @@ class Schedule:
 
     @property
     def executed(self) -> dict[str, int]:
-        """How often a device runs each op in a step, masked or not.
+        """Executions of each op per device and step, masked or not.
 
-        keys: F, loss, B, W. The program sends once over the stages for every F and once for every B.
+        keys: F, loss, B, W. The program sends once over the stages for every F and every B.
         """
         ticks = (self.ops[..., 0] >= 0).any(1)
         return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
 
     def phases(self) -> list[TickRange]:
-        """The ticks in order, grouped into scans. Where several ticks with a loss are consecutive,
-        they are a phase of their own.
+        """The ticks in order, grouped into scans. Several consecutive ticks with a loss are a phase of their own.
 
-        Every scan is compiled for itself. A condition around W would save one, but XLA copies what goes through: on
+        Every scan is compiled separately. A cond around W would save one, but XLA copies what passes through it: on
         GPUs a stage's float32 gradients, twice a tick.
         """
         return _phases((self.ops[..., 0] >= 0).any(1), self.shared["loss_on"])
 
 
 def _phases(active: np.ndarray, loss: np.ndarray) -> list[TickRange]:
-    """active [T, 3]: whether some stage has an F, B, W; loss [T]: whether a microbatch's loss comes."""
+    """active [T, 3]: whether any stage has F, B, W; loss [T]: whether the tick has a loss."""
     found = []
     for start, stop in _equal_stretches(active):
         kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
@@ -133,14 +131,14 @@ def _phases(active: np.ndarray, loss: np.ndarray) -> list[TickRange]:
 
 
 def often(on: np.ndarray, num_chunks: int) -> str:
-    """In which ticks of a phase an embedding is looked up or its gradient made, in the words of `Phase.loss`. on: those
-    that need it. An embedding costs little: without chunks, or where half of the ticks need it, all have it, masked."""
+    """In how many ticks of a phase to compute embeddings or their gradients, as in `TickRange.loss`. on: ticks that
+    need it. Embeddings are cheap: without chunks, or if half of the ticks need one, all compute one, masked."""
     few = num_chunks > 1 and on.mean() < 0.5
     return "never" if not on.any() else "sometimes" if few else "always"
 
 
 def _equal_stretches(ticks: np.ndarray) -> list[tuple[int, int]]:
-    """[(start, stop)] of the longest stretches of equal ticks [T, …]."""
+    """[(start, stop)] of the maximal runs of equal ticks [T, …]."""
     ticks = ticks.reshape(len(ticks), -1)
     cuts = [0, *(np.flatnonzero((ticks[1:] != ticks[:-1]).any(1)) + 1).tolist(), len(ticks)]
     return list(zip(cuts[:-1], cuts[1:]))
@@ -150,7 +148,7 @@ def _equal_stretches(ticks: np.ndarray) -> list[tuple[int, int]]:
 
 
 def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
-    """What stands against this schedule, in the words of the run file; empty = there is a schedule."""
+    """Why there is no such schedule, in the run file's terms; empty if there is one."""
     faults = []
     if name not in NAMES:
         faults.append(f'pipeline.schedule="{name}" is unknown; use one of {", ".join(NAMES)}')
@@ -175,9 +173,9 @@ def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
 
 
 def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """The schedule that `pipeline.schedule` = name means, for p stages, m microbatches and v chunks.
+    """The schedule `pipeline.schedule` = name for p stages, m microbatches and v chunks.
 
-    Raises: ValueError with the value, the rule and the remedy where there is none.
+    Raises: ValueError with the value, the rule and the remedy if there is none.
     """
     faults = problems(name, p, m, v)
     if faults:
@@ -187,12 +185,12 @@ def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
 
 
 def _first_b(name: str, p: int, m: int, v: int) -> int:
-    """The tick of the first B: the last stage's first loss is made in the tick before."""
+    """The tick of the first B: the one after the last stage's first loss."""
     return m + p - 1 if name == "gpipe" else v * p
 
 
 def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[str, int]]:
-    """(`executed`, `slots`) of the schedule that `make` gives, without its table: for those who compare thousands."""
+    """(`executed`, `slots`) of `make`'s schedule, without building its table; for comparing thousands."""
     ops, split = m * v, name in SPLIT
     executed = {"F": ops + p - 1, "B": ops + p - 1, "W": ops if split else 0, "loss": m}
     kept = ops + 1 if name == "gpipe" else min((v + 1) * p, ops + 1)
@@ -202,8 +200,8 @@ def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[
 
 @functools.lru_cache(maxsize=4096)
 def ends_executed(name: str, p: int, m: int, v: int = 1) -> tuple[int, int]:
-    """(lookups of the embedding, its gradients), masked ones included, in a step of the schedule that `make` gives,
-    without its table. The ticks are those of `_ops`."""
+    """(embedding lookups, embedding gradients) per step of `make`'s schedule, masked ones included, without building
+    its table. The ticks are those of `_ops`."""
     n, split, first_b = m * v, name in SPLIT, _first_b(name, p, m, v)
     chunk = np.array([chunk for _, chunk in _rounds(p, m, v)])
     active, on = np.zeros((first_b + n + p - 1, 3), bool), np.zeros((3, first_b + n + p - 1), bool)
@@ -220,9 +218,9 @@ def ends_executed(name: str, p: int, m: int, v: int = 1) -> tuple[int, int]:
 
 
 def _ops(p: int, m: int, v: int, split: bool, first_b: int) -> np.ndarray:
-    """Stage s does F number i in tick i + s, B number i in first_b + i + p−1−s, W number i in first_b + i + p−1.
+    """Stage s runs F number i in tick i + s, B number i in first_b + i + p−1−s, W number i in first_b + i + p−1.
 
-    So the stages work like a systolic array: what one makes, its neighbour takes in the next tick.
+    Like a systolic array: a neighbour uses each result in the next tick.
     """
     forward = _rounds(p, m, v)
     backward = [(i, v - 1 - chunk) for i, chunk in forward]
@@ -246,7 +244,7 @@ def _rounds(group: int, m: int, v: int) -> list[tuple[int, int]]:
 
 
 def _schedule(name: str, p: int, m: int, v: int, split: bool, ops: np.ndarray) -> Schedule:
-    """Ops with everything that follows from them."""
+    """The schedule of these ops, with columns and slots."""
     tick = _ticks(ops, p, m, v)
     last = tick[W if split else B]
     peak = np.zeros(p, np.int32)
@@ -261,7 +259,7 @@ def _schedule(name: str, p: int, m: int, v: int, split: bool, ops: np.ndarray) -
 
 
 def _ticks(ops: np.ndarray, p: int, m: int, v: int) -> np.ndarray:
-    """[3, V·P, M]: the tick of each op, −1 where there is none."""
+    """[3, V·P, M]: the tick of each op, −1 if there is none."""
     tick = np.full((3, v * p, m), -1, np.int64)
     t, s, kind = np.nonzero(ops[..., 0] >= 0)
     i, chunk = ops[t, s, kind].T
@@ -270,7 +268,7 @@ def _ticks(ops: np.ndarray, p: int, m: int, v: int) -> np.ndarray:
 
 
 def _work(ops: np.ndarray, p: int, v: int):
-    """The columns that say what is done, and the shared ones."""
+    """The columns of ops, and the shared ones."""
     on = ops[..., 0] >= 0
     columns = {}
     for k, kind in enumerate(KINDS):
@@ -290,14 +288,13 @@ def _work(ops: np.ndarray, p: int, v: int):
 
 
 def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: bool):
-    """The slot columns, and how many slots each buffer needs: each value takes the lowest slot free at its birth."""
+    """(slot columns, number of slots of each buffer). Each value takes the lowest slot free when it is created."""
     num_ticks, last_g = len(ops), p * v - 1
     weight_op = W if split else B
     at = lambda kind, g: (tick[kind, g] * TICK + MOMENT[KINDS[kind]]).tolist()
     arrival = lambda kind, g: (tick[kind, g] * TICK + MOMENT["arrive"]).tolist()
     loss = lambda g: (tick[F, g] * TICK + MOMENT["loss"]).tolist()
-    # Buffer: columns that write it and when, columns that read it and who, birth and death of the values of a virtual
-    # stage.
+    # Buffer: columns that write it and when, columns that read it and who, birth and death of a virtual stage's values.
     buffers = {
         "X": ({"y_in": "arrive"}, {"F_x": F}, lambda g: arrival(F, g - 1) if g else [], lambda g: at(F, g)),
         "R": ({"F_r": "F"}, {"B_r": B}, lambda g: at(F, g), lambda g: at(B, g)),
@@ -329,10 +326,9 @@ def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: boo
 
 
 def _lowest_free(lifetimes, noise) -> tuple[list[int], list[int], int]:
-    """(slot of each lifetime, a slot that is free at each moment of noise, slots needed); both arguments sorted by
-    moment.
+    """(slot of each lifetime, a free slot at each moment of noise, slots needed); both arguments sorted by moment.
 
-    lifetimes: (birth, death, …), the slot is held from one to the other, both included. noise: moments.
+    lifetimes: (birth, death, …), both inclusive. noise: moments.
     """
     free, held, count = [], [], 0
     taken, spare = [], []

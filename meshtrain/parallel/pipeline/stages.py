@@ -1,5 +1,4 @@
-"""What a pipeline asks of a run: which layouts it refuses, which rules it loosens, and what the user is told of
-that."""
+"""What a pipeline requires of a run: layouts it refuses, rules it relaxes, and notes for the user."""
 from __future__ import annotations
 
 import dataclasses
@@ -10,23 +9,23 @@ from meshtrain.sharding.rules import Rules
 
 
 def staged(cfg) -> int:
-    """Layers that lie in stages: all but the leading ones, which stand before them. cfg: the [model] section."""
+    """Number of layers in stages: all but the leading ones. cfg: the [model] section."""
     return cfg.num_layers - cfg.first_dense_layers
 
 
 def period(cfg) -> int:
-    """Layers that a stage must hold together: those that repeat."""
+    """Length of the repeating pattern of layers; a stage holds whole ones."""
     return cfg.global_every if 0 < cfg.global_every <= staged(cfg) else 1
 
 
 def padded(cfg, virtual_stages: int) -> int:
-    """Layers of so many equal stages of whole periods, with those that do nothing."""
+    """Number of layers in stages, padded with identity layers to equal stages of whole periods."""
     together = period(cfg) * virtual_stages
     return -(-staged(cfg) // together) * together
 
 
 def problems(run, loaded: Rules, sizes) -> list[str]:
-    """Why this run cannot be pipelined, one message each, in the words of the run file; empty where it can."""
+    """Why this run cannot be pipelined, one message each, in the run file's terms; empty if it can."""
     num_stages, chunks, first = sizes["stage"], run.pipeline.chunks, run.model.first_dense_layers
     if num_stages == 1:
         return []
@@ -60,10 +59,9 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
 
 
 def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
-    """The rules with `stage` taken from what it does not divide, and what the user is told of that. vocab: its padded
-    size.
+    """(the rules with `stage` removed where it does not divide, notes for the user). vocab: its padded size.
 
-    Padding with layers that do nothing happens inside the step: what is stored are the layers of the model, in order.
+    Padding with identity layers happens inside the step: only the model's layers are stored, in order.
     """
     num_stages, num_layers, drop, said = sizes["stage"], staged(run.model), set(), []
     if num_stages == 1:
@@ -89,7 +87,7 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
 
 
 def notes(run, schedule: schedules.Schedule) -> list[str]:
-    """What this schedule costs beside its bubble, where it costs anything."""
+    """Costs of this schedule besides its bubble, if any."""
     num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, staged(run.model)
     said, extra = [], padded(run.model, num_stages * chunks) - num_layers
     if first := run.model.first_dense_layers:
@@ -111,7 +109,7 @@ def notes(run, schedule: schedules.Schedule) -> list[str]:
 
 
 def schedule_name(run) -> str:
-    """The schedule to check; where "auto" has any with these chunks, it has this one."""
+    """The schedule to check; if "auto" finds any with these chunks, it finds this one."""
     if run.pipeline.schedule != "auto":
         return run.pipeline.schedule
     return "1f1b" if run.pipeline.chunks == 1 else "interleaved"
