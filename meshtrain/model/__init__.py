@@ -1,1 +1,1 @@
-"""What is computed: parameters and their metadata, layers, attention, transformer, loss. Knows no mesh axis."""
+"""The model: parameters and their metadata, layers, transformer, loss. Knows no mesh axis."""

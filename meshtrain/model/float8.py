@@ -1,11 +1,9 @@
-"""Projections as float8 matmuls: e4m3 for x and w, e5m2 for dy, each scaled by a power of two from its own largest
-value.
+"""Float8 matmuls for projections: e4m3 for x and w, e5m2 for dy, each with a power-of-two scale from its current amax.
 
-A product is a dot of float8 operands with the scale after it: a GPU runs that as one float8 matmul, while quantising
-and dequantising around a bfloat16 dot is simplified away in silence. Scales are current, so there is no state, nothing
-is clipped, and they are the largest values of whole tensors, whatever the layout. The projections that read one x are
-one function: x is quantised, and gathered over the sequence, once; their weights have one scale, and so have their
-cotangents, whose products are summed before it is applied.
+A product is a dot of float8 operands, scaled afterwards: GPUs run that as one float8 matmul, whereas XLA silently
+removes quantize-dequantize pairs around a bfloat16 dot. Current scaling needs no state and clips nothing, and amax is
+of the whole tensor on every layout. Projections that read one x are one function: x is quantized, and gathered over the
+sequence, once; their weights share a scale, and so do their cotangents, whose products are summed before scaling.
 Sources: arXiv:2209.05433 (formats); tensorwise scaling as in torchao and Transformer Engine's current scaling, which do
 not round the scale.
 """
@@ -25,20 +23,20 @@ from meshtrain.sharding.rules import GATHERED, Layout
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-SCALE = "float8_scale"              # name of the forward's scales, which every remat policy keeps: none is sought twice
-# of zeros, too: products of two scales stay above float32's smallest normal number, nearly
+SCALE = "float8_scale"              # name of the forward's scales; every remat policy saves them
+# also for zeros: keeps products of two scales above float32's smallest normal number, nearly
 SMALLEST_SCALE = 2.0 ** -100
 
 
 ALGORITHM = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
-BY_CUBLAS = lax.Precision.HIGHEST       # cuBLASLt's sums in float32; the program is compiled without Triton's matmuls
+BY_CUBLAS = lax.Precision.HIGHEST  # cuBLASLt accumulates in float32; the program is compiled without Triton matmuls
 
 
 def precision(platform: str) -> lax.DotAlgorithmPreset | lax.Precision:
-    """How a float8 dot is asked for. platform: as jax calls it.
+    """How to request a float8 dot. platform: jax's name.
 
-    On GPUs: cuBLASLt's, every sum in float32. The default would be a Triton kernel, or on a GPU without float8 a 16-bit
-    matmul in silence, where ALGORITHM does not compile. CPUs know no such choice: theirs are exact.
+    GPUs: cuBLASLt, with float32 accumulation. The default would be a Triton kernel or, on a GPU without float8,
+    silently a 16-bit matmul; there ALGORITHM does not compile. CPUs have one choice, which is exact.
     """
     if platform == "cpu":
         return lax.DotAlgorithmPreset.DEFAULT
@@ -47,8 +45,7 @@ def precision(platform: str) -> lax.DotAlgorithmPreset | lax.Precision:
 
 @functools.cache
 def _has_algorithm() -> bool:
-    """Whether jax can hand ALGORITHM to a GPU's compiler. 0.12 cannot: "failed to legalize operation
-    'vhlo.dot_general_v2'"."""
+    """Whether jax can lower ALGORITHM for GPUs. 0.12 cannot: "failed to legalize operation 'vhlo.dot_general_v2'"."""
     x = jax.ShapeDtypeStruct((16, 16), E4M3)
     dot = jax.jit(lambda a, b: jnp.einsum("MK,KN->MN", a, b, precision=ALGORITHM, preferred_element_type=jnp.bfloat16))
     try:
@@ -59,16 +56,15 @@ def _has_algorithm() -> bool:
 
 
 def over_tokens(layout: Layout, largest):
-    """The largest of a number over the manual axes that split tokens, by an all-reduce; over the automatic ones it is
-    already."""
+    """Maximum over the manual axes that split tokens, by an all-reduce; automatic axes are included already."""
     manual = tuple(a for a in layout.token_axes if a in get_abstract_mesh().manual_axes)
     return pmax(largest, manual) if manual else largest
 
 
 def scale_of(amax, dtype):
-    """The smallest power of two s with amax / s <= LARGEST[dtype], float32; NaN where amax is not finite."""
+    """The smallest power of two s with amax / s <= LARGEST[dtype], float32; NaN if amax is not finite."""
     wanted = jnp.maximum(amax.astype(jnp.float32) / LARGEST[dtype], SMALLEST_SCALE)
-    # rounded up: mantissa to zero, exponent one more if it was not
+    # round up: clear the mantissa, and increment the exponent if it was not zero
     bits = lax.bitcast_convert_type(wanted, jnp.uint32)
     scale = lax.bitcast_convert_type((bits + jnp.uint32(0x7FFFFF)) & jnp.uint32(0xFF800000), jnp.float32)
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
@@ -79,16 +75,16 @@ def quantised(x, scale, dtype):
 
 
 def largest(arrays):
-    """Of the magnitudes of all of them: over the devices that an array is split over, an all-reduce of one number."""
+    """amax over all arrays; an all-reduce of one number over the devices that shard them."""
     return functools.reduce(jnp.maximum, [jnp.max(jnp.abs(a)) for a in arrays])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def project(ex, forms, out_axes, frozen, x, ws):
-    """The products of x with each of ws, in the compute dtype; gradients as `layers.project` has them.
+    """The products of x with each of ws, in the compute dtype; gradients as in `layers.project`.
 
-    forms: ((eq, logical axes of w), …). out_axes, frozen: as there, out_axes for a single projection back onto the
-    residual stream; the others read x from it, as it is split over the sequence.
+    forms: ((eq, logical axes of w), …). out_axes, frozen: as there. Without out_axes, x is read from the residual
+    stream, as sharded over the sequence.
     """
     return _forward(ex, forms, out_axes, frozen, x, ws)[0]
 
@@ -105,7 +101,7 @@ def _forward(ex, forms, out_axes, frozen, x, ws):
     for (eq, _), w in zip(forms, full, strict=True):
         y = _dot(ex, eq, qx, w, ex.dtype)
         ys.append(_scaled(_on_residual(ex, y) if out_axes else y, sx * sw))
-    # As in `layers.project`: without remat the shard is kept, and quantised and gathered again.
+    # As in `layers.project`: without remat the shard is saved, and quantized and gathered again.
     return tuple(ys), (None if frozen else qx, sx, ws if ex.remat == "none" else full, sw)
 
 
@@ -126,7 +122,7 @@ def _backward(ex, forms, out_axes, frozen, saved, dys):
             continue
         dw = _dot(ex, f"{left},{out}->{right}", qx, dy, jnp.float32)
         dws.append(_scaled(ex.layout.constrain("grads", dw, axes), sx * scale))
-    # Summed over tensor before it is scaled: a scale in between would give every product an all-reduce of its own.
+    # Reduced over tensor before scaling, else every product would have its own all-reduce.
     return _scaled(dx if out_axes else _on_residual(ex, dx), scale * sw), tuple(dws) or (None,) * len(forms)
 
 
@@ -138,7 +134,7 @@ def _kept(scale):
 
 
 def _gathered(ex, forms, ws, scale):
-    """The quantised weights, gathered over the axes that split tokens: (N-1)/N of a byte for each element."""
+    """The quantized weights, gathered over the axes that split tokens: (N-1)/N bytes per element."""
     full = []
     for (_, axes), w in zip(forms, ws, strict=True):
         w = ex.layout.constrain("params", quantised(w.astype(ex.dtype), scale, E4M3), axes)

@@ -10,20 +10,20 @@ from meshtrain.model import parts
 
 class Inputs(NamedTuple):
     """Inputs of every layer besides the residual stream. Not differentiated."""
-    # document number; attention stays within one. PADDING goes to no expert
+    # document ids; attention stays within one. PADDING goes to no expert
     segments_BT: jax.Array
     index_BT: jax.Array                          # index in the sequence, for dropout
     sequence_B: jax.Array                        # global sequence number, for dropout
     rope: tuple[jax.Array, jax.Array] | None     # cos, sin [B, T, H/2]
     dropout_key: jax.Array | None
-    local_rope: tuple[jax.Array, jax.Array] | None = None    # of layers with a window, where they turn otherwise
+    local_rope: tuple[jax.Array, jax.Array] | None = None    # of sliding-window layers, if they differ
 
     def turned(self) -> Inputs:
-        """For a stream [T, B, D]: attention, which the segments are for, sees rows all the same; without dropout."""
+        """For activations [T, B, D]: segments stay [B, T], for attention, which takes rows; without dropout."""
         return self._replace(rope=parts.turned(self.rope), local_rope=parts.turned(self.local_rope))
 
     def cut(self, shards: int, count: int) -> list[Inputs]:
-        """Of each part of the rows, see `parts.cut`."""
+        """Split the rows as `parts.cut` does."""
         pieces = jax.tree.map(lambda a: parts.cut(a, shards, count), self._replace(dropout_key=None))
         whole = jax.tree.structure(self._replace(dropout_key=None))
         return [part._replace(dropout_key=self.dropout_key)

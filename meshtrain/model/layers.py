@@ -1,9 +1,9 @@
-"""The layers, and the one weight einsum that serves every projection.
+"""The layers, and the weight einsum of all projections.
 
-Dims (the legend of the whole project): B batch, T query position, S key position, D model, N heads, K kv-heads, G=N/K,
-H head size, F mlp, E experts, V vocabulary, L layers, P stages, M microbatches. A tensor's suffix is its shape.
-Layers ask `ex.layout` for placements by logical axes; they know no mesh axis. The placements and the hand-written
-backward of `project` decide which collectives a GPU runs and in which dtype; each stands with its reason.
+Dims (of the whole project): B batch, T query position, S key position, D model, N heads, K kv-heads, G=N/K, H head
+size, F mlp, E experts, V vocabulary, L layers, P stages, M microbatches. A tensor's suffix is its shape. Layers ask
+`ex.layout` for shardings by logical axes; they know no mesh axis. These constraints and the explicit backward of
+`project` decide which collectives a GPU runs, and in which dtype; the reasons are given at each.
 """
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ from meshtrain.sharding.rules import GATHERED, Layout
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Execution:
-    """How the model is computed: placements, compute dtype, the attention engine and what the backward recomputes."""
+    """How the model is computed: sharding, compute dtype, attention engine and remat."""
     layout: Layout
     dtype: jnp.dtype
     attend: Callable        # (layout, q_BTNH, k_BSKH, v_BSKH, segments_BT, mask=…) -> o_BTNH
     remat: str = "none"     # none, selective, full, offload
-    # how projections ask for float8 products; None: they are in dtype
+    # precision of float8 projections; None: they are in dtype
     float8: jax.lax.DotAlgorithmPreset | None = None
-    in_order: bool = False  # whether collectives outside a loop must not run beside those in it (`mesh.after`)
+    in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`mesh.after`)
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
-    # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: the model has none
+    # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: no experts
     experts: Callable | None = None
 
     def after(self, values, done):
-        """The values, which can be used only once `done` exists where that order matters; both are pytrees."""
+        """`values`, made to depend on `done` if that order matters; both are pytrees."""
         return mesh.after(values, done) if self.in_order else values
 
 
 def recomputed(ex: Execution, f: Callable) -> Callable:
-    """f, of which a backward keeps only the inputs, as they are: its float32 and its products are made again, no matmul
-    is.
+    """f with only its inputs saved for the backward, which recomputes float32 casts and elementwise products, no
+    matmul.
 
-    Under remat it is f itself: the whole layer is made again, and what is kept of it is the policy's business.
+    Under remat f is unchanged: the policy decides what is saved.
     """
     keep = jax.checkpoint_policies.save_only_these_names(float8.SCALE)
-    # in a scan nothing merges across it
+    # CSE cannot merge across a scan
     return jax.checkpoint(f, policy=keep, prevent_cse=False) if ex.remat == "none" else f
 
 
 # --- the weight einsum ---------------------------------------------------------------------------------------------
 
 def gathered(ex: Execution, w: jax.Array, axes) -> jax.Array:
-    """The compute-dtype weight, gathered over the axes that split tokens (ZeRO-3); tensor sharding stays.
+    """The weight in the compute dtype, gathered over the axes that split tokens (ZeRO-3); tensor sharding stays.
 
-    Moves (N-1)/N of the weight's bytes in the compute dtype. Pinned to its shard layout first: without that pin XLA
-    gathers the float32 master weight in some places and casts afterwards.
+    Moves (N-1)/N of the weight's bytes in the compute dtype. Pinned to its shard layout first: otherwise XLA sometimes
+    gathers the float32 master weight and casts afterwards.
     """
     if ex.in_parts:
         return w.astype(ex.dtype)       # once for all parts
@@ -72,18 +72,18 @@ def gathered(ex: Execution, w: jax.Array, axes) -> jax.Array:
 
 
 def _placed(ex: Execution, dw, axes):
-    """A weight's gradient as [grads] says; that of one part as it is: `parts.shared` places the sum."""
+    """A weight's gradient sharded as [grads]; with parts unchanged, because `parts.shared` shards the sum."""
     return dw if ex.in_parts else ex.layout.constrain("grads", dw, axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
-    """(einsum(eq, x, w), …) of each of ws in the compute dtype, with float32 weight gradients.
+    """(einsum(eq, x, w), …) for each of ws in the compute dtype, with float32 weight gradients.
 
     forms: ((eq, logical axes of w), …), e.g. "BTD,DNH->BTNH". out_axes: for a single projection back onto the residual
-    stream, the logical axes of the output before it is split over the sequence, else None. A GPU reduces a weight
-    gradient in the dtype of the dot that makes it, so that dot is written here with a float32 result and placed as
-    [grads]. Of frozen weights there is none, and x is not kept for it.
+    stream, the output's logical axes before it is split over the sequence, else None. GPUs reduce a weight gradient in
+    its dot's dtype, so here the dot has a float32 result, sharded as [grads]. Frozen weights get no gradient, and x is
+    not saved for them.
     """
     return tuple(jnp.einsum(eq, x, gathered(ex, w, axes), precision=products.precision(gathered(ex, w, axes).dtype))
                  for (eq, axes), w in zip(forms, ws, strict=True))
@@ -91,8 +91,8 @@ def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
 
 def _project_forward(ex, forms, out_axes, frozen, x, ws):
     full = [gathered(ex, w, axes) for (_, axes), w in zip(forms, ws, strict=True)]
-    # With remat the gathered weight lives only inside the recomputed layer. Without, keeping it would hold every
-    # layer's gathered weights until the backward: keep the shard and gather again.
+    # With remat the gathered weight lives only inside the recomputed layer. Without, saving it would hold all layers'
+    # gathered weights until the backward: save the shard and gather again.
     ys = tuple(jnp.einsum(eq, x, w, precision=products.precision(w.dtype)) for (eq, _), w in zip(forms, full))
     return ys, (None if frozen else x, ws if ex.remat == "none" else tuple(full))
 
@@ -103,8 +103,8 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
     for (eq, axes), w, dy in reversed([*zip(forms, ws, dys, strict=True)]):
         if out_axes:
             if ex.layout.sequence_parallel:
-                # Sequence parallel: gather the cotangent once, for dx and dw both. The barrier is REQUIRED: without it
-                # later uses of the shard are rewritten to gather + slice, and a GPU pass turns that into a
+                # Sequence parallel: gather the cotangent once, for dx and dw. The barrier is REQUIRED: without it XLA
+                # rewrites later uses of the shard to gather + slice, and a GPU pass turns that into a
                 # collective-permute without pairs, which outputs zeros (openxla/xla 45218, 47083). CPU programs are
                 # right without it.
                 dy = jax.lax.optimization_barrier(dy)
@@ -113,7 +113,7 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
         operands, out = eq.split("->")
         left, right = operands.split(",")
         product = jnp.einsum(f"{out},{right}->{left}", dy, full, precision=products.precision(full.dtype))
-        dx = product if dx is None else product + dx        # the new product first: cuBLAS then adds the others to it
+        dx = product if dx is None else product + dx        # new product first: cuBLAS then accumulates into it
         if not frozen:
             dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32,
                             precision=products.precision(dy.dtype))
@@ -125,8 +125,7 @@ project.defvjp(_project_forward, _project_backward)
 
 
 class Linear(nnx.Module):
-    """A weight of any shape, with an optional bias over its output dims. `model.lora` may freeze it and give it an
-    adapter."""
+    """A weight of any shape, with an optional bias over its output dims. `model.lora` may freeze and adapt it."""
 
     def __init__(self, cfg, rngs, eq: str, shape, axes, *, bias=False, std=None, role="matrix"):
         dtype = jnp.dtype(cfg.param_dtype)
@@ -139,7 +138,7 @@ class Linear(nnx.Module):
         self.frozen, self.lora = False, None
 
     def __call__(self, ex: Execution, x, out_axes=None, repeats: int = 1):
-        """repeats: how often each of the kv_heads is computed, see `kv_heads`."""
+        """repeats: copies of each kv head, see `kv_heads`."""
         return together(ex, x, (self, repeats), out_axes=out_axes)[0]
 
     def biased(self, ex: Execution, y, repeats: int):
@@ -150,7 +149,7 @@ class Linear(nnx.Module):
 
 
 def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> list:
-    """What each (Linear, its repeats) makes of one x. In float8 x is quantised once for all, and so it is gathered."""
+    """The outputs of all (Linear, its repeats) on one x. In float8 x is quantized and gathered once for all."""
     weights = [repeated(ex, linear.kernel[...], linear.axes, repeats) for linear, repeats in linears]
     forms = tuple((linear.eq, axes) for (linear, _), (_, axes) in zip(linears, weights))
     frozen = linears[0][0].frozen
@@ -161,10 +160,10 @@ def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> l
 
 
 def repeated(ex: Execution, w, axes, repeats: int):
-    """(w with each kv head `repeats` times, next to each other so that query groups stay whole; its logical axes).
+    """(w with each kv head `repeats` times, adjacent so that query groups stay whole; its logical axes).
 
-    Pinned as heads are, before it is gathered: every tensor rank takes its own head of the whole w, and nothing moves.
-    Backward: the ranks' gradients of a head are summed, and all heads are given to all ranks, in float32.
+    Sharded like heads before the gather: each tensor rank takes its head of the whole w, and nothing moves. Backward:
+    each head's gradients are summed over ranks, and all ranks get all heads, in float32.
     """
     if repeats == 1:
         return w, axes
@@ -177,7 +176,7 @@ def repeated(ex: Execution, w, axes, repeats: int):
 def add_bias(ex: Execution, axes, y, bias):
     """y + bias, added in float32 and returned in y's dtype, with a float32 bias gradient.
 
-    Autodiff would sum the cotangent over the tokens, and over the devices, in y's dtype: in bfloat16, 2 to 4% off.
+    Autodiff would sum the cotangent over tokens and devices in y's dtype: 2 to 4% off in bfloat16.
     """
     return (y.astype(jnp.float32) + _small(ex, bias, axes)).astype(y.dtype)
 
@@ -187,7 +186,7 @@ def _add_bias_forward(ex, axes, y, bias):
 
 
 def _add_bias_backward(ex, axes, _, dy):
-    # Only the sum is float32: the cotangent goes on in the compute dtype, and so do the matmuls behind it.
+    # Only the sum is float32: the cotangent stays in the compute dtype for later matmuls.
     db = jnp.sum(dy, range(dy.ndim - len(axes)), dtype=jnp.float32)
     return dy, _placed(ex, db, axes)
 
@@ -196,13 +195,12 @@ add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def _small(ex: Execution, vector, axes):
-    """A norm scale or bias, gathered over the axes that split tokens, float32 (its bytes do not matter)."""
+    """A norm scale or bias in float32, gathered over the axes that split tokens (few bytes)."""
     return ex.layout.constrain(GATHERED, vector, axes)
 
 
 class Norm(nnx.Module):
-    """RMSNorm or LayerNorm over the last dims, those that it has weights for, in float32, returned in the compute
-    dtype."""
+    """RMSNorm or LayerNorm over the dims of its weights (the last ones), in float32; returns the compute dtype."""
 
     def __init__(self, cfg, rngs, shape, axes):
         dtype = jnp.dtype(cfg.param_dtype)
@@ -212,7 +210,7 @@ class Norm(nnx.Module):
         self.bias = declare(rngs, dtype, shape, axes, "bias", value=0.0) if self.centred else None
 
     def __call__(self, ex: Execution, x, repeats: int = 1):
-        """repeats: as for `Linear`, of a norm over all kv_heads, whose mean they do not change."""
+        """repeats: as for `Linear`, for a norm over all kv_heads, whose mean they do not change."""
         dims = tuple(range(-len(self.axes), 0))
 
         def normed(x, scale, bias):
@@ -246,12 +244,11 @@ class Embedding(nnx.Module):
 def lookup(ex: Execution, axes, table, ids_BT):
     """table[ids] in the compute dtype with a float32 table gradient.
 
-    A table split over embed alone (ZeRO-3) is looked up where it lies: the ids are gathered (B·T int32), every device
-    looks up its slice of D for all of them, and an all-to-all of B·T·D/N turns that into whole rows of its own
-    sequences; the backward goes the same way, and the table's gradient needs no reduction. Any other table is gathered
-    over the token axes; rows split over tensor stay split: each device looks up its own, and they are added as the
-    residual stream lies, by an all-reduce or, with sequence parallelism, a reduce-scatter of B·T·D. Rows split over an
-    axis that is manual here are added by hand, an all-reduce over it of what the residual stream has on a device.
+    A table split over embed alone (ZeRO-3) is not gathered: the ids are (B·T int32), every device looks up its slice of
+    D for all of them, and an all-to-all of B·T·D/N gives each device whole rows of its sequences. The backward is the
+    reverse, and the table's gradient needs no reduction. Other tables are gathered over the token axes; rows split over
+    tensor stay split: each device looks up its own, and an all-reduce or, with sequence parallelism, a reduce-scatter
+    of B·T·D adds them. For rows split over a manual axis the all-reduce of a device's activations is explicit.
     """
     layout = ex.layout
     if lies_by_columns(layout, axes):
@@ -263,15 +260,15 @@ def lookup(ex: Execution, axes, table, ids_BT):
     x_BTD = layout.act(gathered(ex, table, axes)[ids_BT], "batch", "seq", None)
     if not manual:
         return x_BTD
-    # Placed as the residual stream before it is masked: tensor's shards of the rows are then added by a reduce-scatter,
-    # not an all-reduce, and only a shard of the sequence is summed here. `mine` is pinned, or the ids are split as well
-    # and gathered again. One summand is not zero: exact in any dtype.
+    # Constrained like the residual stream before masking: then tensor's shards of rows are added by a reduce-scatter,
+    # not an all-reduce, and only a shard of the sequence is summed here. `mine` is pinned, else the ids are split and
+    # gathered again. All but one summand are zero: exact in any dtype.
     mine, x_BTD = layout.act(mine, "batch", "seq"), layout.act(x_BTD, "batch", "residual_seq", None)
     return psum(jnp.where(mine[..., None], x_BTD, 0), manual)
 
 
 def _own_rows(manual, table, ids_BT):
-    """(ids as rows of this device's shard of the table, whether they are among them)."""
+    """(ids as rows of this device's shard of the table, whether the shard has them)."""
     ids_BT = ids_BT - jax.lax.axis_index(manual) * table.shape[0]
     mine = (ids_BT >= 0) & (ids_BT < table.shape[0])
     return jnp.where(mine, ids_BT, 0), mine
@@ -294,7 +291,7 @@ def _by_columns(layout: Layout, axes, x_BTD):
 
 
 def _lookup_forward(ex, axes, table, ids_BT):
-    # A zero-sized array carries the number of rows to the backward without keeping the table alive.
+    # A zero-sized array passes the number of rows to the backward without saving the table.
     return lookup(ex, axes, table, ids_BT), (ids_BT, jnp.zeros((table.shape[0], 0), table.dtype))
 
 
@@ -322,10 +319,10 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 # --- attention, MLP, one layer -------------------------------------------------------------------------------------
 
 def kv_heads(layout: Layout, num_kv_heads: int) -> int:
-    """How many key/value heads are computed: all ranks together, each rank at least one.
+    """The number of key/value heads computed over all ranks, at least one per rank.
 
-    More than the model has where tensor ranks outnumber them and share them evenly: then each head is computed by
-    several ranks, each for its own query heads, as in Megatron-LM. The parameters stay as they are.
+    More than the model has if tensor ranks outnumber them and share them evenly: several ranks then compute each head,
+    each for its own query heads, as in Megatron-LM. The parameters do not change.
     """
     split = layout.mesh_axes("activations", "kv_heads")
     alike = split == layout.mesh_axes("activations", "heads") == layout.mesh_axes("params", "heads")
@@ -334,9 +331,9 @@ def kv_heads(layout: Layout, num_kv_heads: int) -> int:
 
 
 class Attention(nnx.Module):
-    """Grouped-query causal attention; `ex.attend` is the engine (blocks, cuDNN), on one device or round a ring.
+    """Grouped-query causal attention; `ex.attend` is the engine, with context parallelism if any.
 
-    everywhere: the layer sees all tokens, where others of the model have a window.
+    everywhere: the layer has global attention in a model with sliding windows.
     """
 
     def __init__(self, cfg, rngs, everywhere: bool = False):
@@ -372,14 +369,14 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = rotate(q_BTNH, rope), rotate(k_BTKH, rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
-        with jax.named_scope("attention"):      # by this name its kernels are found in the compiled program
+        with jax.named_scope("attention"):      # its kernels are found by this name in the compiled program
             o_BTNH = ex.attend(ex.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT, mask=self.mask)
         o_BTNH = act(o_BTNH, "batch", "seq", "heads", "head_dim")
         return self.out(ex, o_BTNH, out_axes=("batch", "seq", None))
 
 
 class MLP(nnx.Module):
-    """SwiGLU or GeGLU (arXiv:2002.05202), or GELU; every GELU in its tanh form. width: where it is not mlp_dim."""
+    """SwiGLU or GeGLU (arXiv:2002.05202), or GELU; every GELU by tanh. width: overrides mlp_dim."""
 
     def __init__(self, cfg, rngs, width: int = 0):
         D, F, bias = cfg.embed_dim, width or cfg.mlp_dim, cfg.mlp_bias
@@ -403,13 +400,12 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Residual block: norms before attention and MLP, after them, or both. make_moe: (cfg, rngs) -> what stands for the
-    MLP.
+    """Residual block: norms before attention and MLP, after them, or both. make_moe: (cfg, rngs) -> the MLP's
+    replacement.
 
-    Every layer returns (x_BTD, aux). aux: {name: float32 array}, sums over the tokens of the microbatch that are added
-    up over layers and microbatches; the step divides them by its number of targets and reports them under their names.
-    The one named AUX_LOSS, a scalar, is also part of the objective, and divided by the step's tokens. A layer with an
-    MLP has none.
+    Returns (x_BTD, aux). aux: {name: float32 array}, sums over the microbatch's tokens, which are added over layers and
+    microbatches; the step divides them by its number of targets and reports them by name. The scalar AUX_LOSS is also
+    part of the objective, and divided by the step's tokens. A layer with an MLP has none.
     """
 
     def __init__(self, cfg, rngs, everywhere: bool = False, make_moe: Callable | None = None):
@@ -439,9 +435,10 @@ class Layer(nnx.Module):
 
     @staticmethod
     def _full(ex: Execution, h_BTD):
-        """Split over the sequence first, then whole: the gather (B·T·D bytes × 2) then runs in bf16, not in float32.
+        """Constrain to the sequence shard, then to whole: the gather (B·T·D bytes × 2) then runs in bf16, not in
+        float32.
 
-        What is read in float8 stays split: it is gathered when it is quantised.
+        Inputs of float8 projections stay split: they are gathered when quantized.
         """
         h_BTD = ex.layout.act(h_BTD, "batch", "residual_seq", None)
         return h_BTD if ex.float8 else ex.layout.act(h_BTD, "batch", "seq", None)
@@ -450,9 +447,11 @@ class Layer(nnx.Module):
 # --- dropout --------------------------------------------------------------------------------------------------------
 
 def dropout(ex: Execution, x_BTD, rate: float, inputs, site):
-    """Zeroes with probability `rate`. The bits depend on (seed, step, site, global sequence, index, feature) alone.
+    """Zero elements with probability `rate`. The bits depend on (seed, step, site, global sequence, index, feature)
+    alone.
 
-    Every token hashes its own key, so no layout, split or manual region changes them; nothing is communicated.
+    Each token's key is hashed locally, so no layout, split or manual region changes the bits, and nothing is
+    communicated.
     """
     if rate == 0.0 or inputs.dropout_key is None:
         return x_BTD
@@ -462,6 +461,6 @@ def dropout(ex: Execution, x_BTD, rate: float, inputs, site):
     keys_BT = token(inputs.sequence_B, index_BT)
     bits = jax.vmap(jax.vmap(lambda k: jax.random.bits(k, x_BTD.shape[-1:], jnp.uint32)))(keys_BT)
     bits = ex.layout.act(bits, "batch", "residual_seq", None)
-    # Divided in float32: 1 - 0.1 in bfloat16 would make every expectation 1.0017 times as large.
+    # Divided in float32: 1 - 0.1 in bfloat16 would scale every expectation by 1.0017.
     kept = (x_BTD.astype(jnp.float32) / (1 - rate)).astype(x_BTD.dtype)
     return jnp.where(bits >= jnp.uint32(rate * 2**32), kept, 0)

@@ -1,11 +1,8 @@
-"""LoRA: each adapted projection W of the frozen model computes x·W + alpha/rank · (x·A)·B, and A and B alone are
-trained.
+"""LoRA: an adapted projection W computes x·W + alpha/rank · (x·A)·B. Only A and B are trained.
 
-Adapters are put onto a finished layer, so what lies below them is the layer's and its initialization is unchanged. A
-starts random, B at zero: the first step computes what the model without adapters does. Both are float32, whatever the
-dtype of the frozen weights, for Adam's steps are too small for bfloat16. The rank is never split; the other dims lie as
-the projection's.
-Source: arXiv:2106.09685; the range of A is PEFT's.
+Adapters are added to a finished layer, so the layer's paths and initialization do not change. A is random and B zero:
+the first step computes the base model. Both are float32, because Adam's steps are too small for bfloat16. The rank is
+never split; the other dims are sharded like the projection's. Source: arXiv:2106.09685; the range of A is PEFT's.
 """
 from __future__ import annotations
 
@@ -35,12 +32,12 @@ class Adapter(nnx.Module):
         self.b = declare(rngs, jnp.float32, (rank, *shape[fan_in_dims:]), self.up_axes, "matrix", value=0.0)
 
     def __call__(self, ex: Execution, x, y, repeats: int, out_axes):
-        """y + alpha/rank · (x·A)·B. repeats, out_axes: as of `Linear`, whose y it is."""
+        """y + alpha/rank · (x·A)·B. repeats, out_axes: those of the `Linear` that made y."""
         act = ex.layout.act
         h_BTR = project(ex, ((self.down_eq, self.down_axes),), out_axes, False, x, (self.a[...],))[0]
-        # What goes back onto the residual stream is split there before it is added: B·T·R is scattered, not B·T·D.
+        # Outputs onto the residual stream are split here, before B: B·T·R is scattered, not B·T·D.
         h_BTR = act(h_BTR, "batch", "residual_seq" if out_axes else "seq", None)
-        # In float32: 4/3 in bfloat16 is 0.2% more, and `merged` takes the exact scale.
+        # In float32: 4/3 in bfloat16 is 0.2% more, and `merged` uses the exact scale.
         h_BTR = (h_BTR.astype(jnp.float32) * self.scale).astype(ex.dtype)
         b, axes = repeated(ex, self.b[...], self.up_axes, repeats)
         more = project(ex, ((self.up_eq, axes),), None, False, h_BTR, (b,))[0]
@@ -48,9 +45,9 @@ class Adapter(nnx.Module):
 
 
 def adapt(layer: nnx.Module, rngs: nnx.Rngs, lora) -> nnx.Module:
-    """The layer, frozen, with adapters at its projections. lora: the section [lora], its rank at least 1.
+    """The layer, frozen, with adapters on its projections. lora: the section [lora], rank at least 1.
 
-    Raises: ValueError where it lacks one that lora.targets names.
+    Raises: ValueError if it lacks one that lora.targets names.
     """
     found = projections(layer)
     if missing := [name for name in lora.targets if name not in found]:
@@ -60,15 +57,14 @@ def adapt(layer: nnx.Module, rngs: nnx.Rngs, lora) -> nnx.Module:
     for name, linear in found.items():
         linear.frozen = True
         if name in (lora.targets or found):
-            # Until here it was None, which flax takes for a static attribute.
+            # It was None, which flax treats as a static attribute.
             linear.lora = nnx.data(Adapter(rngs, linear, len(linear.axes) - len(linear.bias_axes),
                                            lora.rank, lora.alpha))
     return layer
 
 
 def projections(layer: nnx.Module) -> dict[str, Linear]:
-    """The projections of a layer by their names, in the order of LORA_TARGETS; of experts only those that all tokens
-    share."""
+    """A layer's projections by name, in the order of LORA_TARGETS; of experts only the shared ones."""
     parts = [part for part in (layer.attention, layer.mlp, layer.moe and layer.moe.shared) if part is not None]
     found = {name: linear for part in parts for name, linear in vars(part).items() if isinstance(linear, Linear)}
     return {name: found[name] for name in LORA_TARGETS if name in found}

@@ -1,8 +1,8 @@
-"""The head and the loss in one: cross-entropy over a split vocabulary, chunk by chunk, so whole logits never exist.
+"""Fused linear cross-entropy over a sharded vocabulary, chunk by chunk, without materializing the logits.
 
-Under differentiation the chunk loop makes the gradients as well (the loss is a sum, so its cotangent is one number),
-and no logits are computed twice: 3 head matmuls instead of 4 (as in Liger kernels, arXiv:2410.10989). Weight gradients
-are kept apart per batch shard until the loop has ended: they cross the devices once, not once per chunk.
+When differentiated, the forward loop also computes the gradients (the loss is a sum, so its cotangent is one number): 3
+head matmuls instead of 4 (as in Liger kernels, arXiv:2410.10989). Weight gradients are accumulated per batch shard:
+they are reduced over devices once, not once per chunk.
 """
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from meshtrain.sharding.rules import GATHERED, Layout
 
 @dataclasses.dataclass(frozen=True)
 class LossSpec:
-    """axes: logical axes of the head's weight. Ids from vocab_size up are padding and get no probability. z_loss:
-    weight of lse². chunk: tokens per chunk and batch shard."""
+    """axes: logical axes of the head's weight. Ids from vocab_size up are padding with zero probability. z_loss: weight
+    of lse². chunk: tokens per chunk and batch shard."""
     axes: tuple[str, str]
     vocab_size: int
     z_loss: float
     chunk: int
-    softcap: float = 0.0        # what tanh keeps logits within; 0: nothing
+    softcap: float = 0.0        # tanh bound of the logits; 0: none
     frozen: bool = False        # the weight has no gradient
 
 
@@ -36,8 +36,8 @@ class LossSpec:
 def loss_sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     """(objective, nll), float32 sums over all tokens with a target: objective = nll + z_loss · Σ lse².
 
-    x_BTD: normed output of the last layer, split as the residual stream. w: [D, V] or, tied, [V, D]. The gradient of
-    nll is not defined apart from the objective's: take it as a metric.
+    x_BTD: normed output of the last layer, sharded like the residual stream. w: [D, V] or, tied, [V, D]. nll is a
+    metric: only the objective's gradient is defined.
     """
     return _sums(ex, spec, x_BTD, w, targets_BT, with_grads=False)[0]
 
@@ -71,7 +71,7 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
         if with_grads:
             p = jnp.exp(logits - lse[..., None])
             dl = has[..., None] * (p * (1 + 2 * spec.z_loss * lse)[..., None] - hit_V.astype(f32))
-            if spec.softcap:        # of what is padding dl is 0, and the logit has no slope
+            if spec.softcap:        # at padding dl is 0, and the logit has no derivative
                 dl = dl * jnp.where(logits > -jnp.inf, 1 - jnp.square(logits / spec.softcap), 0.0)
             dl = vocab.pin(dl.astype(ex.dtype))
             dx = tokens.put(dx, vocab.dx(dl), c)
@@ -90,17 +90,17 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
     sums = (objective.sum(), nll.sum())
     if not with_grads:
         return sums, None
-    # One reduction over the batch shards, in float32: nothing may stand between the sum and the constraint.
+    # One float32 reduction over batch shards: there must be nothing between the sum and the constraint.
     dw = None if dw is None else layout.constrain("grads", dw.sum(0), spec.axes)
     return sums, (layout.act(tokens.join(dx), "batch", "residual_seq", None), dw)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def token_nll(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
-    """nll of each token [B, T], float32, 0 where there is no target; in x and w as `loss_sums`.
+    """nll of each token [B, T], float32, 0 without a target; differentiable in x and w as `loss_sums`.
 
-    For objectives that are no sum over tokens: what a token's nll weighs is known only once the forward has ended, so
-    the backward makes the logits again (4 head matmuls instead of 3).
+    For objectives that are not sums over tokens: the weight of a token's nll is known only after the forward, so the
+    backward recomputes the logits (4 head matmuls instead of 3).
     """
     chunks = _Chunks(ex, spec, x_BTD, w, targets_BT)
 
@@ -145,7 +145,7 @@ token_nll.defvjp(_nll_forward, _nll_backward)
 
 
 class _Chunks:
-    """The tokens in chunks, and the logits of each."""
+    """The tokens in chunks, and each chunk's logits."""
 
     def __init__(self, ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
         full = gathered(ex, w, spec.axes)                    # once per microbatch, bf16
@@ -154,23 +154,22 @@ class _Chunks:
         self.x_nrsD, self.targets_nrs = self.tokens.cut(x_BTD), self.tokens.cut(targets_BT, fill=NO_TARGET)
 
     def take(self, c):
-        """(x, targets, logits, lse, where the target is, its logit) of chunk c.
+        """(x, targets, logits, lse, one-hot targets, the target's logit) of chunk c.
 
-        Sequence parallel: each chunk is gathered over tensor here (s·D bf16), and its dx scattered back where it is
-        put.
+        Sequence parallel: each chunk is gathered over tensor here (s·D bf16), and its dx scattered when it is stored.
         """
         x_c, t_c = self.tokens.take(self.x_nrsD, c), self.tokens.take(self.targets_nrs, c)
         return x_c, t_c, *self.vocab.logits(x_c, t_c)
 
 
 def capped(logits, softcap: float):
-    """Logits within ±softcap, by tanh; as they are where it is 0."""
+    """Logits within ±softcap, by tanh; unchanged if it is 0."""
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 class _VocabShard:
-    """Logits and their statistics where the vocabulary V is split over devices: over automatic axes by placement, over
-    manual ones by hand (in a pipeline every stage has a shard of the vocabulary)."""
+    """Logits and their statistics with the vocabulary V sharded: by constraints over automatic axes, by explicit
+    collectives over manual ones (in a pipeline, the stages)."""
 
     def __init__(self, layout: Layout, tokens: _TokenChunks, spec: LossSpec, full):
         self.full, self.tokens, self.softcap = full, tokens, spec.softcap
@@ -185,8 +184,7 @@ class _VocabShard:
         return self.tokens.pin(x_nrsV, self.tokens.shards, None, None, self.axes)
 
     def logits(self, x_c, t_c):
-        """(logits [n, r, s, V], log-sum-exp [n, r, s], [n, r, s, V] where the target is, logit of the target),
-        float32."""
+        """(logits [n, r, s, V], log-sum-exp [n, r, s], one-hot targets [n, r, s, V], the target's logit), float32."""
         logits = jnp.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, preferred_element_type=jnp.float32,
                             precision=products.precision(self.full.dtype))
         logits = jnp.where(self.real_V, capped(self.pin(logits), self.softcap), -jnp.inf)
@@ -194,7 +192,7 @@ class _VocabShard:
         hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
         if not self.manual:
             return logits, jax.nn.logsumexp(logits, -1), hit_V, hit
-        # Two small all-reduces (s float32 each way), one after the other: sums under way together may pair on CPUs.
+        # Two small all-reduces (s float32 each way), in sequence: concurrent ones may pair up wrongly on CPUs.
         top = jax.lax.pmax(logits.max(-1), self.manual)
         total, hit = jax.lax.psum((jnp.exp(logits - top[..., None]).sum(-1), hit), self.manual)
         return logits, top + jnp.log(total), hit_V, hit
@@ -207,10 +205,9 @@ class _VocabShard:
 
 
 class _TokenChunks:
-    """[B, T, …] as [n, r, tokens, …]: n token shards × r shards of the residual stream,
-    whose tokens are padded to whole chunks.
+    """[B, T, …] as [n, r, tokens, …]: n token shards × r shards of the residual stream, padded to whole chunks.
 
-    n = b · c shards of batch and sequence: tokens are independent here, so a shard of a sequence is one like any other.
+    n = b · c shards of batch and sequence: tokens are independent here, so both kinds are treated alike.
     """
 
     def __init__(self, layout: Layout, shape, chunk: int):
@@ -242,8 +239,8 @@ class _TokenChunks:
         return jnp.moveaxis(x, 3, 1).reshape(self.b * self.B, self.c * self.r * self.T, *rest)
 
     def take(self, x, c):
-        """Chunk c, whole over the shards of the residual stream. Sliced where it lies, then gathered: without the inner
-        pin every chunk gathers the whole of x and slices that."""
+        """Chunk c, gathered over the shards of the residual stream. The inner pin slices before the gather; without it
+        every chunk gathers all of x and slices that."""
         x_c = jax.lax.dynamic_slice_in_dim(x, c * self.chunk, self.chunk, 2)
         return self.pin(self.pin(x_c, self.shards, self.residual), self.shards)
 
@@ -253,7 +250,7 @@ class _TokenChunks:
 
 @jax.custom_vjp
 def with_loss(y, loss):
-    """y; in the backward `loss` has the cotangent 1, as if it had been added to the objective, whatever y's is."""
+    """Return y; in the backward give `loss` the cotangent 1, as if it were added to the objective."""
     del loss
     return y
 

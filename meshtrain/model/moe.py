@@ -1,13 +1,10 @@
-"""A mixture of experts in place of the MLP: a router in float32, the experts that it chooses, and shared ones for all
-tokens.
+"""Mixture of experts: a float32 router, routed experts and shared experts instead of the MLP.
 
-Experts are parameters [E, D, F]; where they are computed is `ex.experts`' business (`parallel.experts.dispatch`). Both
-balance losses are sums over tokens and sequences, so that no layout and no microbatch changes them. Padding (segment 0)
-goes to no expert, and neither the counts nor the losses see it: all of it is alike, so it would fill the same K experts
-and decide what balances them.
-Sources: sequence-wise balance: arXiv:2412.19437 (DeepSeek-V3, eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the
-bias: arXiv:2408.15664. Softmax of the chosen scores alone (Mixtral) is softmax over all, then `router_normalize`: the
-same numbers.
+Experts are parameters [E, D, F]; `ex.experts` decides where they are computed (`parallel.experts.dispatch`). Both
+balance losses are sums over tokens and sequences, independent of layout and microbatches. Padding (segment 0) goes to
+no expert and is not counted: all of it is equal, so it would fill the same K experts and dominate the balance. Sources:
+sequence-wise balance: arXiv:2412.19437 (DeepSeek-V3, eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the bias:
+arXiv:2408.15664. Mixtral's softmax of the chosen scores alone equals softmax over all, then `router_normalize`.
 """
 from __future__ import annotations
 
@@ -29,12 +26,12 @@ from meshtrain.sharding.mesh import on_shards
 from meshtrain.sharding.rules import Layout
 
 ROUTER_AXES = ("embed", None)
-TINY = 1e-20        # beside a sum of sigmoids, which may be all zero; as DeepSeek-V3 has it
+TINY = 1e-20        # added to a sum of sigmoids, which may be zero; as in DeepSeek-V3
 
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What the router of `[model]` does with its logits."""
+    """How the router of `[model]` turns logits into choices and weights."""
     num_experts: int
     experts_per_token: int
     score: str
@@ -52,8 +49,7 @@ class Routing:
         return jax.nn.softmax(logits, -1) if self.score == "softmax" else jax.nn.sigmoid(logits)
 
     def select(self, scores, bias_E):
-        """The numbers of the chosen experts [..., K]; of equal scores the lower number.
-        The bias decides here and nowhere else."""
+        """The chosen experts [..., K]; of equal scores the lower index. The bias has an effect here alone."""
         scores = scores if bias_E is None else scores + bias_E
         if self.groups > 1:
             by_group = scores.reshape(*scores.shape[:-1], self.groups, -1)
@@ -63,7 +59,7 @@ class Routing:
         return lax.top_k(scores, self.experts_per_token)[1].astype(jnp.int32)
 
     def weigh(self, scores, chosen):
-        """The weights of the chosen experts, 0 where none is chosen (-1)."""
+        """The weights of the chosen experts, 0 if none is chosen (-1)."""
         weight = jnp.take_along_axis(scores, jnp.maximum(chosen, 0), -1)
         if self.normalize:
             weight = weight / (weight.sum(-1, keepdims=True) + (TINY if self.score == "sigmoid" else 0.0))
@@ -72,11 +68,11 @@ class Routing:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def route(layout: Layout, routing: Routing, logits_BTE, bias_E, real_BT):
-    """(chosen experts [B, T, K] int32, their weights, how often each was chosen in each sequence [B, E]), float32.
+    """(chosen experts [B, T, K] int32, their weights, choices of each expert per sequence [B, E]), float32.
 
-    logits and real_BT are split like the residual stream. A token that is not real (padding) chooses -1: no expert. The
-    gradient of the bias is how many tokens chose each expert: summed over microbatches and devices like any other, it
-    is what the step needs to know. All axes are manual in here: XLA would gather the scores of all tokens for top_k.
+    logits and real_BT are sharded like the residual stream. Tokens that are not real (padding) choose -1: no expert.
+    The bias's "gradient" is the number of tokens per expert: reduced over microbatches and devices like others, it is
+    what the bias update needs. All axes are manual: XLA would gather all tokens' scores for top_k.
     """
     axes = layout.all_axes("activations", "residual_seq")       # they split a sequence
 
@@ -97,7 +93,7 @@ def _route_forward(layout, routing, logits_BTE, bias_E, real_BT):
 
 def _route_backward(layout, routing, saved, cotangents):
     logits_BTE, chosen_BTK, bias_E = saved
-    # Over the axes that are manual already the caller adds it up, like any weight's gradient.
+    # The caller reduces over the axes that are manual already, as for any weight's gradient.
     axes = layout.mesh_axes("activations", "batch") + layout.mesh_axes("activations", "residual_seq")
 
     def local(logits, chosen, dweight, bias):
@@ -119,15 +115,15 @@ def _whole(bias_E):
 
 
 def _counts(routing: Routing, chosen, dims):
-    """How often each expert was chosen, summed over dims of [B, T, K]; float32, exact below 2^24."""
+    """Choices of each expert, summed over dims of [B, T, K]; float32, exact below 2^24."""
     return jnp.sum(chosen[..., None] == jnp.arange(routing.num_experts), dims, dtype=jnp.float32)
 
 
 def balance_loss(routing: Routing, aux_loss: float, z_loss: float, logits_BTE, counts_BE, real_BT):
     """aux_loss · Σ_sequences T·E·Σ_e f_e·P_e + z_loss · Σ_tokens lse²: sums, to be divided by the tokens of the step.
 
-    Of a sequence its T tokens without padding. f: share of the choices, not differentiated; P: mean score. counts are
-    of whole sequences: where these are split by hand it is this shard's part of the loss.
+    T: tokens of the sequence without padding. f: share of the choices, not differentiated; P: mean score. counts are of
+    whole sequences: if manual axes split these, the result is this shard's part of the loss.
     """
     loss = jnp.float32(0)
     if aux_loss:
@@ -142,7 +138,7 @@ def balance_loss(routing: Routing, aux_loss: float, z_loss: float, logits_BTE, c
 
 
 class MoE(nnx.Module):
-    """The experts of one layer, those of all tokens among them."""
+    """The MoE block of one layer, with its shared experts."""
 
     def __init__(self, cfg, rngs):
         D, E, F, dtype = cfg.embed_dim, cfg.num_experts, cfg.expert_mlp_dim, jnp.dtype(cfg.param_dtype)
@@ -156,7 +152,7 @@ class MoE(nnx.Module):
         self.shared = MLP(cfg, rngs, cfg.shared_expert_dim) if cfg.shared_expert_dim else None
 
     def __call__(self, ex: Execution, x_BTD, inputs: Inputs, number):
-        """(y, aux) of x, both split like the residual stream; number: of the layer."""
+        """(y, aux) of x, both sharded like the residual stream; number: of the layer."""
         logits_BTE = self._logits(ex, x_BTD)
         bias_E = None if self.bias is None else self.bias[...]
         real_BT = ex.layout.act(inputs.segments_BT, "batch", "residual_seq") != PADDING
@@ -174,8 +170,8 @@ class MoE(nnx.Module):
         return y_BTD, aux
 
     def _logits(self, ex: Execution, x_BTD):
-        """float32, by a float32 product: in bfloat16 the choice would be another for one token in a hundred. Its
-        backward widens x again: what the experts keep anyway is half as large."""
+        """float32 logits of a float32 product: bfloat16 would change the choice of one token in a hundred. The backward
+        casts x up again, which halves what is saved."""
         wide = dataclasses.replace(ex, dtype=jnp.dtype("float32"))
 
         def product(x_BTD, router_DE):
@@ -186,14 +182,14 @@ class MoE(nnx.Module):
 
     @staticmethod
     def _load(layout: Layout, counts_BE):
-        """[E]: a sequence that several devices share by hand is counted by all of them, and they will be summed."""
+        """[E]: choices, divided over the devices that share a sequence over manual axes, because they are summed
+        later."""
         return counts_BE.sum(0) / layout.num_shards(layout.manual_axes("activations", "residual_seq"))
 
 
 def reported(aux: dict) -> dict:
-    """A step's aux as metrics: instead of the load of every expert, by layer [L], the largest and the smallest relative
-    to the mean and the entropy of the choices relative to that of even ones, NaN for layers without experts; and the
-    largest of all, and the mean entropy."""
+    """A step's aux as metrics. The experts' load becomes, per layer [L] (NaN without experts), the largest and smallest
+    relative to the mean and the entropy relative to a uniform load; also the overall maximum and mean entropy."""
     if EXPERT_LOAD not in aux:
         return aux
     load_LE = aux[EXPERT_LOAD]

@@ -1,8 +1,8 @@
-"""Parameters and what is known of them before any exists: shape, logical axes, role, initializer.
+"""Parameters and their metadata, without arrays: shape, logical axes, role, initializer.
 
-flax NNX modules declare parameters; each `nnx.Param` carries `logical_axes`, `role` and `fan_in_dims` as metadata. The
-modules are split once into plain nested dicts of arrays, which scan, vjp and shard_map act on. `table` is the one list
-that the rules, inspect, the optimizer and checkpoints read. Layers are stacked: their leaves have a leading [L].
+flax NNX modules declare parameters; each `nnx.Param` carries `logical_axes`, `role` and `fan_in_dims`. The modules are
+split once into nested dicts of arrays, for scan, vjp and shard_map. `table` is the one list for rules, inspect, the
+optimizer and checkpoints. Layers are stacked: their leaves have a leading [L].
 """
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from meshtrain.names import LAYERS, LEADING
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
-    """One parameter: its path in the tree, full shape (with the leading layers dim) and what rules, optimizers and
-    checkpoints need of it."""
+    """One parameter: its path in the tree, full shape (with the layers dim), and metadata for rules, optimizers and
+    checkpoints."""
     path: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: jnp.dtype
     axes: tuple[str | None, ...]
     role: str
-    fan_in_dims: int    # how many leading dims (layers apart) a matrix contracts with its input
-    trainable: bool = True  # else frozen: it has no gradient and no optimizer state
+    fan_in_dims: int    # number of leading dims (after layers) that a matrix contracts with its input
+    trainable: bool = True  # else frozen: no gradient, no optimizer state
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class ParamInfo:
 
     @property
     def matrix_dims(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """(input dims, output dims) of a matrix, the dims of layers and experts in neither; None for anything else."""
+        """(input dims, output dims) of a matrix, without the dims of layers and experts; None for anything else."""
         if self.role != "matrix":
             return None
         first = sum(axis in (LAYERS, LEADING, "expert") for axis in self.axes)       # stacks of matrices
@@ -51,7 +51,8 @@ class ParamInfo:
 
 def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None = None, fan_in_dims: int = 1,
             value: float | None = None) -> nnx.Param:
-    """A parameter: constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3 deviations."""
+    """Declare a parameter: constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3
+    deviations."""
     if value is not None:
         array = jnp.full(shape, value, dtype)
     else:
@@ -61,7 +62,7 @@ def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None 
 
 
 class Module:
-    """An NNX module class with its config: traced once without arrays, then merged with arrays as often as needed."""
+    """An NNX module class with its config: traced once without arrays, then merged with arrays when needed."""
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
         self.make = make
@@ -70,7 +71,7 @@ class Module:
         self.infos = {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(self.state)}
 
     def init(self, key: jax.Array):
-        """Fresh parameters as a nested dict; a function of the key alone, whatever the layout."""
+        """New parameters as a nested dict; depends on the key alone, not on the layout."""
         return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key)), nnx.Param))
 
     def bind(self, params) -> nnx.Module:
@@ -80,7 +81,7 @@ class Module:
 
 def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None = None,
           axis: str = LAYERS) -> list[ParamInfo]:
-    """The parameters of a module; with num_layers they are stacked, a leading dim on the logical axis `axis`."""
+    """The parameters of a module; with num_layers, stacked by a leading dim with the logical axis `axis`."""
     lead, lead_axes = ((num_layers,), (axis,)) if num_layers else ((), ())
     found = []
     for path, variable in module.infos.items():
@@ -92,7 +93,7 @@ def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None =
 
 
 def tree(infos: list[ParamInfo], leaf: Callable[[ParamInfo], object]):
-    """A nested dict like the parameters with `leaf(info)` in each place."""
+    """A nested dict like the parameters, with leaves `leaf(info)`."""
     out: dict = {}
     for info in infos:
         functools.reduce(lambda node, key: node.setdefault(key, {}), info.path[:-1], out)[info.path[-1]] = leaf(info)
@@ -100,12 +101,12 @@ def tree(infos: list[ParamInfo], leaf: Callable[[ParamInfo], object]):
 
 
 def mapped(infos: list[ParamInfo], f: Callable[[ParamInfo, object], object], params):
-    """A nested dict like the parameters with `f(info, leaf)` in each place."""
+    """A nested dict like the parameters, with leaves `f(info, leaf)`."""
     return tree(infos, lambda info: f(info, functools.reduce(dict.__getitem__, info.path, params)))
 
 
 class Divided(NamedTuple):
-    """A nested dict like the parameters in two, each with all its dicts, if empty. frozen: what has no gradient."""
+    """The parameters as two nested dicts, both with all inner dicts, even empty. frozen: without gradients."""
     trained: dict
     frozen: dict
 
@@ -121,5 +122,5 @@ def divided(infos: list[ParamInfo], params: dict) -> Divided:
 
 
 def joined(a: dict, b: dict) -> dict:
-    """What `divided` has divided."""
+    """Inverse of `divided`."""
     return {key: joined(a[key], b[key]) if key in a and key in b else (a if key in a else b)[key] for key in a | b}

@@ -1,11 +1,8 @@
-"""Parts of a microbatch that go through a layer beside each other, so that the traffic of one hides under the others'
-matmuls.
+"""Splits a microbatch's rows into parts, so that one part's collectives overlap with another's matmuls.
 
-With tensor parallelism the matmuls of a layer wait for tokens to be gathered, and what follows them for sums to be
-scattered. Parts of the rows share the weights alone, and XLA's scheduler puts the collectives of one beside the matmuls
-of another. A part is cut out of the rows that each device holds, so nothing moves. Knows arrays [B, …] and weights, no
-model.
-Source: two batches beside each other, arXiv:2409.15241 (Domino); here by plain constraints, in one program.
+With tensor parallelism a layer's matmuls wait for all-gathers of tokens, and later ops for reduce-scatters. Parts share
+only the weights, so XLA's scheduler overlaps them. Each device's rows are split locally: nothing moves. Knows arrays
+[B, …] and weights, no model. Source: Domino, arXiv:2409.15241; here by sharding constraints in one program.
 """
 from __future__ import annotations
 
@@ -19,21 +16,20 @@ from meshtrain.model.layers import Execution, gathered
 from meshtrain.model.params import ParamInfo
 from meshtrain.sharding.rules import Layout
 
-# Tokens of a part in a tensor group, at least: a group is cut from 4,096 on. Smaller matmuls and the gradients' sum
-# cost more than the traffic: halves of 1,024 tokens 3.70 to 3.80 ms, of 2,048 tokens 6.90 to 6.71. Source: a scheduled
-# llama3-70b layer, forward and backward, tensor 8 on H100.
+# Minimum tokens of a part in a tensor group: a group is split from 4,096 on. Below, smaller matmuls and the gradients'
+# sum cost more than the traffic: halves of 1,024 tokens 3.70 to 3.80 ms, of 2,048 tokens 6.90 to 6.71. Source: a
+# scheduled llama3-70b layer, forward and backward, tensor 8 on H100.
 MIN_TOKENS = 2048
-# More compile longer, and the sum of their gradients costs more. Source: the roofline of tensor 8 on H100. llama3-70b ×
-# fsdp 8, 16 rows: 20.9 s in two parts, 20.6 in four, 21.4 in sixteen; 8 rows: 22.4 s in four, 22.9 in eight; llama3-8b,
-# 8 rows: 10.1 s and 10.5.
+# More parts compile longer, and summing their gradients costs more. Source: the roofline of tensor 8 on H100.
+# llama3-70b × fsdp 8, 16 rows: 20.9 s in two parts, 20.6 in four, 21.4 in sixteen; 8 rows: 22.4 s in four, 22.9 in
+# eight; llama3-8b, 8 rows: 10.1 s and 10.5.
 MAX_PARTS = 4
 
 
 def of_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(into how many shards the rows of a residual stream [B, T, D] are split, into how many parts they are cut).
+    """(shards of the rows of a residual stream [B, T, D], parts of each shard).
 
-    One part where nothing can hide: no axis that splits the matmuls of a layer, a single row on a device, too few
-    tokens.
+    One part if nothing would overlap: no axis splits a layer's matmuls, a device has one row, or too few tokens.
     """
     num_shards = lambda logical: layout.num_shards(layout.mesh_axes("activations", logical))
     shards = num_shards("batch")
@@ -41,7 +37,7 @@ def of_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
     if num_shards("mlp") == 1:
         return shards, 1
     found = [n for n in range(2, 2 * MAX_PARTS) if rows % n == 0 and rows * tokens >= n * MIN_TOKENS]
-    # five or seven rows go one by one
+    # five or seven rows: one per part
     return shards, max((n for n in found if n <= MAX_PARTS), default=min(found, default=1))
 
 
@@ -52,21 +48,21 @@ def cut(a: jax.Array, shards: int, count: int) -> list[jax.Array]:
 
 
 def join(parts: list[jax.Array], shards: int) -> jax.Array:
-    """What `cut` has cut."""
+    """Inverse of `cut`."""
     pieces = [part.reshape(shards, -1, *part.shape[1:]) for part in parts]
     return jnp.stack(pieces, 1).reshape(-1, *parts[0].shape[1:])
 
 
 def turned(tree):
-    """[B, T, …] → [T, B, …] and back, every array of the tree."""
+    """Transpose [B, T, …] to [T, B, …] or back, for every array of the tree."""
     return jax.tree.map(lambda a: a.swapaxes(0, 1), tree)
 
 
 def tokens_first(ex: Execution) -> Execution:
-    """How a layer is computed on a residual stream [T, B, D]: as on [B, T, D], but for attention, which wants rows.
+    """`ex` for activations [T, B, D]; attention still takes rows.
 
-    Tokens are gathered and sums scattered over the first dim then. Over the second one of several rows, XLA copies the
-    whole gathered stream; queries, keys and values are smaller by the size of the tensor axis.
+    Collectives over tokens then act on the first dim. On the second, XLA copies the whole gathered activations;
+    queries, keys and values are smaller by the size of the tensor axis.
     """
     def attend(layout, q, k, v, segments_BT, **kind):
         return turned(ex.attend(ex.layout, *turned((q, k, v)), segments_BT, **kind))
@@ -75,10 +71,10 @@ def tokens_first(ex: Execution) -> Execution:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def shared(ex: Execution, info: ParamInfo, w):
-    """A matrix or bias of a layer for all parts: gathered once, and the sum of their gradients placed as [grads].
+    """A layer's matrix or bias for all parts: gathered once, with the parts' gradients summed and sharded as [grads].
 
-    By itself every part would gather the weight and reduce its gradient. The result is float32 by its type alone, a
-    matrix has been rounded to the compute dtype: so gradients are added in float32, and XLA drops the pair of casts.
+    Otherwise every part would gather the weight and reduce its gradient. The result has dtype float32, but a matrix is
+    rounded to the compute dtype: gradients are summed in float32, and XLA drops both casts.
     """
     return (gathered(ex, w, info.axes) if info.role == "matrix" else w).astype(jnp.float32)
 

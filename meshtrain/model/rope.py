@@ -1,4 +1,4 @@
-"""Rotary positions: how far each pair of dims turns per token, and the turning.
+"""Rotary position embedding and its frequency scaling.
 
 Sources: arXiv:2104.09864 (rope); 2306.15595 (linear); 2309.00071 (YaRN); 2407.21783 and the published Llama 3.1 code.
 """
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def local_angles(cfg, positions_BT):
-    """As `angles`, of layers with a window beside global ones; None where they turn alike."""
+    """`angles` of sliding-window layers; None if they are those of the global layers."""
     if not cfg.local_rope_theta:
         return None
     return angles(cfg.model_copy(update={"rope_theta": cfg.local_rope_theta, "rope_scaling": type(cfg.rope_scaling)()}),
@@ -18,7 +18,7 @@ def local_angles(cfg, positions_BT):
 
 
 def angles(cfg, positions_BT):
-    """(cos, sin), each [B, T, H/2] float32, with the frequencies scaled where the config asks for it."""
+    """(cos, sin), each [B, T, H/2] float32, with the config's frequency scaling."""
     half = cfg.head_dim // 2
     freq = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     scaling = cfg.rope_scaling
@@ -26,14 +26,14 @@ def angles(cfg, positions_BT):
         fast = _FAST[scaling.rope_type](cfg, freq)
         freq = freq * (fast + (1 - fast) / scaling.factor)
     angle = positions_BT[..., None].astype(jnp.float32) * freq
-    if scaling.rope_type == "yarn":     # its softmax is sharper, by a factor on queries and keys both
+    if scaling.rope_type == "yarn":     # a sharper softmax: a factor on queries and keys
         sharper = 0.1 * math.log(scaling.factor) + 1
         return sharper * jnp.cos(angle), sharper * jnp.sin(angle)
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def _by_turns(cfg, freq):
-    """Of each pair, 0: slow, stretched; 1: fast, as it is; between them a ramp over turns within the original
+    """Per pair: 0 slow, interpolated; 1 fast, unchanged; between them a ramp over rotations within the original
     length."""
     low, high = cfg.rope_scaling.low_freq_factor, cfg.rope_scaling.high_freq_factor
     turns = cfg.rope_scaling.original_max_position_embeddings * freq / (2 * jnp.pi)
@@ -41,7 +41,7 @@ def _by_turns(cfg, freq):
 
 
 def _by_dims(cfg, freq):
-    """As `_by_turns`, the ramp over pairs, between the whole ones next to those many turns."""
+    """As `_by_turns`, but the ramp is over pair indices, between the integers around those of the two bounds."""
     scaling = cfg.rope_scaling
     original = scaling.original_max_position_embeddings
     pair = lambda turns: freq.size * math.log(original / (2 * math.pi * turns)) / math.log(cfg.rope_theta)

@@ -1,10 +1,10 @@
-"""The decoder: tokens -> embedding -> layers, group by group -> norm -> head and loss.
+"""The decoder: tokens -> embedding -> layer groups -> norm -> head and loss.
 
-Llama-like by default, GPT-2-like by the same fields of `[model]`. The layers are groups, each a scan over what repeats
-in it (leading dense layers, then the others; a window in all but every sixth layer): mostly one group of equal layers.
+Llama-like by default, GPT-2-like by fields of `[model]`. A group is a scan over a repeating period of layers (leading
+dense layers, then the others; five layers with a window and one without): mostly there is one group of equal layers.
 Parameters are one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}, where LAYERS holds stacked
 weights [L, …] if all layers are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}.
-Nothing here depends on the layout of the run except through `ex.layout`, and initialization depends on the seed alone.
+Only `ex.layout` depends on the run's layout; initialization depends on the seed alone.
 """
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class Ends(nnx.Module):
 
 
 def padded_vocab(cfg) -> int:
-    """The vocabulary rounded up, the same on every layout; ids in the padding get no probability."""
+    """The vocabulary rounded up, the same on every layout; padding ids have zero probability."""
     return -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerGroup:
-    """Consecutive layers that repeat with a period: the layers of `period` in turn, `repeats` times.
+    """Consecutive layers: those of `period` in turn, `repeats` times.
 
-    The weights of each layer of the period are stacked over the repeats, [repeats, …]; a period of one has no level of
-    its own in the parameter tree. leading: they stand before the stages of a pipeline, in none of them.
+    The weights of each layer of the period are stacked, [repeats, …]; a period of one has no level of its own in the
+    parameter tree. leading: they run before the stages of a pipeline, in none of them.
     """
     name: str
     period: tuple[params.Module, ...]
@@ -66,7 +66,7 @@ class LayerGroup:
         return len(self.period) * self.repeats
 
     def parameters(self, path: tuple[str, ...]) -> list[params.ParamInfo]:
-        """The parameters of the group, whose subtree stands at `path`."""
+        """The group's parameters; `path`: of its subtree."""
         axis, several = LEADING if self.leading else LAYERS, len(self.period) > 1
         paths = [(*path, str(i)) for i in range(len(self.period))] if several else [path]
         return [info for layer, path in zip(self.period, paths)
@@ -81,11 +81,11 @@ class LayerGroup:
         return (subtree,) if len(self.period) == 1 else tuple(subtree[str(i)] for i in range(len(self.period)))
 
     def subtree(self, weights: tuple):
-        """The subtree that has these weights."""
+        """The subtree with these weights."""
         return weights[0] if len(self.period) == 1 else {str(i): tree for i, tree in enumerate(weights)}
 
     def numbers(self, first: int) -> jax.Array:
-        """[repeats]: the number of the first layer of each repeat, where `first` is the group's first."""
+        """[repeats]: the number of each repeat's first layer; `first`: the group's."""
         return first + len(self.period) * jnp.arange(self.repeats)
 
     def apply(self, ex: Execution, weights: tuple, x_BTD, e):
@@ -100,10 +100,9 @@ class LayerGroup:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Transformer:
-    """The model of one `[model]` section: parameter table, initializer, loss and logits. Its layers are numbered from
-    0.
+    """The model of a `[model]` section: parameter table, initializer, loss and logits. Layers are numbered from 0.
 
-    lora: the section [lora] where its layers have adapters: all else is frozen then.
+    lora: the section [lora] if layers have adapters; all else is then frozen.
     """
     cfg: object
     ends: params.Module
@@ -127,11 +126,11 @@ class Transformer:
         return tuple(sorted(found, key=lambda info: info.path))
 
     def divided(self, p: dict) -> params.Divided:
-        """The parameters that are trained, and those that are frozen."""
+        """The trained and the frozen parameters."""
         return params.divided(self.parameters(), p)
 
     def init(self, key: jax.Array):
-        """The parameters of seed `key`, float32 or [model].param_dtype."""
+        """The parameters for `key`, float32 or [model].param_dtype."""
         ends_key, layers_key = jax.random.split(key)
         keys = jax.random.split(layers_key, self.cfg.num_layers)
         return self.with_layers(self.ends.init(ends_key), [group.init(keys[first:first + group.num_layers])
@@ -143,12 +142,12 @@ class Transformer:
         return list(zip(firsts, self.groups))
 
     def names(self) -> list[str]:
-        """The paths of the parameters as if all layers were one stack, LAYERS/…, each once; adapters apart."""
+        """The paths of the parameters as if all layers were one stack, LAYERS/…, each once; without adapters."""
         layers = [info for group in self.groups for layer in group.period for info in params.infos(layer, (LAYERS,))]
         return sorted({info.name for info in (*params.infos(self.ends), *layers) if LORA not in info.path})
 
     def places(self) -> list[tuple[str, int]]:
-        """Where each layer lies: (what stands for LAYERS in the paths of its stacks, its index in them)."""
+        """For each layer (the replacement of LAYERS in its stacks' paths, its index in them)."""
         found = []
         for group in self.groups:
             base = LAYERS if len(self.groups) == 1 else f"{LAYERS}/{group.name}"
@@ -156,7 +155,7 @@ class Transformer:
             found += [(name, repeat) for repeat in range(group.repeats) for name in names]
         return found
 
-    # What a pipeline passes through its stages: whole periods, the last one filled up with layers that do nothing.
+    # For pipelines: stages hold whole periods; the last one is padded with identity layers.
 
     @property
     def leading(self) -> LayerGroup | None:
@@ -169,8 +168,7 @@ class Transformer:
 
     @property
     def period(self) -> tuple[params.Module, ...]:
-        """The layers that all staged ones repeat in turn; the last time perhaps not to the end. Raises:
-        ValueError where they do not."""
+        """The period of all staged layers; the last repeat may be incomplete. Raises: ValueError if there is none."""
         first, *left = self.staged
         if len(left) > 1 or any(group.period * group.repeats != first.period[:group.repeats] for group in left):
             described = ", ".join(f"{group.name}: {group.repeats} × {len(group.period)}" for group in self.groups)
@@ -179,16 +177,15 @@ class Transformer:
         return first.period
 
     def first(self, layers):
-        """Of a tree like LAYERS what belongs to whole periods."""
+        """The subtree of the whole periods; layers: a tree like LAYERS."""
         return layers if len(self.groups) == 1 else layers[self.staged[0].name]
 
     def before(self, layers):
-        """Of a tree like LAYERS what belongs to leading layers."""
+        """The subtree of the leading layers; layers: a tree like LAYERS."""
         return layers[self.leading.name] if self.leading else {}
 
     def by_period(self, layers, length: int):
-        """The tree of LAYERS as the tree of one period, stacked: [length, …] for each of its layers, zeros behind the
-        last."""
+        """LAYERS as one period's tree, stacked and zero-padded to [length, …] for each of its layers."""
         first, *left = self.staged
         found = [[weights] for weights in self.weights({LAYERS: layers}, first)]
         for group in left:
@@ -202,7 +199,7 @@ class Transformer:
         return first.subtree(tuple(jax.tree.map(stacked, *trees) for trees in found))
 
     def from_period(self, tree, before):
-        """What `by_period` and `before` make of LAYERS, as LAYERS again."""
+        """Inverse of `by_period` and `before`: LAYERS."""
         first, *left = self.staged
         entries = lambda start, stop, place: jax.tree.map(lambda a: a[start:stop], place)
         places = first.weights(tree)
@@ -214,28 +211,27 @@ class Transformer:
             first.name]
 
     def gathered_by_layer(self, layout: Layout) -> bool:
-        """Whether layers gather their weights when they use them (ZeRO-3). Else these lie as [params] says all step
+        """Whether layers gather their weights on use (ZeRO-3). Else weights have their [params] sharding all step
         long."""
         return any(layout.spec(GATHERED, info.axes) != layout.spec("params", info.axes) for info in self.parameters())
 
     def cast_before_loop(self, layout: Layout) -> bool:
-        """Whether matmuls' weights are cast to the compute dtype before the loop over microbatches: where they are
-        gathered there, or nowhere. What layers alone gather stays as it is stored, and no copy is held."""
+        """Whether matmul weights are cast to the compute dtype before the microbatch loop: if they are gathered there,
+        or nowhere. Weights that only layers gather are not cast, which saves a copy."""
         stored_apart = any(layout.spec("optimizer", info.axes) != layout.spec("params", info.axes)
                            for info in self.parameters())
         return stored_apart or not self.gathered_by_layer(layout)
 
     def as_read(self, layout: Layout, p, dtype=None):
-        """The stored parameters, which lie as [optimizer] says, as [params] says, where the loop over microbatches
-        reads them.
+        """Reshard parameters from [optimizer] to [params], for the microbatch loop.
 
-        dtype: of what matmuls read; None: as stored. An all-gather over the axes that [optimizer] alone names, (N-1)/N
-        of the weights in that dtype.
+        dtype: of matmul weights; None: as stored. An all-gather over the axes that only [optimizer] has: (N-1)/N of the
+        weights in that dtype.
         """
         def read(info: params.ParamInfo):
             w = functools.reduce(dict.__getitem__, info.path, p)
             if dtype is not None and info.role in MATMUL_ROLES:
-                # Pinned where it is stored, or XLA gathers it in float32 and casts afterwards.
+                # Pinned to its stored sharding, else XLA gathers float32 and casts afterwards.
                 w = layout.constrain("optimizer", w.astype(dtype), info.axes)
             return layout.constrain("params", w, info.axes)
         return params.tree(self.parameters(), read)
@@ -245,11 +241,11 @@ class Transformer:
         return group.weights(p[LAYERS] if len(self.groups) == 1 else p[LAYERS][group.name])
 
     def with_layers(self, ends: dict, weights: list[tuple]) -> dict:
-        """The tree of these ends and of each group's weights."""
+        """The parameter tree of these ends and each group's weights."""
         subtrees = {group.name: group.subtree(w) for group, w in zip(self.groups, weights, strict=True)}
         return {**ends, LAYERS: subtrees if len(self.groups) > 1 else subtrees[self.groups[0].name]}
 
-    # What a pipeline puts together itself; p in embed and head_loss needs no LAYERS.
+    # For pipelines, too; in embed and head_loss p needs no LAYERS.
 
     def inputs(self, batch, dropout_key=None) -> Inputs:
         turns = rope.angles(self.cfg, batch["positions"]) if self.cfg.position == "rope" else None
@@ -257,7 +253,7 @@ class Transformer:
         return Inputs(batch["segments"], batch["index"], batch["sequence"], turns, dropout_key, local)
 
     def embed(self, ex: Execution, p, batch, dropout_key=None):
-        """The residual stream before the first layer [B, T, D]."""
+        """The input of the first layer [B, T, D]."""
         ends = self._ends(p)
         x_BTD = ends.embedding(ex, batch["tokens"])
         if self.cfg.scale_embedding:
@@ -268,15 +264,15 @@ class Transformer:
         return ex.after(x_BTD, without_layers(p))
 
     def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 2048):
-        """(objective, nll) from the output of the last layer: sums over the tokens that have a target, in nats.
-        Divide by their count.
+        """(objective, nll) of the last layer's output: sums over the tokens with a target, in nats. Divide by their
+        count.
 
-        The objective is differentiated, with aux[AUX_LOSS] beside it where the layers make one.
+        The objective is differentiated, with aux[AUX_LOSS] if the layers make one.
         """
         return loss_sums(ex, *self._head_inputs(ex, p, x_BTD, z_loss, chunk), targets_BT)
 
     def head_token_nll(self, ex: Execution, p, x_BTD, targets_BT, chunk: int = 2048):
-        """nll of each token [B, T], float32, from the output of the last layer; 0 where there is no target."""
+        """nll of each token [B, T], float32, from the last layer's output; 0 without a target."""
         return token_nll(ex, *self._head_inputs(ex, p, x_BTD, 0.0, chunk), targets_BT)
 
     def _head_inputs(self, ex: Execution, p, x_BTD, z_loss: float, chunk: int):
@@ -305,10 +301,10 @@ class Transformer:
         return ex.layout.act(x_BTD, "batch", "residual_seq", None)
 
     def _read_after(self, ex: Execution, p, x_BTD):
-        """The parameters outside the layers; where the order matters they can be gathered only once x_BTD exists."""
+        """The parameters outside the layers; where order matters, their gathers depend on x_BTD."""
         if not ex.in_order:
             return p
-        # Pinned as they are stored: a gather would otherwise move before the sum.
+        # Pinned as stored: otherwise the gather would move before the sum.
         return params.tree(params.infos(self.ends), lambda info: ex.layout.constrain(
             "params", ex.after(functools.reduce(dict.__getitem__, info.path, p), x_BTD), info.axes))
 
@@ -316,12 +312,12 @@ class Transformer:
         return self.ends.bind(without_layers(p))
 
     def logits(self, ex: Execution, p, batch, at):
-        """float32 logits [B, V] of the next token after position `at` of every sequence; padding removed."""
+        """float32 logits [B, V] of the token after position `at` of every sequence; padding removed."""
         return jax.lax.dynamic_index_in_dim(self.head_logits(ex, p, self.through_layers(ex, p, batch)[0]),
                                             at, 1, keepdims=False)
 
     def head_logits(self, ex: Execution, p, x_BTD):
-        """float32 logits [B, T, V] of the next token after each, from the output of the last layer; padding removed."""
+        """float32 logits [B, T, V] of each next token, from the last layer's output; padding removed."""
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
         x_BTD = ex.layout.act(self._normed(ex, p, x_BTD), "batch", "seq", None)
@@ -336,10 +332,9 @@ class Transformer:
         return ("embed", "vocab"), p["head"]["kernel"]
 
     def fit(self, loaded: Rules, sizes: Mapping[str, int]) -> tuple[Rules, list[str]]:
-        """The rules with tensor taken from kv heads that it outnumbers (see `layers.kv_heads`), and what to tell of
-        that.
+        """(rules without tensor on kv heads that it outnumbers, see `layers.kv_heads`; notes for the user).
 
-        Their weights and states then lie whole on every tensor rank.
+        Their weights and states are then whole on every tensor rank.
         """
         num_kv_heads, split = self.cfg.num_kv_heads, loaded.mesh_axes("activations", "kv_heads")
         computed = kv_heads(Layout(loaded, sizes), num_kv_heads)
@@ -354,21 +349,21 @@ class Transformer:
             f"{computed // num_kv_heads} ranks, and the weights and states of all of them lie on every rank"]
 
     def mlp_widths(self) -> list[int]:
-        """Of the MLPs that all tokens go through."""
+        """Widths of the MLPs that all tokens pass through."""
         cfg = self.cfg
         dense = not cfg.num_experts or cfg.first_dense_layers
         return [cfg.mlp_dim] * bool(dense) + [cfg.shared_expert_dim] * bool(cfg.num_experts and cfg.shared_expert_dim)
 
     def products(self) -> list[Tensor]:
-        """The weights that a step multiplies, but for routers and adapters, which are small."""
+        """The weights of a step's matmuls, except routers and adapters, which are small."""
         multiplied = ("matrix", "head", *["embedding"] * self.cfg.tie_embeddings)
         return [Tensor("params", info.name, info.shape, info.axes) for info in self.parameters()
                 if info.role in multiplied and LORA not in info.path]
 
     def activations(self, batch: int, seq_len: int, num_kv_heads: int) -> list[Tensor]:
-        """The activations that rules place, with their full shapes, for the checks at load.
+        """The activations that rules shard, with full shapes, for the checks at load.
 
-        num_kv_heads: as `layers.kv_heads` says.
+        num_kv_heads: from `layers.kv_heads`.
         """
         cfg = self.cfg
         found = [("residual stream", ("batch", "residual_seq", None), (batch, seq_len, cfg.embed_dim))]
@@ -380,8 +375,8 @@ class Transformer:
 
 
 def build(cfg, adapters=None) -> Transformer:
-    """The model of a run file: one group of equal layers, or, with global_every, one of whole periods and one of what
-    is left; before layers with experts the dense ones, a group by themselves.
+    """A run file's model. One group of equal layers, or, with global_every, one of whole periods and one of the rest;
+    leading dense layers before experts are a group by themselves.
 
     adapters: the section [lora]. Raises: ValueError as `lora.adapt`.
     """
@@ -411,7 +406,7 @@ def without_layers(tree: dict) -> dict:
 
 
 def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):
-    """(output, aux) of layer number `number` with these weights; the backward keeps what ex.remat says."""
+    """(output, aux) of layer number `number` with these weights; ex.remat decides what is saved."""
     infos = params.infos(layer)
     experts = any("expert" in info.axes for info in infos)
     shards, count = parts.of_rows(ex.layout, x_BTD.shape) if not experts and _can_share(ex, infos) else (1, 1)
@@ -439,24 +434,23 @@ def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, n
 
 def _can_share(ex: Execution, infos) -> bool:
     """Whether parts of a microbatch can share a layer's weights. Not in float8, whose scales are of the whole
-    microbatch, and not where the backward of every projection gathers its weight again (ZeRO-3 without remat)."""
+    microbatch, and not if every projection's backward gathers its weight again (ZeRO-3 without remat)."""
     kept = all(ex.layout.spec(GATHERED, info.axes) == ex.layout.spec("params", info.axes) for info in infos)
     return not ex.float8 and (kept or ex.remat != "none")
 
 
 def add_aux(a: dict, b: dict) -> dict:
-    """The sums of two layers, name by name; a name that one of them lacks counts as zero."""
+    """The sums of two layers, by name; a missing name counts as zero."""
     return a | {name: a[name] + value if name in a else value for name, value in b.items()}
 
 
 def rematerialized(layer, ex: Execution):
-    """none: what matmuls, norms and attention read is kept; selective: matmul outputs and attention's o and lse; full:
-    only the input; offload: only the input, in the memory of the host (B·T·D there and back, beside the matmuls of a
-    layer).
+    """none: saves the inputs of matmuls, norms and attention; selective: matmul outputs and attention's o and lse;
+    full: only the layer's input; offload: only the input, in host memory (B·T·D each way, overlapped with a layer's
+    matmuls).
 
-    Where sequences are split over devices, full and offload keep o and lse, too (B·T·N·H): the backward never runs a
-    ring again. All keep the forward's scales of float8, numbers whose making would be a pass over each tensor and an
-    all-reduce.
+    If sequences are split over devices, full and offload save o and lse, too (B·T·N·H), so the backward repeats no
+    ring. All save the forward's float8 scales, each of which costs a pass over a tensor and an all-reduce.
     """
     policies = jax.checkpoint_policies
     if ex.remat == "none":
@@ -466,11 +460,11 @@ def rematerialized(layer, ex: Execution):
         names += ["attention_o", "attention_lse"] + ["attention_stream"] * (ex.remat == "selective")
     keep = policies.save_only_these_names(*names)
     if ex.remat == "offload":
-        # The name must be the input's: a layer's output so named stays on the device in silence.
+        # The name must be the input's: a layer's output with it silently stays on the device.
         keep = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=names, names_which_can_be_offloaded=[LAYER_INPUT],
             offload_src="device", offload_dst="pinned_host")
     if ex.remat == "selective":
-        # Dots with a batch dim are attention's scores, which nobody wants to keep; the weight gathers are no dots.
+        # Dots with a batch dim are attention scores, which are not saved; weight gathers are no dots.
         keep = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, keep)
-    return jax.checkpoint(layer, policy=keep, prevent_cse=False)   # inside scan nothing can be merged across it
+    return jax.checkpoint(layer, policy=keep, prevent_cse=False)   # CSE cannot merge across a scan
