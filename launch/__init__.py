@@ -1,1 +1,1 @@
-"""How the same command starts on many processes: on this machine (local), under Slurm, on Kubernetes, on Ray."""
+"""Launchers: start one run's processes on this machine (local), under Slurm, on Kubernetes or on Ray."""

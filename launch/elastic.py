@@ -1,8 +1,8 @@
-"""How many processes (or hosts) with D devices each, at most N and at least K, can train a run that is meant for F
-devices: python -m launch.elastic --processes N --devices D -- [RUN.toml].
+"""How many processes (or hosts) with D devices each, from N down to K, can train a run meant for F devices: python -m
+launch.elastic --processes N --devices D -- [RUN.toml].
 
-Prints the number and, behind it, the options that the processes then need. Exit codes: 0, or 2 with the reason where
-none can. It starts no devices.
+Prints the number, followed by the options that the processes then need. Exit codes: 0, or 2 with the reason if none
+can. Starts no devices.
 """
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ COMMAND = config.Command("launch.elastic", {
     "full": config.Option("devices that the run is meant for (default its mesh.full_devices; where that is 0 nothing "
                           "shrinks)", "F", "64", config.whole(1)),
 }, launcher=True)
-LONGEST_S = 300.0       # to find out what fits, which takes seconds
+LONGEST_S = 300.0       # limit of `most`, which takes seconds
 
 
 def overrides(processes: int, devices: int, full: int, simulated: bool) -> list[str]:
-    """What `processes` of `devices` each must be told, of a run that is meant for `full` devices."""
+    """Options for `processes` of `devices` each, in a run meant for `full` devices."""
     simulate = [f"--mesh.simulated_devices={processes * devices}"] if simulated else []
     return [f"--mesh.full_devices={full}", *simulate] if processes * devices < full else []
 
@@ -47,15 +47,15 @@ def check_options(given: config.Arguments) -> None:
 
 
 def check(run: Run) -> None:
-    """Raises: ConfigError where nothing in the run can shrink."""
+    """Raises: ConfigError if no mesh axis of the run can shrink."""
     if -1 not in (run.mesh.data, run.mesh.fsdp):
         raise ConfigError("--min-processes needs an axis of the mesh that shrinks with the devices, and none is -1; "
                           "use mesh.data=-1 or mesh.fsdp=-1")
 
 
 def most(words: Sequence[str], processes: int, least: int, devices: int, full: int) -> tuple[int, str]:
-    """(how many can train the run of these words, ""), or (0, why none can). In a process of its own: it takes jax, and
-    a launcher needs none, and with a limit: a file system may hang."""
+    """(number of processes that can train the run of these words, ""), or (0, the reason). Runs in a subprocess,
+    because it needs jax and a launcher does not, and with a timeout: a file system may hang."""
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "launch.elastic", f"--processes={processes}", f"--min-processes={least}",
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _tell(given: config.Arguments) -> None:
-    """Raises: ConfigError where no number of processes can train the run."""
+    """Print the answer. Raises: ConfigError if no number of processes can train the run."""
     words, processes, least, devices = given.run, given["processes"], given["min-processes"], given["devices"]
     run = config.load(words)
     full = given["full"] or run.mesh.full_devices
@@ -82,7 +82,7 @@ def _tell(given: config.Arguments) -> None:
     if processes * devices >= full:
         return tell(processes)
     with say.without_noise():
-        from meshtrain import elastic       # jax takes seconds: only where something shrinks
+        from meshtrain import elastic       # jax takes seconds: only if something shrinks
     fault = "none was tried"
     for count in range(processes, least - 1, -1):
         try:

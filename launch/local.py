@@ -1,8 +1,8 @@
-"""One run in N processes on this machine: python -m launch.local --processes 2 -- configs/quickstart.toml.
+"""Run N processes on this machine: python -m launch.local --processes 2 -- configs/quickstart.toml.
 
-They meet over loopback: simulated devices, or the GPUs, are divided among them. Signals that reach the launcher reach
-every process. Without RUN.toml: configs/quickstart.toml. Linux only.
-Exit codes: the run's 0, 2 or 75 where all processes agree on it, 2 also where the others ended of it, else 1.
+They connect over loopback and divide the simulated devices, or the GPUs, among them. Signals to the launcher are
+forwarded to every process. Without RUN.toml: configs/quickstart.toml. Linux only.
+Exit codes: the run's 0, 2 or 75 if all processes agree on it; 2 also if the others failed because of it; else 1.
 """
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _launch(given: config.Arguments) -> int:
     if places.least < places.count:
         elastic.check(run)
     failures = restart.Failures(run, given["max-restarts"])
-    while True:     # each start at another port: an old process may still hold the last one
+    while True:     # a new port each time: an old process may still hold the last one
         words = commands([*rest, *places.overrides()], len(places.taken), free_port())
         outcome = supervise.supervise(words, [environs[place] for place in places.taken],
                                       left=Path(run.run.dir) / "stacks",
@@ -56,10 +56,10 @@ def _launch(given: config.Arguments) -> int:
 
 @dataclasses.dataclass
 class Places:
-    """Where processes run, from 0 to count − 1, and which of them take part in the next start.
+    """The processes' places, 0 to count − 1, and which of them take part in the next start.
 
-    A place whose process failed first twice in a row, without a newer checkpoint between, is left out, and the run goes
-    on with as many as can train it, at least `least`. The start after a newer checkpoint has all of them again.
+    A place whose process failed first twice in a row, without a newer checkpoint in between, is left out, and the run
+    continues with as many as can train it, at least `least`. After a newer checkpoint the next start has all again.
     devices: of all places. full: devices that the run is meant for; 0: these.
     """
     words: Sequence[str]
@@ -70,7 +70,7 @@ class Places:
     full: int = 0
     taken: list[int] = dataclasses.field(default_factory=list)
     lost: set[int] = dataclasses.field(default_factory=set)
-    last: int | None = None     # whose process failed first before
+    last: int | None = None     # place of the process that failed first last time
 
     def __post_init__(self):
         self.least, self.full = self.least or self.count, self.full or self.devices
@@ -80,8 +80,8 @@ class Places:
         return elastic.overrides(len(self.taken), self.devices // self.count, self.full, self.simulated)
 
     def after(self, culprit: int | None, first: bool) -> None:
-        """After a failure. culprit: index among the processes of that start. first:
-        there is a newer checkpoint than at the last."""
+        """Update after a failure. culprit: index among that start's processes. first: since the last failure there is a
+        newer checkpoint."""
         place = None if culprit is None else self.taken[culprit]
         if first and self.lost:
             self.lost.clear()
@@ -105,7 +105,7 @@ class Places:
 
 
 def commands(rest: Sequence[str], count: int, port: int) -> list[list[str]]:
-    """The command line of every process; one alone is a plain run."""
+    """The command line of every process; a single one is a plain run."""
     train = [sys.executable, "-m", "meshtrain.train", *rest]
     if count == 1:
         return [train]
@@ -114,15 +114,15 @@ def commands(rest: Sequence[str], count: int, port: int) -> list[list[str]]:
 
 
 def environments(run: Run, count: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """The environment of every process: which GPUs are its own, if any.
+    """The environment of every process, with its GPUs, if any.
 
-    Raises: ConfigError where the run's devices cannot be divided among `count` processes.
+    Raises: ConfigError if the run's devices cannot be divided among `count` processes.
     """
     given, total = run.distributed, run.mesh.simulated_devices
     if given != given.without_place():
         raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command "
                           "line")
-    # Unbuffered: what is said last is what a process that is killed has to tell.
+    # Unbuffered, so that the last output of a killed process is not lost.
     common = {**environ, "PYTHONUNBUFFERED": "1"}
     if total % count:
         fewer = max(n for n in range(1, count) if total % n == 0)
@@ -138,13 +138,13 @@ def environments(run: Run, count: int, environ: Mapping[str, str]) -> list[dict[
 
 
 def devices_of(run: Run, environ: Mapping[str, str]) -> int:
-    """How many devices all processes have together."""
+    """Devices of all processes together."""
     return run.mesh.simulated_devices or len(gpus.visible(environ))
 
 
 def free_port() -> int:
-    """A free port of loopback, below those that systems give to outgoing connections: a process that retries to connect
-    to one of those can end up connected to itself."""
+    """A free loopback port below the ephemeral range: a process that retries to connect to an ephemeral port can
+    connect to itself."""
     while True:
         port = random.randrange(10_000, 30_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

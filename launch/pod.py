@@ -1,11 +1,10 @@
-"""One process of a run on Kubernetes, in a pod of launch/kubernetes.yaml, which says which one it is.
+"""One process of a run on Kubernetes, in a pod of launch/kubernetes.yaml, which gives its index.
 
-JobSet starts all pods again whatever ended one of them, at once and without knowing of checkpoints. Here stands the
-rule of all launchers (`launch.restart`): K is JobSet's count of restarts, and before a start that is not the first
-process 0 decides whether it is worth it and when it begins; the others wait for its word in run.dir/restarts.json. A
-process that fails leaves its last words in run.dir/last_words, for its pod is deleted with its log. Given up is exit
-code 2, which ends the JobSet. It imports no jax. Exit codes: the run's 0, 2 and 75; 2 also where it is given up; else
-1.
+JobSet restarts all pods at once whatever ended one of them, and knows no checkpoints. This applies the rule of all
+launchers (`launch.restart`): K is JobSet's count of restarts; before each start but the first, process 0 decides
+whether and when to start, and the others wait for its decision in run.dir/restarts.json. A failing process writes its
+last words to run.dir/last_words, because its pod is deleted with its log. Giving up is exit code 2, which ends the
+JobSet. Imports no jax. Exit codes: the run's 0, 2 and 75; 2 also when giving up; else 1.
 """
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ COMMAND = config.Command("launch.pod", {
                              required="without it every start is the first"),
     "max-restarts": dataclasses.replace(restart.OPTIONS["max-restarts"], default=5),
 }, launcher=True)
-LOOK_S = 1.0        # for the word of process 0, which all others look for
+LOOK_S = 1.0        # between polls for the decision of process 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,7 +44,7 @@ def _launch(given: config.Arguments) -> int:
     begins = _judged(run, attempt, given["max-restarts"]) if index == 0 else _told(run, attempt)
     if begins is None:
         return stops.USER_ERROR
-    # Of a clock that is wrong no more comes than the longest wait.
+    # Bounded, in case a clock is wrong.
     time.sleep(min(max(0.0, begins - time.time()), restart.LONGEST_S))
     train = [sys.executable, "-u", "-m", "meshtrain.train", *given.run]
     environ = os.environ | {"MESHTRAIN_START": str(attempt)}
@@ -57,8 +56,8 @@ def _launch(given: config.Arguments) -> int:
 
 
 def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
-    """By process 0: when this start begins, of the wall clock; None: the run is given up, which is told."""
-    if attempt == 0:        # of another JobSet
+    """On process 0: wall-clock time of this start; None: give up, after a message."""
+    if attempt == 0:        # restarts.json is of another JobSet
         with contextlib.suppress(OSError):
             os.unlink(Path(run.run.dir) / restart.KEPT)
         shutil.rmtree(_place(run), ignore_errors=True)
@@ -75,8 +74,7 @@ def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
 
 
 def _told(run: Run, attempt: int) -> float:
-    """By the others: when this start begins, as process 0 says; at once where it says nothing: they meet it,
-    or miss it there."""
+    """On the others: when process 0 starts; 0 if it never decides: the run itself then meets it or times out."""
     until = time.monotonic() + run.distributed.timeout_s
     while attempt and time.monotonic() < until:
         kept = restart.read(run)
@@ -100,10 +98,10 @@ def _leave_words(run: Run, attempt: int, index: int, outcome: supervise.Outcome)
 
 
 def _last_words(run: Run, attempt: int) -> tuple[int, str]:
-    """Exit code and words of the process that failed first in that attempt, as far as one has left any."""
+    """(exit code, words) of the process that failed first in that attempt, if it left any."""
     left = []
     for path in _place(run).glob(f"{attempt}-*"):
-        with contextlib.suppress(OSError, ValueError, KeyError):    # torn: its host was lost then
+        with contextlib.suppress(OSError, ValueError, KeyError):    # truncated: its host was lost
             told = json.loads(path.read_text(encoding="utf-8"))
             left.append((bool(told["victim"]), told["code"] == stops.STOPPED, float(told["time"]), str(told["words"])))
     victim, stopped, _, words = min(left, default=(True, False, 0.0, ""))

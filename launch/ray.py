@@ -1,10 +1,10 @@
-"""One run in N processes on a Ray cluster: python -m launch.ray --processes 8 -- RUN.toml.
+"""Run N processes on a Ray cluster: python -m launch.ray --processes 8 -- RUN.toml.
 
-A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` beside itself; nothing
-of the run goes through Ray. It is the cluster that RAY_ADDRESS names, or this machine's; on KubeRay the command is that
-of a RayJob. meshtrain must be installed on all nodes, and run.dir shared by them. A run that fails is started again by
+A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` as a child process;
+no data of the run passes through Ray. The cluster is that of RAY_ADDRESS, or this machine; on KubeRay use this
+command in a RayJob. meshtrain must be installed on all nodes, and run.dir shared by them. A failed run is restarted by
 the rule of all launchers, once Ray has the resources again. Extra `ray`.
-Exit codes: the run's 0, 2 or 75 where all processes agree on it, else 1.
+Exit codes: the run's 0, 2 or 75 if all processes agree on it, else 1.
 """
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ COMMAND = config.Command("launch.ray", {
                                       "G", "8", config.whole()),
     "cpus-per-process": config.Option("cores that Ray reserves for each", "C", "4", config.whole(1), 1),
 }, launcher=True)
-FIRST_PORT, LAST_PORT = 20_000, 29_999      # above those of Ray's workers, below those of outgoing connections
+FIRST_PORT, LAST_PORT = 20_000, 29_999      # above Ray's worker ports, below the ephemeral ones
 POLL_S = 0.3
-FIRST_TOLD_S = 5.0      # that there is no room yet
-ANSWER_S = 60.0         # for an actor to answer; a node that is lost is noticed by Ray after about half as long
+FIRST_TOLD_S = 5.0      # until the first message that there is no room
+ANSWER_S = 60.0         # for an actor to answer; Ray notices a lost node after about half as long
 TOLD_EVERY_S = 30.0
-ROOM_S = 30.0           # with --min-processes: for those that are missing to come, before it goes on with fewer
+ROOM_S = 30.0           # with --min-processes: wait for the missing ones before continuing with fewer
 
 
 class Process:
-    """The actor that holds one bundle: runs one process of the training, which dies with it."""
+    """The actor of one bundle: runs one training process, which dies with it."""
 
     def __init__(self):
         self.child: subprocess.Popen | None = None
@@ -68,10 +68,9 @@ class Process:
                 return port
 
     def run(self, words: Sequence[str], environ: dict[str, str], folder: str) -> int:
-        """Runs python with these words until it ends; its code as subprocess has it."""
+        """Run python with these words until it ends; return its code, as of subprocess."""
         prctl = ctypes.CDLL(None).prctl
-        # A session of its own: a signal to Ray's processes is none to the run. It dies with this thread, however that
-        # ends.
+        # A new session, so that signals to Ray's processes do not reach the run. Dies with this thread.
         self.child = subprocess.Popen(
             [sys.executable, *words], env=os.environ | environ, cwd=folder if Path(folder).is_dir() else None,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -82,7 +81,7 @@ class Process:
             reader.start()
         code = self.child.wait()
         for reader in readers:
-            reader.join(1)      # not for ever: something that it started may hold the pipe
+            reader.join(1)      # bounded: its children may hold the pipe
         return code
 
     def _read(self, number: int, stream) -> None:
@@ -91,13 +90,13 @@ class Process:
                 self.said.append((number, line))
 
     def new_lines(self) -> list[tuple[int, bytes]]:
-        """What it has said since it was last asked: (1 or 2 for stdout or stderr, a line)."""
+        """Output since the last call: (1 for stdout or 2 for stderr, a line)."""
         with self.lock:
             lines, self.said = self.said, []
         return lines
 
     def about(self) -> tuple[int, bool]:
-        """Its pid, and whether it stands still (SIGSTOP)."""
+        """(pid, whether it is stopped (SIGSTOP))."""
         with contextlib.suppress(OSError, IndexError, AttributeError):
             stat = Path(f"/proc/{self.child.pid}/stat").read_text(encoding="utf-8")
             return self.child.pid, stat.rpartition(")")[2].split()[0] in "Tt"
@@ -110,8 +109,7 @@ class Process:
 
 @dataclasses.dataclass(eq=False)
 class Member(supervise.Child):
-    """One process as the driver sees it. lost: its node, or the worker of Ray's that held it, has gone,
-    and nobody knows its code."""
+    """One process as seen by the driver. lost: its node or Ray worker has gone, so its exit code is unknown."""
     actor: object = None
     host: str = ""
     pid: int = 0
@@ -172,7 +170,7 @@ def _launch(given: config.Arguments) -> int:
     except Exception as error:
         say.err(f"error: Ray does not start: {_first_line(error)}")
         return stops.FAILED
-    for number in stops.heeded():       # now: Ray has set handlers of its own
+    for number in stops.heeded():       # after Ray has set its own handlers
         signal.signal(number, lambda number, frame: asked.append(number))
     room = Room(run, given, rest, bundle, asked)
     failures = restart.Failures(run, given["max-restarts"])
@@ -190,7 +188,7 @@ def _launch(given: config.Arguments) -> int:
 
 
 def bundle_of(run: Run, options: config.Arguments) -> dict[str, int]:
-    """What Ray reserves for one process. Raises: ConfigError where that and the run contradict each other."""
+    """The resources of one process. Raises: ConfigError if they contradict the run."""
     total, count, given = run.mesh.simulated_devices, options["processes"], run.distributed
     if (given.coordinator_address, given.num_processes, given.process_id) != ("", 0, -1):
         raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command "
@@ -210,8 +208,8 @@ def bundle_of(run: Run, options: config.Arguments) -> dict[str, int]:
 
 @dataclasses.dataclass
 class Room:
-    """The placement group that holds the bundles of the next start: of all processes, or of fewer, at least
-    --min-processes, where the cluster has no room for more. asked: signals that have come."""
+    """The placement group of the next start's bundles: for all processes or, if the cluster has no room, fewer, at
+    least --min-processes. asked: signals received."""
     run: Run
     options: config.Arguments
     words: Sequence[str]
@@ -222,7 +220,7 @@ class Room:
 
     @property
     def devices(self) -> int:
-        """Of one process."""
+        """Devices of one process."""
         return self.bundle.get("GPU") or self.run.mesh.simulated_devices // self.options["processes"]
 
     @property
@@ -234,8 +232,8 @@ class Room:
         return elastic.overrides(self.count, self.devices, self.full, "GPU" not in self.bundle)
 
     def reserve(self) -> bool:
-        """Waits until the cluster has room, which it has not while a lost node is not replaced; False: it has none,
-        which is told, or a signal has come."""
+        """Wait until the cluster has room, e.g. for a lost node's replacement. False: no room, after a message, or a
+        signal."""
         most, least = self.options["processes"], self.options["min-processes"] or self.options["processes"]
         limit_s, begun, count = self.run.distributed.timeout_s, time.monotonic(), most
         while not self.asked:
@@ -257,7 +255,7 @@ class Room:
         self.group, self.count = None, 0
 
     def _ask_for(self, count: int) -> None:
-        if count != self.count:     # else what is there stays reserved between two starts
+        if count != self.count:     # else the bundles stay reserved between two starts
             self.leave()
             self.group, self.count = placement_group([self.bundle] * count, strategy="PACK"), count
 
@@ -270,7 +268,7 @@ class Room:
                 return True
             except ray.exceptions.GetTimeoutError:
                 pass
-            except ray.exceptions.RayError:     # it asked a node that is lost
+            except ray.exceptions.RayError:     # it asked a lost node
                 ready = self.group.ready()
             if time.monotonic() > tell:
                 tell = time.monotonic() + TOLD_EVERY_S
@@ -278,9 +276,9 @@ class Room:
         return False
 
     def _fewer(self, most: int, least: int) -> int:
-        """How many processes, at most `most`, can train the run and have room; 0: not as many as `least`."""
+        """How many processes, at most `most`, can train the run and have room; 0 if fewer than `least`."""
         self.leave()
-        time.sleep(POLL_S)      # what was reserved in part is free again
+        time.sleep(POLL_S)      # until partial reservations are released
         most = min([most, *(int(_free().get(kind, 0) // each) for kind, each in self.bundle.items())])
         if most < least:
             return 0
@@ -291,16 +289,16 @@ class Room:
 
 
 def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
-    """One start of all processes, to its end. left: where they leave their stacks when they hang."""
+    """Run one start of all processes to its end. left: the directory of hanging processes' stacks."""
     start, since = time.monotonic(), time.time()
     group, count, bundle, asked = room.group, room.count, room.bundle, room.asked
-    # Threads: it is asked while it runs the process.
+    # Concurrent, because it is polled while it runs the process.
     kind = ray.remote(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4)(Process)
     bundles = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(count)]
     actors = [kind.options(scheduling_strategy=one).remote() for one in bundles]
     try:
         places = ray.get([actor.place.remote() for actor in actors], timeout=ANSWER_S)
-        # Host by host: the last axis of the placement is to stay inside a host.
+        # By host: the last axis of the placement must stay inside a host.
         order = sorted(range(count), key=lambda i: (places[i], i))
         members = [Member(index, None, -1, actor=actors[i], host=places[i][0]) for index, i in enumerate(order)]
         told = []
@@ -325,7 +323,7 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
 
 
 def _polling(running: dict[object, Member], asked: list[int]) -> Callable[[float], Iterable[Member]]:
-    """How to wait for these: passes on what they say, and signals that have come. running: by what Ray calls their
+    """The poll for these processes: forwards their output and received signals. running: by Ray's reference to their
     end."""
     members, passed_on = list(running.values()), 0
 
@@ -351,14 +349,14 @@ def _polling(running: dict[object, Member], asked: list[int]) -> Callable[[float
 
 
 def _hear(members: Sequence[Member]) -> None:
-    """Takes over what these have said; the first one's words are the driver's."""
+    """Collect the output of these; the first process's is also the driver's."""
     for member in members:
         with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             for number, line in ray.get(member.actor.new_lines.remote(), timeout=ANSWER_S):
                 if not supervise.NOISE.search(line):
                     member.lines.append(line)
                 if member.index == 0:
-                    with contextlib.suppress(OSError):      # nobody reads
+                    with contextlib.suppress(OSError):      # stdout or stderr is closed
                         os.write(number, line)
 
 

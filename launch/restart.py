@@ -1,13 +1,13 @@
-"""Whether a run that has ended is started again, and when: one rule for every launcher.
+"""Whether and when to restart a run that has ended: one rule for all launchers.
 
-Exit codes 0, 2 and 75 end a run: done, the user's mistake, stopped on request. Anything else starts it again, from its
-newest whole checkpoint, after 5, 10, 20 … 300 s; after so many failures in a row without a newer checkpoint it is given
-up, with the last words of each. A scheduler that stops a run wants it started again: there 75 is an end only where
-nothing newer was saved as often as that. This module starts and ends nothing, and imports no jax.
+Exit codes 0, 2 and 75 end a run: done, the user's mistake, stopped on request. After any other, the run restarts from
+its newest complete checkpoint, after 5, 10, 20 … 300 s; after too many failures in a row without a newer checkpoint it
+is given up, with the last words of each. If a scheduler stops the run, it should restart: then 75 counts like a
+failure, unless there is a newer checkpoint. This module starts and ends nothing, and imports no jax.
 
-python -m launch.restart CODE -- [RUN.toml] [--section.key value ...] is the rule for a shell script, which keeps the
-count in run.dir/restarts.json: it prints the seconds to wait and exits with 0 where the run is to be started again,
-else with 1, after a mistake with 2.
+python -m launch.restart CODE -- [RUN.toml] [--section.key value ...] is the rule for shell scripts, with the count in
+run.dir/restarts.json. It prints the seconds to wait and exits with 0 if the run should restart, else with 1, after a
+mistake with 2.
 """
 from __future__ import annotations
 
@@ -37,29 +37,28 @@ COMMAND = config.Command("launch.restart", {
 }, "CODE", (1, 1), launcher=True)
 ENDS = (stops.DONE, stops.USER_ERROR, stops.STOPPED)
 FIRST_S, LONGEST_S = 5.0, 300.0
-# in run.dir: the count of the command below, and which parts of the fast tier count
+# in run.dir: the count of the command below, and which parts of local checkpoints are valid
 KEPT, LINEAGE = contents.RESTARTS, "local.json"
 INDEX = "index.json"        # of a part: a line with its checksum, then JSON
 TASK_ENDED = re.compile(r"^srun: error: (\S+: tasks? .*)$", re.MULTILINE)
-READ_BYTES = 1 << 20    # of what a start has said: its end
+READ_BYTES = 1 << 20    # the end of a start's output
 
 
 def newest(run: Run) -> int:
-    """The step of the newest checkpoint of a run, of the fast tier what this host has; 0: none. One that is still being
-    written has another name."""
+    """The step of the newest complete checkpoint, including this host's local ones; 0: none. Incomplete ones have
+    another name."""
     steps = [0]
     with contextlib.suppress(OSError):
         steps += (int(name) for name in os.listdir(Path(run.run.dir) / contents.CHECKPOINTS) if name.isdecimal())
     if run.checkpoint.local_dir:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):     # nothing is kept yet
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):     # no local checkpoint yet
             lineage = json.loads((Path(run.run.dir) / LINEAGE).read_text(encoding="utf-8"))
             steps += _kept(Path(run.checkpoint.local_dir) / lineage["run"], lineage)
     return max(steps)
 
 
 def _kept(home: Path, lineage: dict) -> Iterator[int]:
-    """The steps that processes of this host have kept and the next start may use: not those of a start whose steps were
-    taken back."""
+    """Steps of this host's local checkpoints that the next start may use: not those of a start that was rolled back."""
     for place in home.glob("process-*/*"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             step, start = int(place.name), json.loads((place / INDEX).read_text(encoding="utf-8").partition("\n")[2])[
@@ -70,23 +69,23 @@ def _kept(home: Path, lineage: dict) -> Iterator[int]:
 
 @dataclasses.dataclass
 class Failures:
-    """Those in a row without a newer checkpoint. said: the last words of each. step:
-    of the newest checkpoint at the last of them.
+    """Failures in a row without a newer checkpoint. said: the last words of each. step: of the newest checkpoint at the
+    last.
 
-    scheduled: a scheduler stops the run and starts it again. Stops count like failures, so that a time limit which is
-    shorter than a start does not do that for ever.
+    scheduled: a scheduler stops and restarts the run. Stops then count like failures, because a time limit shorter than
+    the start-up would repeat forever.
     """
     run: Run
-    most: int                   # restarts; 0: none, and nothing is said
+    most: int                   # restarts; 0: none, without a message
     step: int = 0
     said: list[str] = dataclasses.field(default_factory=list)
     scheduled: bool = False
 
     def wait_s(self, code: int, words: str = "") -> float | None:
-        """After a start that ended with this code: seconds until the next one; None: the run has ended, or is given up,
-        which is told.
+        """Seconds until the next start, after one ended with this code. None: the run has ended or is given up, after a
+        message.
 
-        words: what it said last, in a line.
+        words: its last words, in one line.
         """
         stopped = code == stops.STOPPED
         if code in ENDS and not (stopped and self.scheduled):
@@ -134,7 +133,8 @@ def _judge(given: config.Arguments) -> int:
 
 
 def _last_words(code: int, said: Path | None) -> str:
-    """The exit code, which task srun says ended first, and the last line that is of no victim of it."""
+    """The exit code, the task that ended first according to srun, and the last line that is no consequence of its
+    failure."""
     if said is None or code in ENDS:
         return ""
     with contextlib.suppress(OSError), open(said, "rb") as file:
@@ -150,8 +150,9 @@ def _last_words(code: int, said: Path | None) -> str:
 
 
 def counted(failures: Failures, code: int, words: str = "", **more) -> float | None:
-    """`Failures.wait_s`, with the count in run.dir/restarts.json. more: what else is kept there beside `begins`, the
-    wall clock's time of the next start. Raises: ConfigError where it cannot be kept: the restarts would have no end."""
+    """`Failures.wait_s`, with the count in run.dir/restarts.json. more: other values to store there, besides `begins`,
+    the wall-clock time of the next start. Raises: ConfigError if it cannot be written: restarts would not be
+    limited."""
     path = Path(failures.run.run.dir) / KEPT
     if kept := read(failures.run):
         failures.step, failures.said = kept["step"], kept["said"]
@@ -169,7 +170,7 @@ def counted(failures: Failures, code: int, words: str = "", **more) -> float | N
 
 
 def read(run: Run) -> dict:
-    """What run.dir/restarts.json says; empty: nothing has failed yet, or it was torn by a kill."""
+    """The content of run.dir/restarts.json; empty if nothing has failed yet or the file is truncated."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         kept = json.loads((Path(run.run.dir) / KEPT).read_text(encoding="utf-8"))
         return kept | {"step": int(kept["step"]), "said": [str(words) for words in kept["said"]]}
@@ -177,13 +178,13 @@ def read(run: Run) -> dict:
 
 
 def leave_on_request() -> None:
-    """From here on a signal ends this process at once, with 75: while nobody runs to whom it could be passed on."""
+    """From now on a signal ends this process at once, with 75: there is no child to forward it to."""
     for number in stops.heeded():
         signal.signal(number, _leave)
 
 
 def _leave(number, frame) -> None:
-    """Not by `say`: it may have come in the middle of a line."""
+    """Does not use `say`: the signal may arrive in the middle of a line."""
     with contextlib.suppress(OSError):
         os.write(2,
                  f"{signal.Signals(number).name}: nothing runs; the same command starts the run, or goes on with "

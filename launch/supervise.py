@@ -1,9 +1,8 @@
-"""Runs the processes of one start of a run to their end, and says which of them failed first, whatever died first of
-it.
+"""Run the processes of one start to their end, and report which of them failed first.
 
-Process 0 speaks for all; what another said is shown where it failed, because peers die of that with pages about
-themselves. Of a process that is stopped (SIGSTOP) or hangs the others die first: they are its victims, and it is named.
-One that stands still for too long is ended, also where it is alone and nobody misses it. This module knows no run.
+Process 0's output is the launcher's; that of others is shown if they fail, because their peers then fail with pages
+about themselves. If a process is stopped (SIGSTOP) or hangs, the others die first: they are collateral, and it is the
+one named. A process that is stopped for too long is killed, even if it is alone. This module knows no run.
 """
 from __future__ import annotations
 
@@ -26,20 +25,19 @@ from meshtrain.cluster import lost, stacks
 from meshtrain.run import say, stops
 
 AGREED = (0, 2, 75)
-GRACE_S = 5.0       # for peers of one that failed: to end by themselves, then after SIGTERM
+GRACE_S = 5.0       # for peers of a failed process to exit by themselves, then after SIGTERM
 KEPT_LINES = 40
-LOOK_S = 1.0        # between two looks whether a process stands still
+LOOK_S = 1.0        # between checks for stopped processes
 MOST_TOLD = 3       # processes whose last lines are shown
-# What says nothing of a failure: Gloo's connections, and an installed CUDA plugin that finds no GPU.
+# Unrelated to failures: Gloo's connections, and an installed CUDA plugin that finds no GPU.
 NOISE = re.compile(rb"^\[Gloo\] Rank |is connected to \d+ peer ranks|absl::InitializeLog\(\)|cudart_stub")
 PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a start ended. code: of the whole. culprit: the process that failed first; None: none did. words: the failure
-    in a line. victim: also that one ended of another's failure, of whom nothing is known here. asked: a signal came
-    from outside."""
+    """How a start ended. code: of the whole. culprit: the process that failed first, or None. words: one-line cause.
+    victim: the process ended because an unknown peer failed. asked: a signal requested the end."""
     code: int
     culprit: int | None = None
     words: str = ""
@@ -49,10 +47,10 @@ class Outcome:
 
 @dataclasses.dataclass(eq=False)
 class Child:
-    """One process, what it said last, and how it ended. code: subprocess's, negative for a signal; None while it runs.
+    """One process, its last lines and its end. code: subprocess's, negative for a signal; None while it runs.
 
-    forced: it was told to end, as a rule because another had failed. stopped: it stood still (SIGSTOP, a debugger) at
-    that time. stood: since when it stands still, and how often it had come and gone by then; None: it runs.
+    forced: it was signalled to end, usually because another had failed. stopped: it was stopped (SIGSTOP, a debugger)
+    at that time. stood: (since when it is stopped, its context switches by then); None: it runs.
     """
     index: int
     process: subprocess.Popen
@@ -63,7 +61,7 @@ class Child:
     ended_s: float = 0.0
     forced: bool = False
     stopped: bool = False
-    called: str = ""     # else by its index
+    called: str = ""     # default: by its index
     stood: tuple[float, list[str]] | None = None
 
     def listen(self) -> None:
@@ -73,8 +71,8 @@ class Child:
     def _read(self) -> None:
         for line in self.process.stderr or self.process.stdout:
             if self.index == 0:
-                with contextlib.suppress(OSError):      # nobody reads: what is written is still kept here
-                    os.write(2, line.rstrip(b"\n") + b"\n")       # its last may be broken off
+                with contextlib.suppress(OSError):      # stderr is closed: lines are still kept here
+                    os.write(2, line.rstrip(b"\n") + b"\n")       # the last line may be incomplete
             elif lost.NOT_SAVED in line:
                 say.err(f"process {self.index}: {_text(line)}")
             if not NOISE.search(line):
@@ -86,16 +84,15 @@ class Child:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def lose(self) -> None:
-        """Nobody will tell how it ended."""
+        """Set the code of a process whose end is unknown."""
         self.code = -signal.SIGKILL
 
     def stands_still(self) -> bool:
-        """Whether it is stopped at this moment, as the kernel has it."""
+        """Whether it is stopped now, according to the kernel."""
         return self.still_s() is not None
 
     def still_s(self) -> float | None:
-        """For how long it has been seen to be stopped; None where it runs, or has run a little since it was last
-        asked."""
+        """For how long it has been stopped; None if it runs or has run since the last call."""
         stood, self.stood = self.stood, None
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
@@ -111,12 +108,12 @@ class Child:
 
     @property
     def victim(self) -> bool:
-        """Whether it ended of another's failure."""
+        """Whether it ended because another failed."""
         return self.forced or self.code in (1, -signal.SIGABRT) and any(lost.VICTIM.search(line) for line in self.lines)
 
     @property
     def out_of_time(self) -> bool:
-        """Whether it is process 0, and ended because its clock was set."""
+        """Whether it is process 0 and ended because its clock was set."""
         return (self.name.startswith("process 0 ") and not self.forced
                 and lost.CLOCK_SET.search(b"".join(self.lines)) is not None)
 
@@ -133,16 +130,16 @@ class Child:
 
 def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S,
               left: Path | None = None, called: str = "", still_s: float = math.inf) -> Outcome:
-    """Runs all commands until all have ended; call it from the main thread. left: where they leave their stacks when
-    they hang. called: the name of one that is alone here, and has its peers elsewhere.
+    """Run all commands until all have ended; call it from the main thread. left: the directory of hanging processes'
+    stacks. called: the name of a process whose peers are elsewhere.
 
-    The output of the first is the launcher's. Once one has failed, the others have grace_s seconds to end by themselves
-    and as long after SIGTERM. One that stands still for still_s seconds is killed.
-    Signals that come meanwhile reach every process.
+    The output of the first is the launcher's. Once one has failed, the others have grace_s seconds to exit by
+    themselves and as long after SIGTERM. One that is stopped for still_s seconds is killed. Signals are forwarded to
+    every process.
     """
     children: list[Child] = []
     asked: list[int] = []
-    early: list[int] = []       # signals from before all were there
+    early: list[int] = []       # signals received before all were started
 
     def forward(number, frame):
         asked.append(number)
@@ -159,7 +156,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
         for index, (argv, environ) in enumerate(zip(argvs, environs, strict=True)):
             captured = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if index else {
                 "stderr": subprocess.PIPE}
-            # A session of its own: a terminal's Ctrl-C reaches the launcher alone, which passes it on once.
+            # A new session: Ctrl-C reaches the launcher alone, which forwards it once.
             process = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
                                        preexec_fn=_die_with(os.getpid()), **captured)
             children.append(Child(index, process, os.pidfd_open(process.pid), called=called))
@@ -174,7 +171,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
 
 
 def _die_with(parent: int):
-    """For the child, before exec: the kernel kills it when the launcher is gone, however that died."""
+    """preexec_fn: the kernel kills the child when the launcher is gone, however it died."""
     prctl = ctypes.CDLL(None).prctl
 
     def apply():
@@ -188,8 +185,8 @@ def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], st
          longest_still_s: float = math.inf, killed_s: float = math.inf) -> list[Child]:
     """The children in the order in which they ended.
 
-    poll: waits at most so many seconds → those that have ended meanwhile, with their code. Once one has failed, the
-    others have grace_s seconds to end by themselves and as long after SIGTERM; killed_s after SIGKILL nobody is there.
+    poll: waits at most so many seconds → those that have ended, with their code. Once one has failed, the others have
+    grace_s seconds to exit by themselves and as long after SIGTERM; killed_s after SIGKILL they are given up.
     """
     ended: list[Child] = []
     measures, deadline = [signal.SIGTERM, signal.SIGKILL], math.inf
@@ -222,7 +219,7 @@ def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], st
 
 @contextlib.contextmanager
 def _polling(children: Sequence[Child]) -> Iterator[Callable[[float], Iterable[Child]]]:
-    """How to wait for these processes of this machine."""
+    """The poll for processes of this machine."""
     with selectors.DefaultSelector() as selector:
         for child in children:
             selector.register(child.pidfd, selectors.EVENT_READ, child)
@@ -237,16 +234,15 @@ def _polling(children: Sequence[Child]) -> Iterator[Callable[[float], Iterable[C
 
 
 def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.0) -> Outcome:
-    """The outcome of the whole; says who failed first where they do not agree on a code that a run ends with. A mistake
-    of the user that one of them alone has seen (2), and of which the others ended, is the whole's: it would be the same
-    again.
+    """The outcome of the whole; unless all end with one of a run's exit codes, reports who failed first. A user's
+    mistake (2) that only one process saw, and because of which the others failed, is the whole's: it would recur.
 
-    left: the directory of their stacks, if they were to leave any. since: when they were started, of the wall clock.
+    left: the directory of their stacks, if any. since: wall-clock time of the start.
     """
     if len({child.code for child in ended}) == 1 and ended[0].code in AGREED:
         return Outcome(ended[0].code)
     for child in [child for child in ended if child.reader is not None]:
-        child.reader.join(1)        # not for ever: something that it started may hold the pipe
+        child.reader.join(1)        # bounded: its children may hold the pipe
     in_order = sorted(ended, key=lambda child: child.index)
     found = stacks.culprit(left, since) if left else None
     first = _culprit(ended, found and found[0])
@@ -268,7 +264,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
         words += f"; it {found[1]}"
     _tell(words)
     shown = [first, *(child for child in ended if child.failed and not child.victim and child is not first)]
-    # those of the first are on the screen
+    # process 0's are on the screen
     for child in [child for child in shown if child.index and child.lines][:MOST_TOLD]:
         _tell("its last lines:" if child is first else f"the last lines of {child.name}:",
               *(f"  {_text(line)}" for line in child.lines))
@@ -285,7 +281,8 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
 
 
 def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
-    """Who failed first, of all in the order in which they ended; None: none failed. stuck: whom the stacks name."""
+    """The process that failed first, or None. ended: all, in the order of their ends. stuck: the one that the stacks
+    name."""
     failed = [child for child in ended if child.failed]
     unheard = {int(index) for child in failed for line in child.lines for found in lost.UNHEARD.findall(line)
                for index in found if index}
@@ -304,7 +301,7 @@ def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
 
 
 def _waited_for(ended: Sequence[Child]) -> list[Child]:
-    """The only one that says nothing of Gloo, where Gloo has waited in vain in others."""
+    """The only process without Gloo messages, if Gloo timed out in others; else none."""
     late = any(lost.LATE.search(line) for child in ended for line in child.lines)
     quiet = [child for child in ended if not any(b"Gloo" in line for line in child.lines)]
     return quiet if late and len(quiet) == 1 else []
