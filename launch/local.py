@@ -80,8 +80,8 @@ class Places:
         return elastic.overrides(len(self.taken), self.devices // self.count, self.full, self.simulated)
 
     def after(self, culprit: int | None, first: bool) -> None:
-        """Update after a failure. culprit: index among that start's processes. first: since the last failure there is a
-        newer checkpoint."""
+        """Update after a failure. culprit: index among that start's processes. first: a checkpoint has come since the
+        last."""
         place = None if culprit is None else self.taken[culprit]
         if first and self.lost:
             self.lost.clear()
@@ -143,8 +143,8 @@ def devices_of(run: Run, environ: Mapping[str, str]) -> int:
 
 
 def free_port() -> int:
-    """A free loopback port below the ephemeral range: a process that retries to connect to an ephemeral port can
-    connect to itself."""
+    """A free loopback port below the ephemeral range: one that retries to connect to an ephemeral port can reach
+    itself."""
     while True:
         port = random.randrange(10_000, 30_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

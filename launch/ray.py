@@ -232,8 +232,7 @@ class Room:
         return elastic.overrides(self.count, self.devices, self.full, "GPU" not in self.bundle)
 
     def reserve(self) -> bool:
-        """Wait until the cluster has room, e.g. for a lost node's replacement. False: no room, after a message, or a
-        signal."""
+        """Wait until the cluster has room, e.g. after a lost node. False: no room, after a message, or a signal."""
         most, least = self.options["processes"], self.options["min-processes"] or self.options["processes"]
         limit_s, begun, count = self.run.distributed.timeout_s, time.monotonic(), most
         while not self.asked:
@@ -323,8 +322,7 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
 
 
 def _polling(running: dict[object, Member], asked: list[int]) -> Callable[[float], Iterable[Member]]:
-    """The poll for these processes: forwards their output and received signals. running: by Ray's reference to their
-    end."""
+    """The poll for these: forwards their output and received signals. running: by Ray's reference to their end."""
     members, passed_on = list(running.values()), 0
 
     def poll(seconds: float) -> Iterator[Member]:

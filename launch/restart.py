@@ -45,8 +45,8 @@ READ_BYTES = 1 << 20    # the end of a start's output
 
 
 def newest(run: Run) -> int:
-    """The step of the newest complete checkpoint, including this host's local ones; 0: none. Incomplete ones have
-    another name."""
+    """The step of the newest checkpoint, this host's local ones included; 0: none. Incomplete ones are named
+    otherwise."""
     steps = [0]
     with contextlib.suppress(OSError):
         steps += (int(name) for name in os.listdir(Path(run.run.dir) / contents.CHECKPOINTS) if name.isdecimal())
@@ -69,8 +69,7 @@ def _kept(home: Path, lineage: dict) -> Iterator[int]:
 
 @dataclasses.dataclass
 class Failures:
-    """Failures in a row without a newer checkpoint. said: the last words of each. step: of the newest checkpoint at the
-    last.
+    """Failures in a row without a newer checkpoint. said: the last words of each. step: of that checkpoint.
 
     scheduled: a scheduler stops and restarts the run. Stops then count like failures, because a time limit shorter than
     the start-up would repeat forever.
@@ -82,11 +81,8 @@ class Failures:
     scheduled: bool = False
 
     def wait_s(self, code: int, words: str = "") -> float | None:
-        """Seconds until the next start, after one ended with this code. None: the run has ended or is given up, after a
-        message.
-
-        words: its last words, in one line.
-        """
+        """Seconds until the next start, after one ended with this code and these last words (one line). None: the run
+        has ended or is given up, after a message."""
         stopped = code == stops.STOPPED
         if code in ENDS and not (stopped and self.scheduled):
             self.said = []
@@ -133,8 +129,7 @@ def _judge(given: config.Arguments) -> int:
 
 
 def _last_words(code: int, said: Path | None) -> str:
-    """The exit code, the task that ended first according to srun, and the last line that is no consequence of its
-    failure."""
+    """The exit code, the task that ended first according to srun, and the last line that is not a peer's."""
     if said is None or code in ENDS:
         return ""
     with contextlib.suppress(OSError), open(said, "rb") as file:
@@ -150,9 +145,8 @@ def _last_words(code: int, said: Path | None) -> str:
 
 
 def counted(failures: Failures, code: int, words: str = "", **more) -> float | None:
-    """`Failures.wait_s`, with the count in run.dir/restarts.json. more: other values to store there, besides `begins`,
-    the wall-clock time of the next start. Raises: ConfigError if it cannot be written: restarts would not be
-    limited."""
+    """`Failures.wait_s`, with the count in run.dir/restarts.json. more: values to store there besides `begins`, the
+    wall-clock time of the next start. Raises: ConfigError if it cannot be written: restarts would have no limit."""
     path = Path(failures.run.run.dir) / KEPT
     if kept := read(failures.run):
         failures.step, failures.said = kept["step"], kept["said"]

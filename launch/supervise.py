@@ -130,12 +130,11 @@ class Child:
 
 def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S,
               left: Path | None = None, called: str = "", still_s: float = math.inf) -> Outcome:
-    """Run all commands until all have ended; call it from the main thread. left: the directory of hanging processes'
+    """Run all commands until all have ended; call it from the main thread. left: directory of hanging processes'
     stacks. called: the name of a process whose peers are elsewhere.
 
     The output of the first is the launcher's. Once one has failed, the others have grace_s seconds to exit by
-    themselves and as long after SIGTERM. One that is stopped for still_s seconds is killed. Signals are forwarded to
-    every process.
+    themselves and as long after SIGTERM. One stopped for still_s seconds is killed. Signals are forwarded to all.
     """
     children: list[Child] = []
     asked: list[int] = []
@@ -281,8 +280,8 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
 
 
 def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
-    """The process that failed first, or None. ended: all, in the order of their ends. stuck: the one that the stacks
-    name."""
+    """The process that failed first, or None. ended: all, in the order of their ends. stuck: the one named by
+    stacks."""
     failed = [child for child in ended if child.failed]
     unheard = {int(index) for child in failed for line in child.lines for found in lost.UNHEARD.findall(line)
                for index in found if index}

@@ -1,8 +1,7 @@
 """Blockwise attention with an online softmax in XLA: the score matrix is never materialized.
 
 The block pairs that the mask leaves visible are a static list, so the compiled loop has a fixed length. Scores are
-float32; matmul operands have the compute dtype, in the backward too. Source: FlashAttention-2, arXiv:2307.08691. Knows
-no mesh.
+float32; matmul operands have the compute dtype. Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
 """
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ zeros. Blocks behind the last used one are neither read nor written. `ragged_dot
 multiplies every row by every group's matrix and masks (openxla/xla 40189).
 
 Engines: `loop`, an XLA loop over blocks, on any device; `kernels`, Pallas kernels of one tile a program, which gather
-their rows on the fly (as ScatterMoE, arXiv:2403.08245). Neither is differentiable: callers write both directions. Knows
-no experts, no mesh.
+their rows on the fly (as ScatterMoE, arXiv:2403.08245). Callers write the backward. Knows no experts, no mesh.
 """
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def groups_of(sizes_G, num_blocks: int, block: int) -> Groups:
 
 
 def executed_rows(rows: float, groups: float, block: int) -> float:
-    """Rows of the blocks used by equally large groups. A group's last block is half padding on average, and a group
-    with rows has at least one."""
+    """Rows in the blocks of equally large groups: half of a last block is padding on average, at least one each."""
     each = rows / groups
     return groups * block * (max(1.0, each / block + 0.5) if each > 1 else each)
 
@@ -137,8 +135,7 @@ def _ordered(dims: str, **of_letter) -> tuple:
 
 def _loop_block(rows: int, groups: int) -> int:
     """About an eighth of a group's rows, to limit padding. With 512 rows a group, a training step took 1.50, 1.47, 1.35
-    and 1.43 times a dense model's CPU seconds with blocks of 256, 128, 64 and 32. Beyond 128 rows matmuls are no
-    faster."""
+    and 1.43 times a dense model's CPU seconds in blocks of 256, 128, 64, 32. Beyond 128 matmuls are no faster."""
     return 1 << max(3, min(7, (rows // (8 * max(groups, 1))).bit_length() - 1))
 
 

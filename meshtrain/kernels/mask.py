@@ -51,8 +51,8 @@ CAUSAL, WHOLE = Mask(), Mask(causal=False)
 
 
 class Scores(NamedTuple):
-    """The score of a query-key product. width: divide by its square root; 0: head_dim. softcap: tanh bound (Gemma 2,
-    arXiv:2408.00118); 0: none."""
+    """The score of a query-key product. width: divide by its square root; 0: head_dim. softcap: tanh bound, 0: none
+    (Gemma 2, arXiv:2408.00118)."""
     width: int = 0
     softcap: float = 0.0
 

@@ -40,9 +40,8 @@ def engine(tiles: Tiles, scores: Scores = Scores(), full: int = tile_table.FULL,
 def spans(own_BT, other_BS, block: int, step: int, mask: Mask, own_are_queries: bool):
     """int32 [B, blocks, 4]: (start, bare_start, bare_stop, stop) for each block of `own`, in steps of `other`.
 
-    own, other: segments of queries and keys, or of keys and queries; whole blocks of them. [start, stop) covers all
-    steps with a visible pair, exactly if segment ids ascend along a row; in [bare_start, bare_stop) all pairs are
-    visible.
+    own, other: segments of queries and keys, or of keys and queries; whole blocks. [start, stop) covers all steps with
+    a visible pair, exactly if segment ids ascend along a row; in [bare_start, bare_stop) all are visible.
     """
     # Segment 0 follows the last document and negative ids are padding: used directly, a block with a document's end and
     # padding would start at the row's beginning.

@@ -70,8 +70,7 @@ FULL = 264
 def of(head_dim: int, gpu: str, softcap: bool = False) -> Tiles | None:
     """Tiles for this head_dim and GPU (its name in the hardware table); None if none is known to fit.
 
-    softcap: whether scores have one; its derivative needs registers: dkv at 128 spills 240 bytes in four warps, none in
-    eight.
+    softcap: its derivative needs registers: dkv at 128 spills 240 bytes in four warps, none in eight.
     """
     width = next((width for width in WIDTHS if head_dim <= width), None)
     found = TIMED.get((gpu, width)) or COMPILED.get(gpu, {}).get(width)

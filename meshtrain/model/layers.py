@@ -47,8 +47,7 @@ class Execution:
 
 
 def recomputed(ex: Execution, f: Callable) -> Callable:
-    """f with only its inputs saved for the backward, which recomputes float32 casts and elementwise products, no
-    matmul.
+    """f with only its inputs saved for the backward, which recomputes casts and elementwise products, no matmul.
 
     Under remat f is unchanged: the policy decides what is saved.
     """
@@ -400,8 +399,7 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Residual block: norms before attention and MLP, after them, or both. make_moe: (cfg, rngs) -> the MLP's
-    replacement.
+    """Residual block: norms before attention and MLP, after them, or both. make_moe: (cfg, rngs) -> replaces the MLP.
 
     Returns (x_BTD, aux). aux: {name: float32 array}, sums over the microbatch's tokens, which are added over layers and
     microbatches; the step divides them by its number of targets and reports them by name. The scalar AUX_LOSS is also
@@ -435,8 +433,7 @@ class Layer(nnx.Module):
 
     @staticmethod
     def _full(ex: Execution, h_BTD):
-        """Constrain to the sequence shard, then to whole: the gather (B·T·D bytes × 2) then runs in bf16, not in
-        float32.
+        """Constrain to the sequence shard, then to whole, so that the gather (B·T·D bytes × 2) is in bf16, not float32.
 
         Inputs of float8 projections stay split: they are gathered when quantized.
         """
@@ -447,11 +444,10 @@ class Layer(nnx.Module):
 # --- dropout --------------------------------------------------------------------------------------------------------
 
 def dropout(ex: Execution, x_BTD, rate: float, inputs, site):
-    """Zero elements with probability `rate`. The bits depend on (seed, step, site, global sequence, index, feature)
-    alone.
+    """Zero elements with probability `rate`.
 
-    Each token's key is hashed locally, so no layout, split or manual region changes the bits, and nothing is
-    communicated.
+    The bits depend on (seed, step, site, global sequence, index, feature) alone. Each token's key is hashed locally, so
+    no layout, split or manual region changes them, and nothing is communicated.
     """
     if rate == 0.0 or inputs.dropout_key is None:
         return x_BTD

@@ -182,8 +182,7 @@ class MoE(nnx.Module):
 
     @staticmethod
     def _load(layout: Layout, counts_BE):
-        """[E]: choices, divided over the devices that share a sequence over manual axes, because they are summed
-        later."""
+        """[E]: choices, divided by the devices that share a sequence over manual axes, since those are summed later."""
         return counts_BE.sum(0) / layout.num_shards(layout.manual_axes("activations", "residual_seq"))
 
 

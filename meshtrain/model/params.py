@@ -21,8 +21,7 @@ from meshtrain.names import LAYERS, LEADING
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
-    """One parameter: its path in the tree, full shape (with the layers dim), and metadata for rules, optimizers and
-    checkpoints."""
+    """One parameter: its path, full shape (with the layers dim), and metadata for rules, optimizers and checkpoints."""
     path: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: jnp.dtype
@@ -51,8 +50,7 @@ class ParamInfo:
 
 def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None = None, fan_in_dims: int = 1,
             value: float | None = None) -> nnx.Param:
-    """Declare a parameter: constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3
-    deviations."""
+    """A parameter: constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3 deviations."""
     if value is not None:
         array = jnp.full(shape, value, dtype)
     else:

@@ -33,8 +33,7 @@ def angles(cfg, positions_BT):
 
 
 def _by_turns(cfg, freq):
-    """Per pair: 0 slow, interpolated; 1 fast, unchanged; between them a ramp over rotations within the original
-    length."""
+    """Per pair: 0 slow, interpolated; 1 fast, unchanged; between, a ramp over rotations in the original length."""
     low, high = cfg.rope_scaling.low_freq_factor, cfg.rope_scaling.high_freq_factor
     turns = cfg.rope_scaling.original_max_position_embeddings * freq / (2 * jnp.pi)
     return jnp.clip((turns - low) / (high - low), 0.0, 1.0)

@@ -211,8 +211,7 @@ class Transformer:
             first.name]
 
     def gathered_by_layer(self, layout: Layout) -> bool:
-        """Whether layers gather their weights on use (ZeRO-3). Else weights have their [params] sharding all step
-        long."""
+        """Whether layers gather their weights on use (ZeRO-3). Else weights are sharded as [params] all step long."""
         return any(layout.spec(GATHERED, info.axes) != layout.spec("params", info.axes) for info in self.parameters())
 
     def cast_before_loop(self, layout: Layout) -> bool:
@@ -225,8 +224,8 @@ class Transformer:
     def as_read(self, layout: Layout, p, dtype=None):
         """Reshard parameters from [optimizer] to [params], for the microbatch loop.
 
-        dtype: of matmul weights; None: as stored. An all-gather over the axes that only [optimizer] has: (N-1)/N of the
-        weights in that dtype.
+        dtype: of matmul weights; None: as stored. All-gathers over the axes that only [optimizer] has: (N-1)/N of the
+        bytes.
         """
         def read(info: params.ParamInfo):
             w = functools.reduce(dict.__getitem__, info.path, p)
@@ -264,8 +263,7 @@ class Transformer:
         return ex.after(x_BTD, without_layers(p))
 
     def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 2048):
-        """(objective, nll) of the last layer's output: sums over the tokens with a target, in nats. Divide by their
-        count.
+        """(objective, nll) of the last layer's output: sums over tokens with a target, in nats. Divide by their count.
 
         The objective is differentiated, with aux[AUX_LOSS] if the layers make one.
         """
@@ -446,7 +444,7 @@ def add_aux(a: dict, b: dict) -> dict:
 
 def rematerialized(layer, ex: Execution):
     """none: saves the inputs of matmuls, norms and attention; selective: matmul outputs and attention's o and lse;
-    full: only the layer's input; offload: only the input, in host memory (B·T·D each way, overlapped with a layer's
+    full: only the layer's input; offload: only the input, on the host (B·T·D each way, overlapped with a layer's
     matmuls).
 
     If sequences are split over devices, full and offload save o and lse, too (B·T·N·H), so the backward repeats no

@@ -75,8 +75,8 @@ class Local(NamedTuple):
 
 
 class ContextParallel(NamedTuple):
-    """A context-parallel method on arrays [B, T, …]: global ones, or this device's if `context` is manual already
-    (inside a pipeline)."""
+    """A context-parallel method on global arrays [B, T, …], or this device's if `context` is manual (inside a
+    pipeline)."""
     method: ModuleType
     engine: Engine
 
@@ -170,8 +170,8 @@ def problems(run, layout: Layout) -> list[str]:
 
 
 def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable, str]:
-    """(attention function for `model.layers.Execution`, note on the choice). The note is "" on CPUs unless an engine
-    was requested or the model has a window.
+    """(attention function for `model.layers.Execution`, note on the choice; "" on CPUs for model.attention = "auto"
+    without a window).
 
     platform: jax's name. gpu: its name in the hardware table. Raises: ValueError if model.attention names an engine
     that cannot serve the run.

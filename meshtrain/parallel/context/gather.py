@@ -1,9 +1,8 @@
 """All-gather attention: every device gathers K and V of the whole sequence (Llama 3, arXiv:2407.21783, 3.3.2).
 
 In zigzag order every device has 2·cp-1 unmasked chunk × chunk blocks and two on the diagonal, so the load is balanced.
-Per layer the forward gathers K and V; the backward gathers them again and reduce-scatters dK and dV in float32. One
-layer's K and V of the whole sequence are in memory at a time. Call it where `axis` is manual. Lengths T are local: 2
-chunks.
+Per layer the forward gathers K and V; the backward gathers them again and reduce-scatters dK and dV in float32. K and V
+of the whole sequence are held for one layer at a time. Call it where `axis` is manual. T is local: 2 chunks.
 """
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ In zigzag order, with the keys of an earlier device j < i, (early q, early k) an
 of a later one, (late q, early k) and (late q, late k); all whole chunk × chunk blocks. So each device computes two
 blocks a step, selected by `where`, without masks, branches or idle devices. Per layer the forward sends K and V cp-1
 times; the backward as often, and dK and dV cp times in float32 (segment ids not counted; if the model casts dK and dV
-to bf16 next, XLA on GPUs casts before the last hop and halves it). Call it where `axis` is manual. Lengths T are local:
-2 chunks.
+to bf16 next, XLA on GPUs casts before the last hop and halves it). Call it where `axis` is manual. T is local: 2
+chunks.
 """
 from __future__ import annotations
 

@@ -27,9 +27,8 @@ class FBW:
     """F, B and W of y, aux = f(w, x, e), where e and aux are not differentiated.
 
     forward(w, x, e) -> y, aux, (r, q). backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
-    backward(w, e, r, q, dy) -> dx, dw: both at once. r: residuals for B alone; q: residuals for W; z: values that B
-    passes to W; lists of arrays, whose ShapeDtypeStructs are the fields `r`, `q` and `z`. aux: a tree like `aux`. dw is
-    always float32.
+    backward(w, e, r, q, dy) -> dx, dw: both at once. r: residuals for B alone; q: for W; z: values that B passes to W;
+    lists of arrays with the ShapeDtypeStructs `r`, `q` and `z`. aux: a tree like `aux`. dw is always float32.
     """
     forward: Callable
     backward_input: Callable
@@ -218,8 +217,8 @@ def added(total, i, new, on):
 
 
 def take(tree, *at):
-    """Entry `at` of the leading dims, [n, …] -> […]. Indices are never negative, because jnp's handling of those costs
-    time in every loop."""
+    """Entry `at` of the leading dims, [n, …] -> […]. Never negative: jnp's handling of that costs time in every
+    loop."""
     def entry(a):
         sizes = (1,) * len(at) + a.shape[len(at):]
         found = jax.lax.dynamic_slice(a, _start(a, at), sizes, allow_negative_indices=False)

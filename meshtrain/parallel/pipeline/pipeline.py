@@ -36,8 +36,7 @@ class ModelFunctions:
     prepare(microbatch, extra) -> e: inputs of all layers besides the residual stream, recomputed on use. embed(ends,
     frozen, microbatch, extra) -> x, the input of the first layer. layer(w, x, ((number, frozen), e)) -> (x, aux).
     head(ends, frozen, x, microbatch, extra) -> (objective, metric) of the last layer's output; the objective is
-    differentiated. leading: like `layer`, for layers of another kind before the first stage, without aux; None: there
-    are none.
+    differentiated. leading: like `layer`, for layers of another kind before the first stage, without aux; or None.
 
     aux: {name: float32 array}, undifferentiated sums. ends: weights of the embedding and head, which all stages compute
     together: if these are sharded over stages, both reduce over them and return the same on every stage. frozen:
@@ -131,7 +130,7 @@ class Shard:
     extra: dict
     x: jax.ShapeDtypeStruct      # activations between stages
     fbw: layer_vjp.FBW | None        # of one layer; None without gradients
-    ahead: layer_vjp.FBW | None      # of all leading layers; None without gradients or such layers
+    ahead: layer_vjp.FBW | None      # of all leading layers, if any; None without gradients
     columns: tuple[str, ...]     # of the schedule, in the order of a tick's numbers
 
     @property
@@ -198,8 +197,7 @@ def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage
         carry |= dict(ws=zeros(flat), ends=zeros(ends), leading=zeros(leading[0]), aux=zeros(fbw.aux))
     if schedule.split:
         carry["Z"] = buffer(fbw.z, slots["Z"], depth)
-    # Carried, because XLA would fuse the selection into its uses and repeat it for every element, attention scores
-    # included.
+    # Carried, because XLA would fuse the selection into its uses and repeat it per element (of attention scores, too).
     carry["tick"] = this.prepared(ticks[0])
     return this, carry, jnp.roll(ticks, -1, axis=0)
 
@@ -447,8 +445,7 @@ def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):
 
 
 def _share(x, here):
-    """Broadcast x from the stage where `here` is set: an all-reduce over stage, exact because the other terms are
-    zeros."""
+    """Broadcast x from the stage where `here` is set: an all-reduce over stage, exact because all others add 0."""
     return psum(jnp.where(here > 0, x, 0), STAGE)
 
 
