@@ -117,10 +117,9 @@ def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer
     layout = Layout(fitted, sizes)
     # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
     # Stages have checks of their own, and what they do not divide is no longer split over them.
-    faults = attention.problems(run, layout) + dispatch.problems(run,
-                                                                 layout) or (stages.problems(run, loaded,
-                                                                                             sizes) + rules.problems(
-        fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS))
+    faults = attention.problems(run, layout) + dispatch.problems(run, layout)
+    faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
+        fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)
     idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
     return layout, notes + shared + partly, faults + idle
 

@@ -145,10 +145,9 @@ def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search
     answer = search.search(question)
     if not answer.tried:
         fixed = " ".join(f"--{axis} {options[axis]}" for axis in AXES if axis in options)
-        raise ConfigError(*(answer.faults[:5]
-                            or [f"{fixed}: no mesh of {num_gpus} GPUs has the sizes that are fixed; their product "
-                                                  "must divide the number of GPUs, and heads and layers must allow "
-                                                  "them"]))
+        none = (f"{fixed}: no mesh of {num_gpus} GPUs has the sizes that are fixed; their product must divide the number "
+                f"of GPUs, and heads and layers must allow them")
+        raise ConfigError(*(answer.faults[:5] or [none]))
     return question, answer
 
 

@@ -261,9 +261,8 @@ def _with_references(session: _Session, start: resume.Start, batches: Batches, s
         return batches
     weights = None if start.saved else state.params
     with session.attempt.account.to("data"), watch.phase("reference log-probabilities", watch.UNLIMITED):
-        return agree.everywhere(lambda: dpo_reference.with_references(session.run, session.made.program,
-                                                                      batches, session.corpus,
-                                                                  session.directory, weights))
+        return agree.everywhere(lambda: dpo_reference.with_references(
+            session.run, session.made.program, batches, session.corpus, session.directory, weights))
 
 
 def _compile(session: _Session, batches: Batches) -> None:
@@ -278,8 +277,8 @@ def _compile(session: _Session, batches: Batches) -> None:
 def _evened_out(session: _Session, state: State, batches: Batches) -> State:
     made, passes = session.made, session.run.experts.bias_warmup
     with session.attempt.account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED):
-        return agree.everywhere(lambda: bias_warmup.balanced(made.program, session.step, state, batches, passes,
-                                                           lambda: assembly.initialize(made)))
+        return agree.everywhere(lambda: bias_warmup.balanced(
+            made.program, session.step, state, batches, passes, lambda: assembly.initialize(made)))
 
 
 def _saved(session: _Session, done: int) -> str:

@@ -158,8 +158,8 @@ class _Stored(Mapping):
 
 def kept(run_dir: Path) -> Path | None:
     """Companion files of the weights that a run started from."""
-    return run_dir / folder.KEPT if agree.on_first(lambda: files.is_file(run_dir / folder.KEPT
-                                                                         / settings.CONFIG)) else None
+    companions = run_dir / folder.KEPT
+    return companions if agree.on_first(lambda: files.is_file(companions / settings.CONFIG)) else None
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[str]:

@@ -82,11 +82,8 @@ class Generator:
         # of it.
         B = max(-(-len(prompts) // num_shards) * num_shards, 2)
         T = -(-max(map(len, prompts)) // PROMPT_STEP) * PROMPT_STEP
-        prompt_BT, lengths_B, budget_B, names_B = np.zeros((B, T),
-                                                           np.int32), np.ones(B,
-                                                                              np.int32), np.zeros(B,
-                                                                                                  np.int32), np.zeros(
-                                                                                                      B, np.uint32)
+        prompt_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
+        budget_B, names_B = np.zeros(B, np.int32), np.zeros(B, np.uint32)
         for i, prompt in enumerate(prompts):
             prompt_BT[i, T - len(prompt):], lengths_B[i] = prompt, len(prompt)
             # The last token is told and never read: it needs no position.
@@ -140,8 +137,8 @@ def _programs(model: Transformer, ex: Execution, T: int, room: int, how: samplin
         out_BT = jax.lax.dynamic_update_slice_in_dim(
             going.out_BT, jnp.where(going.done_B, 0, token_B)[:, None], going.count, 1)
         count_B = going.count_B + ~going.done_B
-        done_B = going.done_B | (count_B >= budget_B) | (token_B[:, None] == jnp.asarray(stop_ids or (-1,),
-                                                                                         jnp.int32)).any(-1)
+        stopped_B = (token_B[:, None] == jnp.asarray(stop_ids or (-1,), jnp.int32)).any(-1)
+        done_B = going.done_B | (count_B >= budget_B) | stopped_B
         return going._replace(count=going.count + 1, token_B=token_B, out_BT=out_BT, count_B=count_B, done_B=done_B)
 
     def start(p, prompt_BT, lengths_B, budget_B, names_B, seed):

@@ -84,13 +84,11 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
         # Cast to the compute dtype: a float32 cotangent would make both matmuls float32.
         slope = jnp.where(s > MASKED / 2, 1 - jnp.square(s / scores.softcap), 0.0) if scores.softcap else 1.0
         ds = (p * (dp - lead(delta)) * (slope * scores.scale(H))).astype(q.dtype)
-        f32 = dict(preferred_element_type=jnp.float32)
-        dq = queries.put(dq, queries.take(dq, i) + jnp.einsum("BKGTS,BSKH->BTKGH", ds,
-                                                              k_j, **f32, precision=products.precision(k_j.dtype)), i)
-        dk = keys.put(dk, keys.take(dk, j) + jnp.einsum("BKGTS,BTKGH->BSKH", ds, q_i,
-                                                        **f32, precision=products.precision(q_i.dtype)), j)
-        dv = keys.put(dv, keys.take(dv, j) + jnp.einsum("BKGTS,BTKGH->BSKH", p.astype(v.dtype),
-                                                        do_i, **f32, precision=products.precision(do_i.dtype)), j)
+        product = lambda eq, a, b: jnp.einsum(eq, a, b, preferred_element_type=jnp.float32,
+                                              precision=products.precision(b.dtype))
+        dq = queries.put(dq, queries.take(dq, i) + product("BKGTS,BSKH->BTKGH", ds, k_j), i)
+        dk = keys.put(dk, keys.take(dk, j) + product("BKGTS,BTKGH->BSKH", ds, q_i), j)
+        dv = keys.put(dv, keys.take(dv, j) + product("BKGTS,BTKGH->BSKH", p.astype(v.dtype), do_i), j)
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))

@@ -410,9 +410,8 @@ class Layer(nnx.Module):
         norm = lambda where: Norm(cfg, rngs, (cfg.embed_dim,),
                                   ("embed",)) if cfg.norm_placement in (where, "both") else None
         self.dropout = cfg.residual_dropout
-        self.attention_norm, self.attention, self.attention_post_norm = norm("before"), Attention(cfg, rngs,
-                                                                                                  everywhere), norm(
-                                                                                                      "after")
+        self.attention_norm, self.attention = norm("before"), Attention(cfg, rngs, everywhere)
+        self.attention_post_norm = norm("after")
         self.mlp_norm, self.mlp_post_norm = norm("before"), norm("after")
         self.mlp = MLP(cfg, rngs) if make_moe is None else None
         self.moe = None if make_moe is None else make_moe(cfg, rngs)

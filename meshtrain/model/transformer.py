@@ -133,8 +133,8 @@ class Transformer:
         """The parameters for `key`, float32 or [model].param_dtype."""
         ends_key, layers_key = jax.random.split(key)
         keys = jax.random.split(layers_key, self.cfg.num_layers)
-        return self.with_layers(self.ends.init(ends_key), [group.init(keys[first:first + group.num_layers])
-                                                           for first, group in self.numbered()])
+        groups = [group.init(keys[first:first + group.num_layers]) for first, group in self.numbered()]
+        return self.with_layers(self.ends.init(ends_key), groups)
 
     def numbered(self) -> list[tuple[int, LayerGroup]]:
         """[(number of its first layer, group)]."""

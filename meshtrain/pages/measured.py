@@ -25,9 +25,9 @@ def page(data: dict) -> str:
         found += [section._replace(heading=f"Priced: {section.heading[0].lower()}{section.heading[1:]}")
                   for section in layout.sections(data["priced"])]
     else:
-        found += [PageSection("priced", "Priced",
-                              skin.paragraph("This run directory holds no cost.json, so no price stands beside "
-                                                             "what was measured; train writes one when it starts."))]
+        found += [PageSection("priced", "Priced", skin.paragraph(
+            "This run directory holds no cost.json, so no price stands beside what was measured; train writes one when "
+            "it starts."))]
     return skin.document("what a run did", data["name"], lead(data), skin.tiles(tiles(data)), found, data)
 
 

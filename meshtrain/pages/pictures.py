@@ -260,8 +260,8 @@ def schedule(data: dict, heading: str = "") -> str:
     a standalone drawing, which also has a legend."""
     left, tall = 74, 22 if data["num_stages"] <= 16 else 13
     longest = max(part["end"] - part["begin"] for part in data["lines"])
-    scale, parts, y = (WIDTH - left - 20) / longest, [text(4, 13, heading,
-                                                           11)] if heading else [], 24.0 if heading else 4.0
+    scale, y = (WIDTH - left - 20) / longest, 24.0 if heading else 4.0
+    parts = [text(4, 13, heading, 11)] if heading else []
     for part in data["lines"]:
         if part["heading"]:
             parts += [text(left, y + 10, part["heading"], 11, kind="soft")]

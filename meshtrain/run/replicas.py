@@ -110,8 +110,8 @@ def _sum(shard):
     words = words.astype(jnp.uint32)
     place, stride = jnp.zeros((), jnp.uint32), 2
     for dim in reversed(range(words.ndim)):
-        place, stride = place + jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, words.shape,
-                                                                                      dim), stride * words.shape[dim]
+        place += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+        stride *= words.shape[dim]
     return jnp.sum(words * (place + 1), dtype=jnp.uint32)
 
 

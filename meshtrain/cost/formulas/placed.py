@@ -318,8 +318,8 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
         for key, n in _moves(layout, info, beyond, whole, depth, uses, tokens - lies["grads"] - in_use, once):
             travel[key] += n
         # Of layers that repeat with a period the matrices of one: they differ in what they attend to alone.
-        if info.role == "matrix" and "expert" not in info.axes and equal.setdefault(info.path[-3:],
-                                                                                    info.path) == info.path:
+        first = equal.setdefault("router" if info.role == "router" else info.path[-3:], info.path) == info.path
+        if info.role == "matrix" and "expert" not in info.axes and first:
             into, out = info.matrix_dims
             key = info.path[:-2], tuple(info.axes[d] for d in into)
             row = _ordered(frozenset().union(*(local.uses(info.axes[d]) for d in into)))
@@ -327,7 +327,7 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
             products[key] = Product(local.size(info, into), n + local.size(info, out), row, outward,
                                     outward and key[1] == ("mlp",),
                                     info.trainable, layers_with[info.path[-3:]] / cfg.num_layers)
-        elif info.role == "router" and equal.setdefault("router", info.path) == info.path:
+        elif info.role == "router" and first:
             products["router"] = Product(*info.shape[-2:], trained=info.trainable, router=True,
                                          share=1 - cfg.first_dense_layers / cfg.num_layers)
         elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):

@@ -264,8 +264,8 @@ def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[fl
     k, n, dtype = found.sizes.embed_dim, found.sizes.width, placed.cfg.compute_dtype
 
     def one_s(outer: bool) -> float:
-        moved = found.sizes.itemsize * found.rows.executed * (k + n) + (4 if outer else
-                                                                        found.sizes.itemsize) * found.sizes.matrix
+        size = found.sizes.itemsize
+        moved = size * found.rows.executed * (k + n) + (4 if outer else size) * found.sizes.matrix
         kernel = rates.GroupedMatmul(found.rows.executed, found.sizes.num_experts, k, n, dtype, outer)
         return max(rated.grouped_s(kernel), rated.stream_s(moved))
     products = (found.share * times * one_s(outer) for times, outer in zip(found.products, (False, False, True)))
@@ -280,8 +280,8 @@ def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
     width = footprint.kept_width(placed, dataclasses.replace(options, remat=remat))
     kept = placed.itemsize * placed.tokens(options) * width
     sliced = 0 if placed.by_layer else 2 * placed.itemsize * placed.layer.used
-    return sliced + 2 * kept, sliced + 2 * kept, 12 * (placed.held.grads
-                                                       - placed.held.ends_grads) / placed.cfg.num_layers
+    grads = (placed.held.grads - placed.held.ends_grads) / placed.cfg.num_layers
+    return sliced + 2 * kept, sliced + 2 * kept, 12 * grads
 
 
 def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:

@@ -218,9 +218,8 @@ class TokenStream:
                 low = first + chunk * chunk_length
                 here = chunks == chunk
                 epochs[here] = -1   # done; `numbers` changes below
-                numbers[here] = low + bijection(numbers[here] - low, min(chunk_length, after - low),
-                                                self.seed, self.number, 2,
-                                                grid.base + low * grid.seq_len)
+                numbers[here] = low + bijection(numbers[here] - low, min(chunk_length, after - low), self.seed,
+                                                self.number, 2, grid.base + low * grid.seq_len)
         return grid.base + numbers * grid.seq_len + offsets
 
     def _sequences(self, grid: Grid, epoch: int) -> tuple[int, int]:

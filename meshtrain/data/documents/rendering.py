@@ -161,10 +161,9 @@ class Reading:
 
     def render(self, renderer: Renderer, tools, wants_answer: bool) -> str:
         pieces = []
-        for piece in renderer.resumable.generate(messages=Turns(self, 0), tools=tools,
-                                                 documents=None, add_generation_prompt=wants_answer,
-                                                 **renderer.tokens, _each=self.each,
-                                                 _begin=self.begin, _skipped=self.turns_skipped):
+        for piece in renderer.resumable.generate(
+                messages=Turns(self, 0), tools=tools, documents=None, add_generation_prompt=wants_answer,
+                **renderer.tokens, _each=self.each, _begin=self.begin, _skipped=self.turns_skipped):
             pieces.append(piece)
             self.length += len(piece)
         if not self.begins:

@@ -55,9 +55,8 @@ class SortedAssignments:
         key = jnp.where((local >= 0) & (local < e), local, e)
         order = sorted_by(key, e)
         # A scatter turns the order round: it writes every place once.
-        self.place_AK = jnp.zeros(A * K, jnp.int32).at[order].set(jnp.arange(A * K, dtype=jnp.int32),
-                                                                  unique_indices=True
-                                                                   ).reshape(A, K)
+        numbers = jnp.arange(A * K, dtype=jnp.int32)
+        self.place_AK = jnp.zeros(A * K, jnp.int32).at[order].set(numbers, unique_indices=True).reshape(A, K)
         self.order, self.sizes = order, jnp.sum(key[:, None] == jnp.arange(e), 0, dtype=jnp.int32)
         most = A * min(K, e)
         # A few tokens may all choose the same experts: not a round for each of one token's.
