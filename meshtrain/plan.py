@@ -145,8 +145,8 @@ def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search
     answer = search.search(question)
     if not answer.tried:
         fixed = " ".join(f"--{axis} {options[axis]}" for axis in AXES if axis in options)
-        none = (f"{fixed}: no mesh of {num_gpus} GPUs has the sizes that are fixed; their product must divide the number "
-                f"of GPUs, and heads and layers must allow them")
+        none = (f"{fixed}: no mesh of {num_gpus} GPUs has the sizes that are fixed; their product must divide the "
+                f"number of GPUs, and heads and layers must allow them")
         raise ConfigError(*(answer.faults[:5] or [none]))
     return question, answer
 
