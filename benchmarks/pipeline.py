@@ -131,7 +131,7 @@ def contestant(name: str, made, f, args, table_flops: float | None = None) -> Co
         compile_cpu_s = min(compile_cpu_s, time.process_time() - cpu)
     program = audit.read(step.as_text(), made.mesh).require_known()
     assert not program.broken_permutes
-    share = 1.0 if name == BASELINE else taken(made.program.schedule)
+    share = 1.0 if name == BASELINE else taken(made.choice.schedule)
     flops = sum(dot.flops * (share if dot.in_branch else 1) for dot in program.dots)
     return Contestant(name, made.run.training.remat, step, args, compile_s, compile_cpu_s,
                       step.memory_analysis().temp_size_in_bytes, flops, table_flops)
@@ -158,7 +158,7 @@ def head_flops(run) -> int:
 
 def table_flops(made, forward: float, backward: float) -> float:
     """FLOPs that the schedule implies for a device; forward, backward: those of a layer for one microbatch."""
-    run, schedule, layout = made.run, made.program.schedule, made.layout
+    run, schedule, layout = made.run, made.choice.schedule, made.layout
     executed, depth = schedule.executed, run.model.num_layers // (schedule.num_stages * schedule.num_chunks)
     weight = 2 * tokens_of(run) * sum(i.size for i in made.model.parameters()
                                       if i.role == "matrix") / run.model.num_layers

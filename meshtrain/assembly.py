@@ -30,30 +30,26 @@ from meshtrain.training import accumulate, state, step
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Design:
-    """A run as far as it can be put together without devices, all checked. choice: None where there are no stages."""
+    """A run as far as it can be put together without devices, all checked."""
+    run: Run
+    mesh_spec: MeshSpec
     layout: Layout
     model: transformer.Transformer
     attend: Callable
-    choice: simulate.Choice | None
-    notes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Assembly:
-    """A run put together; nothing is compiled or initialized yet. `notes`: what the user should be told once."""
-    run: Run
-    mesh_spec: MeshSpec
-    mesh: jax.sharding.Mesh
-    layout: Layout
-    model: transformer.Transformer
-    program: step.Program
-    choice: simulate.Choice | None
-    notes: tuple[str, ...]
+    choice: simulate.Choice | None      # the pipeline's schedule; None without stages
+    notes: tuple[str, ...]              # what the user should be told once
 
     @functools.cached_property
     def placed(self) -> Placed:
         """The same as the formulas of cost see it."""
         return place(self.model.parameters(), self.run.model, self.layout, self.mesh_spec)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Assembly(Design):
+    """A design on devices; nothing is compiled or initialized yet."""
+    mesh: jax.sharding.Mesh
+    program: step.Program
 
     @property
     def state_shapes(self) -> state.State:
@@ -68,15 +64,10 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     if gpu is None:
         _check_float8(run, device.platform, device.device_kind, None, getattr(device, "compute_capability", None))
     made = design(run, mesh_spec, device.platform, gpu)
-    layout, model, choice = made.layout, made.model, made.choice
-    mesh = mesh_spec.build(devices)
-    spec = state.describe(model, run.optimizer, run.training.steps, layout, mesh, run.experts.bias_rate,
-                          run.experts.bias_rule)
-    order = attention.token_order(run, mesh_spec.sizes)
+    mesh, schedule = mesh_spec.build(devices), made.choice and made.choice.schedule
+    spec = accumulate.step_spec(run, made.model, made.layout, mesh, made.attend, schedule)
     share = {} if device.platform == "cpu" else {"memory_share": hardware.memory_share()}
-    whole = accumulate.step_spec(run, model, layout, mesh, made.attend, spec, staged=choice is not None)
-    program = step.build(whole, choice and choice.schedule, order, **share)
-    return Assembly(run, mesh_spec, mesh, layout, model, program, choice, made.notes)
+    return Assembly(**vars(made), mesh=mesh, program=step.build(spec, **share))
 
 
 def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None) -> Design:
@@ -105,7 +96,7 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
     for axis, section in (("stage", run.pipeline), ("context", run.context)):
         if sizes[axis] == 1 and section != type(section)():
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
-    return Design(layout, model, attend, choice,
+    return Design(run, mesh_spec, layout, model, attend, choice,
                   tuple(filter(None, [note, dispatch.note(run, layout), *notes, *config.notes(run)])))
 
 

@@ -46,7 +46,7 @@ class Loaded:
     def logits(self, tokens_BT, documents: int = 1) -> np.ndarray:
         """[B, T·documents, V] of rows that hold each sequence so many times, as documents of their own."""
         made, length = self.made, tokens_BT.shape[1] * documents
-        order = np.arange(length) if made.program.order is None else made.program.order
+        order = np.arange(length) if made.program.step.order is None else made.program.step.order
         tokens = np.resize(np.tile(tokens_BT, documents), (B, length))
         index = np.tile(np.arange(length), (B, 1))
         batch = {"tokens": tokens, "positions": index % tokens_BT.shape[1], "index": index,

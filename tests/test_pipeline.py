@@ -311,7 +311,7 @@ def test_pipeline_is_assembled_the_same_with_a_mesh_in_force():
 def test_auto_takes_the_schedule_with_the_least_modelled_bubble_and_says_so():
     made = assembled("ddp", dict(stage=4), schedule="auto")
     assert len(made.notes) == 1 and made.notes[0].startswith("pipeline: interleaved_zero_bubble of 2 chunks")
-    assert made.program.schedule.num_chunks == 2
+    assert made.choice.schedule.num_chunks == 2
 
 
 @pytest.mark.parametrize("params, parts", [

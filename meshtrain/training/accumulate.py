@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.model import float8, params, transformer
@@ -22,13 +23,14 @@ from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import AUX_LOSS
+from meshtrain.parallel.context import attention
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import layer_vjp
+from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import by_gloo
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import objective
-from meshtrain.training.state import StateSpec
+from meshtrain.training import objective, state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,10 +45,12 @@ class StepSpec:
     model: Transformer
     layout: Layout
     mesh: jax.sharding.Mesh
-    state: StateSpec
+    state: state.StateSpec
     ex: Execution
     deferred_axes: tuple[str, ...]
     batch: dict
+    schedule: Schedule | None       # the pipeline's; None without stages
+    order: np.ndarray | None        # which token stands at each place of a sequence; None: as they come
 
     @property
     def objective(self):
@@ -60,17 +64,16 @@ class Normalizers(NamedTuple):
     tokens: jax.Array
 
 
-def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, state: StateSpec,
-              staged: bool) -> StepSpec:
-    """staged: whether the layers are pipelined. A pipeline sums gradients after its loop whatever [grads] says, which
-    then describes where they are placed afterwards."""
+def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, schedule: Schedule | None) -> StepSpec:
+    """A pipeline sums gradients after its loop whatever [grads] says, which then describes where they are placed
+    afterwards."""
     training, data = run.training, run.data
-    deferred = layout.batch_axes if staged else layout.deferred_axes(info.axes for info in model.parameters())
+    deferred = layout.batch_axes if schedule else layout.deferred_axes(info.axes for info in model.parameters())
     replicas = layout.num_shards(deferred)
     platform = mesh.devices.flat[0].platform
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
-                   in_order=not staged and by_gloo(mesh), experts=dispatch.choose(run, layout, platform))
+                   in_order=not schedule and by_gloo(mesh), experts=dispatch.choose(run, layout, platform))
 
     def placed(dims: int) -> NamedSharding:
         logical = ("batch", "seq")[:1 + dims]
@@ -80,7 +83,10 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, s
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims,
                                         dtype, sharding=placed(dims))
              for name, (dims, dtype) in objective.of_run(training).fields.items()}
-    return StepSpec(run, model, layout, mesh, state, ex, deferred, batch)
+    held = state.describe(model, run.optimizer, training.steps, layout, mesh, run.experts.bias_rate,
+                          run.experts.bias_rule)
+    return StepSpec(run, model, layout, mesh, held, ex, deferred, batch, schedule,
+                    attention.token_order(run, layout.sizes))
 
 
 def scanned(step: StepSpec):

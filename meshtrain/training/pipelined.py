@@ -19,7 +19,6 @@ from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import without_layers
 from meshtrain.names import AUX_LOSS, LAYERS, NO_TARGET
 from meshtrain.parallel.pipeline import pipeline, stages
-from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED
 from meshtrain.training import objective
@@ -28,10 +27,10 @@ from meshtrain.training.accumulate import StepSpec, reduce_deferred
 _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
 
 
-def pipelined(step: StepSpec, schedule: Schedule):
+def pipelined(step: StepSpec):
     """(`gradients`, `evaluate`) as those of `accumulate.scanned`; evaluation is without chunks, whatever the
     schedule."""
-    model, layout, num_stages = step.model, step.layout, schedule.num_stages
+    model, layout, schedule, num_stages = step.model, step.layout, step.schedule, step.schedule.num_stages
     functions = _functions(step, num_stages * schedule.num_chunks)
     ends_axes, layers_axes = without_layers(step.state.trained_axes), step.state.trained_axes[LAYERS]
     others = tuple(a for a in layout.sizes if a != pipeline.STAGE)

@@ -16,7 +16,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.model import float8, moe, params
-from meshtrain.parallel.pipeline import schedules
 from meshtrain.training import accumulate, pipelined
 from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State
@@ -115,8 +114,6 @@ class Program:
     preferred: Callable | None
     step: accumulate.StepSpec
     compiler_options: dict
-    schedule: schedules.Schedule | None  # the pipeline's schedule; None without stages
-    order: np.ndarray | None       # which token stands at each place of a sequence; None: as they come
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
@@ -128,8 +125,8 @@ class Program:
 
     def place(self, rows: dict) -> dict:
         """This process's rows [len(self.rows), …] of a step as its part of the arrays in the layout of `batch`."""
-        if self.order is not None:
-            rows = {name: x[:, self.order] if x.ndim > 1 else x for name, x in rows.items()}
+        if (order := self.step.order) is not None:
+            rows = {name: x[:, order] if x.ndim > 1 else x for name, x in rows.items()}
 
         def put(name, abstract):
             if jax.process_count() == 1:
@@ -163,15 +160,13 @@ def dropout_key(seed: int, step) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
 
 
-def build(step: accumulate.StepSpec, schedule: schedules.Schedule | None = None, order: np.ndarray | None = None,
-          memory_share: float = XLA_MEMORY_SHARE) -> Program:
-    """schedule: the pipeline's where mesh.stage is larger than 1. order: how tokens lie in a sequence that is split.
-    memory_share: see `compiler_options`."""
+def build(step: accumulate.StepSpec, memory_share: float = XLA_MEMORY_SHARE) -> Program:
+    """memory_share: see `compiler_options`."""
     run, model, layout, mesh, spec = step.run, step.model, step.layout, step.mesh, step.state
     split = any(layout.sizes[axis] > 1 for axis in ("stage", "tensor", "context"))
     training, goal = run.training, step.objective
     roles = [info.role for info in model.parameters() if info.trainable]
-    gradients, loss_sum, *more = pipelined.pipelined(step, schedule) if schedule else accumulate.scanned(step)
+    gradients, loss_sum, *more = pipelined.pipelined(step) if step.schedule else accumulate.scanned(step)
 
     def train(state: State, batch, *loss_limit):
         key = dropout_key(run.run.seed, state.step) if accumulate.drops(run) else None
@@ -223,7 +218,6 @@ def build(step: accumulate.StepSpec, schedule: schedules.Schedule | None = None,
         if training.objective == "dpo" else None,
         step=step,
         compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat,
-                                          schedule is not None or run.model.num_experts > 0, memory_share,
+                                          step.schedule is not None or run.model.num_experts > 0, memory_share,
                                           cublas=not split and not run.model.num_experts
-                                          or step.ex.float8 is float8.BY_CUBLAS),
-        schedule=schedule, order=order)
+                                          or step.ex.float8 is float8.BY_CUBLAS))
