@@ -1,7 +1,4 @@
-"""From a run file to everything a command needs: mesh, layout, model and the jitted step.
-
-Puts the rooms together and no more: what is checked or chosen stands beside its subject.
-"""
+"""Builds everything a command needs from a run file: mesh, layout, model and the jitted step."""
 from __future__ import annotations
 
 import dataclasses
@@ -30,7 +27,7 @@ from meshtrain.training import accumulate, state, step
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Design:
-    """A run as far as it can be put together without devices, all checked."""
+    """A checked run with everything that needs no devices."""
     run: Run
     mesh_spec: MeshSpec
     layout: Layout
@@ -41,7 +38,7 @@ class Design:
 
     @functools.cached_property
     def placed(self) -> Placed:
-        """The same as the formulas of cost see it."""
+        """The run's weights and layout as the cost formulas take them."""
         return place(self.model.parameters(), self.run.model, self.layout, self.mesh_spec)
 
 
@@ -58,7 +55,7 @@ class Assembly(Design):
 
 
 def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
-    """Checks the layout and puts the rooms together. Raises: ConfigError with every fault of mesh and rules."""
+    """Raises: ConfigError with every fault of mesh and rules."""
     mesh_spec, device = MeshSpec(config.mesh_sizes(run, len(devices)), run.mesh.placement), devices[0]
     gpu = hardware.from_device_kind(device.device_kind)
     if gpu is None:
@@ -71,9 +68,9 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
 
 
 def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None) -> Design:
-    """Checks the layout and chooses what the run leaves open, the same on every process and restart.
+    """Checks the layout and makes the choices that the run leaves open, the same in every process and restart.
 
-    platform: as jax calls it. gpu: what the hardware table has of the devices. Raises: as `assemble`.
+    platform: jax's name. gpu: the devices' row of the hardware table. Raises: as `assemble`.
     """
     sizes = mesh_spec.sizes
     if gpu is not None:
@@ -102,7 +99,7 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
 
 def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer) -> tuple[
         Layout, list[str], list[str]]:
-    """(the layout that the rules give on a mesh of these sizes, what to tell of it, what is wrong with it)."""
+    """(the layout that the rules give on a mesh of these sizes, notes for the user, faults)."""
     fitted, notes = stages.fit(run, loaded, sizes, transformer.padded_vocab(run.model))
     fitted, shared = model.fit(fitted, sizes)
     layout = Layout(fitted, sizes)
@@ -123,7 +120,7 @@ def _check_float8(run: Run, platform: str, name: str, gpu: hardware.Gpu | None,
 
 
 class BrokenProgramError(RuntimeError):
-    """A compiled program would compute wrong numbers without a word."""
+    """A compiled program would silently compute wrong numbers."""
 
 
 def compile_step(made: Assembly):
@@ -145,10 +142,10 @@ def initialize(made: Assembly) -> state.State:
 
 
 def searched(mesh: jax.sharding.Mesh, name: str, executable):
-    """The executable itself, where nothing in it is known to give wrong numbers. name: for the message.
+    """Returns the executable if nothing in it is known to give wrong numbers. name: for the message.
 
-    Raises: BrokenProgramError where devices would receive zeros from a permute: a fault of XLA's on GPUs (openxla/xla
-    45218, 47083) that no CPU shows.
+    Raises: BrokenProgramError where a collective-permute would leave devices with zeros: a fault of XLA on GPUs
+    (openxla/xla 45218, 47083) that no CPU shows.
     """
     if mesh.devices.flat[0].platform != "cpu":
         if broken := audit.broken_permutes(executable.as_text(), mesh):
@@ -160,7 +157,7 @@ def searched(mesh: jax.sharding.Mesh, name: str, executable):
 
 
 def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Tensor]:
-    """Everything that the rules place, with full shapes: parameters in three rule tables, and the activations."""
+    """Every tensor that the rules shard, with full shapes: parameters in three rule tables, and the activations."""
     placed = [Tensor(table, info.name, info.shape, info.axes) for table in ("params", "grads", "optimizer")
               for info in model.parameters()]
     return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len,
@@ -181,8 +178,8 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) 
 
 
 def _stage_costs(run: Run, placed: Placed, gpu) -> Callable[[Schedule], simulate.Costs]:
-    """What a stage's ops cost under each schedule. assumption: where the speed of the devices is not known, they relate
-    as on an H100, and what only memory and links take costs nothing."""
+    """Costs of a stage's ops under each schedule. assumption: where the devices' speed is unknown, ops relate as on an
+    H100, and memory-bound ops and links cost nothing."""
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     gpu = gpu if known else hardware.get("h100")
     rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name))

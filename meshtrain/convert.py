@@ -63,7 +63,7 @@ def _convert(asked: config.Arguments) -> None:
 
 
 def _table(directory: Path) -> str:
-    """The section [model] of a folder. Raises: ConfigError with every fault of it."""
+    """The [model] section of a folder. Raises: ConfigError with every fault of it."""
     if not folder.is_one(directory) and os.path.isdir(directory / "checkpoints"):
         raise ConfigError(f"{directory} is a run's directory; name the model folder that its weights are to be written "
                           f"to, too: python -m meshtrain.convert {directory} OUT")
@@ -80,7 +80,7 @@ def _table(directory: Path) -> str:
 
 
 def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dtype: str, shard_bytes: int) -> str:
-    """Writes `out`, one parameter in memory at a time; what is to be said of it."""
+    """Writes `out`, one parameter in memory at a time; returns the summary to print."""
     saved = resume.source(run_dir, step, str(run_dir), "--step ")
     with config.user_errors():
         shape = config.Model(**saved.run["model"])
@@ -103,7 +103,7 @@ def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dt
 
 
 def _export_adapters(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dtype: str) -> str:
-    """Writes `out`, as `_export`."""
+    """Writes the adapters to `out`, as `_export` does."""
     saved = resume.source(run_dir, step, str(run_dir), "--step ")
     section = adapters.section(saved)
     with config.user_errors():
@@ -126,7 +126,7 @@ def _export_adapters(found: Sequence[jax.Device], run_dir: Path, out: Path, step
 
 
 def _spread(shape: tuple[int, ...], num_shards: int) -> P:
-    """An equal share of a parameter on every device, where any dim divides."""
+    """A sharding that gives every device an equal share of a parameter, where any dim divides."""
     dims = [dim for dim in reversed(range(len(shape))) if shape[dim] % num_shards == 0]
     return P(*[None] * dims[0], "all") if dims else P()
 

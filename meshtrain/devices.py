@@ -1,4 +1,4 @@
-"""Starts the jax backend: the only place that sets flags and the environment's variables, by two tables."""
+"""Starts the jax backend. The only place that sets XLA flags and environment variables, by two tables."""
 from __future__ import annotations
 
 import contextlib
@@ -55,7 +55,7 @@ SIMULATED = (
 
 
 def memory_bytes(found: Sequence[jax.Device]) -> int:
-    """What these devices of this process may fill together; of CPU devices the machine's memory, which they share."""
+    """Memory available to these devices of this process; simulated CPU devices share the machine's."""
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in found]
     return sum(limits) if all(limits) else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -109,12 +109,10 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
 
 
 def _keep_programs(directory: str, trims: bool) -> None:
-    """Sets the directory of compiled programs. trims: removes those that were used least recently, beyond
-    KEPT_PROGRAM_BYTES.
+    """Sets the compilation cache directory. trims: removes the least recently used programs beyond KEPT_PROGRAM_BYTES.
 
-    jax's own limit, where JAX_COMPILATION_CACHE_MAX_SIZE sets one, goes before; it is no default, as it takes a lock
-    for each program, which thousands of processes on one NFS wait for, and fails in a directory that was begun without
-    it.
+    JAX_COMPILATION_CACHE_MAX_SIZE, if set, replaces this limit. It is no default: it takes a lock per program, for
+    which thousands of processes on one NFS wait, and fails in a directory that was begun without it.
     """
     place = Path(os.path.expanduser(directory))
     if not directory or str(place).startswith("~"):     # no home, in a container that runs as a number
@@ -133,9 +131,10 @@ def _keep_programs(directory: str, trims: bool) -> None:
 
 
 def prepare_gpus(environ: MutableMapping[str, str]) -> None:
-    """Sets what ON_GPUS has and the user has not. A flag only where XLA has it: it aborts at one that it does not know.
+    """Sets the flags and variables of ON_GPUS that the user has not set; a flag only where XLA knows it, because it
+    aborts at an unknown one.
 
-    Raises: ConfigError for a share of memory that is none.
+    Raises: ConfigError for an invalid memory share.
     """
     with user_errors():
         hardware.memory_share(environ)
@@ -144,7 +143,7 @@ def prepare_gpus(environ: MutableMapping[str, str]) -> None:
 
 
 def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
-    """Raises: ConfigError that names the flags in XLA_FLAGS at which XLA would abort: those of another version."""
+    """Raises: ConfigError that names the flags in XLA_FLAGS at which this version of XLA would abort."""
     text = environ.get("XLA_FLAGS", "")
     if not text.lstrip().startswith("-"):       # else it names a file of flags
         return
@@ -159,11 +158,9 @@ def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
 
 
 def known_flags(names: Sequence[str], libraries: Sequence[Path] | None = None) -> set[str]:
-    """Those of these flags that stand in each of XLA's libraries here, jaxlib's and the GPU plugin's: both read
-    XLA_FLAGS.
+    """Those of these flags that each XLA library here knows (jaxlib and the GPU plugin, which both read XLA_FLAGS).
 
-    XLA itself cannot be asked: it reads its flags once, and then they are what they are. The libraries' bytes are
-    searched for the names, which takes 0.3 s.
+    XLA reads its flags once and cannot be asked, so the libraries' bytes are searched for the names, in 0.3 s.
     """
     libraries = _xla_libraries() if libraries is None else libraries
     known = set(names) if libraries else set()
@@ -194,7 +191,7 @@ def _set(environ: MutableMapping[str, str], settings: Sequence[Setting]) -> None
 
 
 def gpus_expected() -> bool:
-    """Whether jax will find GPUs, told without starting it: a plugin, a device node and nothing that forbids it."""
+    """Whether jax will find GPUs, without starting it: a plugin, a device node, and nothing that forbids it."""
     if os.environ.get("JAX_PLATFORMS", "cuda") not in ("", "cuda", "gpu", "cuda,cpu", "rocm"):
         return False
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
@@ -205,7 +202,7 @@ def gpus_expected() -> bool:
 
 
 def on_gpus(run: Run, num_gpus: int) -> Run:
-    """The quickstart where there are GPUs: all on fsdp, as many as divide the model's width and the batch."""
+    """The quickstart on GPUs: all on fsdp, as many as divide the model's width and the batch."""
     sequences = run.data.global_batch // run.training.microbatches
     n = max(n for n in range(1, num_gpus + 1) if run.model.embed_dim % n == 0 and sequences % n == 0)
     if n < num_gpus and jax.process_count() > 1:

@@ -1,9 +1,9 @@
-"""A run on fewer devices than it was laid out for: the same batches in more microbatches, so that no device holds more
-of them.
+"""Runs on fewer devices than planned: the same batches in more microbatches, so that activations per device do not
+grow.
 
-mesh.full_devices says for how many devices training.microbatches is meant. The mesh's axis of -1 takes those that are
-there, and each device works through more microbatches of as many sequences as before. What fsdp shards is shared by
-fewer: that part of the memory of a device grows.
+mesh.full_devices is the number of devices that training.microbatches is meant for. The mesh axis of size -1 takes the
+devices present, and each runs more microbatches of as many sequences as before. fsdp's shards grow as devices become
+fewer.
 """
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from meshtrain.sharding.rules import Layout
 
 
 def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
-    """(the run as it is on these devices, with mesh.full_devices done; what to tell, empty where nothing changes).
+    """(the run adapted to these devices, mesh.full_devices resolved; a note for the user, empty where nothing changes).
 
-    Raises: ConfigError where its batch cannot be split over so few.
+    Raises: ConfigError where the batch cannot be split over so few.
     """
     full = run.mesh.full_devices
     plain = run.replaced(mesh={"full_devices": 0})
@@ -51,7 +51,7 @@ def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
 
 
 def check(run: Run, num_devices: int) -> None:
-    """Starts no backend. Raises: ConfigError where the run cannot be laid out on so many devices."""
+    """Raises: ConfigError where the run has no layout on this number of devices. Starts no backend."""
     run, _ = fitted(run, num_devices)
     with config.user_errors():
         loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)

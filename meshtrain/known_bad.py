@@ -1,7 +1,7 @@
-"""Stacks that are known to compute wrong numbers, or to hang: versions beside which a run is refused or warned of.
+"""Versions known to compute wrong numbers or to hang: a run on them is refused or warned of.
 
-One table, and a row is one line of data with its source. Where a row's facts do not hold, nothing is looked up or said.
-Wrong numbers are refused; what only costs time, because a watchdog ends it, is told. This module starts nothing.
+One table; each row has its source. Rows whose facts do not hold are skipped without a lookup. Wrong numbers are
+refused; a hang, which a watchdog ends, is warned of.
 """
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ GPUS, PROCESSES, MOSAIC = "GPUs", "several processes", 'model.attention="mosaic"
 
 @dataclasses.dataclass(frozen=True)
 class KnownBad:
-    """component: of FINDERS. bad: its versions, as pip writes them. facts: that must all hold; a machine is one, as
-    `platform.machine` names it. wrong: whether numbers are, and the run is refused."""
+    """component: of FINDERS. bad: its versions, in pip's syntax. facts: all must hold; a machine is one, as
+    `platform.machine` names it. wrong: it computes wrong numbers, so the run is refused."""
     component: str
     bad: str
     facts: frozenset[str]
@@ -50,15 +50,15 @@ TABLE = (
 
 
 def facts_of(run: Run, num_processes: int) -> frozenset[str]:
-    """Of a process that finds GPUs."""
+    """Facts of a process that finds GPUs."""
     several = {PROCESSES} if num_processes > 1 else set()
     return frozenset({GPUS, platform.machine(), f'model.attention="{run.model.attention}"'} | several)
 
 
 def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[str]:
-    """What to warn of. version: component -> its version, empty where it is not found; by default what is installed.
+    """Returns the warnings. version: component -> its version, empty if absent; by default what is installed.
 
-    Raises: ConfigError for what computes wrong numbers.
+    Raises: ConfigError for versions that compute wrong numbers.
     """
     version, wrong, warnings = version or installed, [], []
     for row in TABLE:
@@ -71,7 +71,7 @@ def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[
 
 
 def installed(component: str) -> str:
-    """Its version here; empty where there is none."""
+    """The component's installed version; empty if absent."""
     return FINDERS[component](os.environ)
 
 
@@ -101,7 +101,7 @@ def _of_package(*names: str) -> str:
 
 
 def _nccl(environ: Mapping[str, str]) -> str:
-    """The library of LD_LIBRARY_PATH, which is loaded before that of the wheel."""
+    """Of the library in LD_LIBRARY_PATH, which is loaded before the wheel's."""
     for folder in filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")):
         library = Path(folder) / "libnccl.so.2"
         if library.exists():
@@ -112,7 +112,7 @@ def _nccl(environ: Mapping[str, str]) -> str:
 
 
 def _ptxas(environ: Mapping[str, str]) -> str:
-    """Of the one that XLA takes: of PATH, of the toolkit, of the wheel."""
+    """Of the one that XLA uses: from PATH, the toolkit, or the wheel."""
     places = [shutil.which("ptxas", path=environ.get("PATH")), "/usr/local/cuda/bin/ptxas"]
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():

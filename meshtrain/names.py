@@ -1,4 +1,4 @@
-"""Names that several rooms share, each written once: mesh axes, roles of parameters, the target that is none."""
+"""Names shared by several rooms: mesh axes, roles of parameters, special ids."""
 
 AXES = ("data", "fsdp", "tensor", "stage", "context")               # of the mesh
 PLACEMENT = ("stage", "data", "fsdp", "context", "tensor")          # their order from the slowest link to the fastest

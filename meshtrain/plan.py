@@ -119,8 +119,8 @@ def _plan(options: config.Arguments) -> None:
 
 def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], length: told.Length, compiled: list[dict],
             stands: gap.Behind | None) -> dict:
-    """What `--json` prints: of one number of GPUs the best plans and what nearly fits, of several the best plan of
-    each."""
+    """The output of `--json`: for one number of GPUs the best plans and near misses, for several the best plan of each.
+    """
     (question, answer), several = answers[0], len(answers) > 1
     of_each = [(q, plan) for q, a in answers for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
     found = [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
@@ -155,7 +155,7 @@ def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search
 
 
 def asked(options: config.Arguments) -> Run:
-    """The run file that is asked about, with nothing laid out yet."""
+    """The run file to plan for, without a layout."""
     given = {"training.microbatches": 1, "pipeline.schedule": "auto", "pipeline.chunks": 1, "mesh.simulated_devices": 0,
              "mesh.full_devices": 0}
     given |= {f"mesh.{axis}": 1 for axis in AXES} | {"sharding.rules": "sharding_rules/ddp.toml"}
@@ -250,8 +250,8 @@ def laid_out(run: Run, plan: search.Plan) -> Run:
 
 
 def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
-    """What the program of a plan holds [bytes of a GPU], sends [bytes of a GPU and step, by mesh axes] and takes by the
-    roofline [s]. Raises: ConfigError where nothing can be compiled for these GPUs here."""
+    """Compiles a plan's program: what it holds [bytes per GPU], sends [bytes per GPU and step, by mesh axes] and takes
+    by the roofline [s]. Raises: ConfigError where nothing can be compiled for these GPUs here."""
     gpu, given = question.rated.gpu, question.rated.assumed.given
     with config.user_errors(), say.without_noise():
         devices = gpu_compile.topology(f"{gpu.name}:{question.num_gpus}")
@@ -266,7 +266,7 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
 
 
 def run_file(run: Run, plan: search.Plan, path: str) -> str:
-    """The text of the run file of a plan, which needs no preset. path: where it will stand."""
+    """The text of a plan's run file, which needs no preset. path: where it will be written."""
     _, *lines = config.dump(laid_out(run, plan)).splitlines()
     return "\n".join([f"# python -m meshtrain.train {shlex.quote(path)}", *lines]) + "\n"
 

@@ -51,7 +51,7 @@ def _report(asked: config.Arguments) -> None:
 
 
 def _with_a_known_price(told: dict) -> dict:
-    """Without the price of another version of meshtrain, whose parts have other names."""
+    """Drops a predicted cost written by another version of meshtrain, whose parts have other names."""
     try:
         pages.page(told)
         return told

@@ -1,7 +1,7 @@
 """The files that come with meshtrain: run files, model shapes and rule files.
 
-They lie beside the package in a checkout and inside it once it is installed (setup.py maps them). A path of the user's
-means the current directory first, so that a file of one's own may carry the name of a shipped one.
+They lie beside the package in a checkout and inside it once installed (setup.py maps them). A path given by the user is
+looked up in the current directory first, so a user's file may have the name of a shipped one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def shipped(path: str | Path) -> Path:
 
 
 def found(path: str | Path) -> str | Path:
-    """`path` from here, or the shipped file of that name where there is none here."""
+    """`path` from the current directory, or else the shipped file of that name."""
     return shipped(path) if not os.path.exists(path) and os.path.isfile(shipped(path)) else path
 
 

@@ -1,5 +1,5 @@
-"""Conversations with a trained model: prompts by the template of its folder, and what the template writes behind an
-answer ends one."""
+"""Chat with a trained model: prompts by the chat template of its folder, and the stop tokens or strings of its answers.
+"""
 from __future__ import annotations
 
 import dataclasses
@@ -16,18 +16,18 @@ PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 @dataclasses.dataclass(frozen=True)
 class Talk:
-    """A template, and the token or the text that ends an answer."""
+    """A chat template with its stop tokens and stop strings."""
     template: chat.Template
     stop_ids: tuple[int, ...]
     stops: tuple[str, ...]
 
     def prompt(self, messages: Sequence[dict]) -> list[int]:
-        """The ids of a conversation up to where the model is to answer. Raises: ValueError."""
+        """The ids of a conversation up to where the model answers. Raises: ValueError."""
         return chat.prompt(self.template, messages).tolist()
 
 
 def open_talk(found: trained.Trained) -> Talk:
-    """Raises: ConfigError where there is no tokenizer or no template."""
+    """Raises: ConfigError without a tokenizer or a template."""
     text = found.text()
     if text is None:
         raise ConfigError(f"--chat needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path "
@@ -39,7 +39,7 @@ def open_talk(found: trained.Trained) -> Talk:
 
 
 def _reader(found: trained.Trained, text: trained.Text) -> tokenizer.Tokenizer:
-    """The tokenizer as data has it. Raises: ValueError."""
+    """The tokenizer as `data` opens it. Raises: ValueError."""
     if not isinstance(text.of, tokenizer.Published):
         return text.of
     ids = [one for one in (found.separator(), *found.stop_ids()) if one is not None]
@@ -48,8 +48,8 @@ def _reader(found: trained.Trained, text: trained.Text) -> tokenizer.Tokenizer:
 
 
 def _endings(template: chat.Template) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(tokens, texts) that end an answer: the first special token behind it and the one that the tokenizer's config
-    calls eos_token; where ids are bytes, what is written behind it."""
+    """(stop tokens, stop strings): the first special token after an answer and the tokenizer's eos_token; for byte
+    tokenizers the text that the template writes after an answer."""
     prompt = chat.prompt(template, PROBE[:1]).tolist()
     (whole,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])], learn_all=True)
     ids = np.asarray(whole.ids).tolist()

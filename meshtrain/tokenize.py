@@ -78,8 +78,7 @@ def _sum_up(source: sources.Source | None) -> str:
 
 
 def _listen() -> list[int]:
-    """The signals that asked for a stop, as they come. The first is noted, and heard between two batches; the second is
-    obeyed at once."""
+    """Installs signal handlers for stop requests. The first is handled between two batches, the second at once."""
     heard: list[int] = []
 
     def note(number: int, frame) -> None:

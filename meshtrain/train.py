@@ -1,4 +1,4 @@
-"""python -m meshtrain.train [RUN.toml] [--section.key value …]: trains, and says what and where.
+"""python -m meshtrain.train [RUN.toml] [--section.key value …]: trains a model.
 
 Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request, state saved · 1 anything else.
 """
@@ -134,7 +134,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
 
 
 def _check_memory(made: assembly.Assembly) -> None:
-    """Raises: ConfigError where the state alone is more than this machine's memory, which simulated devices share."""
+    """Raises: ConfigError where the state alone exceeds this machine's memory, which simulated devices share."""
     local = jax.local_devices()
     if local[0].platform != "cpu":
         return
@@ -156,14 +156,13 @@ def _fail(code: int, message: str, error: Exception) -> int:
 
 
 def _wait_for_stop(error: Exception) -> None:
-    """Where a peer has gone, perhaps because it was told to stop, this process is about to hear it, too: that ends
-    it."""
+    """A peer is gone, perhaps because it was asked to stop: waits for the signal that would stop this process, too."""
     if jax.distributed.is_initialized() and not getattr(error, "agreed", False):
         time.sleep(PEERS_STOP_S)
 
 
 def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tuple[Sequence[jax.Device], Run]:
-    """The devices to run on. Without a run file or a mesh, the quickstart moves from simulated devices to real GPUs."""
+    """The devices to run on. Without a run file or a mesh, the quickstart uses GPUs where there are any."""
     if not config.names_mesh(argv) and devices.gpus_expected():
         run = run.replaced(mesh={"simulated_devices": 0})
         found = devices.start(run, cluster)
@@ -177,8 +176,8 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
 
 @dataclasses.dataclass(eq=False)
 class _Session:
-    """One start of the command in its run.dir, which it has locked: what is opened and compiled before training begins,
-    each as soon as it is. made: its evaluation is compiled where there is any. step: the compiled training step."""
+    """One start of the command in its locked run.dir: everything opened and compiled before training begins. made: with
+    its evaluation compiled, if there is any. step: the compiled training step."""
     made: assembly.Assembly
     directory: Path
     checkpoints: Checkpoints
@@ -198,7 +197,7 @@ class _Session:
 
 
 def _train(session: _Session, start: resume.Start) -> int:
-    """Trains from `start` to the end, back before loss spikes where the run asks for it. Returns the exit code."""
+    """Trains from `start` to the end, with rollbacks of loss spikes if configured. Returns the exit code."""
     run, account = session.run, session.attempt.account
     given, batches = _open(session, start)
     began = time.perf_counter()
@@ -237,8 +236,8 @@ def _train(session: _Session, start: resume.Start) -> int:
 
 
 def _open(session: _Session, start: resume.Start):
-    """Opens the corpus, tokenized where it is not yet. Returns (the model folder that a fresh run starts from, None
-    without one; the batches from `start` on)."""
+    """Opens the corpus, tokenizing it if needed. Returns (the model folder that a new run starts from, or None; the
+    batches from `start` on)."""
     run, made = session.run, session.made
     # tokenizing may take hours
     with session.attempt.account.to("data"), watch.phase("opening the data", watch.UNLIMITED):
@@ -256,7 +255,7 @@ def _begun(session: _Session, start: resume.Start, given) -> State:
 
 
 def _with_references(session: _Session, start: resume.Start, batches: Batches, state: State) -> Batches:
-    """The batches; of DPO with what the reference, the weights of a fresh run, prefers."""
+    """The batches, for DPO with the margins of the reference model: the weights that the run starts from."""
     if session.run.training.objective != "dpo":
         return batches
     weights = None if start.saved else state.params
@@ -266,7 +265,7 @@ def _with_references(session: _Session, start: resume.Start, batches: Batches, s
 
 
 def _compile(session: _Session, batches: Batches) -> None:
-    """Compiles the step, the evaluation where there is something to validate on, and the check of replicas."""
+    """Compiles the step, the evaluation if there are held-out documents, and the check of replicas."""
     with session.attempt.account.to("compile"), watch.phase("compile", "compile"):
         if batches.validation:
             session.made = agree.everywhere(lambda: assembly.compile_evaluation(session.made))
@@ -282,7 +281,7 @@ def _evened_out(session: _Session, state: State, batches: Batches) -> State:
 
 
 def _saved(session: _Session, done: int) -> str:
-    """Waits for the last checkpoint and makes what is missing of the exports. Returns what is not made, in words."""
+    """Waits for the last checkpoint and writes missing exports. Returns a description of those that failed."""
     with session.attempt.account.to("checkpoint"), watch.phase("last checkpoint", "save"):
         session.checkpoints.wait()
         session.local.forget()
@@ -291,7 +290,7 @@ def _saved(session: _Session, done: int) -> str:
 
 
 def _ended(missing: str) -> int:
-    """The exit code of a run that has all its steps. missing: what of checkpoint.export is not made, in words."""
+    """The exit code of a run that has all its steps. missing: a description of failed exports."""
     if missing and jax.process_index() == 0:
         say.err(f"error: the run is finished, but {missing}; see to the directory and start it again: it makes what is "
                 f"missing")
@@ -299,7 +298,7 @@ def _ended(missing: str) -> int:
 
 
 def _replicas(made: assembly.Assembly) -> Replicas | None:
-    """What checks the replicas of the state, if the run asks for it and there are any."""
+    """The check of the state's replicas, if the run asks for it and there are any."""
     every = made.run.training.check_replicas_every
     found = Replicas(made.state_shapes, made.mesh) if every else None
     if found and not found.any:
@@ -311,8 +310,8 @@ def _replicas(made: assembly.Assembly) -> Replicas | None:
 
 def _steps(session: _Session, state: State, batches: Batches, start: resume.Start, spikes: Spikes,
            stop: loop.Stop) -> tuple[State, int, float | None]:
-    """The loop from `start` on, with its hooks and writers: the state, steps taken in all, the last loss of validation.
-    Raises: LossSpike, where the run is to go back."""
+    """Runs the loop from `start` on, with its hooks and writers. Returns the state, the run's number of steps, the last
+    validation loss. Raises: LossSpike, where the run is to roll back."""
     run, made, directory, account = session.run, session.made, session.directory, session.attempt.account
     checkpoints, local = session.checkpoints, session.local
 
@@ -352,7 +351,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
 
 def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked: int,
                  why: str) -> tuple[resume.Start, State, Batches]:
-    """The newest checkpoint, which is from before the spike, and the batches from there to the spike left out."""
+    """The newest checkpoint before the spike, and the batches with those from there to the spike left out."""
     run = session.run
     if spikes.rollbacks >= MAX_ROLLBACKS:
         raise TooManyRollbacks(f"{why}, and the run has gone back before spikes {MAX_ROLLBACKS} times, which is all "
@@ -372,7 +371,7 @@ def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked:
 
 
 def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
-    """What `inspect --json` tells of the step, for `meshtrain.report` to stand beside what is measured."""
+    """Writes cost.json, the output of `inspect --json`, which `meshtrain.report` compares with measurements."""
     if jax.process_index():
         return
     try:
@@ -384,14 +383,14 @@ def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
 
 
 def _memory(made: assembly.Assembly, step) -> Callable[[], int]:
-    """() -> bytes in use on a device; where the backend does not tell, what the compiled step holds."""
+    """() -> bytes in use on a device; where the backend does not report them, those of the compiled step."""
     device = made.mesh.local_devices[0]
     compiled = memory.held_by_program(made, step)["total"]
     return lambda: (device.memory_stats() or {}).get("bytes_in_use", compiled)
 
 
 def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
-    """Model FLOPs of a step, and the peak FLOP/s of all devices together (None where the table does not know it)."""
+    """Model FLOPs of a step, and the peak FLOP/s of all devices together (None if not in the hardware table)."""
     run = made.run
     tokens = run.data.global_batch * run.data.seq_len
     gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
@@ -401,7 +400,7 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
 
 
 def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, Batches]:
-    """What the run reads, tokenized where it is not yet, and its batches, those that it has trained on behind it."""
+    """Opens the run's data, tokenized if needed, and its batches from `start` on."""
     d = run.data
     if d.source == "preferences" and run.training.objective != "dpo":
         raise ConfigError('data.source="preferences" has pairs of answers, from which training.objective="dpo" learns; '
@@ -424,7 +423,8 @@ def _batches(run: Run, corpus: sources.Corpus, start: resume.Start) -> Batches:
 
 
 def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
-    """Restored, begun from a model folder's or another run's weights, or fresh. given: as `_open` returns it."""
+    """The initial state: restored from a checkpoint, loaded from a model folder or another run, or random. given: as
+    returned by `_open`."""
     run = made.run
     if start.saved is not None:
         with config.user_errors():

@@ -1,7 +1,7 @@
-"""A trained model with its weights on a mesh of its own: of a run's directory, or of a model folder of Hugging Face's.
+"""A trained model from a run directory or a Hugging Face folder, with its weights on a mesh.
 
-`describe` finds out what it is and reads no weights; `place` puts it on devices. What a run read and wrote decides
-the tokenizer, the separator in front of a prompt and the token that ends an answer; of a folder, its own files do.
+`describe` reads everything but the weights; `place` puts those on devices. Tokenizer, separator and stop tokens come
+from the run's settings, or from the folder's own files.
 """
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ TOKENIZER = "tokenizer.json"
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Text to ids and back. encode: alone; prompt: with what stands in front of a document. of: the tokenizer
-    itself."""
+    """encode: text to ids; prompt: with the token that begins a document. of: the tokenizer itself."""
     encode: Callable[[str], list[int]]
     prompt: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
@@ -49,9 +48,9 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
-    """A model that was found. run: its shape, data and mesh. given: the keys of the command line. weights: an open
-    folder, or a checkpoint. files: the folder with config and tokenizer files of Hugging Face's; None: a run that began
-    from nothing."""
+    """A model that was found. run: its shape, data and mesh. given: keys of the command line. weights: an open folder,
+    or a checkpoint. files: the folder with config and tokenizer files in Hugging Face's format; None: a run from random
+    weights."""
     directory: Path
     run: Run
     given: frozenset[str]
@@ -63,7 +62,7 @@ class Trained:
         return isinstance(self.weights, folder.Folder)
 
     def longest(self) -> int:
-        """Most tokens of a sequence; 0 where nothing limits them. Raises: ConfigError."""
+        """Maximum tokens of a sequence; 0: no limit. Raises: ConfigError."""
         model = self.run.model
         with config.user_errors():
             said = settings.longest(self.files) if self.files else 0
@@ -88,8 +87,7 @@ class Trained:
         return Text(encode, lambda text: [reader.bos, *encode(text)], reader.decode, reader)
 
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: the end of a document, as the run wrote it, and what the folder names. Raises:
-        ConfigError."""
+        """Stop tokens: the run's end-of-document token, and those that the folder names. Raises: ConfigError."""
         with config.user_errors():
             found = settings.stop_ids(self.files) if self.files else ()
             if not self.of_folder:
@@ -102,7 +100,7 @@ class Trained:
         return found if type(found) is int and 0 <= found < self.run.model.vocab_size else None
 
     def place(self) -> LoadedModel:
-        """With its weights on the devices of [mesh]; starts the backend. Raises: ConfigError, CheckpointError."""
+        """Loads the weights onto the devices of [mesh]; starts the backend. Raises: ConfigError, CheckpointError."""
         found = devices.start(self.run)
         model = transformer.build(self.run.model)
         spec = MeshSpec(_sizes(self.run, self.given, model, len(found)), self.run.mesh.placement)
@@ -127,8 +125,8 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model on its mesh, which `jax.set_mesh` is to put in context. params: as they were read, in any layout of the
-    mesh. options: that its programs are compiled with."""
+    """A model on its mesh, which the caller puts in context by `jax.set_mesh`. params: as stored, in any layout of the
+    mesh. options: XLA options of its programs."""
     model: transformer.Transformer
     mesh: jax.sharding.Mesh
     ex: Execution
@@ -137,7 +135,7 @@ class LoadedModel:
 
     @functools.cached_property
     def read(self) -> dict:
-        """The weights as matmuls read them. Raises: assembly.BrokenProgramError."""
+        """The weights in the layout that matmuls read. Raises: assembly.BrokenProgramError."""
         read = jax.jit(lambda p: self.model.as_read(self.ex.layout, p, self.ex.dtype))
         return self.compiled("the reading of the weights", read, self.params)(self.params)
 
@@ -150,13 +148,13 @@ class LoadedModel:
         return Scorer(self.model, self.ex, self.read, self.mesh, self.compiled)
 
     def compiled(self, name: str, jitted, *args):
-        """The jitted function, compiled for these arguments, and searched as the programs of a run are."""
+        """The function compiled for these arguments, checked as the programs of a run are."""
         return assembly.searched(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
 
 
 def within(made: assembly.Assembly, weights: dict) -> LoadedModel:
-    """The model of a run on its own devices, with the weights of its state, of which no device is to hold more than it
-    did."""
+    """The model of a training run with its weights on the run's devices, none of which holds more of them than in
+    training."""
     layout = placement.within(made.model, made.layout)
     return LoadedModel(made.model, made.mesh, execution(made.run, made.model, layout, made.mesh),
                        weights, made.program.compiler_options)
@@ -174,9 +172,10 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
 
 
 def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = ()) -> Trained:
-    """What lies in a directory, with the overrides of the command line. step: of a run's checkpoints; 0: the newest.
+    """Describes the model in a directory, with overrides of the command line. step: of a run's checkpoints; 0: the
+    newest.
 
-    keys: that the command takes besides KEYS, see `config.resolve`. Raises: ConfigError.
+    keys: those that the command takes besides KEYS, see `config.resolve`. Raises: ConfigError.
     """
     allowed, path = (*KEYS, *keys), Path(directory)
     with config.user_errors():
@@ -220,8 +219,7 @@ def _resolved(tables: Mapping, words: Sequence[str], allowed: Sequence[str],
 
 
 def _sizes(run: Run, given: frozenset[str], model: transformer.Transformer, count: int) -> dict[str, int]:
-    """The mesh of the command line; without a word of it as many of the devices, all on tensor,
-    as the model can be split over."""
+    """The mesh of the command line; without one, all devices on tensor, as many as the model can be split over."""
     if not any(name.startswith("mesh.") for name in given):
         for n in range(count, 0, -1):
             sizes = {axis: n if axis == "tensor" else 1 for axis in AXES}

@@ -1,1 +1,1 @@
-"""The answer: text from trained weights."""
+"""Inference: generation and scoring with trained weights."""

@@ -1,9 +1,8 @@
-"""The forward pass with its keys and values kept: of whole prompts at once, then of one token after another.
+"""The forward pass with a KV cache: prefill of whole prompts, then one token at a time.
 
-The layers are those of training; they call `ex.attend`, and here that keeps what it is given. Rows end at the same
-place of the cache: prompts are padded on the left, padding is segment 0. A cache is, for each group of layers, (keys,
-values) of each layer of its period, [repeats, B, S, K, H], split as rows and kv_heads are; positions and windows follow
-from the places alone.
+The layers are those of training; `ex.attend` writes and reads the cache. All rows end at the same position: prompts are
+padded on the left, padding is segment 0. A cache is, for each group of layers, (keys, values) of each layer of its
+period, [repeats, B, S, K, H], sharded as rows and kv_heads; positions and windows follow from cache positions.
 """
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ MASKED = -1e30
 
 
 def prefill(model: Transformer, ex: Execution, p, batch, room: int) -> tuple[jax.Array, list]:
-    """(output of the last layer [B, T, D], the cache with room for that many tokens behind the prompts)."""
+    """(output of the last layer [B, T, D], the cache with space for `room` tokens after the prompts)."""
     def attend(kept, layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, **kind):
         kept.append(tuple(_placed(layout, jnp.pad(x, [(0, 0), (0, room), (0, 0), (0, 0)]), "batch")
                           for x in (k_BTKH, v_BTKH)))
@@ -43,9 +42,9 @@ def prefill(model: Transformer, ex: Execution, p, batch, room: int) -> tuple[jax
 
 
 def extend(model: Transformer, ex: Execution, p, batch, caches: list, at, pad_B) -> tuple[jax.Array, list]:
-    """(output of the last layer [B, 1, D], the cache): of the tokens that come to stand at place `at`.
+    """(output of the last layer [B, 1, D], the cache) of one token per row at cache position `at`.
 
-    batch: as of training, T = 1. pad_B: how many places of each row are padding.
+    batch: as in training, T = 1. pad_B: number of padding positions of each row.
     """
     x_BTD, inputs, new = model.embed(ex, p, batch), model.inputs(batch), []
     for (first, group), cache in zip(model.numbered(), caches, strict=True):
@@ -65,7 +64,7 @@ def extend(model: Transformer, ex: Execution, p, batch, caches: list, at, pad_B)
 
 
 class _Reading:
-    """The attention of one token over the cache of a layer, whose keys and values it first writes there."""
+    """Attention of one token over the cache of a layer, after writing its key and value there."""
 
     def __init__(self, cfg, cache, index, at, pad_B):
         self.cfg, self.cache, self.index, self.at, self.pad_B = cfg, cache, index, at, pad_B

@@ -1,4 +1,4 @@
-"""Answers as text: without the token that ended them, cut before a stop string, and told as they come."""
+"""Decodes answers to text: without the stop token, cut at a stop string, streamed."""
 from __future__ import annotations
 
 import dataclasses
@@ -9,18 +9,18 @@ BROKEN = "\ufffd"       # of bytes that are not yet a character
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """decode: ids -> text. stops: strings that end an answer. stop_ids: tokens that do."""
+    """decode: ids -> text. stops: stop strings. stop_ids: stop tokens."""
     decode: Callable[[Sequence[int]], str]
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Of an answer, up to what ended it."""
+        """The text of an answer up to its stop."""
         whole = self.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens)
         return whole[:min((at for stop in self.stops if (at := whole.find(stop)) >= 0), default=len(whole))]
 
     def ended(self, tokens: Sequence[int]) -> int | None:
-        """How many tokens an answer takes to its first stop string; None where it has none."""
+        """Number of tokens of an answer up to its first stop string; None where it has none."""
         has = lambda count: any(stop in self.decode(tokens[:count]) for stop in self.stops)
         if not has(len(tokens)):
             return None
@@ -32,20 +32,20 @@ class Words:
 
 
 class TextStream:
-    """What can be told of an answer as it comes: whole characters, and nothing that may yet become a stop string."""
+    """Streams an answer: whole characters only, and nothing that may become part of a stop string."""
 
     def __init__(self, words: Words):
         self.words, self.told = words, ""
 
     def more(self, tokens: Sequence[int]) -> str:
-        """What has not been told yet, of which no later token changes anything."""
+        """The text after the last call that no later token can change."""
         text = self.words.text(tokens)
         sure = text.rstrip(BROKEN)
         held = max((n for stop in self.words.stops for n in range(1, len(stop)) if sure.endswith(stop[:n])), default=0)
         return self._tell(sure[:len(sure) - held])
 
     def rest(self, tokens: Sequence[int]) -> str:
-        """What is left when the answer is whole."""
+        """The remaining text of a finished answer."""
         return self._tell(self.words.text(tokens))
 
     def _tell(self, text: str) -> str:

@@ -1,8 +1,8 @@
-"""Tokens that follow prompts: prefill, then a loop of one token after another until every row has stopped.
+"""Generation: prefill, then one token at a time until every row has stopped.
 
-Two programs: `start` takes the prompts and picks their first tokens, `go_on` loops on the device for as many tokens as
-the host asks, which reads them in between, to tell them as they come and to look for stop strings. What is drawn for a
-row depends on the seed, on its prompt and on how many tokens it has, not on the other rows, their number or the mesh.
+Two programs: `start` takes the prompts and picks their first tokens; `go_on` loops on the device for as many tokens as
+the host asks. Between calls the host streams tokens and looks for stop strings. A row's random draws depend on the
+seed, its prompt and its length, not on other rows, their number or the mesh.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STRIDE = 16         # tokens between two looks of the host, where it wants to se
 
 
 class Going(NamedTuple):
-    """What `go_on` carries. count: tokens picked so far; a row that stopped earlier has count_B of its own."""
+    """The carry of `go_on`. count: tokens picked so far; a row that stopped earlier has its own count_B."""
     count: jax.Array
     token_B: jax.Array      # the last one, which no layer has seen yet
     out_BT: jax.Array
@@ -38,7 +38,7 @@ class Going(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """prompt, tokens: ids; the token that ended it is the last of them. stopped: "stop" or "length"."""
+    """prompt, tokens: ids, the stop token included. stopped: "stop" or "length"."""
     prompt: list[int]
     tokens: list[int]
     stopped: str
@@ -46,9 +46,9 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationLimits:
-    """tokens: most new ones. stop_ids: tokens that end an answer. length: of prompt and answer together; 0: none.
-    ended: (row, its tokens) -> how many of them are the answer, where it has ended by more than its last token; asked
-    every STRIDE tokens."""
+    """tokens: maximum of new ones. stop_ids: stop tokens. length: maximum of prompt and answer together; 0: none.
+    ended: (row, its tokens) -> number of them in the answer, where a stop string has ended it, else None; called every
+    STRIDE tokens."""
     tokens: int
     stop_ids: tuple[int, ...] = ()
     length: int = 0
@@ -57,8 +57,8 @@ class GenerationLimits:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Generator:
-    """A model with its weights on a mesh, which is the one in context. compiled: (name, jitted,
-    its arguments) -> what to call."""
+    """A model with its weights on the mesh that is in context. compiled: (name, jitted, its arguments) -> the compiled
+    function."""
     model: Transformer
     ex: Execution
     params: dict
@@ -67,8 +67,8 @@ class Generator:
     def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits,
                  how: sampling.Picking = sampling.Picking(), seed: int = 0,
                  tell: Callable[[int, list[int]], None] | None = None) -> list[Completion]:
-        """The completions of prompts, none of them empty, in their order. tell: called with a prompt's number and its
-        tokens so far, as they come."""
+        """The completions of non-empty prompts, in their order. tell: called with a prompt's number and its tokens so
+        far."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         found: dict[int, Completion] = {}
         for at in range(0, len(order), MOST_ROWS):
@@ -131,7 +131,7 @@ def _programs(model: Transformer, ex: Execution, T: int, room: int, how: samplin
         return going._replace(**told)
 
     def picked(going: Going, logits_BV, budget_B, names_B, seed) -> Going:
-        """With one token more in each row that is not done."""
+        """Adds one token to each row that is not done."""
         key = jax.random.fold_in(jax.random.key(seed), going.count)
         token_B = sampling.pick(how, logits_BV, jax.vmap(lambda name: jax.random.fold_in(key, name))(names_B))
         out_BT = jax.lax.dynamic_update_slice_in_dim(

@@ -1,8 +1,7 @@
-"""The LM evaluation harness over a model of ours: its three requests, answered by the scorer and the generator.
+"""Adapter to the LM Evaluation Harness: its three kinds of requests, answered by Scorer and Generator.
 
-A request's tokens are encoded without special tokens, as the harness's own models of Hugging Face's do; an empty
-context is the prefix token. Sequences are padded on the right to a multiple of STEP: few programs. lm_eval is imported
-with this module.
+Text is encoded without special tokens, as by the harness's own Hugging Face models; an empty context becomes the prefix
+token. Sequences are padded on the right to a multiple of STEP, so that few programs are compiled. Imports lm_eval.
 Source: github.com/EleutherAI/lm-evaluation-harness, lm_eval.api.model.TemplateLM.
 """
 from __future__ import annotations
@@ -29,8 +28,8 @@ NEW_TOKENS = 256        # of an answer, where a task does not say
 
 
 class HarnessModel(TemplateLM):
-    """encode, decode: text to ids without special tokens, and back. prefix: the token that stands before a document.
-    length: most tokens of a sequence."""
+    """encode, decode: text to ids without special tokens, and back. prefix: token before a document. length: maximum
+    tokens of a sequence."""
 
     def __init__(self, scorer: Scorer, generator: Generator, encode: Callable[[str], list[int]],
                  decode: Callable[[Sequence[int]], str],
@@ -144,7 +143,7 @@ def results(model: HarnessModel, tasks: Sequence[str], num_fewshot: int | None, 
 
 
 def _name_in(path: Path) -> str:
-    """What a task's YAML file calls it. Raises: ValueError."""
+    """The task name in a YAML file. Raises: ValueError."""
     try:
         found = re.search(r"^task:\s*[\"']?([^\s\"']+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeDecodeError) as error:

@@ -1,9 +1,8 @@
-"""Where weights and rows lie while a model answers: weights never move, activations do.
+"""Sharding of weights and rows for inference: weights never move, activations do.
 
-A token's matmuls read every weight once and multiply it with a few rows: to gather a weight, as training does where it
-shards states, would cost more than the product. So `tensor` splits heads, MLP and vocabulary as in training, other axes
-split the width of every weight, whose products are then summed, and `data` has rows of its own. This module knows no
-run file.
+A token's matmuls read every weight once and multiply it with a few rows, so gathering a weight, as ZeRO-3 does, would
+cost more than the product. `tensor` splits heads, MLP and vocabulary as in training; other axes split the embedding dim
+of every weight, whose partial products are summed; `data` splits rows.
 """
 from __future__ import annotations
 
@@ -40,9 +39,9 @@ def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
 
 
 def within(model: Transformer, trained: Layout) -> Layout:
-    """The layout for one row on a training mesh, where no device is to hold more of the weights than it did.
+    """The layout for one row on a training mesh, in which no device holds more of the weights than in training.
 
-    What the run splits over tensor stays so; all other axes split the width as far as it divides.
+    `tensor` splits the same dims; all other axes split the embedding dim as far as it divides.
     """
     split = [logical for logical in SPLIT if "tensor" in trained.rules.mesh_axes("params", logical)]
     split += [logical for logical in ("kv_heads",) if "heads" in split and logical not in split]
@@ -66,7 +65,7 @@ def _layout(model: Transformer, sizes: Mapping[str, int], rows: tuple[str, ...],
 
 
 def _undivided(model: Transformer, layout: Layout, logicals: Sequence[str]) -> list[str]:
-    """The dims of weights and heads that their mesh axes do not divide, in words."""
+    """Descriptions of the dims of weights and heads that their mesh axes do not divide."""
     dims = {(logical, dim) for info in model.parameters() for dim, logical in zip(info.shape, info.axes, strict=True)
             if logical in logicals and dim % layout.num_shards(layout.mesh_axes("params", logical))}
     heads = kv_heads(layout, model.cfg.num_kv_heads)

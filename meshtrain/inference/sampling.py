@@ -1,5 +1,4 @@
-"""Which token follows: the most likely one, or one that is drawn. What is left to draw from is what transformers
-leaves."""
+"""Sampling: greedy, or a draw after temperature, top-k, top-p and min-p, with the semantics of transformers."""
 from __future__ import annotations
 
 import dataclasses
@@ -10,8 +9,8 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Picking:
-    """temperature: of the draw; 0: the most likely token. top_k: draw from so many; 0: all. top_p: from the fewest that
-    have this probability together. min_p: from those with this share of the probability of the most likely one."""
+    """temperature: 0: greedy. top_k: number of most likely tokens kept; 0: all. top_p: kept probability mass. min_p:
+    minimum share of the most likely token's probability."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0

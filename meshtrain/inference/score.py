@@ -1,7 +1,6 @@
-"""How likely a model finds tokens that are given: the log-probability of every target, and whether it is the likeliest
-token.
+"""Scoring: the log-probability of every target, and whether it is the most likely token.
 
-The forward pass of training; the head reads some places of each row at a time, so whole logits never exist.
+Runs the forward pass of training; the head reads a few positions of each row at a time, so full logits never exist.
 """
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ TOKENS = 8192       # of a batch, on each device that has rows of its own
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scorer:
-    """A model with its weights on a mesh, which is the one in context. compiled: (name, jitted,
-    its arguments) -> what to call."""
+    """A model with its weights on the mesh that is in context. compiled: (name, jitted, its arguments) -> the compiled
+    function."""
     model: Transformer
     ex: Execution
     params: dict
@@ -32,12 +31,12 @@ class Scorer:
     programs: dict = dataclasses.field(default_factory=dict)
 
     def rows(self, length: int) -> int:
-        """Rows of a batch of sequences of this length."""
+        """Batch size for sequences of this length."""
         return max(1, TOKENS // length) * self.ex.layout.num_shards(self.ex.layout.batch_axes)
 
     def score(self, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """(float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"], whatever
-        stands where there is none. batch: as of training, of `rows` rows."""
+        """(float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"],
+        undefined where there is no target. batch: as in training, of `rows` rows."""
         layout = self.ex.layout
         spec = lambda x: layout.spec("activations", ("batch", "seq")[:x.ndim])
         placed = {name: jax.device_put(x, NamedSharding(self.mesh, spec(x))) for name, x in batch.items()}

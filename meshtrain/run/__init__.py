@@ -1,1 +1,1 @@
-"""Between two steps: loop, metrics, validation, history, run directory."""
+"""Runtime of a training process: loop, metrics, validation, history, run directory."""

@@ -1,9 +1,8 @@
-"""Before the first step: passes over the run's first batches in which the biases of experts move, and nothing else.
+"""Warms up the routers' load-balancing biases (experts.bias_warmup) before the first step.
 
-The routers that a run begins with send many tokens to few experts, and the first steps would train those alone. It is
-the compiled training step itself that runs, as a step before the first, when the learning rate is still 0: no further
-program is compiled, and whatever the layout, the biases move by the counts of whole steps. What the optimizer's state
-makes of it is dropped.
+A fresh router sends many tokens to few experts, and the first steps would train those alone. Each pass runs the
+compiled training step at learning rate 0, so no further program is compiled, and the biases move by the token counts of
+whole steps in every layout. Only the biases are kept; the optimizer state is made anew.
 """
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from meshtrain.training.step import Program
 
 def balanced(program: Program, step: Callable, state: State, data: Batches, passes: int,
              fresh: Callable[[], State]) -> State:
-    """The state before the first step, its biases moved by `passes` batches.
+    """Returns the state before the first step, with biases moved by `passes` batches.
 
-    step: the compiled training step; it takes the state's memory. fresh: a state whose optimizer has not begun.
+    step: the compiled training step; it donates the state. fresh: () -> a state with a new optimizer state.
     """
     params, opt_state = state.params, state.opt_state
     placed = program.step.state.sharding.step

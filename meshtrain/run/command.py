@@ -1,4 +1,4 @@
-"""How commands begin and end. It is imported before jax."""
+"""Start and end of every command: signals, streams, exit codes. Imported before jax."""
 from __future__ import annotations
 
 import importlib
@@ -12,8 +12,10 @@ from meshtrain.run.stops import DONE, FAILED, USER_ERROR
 
 
 def begin(level: int = 2, platform: str = "") -> None:
-    """First thing in a command that trains nothing: signals end it in order, and jax is imported without its C++
-    noise. level: see `say.begin`. platform: of jax, where the environment names none."""
+    """First call of a command that does not train: installs signal handlers and silences jax's C++ logs.
+
+    level: see `say.begin`. platform: jax's, where the environment names none.
+    """
     say.begin(level)
     stops.listen("stopped")
     if platform:
@@ -24,10 +26,10 @@ def begin(level: int = 2, platform: str = "") -> None:
 
 def answer(command: Command, body: Callable[[Arguments], int | None], argv: Sequence[str], about: str | None,
            failures: tuple[type[Exception], ...] = (), told: Callable[[Exception], bool] = lambda error: False) -> int:
-    """Runs `body` on what the command line gives; the exit code, which `body` returns or 0.
+    """Runs `body` on the parsed command line; returns its exit code, 0 where it returns none.
 
-    about: the module's docstring, for --help. failures: errors that are told in their own words with exit code 1. told:
-    whether another process tells this error.
+    about: the module's docstring, shown by --help. failures: exceptions reported by their message alone, exit code 1.
+    told: whether another process reports this exception.
     """
     words = [str(word) for word in argv]
     own = words[:words.index("--")] if command.launcher and "--" in words else words

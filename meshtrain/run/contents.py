@@ -1,8 +1,8 @@
-"""The names in a run.dir, in one table: for those who write there, and for who decides whether a directory may be a
+"""Names of the files in run.dir, in one table, for their writers and for the check whether a directory may become a
 run's.
 
-config.toml marks a directory as a run's. What may stand there before it is listed here, so that a start that ended
-early, however it ended, leaves nothing that the next one refuses. This module imports no jax: launchers use it.
+config.toml marks a directory as a run's. The files that a start may leave before it are listed here, so that a start
+that ended early leaves nothing that the next one refuses. Imports no jax: launchers use it.
 """
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")               # NAME.tmp or NAME.P
 
 
 def is_left_by_starts(directory: Path) -> bool:
-    """Whether all that stands in a directory without config.toml was left by starts that ended before their first step.
-    Raises: OSError."""
+    """Whether a directory without config.toml holds only files of starts that ended before their first step. Raises:
+    OSError."""
     # deleted, but held open
     left = {_written(path.name) for path in directory.iterdir() if not path.name.startswith(".nfs")}
     saved = directory / CHECKPOINTS
@@ -35,6 +35,6 @@ def is_left_by_starts(directory: Path) -> bool:
 
 
 def _written(name: str) -> str:
-    """The name that a temporary file was to get; of any other its own."""
+    """The final name of a temporary file; any other name unchanged."""
     found = TEMPORARY.fullmatch(name)
     return found[1] if found else name

@@ -1,9 +1,8 @@
-"""What the reference of DPO prefers the chosen answers by, of every pair once: computed by the weights that a run
-begins with.
+"""The reference model's log-probability margins of DPO, computed once for all pairs with the weights that a run starts
+from.
 
-It is kept beside the tokens of the pairs, under a name that the numbers of the weights and the pairs decide, so that
-other runs from the same weights (with another beta, say) find it; and in run.dir, where the run itself looks when it
-goes on, whose weights are no longer those.
+They are cached beside the tokens of the pairs under a hash of weights and pairs, so that other runs from the same
+weights (with another beta, say) find them. run.dir has a copy for a resumed run, whose weights have changed.
 """
 from __future__ import annotations
 
@@ -32,9 +31,10 @@ FILE = contents.REFERENCE   # in run.dir: float32 by number of the pair; NaN whe
 
 def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, directory: Path,
                     params: dict | None) -> Pairs:
-    """The pairs with what the reference prefers. All processes call it alike.
+    """The pairs with the reference's margins. All processes call it alike.
 
-    params: the reference's; None: the run goes on, and has them. Raises: ConfigError where they are gone.
+    params: the reference's weights; None: the run resumes, and run.dir has the margins. Raises: ConfigError where they
+    are missing or damaged.
     """
     count = pairs.source.num_documents // 2
     if params is None:
@@ -67,7 +67,7 @@ def _computed(program: Program, pairs: Pairs, count: int, params: dict) -> np.nd
 
 
 def _key(run: Run, corpus: Corpus, pairs: Pairs, params: dict) -> str:
-    """What decides the numbers: weights, pairs, and what the forward is computed in."""
+    """Hash of everything that the margins depend on: weights, pairs, and the model's settings."""
     sums = jax.jit(lambda p: [_sums(leaf) for leaf in jax.tree.leaves(p)])(params)
     weights = [np.asarray(one).tolist() for one in jax.device_get(sums)]
     model = {name: value for name, value in run.model.model_dump().items() if not name.endswith("_dropout")}
@@ -78,8 +78,8 @@ def _key(run: Run, corpus: Corpus, pairs: Pairs, params: dict) -> str:
 
 
 def _sums(leaf):
-    """Two sums of the bits of an array, each weighed by its place, modulo 2^32: the same on every layout, in any
-    order."""
+    """Two position-weighted checksums of an array's bits, modulo 2^32: equal in every layout, whatever the order of the
+    sum."""
     bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
     place, stride = jnp.uint32(0), 1
     for dim in reversed(range(leaf.ndim)):

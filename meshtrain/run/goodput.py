@@ -1,9 +1,9 @@
-"""Where the seconds of a run go, over all its tries: steps that count, and everything else.
+"""Goodput: where the seconds of a run go, over all its attempts.
 
-A try is one start of the command. Within it seconds are a steady clock's, whatever happens to the wall clock; between
-two tries on one boot of one host they are that host's uptime, else the difference of the wall clocks. A try that ended
-without a word (kill -9, a power cut) ended at its last sign of life: its last row, or the beat that `history` keeps.
-This module reads and writes no files, and knows neither model nor processes.
+An attempt is one start of the command. Its seconds come from a monotonic clock. The time between two attempts is the
+host's uptime difference if both ran on one boot of one host, else the difference of wall clocks. An attempt that was
+killed (kill -9, a power cut) ended at its last sign of life: its last row, or the heartbeat of `history`. Reads and
+writes no files.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNKNOWN = "ended without a word"
 
 
 class Account:
-    """The seconds of this try, each in one part. began: of time.perf_counter, when the command began; None: now."""
+    """Seconds of this attempt, each in one part. began: of time.perf_counter, when the command began; None: now."""
 
     def __init__(self, began: float | None = None):
         self.began = self._mark = self._progress = time.perf_counter() if began is None else began
@@ -34,11 +34,12 @@ class Account:
         self.elapsed_s, self.counted_s, self.step, self.steps = 0.0, 0.0, 0, 0
 
     def goes_on(self, elapsed_s: float, counted_s: float, step: int) -> None:
-        """The run until this try began: its age, the seconds in steps that count, and the step that it goes on from."""
+        """Sets what the run had when this attempt began: its age, its seconds in steps that count, and the step it
+        resumes from."""
         self.elapsed_s, self.counted_s, self.step = elapsed_s, counted_s, step
 
     def goes_back(self, step: int, counted_s: float) -> None:
-        """The steps behind `step`, up to which the steps took so long, are taken again by this try."""
+        """This attempt repeats the steps after `step`. counted_s: seconds of the steps up to it."""
         lost_s = max(0.0, self.counted_s - counted_s)
         self._spent["steps"] -= lost_s
         self._spent["again"] += lost_s
@@ -46,7 +47,8 @@ class Account:
 
     @contextlib.contextmanager
     def to(self, part: str) -> Iterator[None]:
-        """What is done meanwhile goes to a part, and to no other. An error that ends the try leaves it there."""
+        """Counts the time inside the context as this part alone; an exception that ends the attempt is counted there,
+        too."""
         before = self._enter(part)
         yield
         self._enter(before)
@@ -58,7 +60,7 @@ class Account:
         return before
 
     def took(self, step: int, step_time_s: float, waited_s: float) -> None:
-        """A step of the loop has ended: its time, in which it waited for data."""
+        """Counts a finished step: its time, and how much of that it waited for data."""
         counts_s = max(0.0, step_time_s - waited_s)
         self._spent["steps"] += counts_s
         self._waited_s += waited_s
@@ -66,13 +68,13 @@ class Account:
         self.step, self.steps, self._progress = step, self.steps + 1, time.perf_counter()
 
     def at(self, moment: float) -> dict[str, float]:
-        """Keys of the row of a step that ended at a moment of time.perf_counter."""
+        """Goodput columns of the metrics row of a step that ended at `moment` (time.perf_counter)."""
         elapsed_s = self.elapsed_s + max(1e-9, moment - self.began)
         return {"time": time.time() - (time.perf_counter() - moment), "elapsed_s": elapsed_s,
                 "goodput": min(1.0, self.counted_s / elapsed_s)}
 
     def so_far(self) -> dict:
-        """What lines of the history say of it."""
+        """The account as lines of the history have it."""
         now, spent = time.perf_counter(), dict(self._spent)
         spent[self.part] += now - self._mark
         loop_s = spent.pop(LOOP)
@@ -85,7 +87,8 @@ class Account:
 
 
 def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
-    """The line of a try's end. found: `so_far` when it ended. stuck: it is known to have hung; else that is judged."""
+    """The history line of an attempt's end. found: `so_far` at the end. stuck: it is known to have hung; else judged by
+    time."""
     spent, idle_s, steps = dict(found["spent_s"]), found["idle_s"], found["steps"]
     part = "rest" if found["part"] == LOOP else found["part"]
     if stuck or part == "rest" and steps and idle_s > max(HANG_S, HANG_STEPS * spent.get("steps", 0.0) / steps):
@@ -97,8 +100,7 @@ def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
 
 
 def last_sign(start: Mapping, beat: Mapping | None, rows: Reversible[Mapping]) -> dict:
-    """`so_far` of a try that said no word at its end, or goes on. beat: the last one that was kept. rows: of
-    metrics."""
+    """`so_far` of an attempt that recorded no end, or still runs. beat: its last heartbeat. rows: of metrics."""
     found = {"time": start["time"] + start["run_s"], "run_s": start["run_s"], "step": start["step"],
              "steps": 0, "idle_s": 0.0,
              "counted_s": start["counted_s"], "spent_s": start["spent_s"], "part": "start"}
@@ -119,11 +121,11 @@ def last_sign(start: Mapping, beat: Mapping | None, rows: Reversible[Mapping]) -
 
 
 def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping] = ()) -> float:
-    """Seconds of the steps up to `step`, without what they waited for data. rows: of metrics. unwritten: one more
-    behind them.
+    """Seconds of the steps up to `step`, without their waits for data. rows: of metrics. unwritten: one more row after
+    them.
 
-    Reads back from the last row to the step. A step between two rows is as long as its neighbours, and so are those of
-    rows that a full disk has lost."""
+    Reads from the last row back to the step. A step without a row is taken to be as long as its neighbours.
+    """
     counted, before, after = lambda row: row["goodput"] * row["elapsed_s"], None, None
     for row in itertools.chain(reversed(unwritten), reversed(rows)):
         if row.get("goodput") is None:
@@ -139,10 +141,11 @@ def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping]
 
 
 def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Reversible[Mapping]) -> list[dict]:
-    """Every try of the history. how: "" where it ended without a word, or goes on.
+    """Every attempt of the history. how: "" where it recorded no end, or still runs.
 
-    began, ended: wall clock. elapsed_s: age of the run when it began; run_s: how long it lasted; down_s: before it,
-    since the one before. spent_s: part -> seconds. again_s: of steps_again steps of earlier tries that it takes again.
+    began, ended: wall clock. elapsed_s: age of the run when it began; run_s: its duration; down_s: time since the
+    attempt before. spent_s: part -> seconds. again_s: seconds of the steps_again steps of earlier attempts that it
+    repeats.
     """
     found: list[dict] = []
     for k, start in enumerate(lines):
@@ -166,8 +169,8 @@ def _stepped(by_s: float) -> float:
 
 
 def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mapping], rows: Reversible[Mapping]) -> dict:
-    """What a start says of the tries before it: its age, the time since the last one, and what it takes again. found:
-    those tries."""
+    """What a start prints of the attempts before it: the run's age, the time since the last one, the steps it repeats.
+    found: those attempts."""
     if not found:
         return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": counted_s(rows, start["step"]),
                 "steps_again": 0, "again_s": 0.0}
@@ -186,7 +189,7 @@ def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mappin
 
 
 def spent_s(found: Sequence[Mapping]) -> dict[str, float]:
-    """Seconds of all tries by what they went into (the names of PARTS), together all the time since the first began."""
+    """Seconds of all attempts by part (the names of PARTS); they add up to the time since the first began."""
     total = {part: sum(one["spent_s"].get(part, 0.0) for one in found) for part in PARTS}
     again_s = min(total["steps"], sum(one["again_s"] for one in found))
     total |= {"steps": total["steps"] - again_s, "again": total["again"] + again_s,
@@ -197,7 +200,7 @@ def spent_s(found: Sequence[Mapping]) -> dict[str, float]:
 
 
 def line(spent: Mapping[str, float]) -> str:
-    """The share of steps that counted, and what took the rest. spent: of `spent_s`."""
+    """The share of time in steps that counted, and where the rest went. spent: of `spent_s`."""
     total = sum(spent.values())
     if not total:
         return ""

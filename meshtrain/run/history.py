@@ -29,7 +29,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Try:
-    """This start of the command, as process 0 writes it down; in the others it writes nothing."""
+    """This attempt, as process 0 records it; the other processes write nothing."""
 
     def __init__(self, directory: Path, account: goodput.Account):
         self.path, self.account = directory / HISTORY, account
@@ -38,7 +38,8 @@ class Try:
         self._lock = threading.Lock()
 
     def start(self, step: int, more: Mapping) -> None:
-        """Writes the end of the try before, if it said none, and the start of this one, which goes on after `step`."""
+        """Records the end of the attempt before, if it did not, and the start of this one, which resumes after `step`.
+        """
         directory, run_s = self.path.parent, time.perf_counter() - self.account.began
         lines, metrics = read(directory), _rows(directory)
         found = goodput.tries(lines, beat(directory), metrics)
@@ -61,7 +62,7 @@ class Try:
         threading.Thread(target=self._keep_beating, daemon=True, name="beat").start()
 
     def goes_back(self, step: int) -> None:
-        """This try goes on from an earlier step of its own. Before metrics.jsonl is cut to that."""
+        """Records that this attempt returns to an earlier step of its own; called before metrics.jsonl is cut there."""
         self.account.goes_back(step, goodput.counted_s(_rows(self.path.parent), step))
 
     def ended(self, how: str, **more) -> None:
@@ -75,7 +76,7 @@ class Try:
         self._remove_beat()
 
     def forget(self) -> None:
-        """The user's mistake, found late: this start leaves nothing behind."""
+        """Removes this start from the history: the user's mistake was found after it was recorded."""
         self._told = True
         self._done.set()
         self._remove_beat()
@@ -83,7 +84,7 @@ class Try:
             self.path.unlink() if self.first else os.truncate(self.path, self._size)
 
     def line(self) -> str:
-        """The goodput of the run until now."""
+        """The goodput of the run so far."""
         directory = self.path.parent
         return goodput.line(goodput.spent_s(goodput.tries(read(directory), beat(directory), ())))
 
@@ -113,10 +114,10 @@ class Try:
 
 @contextlib.contextmanager
 def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) -> Iterator[Try]:
-    """Records that the run goes on after `step`, and its end: as `Try.ended` is told, else by the exception that ends
-    it.
+    """Context: records that the run resumes after `step`, and its end, by `Try.ended` or by the exception that leaves
+    the context.
 
-    Before metrics.jsonl is cut to `step`. more: what else is to be said of the start: on, cause. Only process 0 writes.
+    Entered before metrics.jsonl is cut to `step`. more: further fields of the start: on, cause. Only process 0 writes.
     """
     this = Try(directory, account)
     if jax.process_index() == 0:
@@ -137,8 +138,8 @@ def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) ->
 
 
 def unsaid(directory: Path, start: Mapping) -> tuple[str, bool]:
-    """(how a try ended that said nothing, whether it was stuck): where a watchdog has left its stacks, those tell. This
-    start has put them away already."""
+    """(how an attempt ended that recorded no end, whether it hung): from the stacks that a watchdog left, if there are
+    any. This start has already moved those away."""
     places = (directory / watch.STACKS, *(directory / watch.STACKS).glob("try-*"))
     if found := next(filter(None, (stacks.culprit(place, start["time"]) for place in places)), None):
         return f"process {found[0]} {found[1]}", True
@@ -146,7 +147,7 @@ def unsaid(directory: Path, start: Mapping) -> tuple[str, bool]:
 
 
 def read(directory: Path) -> list[dict]:
-    """The lines, but for those that a kill or a full disk left broken."""
+    """The lines, without those that a kill or a full disk left incomplete."""
     try:
         lines = (directory / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -162,7 +163,7 @@ def read(directory: Path) -> list[dict]:
 
 
 def beat(directory: Path) -> dict | None:
-    """The last sign of life that was kept; None: there is none, or it was being written."""
+    """The last heartbeat; None: there is none, or it was being written."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((directory / ALIVE).read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else None

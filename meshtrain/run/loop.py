@@ -1,8 +1,7 @@
-"""The loop: batches in, steps out, and hooks between them.
+"""The training loop: a batch, a step, then the hooks that are due.
 
-The device is never waited for except to read the metrics of the step before while the next one runs, and where a hook
-is due. Validation, checkpoints and profiles are hooks; the loop knows nothing of them. What a step computes is decided
-in `training`.
+The host waits for the device only to read the metrics of the step before, while the next one runs, and before a hook.
+Validation, checkpoints and profiles are hooks.
 """
 from __future__ import annotations
 
@@ -27,10 +26,10 @@ class Hook:
     """A callback between two steps. All processes run it together, with the device idle; its time is not counted as
     step time.
 
-    due: (step just taken, whether it is the last before the loop ends) -> whether to act.
-    act: (step, state) -> numbers for the metrics: of this step's row, or of the next one where this row is written
-    already. after_row: flush this step's metrics first, which may end the run (too many skipped steps). part: which
-    part of the run's time it counts as, see `goodput.PARTS`; the watchdog allows it the time of a save.
+    due: (step just taken, whether the loop ends after it) -> whether to act. act: (step, state) -> numbers for the
+    metrics: of this step's row, or of the next where this one is already written. after_row: write this step's row
+    first, which may end the run (too many skipped steps). part: its part of the goodput account, see `goodput.PARTS`;
+    the watchdog allows it the time of a save.
     """
     due: Callable[[int, bool], bool]
     act: Callable[[int, State], Mapping[str, float]]
@@ -39,13 +38,14 @@ class Hook:
 
 
 class Stop:
-    """Whether the loop ends early: a request to one process (`listener`) stops all of them after the same step."""
+    """Agreement of all processes to end the loop after the same step, when one of them was asked to (`listener`)."""
 
     def __init__(self, listener: Listener):
         self.listener, self.agreement, self.agreed = listener, agree.StopAgreement(), False
 
     def reached(self, late_s: float | None = None) -> bool:
-        """Every process calls it at the same places. late_s: of a step, see `agree.StopAgreement`."""
+        """Whether to stop now; every process calls it at the same steps. late_s: of a step, see `agree.StopAgreement`.
+        """
         self.agreed = self.agreed or self.agreement.reached(self.listener.number is not None, late_s)
         watch.progress()
         return self.agreed
@@ -54,10 +54,11 @@ class Stop:
 def train(program: Program, step: Callable, state: State, data: Batches, last: int, record: Record,
           hooks: Sequence[Hook],
           stop: Stop) -> tuple[State, int]:
-    """Trains from state.step to step `last`. Returns (state, steps taken in all); fewer than `last` after a stop.
+    """Trains from state.step to step `last`. Returns (state, number of steps the run has taken), fewer than `last`
+    after a stop.
 
-    Every process of the run calls it alike. step: the compiled training step. hooks: in the order in which they act.
-    Raises: TooManySkippedSteps, LossSpike.
+    Every process calls it alike. step: the compiled training step. hooks: in the order in which they act. Raises:
+    TooManySkippedSteps, LossSpike.
     """
     done = int(state.step)
     batches = data.iterate(done, rows=program.rows)
@@ -93,7 +94,7 @@ def train(program: Program, step: Callable, state: State, data: Batches, last: i
 
 
 def _late_s(before: concurrent.futures.Future, came: float) -> float:
-    """How long the device had been done with the step before when its host came with the next."""
+    """Seconds that the device was idle after the step before until the host dispatched the next."""
     return max(0.0, came - before.result()) if before.done() else 0.0
 
 

@@ -1,10 +1,9 @@
-"""What becomes of a metrics row: a line of metrics.jsonl, a point of each TensorBoard curve, and on demand W&B.
+"""Writers of metrics rows: metrics.jsonl, TensorBoard, and W&B if configured.
 
-metrics.jsonl is the record: floats are not rounded, so two runs can be compared bit for bit, and a number that is not
-finite becomes null, which JSON can hold. TensorBoard and W&B show the same rows; neither ever stops a run.
-Each row reaches the kernel before the next step's, so a killed run loses at most the line that it was writing. While
-its file system takes none the rows wait in memory and training goes on: they are lost only if the run ends before it
-takes them.
+metrics.jsonl is the record. Floats are not rounded, so runs can be compared bit for bit; a non-finite number becomes
+null. A row reaches the kernel before the next step's, so a killed run loses at most the line being written. While the
+file system refuses writes, rows wait in memory and training goes on. TensorBoard and W&B get the same rows; neither
+ever stops a run.
 """
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ WANDB_FINISH_TIMEOUT_S = 120.0   # for uploading what is left at the end; withou
 
 
 class Writers:
-    """Hands each row to all of its writers, in their order; in every process but the first it has none."""
+    """Passes each row to all writers, in order; in every process but the first there are none."""
 
     def __init__(self, *writers):
         self.writers = writers
@@ -51,9 +50,10 @@ class Writers:
 
 @contextlib.contextmanager
 def open_writers(run: Run, directory: pathlib.Path, after: int) -> Iterator[Writers]:
-    """The writers of a run that goes on after step `after` (0: it begins), as the run file asks; closed at the end.
+    """The writers that the run file asks for, of a run that resumes after step `after` (0: a new run); closed on exit.
 
-    The rows behind that step have been dropped (`rows.cut_after`)."""
+    The rows after that step were dropped before (`rows.cut_after`).
+    """
     if jax.process_index():
         yield Writers()
         return
@@ -67,18 +67,16 @@ def open_writers(run: Run, directory: pathlib.Path, after: int) -> Iterator[Writ
 
 
 def check_wandb(run: Run) -> None:
-    """Raises: ConfigError where a run asks for W&B and the package is not there. For the doors: `inspect` needs
-    none."""
+    """Raises: ConfigError where a run asks for W&B and the package is not installed. Called by commands that train."""
     if run.metrics.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(f'metrics.wandb="{run.metrics.wandb}" needs the package wandb, which is not installed; '
                           "pip install -e '.[wandb]' in a checkout of meshtrain, or leave metrics.wandb out")
 
 
 class MetricsWriter:
-    """Appends rows to the file at `path`, a JSON object per line. In a run of several processes only one may have it.
+    """Appends rows to the file at `path`, one JSON object per line. Only one process of a run may have it.
 
-    An existing file is continued: it has been cut by `rows.cut_after`, or a torn last line would be glued to the next
-    row.
+    An existing file is continued; `rows.cut_after` has removed a torn last line before.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -86,7 +84,7 @@ class MetricsWriter:
         self._file = rows.Appended(self.path, separator=b"\n")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row. Values: numbers, also numpy's and jax's scalars, bools, strings, None; lists of them."""
+        """Appends one row. Values: numbers (also scalars of numpy and jax), bools, strings, None; lists of them."""
         line = json.dumps({key: _finite(_plain(value)) for key, value in row.items()}, allow_nan=False)
         self._file.append(line.encode() + b"\n")
 
@@ -101,15 +99,15 @@ class MetricsWriter:
 
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
-    """All rows of a metrics file at once, for one that is known to be short."""
+    """All rows of a metrics file at once; for files known to be short."""
     return list(rows.MetricRows(path))
 
 
 class TensorBoard:
-    """Scalars by step, in a new event file of `directory` per start of the run, which begins after step `after`.
+    """Scalars by step, in a new event file of `directory` for each start of the run, which begins after step `after`.
 
-    tensorboardX gives the format but not the file: its own writer is a thread that holds rows back for two minutes, and
-    one that meets a full disk dies and leaves `close` waiting for it.
+    tensorboardX encodes the events; the file is ours, because its writer thread holds rows back for two minutes, dies
+    on a full disk, and then blocks `close`.
     """
 
     def __init__(self, directory: pathlib.Path, after: int):
@@ -142,11 +140,11 @@ class TensorBoard:
 
 
 class WandB:
-    """A W&B run with the rows and the settings, its files in directory/wandb; a resumed run goes on in the same one.
+    """A W&B run with rows and settings, files in directory/wandb; a resumed run continues the same one.
 
-    Where W&B cannot be started online (no key, no network) it is written offline, for `wandb sync` to upload; whatever
-    fails later is told once and ends W&B, not the training. Of the steps that a resume does again W&B keeps the first
-    account: its history cannot go back.
+    Where W&B cannot start online (no key, no network) it runs offline, for `wandb sync` to upload. A later failure is
+    reported once and ends W&B, not training. Of steps that a resume repeats W&B keeps the first values: its history
+    cannot go back.
     """
 
     def __init__(self, run: Run, directory: pathlib.Path):
@@ -195,7 +193,7 @@ class WandB:
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The row's numbers by tag; true is 1. Step and wall clock are no curves: both stand beside every point."""
+    """The row's numbers by tag; true is 1. Step and wall clock are left out: every event carries both."""
     plain = {key: _plain(value) for key, value in row.items() if key not in ("step", "time")}
     return {TAGS.get(key, key): float(value) for key, value in plain.items() if isinstance(value, (int, float))}
 

@@ -1,7 +1,6 @@
-"""A profile of some steps, as a hook of the loop, where TensorBoard looks for one.
+"""A profiler trace of some steps, as a hook of the loop, where TensorBoard looks for one.
 
-The device is waited for on both sides: the trace holds these steps and nothing else. It must not know what a step
-computes; a trace that fails never stops the run.
+The device is idle at both ends, so the trace holds these steps alone. A trace that fails never stops the run.
 """
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from meshtrain.training.state import State
 
 
 class Trace:
-    """The trace of `steps` (first, last; from 1, both included; empty: none) of a run that goes on after step `after`.
+    """The trace of `steps` (first, last; from 1, both included; empty: none) of a run that resumes after step `after`.
 
-    It lies in directory/plugins/profile. A resume between first and last traces the rest. Only the first process of a
-    run writes one, of its own devices. It ends with the `with` statement if the run ends before it.
+    Written to directory/plugins/profile by the first process, of its own devices. A resume between first and last
+    traces the rest. It ends with the context if the run ends before `last`.
     """
 
     def __init__(self, steps: Sequence[int], directory: Path, after: int):

@@ -1,7 +1,7 @@
-"""What is said while a run trains: one live line on a terminal, lines at growing intervals in a file.
+"""Progress of training: one live line on a terminal, lines at growing intervals in a file.
 
-A month of training leaves some thousands of lines in a log, and its first minute one every few seconds. Skipped steps
-and validations are told in any case. This module decides nothing.
+A month of training leaves some thousands of lines, its first minute one every few seconds. Skipped steps and
+validations are always printed.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVALS_S = ((60, 10), (600, 30), (3600, 60), (float("inf"), 600))
 
 
 class Progress:
-    """Told of every step. last: the run's. memory: () -> bytes in use on a device, or None."""
+    """Called with every step. last: the run's last step. memory: () -> bytes in use on a device, or None."""
 
     def __init__(self, last: int, memory: Callable[[], int | None] = lambda: None,
                  clock: Callable[[], float] = time.monotonic):
@@ -26,7 +26,7 @@ class Progress:
         self.lines, self.began, self.said, self.step_time_s = 0, None, 0.0, None
 
     def step(self, row: Mapping) -> None:
-        """A line about the step of this row of metrics, if it is time for one."""
+        """Prints a line for this metrics row, if one is due."""
         time_s = row["step_time_s"]
         self.step_time_s = time_s if self.step_time_s is None else 0.9 * self.step_time_s + 0.1 * time_s
         now = self.clock()

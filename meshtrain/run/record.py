@@ -1,8 +1,7 @@
-"""The record of a run's steps: their metrics are read here, and nowhere else.
+"""Reads the metrics of every step and writes their rows.
 
-A step's metrics are read while the next step runs, so the device never waits for the host. A step's time is from the
-end of the one before to its own end on the device, pauses taken out. This module writes rows and does not know what
-they mean.
+A step's metrics are read while the next step runs, so the device never waits for the host. A step's time is measured on
+the device, from the end of the step before to its own, without pauses.
 """
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ STEP_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped")
 
 
 class _Step(NamedTuple):
-    """A step that was dispatched. tokens: so far. ended: when the device was done with it. paused_s: before it, since
-    the one before."""
+    """A dispatched step. tokens: of the run so far. ended: time at which the device finished it. paused_s: pauses
+    between the step before and this one."""
     number: int
     tokens: int
     metrics: dict
@@ -42,10 +41,10 @@ class _Step(NamedTuple):
 
 
 class Record:
-    """Rows of metrics, a line of progress for each, and the count of skipped steps.
+    """Writes metrics rows and progress lines, and counts skipped steps.
 
-    flops_per_step: of the model. peak_flops: FLOP/s of all devices together; None: mfu is null. account: of all
-    seconds. spikes: the losses before. hosts: of all processes.
+    flops_per_step: of the model. peak_flops: FLOP/s of all devices together; None: mfu is null. account: the goodput
+    account. spikes: the losses so far. hosts: names, by process.
     """
 
     def __init__(self, run: Run, writer: Writers, progress: Progress, flops_per_step: float, peak_flops: float | None,
@@ -66,14 +65,13 @@ class Record:
         self.stragglers, self.hosts, self._step_time_s = stragglers.Stragglers(), hosts, None
 
     def dispatched(self, number: int, tokens: int, metrics: dict, ended: Future) -> None:
-        """A step has been given to the device: settles the one before while it runs."""
+        """A step was given to the device: writes the row of the one before while this one runs."""
         paused_s, self._paused_s = self._paused_s, 0.0
         self.settle()
         self._pending = _Step(number, tokens, metrics, ended, paused_s)
 
     def settle(self) -> None:
-        """Reads the metrics of the step under way, waits for the device, and writes its row; nothing where it is
-        written.
+        """Waits for the step under way, reads its metrics and writes its row; does nothing if that is already done.
 
         Raises: TooManySkippedSteps, LossSpike.
         """
@@ -98,8 +96,7 @@ class Record:
 
     @contextlib.contextmanager
     def paused(self, part: str = "rest"):
-        """What is done meanwhile, once the device has ended its step, is not in the time of any step. part: of the
-        account."""
+        """Context between two steps: its time belongs to no step. part: of the goodput account."""
         began = time.perf_counter() if self._pending is None else self._pending.ended.result()
         try:
             with self.account.to(part):
@@ -108,7 +105,7 @@ class Record:
             self._paused_s += time.perf_counter() - began
 
     def late(self, late: tuple[int, float] | None) -> None:
-        """Which process came last to a step, and by how much; see `stragglers`."""
+        """Notes which process came last to a step, and by how much; see `stragglers`."""
         if self._step_time_s is not None and self.stragglers.step(late, self._step_time_s):
             process, late_s, share = self.stragglers.named
             host = f" on {self.hosts[process]}" if process < len(self.hosts) else ""
@@ -116,7 +113,7 @@ class Record:
                     f"{share:.0%} of it")
 
     def add(self, numbers: Mapping[str, float]) -> None:
-        """More for the next row to be written; seconds of WAITS add up."""
+        """Adds numbers to the next row to be written; seconds of WAITS are summed."""
         self._waited_s += numbers.get("data_wait_s", 0.0)
         for name, value in numbers.items():
             self._extra[name] = self._extra.get(name, 0.0) + value

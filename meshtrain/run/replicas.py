@@ -1,12 +1,9 @@
-"""Silent faults: replicas of one shard must have the same bits, and a device
-that miscomputes or forgets gives its own other ones.
+"""Detects silent data corruption: replicas of one shard must be bit for bit equal.
 
-Every device sums the 32-bit words of its shards, each times an odd number of its place, modulo 2**32: one flipped bit
-always changes the sum. The sums (4 bytes per array and device) are gathered, and every process compares those of the
-same shard. That reads the state once, and needs no second copy of it. What has no replica (most of a ZeRO-3 state)
-cannot be checked so.
-
-It must not know what the state means: any pytree of jax arrays on one mesh will do.
+Every device sums the 32-bit words of its shards, each times an odd number that depends on its position, modulo 2**32:
+one flipped bit always changes the sum. The sums (4 bytes per array and device) are gathered, and every process compares
+those of the same shard. This reads the state once and needs no second copy. Arrays without replicas (most of a ZeRO-3
+state) cannot be checked. Works on any pytree of jax arrays on one mesh.
 """
 from __future__ import annotations
 
@@ -52,18 +49,18 @@ class Replicas:
         return any(axes and leaf.shape for _, leaf, axes in self.leaves)
 
     def compile(self) -> "Replicas":
-        """Ready to check, so that the first time takes no longer than others."""
+        """Compiles the check, so that the first one takes no longer than others."""
         self._sums = self._sums.lower(*self._abstract).compile()
         return self
 
     def hook(self, every: int, saving: Sequence[Hook]) -> Hook:
-        """Checks every `every` steps and before each of the hooks that keep the state, so that nothing that is kept has
-        a fault in it that replicas show. Raises: ReplicasDiffer."""
+        """Checks every `every` steps and before each hook that saves the state, so that no detectable fault is saved.
+        Raises: ReplicasDiffer."""
         return Hook(lambda step, ending: step % every == 0 or any(hook.due(step, ending) for hook in saving),
                     lambda step, state: self.check(step, state) or {})
 
     def check(self, step: int, state) -> None:
-        """Raises: ReplicasDiffer, in every process alike, with the arrays and devices."""
+        """Raises: ReplicasDiffer, in every process alike, naming the arrays and devices."""
         if faults := self.faults(state):
             hosts = agree.exchange(socket.gethostname())
             place = lambda one: f"device {one.id} (process {one.process_index} on {hosts[one.process_index]})"
@@ -75,8 +72,8 @@ class Replicas:
                 f"the devices that are named, or leave them out"))
 
     def faults(self, state) -> list[tuple[str, list[list[jax.Device]]]]:
-        """(array, its devices by the bits that they hold, the most frequent first) of every shard whose replicas
-        differ."""
+        """(array, its devices grouped by the bits they hold, largest group first) of every shard whose replicas differ.
+        """
         checked = [(name, axes) for name, _, axes in self.leaves if axes]
         leaves = [leaf for leaf, (_, _, axes) in zip(jax.tree.leaves(state), self.leaves, strict=True) if axes]
         if not leaves:
@@ -105,7 +102,7 @@ def _replicated(leaf, mesh: Mesh) -> tuple[str, ...]:
 
 
 def _sum(shard):
-    """Of one device's shard: uint32."""
+    """uint32 checksum of one device's shard."""
     words = jax.lax.bitcast_convert_type(shard, WORDS[shard.dtype.itemsize]) if shard.dtype != bool else shard
     words = words.astype(jnp.uint32)
     place, stride = jnp.zeros((), jnp.uint32), 2

@@ -1,8 +1,8 @@
-"""metrics.jsonl as a file: one reader, which streams it from either end, and one that appends to it.
+"""metrics.jsonl as a file: one reader, which streams from either end, and one appender.
 
-A run of a month writes a million rows, so nothing here holds the file: a resume reads it from its end back to the step
-that it goes on from, a report once from its beginning. A line that is no row (an editor's empty one, what a power cut
-left, a note of somebody's) is skipped and never forbids to go on. This module knows no run, and of a row only its step.
+A month's run writes a million rows, so the file is never held whole: a resume reads from its end back to the step it
+resumes from, a report reads it once from its beginning. Lines that are no rows (empty, torn by a power cut, a note of
+the user's) are skipped. Of a row only `step` is known here.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBERS = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens", "step_tim
 
 
 class Line(NamedTuple):
-    """A line of the file. end: offset behind its newline. row: None where it is no row. empty: nothing stands in it."""
+    """A line of the file. end: offset after its newline. row: None where it is no row. empty: it has no text."""
     start: int
     end: int
     row: Row | None
@@ -37,9 +37,9 @@ class Line(NamedTuple):
 
 
 class MetricRows:
-    """The rows of a metrics file in the order of their steps, read anew by each loop, forward or by `reversed`.
+    """The rows of a metrics file in step order, read anew by each loop, forward or by `reversed`.
 
-    What follows the last newline is a line whose writing was cut: none yet. A file that is not there has no rows.
+    Text after the last newline is a line being written, and no row. A missing file has no rows.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -118,11 +118,10 @@ def _is_number(value) -> bool:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Drop the rows after `step` and a torn last line: a run that goes on writes them again. It needs no room on the
-    disk.
+    """Drops the rows after `step` and a torn last line: a resumed run writes them again. Needs no disk space.
 
-    Where a line that is no row would be dropped with them, all are kept beside the file, and it is told. Raises:
-    OSError.
+    Where other lines would be dropped with them, all are first copied to a file beside it, and this is reported.
+    Raises: OSError.
     """
     foreign, end = 0, 0
     for line in MetricRows(path).lines_reversed():
@@ -139,15 +138,15 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def set_aside_after(path: Path, step: int) -> str:
-    """Copy what stands behind the rows up to `step` to a file of its own beside `path`; its name, empty where nothing
-    does."""
+    """Copies everything after the rows up to `step` to a file of its own beside `path`; its name, empty where there is
+    nothing."""
     rows = MetricRows(path)
     last = next(reversed(rows), None)
     return _copy_aside(path, rows.end_of(step)) if last and last["step"] > step else ""
 
 
 def _copy_aside(path: Path, start: int) -> str:
-    """The name of the copy, which is whole or not there. A line that was torn off is no part of it."""
+    """The name of the copy, which is complete or absent, and without a torn last line."""
     names = (f"{path.stem}.aside{more}{path.suffix}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
     kept = path.with_name(next(name for name in names if not path.with_name(name).exists()))
     temporary = kept.with_name(kept.name + ".tmp")
@@ -168,13 +167,12 @@ def _copy_aside(path: Path, start: int) -> str:
 
 
 class Appended:
-    """A file to which whole records are appended, each in the kernel before `append` returns.
+    """A file to which whole records are appended; each is in the kernel before `append` returns.
 
-    What cannot be written waits in memory, in its order, and is tried again with the next record, on a file that is
-    opened anew: after a failover of NFS, or an eviction by Lustre, the old descriptor is refused for ever. What a
-    failed write left of a record is cut off first, so that a full disk leaves neither a gap nor a torn record in the
-    middle. separator: written where the file system has lost the end of the file, so that the next record stands by
-    itself.
+    A record that cannot be written waits in memory and is retried, in order, with the next one on a newly opened file:
+    after an NFS failover or a Lustre eviction the old descriptor stays refused. A partially written record is cut off
+    first, so a full disk leaves neither a gap nor a torn record. separator: written where the file system has lost the
+    file's end, so that the next record starts on its own line.
     """
 
     def __init__(self, path: Path, separator: bytes = b""):

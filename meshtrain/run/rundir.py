@@ -1,8 +1,8 @@
-"""The directory of a run: whose it is, that nobody else is in it, and that all processes see the same one.
+"""The run directory: claimed by one start at a time, and the same for all processes.
 
-A lock says that a run is at work here. Where a file system has no locks (Lustre without `-o flock`, FUSE), the lock
-file still names its owner, and a second run on the owner's host is noticed. What a resumed run may change is the
-business of `resume`.
+A lock file marks a run in progress. Where a file system has no locks (Lustre without `-o flock`, FUSE), the lock file
+still names its owner, and a second run on the owner's host is refused. What a resumed run may change is decided in
+`resume`.
 """
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
 
 class LostClaimError(files.FileSystemError):
-    """Another start has claimed run.dir since this one did: its lock had lapsed. This one must write nothing more
-    there."""
+    """Another start has claimed run.dir, because this one's lock had lapsed; this one must not write there any more."""
 
 
 class _Held(Exception):
-    """The lock is held, perhaps by a host that is lost. owner: of `_owner`."""
+    """The lock is held, perhaps by a host that is gone. owner: of `_owner`."""
 
     def __init__(self, owner: dict | None):
         super().__init__()
@@ -45,13 +44,12 @@ class _Held(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """That run.dir is this start's. nonce: what its lock file holds as long as that is true."""
+    """Proof that run.dir belongs to this start. nonce: the content of its lock file as long as that is true."""
     directory: Path
     nonce: str
 
     def check(self) -> None:
-        """To be called before anything that stands in run.dir is renamed or removed, by any process. Raises:
-        LostClaimError."""
+        """Called by any process before it renames or removes anything in run.dir. Raises: LostClaimError."""
         try:
             text = files.patiently(lambda: (self.directory / LOCK).read_text(encoding="utf-8"))
         except FileNotFoundError:       # who claims a directory writes it: nobody has
@@ -64,11 +62,11 @@ class Claim:
 
 @contextlib.contextmanager
 def claimed(run: Run) -> Iterator[Claim]:
-    """Holds run.dir for this run alone, all its processes.
+    """Context: holds run.dir for this run alone, in all its processes.
 
-    A lock whose owner is not a process of this host is waited for. Raises: ConfigError where the directory cannot be
-    ours, or is not the same for all, FileSystemError where the file system refuses or the lock does not come free;
-    touches nothing then.
+    Waits for a lock whose owner is not a process of this host. Raises: ConfigError where the directory cannot be used
+    or is not shared by all processes, FileSystemError where the file system refuses or the lock stays held. Then
+    nothing is changed.
     """
     directory = Path(run.run.dir)
     with contextlib.ExitStack() as stack:
@@ -80,7 +78,7 @@ def claimed(run: Run) -> Iterator[Claim]:
 
 
 def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) -> str | None:
-    """By process 0: the nonce of the claim, which `stack` ends; None, after a while, where the lock is held."""
+    """In process 0: the nonce of the claim, which `stack` releases; None where the lock is still held after a while."""
     try:
         return stack.enter_context(_claimed(run))
     except _Held as held:
@@ -91,7 +89,7 @@ def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) ->
 
 @contextlib.contextmanager
 def _claimed(run: Run) -> Iterator[str]:
-    """By process 0: the directory is there and locked; yields what its lock file holds for the others to find. Raises:
+    """In process 0: creates and locks the directory; yields the nonce in its lock file, for the others to find. Raises:
     _Held."""
     directory = Path(run.run.dir)
     existing = files.status(directory)
@@ -165,7 +163,7 @@ def _lock(lock, directory: Path) -> None:
 
 
 def _is_here(owner: dict | None) -> bool:
-    """Whether it is a process of this host that lives."""
+    """Whether the owner is a live process of this host."""
     return bool(owner) and owner["host"] == socket.gethostname() and owner["began"] == _began(owner["pid"]) != ""
 
 
@@ -194,16 +192,16 @@ def _by(owner: dict | None) -> str:
 
 
 def _began(pid: int) -> str:
-    """When a process of this host began, in the kernel's ticks: a pid alone may be another's by now. Empty: there is
-    none."""
+    """Start time of a process of this host in kernel ticks, because pids are reused. Empty: there is no such process.
+    """
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     return ""
 
 
 def at_work(directory: Path) -> dict | None:
-    """Who the lock file says is at work: host, pid, time, and seen: whether the process was found. None: nobody, or on
-    this host a process that is gone. Locks nothing, so that whoever looks never stands in a run's way."""
+    """The owner that the lock file names: host, pid, time, and seen: whether its process was found. None: nobody, or a
+    dead process of this host. Takes no lock, so readers never block a run."""
     try:
         with open(directory / LOCK, encoding="utf-8") as lock:
             owner = _owner(lock)
@@ -224,7 +222,7 @@ def _put(lock, text: str) -> None:
 
 def _check_shared(directory: Path, nonce: str) -> None:
     """Raises, in every process: ConfigError where one does not see what process 0 has just written, FileSystemError
-    where it is refused a look."""
+    where one cannot read it."""
     def look():
         with contextlib.suppress(ValueError):
             if json.loads((directory / LOCK).read_text(encoding="utf-8"))["nonce"] == nonce:
@@ -249,7 +247,7 @@ def _check_shared(directory: Path, nonce: str) -> None:
 
 
 def metadata(run: Run, rules_text: str, data: dict) -> dict:
-    """What travels with every checkpoint. data: of `resume.data_metadata`."""
+    """The metadata saved with every checkpoint. data: of `resume.data_metadata`."""
     return {"run": settings(run), "run_file": config.dump(run), "rules": rules_text, "data": data}
 
 
@@ -259,6 +257,6 @@ def settings(run: Run) -> dict[str, dict]:
 
 
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
-    """config.toml (resolved) and rules.toml (as used). config.toml comes last: it marks the directory as ours."""
+    """Writes rules.toml (as used), then config.toml (resolved), which marks the directory as a run's."""
     (directory / contents.RULES).write_text(rules_text, encoding="utf-8")
     files.replace(directory / contents.CONFIG, config.dump(run))

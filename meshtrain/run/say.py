@@ -1,8 +1,7 @@
-"""What a command says, guarded: a reader that dies, a full disk or a closed terminal never ends a run.
+"""Output of commands: a closed reader, a full disk or a closed terminal never ends a run.
 
-A stream that fails once is given up: whatever this process writes to it from then on goes to /dev/null, also what
-Python flushes when it exits (which else reports "Exception ignored … BrokenPipeError" and turns the exit code into
-120). This module knows nothing of what is said.
+A stream that fails once is replaced by /dev/null, also for what Python flushes at exit (otherwise it reports "Exception
+ignored … BrokenPipeError" and exits with 120).
 """
 from __future__ import annotations
 
@@ -24,24 +23,24 @@ _live = 0   # characters of the unfinished line that stands on the terminal
 
 
 def out(text: str) -> None:
-    """Lines on stdout, in place of the live line if there is one."""
+    """Prints lines on stdout, in place of the live line if there is one."""
     _send(sys.stdout, _over_live(_shown(sys.stdout, text)) + "\n")
 
 
 def err(text: str) -> None:
-    """Lines on stderr, below the live line if there is one."""
+    """Prints lines on stderr, below the live line if there is one."""
     below = "\n" if _live else ""
     _over_live("")
     _send(sys.stderr, f"{below}{_shown(sys.stderr, text)}\n")
 
 
 def part(text: str) -> None:
-    """Text on stdout, on whose line more may come."""
+    """Prints text on stdout without ending the line."""
     _send(sys.stdout, _over_live(_shown(sys.stdout, text)))
 
 
 def live(text: str) -> None:
-    """A line on stdout, a terminal, that the next one replaces; cut to its width, or it could not be replaced."""
+    """Prints a line on a terminal that the next one replaces, cut to the terminal's width."""
     global _live
     text = text[:max(shutil.get_terminal_size().columns - 1, 20)]
     _send(sys.stdout, "\r" + text.ljust(_live))
@@ -56,12 +55,12 @@ def on_terminal(stream=None) -> bool:
 
 
 def begin(level: int = 2) -> None:
-    """First thing in a command, before jax is imported: nothing but our own words, and nothing fails for a stream.
+    """First call of a command, before jax is imported: makes streams safe and silences C++ logs.
 
-    level: from which C++ logs; 1: warnings, for a command that reads them, 2: errors alone.
+    level: the least severity that C++ logs; 1: warnings, for a command that reads them, 2: errors.
 
-    A standard stream that is closed would leave its number to the next file that is opened, a checkpoint perhaps, and
-    what C++ reports would be written into that.
+    A closed standard stream is opened on /dev/null: else the next file opened, perhaps a checkpoint, would get its
+    number and receive C++ logs.
     """
     # read when jax's C++ is loaded; errors are still told
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", str(level))
@@ -103,10 +102,10 @@ DRAINED_S = 2.0     # for the filter to end; something that was started meanwhil
 
 @contextlib.contextmanager
 def without_noise(warnings: list[str] | None = None):
-    """Keep the lines of NOISE from descriptor 2 meanwhile; all others are passed on at once, also where C++ aborts.
+    """Context: drops the lines of NOISE from descriptor 2; all others pass at once, even if C++ aborts.
 
-    Around whatever loads jax's C++: some of it heeds no environment variable. warnings: takes the lines that C++ logs
-    as such.
+    Used around loading jax's C++, some of whose messages no environment variable silences. warnings: receives the lines
+    that C++ logs as warnings.
     """
     try:
         kept = os.dup(2)
@@ -139,20 +138,20 @@ def without_noise(warnings: list[str] | None = None):
 
 
 def end_live() -> None:
-    """End the live line, if there is one."""
+    """Ends the live line, if there is one."""
     if _live:
         out("")
 
 
 def end() -> None:
-    """Flushes both streams; a live line is ended."""
+    """Ends a live line and flushes both streams."""
     end_live()
     for stream in (sys.stdout, sys.stderr):
         _send(stream, "")
 
 
 def _shown(stream, text: str) -> str:
-    """The text as a terminal is to show it: what it would obey is written out. Files and pipes get every byte."""
+    """The text with control characters escaped on a terminal; files and pipes get every byte."""
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if on_terminal(stream) else text
 
 

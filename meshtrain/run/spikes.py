@@ -1,11 +1,10 @@
-"""Loss spikes: which loss is one, and that the run goes back before it.
+"""Loss spikes: which loss is one, and the rollback before it.
 
-A loss is a spike where it is further above the median of the losses before it than training.spike_threshold times their
-spread, or is not finite. The limit of a step comes from the losses up to two steps before it: they are known when it is
-dispatched, whoever asks, so that every process, layout and resume draws the same one. The window travels with the
-checkpoints.
-Source: going back and leaving batches out is PaLM's answer (arXiv:2204.02311, 5.1); the spread is the median absolute
-deviation. This module knows no arrays.
+A loss is a spike if it is not finite, or exceeds the median of the last losses by more than training.spike_threshold
+times their spread (normalized median absolute deviation). The limit of a step comes from the losses up to two steps
+before it, which are known when it is dispatched, so that every process, layout and resume computes the same one. The
+window is saved with checkpoints.
+Source: rolling back and skipping batches is PaLM's remedy (arXiv:2204.02311, 5.1).
 """
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ MAX_ROLLBACKS = 10              # of a run; by then it is no matter of batches
 
 
 class LossSpike(RuntimeError):
-    """A step that the run goes back before. Every process raises it alike. step, loss, limit."""
+    """A step to be rolled back. Every process raises it alike. step, loss, limit."""
 
     def __init__(self, step: int, loss: float, limit: float):
         super().__init__(f"the loss of step {step} is {described(loss, limit)}")
@@ -32,14 +31,14 @@ class LossSpike(RuntimeError):
 
 
 class TooManyRollbacks(RuntimeError):
-    """The run has gone back before spikes as often as it may."""
+    """The run has reached its maximum number of rollbacks."""
 
 
 class Spikes:
-    """The losses that a run has seen, and what is made of the next.
+    """The window of losses, and the limit of the next one.
 
-    saved: of `as_saved`, by the checkpoint that the run goes on from; None: it begins. rollbacks: how often it has gone
-    back, where that checkpoint does not know it yet.
+    saved: of `as_saved`, from the checkpoint that the run resumes from; None: a new run. rollbacks: how many there
+    were, where that checkpoint is older than the last.
     """
 
     def __init__(self, run: Run, saved: dict | None = None, rollbacks: int = 0):
@@ -48,7 +47,7 @@ class Spikes:
         self._losses = [tuple(one) for one in saved["losses"]] if saved else []
 
     def limit(self, step: int) -> float:
-        """The largest loss of this step that is none; infinite while there are too few before it."""
+        """The largest loss of this step that is not a spike; infinite while the window is too short."""
         before = [loss for number, loss in self._losses if number <= step - LAG][-WINDOW:]
         if self.policy == "off" or len(before) < FEWEST:
             return math.inf

@@ -1,9 +1,8 @@
-"""Stops on request: SIGINT, SIGTERM and SIGHUP, at any moment of a command.
+"""Stop requests: SIGINT, SIGTERM and SIGHUP, at any moment of a command.
 
-While the loop trains, a request is only noted: the step is finished, the state saved, exit code 75. Outside the loop
-the process exits at once: files on disk are always consistent, and a long compile would outlast the scheduler's grace
-period. A thread does that, woken by C's handler, because Python's handlers wait until C++ returns. This module knows no
-run; it is imported before jax.
+During the training loop a request is noted: the step finishes, the state is saved, exit code 75. Outside the loop the
+process exits at once: files on disk are always consistent, and a long compilation would outlast the scheduler's grace
+period. A thread does that, woken by C's handler, because Python's handlers wait until C++ returns. Imported before jax.
 """
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ BEFORE_THE_LOOP = "stopped before the first step; the same command starts again"
 
 
 def heeded() -> tuple[int, ...]:
-    """The signals that stop this process: without SIGHUP under nohup."""
+    """The signals that stop this process; SIGHUP is not one under nohup."""
     return tuple(number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
 
 class Listener:
-    """Receives the signals of this process from now on. `number`: the one that asked for a stop; None: none has."""
+    """Receives this process's signals from now on. `number`: of the signal that asked for a stop; None: none has."""
 
     def __init__(self, words: str = BEFORE_THE_LOOP):
         self.words = words
@@ -53,7 +52,7 @@ class Listener:
         self._old = {number: signal.signal(number, lambda number, frame: None) for number in (*heeded(), *suspending)}
 
     def close(self) -> None:
-        """Gives the signals back to whoever had them."""
+        """Restores the signal handlers of before."""
         if self._old:
             signal.set_wakeup_fd(self._old_wake)
             for number, handler in self._old.items():
@@ -69,7 +68,7 @@ class Listener:
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Requests are only noted meanwhile; a second one ends the process at once."""
+        """Context: a request is only noted; a second one ends the process at once."""
         with self._lock:
             self._deferred, self._code = True, FAILED
         try:
@@ -118,33 +117,33 @@ _listener: Listener | None = None      # of a command, from its beginning
 
 
 def listen(words: str = BEFORE_THE_LOOP) -> None:
-    """First thing in a command: from here on a signal ends it in order. words: what is said then."""
+    """First call of a command: from here on a signal ends it in order. words: printed then."""
     global _listener
     _listener = Listener(words)
 
 
 def end_together(meet_the_others: Callable[[], None]) -> None:
-    """What a process does before it ends at once, now that it has peers; it must come back in seconds."""
+    """Sets what a process calls before it exits at once, now that it has peers; it must return within seconds."""
     if _listener is not None:
         _listener._before_ending = meet_the_others
 
 
 def record_endings(record: Callable[[str, int], None]) -> None:
-    """record: (words, exit code) -> None, told where a signal ends this process at once."""
+    """record: (words, exit code) -> None, called where a signal ends this process at once."""
     if _listener is not None:
         _listener._record = record
 
 
 def suspend_by(stop: Callable[[], None]) -> None:
-    """How this process stops at Ctrl-Z, until it is continued."""
+    """Sets how this process stops on Ctrl-Z, until it is continued."""
     if _listener is not None:
         _listener.suspend = stop
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Listener]:
-    """While the loop trains: requests are noted in `number`. Outside a command (notebook, test) it listens only
-    meanwhile."""
+    """Context of the training loop: requests are noted in `number`. Outside a command (notebook, test) signals are
+    handled only within it."""
     listener = _listener or Listener()
     try:
         with listener.deferring():

@@ -1,8 +1,7 @@
-"""Which process holds up all others: its host comes late to step after step, while their devices wait for it.
+"""Finds a straggler: the process whose host dispatches late in most steps, while all devices wait for it.
 
-How late each process's own devices stood idle until it came travels with the agreement to stop. One late step is a
-hiccup, of the garbage collector or of the disk; a straggler is the latest of most of the last steps. A slow device is
-none: its host comes in time.
+Each process sends with the agreement to stop how long its own devices were idle until it came. One late step is a
+hiccup (garbage collection, disk). A slow device is not found: its host is on time.
 """
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ SHARE = 0.05                # of a step's time that it costs
 
 
 class Stragglers:
-    """Told of every step. named: (process, seconds that it costs a step, share of a step); None: nobody holds the
-    others up."""
+    """Called with every step. named: (process, seconds it costs per step, share of a step); None: no straggler."""
 
     def __init__(self):
         self.named: tuple[int, float, float] | None = None

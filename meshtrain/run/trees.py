@@ -1,4 +1,4 @@
-"""Pytrees by the paths of their leaves, `layers/mlp/up/kernel`: as a checkpoint, an export and an adapter name them."""
+"""Pytrees by the paths of their leaves, e.g. `layers/mlp/up/kernel`, the names in checkpoints, exports and adapters."""
 from __future__ import annotations
 
 import functools
@@ -19,7 +19,7 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 
 def nested(leaves: Mapping[str, Any]) -> dict:
-    """Nested dicts of what stands at paths."""
+    """Nested dicts from path -> leaf."""
     tree: dict = {}
     for path, leaf in leaves.items():
         *parents, last = path.split("/")

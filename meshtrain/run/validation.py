@@ -1,6 +1,6 @@
-"""The loss on the held-out documents, as a hook of the loop: mean nats per target token over a fixed number of batches.
+"""The validation loss, as a hook of the loop: mean nats per target token over a fixed number of held-out batches.
 
-Of several sources each is measured by itself, and the loss of all is their mean by their weights in the mixture.
+With several sources each is measured separately; the total is their mean by weight in the mixture.
 """
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from meshtrain.training.step import Program
 
 
 class ValidationHook:
-    """`loss` is the last one measured, None before. A validation that fails in a run of one process is told and left
-    out."""
+    """`loss` is the last value, None before the first. In a run of one process a validation that fails is reported and
+    skipped."""
 
     def __init__(self, run: Run, program: Program, data: Batches, stop: Stop):
         self.program, self.sets, self.stop = program, data.validation, stop
@@ -49,7 +49,7 @@ class ValidationHook:
         return {"val_loss": self.loss} | {f"val_loss/{name}": loss for name, loss in each.items()}
 
     def _measure(self, state: State, held: ValidationSet) -> float | None:
-        """None where the run is to stop before it is done."""
+        """None if the run is asked to stop before it is done."""
         total = count = 0.0
         for i in range(min(self.batches, held.num_batches)):
             if self.stop.reached():

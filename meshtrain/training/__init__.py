@@ -1,1 +1,1 @@
-"""The step: gradients, update, optimizers, state."""
+"""The training step: gradients, optimizer update, state."""

@@ -1,9 +1,9 @@
-"""The gradients of a step and the loss of an evaluation, by a scan over microbatches (`pipelined`: through the stages).
+"""Gradients of a step and loss of an evaluation, by a scan over microbatches (`pipelined`: through pipeline stages).
 
-What makes ZeRO true in the compiled program, and not only intended, stands here, each constraint with its reason:
-accumulators are pinned to [grads]; the loop runs in a shard_map that is manual over the batch axes that [grads] does
-not name, so that nothing crosses them until it has ended; sum and [optimizer] placement are one expression. The loss is
-a sum over the step's tokens divided by their count, never a mean of means.
+The constraints that give the compiled program ZeRO's memory and collectives are here. Accumulators are sharded as
+[grads]. The scan runs in a shard_map that is manual over the batch axes that [grads] does not name, so that nothing is
+reduced over them before the scan ends. The final sum and its sharding as [optimizer] are one expression. The loss is
+the sum over the step's tokens divided by their number, not a mean of means.
 Source: arXiv:1910.02054 (ZeRO).
 """
 from __future__ import annotations
@@ -35,9 +35,9 @@ from meshtrain.training import objective, state
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepSpec:
-    """What the gradients of a step depend on beside their arguments: what is computed, and how it is placed.
+    """Everything that the gradients of a step depend on beside their arguments.
 
-    deferred_axes: batch axes over which gradients are reduced once per step; the loop over microbatches is manual over
+    deferred_axes: batch axes over which gradients are reduced once per step; the scan over microbatches is manual over
     them. batch: ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T], replicas over the deferred
     axes.
     """
@@ -58,15 +58,13 @@ class StepSpec:
 
 
 class Normalizers(NamedTuple):
-    """What the sums of a step are divided by: what its objective counts, and for AUX_LOSS its tokens without
-    padding."""
+    """Divisors of a step's sums: of the objective its own count, of AUX_LOSS the tokens without padding."""
     objective: jax.Array
     tokens: jax.Array
 
 
 def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, schedule: Schedule | None) -> StepSpec:
-    """A pipeline sums gradients after its loop whatever [grads] says, which then describes where they are placed
-    afterwards."""
+    """A pipeline sums gradients after its loop whatever [grads] says; [grads] then shards the sums."""
     training, data = run.training, run.data
     deferred = layout.batch_axes if schedule else layout.deferred_axes(info.axes for info in model.parameters())
     replicas = layout.num_shards(deferred)
@@ -245,12 +243,12 @@ def _stack_weights(model: Transformer, weights: params.Divided):
 
 
 def drops(run) -> bool:
-    """Whether anything is dropped out, so that a step needs a key."""
+    """Whether the run uses dropout, so that a step needs a key."""
     return run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
 
 def _unsummed(layout: Layout, deferred: tuple[str, ...], axes, g):
-    """[replicas, …] accumulators where [grads] says, one copy per replica."""
+    """[replicas, …] accumulators sharded as [grads], one copy per replica."""
     if all(n == 1 for n in layout.sizes.values()):
         return g
     return jax.lax.with_sharding_constraint(g, P(deferred or None, *layout.spec("grads", axes, drop=deferred)))

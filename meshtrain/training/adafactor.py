@@ -1,13 +1,11 @@
-"""Adafactor: Adam's second moment, kept as one row and one column per weight matrix.
+"""Adafactor: Adam with the second moment factored into one row and one column per weight matrix.
 
 Source: arXiv:1804.04235 (Adafactor), with the changes of arXiv:2106.04560 (section 3.4) that let Adam's learning rate
 and weight decay carry over: no scaling by the parameter's own size, and the decay of the average bounded by `b2`.
-optax's version takes the two *largest* dims of each array as its row and column. On stacked layers [L, D, N, H] these
-may be L and D, which averages over layers; they may be D and H, which leaves a state N times larger than needed; and
-its update clipping sees all layers as one block. Here the caller says which dims are the matrix, and every matrix
-stands alone.
-
-It must not know the model: only which dims of a leaf are inputs, outputs, or a batch of independent matrices.
+optax's version takes the two *largest* dims of each array as row and column. Of stacked layers [L, D, N, H] these may
+be L and D, which averages over layers, or D and H, which leaves a state N times larger than needed; and its update
+clipping sees all layers as one block. Here the caller says which dims form the matrix, and every matrix is factored and
+clipped by itself.
 """
 
 from collections.abc import Callable

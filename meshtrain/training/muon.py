@@ -1,18 +1,13 @@
 """Muon: momentum whose every weight matrix is orthogonalized by five Newton–Schulz steps.
 
-Newton–Schulz needs whole matrices, and under ZeRO and tensor parallelism each lies split over many devices. Layers are
-stacked, so instead of gathering every matrix on every device, all-to-alls give each device all of a few layers; they
-are orthogonalized there, and the same way back splits them again, both in the compute dtype: 8B over 8 GPUs send 2.8
-GiB a step each, where gathers in float32 are 236. Layers that do not divide are filled up with zeros. Where nothing is
-split there is no constraint at all.
+Newton–Schulz needs whole matrices, which ZeRO and tensor parallelism split. Layers are stacked, so all-to-alls give
+each device all of a few layers, and the way back splits them again, both in the compute dtype: 8B over 8 GPUs send 2.8
+GiB a step each, where gathers in float32 send 236. Layers that do not divide are padded with zeros.
 
 Sources: https://kellerjordan.github.io/posts/muon, arXiv:2502.16982 (Moonlight).
 As in optax (0.2.8), and unlike both sources, the two terms of the Nesterov sum are bias-corrected, as in NAdam:
 Newton–Schulz divides out the length of the sum, but in the first steps the newest gradient weighs up to twice as much
 in it.
-
-It must not know the model: only which dims of a leaf are inputs, outputs, or a batch of independent matrices, and where
-it lies.
 """
 import dataclasses
 import math
@@ -33,7 +28,7 @@ STEPS, EPSILON = 5, 1e-8
 
 @dataclasses.dataclass(frozen=True)
 class MatrixDims:
-    """What one leaf is: its dims in neither tuple are a batch of independent matrices."""
+    """The matrix dims of one leaf; dims in neither tuple are a batch of independent matrices."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -41,9 +36,9 @@ class MatrixDims:
 
 
 def scale_by_muon(matrices: Any, dtype: Any) -> optax.GradientTransformation:
-    """Orthogonal matrices in place of the gradients; the state is optax's, float32 like the gradients.
+    """Replaces gradients by orthogonal matrices; the state is optax's, float32 like the gradients.
 
-    matrices: a tree like params of `MatrixDims`. dtype: what matrices travel and are multiplied in; sums are float32.
+    matrices: a tree like params of `MatrixDims`. dtype: in which matrices are sent and multiplied; sums are float32.
     """
     momentum = optax.contrib.scale_by_muon(beta=MOMENTUM)
 
@@ -75,9 +70,9 @@ def orthogonalize(x: jax.Array, of: MatrixDims, coefficients: jax.Array, dtype: 
 
 
 def _by_layers(whole, x, num_batch, placement, order):
-    """`whole` of x [layers, …] where every matrix lies on one device; the result lies as x does.
+    """Applies `whole` to x [layers, …] with every matrix whole on one device; the result is sharded as x.
 
-    placement: of the array whose dims in `order` are those of x. A matrix in no stack of layers is left to XLA.
+    placement: of the array whose dims in `order` are those of x. A matrix outside the layer stacks is left to XLA.
     """
     spec = (*placement.spec, *(None,) * x.ndim) if placement else (None,) * x.ndim
     entries = [spec[dim] for dim in order]

@@ -1,8 +1,7 @@
-"""What a step makes smaller: the loss of the next token (pretraining, SFT), or that of preferences (DPO).
+"""Training objectives: next-token loss (pretraining, SFT) or preference loss (DPO).
 
-An objective says by what a step's sums are divided, and makes them of the output of the last layer. Everything else of
-a step is the same for both. Source of DPO: arXiv:2305.18290, equation 7, with the log-probabilities of answers summed,
-not averaged.
+An objective gives the sums of a microbatch from the last layer's output, and the count they are divided by. Source of
+DPO: arXiv:2305.18290, equation 7, with the log-probabilities of answers summed, not averaged.
 """
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, 
 
 @dataclasses.dataclass(frozen=True)
 class NextToken:
-    """nll of the targets, and z_loss · Σ lse² beside it."""
+    """Negative log-likelihood of the targets, plus z_loss · Σ lse²."""
     z_loss: float
     chunk: int
     fields = {name: (dims, jnp.int32) for name, dims in FIELDS.items()}
@@ -68,8 +67,8 @@ class Preference:
 
 
 def tokens(batch):
-    """The tokens of a step without padding, by which AUX_LOSS is divided: whatever share of them are targets, the
-    routers' losses weigh the same."""
+    """Tokens of a step without padding. AUX_LOSS is divided by them, so that it weighs the same whatever share of
+    tokens are targets."""
     return jnp.maximum(jnp.sum(batch["segments"] != PADDING), 1).astype(jnp.float32)
 
 

@@ -1,14 +1,11 @@
 """Optimizers and learning-rate schedules, as one optax transformation that the training step applies.
 
-Every optimizer is the same three lines: its own rule, then decoupled weight decay, then the learning rate of this step;
-so `learning_rate` and `weight_decay` mean the same thing for all four. The learning rate follows the run's own count of
-steps, which goes on when a step is skipped; a rule's counts (Adam's bias correction) are of updates applied. Layers are
-stacked [L, …], and a rule that looks at a whole matrix (muon, adafactor) is told which dims form it: each layer's
-matrix is treated alone.
+Every optimizer is a chain of three: its own rule, decoupled weight decay, the learning rate of this step. So
+`learning_rate` and `weight_decay` mean the same for all four. The learning rate follows the run's count of steps, which
+includes skipped ones; a rule's own count (Adam's bias correction) is of applied updates. Layers are stacked [L, …]; a
+rule on whole matrices (muon, adafactor) is told which dims form one, and treats each layer's by itself. Gradient
+clipping and the skipping of bad steps belong to the step.
 Sources: arXiv:1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
-
-It must not know the model or the mesh: it is given trees that name roles and dims, and hands out the logical axes of
-its state. Gradient clipping and the skipping of bad steps belong to the step.
 """
 
 import itertools
@@ -98,15 +95,14 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
 
 
 def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> Any:
-    """The logical axes of every leaf of the optimizer state: what places it by the rules' `[optimizer]` table.
+    """The logical axes of every leaf of the optimizer state, by which the rules' [optimizer] table shards it.
 
     logical_axes: a tree like params whose leaves are tuples of names. Returns the structure of `tx.init(params)` with a
-    tuple per leaf, one name or None per dim. The state contains tuples itself, so map over it state first:
+    tuple per leaf, one name or None per dim. The state contains tuples itself, so map over the state first:
     `jax.tree.map(lambda leaf, axes: …, jax.eval_shape(tx.init, params), axes_tree)`.
 
-    Optimizers keep copies, rows, columns and counters under structures of their own. Instead of knowing each: `init` is
-    traced twice on parameters whose every dim has a size that occurs nowhere else, and a dim of the state tells by its
-    sizes where it comes from. One that is the same in both is a constant (muon keeps three coefficients).
+    Works for any optimizer: `init` is traced twice on parameters whose every dim has a unique size, and a dim of the
+    state is recognized by its two sizes. A dim of equal sizes in both is a constant (muon keeps three coefficients).
     """
     axis_of_size = {}
 
@@ -168,7 +164,7 @@ def _balanced(rule, roles, rate: float, by: str):
 
 
 def _scale_by_learning_rate(schedule):
-    """Times -schedule(step). optax's own keeps a count in the state, which a skipped step would hold back."""
+    """Multiplies by -schedule(step). optax's own keeps a count in its state, which a skipped step would hold back."""
 
     def update(updates, state, params=None, *, step, **extra):
         return jax.tree.map(lambda u: -schedule(step) * u, updates), state
@@ -177,9 +173,9 @@ def _scale_by_learning_rate(schedule):
 
 
 def _muon(roles, matrix_dims, placements, dtype):
-    """Orthogonalized momentum, every matrix alone, at the root mean square of AdamW's updates.
+    """Orthogonalized momentum of every matrix, scaled to the root mean square of AdamW's updates.
 
-    An orthogonal [fan_in, fan_out] matrix has one of 1/√max(fan_in, fan_out); undoing that makes it the same for all.
+    An orthogonal [fan_in, fan_out] matrix has root mean square 1/√max(fan_in, fan_out), which is divided out.
     """
 
     def describe(role, dims, placement=None):
@@ -208,8 +204,8 @@ def _adafactor_dims(path, leaf, role, dims):
 
 
 def _in_float32(tx):
-    """Runs `tx` on float32 copies: of bfloat16 parameters optax would keep bfloat16 moments, whose small steps round
-    away."""
+    """Runs `tx` on float32 copies: for bfloat16 parameters optax would keep bfloat16 moments, in which small steps are
+    lost."""
 
     def init(params):
         return tx.init(optax.tree.cast(params, jnp.float32))

@@ -1,11 +1,10 @@
-"""The gradients of a step and the loss of an evaluation through the stages of a pipeline.
+"""Gradients of a step and loss of an evaluation through the stages of a pipeline.
 
-The executor `parallel.pipeline` is given the model as four functions. Before their loop the weights are gathered once
-per step, in the compute dtype, and stacked by stage and chunk; after it gradients are summed and placed as [optimizer].
-What a layer returns beside the residual stream is a metric there; its AUX_LOSS gets its gradient injected, since no
-stage knows the objective.
-Sources: `parallel.schedules`; the injection: arXiv:2401.06066 (DeepSeekMoE) and Megatron-LM's router losses do the
-same.
+`parallel.pipeline` executes the schedule on the model given as four functions. Before its loop the weights are gathered
+once per step, in the compute dtype, and stacked by stage and chunk; after it gradients are summed and sharded as
+[optimizer]. A layer's auxiliary outputs are metrics; the gradient of its AUX_LOSS is injected, because the objective is
+known to the last stage alone.
+Sources: `parallel.schedules`; the injection: arXiv:2401.06066 (DeepSeekMoE) and Megatron-LM's router losses.
 """
 from __future__ import annotations
 
@@ -72,8 +71,8 @@ def pipelined(step: StepSpec):
 
 
 def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
-    """What stages repeat is a period of layers. Where they do not divide these, the last ones are filled up with layers
-    that do nothing."""
+    """A stage applies periods of layers. Where these do not divide over stages, the last are padded with layers that do
+    nothing."""
     model, ex, training, num_layers = step.model, step.ex, step.run.training, step.model.cfg.num_layers
     uneven, leading = stages.padded(step.run.model, virtual_stages) > stages.staged(step.run.model), model.leading
     before = leading.num_layers if leading else 0
@@ -137,5 +136,5 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
 
 
 def _staged(axes):
-    """Logical axes of [L, …] as [V, P, n, …], filled up with zeros."""
+    """Logical axes of [L, …] as [V, P, n, …], padded with zeros."""
     return (None, LAYERS, None, *axes[1:])

@@ -1,4 +1,4 @@
-"""The state of a run: one pytree that the step takes and gives back, and where each of its leaves lives."""
+"""The training state: one pytree that the step takes and returns, and the sharding of each leaf."""
 from __future__ import annotations
 
 import dataclasses
@@ -17,7 +17,7 @@ from meshtrain.training import optimizer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """`step`: int32 scalar, steps taken. `params` as in the model. `opt_state`: the optimizer's own tree."""
+    """`step`: int32 scalar, steps taken. `params`: as in the model. `opt_state`: the optimizer's tree."""
     step: jax.Array
     params: dict
     opt_state: object
@@ -33,13 +33,13 @@ class StateSpec:
     sharding: State             # NamedShardings
 
     def with_shardings(self) -> State:
-        """ShapeDtypeStructs that carry their shardings: what a checkpoint is restored onto."""
+        """ShapeDtypeStructs with shardings, the target of a checkpoint restore."""
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
                             self.abstract, self.sharding)
 
 
 def stored(model: Transformer, layout: Layout, mesh) -> dict:
-    """ShapeDtypeStructs of a model's parameters that carry where they are stored, as [optimizer] says."""
+    """ShapeDtypeStructs of a model's parameters with the shardings that they are stored in, by [optimizer]."""
     table = model.parameters()
     placed = rules.shardings(layout, mesh, "optimizer", params.tree(table, lambda info: info.axes))
     shapes = params.tree(table, lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
@@ -48,8 +48,8 @@ def stored(model: Transformer, layout: Layout, mesh) -> dict:
 
 def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh, balance_rate: float = 0.0,
              balance_rule: str = "sign") -> StateSpec:
-    """Parameters and the optimizer's leaves are stored as [optimizer] says, whatever their shape; a step reads the
-    parameters as [params] says, see `Transformer.as_read`."""
+    """Parameters and optimizer state are stored as [optimizer] says; a step reads the parameters as [params] says, see
+    `Transformer.as_read`."""
     table = model.parameters()
     axes = params.tree(table, lambda info: info.axes)
     trained = lambda leaf: params.divided(table, params.tree(table, leaf))[0]
@@ -67,7 +67,7 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
 
 
 def optimizer_bytes(model: Transformer, optimizer_cfg, steps: int) -> float:
-    """Bytes of the optimizer's state for a parameter, on the average of all."""
+    """Bytes of optimizer state per parameter, the mean over all parameters."""
     one = MeshSpec({})
     spec = describe(model, optimizer_cfg, steps, Layout(rules.parse(""), one.sizes), one.abstract())
     leaves = jax.tree.leaves(spec.abstract.opt_state)

@@ -1,6 +1,6 @@
-"""The training step: loss -> gradients (`accumulate`) -> update, one jitted program for every layout.
+"""The training step: loss, gradients (`accumulate`), update; one jitted program for every layout.
 
-The update is made on the shards that [optimizer] gives, where parameters are stored.
+The update runs on the shards of [optimizer], in which parameters are stored.
 """
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ XLA_MEMORY_SHARE = 0.80
 
 def compiler_options(platform: str, deterministic: bool, remat: str = "none", several: bool = False,
                      memory_share: float = XLA_MEMORY_SHARE, cublas: bool = False) -> dict:
-    """What every program of a run is compiled with on this platform, as jax calls it. several: see
-    SEVERAL_OPTIONS. memory_share: of a GPU, for the process. cublas: see CUBLAS_OPTIONS."""
+    """XLA options of every program of a run on this platform (jax's name). several: see SEVERAL_OPTIONS. memory_share:
+    of a GPU, for the process. cublas: see CUBLAS_OPTIONS."""
     if platform == "cpu":
         return COMPILER_OPTIONS["cpu"]
     limit = {"xla_gpu_memory_limit_slop_factor": round(100 * memory_share / XLA_MEMORY_SHARE)}
@@ -95,14 +95,13 @@ def compiler_options(platform: str, deterministic: bool, remat: str = "none", se
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """The jitted functions of a run, and where their arguments live.
+    """The jitted functions of a run, and the shardings of their arguments.
 
     `train(state, batch) -> (state, metrics)` (with `limited` `train(state, batch, limit)`) donates the state; metrics:
     loss (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the aux of the layers
-    as `moe.reported` has it. `evaluate(params, batch) -> (sum of the loss, how many targets, or pairs, it is of)`.
-    `preferred(params, batch)`, of DPO -> what the model prefers the chosen answers by [microbatches, replicas,
-    sequences], whole on every process.
-    `initialize() -> State`, a function of the seed alone.
+    as `moe.reported` has it. `evaluate(params, batch) -> (sum of the loss, number of targets, or pairs, in it)`.
+    `preferred(params, batch)`, of DPO -> the model's margins [microbatches, replicas, sequences], replicated on every
+    process. `initialize() -> State`, a function of the seed alone.
     """
     train: Callable
     # the step takes a third argument, the largest loss with which it is applied (see `limit`)
@@ -124,7 +123,7 @@ class Program:
         return np.unique(np.concatenate([numbers[index].ravel() for index in held]))
 
     def place(self, rows: dict) -> dict:
-        """This process's rows [len(self.rows), …] of a step as its part of the arrays in the layout of `batch`."""
+        """Puts this process's rows [len(self.rows), …] of a step on its devices, sharded as `batch`."""
         if (order := self.step.order) is not None:
             rows = {name: x[:, order] if x.ndim > 1 else x for name, x in rows.items()}
 
@@ -143,8 +142,7 @@ class Program:
         return self.compiled(self.train, self.step.state.with_shardings(), self.step.batch, *limit)
 
     def limit(self, loss: float) -> list[jax.Array]:
-        """What the compiled step takes beside state and batch: the largest loss with which it is applied,
-        where it is to know."""
+        """Further arguments of the compiled step: with `limited` the largest loss with which the update is applied."""
         whole = NamedSharding(self.step.mesh, P())
         return [jax.make_array_from_callback((), whole, lambda index: np.float32(loss))] * self.limited
 
@@ -155,8 +153,8 @@ class Program:
 
 
 def dropout_key(seed: int, step) -> jax.Array:
-    """The key of a step's dropout. Tagged: the seed's own fold_in(…, 0), (…, 1) are the keys that `Transformer.init`
-    splits it into."""
+    """The key of a step's dropout. The tag keeps it apart from fold_in(…, 0) and fold_in(…, 1) of the seed, which
+    `Transformer.init` uses."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
 
 
