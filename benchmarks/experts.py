@@ -173,10 +173,9 @@ def dispatch_section() -> list[str]:
                 rows.append((shape.name, num_shards, method, *measured(shape, num_shards, method)))
                 print(" · ".join(map(str, rows[-1])), file=sys.stderr)
     return [f"A layer of {DEPTH}, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled "
-            f"for H100; experts over `fsdp`, all else on every GPU. `zero3`: the experts' matrices are gathered, and "
-            f"no token moves. Sent: by a GPU, of tokens, choices and experts' weights and gradients alone, where one "
-            f"round suffices; by formula as [docs/experts.md](../docs/experts.md) has it. Temporaries: of the whole "
-            f"step.", "",
+            "for H100; experts over `fsdp`, all else on every GPU. `zero3`: the experts' matrices are gathered, and no "
+            "token moves. Sent: by a GPU, of tokens, choices and experts' weights and gradients alone, where one round "
+            "suffices; by formula as [docs/experts.md](../docs/experts.md) has it. Temporaries: of the whole step.", "",
             *table(("layer", "shards", "method", "sent, MiB", "by formula, MiB", "temporaries, MiB"), rows)]
 
 

@@ -313,9 +313,8 @@ def report(run, made, devices, contestants, ideal) -> None:
     out += ["",
             "FLOPs: matmuls of one device as the compiled program runs them. Ideal: no recomputation, no masked ticks. "
             "Table: its ticks × what plain autodiff needs for a layer's forward and backward with this remat. Wall: "
-            "seconds of the clock; CPU: seconds of all threads. Times: medians; "
-            f"ratios: medians of {ROUNDS} rounds; compile: tracing and compiling, the fastest of {COMPILES}. Simulated "
-            f"devices share the cores, so masked "
+            f"seconds of the clock; CPU: seconds of all threads. Times: medians; ratios: medians of {ROUNDS} rounds; "
+            f"compile: tracing and compiling, the fastest of {COMPILES}. Simulated devices share the cores, so masked "
             "ticks cost time there and no bubble shows; CPU seconds see less of what else runs."]
     text = "\n".join(out) + "\n"
     print(text)

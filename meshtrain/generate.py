@@ -273,8 +273,7 @@ def _of_json(path: str, number: int, line: str, chats: bool):
         return messages
     if not isinstance(given.get("prompt"), str):
         raise ConfigError(f'--prompts {path}: line {number} is not {{"prompt": "…"}}{" or {messages: [...]}" * chats}; '
-                          f'write one such '
-                          "object a line")
+                          'write one such object a line')
     return given["prompt"]
 
 

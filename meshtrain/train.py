@@ -89,8 +89,7 @@ def main(argv: Sequence[str]) -> int:
             where = traceback.extract_tb(error.__traceback__)[-1]
             return _fail(FAILED,
                          f"error: {files.said(error)}, in {where.name} of {where.filename}; see to the file system "
-                         f"(its room, its "
-                                 "mounts, its server) and start again", error)
+                         "(its room, its mounts, its server) and start again", error)
         if agree.told_by_first(error):      # process 0 has its traceback
             return _fail(FAILED, "", error)
         _wait_for_stop(error)
@@ -354,10 +353,9 @@ def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked:
     """The newest checkpoint before the spike, and the batches with those from there to the spike left out."""
     run = session.run
     if spikes.rollbacks >= MAX_ROLLBACKS:
-        raise TooManyRollbacks(f"{why}, and the run has gone back before spikes {MAX_ROLLBACKS} times, which is all "
-                               f"that it may; lower optimizer.learning_rate={run.optimizer.learning_rate}, look at the "
-                               f"data, or start again with "
-                               'training.loss_spike="skip"')
+        raise TooManyRollbacks(f'{why}, and the run has gone back before spikes {MAX_ROLLBACKS} times, which is all '
+                               f'that it may; lower optimizer.learning_rate={run.optimizer.learning_rate}, look at the '
+                               'data, or start again with training.loss_spike="skip"')
     with session.attempt.account.to("restore"), watch.phase("going back before a spike", "restore"):
         new = resume.before(run, start, spiked, session.checkpoints, session.local, session.made.state_shapes)
         say.out(f"{why}: back to step {new.step}, without the {spiked - new.step} batches up to the spike "
@@ -404,8 +402,7 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
     d = run.data
     if d.source == "preferences" and run.training.objective != "dpo":
         raise ConfigError('data.source="preferences" has pairs of answers, from which training.objective="dpo" learns; '
-                          'use that, or another '
-                          "source")
+                          'use that, or another source')
     with config.user_errors():
         described = sources.describe(d, vocab_size=run.model.vocab_size,
                                      folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))

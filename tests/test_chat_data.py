@@ -207,8 +207,7 @@ def test_whole_conversations_share_sequences_and_long_ones_lose_their_end(tmp_pa
     long = [len(one.ids) - 64 for one in by_itself if len(one.ids) > 64]
     assert packing.notes(data,
                          opened) == [f'data.packing="whole": {len(long)} of 60 documents are longer than '
-                                     f'data.seq_len=64 and end '
-                                           f"there; {sum(long):,} of their tokens are left out"]
+                                     f'data.seq_len=64 and end there; {sum(long):,} of their tokens are left out']
 
 
 def test_held_out_conversations_are_whole(tmp_path):

@@ -199,13 +199,9 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
 
 def test_a_process_killed_while_saving_leaves_a_whole_checkpoint_or_none(tmp_path):
     program = (
-        "import logging, os, sys, jax.numpy as jnp\n"
-        "logging.basicConfig(level=logging.INFO)\n"
-        "from meshtrain.checkpoint import checkpoint\n"
-        "checkpoints = checkpoint.Checkpoints(sys.argv[1])\n"
-        "checkpoints.save(1, {'w': jnp.full(8_000_000, 1.0)}, {})\n"
-        "checkpoints.wait()\n"
-        "checkpoints.save(2, {'w': jnp.full(8_000_000, 2.0)}, {})\n"
+        "import logging, os, sys, jax.numpy as jnp\nlogging.basicConfig(level=logging.INFO)\nfrom meshtrain.checkpoint "
+        "import checkpoint\ncheckpoints = checkpoint.Checkpoints(sys.argv[1])\ncheckpoints.save(1, {'w': "
+        "jnp.full(8_000_000, 1.0)}, {})\ncheckpoints.wait()\ncheckpoints.save(2, {'w': jnp.full(8_000_000, 2.0)}, {})\n"
         "os._exit(9)\n"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}

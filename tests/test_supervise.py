@@ -25,10 +25,9 @@ def launched(tmp_path, *bodies: str, grace_s: float = 0.5, left: Path | None = N
              still_s: float = 1e9) -> subprocess.Popen:
     """A launcher whose processes run these pieces of Python; each leaves its pid in a file."""
     argvs = [[sys.executable, "-u", "-c", stand_in(tmp_path / f"pid{i}", body)] for i, body in enumerate(bodies)]
-    code = ("import json, os, sys\nfrom pathlib import Path\nfrom launch import supervise\n"
-            f"left = {str(left)!r} if {left is not None} else None\nargvs = json.loads(sys.argv[1])\n"
-            f"sys.exit(supervise.supervise(argvs, [dict(os.environ)] * {len(bodies)}, {grace_s}, left and Path(left), "
-            f"still_s={still_s}).code)")
+    code = (f"import json, os, sys\nfrom pathlib import Path\nfrom launch import supervise\nleft = {str(left)!r} if "
+            f"{left is not None} else None\nargvs = json.loads(sys.argv[1])\nsys.exit(supervise.supervise(argvs, "
+            f"[dict(os.environ)] * {len(bodies)}, {grace_s}, left and Path(left), still_s={still_s}).code)")
     return subprocess.Popen([sys.executable, "-c", code, json.dumps(argvs)], cwd=ROOT,
                             text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE)

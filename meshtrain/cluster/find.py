@@ -218,9 +218,8 @@ def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster:
         host = ("127.0.0.1" if local_count == count else listens[1] or listens[2] if listens else
                 named[1] if named else None)
         if host is None:
-            raise ConfigError(f"mpirun started {count} processes and does not tell where process 0 is; "
-                              "give --distributed.coordinator_address HOST:PORT, with a free port of the host of "
-                              "rank 0")
+            raise ConfigError(f"mpirun started {count} processes and does not tell where process 0 is; give "
+                              "--distributed.coordinator_address HOST:PORT, with a free port of the host of rank 0")
         job = uri.split(";")[0] or (named[0] if named else jobs[0] if jobs else "")
         address = f"{f'[{host}]' if ':' in host else host}:{_port(job)}"
     return Cluster(address, count, int(environ["OMPI_COMM_WORLD_RANK"]), own)

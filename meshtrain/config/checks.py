@@ -92,9 +92,8 @@ def _run_problems(run: Run):
                    "file system that all hosts have")
     near, every = run.checkpoint.local_dir, run.checkpoint.local_every
     if bool(near) != bool(every):
-        yield (f"checkpoint.local_every={every} and checkpoint.local_dir={toml(near)} are one thing, how often and "
-               f"where; give both, e.g. 20 "
-               'and "/dev/shm/meshtrain", or neither')
+        yield (f'checkpoint.local_every={every} and checkpoint.local_dir={toml(near)} are one thing, how often and '
+               'where; give both, e.g. 20 and "/dev/shm/meshtrain", or neither')
     elif near and Path(near).resolve().is_relative_to(Path(run.run.dir).resolve()):
         yield (f"checkpoint.local_dir={toml(near)} is in run.dir={toml(run.run.dir)}, which all hosts share; give a "
                f"directory of each host's own, e.g. /dev/shm/meshtrain")
@@ -146,10 +145,9 @@ def _model_problems(run: Run):
         yield (f"model.embed_dim={model.embed_dim} cannot be split over model.num_heads={model.num_heads}; "
                f"use a multiple, e.g. {next_multiple(model.embed_dim, model.num_heads)}, or give model.head_dim")
     if model.position == "rope" and model.head_dim % 2:
-        yield (f"model.head_dim={model.head_dim} (model.embed_dim={model.embed_dim}, "
-               f"model.num_heads={model.num_heads}) "
-               f'is odd, and model.position="rope" rotates pairs; use e.g. {model.head_dim + 1}, or "learned" '
-               f'positions')
+        yield (f'model.head_dim={model.head_dim} (model.embed_dim={model.embed_dim}, '
+               f'model.num_heads={model.num_heads}) is odd, and model.position="rope" rotates pairs; use e.g. '
+               f'{model.head_dim + 1}, or "learned" positions')
     if model.position == "learned" and seq_len > model.max_seq_len:
         yield (f"data.seq_len={seq_len} is longer than the model.max_seq_len={model.max_seq_len} learned positions; "
                "shorten the sequences or lengthen the table")
@@ -262,8 +260,7 @@ def notes(run: Run) -> list[str]:
                     f"routers, too")
     if run.lora.rank and run.model.param_dtype == "float32" != run.model.compute_dtype:
         told.append('model.param_dtype="float32" stores the frozen weights in 4 bytes each; "bfloat16" takes 2, and '
-                    'keeps every bit of a '
-                    "bfloat16 folder")
+                    'keeps every bit of a bfloat16 folder')
     return told
 
 

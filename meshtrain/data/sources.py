@@ -212,14 +212,12 @@ def _find_eos(data, reader: Tokenizer, vocab_size: int) -> int:
         return reader.bos
     if isinstance(reader, tokenizer.Bytes):
         raise ValueError(f'data.eos={data.eos!r} is not read with data.tokenizer="bytes", whose documents end with '
-                         f'256; '
-                         "leave it out, or name a tokenizer.json")
+                         '256; leave it out, or name a tokenizer.json')
     if isinstance(reader, tokenizer.Ids):
         found = int(data.eos) if data.eos.isascii() and data.eos.isdigit() else vocab_size
         if found >= vocab_size:
-            raise ValueError(f"data.eos={data.eos!r} is not an id below model.vocab_size={vocab_size}, and token files "
-                             f"without "
-                             'a tokenizer.json know no names; give the id, e.g. data.eos="2"')
+            raise ValueError(f'data.eos={data.eos!r} is not an id below model.vocab_size={vocab_size}, and token files '
+                             'without a tokenizer.json know no names; give the id, e.g. data.eos="2"')
         return found
     found = reader.library.token_to_id(data.eos)
     if found is None:
@@ -254,10 +252,9 @@ def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
     if set(names) == {"tokens"}:
         # Only the separator is known; any id of the model may occur.
         if not (data.bos_token.isascii() and data.bos_token.isdigit()):
-            raise ValueError(f"data.bos_token={data.bos_token!r} is not a token id, and token files without a "
-                             f"tokenizer.json "
-                             'do not tell their separator; give its id, e.g. data.bos_token="128000", or '
-                             'data.tokenizer')
+            raise ValueError(f'data.bos_token={data.bos_token!r} is not a token id, and token files without a '
+                             'tokenizer.json do not tell their separator; give its id, e.g. data.bos_token="128000", '
+                             'or data.tokenizer')
         bos = int(data.bos_token)
         if bos >= vocab_size:
             raise ValueError(f"data.bos_token={data.bos_token!r} is beyond model.vocab_size={vocab_size}; "
@@ -265,8 +262,7 @@ def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
         return tokenizer.Ids(vocab_size, bos)
     if data.bos_token:
         raise ValueError(f'data.bos_token={data.bos_token!r} is not read with data.tokenizer="bytes", whose separator '
-                         f'is 256; '
-                         "leave it out, or name a tokenizer.json")
+                         'is 256; leave it out, or name a tokenizer.json')
     return tokenizer.Bytes()
 
 

@@ -113,9 +113,8 @@ def caveats(question: Question, answer: Answer) -> list[str]:
     named = {name: value for name, value in assumed.as_dict(formula=True).items()
              if name.startswith(FIRST[:2]) or name.startswith(f"attention.{engine}")}
     lines = ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of "
-             "them "
-              "by more than 11%. What moves them most (--assume NAME=VALUE sets another; "
-              "reasons: meshtrain/cost/formulas/assumptions.py): "
+             "them by more than 11%. What moves them most (--assume NAME=VALUE sets another; reasons: "
+             "meshtrain/cost/formulas/assumptions.py): "
               + ", ".join(f"{name} {value:g}" for name, value in named.items())]
     if answer.plans and search.TOO_SHORT in answer.plans[0].reason:
         lines += [f"{search.TOO_SHORT[0].upper()}{search.TOO_SHORT[1:]}; the order of the plans is a guess, "

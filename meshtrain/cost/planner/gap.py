@@ -89,8 +89,7 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
     if name == "tensor":
         each, products = plan.price.exposed["tensor"] / _runs(plan), 3 * _products_s(question, plan)
         return (f"tensor {sizes['tensor']}: a layer's collectives take {_ms(each)} beside {_ms(products)} of products "
-                f"and hide behind nothing, {_runs(plan):,.0f} times a step; "
-                f"{link(question, plan, ('tensor',))}")
+                f"and hide behind nothing, {_runs(plan):,.0f} times a step; {link(question, plan, ('tensor',))}")
     if name == "fsdp":
         gathered, scattered = plan.placed.moving(GATHER, "layers"), plan.placed.moving(SCATTER, "layers")
         over = tuple(a for a in axes if any(a in group_axes for group_axes in gathered or scattered))
@@ -107,9 +106,8 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
                 f"{_ms(2 * forward_s)} of backward products, {runs:,.0f} times a step{slows}")
     if name == "context":
         waits_s = plan.price.exposed[name] / _runs(plan)
-        return (f"context {sizes['context']} by {options.method}: a layer waits {_ms(waits_s)} "
-                f"for keys and values, {_runs(plan):,.0f} times a step; "
-                f"{link(question, plan, ('context',))}")
+        return (f"context {sizes['context']} by {options.method}: a layer waits {_ms(waits_s)} for keys and values, "
+                f"{_runs(plan):,.0f} times a step; {link(question, plan, ('context',))}")
     if name == "bubble":
         return (f"stage {sizes['stage']}: {options.schedule} of {options.microbatches} microbatches in "
                 f"{options.chunks} chunk(s) leaves {plan.price.bubble:.0%} of the step idle")

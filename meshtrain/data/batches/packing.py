@@ -203,13 +203,11 @@ def _go_on(streams: Sequence[TokenStream], wanted: DataPhase, position: dict) ->
     had, has = position.get("packing", "stream"), _packing_of(streams)
     if had != has:
         raise ValueError(f'data.packing="{has}", and the checkpoint was trained with "{had}"; use that, or a new '
-                         f'run.dir with '
-                         "checkpoint.init_from")
+                         'run.dir with checkpoint.init_from')
     if has == "whole" and position["phase"]["seq_len"] != wanted.seq_len:
         raise ValueError(f'data.seq_len={wanted.seq_len}, and the checkpoint was trained with '
                          f'{position["phase"]["seq_len"]}, for which data.packing="whole" has put its sequences '
-                         f'together; use that, or a new run.dir with '
-                         "checkpoint.init_from")
+                         'together; use that, or a new run.dir with checkpoint.init_from')
     was = [source["tokens_per_epoch"] for source in position["sources"]]
     now = [stream.tokens_per_epoch for stream in streams]
     if was != now:
@@ -318,9 +316,8 @@ def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[Token
         if len(train) == 1:
             fits = [f"data.global_batch ≤ {has // T}"] if has >= T else []
             fits += [f"data.seq_len ≤ {has // B}"] if has >= B else []
-            faults.append(f"data.seq_len={T} × data.global_batch={B} is a batch of {needed:,} tokens, and the "
-                          f"training documents hold {has:,}: not one full batch; use "
-                          f"{' or '.join([*fits, 'more text'])}")
+            faults.append(f"data.seq_len={T} × data.global_batch={B} is a batch of {needed:,} tokens, and the training "
+                          f"documents hold {has:,}: not one full batch; use {' or '.join([*fits, 'more text'])}")
         else:
             faults.append(f"data.mixture[{i}] is {float(part):.3g} of the mixture, {needed:,} tokens in a batch of "
                           f"data.seq_len={T} × data.global_batch={B}, and its training documents hold {has:,}: they "

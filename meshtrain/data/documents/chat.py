@@ -204,8 +204,7 @@ def _check_special(template: Template, conversations: Sequence[Conversation]) ->
             if name is not None:
                 raise Fault(index,
                             f"holds {name!r} in what is said, which is a special token of {template.tokenizer.path} "
-                            f"and would "
-                                   "become one; take it out, or write it otherwise")
+                            "and would become one; take it out, or write it otherwise")
 
 
 def _strings(value) -> Iterator[str]:

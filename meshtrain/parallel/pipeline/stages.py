@@ -44,8 +44,7 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
                if loaded.mesh_axes(table, "layers") != ("stage",)]
     if missing:
         faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; add '
-                      f'the '
-                      "line (the shipped rule files have it), or set mesh.stage to 1")
+                      'the line (the shipped rule files have it), or set mesh.stage to 1')
     for table, entries in loaded.tables.items():
         faults += [f"{loaded.path} [{table}] {logical}: only layers and vocab can lie along 'stage'; drop it from the "
                    f"line"
@@ -73,13 +72,11 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
         drop.add("layers")
         each = f" in periods of {together}" if together > 1 else ""
         said.append(f"pipeline: {num_layers} layers{each} do not divide over mesh.stage={num_stages}: outside the "
-                    f"pipeline's loop "
-                     "every stage keeps the states of all of them")
+                    "pipeline's loop every stage keeps the states of all of them")
     if any(vocab % num_shards for num_shards in splits):
         drop.add("vocab")
         said.append(f"pipeline: the vocabulary of {vocab} (padded) does not divide over stage and tensor: embedding "
-                    f"and head "
-                     "are split over tensor only, and every stage repeats their work")
+                    "and head are split over tensor only, and every stage repeats their work")
     without = lambda axes: tuple(axis for axis in axes if axis != "stage")
     tables = {name: {k: without(axes) if k in drop else axes for k, axes in table.items()}
               for name, table in loaded.tables.items()}
@@ -99,8 +96,7 @@ def notes(run, schedule: schedules.Schedule) -> list[str]:
                         f"in the last round, a multiple of {num_stages} none" if idle else ""))
     if extra:
         said.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled "
-                    f"up with "
-                     f"{extra} that do nothing; they cost time like the others")
+                    f"up with {extra} that do nothing; they cost time like the others")
     if chunks % num_stages and num_stages % chunks:
         said.append(f"pipeline: neither of pipeline.chunks={chunks} and mesh.stage={num_stages} divides the other: "
                     f"once a step "
