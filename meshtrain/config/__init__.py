@@ -1,4 +1,4 @@
-"""The run file: its sections, what they owe to each other, and what is said where they are wrong. No jax, no model."""
+"""The run file: sections, checks across keys, error messages, command lines. Knows no jax and no model."""
 
 from meshtrain.config.checks import SIZE_KEYS, is_address, mesh_sizes, notes, problems
 from meshtrain.config.command_line import Command, Arguments, Option, number, one_of, whole

@@ -1,4 +1,4 @@
-"""What one key of a run file owes to another: every contradiction, before anything is started."""
+"""Checks across the keys of a run file, done before anything is started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
 
 def problems(run: Run) -> list[str]:
-    """Everything in which the keys of a run contradict each other or the files they name; empty = sound."""
+    """Messages about keys that contradict each other or the files they name; empty if the run is valid."""
     return [*_text_problems(run), *_run_problems(run), *_mesh_problems(run), *_model_problems(run),
             *_expert_problems(run), *_data_problems(run),
             *_training_problems(run), *_lora_problems(run), *_preference_problems(run),
@@ -47,7 +47,7 @@ def _strings(value):
 
 
 def _text_problems(run: Run):
-    """Text that no file in UTF-8 can hold, or no name of a file in this locale; a home that is not there."""
+    """Text that UTF-8 cannot encode, paths that this locale cannot encode, unknown home directories."""
     for section, table in run:
         for key, value in table:
             name = f"{section}.{key}"
@@ -242,7 +242,7 @@ def _reads_bytes(run: Run) -> bool:
 
 
 def notes(run: Run) -> list[str]:
-    """What is sound and yet rarely meant; told once, before the run starts."""
+    """Warnings about valid settings that are rarely intended, logged once before the run starts."""
     told = unused.told(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "data", "training", "optimizer")):
         told.append("the run file gives no key of [model], [data], [training] and [optimizer]: what is trained are the "
@@ -358,7 +358,7 @@ def _lora_problems(run: Run):
 
 
 def is_address(text: str) -> bool:
-    """Whether text is HOST:PORT, an IPv6 address in brackets."""
+    """Whether text is HOST:PORT; an IPv6 address is in brackets."""
     port = re.fullmatch(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", text)
     return bool(port) and 0 < int(port[1]) < 65536
 
@@ -391,9 +391,10 @@ def _metrics_problems(run: Run):
 
 def mesh_sizes(run: Run, device_count: int, enough: str = "mesh.simulated_devices={} to try it on the CPU") -> dict[
         str, int]:
-    """The size of every axis on `device_count` devices, -1 resolved. enough: how to have {} devices, for the message.
+    """The size of every axis on `device_count` devices, -1 resolved. enough: remedy of the message, {} the devices
+    needed.
 
-    Raises: ConfigError where they do not fit.
+    Raises: ConfigError if the mesh does not fill the devices.
     """
     sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
     product = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "a mesh of 1"

@@ -1,4 +1,4 @@
-"""The command lines of all commands and launchers: a table of options each, beside the keys of a run file."""
+"""Command lines: each command and launcher declares a table of options and may also take keys of a run file."""
 from __future__ import annotations
 
 import dataclasses
@@ -18,9 +18,9 @@ MOST = 1 << 40
 class Option:
     """One option of a command.
 
-    value: what stands for its value in the usage; "" is a flag, which takes none. example: a value. parse: text →
-    value; raises ValueError, whose words follow `--name text` in the message. many: it may be given several times, and
-    its value is a list. required: why it must be given.
+    value: placeholder of its value in the usage; "" is a flag. example: a value, for messages. parse: text → value;
+    raises ValueError, whose text follows `--name text` in the message. many: may be repeated; the value is a list.
+    required: the reason why it must be given.
     """
     help: str
     value: str = ""
@@ -32,7 +32,7 @@ class Option:
 
 
 def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
-    """A parser of whole numbers from `least` to `most`."""
+    """A parser for whole numbers from `least` to `most`."""
     def parse(text: str) -> int:
         if not text.isdecimal() or not least <= int(text[:20]) <= most:
             span = f"from {least} to {most}" if most < MOST else f"of at least {least}"
@@ -42,8 +42,7 @@ def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
 
 
 def number(what: str, least: float = 0, most: float = 1e18, positive: bool = False) -> Callable[[str], float]:
-    """A parser of numbers from `least` to `most`, above 0 where they are positive. what: the message says what it
-    is."""
+    """A parser for numbers from `least` to `most`, above 0 if `positive`. what: the expected value, for the message."""
     def parse(text: str) -> float:
         try:
             value = float(text)
@@ -56,7 +55,7 @@ def number(what: str, least: float = 0, most: float = 1e18, positive: bool = Fal
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """A parser of these names."""
+    """A parser that accepts these names."""
     def parse(text: str) -> str:
         if text not in names:
             raise ValueError(f"is unknown; use one of {', '.join(names)}")
@@ -66,10 +65,10 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 @dataclasses.dataclass
 class Arguments:
-    """What a command line gives.
+    """A parsed command line.
 
-    values: of all options, defaults included. given: the options that it names. names: words that belong to no option.
-    keys: `--section.key value …`, for `config.load` and `config.resolve`. run: of a launcher, the words behind --.
+    values: of all options, with defaults. given: the options on the command line. names: positional arguments.
+    keys: `--section.key value …`, for `config.load` and `config.resolve`. run: a launcher's arguments after --.
     """
     values: dict[str, object]
     given: set[str] = dataclasses.field(default_factory=set)
@@ -88,8 +87,8 @@ class Arguments:
 class Command:
     """A command line: python -m `module` `places` [options] [--section.key value ...].
 
-    places: what its names are, e.g. "RUN_DIR"; num_places: the least and the most of them. keys: whether it takes keys
-    of a run file. A launcher takes those, and a run file, behind --.
+    places: usage of the positional arguments, e.g. "RUN_DIR"; num_places: their minimum and maximum number. keys:
+    whether it takes keys of a run file. A launcher takes a run file and keys after --.
     """
     module: str
     options: Mapping[str, Option]
@@ -106,7 +105,7 @@ class Command:
         return " ".join(filter(None, [f"python -m {self.module}", self.places, *words, end]))
 
     def help(self, about: str) -> str:
-        """What --help prints. about: the docstring of the module, whose first paragraph says what the command does."""
+        """The text of --help. about: the docstring of the command's module."""
         lines = [*textwrap.wrap(f"usage: {self.usage}", 120, subsequent_indent=" " * 7, break_on_hyphens=False),
                  "", inspect.cleandoc(about), ""]
         for name, option in self.options.items():
@@ -119,7 +118,7 @@ class Command:
         return "\n".join(lines)
 
     def read(self, argv: Sequence[str]) -> Arguments:
-        """What `argv` gives. A value that begins with two dashes is written with `=`. Raises: ConfigError with every
+        """Parse `argv`. A value that begins with two dashes needs `--name=value`. Raises: ConfigError with every
         fault."""
         words, faults, texts = [str(word) for word in argv], [], {}
         given = Arguments({name: [] if option.many else option.default for name, option in self.options.items()})

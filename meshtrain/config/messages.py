@@ -1,4 +1,4 @@
-"""What is said of a faulty run file: each message has the value, the rule and the remedy."""
+"""Error messages about a run file: each has the value, the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECTIONS = {name: field.annotation for name, field in Run.model_fields.items()}
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a run; `messages` holds one line each: the value, the rule, the remedy."""
+    """Every fault of a run. messages: one line for each."""
 
     def __init__(self, *messages: str):
         self.messages = list(messages)
@@ -24,7 +24,7 @@ class ConfigError(ValueError):
 
 @contextlib.contextmanager
 def user_errors(prefix: str = ""):
-    """A ValueError of the rooms below is the user's mistake: a ConfigError of as many messages as it has lines."""
+    """Turn a ValueError raised inside into a ConfigError with one message per line."""
     try:
         yield
     except ConfigError:
@@ -117,7 +117,7 @@ def join(names, word: str) -> str:
 
 
 def toml(value) -> str:
-    """A value as TOML. JSON's escapes are TOML's, but for DEL."""
+    """Format a value as TOML. JSON and TOML escape strings alike, except for DEL."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

@@ -1,6 +1,6 @@
-"""Settings of earlier versions in the keys of this one, so that their run files and checkpoints go on.
+"""Translates settings of earlier versions, so that their run files and checkpoints still load.
 
-Each step is exact. What cannot be said any more stays in a run file as it is, where it is refused as an unknown key.
+Each translation is exact. A setting without an equivalent is left in a run file and refused as an unknown key.
 """
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from meshtrain.config.sections import RopeScaling
 
-# Keys that are gone, with the only value that a run file may still give them; in a checkpoint any value goes.
+# Removed keys, with the only value that a run file may still give them; a checkpoint may have any value.
 GONE = {"model": {"attention_dropout": 0.0}, "data": {"validation_tokens": 0, "prefetch": 4},
         "pipeline": {"uneven": "pad"},
         "experts": {"upcycle_noise": 0.0}}
@@ -16,7 +16,8 @@ TIMEOUTS = ("compile_timeout_s", "restore_timeout_s", "save_timeout_s")
 
 
 def translated(tables: Mapping, saved: bool = False) -> dict:
-    """Section -> key -> value. saved: of a checkpoint, whose keys are all there and can no longer be changed."""
+    """Section -> key -> value in this version's keys. saved: the tables are a checkpoint's, and removed keys are
+    dropped whatever their value."""
     made = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
     for name, keys in GONE.items():
         for key, value in keys.items() if isinstance(made.get(name), dict) else ():

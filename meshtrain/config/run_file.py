@@ -1,8 +1,7 @@
-"""The run file: from TOML and `--section.key value` to one frozen `Run`, or one message with everything that is wrong.
+"""Reads and writes run files: TOML and `--section.key value` become one frozen `Run`.
 
-`load` gathers every fault it can find (unknown names, types, ranges, keys that do not agree) before it raises, because
-a queue for a pod is a slow way to find them one by one. `dump` writes a run back as a file that needs no preset.
-This module knows no jax: whether a layout fits its rule file is asked where the rules are known.
+`load` collects every fault (unknown names, types, ranges, contradicting keys) and raises once. `dump` writes a run as a
+file that needs no preset. Whether the layout fits its rule file is checked in `assembly`, which knows the rules.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from meshtrain.shipped import found, names, shipped
 
 QUICKSTART = shipped("configs/quickstart.toml")
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
-MOST_BYTES = 1 << 24  # of a run file: /dev/zero has no end
-NOT_SHAPE = ("_dtype", "_dropout")  # model keys that no preset sets
+MOST_BYTES = 1 << 24  # limit of a run file's size: /dev/zero has no end
+NOT_SHAPE = ("_dtype", "_dropout")  # suffixes of model keys that presets do not set
 
 
 def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
-    """The run that `argv` asks for: an optional run file, then overrides.
+    """Parse `argv`: an optional run file, then overrides.
 
     Raises: ConfigError with every fault at once; SystemExit(0) after printing --help.
     """
@@ -46,7 +45,7 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
         with contextlib.suppress(OSError):      # `--help | head`
             print(help_text(run, usage), flush=True)
         raise SystemExit(0)
-    # Without the file its keys are defaults, and a replaced key is one too: what follows from those is no second fault.
+    # Where a file is unreadable or a key faulty, defaults stand in; contradictions with those are not reported.
     contradictions = [] if unreadable else [message for message in problems(run) if not told.search(message)]
     if faults + unreadable + wrong + contradictions:
         raise ConfigError(*faults, *unreadable, *wrong, *contradictions)
@@ -55,10 +54,10 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
 
 def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[str],
             command: str) -> tuple[Run, frozenset[str]]:
-    """(the run of these tables with overrides, the names of the keys that `words` give), for a command that trains
-    nothing.
+    """(the run of these tables with the overrides in `words`, the names of the overridden keys), for commands that do
+    not train.
 
-    allowed: sections ("mesh.") and keys; no other may be given, and only of these sections contradictions are told.
+    allowed: sections ("mesh.") and keys that `words` may give; only these sections are checked for contradictions.
     Raises: ConfigError.
     """
     path, overrides, faults = _arguments(words)
@@ -80,7 +79,7 @@ def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[
 
 
 def names_mesh(argv: typing.Sequence[str]) -> bool:
-    """Whether a mesh was asked for: by a run file, wherever it stands among the options, or by a key of [mesh]."""
+    """Whether `argv` asks for a mesh: by a run file, at any position, or by a key of [mesh]."""
     path, overrides, _ = _arguments(argv)
     return path is not None or any(name.startswith("mesh.") for name, _ in overrides)
 
@@ -143,13 +142,13 @@ def _read(path: Path) -> tuple[dict, list[str]]:
 
 
 def _override(tables: dict, overrides, default: bool) -> None:
-    """Put the command line's values into the tables: bare text where the key is a string, else a TOML value.
+    """Write the command line's values into the tables: as text for string keys, else parsed as TOML.
 
-    default: the tables are those of the quickstart, since no file was named.
+    default: no file was named, and the tables are the quickstart's.
     """
     given = dict(overrides)
-    # A preset on the command line replaces the shape in the file; only a key on the command line stands beside it.
-    # So does a model folder that of the quickstart, which nobody has written.
+    # A preset on the command line replaces the file's model shape; only keys on the command line are added to it.
+    # A model folder replaces the quickstart's shape, which the user did not write.
     replaced = given.get("model.preset") or default and folder.is_one(at_home(given.get("checkpoint.init_from", "")))
     if replaced and isinstance(tables.get("model"), dict):
         tables["model"] = {key: value for key, value in tables["model"].items() if key.endswith(NOT_SHAPE)}
@@ -157,7 +156,7 @@ def _override(tables: dict, overrides, default: bool) -> None:
         section, key = name.split(".")
         table = tables.setdefault(section, {})
         if not isinstance(table, dict):
-            continue  # already a fault of the file
+            continue  # reported as a fault of the file
         field = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
         table[key] = text
         if field is not None and kind_of(field) not in ("string", "choice"):
@@ -169,9 +168,9 @@ def _override(tables: dict, overrides, default: bool) -> None:
 
 
 def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
-    """A run from raw tables, what is wrong with their names and values, and a pattern of the names already told.
+    """(a run from raw tables, faults of their names and values, a pattern that matches the names of faulty keys).
 
-    A faulty key takes its default, so that the search can go on.
+    A faulty key takes its default, so that further faults are found.
     """
     faults, faulty, sections = [], [], {}
     for name, table in tables.items():
@@ -209,7 +208,7 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
 
 
 def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
-    """(the keys of [model], of which checkpoint.init_from decides the shape where it is a model folder; faults)."""
+    """(the keys of [model], with the shape taken from checkpoint.init_from if it is a model folder; faults)."""
     source = checkpoint.get("init_from") if isinstance(checkpoint, dict) else None
     if not isinstance(source, str) or not folder.is_one(source := at_home(source)):
         return table, []
@@ -222,8 +221,8 @@ def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
     try:
         decided, given = Model(**keys), Model(**keys | table)
     except ValidationError:
-        return table, []      # told by whoever builds the section
-    # no layer has an MLP of this width, and some families name none
+        return table, []      # `_build` reports it
+    # mlp_dim is unused in this model, and some families do not set it
     if decided.num_experts and not decided.first_dense_layers:
         free |= {key: table[key] for key in ("mlp_dim",) if key in table}
     wrong = [key for key in table if key not in free and getattr(given, key) != getattr(decided, key)]
@@ -232,16 +231,16 @@ def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
         f"{toml(getattr(decided, key))}; leave the key out" for key in wrong]
 
 
-# ---- out -------------------------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def presets() -> dict[str, Path]:
-    """The shipped model shapes by name."""
+    """The files of the shipped model shapes by name."""
     return names("configs/models")
 
 
 def dump(run: Run) -> str:
-    """The run as TOML that loads to the same run and needs no preset."""
+    """Format the run as TOML that loads to the same run and needs no preset."""
     path = f"{run.run.dir}/config.toml"
     lines = [f"# python -m meshtrain.train {shlex.quote(path) if path.isprintable() else toml(path)}"]
     for name, section in run:
@@ -250,7 +249,7 @@ def dump(run: Run) -> str:
 
 
 def shape_table(model: Model) -> str:
-    """The keys of [model] that make its shape, as TOML; those at their defaults are left out, but for sizes."""
+    """Format the keys of [model] that set its shape as TOML; all sizes, other keys only where they are not defaults."""
     default = Model()
     keys = [key for key, value in model if not (key.endswith(NOT_SHAPE) or key in ("preset", "attention"))
             and (type(value) is int and value or value != getattr(default, key))]
@@ -258,7 +257,7 @@ def shape_table(model: Model) -> str:
 
 
 def help_text(run: Run, usage: str = USAGE) -> str:
-    """Every key with its value in `run` and its description."""
+    """List every key with its value in `run` and its description."""
     lines = [f"usage: {usage}", "", "Without RUN.toml: configs/quickstart.toml. Strings are bare, lists are TOML."]
     for name, section in run:
         lines += ["", type(section).__doc__]

@@ -1,8 +1,8 @@
-"""Every key of a run file: its type, default, range and the line that --help prints stand here and nowhere else.
+"""The only definition of a run file's keys: type, default, range and the line that --help prints.
 
-Sections are frozen and strict: "8" is not 8, 1.5 is not 1, true is not 1; only a whole number may stand for a float.
-A section fills in what it can derive when it is built, so nobody downstream meets the 0 that means "derive it".
-This module knows no jax, no mesh and no model; what one key owes to another is the business of `config.problems`.
+Sections are frozen and strict: "8" is not 8, 1.5 is not 1, true is not 1; only an integer may be given for a float.
+A section fills in derived values when it is built, so no other module sees the 0 that means "derive it".
+Knows no jax, no mesh and no model. `config.problems` checks keys against each other.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from meshtrain.names import LORA_TARGETS, PLACEMENT, SCHEDULES
 
 
 def key(default, description: str, **limits):
-    """One key of a section; the description is what --help prints."""
+    """Declare a key of a section. description: its text in --help."""
     return Field(default, description=description, **limits)
 
 
 def _filled(section, **values):
-    """Write derived values into a section that is still being built; pydantic's own setter refuses frozen ones."""
+    """Write derived values into a section under construction; pydantic's setter refuses frozen sections."""
     section.__dict__.update(values)
     return section
 
 
 def at_home(path: str) -> str:
-    """`path` with its ~ expanded; as it is where there is no such home."""
+    """Expand ~ in `path`; return it unchanged if there is no such home directory."""
     try:
         return os.path.expanduser(path)
-    except ValueError:      # a name that no user can have
+    except ValueError:      # e.g. a null character in the user's name
         return path
 
 
@@ -38,7 +38,7 @@ def at_home(path: str) -> str:
 ROPE_TYPES = {"default": (), "linear": ("factor",),
               "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
               "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings")}
-# of a file or directory: ~ is the user's home, also behind `--run.dir=`
+# Path of a file or directory. ~ is expanded here, because a shell does not expand it in `--run.dir=~/…`.
 PathKey = Annotated[str, AfterValidator(at_home)]
 
 
@@ -88,8 +88,8 @@ class Sharding(Section):
 
 
 class RopeScaling(Section):
-    """model.rope_scaling, in the words of a config.json of Hugging Face's. A type leaves the keys of the others as they
-    are."""
+    """model.rope_scaling, with the keys of Hugging Face's config.json. Keys that the type does not read keep their
+    defaults."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] = key(
         "default", "which frequencies are scaled: none, all, the low ones")
@@ -180,7 +180,7 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _fill_in(self):
-        # A width that does not divide stays 0, and `problems` names it.
+        # A head_dim that cannot be derived stays 0, which `problems` reports.
         if self.num_experts:
             _filled(self, experts_per_token=self.experts_per_token or min(2, self.num_experts),
                     expert_mlp_dim=self.expert_mlp_dim or self.mlp_dim)
@@ -395,12 +395,12 @@ class Distributed(Section):
     )
 
     def without_place(self) -> Distributed:
-        """What belongs to the run: not which of its processes this is."""
+        """The same section without the keys that identify this process."""
         return Distributed(timeout_s=self.timeout_s, heartbeat_timeout_s=self.heartbeat_timeout_s)
 
 
 class Run(Section):
-    """A whole run file, with nothing left to guess."""
+    """A complete run file, with derived values filled in."""
 
     run: Identity = Identity()
     mesh: Mesh = Mesh()
@@ -419,7 +419,7 @@ class Run(Section):
     distributed: Distributed = Distributed()
 
     def replaced(self, **sections: dict) -> Run:
-        """The run with these keys of sections set: replaced(mesh={"tensor": 2}). They are not checked."""
+        """Copy the run with these keys set: replaced(mesh={"tensor": 2}). Values are not checked."""
         return self.model_copy(update={name: getattr(self, name).model_copy(update=keys)
                                        for name, keys in sections.items()})
 

@@ -1,7 +1,7 @@
-"""Keys that have no effect in a run as it is: told, for whoever gives one means something by it.
+"""Warns about keys that have no effect in a run.
 
-EFFECTS is the whole rule: a key, when it has an effect, and what would give it one. Keys that contradict each other are
-refused by `checks`; a key with its default is never told, and neither is one that a model folder has decided.
+EFFECTS lists each such key, the condition under which it has an effect, and the remedy. A key at its default is not
+reported, and neither is one that a model folder sets. `checks` refuses keys that contradict each other.
 """
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from meshtrain.huggingface import folder
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """key: section.key. when: whether it has an effect in a run. remedy: what gives it one."""
+    """key: section.key. when: whether the key has an effect in a run. remedy: the setting that gives it one."""
     key: str
     when: Callable[[Run], bool]
     remedy: str
 
 
 def _caches_tokens(run: Run) -> bool:
-    """Text that is plain and is trained on as bytes is read where it is; which files a glob finds is not known here."""
+    """Whether the run writes a token cache. Plain text trained on as bytes needs none; a glob may match other files."""
     named = [*(run.data.mixture or [run.data]), *run.data.validation_sources]
     paths = [path for one in named for path in (*one.paths, *one.validation_paths)]
     return (run.data.tokenizer != "bytes" or any(one.source not in ("stdlib", "text") for one in named)
@@ -45,7 +45,7 @@ EFFECTS = (
 
 
 def told(run: Run) -> list[str]:
-    """A line for each key that is not at its default and has no effect."""
+    """One message for each key that is not at its default and has no effect."""
     by_folder = folder.is_one(run.checkpoint.init_from)
     found = []
     for effect in EFFECTS:

@@ -1,8 +1,8 @@
-"""The device mesh: always the same five axes; which devices share a link is a separate matter.
+"""The device mesh, always with the same five axes, and collectives that also work on CPUs.
 
-`placement` lists the axes from the slowest link to the fastest: with tensor last, a tensor group is
-neighbouring devices and falls inside one host. XLA ignores host layout, so this order is the only thing that decides
-which axis crosses hosts. Nothing here touches a device until `build` is called.
+`placement` lists the axes from the slowest link to the fastest: with tensor last, a tensor group is a range of
+neighbouring devices inside one host. XLA ignores the host layout, so this order alone decides which axis crosses hosts.
+No device is touched before `build`.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshtrain.names import AXES, PLACEMENT
 @functools.lru_cache(maxsize=4096)
 def _in_domain(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, ...],
                domain: int) -> tuple[int, int]:
-    """sizes: in the placement's order."""
+    """`MeshSpec.in_domain`, cached. sizes: in the placement's order."""
     spanned = [placement.index(axis) for axis in axes]
     others = [i for i in range(len(sizes)) if i not in spanned]
     ids = np.arange(math.prod(sizes)).reshape(sizes).transpose(others + spanned)
@@ -62,13 +62,12 @@ class MeshSpec:
         return by_placement.transpose([self.placement.index(axis) for axis in AXES])
 
     def in_domain(self, axes: Sequence[str], domain: int) -> tuple[int, int]:
-        """(how many devices a group spans over these axes, how many of them share a link domain of `domain`
-        devices)."""
+        """(devices in a group over these axes, how many of them share a link domain of `domain` devices)."""
         sizes = tuple(self.sizes[axis] for axis in self.placement)
         return _in_domain(sizes, tuple(self.placement), tuple(axes), domain)
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Who talks to whom: the device numbers of each group that spans `axes`, sorted.
+        """The device numbers of each communication group over `axes`, sorted.
 
         With stage 4 × data 2 × tensor 2, `groups("tensor")` is [[0, 1], [2, 3], …] and `groups("stage", "tensor")`
         are the model replicas.
@@ -88,7 +87,7 @@ class MeshSpec:
         return Mesh(np.array(devices)[self.ids()], AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def abstract(self) -> AbstractMesh:
-        """The same mesh without devices: shapes and shardings can be asked of it, nothing runs on it."""
+        """The same mesh without devices, for shapes and shardings."""
         return AbstractMesh(tuple(self.sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def __str__(self) -> str:
@@ -96,39 +95,38 @@ class MeshSpec:
 
 
 def psum(x, axes):
-    """lax.psum of an array over manual mesh axes in its own dtype; by CPUs in float32, returned in its own dtype.
+    """lax.psum of an array over manual mesh axes; CPUs sum in float32. The result has the array's dtype.
 
-    XLA's CPU backend dies on a bfloat16 sum over a manual axis ("Invalid binary instruction opcode copy"). The platform
-    is the one that the program is lowered for, not the one that lowers it: no conditional is left in the program.
+    XLA's CPU backend crashes on a bfloat16 sum over a manual axis ("Invalid binary instruction opcode copy"). The
+    choice is made when the program is lowered, for the platform it is lowered for; the program has no conditional.
     """
     by_cpu = lambda x: lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
     return lax.platform_dependent(x, cpu=by_cpu, default=lambda x: lax.psum(x, axes))
 
 
 def pmax(x, axes):
-    """lax.pmax over manual mesh axes; by CPUs in float32, for the same reason."""
+    """lax.pmax over manual mesh axes; CPUs compute in float32, as for `psum`."""
     by_cpu = lambda x: lax.pmax(x.astype(jnp.float32), axes).astype(x.dtype)
     return lax.platform_dependent(x, cpu=by_cpu, default=lambda x: lax.pmax(x, axes))
 
 
 def psum_scatter(x, axes, dim: int):
-    """lax.psum_scatter (tiled) over manual mesh axes in x's dtype; by CPUs in float32, for the same reason."""
+    """lax.psum_scatter (tiled) over manual mesh axes; CPUs sum in float32, as for `psum`."""
     scatter = lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
     return lax.platform_dependent(x, cpu=lambda x: scatter(x.astype(jnp.float32)).astype(x.dtype), default=scatter)
 
 
 def automatic_axes() -> tuple[str, ...]:
-    """The mesh axes that XLA splits arrays over here: not those that are manual."""
+    """The mesh axes that are not manual here: XLA partitions arrays over them."""
     mesh = get_abstract_mesh()
     return tuple(a for a in mesh.axis_names if a not in mesh.manual_axes)
 
 
 def on_shards(local, in_specs, out_specs):
-    """`local` on the shards of each device, all axes manual: those that are automatic here become so, those of size 1
-    too.
+    """shard_map `local` with all axes manual, also those of size 1.
 
-    Where none of them is larger than 1 it is `local` itself. Both directions are the caller's: nothing is
-    differentiated through it.
+    Returns `local` itself if no automatic axis is larger than 1. Not to be differentiated: callers write both
+    directions.
     """
     axes, shape = automatic_axes(), get_abstract_mesh().shape
     if all(shape[a] == 1 for a in axes):
@@ -136,25 +134,25 @@ def on_shards(local, in_specs, out_specs):
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
 
 
-# --- CPUs start collectives in any order ---------------------------------------------------------------------------
+# --- order of collectives on CPUs ----------------------------------------------------------------------------------
 #
-# XLA's CPU backend starts what stands behind a loop while the loop still runs, unless it reads what the loop makes. A
-# loop with collectives in it then runs beside the collectives behind it. Of one process, permutes alone mind
-# (`parallel.pipeline`); of several, all do: Gloo carries them and pairs those of one group by the order in which each
+# XLA's CPU backend starts an op after a loop while the loop still runs, unless the op reads a result of the loop.
+# Collectives in the loop then run concurrently with those after it. In one process this breaks only permutes
+# (`parallel.pipeline`). In several it breaks all: Gloo pairs the collectives of a group by the order in which each
 # device starts them.
 
 
 def by_gloo(mesh: Mesh) -> bool:
-    """Whether the collectives of this mesh go through Gloo: simulated devices in several processes."""
+    """Whether collectives of this mesh use Gloo: simulated devices in several processes."""
     devices = mesh.devices.flat
     return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
 
 
 def after(values, done):
-    """The values, a pytree of arrays, which can be used only once all of `done`, a pytree of arrays, exist.
+    """Make `values` depend on all arrays of `done` (both pytrees), without changing them.
 
-    A real data dependence, for CPUs alone: an optimization_barrier is gone when XLA orders its kernels. One number of
-    each array of `done` is read; nothing is changed by it, not even by one that is not finite.
+    For CPUs: an optimization_barrier is removed before XLA orders its kernels, so this adds a real data dependence. It
+    reads one element of each array of `done`, which may be non-finite.
     """
     read = sum(leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(done))
     zero = jnp.minimum(lax.bitcast_convert_type(read, jnp.int32) & 1, 0)

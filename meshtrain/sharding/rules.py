@@ -1,11 +1,11 @@
-"""A parallelism strategy as a text file: logical axes -> mesh axes, in four tables.
+"""Rule files: a parallelism strategy as text, logical axes -> mesh axes, in four tables.
 
 `[params]`, `[grads]` (inherits params), `[optimizer]` (inherits grads), `[activations]`. Inheritance is line by line: a
-line replaces the inherited one, `embed = []` takes it back. `extends = "ddp"` does the same with the tables of another
-file. So ZeRO-1 is ddp and `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line in [grads], ZeRO-3 in
-[params]; Megatron's sequence parallelism is `residual_seq = "tensor"`. Axes of size 1 split nothing, so a file may name
-all five, and the mesh says which are used. Mistakes that jax would accept in silence (a dimension that does not divide,
-an axis that splits no work) are refused. This module knows no model and no step.
+line replaces the inherited one, `embed = []` removes it. `extends = "ddp"` inherits the tables of another file the same
+way. So ZeRO-1 is ddp and `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line in [grads], ZeRO-3 in
+[params]; Megatron's sequence parallelism is `residual_seq = "tensor"`. Mesh axes of size 1 have no effect, so a file
+may name all five. Mistakes that jax accepts silently (a dimension that does not divide, an axis that splits no work)
+are refused. Knows no model and no step.
 """
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from meshtrain.names import AXES
 from meshtrain.shipped import shipped
 
 TABLES = ("params", "grads", "optimizer", "activations")
-GATHERED = "gathered"       # the state of a weight that a matmul takes, see `Layout`
+GATHERED = "gathered"       # the state of a weight in a matmul, see `Layout`
 LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert",
            "expert_embed", "expert_mlp")
 ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
-SHARED = ("heads", "kv_heads", "mlp", "vocab")      # dims of weights that activations have, too
-NEVER_GATHERED = ("expert", "expert_mlp")      # tokens are sent to experts
+SHARED = ("heads", "kv_heads", "mlp", "vocab")      # dims of both weights and activations
+NEVER_GATHERED = ("expert", "expert_mlp")      # tokens are dispatched to experts instead
 EXTENDS, BOM = "extends", "\ufeff"      # Windows puts a byte order mark before it
-# A table that names no axis of experts treats their matrices like others.
+# A table without rules for expert axes shards experts' matrices like others.
 AS_OTHERS = {"expert_embed": "embed", "expert_mlp": "mlp"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The four tables of one rule file, inheritance resolved: table -> logical axis -> mesh axes. text: of one file
-    that says the same and extends none."""
+    """The four tables of one rule file, inheritance resolved: table -> logical axis -> mesh axes. text: an equivalent
+    file without `extends`."""
     tables: Mapping[str, Mapping[str, tuple[str, ...]]]
     text: str
     path: str
@@ -53,12 +53,12 @@ class Rules:
 
 
 def load(path: str | Path) -> Rules:
-    """Reads and checks a rule file. Raises: ValueError that lists every fault of the file."""
+    """Read and check a rule file. Raises: ValueError that lists every fault."""
     return parse(_read(Path(path), "sharding.rules: "), str(path))
 
 
 def parse(text: str, path: str = "<rules>") -> Rules:
-    """Checks the text of a rule file. Raises: ValueError that lists every fault."""
+    """Check the text of a rule file. Raises: ValueError that lists every fault."""
     given = _tables(text, Path(path), ())
     tables = {"activations": given["activations"]}
     for name, inherited in (("params", {}), ("grads", "params"), ("optimizer", "grads")):
@@ -72,13 +72,13 @@ def _read(path: Path, prefix: str) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"{prefix}cannot read {path}: byte {error.start} is not UTF-8; a rule file is TOML in "
                          f"UTF-8") from None
-    except (OSError, ValueError) as error:      # not there, a name with a null
+    except (OSError, ValueError) as error:      # ValueError: a null character in the name
         raise ValueError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """The lines of all TABLES as a file has them, with those of the file that it extends. extending: the files that
-    lead here."""
+    """The lines of all TABLES of a file, merged with those of the file that it extends. extending: the chain of files
+    that extend this one."""
     try:
         raw = tomllib.loads(text.removeprefix(BOM))
     except (ValueError, RecursionError) as error:  # bad TOML, numbers of thousands of digits, deep brackets
@@ -106,8 +106,8 @@ def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dic
 
 
 def _extended(name, path: Path, extending: Sequence[Path]) -> Path:
-    """The file that `path` extends: of that name beside it, or a shipped one. A file may extend the shipped one of its
-    own name."""
+    """The file that `path` extends: `name` in the same directory, or a shipped one. A file may extend the shipped file
+    of its own name."""
     if not isinstance(name, str) or not name:
         raise ValueError(f'{path}: {EXTENDS} = {name!r}: must name one rule file, e.g. {EXTENDS} = "ddp"')
     file = name if name.endswith(".toml") else f"{name}.toml"
@@ -165,10 +165,10 @@ class Tensor:
 
 def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
              keys: Mapping[str, str] | None = None) -> list[str]:
-    """What is wrong with these rules on a mesh of these sizes for these tensors; empty if nothing is.
+    """Messages about rules that do not fit these mesh sizes and tensors; empty if they fit.
 
-    keys: logical axis -> the run file's key that sets its size, for the remedy. A fault that several tensors share is
-    told once, with the first of them.
+    keys: logical axis -> the run file's key that sets its size, for the remedy. A fault of several tensors is reported
+    once, with the first of them.
     """
     faults: dict = {}
     for tensor in tensors:
@@ -194,12 +194,12 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
 
 
 def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list[str]]:
-    """(faults, notes): the mesh axes larger than 1 that split none of a step's matrix products, and those that split
-    only some.
+    """(faults, notes): faults for mesh axes larger than 1 that split none of a step's matmuls, notes for axes that
+    split only some.
 
-    products: the weights that a step multiplies. An axis splits a product if it splits the tokens, or a dim of the
-    weight that the activations have, too. What only [params], [grads] or [optimizer] split is stored in parts, and
-    every device multiplies what all others do. `stage` is not looked at: a pipeline splits the layers.
+    products: the weights that a step multiplies. An axis splits a matmul if it splits the tokens or a dim of the weight
+    that activations also have. An axis that splits only [params], [grads] or [optimizer] saves memory, but all devices
+    along it repeat the same matmul. `stage` is skipped: a pipeline splits the layers.
     """
     file, faults, notes = layout.rules.path, [], []
     split_by = _split_by(layout, products)
@@ -235,7 +235,7 @@ def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list
 
 
 def _split_by(layout: Layout, products: Sequence[Tensor]) -> dict[str, set[str]]:
-    """What is multiplied -> the mesh axes that split it."""
+    """Matmul -> the mesh axes that split it."""
     acts = lambda *names: {axis for name in names for axis in layout.mesh_axes("activations", name)}
     tokens = set(layout.token_axes)
     found = {"attention": tokens | acts("heads")}
@@ -248,8 +248,8 @@ def _split_by(layout: Layout, products: Sequence[Tensor]) -> dict[str, set[str]]
 
 
 def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> list[str]:
-    """The faults of weights that are used in parts, where what they make is gathered at once for want of a line in
-    [activations]."""
+    """Faults of weights that [params] splits while [activations] does not split the same dim: XLA would gather the
+    projections' outputs."""
     of = lambda table: {logical for tensor in tensors if tensor.table == table for logical in tensor.axes}
     tokens = rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")
     faults = []
@@ -270,17 +270,16 @@ def _shape(tensor: Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: a static argument of custom_vjp
 class Layout:
-    """Rules on a mesh of given sizes: which mesh axes split each dim, and the constraints that follow.
+    """Rules on a mesh of given sizes: which mesh axes split each dim, and the sharding constraints that follow.
 
-    A weight takes these states in a step; each is the name of a table, but for GATHERED:
+    A weight has these states in a step; all but GATHERED are names of tables:
       "optimizer"  stored between steps, float32, with the optimizer's state
-      "params"     a copy in the compute dtype, which the loop over microbatches reads (`Transformer.as_read`)
-      GATHERED     what a matmul takes: [params] without the axes that split tokens. ZeRO-3 gathers them layer by layer;
-                   a pipeline gathers a full stage before its loop. Experts stay on their devices: tokens are sent to
-                   them.
-      "grads"      its accumulator, which takes each microbatch's gradient
+      "params"     copy in the compute dtype, read by the loop over microbatches (`Transformer.as_read`)
+      GATHERED     operand of a matmul: [params] without the axes that split tokens. ZeRO-3 gathers layer by layer; a
+                   pipeline gathers a whole stage before its loop. Experts are not gathered: tokens are sent to them.
+      "grads"      gradient accumulator over microbatches
 
-    Axes of size 1 vanish. So do axes that are manual where the question is asked (inside a shard_map): model code runs
+    Axes of size 1 are dropped. So are axes that are manual at the call (inside a shard_map), so that model code runs
     there unchanged. tokens_first: activations given to `act` are [T, B, …], not [B, T, …].
     """
     rules: Rules
@@ -288,17 +287,17 @@ class Layout:
     tokens_first: bool = False
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        """The mesh axes over which XLA splits this dim here: the manual ones are left out."""
+        """The mesh axes over which XLA splits this dim here, without manual ones."""
         found, manual = self.all_axes(table, logical), get_abstract_mesh().manual_axes
         return tuple(a for a in found if a not in manual) if manual else found
 
     def manual_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        """The manual axes that split this dim: its size here is local, and sums over it are the caller's."""
+        """The manual axes that split this dim: its size here is local, and the caller must sum over them."""
         manual = get_abstract_mesh().manual_axes
         return tuple(a for a in self.all_axes(table, logical) if a in manual)
 
     def all_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        """The mesh axes that split this dim, manual or not. table: of the rules, or GATHERED."""
+        """The mesh axes that split this dim, manual or not. table: one of TABLES, or GATHERED."""
         key = table, logical
         if key not in self._all_axes:
             gathered = self.token_axes if table == GATHERED and logical not in NEVER_GATHERED else ()
@@ -308,48 +307,47 @@ class Layout:
 
     @functools.cached_property
     def _all_axes(self) -> dict[tuple[str, str | None], tuple[str, ...]]:
-        return {}       # asked for a million times where layouts of 16,384 GPUs are searched
+        return {}       # read a million times by a search over layouts of 16,384 GPUs
 
     def spec(self, table: str, axes: Sequence[str | None], drop: Sequence[str] = ()) -> P:
         """The PartitionSpec of a tensor with these logical axes; mesh axes in `drop` are left out."""
         return P(*(_entry([a for a in self.mesh_axes(table, logical) if a not in drop]) for logical in axes))
 
     def constrain(self, table: str, x: jax.Array, axes: Sequence[str | None], drop: Sequence[str] = ()) -> jax.Array:
-        """`x` pinned to its `spec`. To GATHERED it is an all-gather of a weight in [params]. Needs a mesh in
-        context."""
+        """Constrain `x` to its `spec`; for GATHERED, an all-gather of a weight in [params]. Needs a mesh in context."""
         if all(n == 1 for n in self.sizes.values()):
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(table, axes, drop))
 
     def act(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """`x` pinned as an activation: `layout.act(q_BTNH, "batch", "seq", "heads", "head_dim")`."""
+        """Constrain an activation: `layout.act(q_BTNH, "batch", "seq", "heads", "head_dim")`."""
         return self.constrain("activations", x, (axes[1], axes[0], *axes[2:]) if self.tokens_first else axes)
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the residual stream has its tokens over more axes than what layers compute of it."""
+        """Whether tokens of the residual stream are split over other axes than those inside attention and MLP."""
         return self.mesh_axes("activations", "residual_seq") != self.mesh_axes("activations", "seq")
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which a batch is split (and with it the sum of every weight gradient)."""
+        """The mesh axes that split a batch; every weight gradient is summed over them."""
         return self.mesh_axes("activations", "batch")
 
     @functools.cached_property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split tokens, over the batch or over the sequence; manual or not."""
+        """The mesh axes that split the batch or the sequence, manual or not."""
         names = self.rules.mesh_axes("activations", "batch") + self.rules.mesh_axes("activations", "seq")
         return tuple(a for a in dict.fromkeys(names) if self.sizes[a] > 1)
 
     def deferred_axes(self, weights: Iterable[Sequence[str | None]]) -> tuple[str, ...]:
-        """The batch axes over which gradients are reduced once a step, not once a microbatch: those that split neither
-        these weights, given by their logical axes, nor their gradients."""
+        """The batch axes over which gradients are reduced once a step instead of once a microbatch: those that split
+        neither these weights nor their gradients. weights: their logical axes."""
         logical = {name for axes in weights for name in axes}
         split = {axis for table in ("params", "grads") for name in logical for axis in self.all_axes(table, name)}
         return tuple(axis for axis in self.batch_axes if axis not in split)
 
     def num_shards(self, mesh_axes: Iterable[str]) -> int:
-        """Into how many shards these mesh axes together split a dim."""
+        """The number of shards of a dim that these mesh axes split."""
         return math.prod(self.sizes[a] for a in mesh_axes)
 
 
@@ -364,5 +362,5 @@ def shardings(layout: Layout, mesh, table: str, axes_tree):
 
 
 def is_axes(x) -> bool:
-    """A leaf of a logical-axes tree: a plain tuple of names (optax's empty states are named tuples, and no leaves)."""
+    """Whether x is a leaf of a logical-axes tree: a plain tuple of names (optax's empty states are named tuples)."""
     return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)

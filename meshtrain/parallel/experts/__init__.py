@@ -1,1 +1,1 @@
-"""Mixture of experts over devices: tokens to the experts that they chose, and their outputs back."""
+"""Expert parallelism: dispatch of tokens to the devices of their experts, and the return of the outputs."""

@@ -1,8 +1,8 @@
-"""Token dispatch by all-to-alls of fixed size; what overflows is sent in further rounds, so no token is dropped.
+"""Token dispatch by all-to-alls of fixed size; overflow is sent in further rounds, so no token is dropped.
 
-Each device sends each other one a buffer of CAPACITY_FACTOR times the balanced load, so a round moves
+Each device sends each other one a buffer of CAPACITY_FACTOR times the balanced load. A round moves
 CAPACITY_FACTOR·K·T·D·(n-1)/n elements each way: less than a gather from n = CAPACITY_FACTOR·K shards on. All devices
-that exchange run the same number of rounds, that of the fullest pair.
+run as many rounds as the pair with the most tokens needs.
 Sources: arXiv:2006.16668 (GShard), which drops what overflows; XLA's ragged all-to-all is slow or wrong on GPUs
 (openxla/xla 33386, marin 8077).
 """
@@ -20,14 +20,14 @@ CAPACITY_FACTOR = 1.25
 
 
 class AllToAll:
-    """The assignments of this device's tokens sorted by the device of their expert. axes: those that split the experts
-    into n shards of e each."""
+    """The assignments of this device's tokens, sorted by the device of their expert. axes: mesh axes that split the
+    experts into num_shards of e each."""
 
     def __init__(self, axes: tuple[str, ...], num_shards: int, e: int, chosen_TK, sorted_by: Callable):
         self.axes, self.num_shards, (self.T,
                                      self.K), self.chosen = axes, num_shards, chosen_TK.shape, chosen_TK.reshape(-1)
         count = self.chosen.size
-        # of padding, which has no expert, none
+        # num_shards for padding, which has no expert
         self.device = jnp.where(self.chosen >= 0, self.chosen // e, num_shards)
         self.order = sorted_by(self.device, num_shards)
         self.counts = jnp.sum(self.device[:, None] == jnp.arange(num_shards), 0, dtype=jnp.int32)
@@ -35,7 +35,7 @@ class AllToAll:
         place = jnp.zeros(count, jnp.int32).at[self.order].set(jnp.arange(count, dtype=jnp.int32), unique_indices=True)
         self.rank = place - self.first[jnp.minimum(self.device, num_shards - 1)]      # among those for the same device
         self.capacity = max(1, min(count, -(-int(CAPACITY_FACTOR * count) // num_shards)))
-        # of the buffers under balanced load
+        # share of the buffer that balanced load fills
         self.occupancy = count / (num_shards * self.capacity)
         self.rounds = lax.pmax(-(-self.counts.max() // self.capacity), axes)
 
@@ -43,7 +43,7 @@ class AllToAll:
         return Round(self, n)
 
     def further_rounds(self, one_round: Callable, first):
-        """first + the sum of one_round(round) over the rounds behind the first."""
+        """first + the sum of one_round(round) over all later rounds."""
         step = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one_round(self.round(carry[0]))))
         with jax.named_scope(FURTHER_ROUNDS):
             return lax.while_loop(lambda carry: carry[0] < self.rounds, step, (jnp.int32(1), first))[1]

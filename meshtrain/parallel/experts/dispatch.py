@@ -1,12 +1,11 @@
-"""Expert parallelism of a layer: tokens are dispatched to the devices of their experts, and none is dropped.
+"""Expert parallelism of a layer: dispatches tokens to the devices of their experts. No token is dropped.
 
 [params] expert and expert_mlp say which mesh axes split the experts. Two dispatches:
 gather: tokens are all-gathered over the axes that split tokens and experts, each device multiplies the rows of its own
-experts, and outputs are reduce-scattered: T·D elements each way, as a dense MLP with sequence parallelism sends.
-all_to_all: each token is sent to its experts' devices alone, which is less where many devices share the experts.
-Both, and the gathers of weights (ZeRO-3), stand in one manual region (shard_map) with the backward written out.
-A device's rows lie in a buffer of CAPACITY_FACTOR times the balanced load; what overflows is processed in further
-rounds.
+experts, and outputs are reduce-scattered: T·D elements each way, as in a dense MLP with sequence parallelism.
+all_to_all: each token is sent only to the devices of its experts, which is less if many devices share the experts.
+Either runs in one manual region (shard_map) with the weight gathers of ZeRO-3 and an explicit backward.
+A device's rows are in a buffer of CAPACITY_FACTOR times the balanced load; overflow is processed in further rounds.
 Dims: A tokens after the gather, K experts of a token, e experts of this device, F their width, R rows.
 """
 from __future__ import annotations
@@ -29,16 +28,16 @@ from meshtrain.parallel.experts.permutation import ExpertRows, SortedAssignments
 from meshtrain.sharding.mesh import automatic_axes, on_shards, psum, psum_scatter
 from meshtrain.sharding.rules import Layout
 
-# Of the buffer of rows, over the balanced load. With random routing a device with 16 of 128 experts gets up to 1.1
-# times its share; a larger buffer costs memory alone.
+# Size of the row buffer over the balanced load. With random routing a device with 16 of 128 experts gets up to 1.1
+# times the balanced load; a larger buffer costs only memory.
 CAPACITY_FACTOR = 1.25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoutedExperts:
-    """How a run computes its experts.
+    """Execution settings of a run's experts.
 
-    activation: products of the inward matrices (gate, up) -> h. aux_loss, z_loss: weights of the router's losses.
+    activation: outputs of the inward matrices (gate, up) -> h. aux_loss, z_loss: weights of the router's losses.
     capacity_factor: see CAPACITY_FACTOR; 0: the buffer holds any load. saves_inward: see the function.
     """
     engine: grouped.GroupedEngine
@@ -51,20 +50,20 @@ class RoutedExperts:
     by_all_to_all: bool = False
 
     def __call__(self, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
-        """Σ_k weight · expert(x), split like the residual stream. weights: {gate?, up, down}, stored as [params]
-        says."""
+        """Σ_k weight · expert(x), sharded like the residual stream. weights: {gate?, up, down}, sharded as
+        [params]."""
         return apply(self, layout, x_BTD, chosen_BTK, weight_BTK, weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class ManualRegion:
-    """The mesh axes inside the manual region: those that split the experts, their width (inner) and the tokens."""
+    """Mesh axes in the manual region that split the experts, their width (inner) and the tokens."""
     experts: tuple[str, ...]
     inner: tuple[str, ...]
     tokens: tuple[str, ...]
     sizes: Mapping[str, int]
-    received: bool = False      # tokens came by an all-to-all: nothing is gathered, scattered or summed
-    occupancy: float = 1.0      # the share of their rows that hold a token
+    received: bool = False      # tokens came by an all-to-all: no gather, scatter or sum over them
+    occupancy: float = 1.0      # share of the rows that hold a token
 
     @classmethod
     def of(cls, layout: Layout) -> ManualRegion:
@@ -94,7 +93,7 @@ class ManualRegion:
         return math.prod(self.sizes[a] for a in axes)
 
     def balanced_rows(self, T: int, K: int) -> int:
-        """The rows of this device's experts under balanced load, for T tokens of each device."""
+        """Rows of this device's experts under balanced load. T: tokens of each device."""
         return max(1,
                    round(T * K * self.occupancy * self.num_shards(self.gathered) / (
                        1 if self.received else self.num_shards(self.experts))))
@@ -136,12 +135,12 @@ def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
 
 
 def _everywhere() -> P:
-    """The spec of arrays that differ on every device."""
+    """The spec of arrays whose dim 0 is split over all automatic axes."""
     return P(automatic_axes())
 
 
 def _apply_backward(experts, layout, residuals, dy_BTD):
-    """One manual region, or with pipeline stages one each for the gradients of inputs and weights, so that a schedule
+    """One manual region; with pipeline stages one for input gradients and one for weight gradients, so that a schedule
     can run the second in W (`layer_vjp` cannot divide a region)."""
     weights, shards, staged = residuals[3], ExpertShards.of(layout, residuals[3]), layout.sizes["stage"] > 1
 
@@ -173,12 +172,12 @@ def _flat(a):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertShards:
-    """The shardings of what enters and leaves the manual region, by name of a weight where it is a dict.
+    """Shardings of the inputs and outputs of the manual region. Dicts are by name of a weight.
 
-    tokens, stored, grads: PartitionSpecs of tokens, of weights as stored and of their gradients. axes: logical axes of
-    a weight's dims where it is multiplied. gathers: [(axis, mesh axes)] over which a weight is gathered. scatters:
-    those over which its gradient is reduce-scattered, as [grads] says; rest: those over which it is then all-reduced.
-    What a pipeline reduces after its loop is in neither.
+    tokens, stored, grads: PartitionSpecs of tokens, of weights in [params] and of their gradients. axes: logical axes
+    of a weight's dims in its matmul. gathers: [(axis, mesh axes)] over which a weight is gathered. scatters: those over
+    which its gradient is reduce-scattered, as in [grads]; rest: those over which it is then all-reduced. Axes that a
+    pipeline reduces after its loop are in neither.
     """
     region: ManualRegion
     tokens: P
@@ -198,7 +197,7 @@ class ExpertShards:
         others = lambda axis: tuple(a for a in axes_of("grads", axis) if a in region.others and a not in own(axis))
         gathered = lambda axis: tuple(a for a in axes_of("params", axis) if a not in region.own)
         scatters = {name: by_axis(name, others) for name in names}
-        # Shards lie one behind the other: joined and parted along any dim but the first, all of a weight is turned.
+        # A gather or scatter along any dim but the first transposes the whole weight, so the gathered dim goes first.
         embed_first = bool(gathered("expert_embed") or others("expert_embed"))
         unscattered = lambda name: tuple(a for a in region.others if a in automatic
                                          and a not in [a for _, axes in scatters[name] for a in axes])
@@ -212,8 +211,8 @@ class ExpertShards:
             rest={name: unscattered(name) for name in names})
 
     def gathered(self, engine: grouped.GroupedEngine, weights, dtype) -> ExpertMatrices:
-        """Weights as they are multiplied: cast, then all-gathered, so that they travel in the compute dtype. Inside the
-        region nothing of it is saved for the backward, whose gradients stay float32."""
+        """Cast weights to the compute dtype, then all-gather them. The region saves none of it for the backward, whose
+        gradients stay float32."""
         used = {}
         for name, w in weights.items():
             used[name] = _in_order(w.astype(dtype), EXPERT_AXES[name], self.axes[name])
@@ -222,7 +221,8 @@ class ExpertShards:
         return ExpertMatrices(engine, used, self.axes)
 
     def added_up(self, dw):
-        """float32 gradients reduced over the devices with other tokens, in the layout of stored weights."""
+        """Reduce float32 gradients over the devices with other tokens. The result has the dim order of stored
+        weights."""
         summed = dict(dw)
         for name, scatters in self.scatters.items():
             for axis, axes in scatters:
@@ -265,7 +265,7 @@ class ExpertMatrices:
 
 
 def _letters(axes: tuple[str, ...], summed: str) -> str:
-    """The order of dims as `grouped` has it."""
+    """The order of dims in the letters of `grouped`."""
     return "".join("g" if axis == "expert" else "k" if axis == summed else "n" for axis in axes)
 
 
@@ -277,7 +277,7 @@ def _sorted_assignments(experts: RoutedExperts, region: ManualRegion, chosen_AK,
 
 
 class RoutedTokens(NamedTuple):
-    """Tokens, the experts that each goes to, and what their outputs weigh."""
+    """Tokens, their chosen experts and the weights of the experts' outputs."""
     x_TD: jax.Array
     chosen_TK: jax.Array
     weight_TK: jax.Array
@@ -290,7 +290,7 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
     assignments = _sorted_assignments(experts, region, chosen_AK, matrices)
 
     def weighted(last, weight_R1, *others):
-        # The weight multiplies here, not behind `down`: its gradient then needs no y.
+        # The weight is applied before `down`, so its gradient does not need y.
         h = experts.activation(*(a.astype(jnp.float32) for a in others), last)
         return h * weight_R1, *([last] if experts.saves_inward else [])
 
@@ -309,8 +309,8 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightGradOperands:
-    """Operands of the weights' gradients in the first round: rows and cotangents. more: gradients of further rounds by
-    name, None where there can be none."""
+    """Operands of the weight gradients of the first round: rows and cotangents. more: gradients of further rounds by
+    name; None if there are no further rounds."""
     groups: grouped.Groups
     x_RD: jax.Array | grouped.Taken
     dy_RD: jax.Array | grouped.Taken
@@ -330,8 +330,10 @@ class WeightGradOperands:
 
 def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens, matrices: ExpertMatrices,
               saved, dy_TD, split: bool):
-    """(dx, dweight, float32 gradients of this device's experts by name; with `split` their WeightGradOperands). saved:
-    outputs of gate and up of the first round, or None."""
+    """(dx, dweight, float32 gradients of this device's experts by name, or their WeightGradOperands with `split`).
+
+    saved: outputs of gate and up of the first round, or None.
+    """
     balanced_rows, K, dtype = (region.balanced_rows(*tokens.chosen_TK.shape), tokens.chosen_TK.shape[1],
                                tokens.x_TD.dtype)
     x_AD, chosen_AK, weight_AK, dy_AD = map(region.gather_tokens, (*tokens, dy_TD))
@@ -361,10 +363,10 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
 
 def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, saved, matrices: ExpertMatrices,
             split: bool, single: bool):
-    """(dx, dweight, gradients or with `split` WeightGradOperands), summed over all rounds. single: there is one.
+    """(dx, dweight, gradients or with `split` WeightGradOperands), summed over all rounds. single: there is one round.
 
     Further rounds run twice, for inputs and for weights, and add to the first round's results in place. One loop for
-    both would zero-fill all gradients in every step, mostly for nothing, or delay dx until the gradients are made.
+    both would zero-fill all gradients in every step, or delay dx until the gradients exist.
     """
     gradients = lambda operands: operands.gradients(matrices.engine, matrices.axes)
     dx, dweight, operands = one_round(of.round(0), saved)
@@ -381,11 +383,12 @@ def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, sa
     return dx, dweight, dataclasses.replace(operands, more=more)
 
 
-# ---- the same by all-to-alls -----------------------------------------------------------------------------------------
+# ---- dispatch by all-to-alls -----------------------------------------------------------------------------------------
 
 
 def _after_sending(experts: RoutedExperts, region: ManualRegion, chosen_TK, matrices: ExpertMatrices):
-    """(RoutedExperts, ManualRegion, AllToAll) of received rows: one expert each, in a buffer that holds all of them."""
+    """(RoutedExperts, ManualRegion, AllToAll) for received rows, which have one expert each. The buffer holds all of
+    them."""
     exchange = all_to_all.AllToAll(region.experts, region.num_shards(region.experts), matrices.e, chosen_TK, sorted_by)
     region = dataclasses.replace(region, received=True, occupancy=exchange.occupancy)
     return dataclasses.replace(experts, capacity_factor=0.0), region, exchange
@@ -416,14 +419,14 @@ def _backward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens
     return dx.astype(tokens.x_TD.dtype), dweight, rest
 
 
-# ---- what a run file asks for ----------------------------------------------------------------------------------------
+# ---- settings of a run -----------------------------------------------------------------------------------------------
 
 ACTIVATIONS = {"swiglu": lambda gate, up: jax.nn.silu(gate) * up, "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
                "gelu": jax.nn.gelu}
 
 
 def choose(run, layout: Layout, platform: str) -> RoutedExperts | None:
-    """How this run computes its experts on a platform, as jax calls it; None where it has none."""
+    """The run's experts on a platform (jax's name of it); None if the model has none."""
     if not run.model.num_experts:
         return None
     engine = grouped.loop() if platform == "cpu" else grouped.kernels()
@@ -434,20 +437,21 @@ def choose(run, layout: Layout, platform: str) -> RoutedExperts | None:
 
 
 def saves_inward(remat: str, stages: int) -> bool:
-    """Whether the outputs of gate and up are saved for the backward: two of eleven products fewer, for rows as wide as
-    two experts. Under `selective` they would be most of what is saved, and in pipelines they would fill every slot."""
+    """Whether the outputs of gate and up are saved for the backward. It saves two of eleven matmuls and costs rows as
+    wide as two experts. Under `selective` they would be most of the residuals, and in pipelines they would fill every
+    slot."""
     return remat == "none" and stages == 1
 
 
 def problems(run, layout: Layout) -> list[str]:
-    """Why experts.dispatch cannot be what the run file says."""
+    """Messages if experts.dispatch does not fit the layout."""
     if not run.model.num_experts or run.experts.dispatch != "all_to_all" or not (against := _against_exchange(layout)):
         return []
     return [f'experts.dispatch="all_to_all": {against}; use "gather"']
 
 
 def note(run, layout: Layout) -> str:
-    """The dispatch that the run takes, and why; "" where no token travels."""
+    """Log line with the dispatch and the reason for it; "" if no axis splits the experts."""
     region = ManualRegion.of(layout)
     if not run.model.num_experts or not region.own:
         return ""
@@ -467,7 +471,7 @@ def _against_exchange(layout: Layout) -> str:
 
 
 def dispatch(asked: str, K: int, layout: Layout) -> tuple[str, str]:
-    """("gather" or "all_to_all", why). Elements sent each way: (n-1)·T·D and CAPACITY_FACTOR·K·T·D·(n-1)/n."""
+    """("gather" or "all_to_all", reason). They send (n-1)·T·D and CAPACITY_FACTOR·K·T·D·(n-1)/n elements each way."""
     if asked != "auto":
         return asked, f"experts.dispatch={asked}"
     if against := _against_exchange(layout):

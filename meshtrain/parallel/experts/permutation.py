@@ -1,7 +1,7 @@
 """Sorts (token, expert) pairs by expert into fixed-size buffers for grouped matmuls.
 
 If the load is balanced, one buffer holds all pairs; overflow is processed in further rounds, so no token is dropped.
-Rows are taken from tokens and summed back by gathers alone, which is deterministic. Knows no matrices and no mesh.
+Rows are taken from tokens and summed back with gathers only, which is deterministic. Knows no matrices and no mesh.
 Dims: A tokens, K experts of a token, e experts of this device, R rows.
 """
 from __future__ import annotations
@@ -27,39 +27,39 @@ class ExpertRows:
     row_AK: jax.Array
 
     def token(self, num_choices: int):
-        """[R] the row's token, or -1."""
+        """[R]: the token of each row, or -1."""
         return jnp.where(self.assignment_R >= 0, self.assignment_R // num_choices, -1)
 
     def weight(self, weight_AK):
         return jnp.where(self.assignment_R >= 0, weight_AK.reshape(-1)[jnp.maximum(self.assignment_R, 0)], 0.0)[:, None]
 
     def sum(self, y_RD, dtype):
-        """Each token's rows added in the order of its choices, in float32: gathers, so the same bits every time.
+        """Sum each token's rows in the order of its choices, in float32; deterministic.
 
-        Row 0 is always written: what is multiplied with zero must be a number. A sum over [A, K, D] takes a CPU twice
-        as long.
+        A missing row reads row 0 and is multiplied by zero, so row 0 is always written with finite values. A sum over
+        [A, K, D] takes twice as long on CPUs.
         """
         here_KA, row_KA = self.row_AK.T >= 0, jnp.maximum(self.row_AK.T, 0)
         return sum(y_RD[row].astype(jnp.float32) * here[:, None] for row, here in zip(row_KA, here_KA)).astype(dtype)
 
 
 class SortedAssignments:
-    """All (token, expert) assignments sorted by this device's experts, those of others last; `round(n)` has the n-th
-    bufferful."""
+    """All (token, expert) assignments, sorted by this device's experts, those of other devices last. `round(n)` is the
+    n-th buffer."""
 
     def __init__(self, chosen_AK, first, e: int, num_experts: int, capacity_factor: float, block: Callable):
-        """first: the number of this device's first expert, of e among num_experts. capacity_factor: rows of the buffer
-        over the balanced load, 0: as many as can come. block: as an engine's."""
+        """first, e: number of this device's first expert and how many it has. capacity_factor: rows of the buffer over
+        the balanced load; 0: the maximum possible. block: `GroupedEngine.block`."""
         A, K = chosen_AK.shape
         local = chosen_AK.reshape(-1) - first
         key = jnp.where((local >= 0) & (local < e), local, e)
         order = sorted_by(key, e)
-        # A scatter turns the order round: it writes every place once.
+        # The inverse permutation; the scatter writes every place once.
         numbers = jnp.arange(A * K, dtype=jnp.int32)
         self.place_AK = jnp.zeros(A * K, jnp.int32).at[order].set(numbers, unique_indices=True).reshape(A, K)
         self.order, self.sizes = order, jnp.sum(key[:, None] == jnp.arange(e), 0, dtype=jnp.int32)
         most = A * min(K, e)
-        # A few tokens may all choose the same experts: not a round for each of one token's.
+        # At least K rows: few tokens may all choose the same experts, which must not take a round each.
         self.rows = min(most,
                         max(K, math.ceil(capacity_factor * (A * K * e // num_experts)))) if capacity_factor else most
         self.block = block(self.rows, e)
@@ -82,9 +82,9 @@ class SortedAssignments:
                           jnp.where(here, groups.first[group] * self.block + place - low[group], -1))
 
     def further_rounds(self, one_round: Callable, first):
-        """first + the sum of one_round(rows) over the rounds behind the first; mostly there are none.
+        """first + the sum of one_round(rows) over all later rounds; usually there are none.
 
-        Their count is known on the device alone, and the loop's sums stand beside the first round's.
+        Only the device knows their number. The loop's sums take memory besides those of the first round.
         """
         if self.one_round:
             return first
@@ -95,8 +95,8 @@ class SortedAssignments:
 
 
 def sorted_by(key, e: int):
-    """The order that sorts the keys 0 … e, equal ones as they come. Packed into one number with the index, keys are
-    unique."""
+    """The permutation that sorts the keys 0 … e, stably. Key and index are packed into one 32-bit number where they
+    fit."""
     n = key.shape[0]
     bits = max(1, (n - 1).bit_length())
     index = jnp.arange(n, dtype=jnp.uint32)
