@@ -18,7 +18,7 @@ from meshtrain.checkpoint import pretrained
 from meshtrain.huggingface import families, folder, safetensors, settings
 from meshtrain.model import transformer
 
-FAST = ("phi3", "llama3.1", "llama_yarn", "gemma", "olmo2", "olmo3")
+FAST = ("phi3", "llama3.1", "llama_yarn", "gemma", "olmo2", "olmo3_yarn")
 CELLS = [pytest.param(name, *EIGHT, marks=sampling.GRID, id=f"{name}, eight devices") for name in NAMES] + [
     pytest.param(name, *ONE, marks=() if name in FAST else sampling.GRID, id=f"{name}, one device") for name in NAMES]
 

@@ -187,7 +187,8 @@ GEMMA2 = Family(
     {key: value for key, value in GEMMA3.defaults.items() if key != "rope_local_base_freq"} | {
         "rope_theta": 1e4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     {key: value for key, value in GEMMA3.fixed.items() if not key.endswith("_softcap")} | {"qk_norm": "off"},
-    {key: value for key, value in GEMMA3.only.items() if not key.endswith("_softcapping")}, every=2)
+    {key: value for key, value in GEMMA3.only.items() if not key.endswith("_softcapping")}, every=2,
+    aliases={"sliding_window_size": "sliding_window"})     # the 9B and 27B have both
 GPT2 = Family(
     "gpt2", "GPT2LMHeadModel", "transformer.", GPT2_TENSORS,
     {"vocab_size": ("vocab_size",), "n_embd": ("embed_dim",), "n_layer": ("num_layers",), "n_head": ("num_heads",),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -198,6 +199,10 @@ def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
         if not _is_number(value) or (key in WHOLE and type(value) is not int):
             faults.append(f"{CONFIG}: {key}={_shown(value)} of the rope is not a number larger than 0")
         scaling[key] = value if key in WHOLE or not _is_number(value) else float(value)
+    sharpness = given.get("attention_factor")       # of YaRN, where it is the one that `model.rope.angles` applies
+    if kind == "yarn" and not faults and _is_number(sharpness) and math.isclose(
+            sharpness, 0.1 * math.log(scaling["factor"]) + 1, rel_tol=1e-6):
+        del given["attention_factor"]
     keys |= {"rope_scaling": scaling} if kind in SCALED else {}
     if family.every and not faults:
         base = local.get("rope_theta", config.get("rope_local_base_freq")
