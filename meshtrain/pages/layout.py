@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshtrain.pages import pictures, skin
 from meshtrain.pages.pictures import Bar
-from meshtrain.pages.skin import Cell, Column, PageSection, Tile, of_bytes, of_count, of_seconds, of_share
+from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_bytes, of_count, of_seconds, of_share
 from meshtrain.units import many, seconds, size
 
 # Part of the memory → (name in the bar, name in the table).
@@ -22,8 +22,7 @@ SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "c
 def page(data: dict) -> str:
     """data: the dict of `inspect --json`."""
     wrong = [f"THIS PROGRAM WOULD COMPUTE WRONG NUMBERS, and train refuses it: a permute leaves devices with zeros: "
-             f"{permute}"
-             for permute in data["broken_permutes"]]
+             f"{permute}" for permute in data["broken_permutes"]]
     top = skin.tiles(tiles(data)) + skin.bullets([*wrong, *data["warnings"]], "warn")
     return skin.document("what a run costs", data["run"]["name"], lead(data), top, sections(data), data)
 
@@ -37,7 +36,7 @@ def sections(data: dict) -> list[PageSection]:
             PageSection("differences", "Formulas against the compiler" if data["differences"] else "Matmuls",
                         differences(data)),
             PageSection("parameters", "Parameters", params(data)),
-            PageSection("notes", "Notes", notes(data))]
+            PageSection("notes", "Notes", skin.bullets(data["notes"]))]
 
 
 def lead(data: dict) -> str:
@@ -45,14 +44,14 @@ def lead(data: dict) -> str:
     float8 = " with float8 matmuls" if run["matmul_dtype"] == "float8" else ""
     simulated = " (simulated)" if mesh["simulated"] else ""
     return (f"{many(run['num_params'])} parameters in {run['num_layers']} layers on {mesh['num_devices']:,} × "
-            f"{mesh['gpu'] or mesh['device']}{simulated}: {_mesh_words(mesh)}, {run['rules']}, remat {run['remat']}, "
-            f"{run['compute_dtype']}{float8}, {run['optimizer']}.")
+            f"{mesh['gpu'] or mesh['device']}{simulated}: {pictures.mesh_words(mesh)}, {run['rules']}, "
+            f"remat {run['remat']}, {run['compute_dtype']}{float8}, {run['optimizer']}.")
 
 
 def tiles(data: dict) -> list[Tile]:
     run, held, line = data["run"], data["memory_bytes"]["compiled"], data["roofline"]
-    usable, in_parts = (data["memory_bytes"]["usable"],
-                        f"{run['microbatches']:,} microbatch{'es' * (run['microbatches'] > 1)}")
+    usable = data["memory_bytes"]["usable"]
+    in_parts = f"{run['microbatches']:,} microbatch{'es' * (run['microbatches'] > 1)}"
     fits = usable is None or held["total"] <= usable
     verdict = ("as compiled" if usable is None else
                f"of {size(usable)} usable: {'it fits' if fits else 'IT DOES NOT FIT'}")
@@ -66,11 +65,6 @@ def tiles(data: dict) -> list[Tile]:
                       f"{line['tokens_per_s']:,.0f} in all"),
                  Tile("MFU", f"{line['mfu']:.1%}", f"of the {line['mfu_dtype']} peak")]
     return rows
-
-
-def _mesh_words(mesh: dict) -> str:
-    return " × ".join(f"{axis} {mesh['sizes'][axis]}" for axis in mesh["placement"]
-                      if mesh["sizes"][axis] > 1) or "one device"
 
 
 # ---- the mesh --------------------------------------------------------------------------------------------------------
@@ -175,8 +169,7 @@ def _collectives(rows: Sequence[dict], formula: Sequence[dict], mesh: dict) -> s
     sent = lambda found, key: of_bytes(found[key]["bytes"] if key in found else None)
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("dtype"), Column("count", "n"),
                Column("sent by a device", "n"), *([Column("by formulas", "n")] if formula else []),
-               Column("over", "keep"),
-               Column("from", "code")]
+               Column("over", "keep"), Column("from", "code")]
     cells = [(kind, " × ".join(axes), dtype, of_count(compiled.get(key, {}).get("count")), sent(compiled, key),
               *([sent(priced, key)] if formula else []), over(mesh, "+".join(axes)),
               compiled.get(key, {}).get("source") or "")
@@ -186,10 +179,10 @@ def _collectives(rows: Sequence[dict], formula: Sequence[dict], mesh: dict) -> s
 
 def differences(data: dict) -> str:
     """Differences between the compiled step and the formulas."""
-    found, flops = data["differences"], data["matmul_flops"]
+    flops = data["matmul_flops"]
     by_formulas = "" if flops["formula"] is None else f", {flops['formula'] / 1e12:,.1f} by formulas"
     said = skin.paragraph(f"A device computes {flops['compiled'] / 1e12:,.1f} TFLOP of matmuls in a step{by_formulas}.")
-    return said + skin.bullets(found)
+    return said + skin.bullets(data["differences"])
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -244,9 +237,9 @@ def _kernels(line: dict) -> str:
     columns = [Column("part"), Column("runs", "n"), Column("time", "n"), Column("of step", "n"), Column("bound"),
                Column("TFLOP", "n"), Column("HBM", "n"), Column("line", "keep"), Column("from", "code")]
     rows = [(row["part"], of_count(row["count"]), of_seconds(row["time_s"]),
-             of_share(row["time_s"] / line["step_time_s"]),
-             row["bound"], Cell(f"{row['flops'] / 1e12:,.1f}", row["flops"]), of_bytes(row["bytes"]), row["line"],
-             row["source"]) for row in line["kernels"]]
+             of_share(row["time_s"] / line["step_time_s"]), row["bound"],
+             Cell(f"{row['flops'] / 1e12:,.1f}", row["flops"]), of_bytes(row["bytes"]), row["line"], row["source"])
+            for row in line["kernels"]]
     return skin.table(columns, rows, "kernels", search="part, line or operation of a kernel", brief=True)
 
 
@@ -255,22 +248,16 @@ def _kernels(line: dict) -> str:
 
 def params(data: dict) -> str:
     split = lambda dims: "(" + ", ".join("+".join(axes) or "·" for axes in dims) + ")"
-    counted = lambda count: Cell(many(count), count)
+    counted = lambda count: number(many, count)
     columns = [Column("parameter", "code"), Column("shape", "keep"), Column("logical axes"), Column("dtype"),
                Column("size", "n"), Column("read, by [params]"), Column("stored, by [optimizer]"),
-               Column("stored bytes", "n"),
-               Column("gradient", "n")]
+               Column("stored bytes", "n"), Column("gradient", "n")]
     rows = [(row["name"], " × ".join(f"{n:,}" for n in row["shape"]), " ".join(axis or "·" for axis in row["axes"]),
              row["dtype"], counted(row["size"]), split(row["read"]), split(row["stored"]),
-             of_bytes(row["stored_bytes"]),
-             of_bytes(row["grads_bytes"])) for row in data["parameters"]]
+             of_bytes(row["stored_bytes"]), of_bytes(row["grads_bytes"])) for row in data["parameters"]]
     in_all = {name: sum(row[name] for row in data["parameters"]) for name in ("size", "stored_bytes", "grads_bytes")}
     total = ("in all, on a device", "", "", "", counted(in_all["size"]), "", "", of_bytes(in_all["stored_bytes"]),
              of_bytes(in_all["grads_bytes"]))
     rules = f"<h3>{skin.esc(data['run']['rules'])}</h3><pre>{skin.esc(data['run']['rules_text'].strip())}</pre>"
     return skin.table(columns, rows, "parameter-table", search="name, axis or mesh axis of a parameter",
                       total=total) + rules
-
-
-def notes(data: dict) -> str:
-    return skin.bullets(data["notes"])

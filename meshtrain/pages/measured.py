@@ -3,15 +3,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.pages.pictures import Bar, PlotAxis, PlotCurve
-from meshtrain.pages.skin import Cell, Column, PageSection, Tile, of_count, of_share
+from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_count, of_share
 from meshtrain.units import duration, many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
 MOST_MARKS, MOST_TIMES = 40, 2.0      # attempts marked; speeds drawn up to this multiple of the median
-SPEED = {"step_time_s": ("a step", "step_time_s"), "tokens_per_s": ("tokens/s", "tokens_per_s"), "mfu": ("MFU", "mfu")}
+SPEED = {"step_time_s": ("a step", seconds), "tokens_per_s": ("tokens/s", "{:,.0f}".format),
+         "mfu": ("MFU", "{:.1%}".format)}
 
 
 def page(data: dict) -> str:
@@ -57,7 +59,7 @@ def tiles(data: dict) -> list[Tile]:
 
 def priced(data: dict, key: str) -> float | None:
     line = data["priced"] and data["priced"].get("roofline")
-    return line.get(SPEED[key][1]) if line else None
+    return line.get(key) if line else None
 
 
 def beside(data: dict, key: str) -> str:
@@ -72,13 +74,13 @@ def _points(data: dict, key: str) -> list[tuple[float, float]]:
     return [(step, value) for step, value in zip(data["rows"]["step"], data["rows"][key]) if value is not None]
 
 
-def _curve(data: dict, key: str, axis: PlotAxis, *, color: int = 0, level: tuple[float, str] | None = None,
+def _curve(data: dict, key: str, axis: PlotAxis, *, color: int = 0, levels: Sequence[tuple[float, str]] = (),
            height: int = 240, more: tuple[PlotCurve, ...] = (), most: float = math.inf) -> str:
     """A curve over steps, with lines where the run resumed. most: larger values are clipped to it."""
     points = [(step, min(value, most)) for step, value in _points(data, key)]
     went_on = [(one["from_step"], "") for one in data["starts"] if one["from_step"]][-MOST_MARKS:]
     return pictures.curves([PlotCurve(color, axis.name, points), *more], PlotAxis("step", "{:,.0f}".format), axis,
-                           axis.name, height=height, verticals=went_on, levels=[level] if level else [])
+                           axis.name, height=height, verticals=went_on, levels=levels)
 
 
 def loss(data: dict) -> str:
@@ -97,29 +99,23 @@ def loss(data: dict) -> str:
 
 
 def speed(data: dict) -> str:
-    show = {"step_time_s": seconds, "tokens_per_s": "{:,.0f}".format, "mfu": "{:.1%}".format}
     drawn, rows = "", []
-    for key, (name, _) in SPEED.items():
+    for key, (name, show) in SPEED.items():
         measured, one = data["speed"][key], priced(data, key)
         if measured is None:
             continue
-        rows.append((name, Cell(show[key](measured), measured), Cell(show[key](one), one) if one else "–",
-                     of_share(measured / one) if one else "–"))
+        rows.append((name, number(show, measured), number(show, one or None),
+                     of_share(measured / one if one else None)))
         if key != "step_time_s":
             most = MOST_TIMES * max(measured, one or 0.0)
             above = sum(value > most for _, value in _points(data, key))
             drawn += skin.figure(
-                _curve(data, key, PlotAxis(name, show[key], zero=True), color=len(rows),
-                       level=_level(data, key, show[key]), most=most),
+                _curve(data, key, PlotAxis(name, show, zero=True), color=len(rows),
+                       levels=[(one, f"priced {show(one)}")] if one else [], most=most),
                 f"{above} steps that are above stand at the top: they ended while the clock stood." if above else "")
     columns = [Column("median of all steps"), Column("measured", "n"), Column("priced, by the roofline", "n"),
                Column("measured of it", "n")]
     return drawn + skin.table(columns, rows, "measured")
-
-
-def _level(data: dict, key: str, show) -> tuple[float, str] | None:
-    one = priced(data, key)
-    return (one, f"priced {show(one)}") if one else None
 
 
 def spent(data: dict) -> str:
@@ -130,9 +126,8 @@ def spent(data: dict) -> str:
     rows = [(k % pictures.COLORS, name, spent_s) for k, (name, spent_s) in enumerate(parts.items())]
     bar = Bar("all of it", [row for row in rows if row[2] > layout.LEAST_SHARE * total])
     columns = [Column("what"), Column("time", "n"), Column("of all", "n")]
-    table = skin.table(columns, [(name, Cell(duration(spent_s), spent_s), of_share(spent_s / total))
-                                 for _, name, spent_s in rows],
-                       "time-spent")
+    table = skin.table(columns, [(name, number(duration, spent_s), of_share(spent_s / total))
+                                 for _, name, spent_s in rows], "time-spent")
     words = "Of steps alone: this directory has no history.jsonl." if data["goodput"] is None else (
         f"All the time since the first start; goodput, the share of steps that counted, is {data['goodput']:.1%}.")
     key = skin.key((color, name, f"{spent_s / total:.1%}") for color, name, spent_s in rows)
@@ -143,7 +138,7 @@ def starts(data: dict) -> str:
     moment = lambda when: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
     how = lambda k, one: one["how"] or (data["state"] if k == len(data["starts"]) else "ended without a word")
     rows = [(of_count(k), moment(one["began"]), of_count(one["from_step"]), of_count(one["to_step"]),
-             Cell(duration(one["run_s"]), one["run_s"]), of_count(one["steps_again"]), how(k, one),
+             number(duration, one["run_s"]), of_count(one["steps_again"]), how(k, one),
              one["on"]) for k, one in enumerate(data["starts"], 1)]
     columns = [Column("start", "n"), Column("began", "keep"), Column("after step", "n"), Column("to step", "n"),
                Column("lasted", "n"), Column("steps taken again", "n"), Column("how it ended"), Column("on")]
@@ -157,28 +152,27 @@ def starts(data: dict) -> str:
 def experts(data: dict) -> str:
     found = data["experts"]
     busiest, idlest, entropy = (found[name][-1] for name in ("max", "min", "entropy"))
-    number = lambda value, show="{:.2f}": Cell("–") if value is None else Cell(show.format(value), value)
-    rows = [(of_count(layer), *map(number, values))
+    rows = [(of_count(layer), *(number("{:.2f}".format, value) for value in values))
             for layer, *values in zip(found["layers"], busiest, idlest, entropy)]
     columns = [Column("layer", "n"), Column("busiest expert, of the mean", "n"), Column("idlest, of the mean", "n"),
                Column("entropy", "n")]
     drawn = pictures.heat([(f"layer {layer}", [column[k] for column in found["max"]])
                            for k, layer in enumerate(found["layers"])],
-                          found["steps"], "{:.2f}".format,
-                          "tokens of each layer's busiest expert by step, relative to the mean")
+                          found["steps"], "tokens of each layer's busiest expert by step, relative to the mean")
     worst = max((value for column in found["max"] for value in column if value is not None), default=1.0)
     caption = (f"Tokens of each layer's busiest expert relative to the mean of its experts: pale at 1, full at "
                f"{max(worst, 2):.2f}. Steps to the right, of several steps the worst; the table has the last of them. "
                f"No token is dropped, however busy an expert is.")
-    curve = lambda key, name, color, **more: skin.figure(
-        _curve(data, key, PlotAxis(name, "{:.3g}".format), color=color, height=200, **more)) \
-        if _points(data, key) else ""
-    return (skin.figure(drawn, caption) + curve("expert_load_max", "busiest expert of all layers, of the mean", 3)
-            + curve("expert_load_entropy", "entropy of the choices, mean of the layers; 1 is even", 2)
+    return (skin.figure(drawn, caption)
+            + _small(data, "expert_load_max", "busiest expert of all layers, of the mean", 3)
+            + _small(data, "expert_load_entropy", "entropy of the choices, mean of the layers; 1 is even", 2)
             + skin.table(columns, rows, "experts-load"))
 
 
 def more(data: dict) -> str:
-    return "".join(skin.figure(_curve(data, key, PlotAxis(name, "{:.3g}".format), color=color, height=200))
-                   for key, name, color in
-                   (("grad_norm", "gradient norm", 4), ("learning_rate", "learning rate", 5)) if _points(data, key))
+    return _small(data, "grad_norm", "gradient norm", 4) + _small(data, "learning_rate", "learning rate", 5)
+
+
+def _small(data: dict, key: str, name: str, color: int) -> str:
+    drawn = _points(data, key) and _curve(data, key, PlotAxis(name, "{:.3g}".format), color=color, height=200)
+    return skin.figure(drawn) if drawn else ""

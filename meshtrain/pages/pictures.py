@@ -66,8 +66,12 @@ def mesh(data: dict) -> str:
         for k, host in enumerate(these):
             parts += _host(data, order, host, per_host, LABEL + k * width, y)
         y += 42 + ROW * max(1, len(order)) + 20
-    what = " × ".join(f"{axis} {data['sizes'][axis]}" for axis in order) or "one device"
-    return drawing(y - 8, parts, f"{what} on {hosts:,} hosts of {per_host}")
+    return drawing(y - 8, parts, f"{mesh_words(data)} on {hosts:,} hosts of {per_host}")
+
+
+def mesh_words(data: dict) -> str:
+    return " × ".join(f"{axis} {data['sizes'][axis]}" for axis in data["placement"]
+                      if data["sizes"][axis] > 1) or "one device"
 
 
 def _host(data: dict, order: Sequence[str], host: int, per_host: int, x: float, y: float) -> list[str]:
@@ -125,11 +129,8 @@ def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: S
         for color, name, value in row.parts:
             width = value * scale
             parts += [rect(x, y, width, height, f"c{color} gap", title=f"{name}: {show(value)}")]
-            words = f"{name} {show(value)}"
-            if width > 6.4 * len(words) + 8:
-                parts += [text(x + width / 2, y + 19.5, words, 11.5, "middle", "on")]
-            elif width > 6.4 * len(name) + 8:
-                parts += [text(x + width / 2, y + 19.5, name, 11.5, "middle", "on")]
+            if words := [words for words in (f"{name} {show(value)}", name) if width > 6.4 * len(words) + 8]:
+                parts += [text(x + width / 2, y + 19.5, words[0], 11.5, "middle", "on")]
             x += width
         parts += [text(right + 8 if marks else x + 8, y + 20, show(total), 12)]
         y += height + 14
@@ -210,9 +211,9 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def ticks(low: float, high: float, about: int = 6) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Round numbers between two, about six: 1, 2 or 5 times a power of ten apart."""
-    rough = (high - low) / about
+    rough = (high - low) / 6
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough)
     first = math.ceil(low / step - 1e-9)
@@ -222,8 +223,7 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 # ---- heat ------------------------------------------------------------------------------------------------------------
 
 
-def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[int],
-         show: Callable[[float], str], label: str) -> str:
+def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[int], label: str) -> str:
     """A cell for each row and column. Values begin at 1 (pale); the largest, at least 2, is full. columns: their
     numbers."""
     left, right, most = 74, WIDTH - 24, max([
@@ -234,7 +234,7 @@ def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[i
         parts += [text(left - 8, 4 + tall * (k + 0.5) + 4, name, 11, "end", "soft")] if k % every == 0 else []
         parts += [rect(left + width * i, 4 + tall * k, width - 1, tall - 1, "c1",
                        0.06 + 0.93 * (value - 1) / (most - 1),
-                       f"{name}, step {columns[i]:,}: {show(value)}")
+                       f"{name}, step {columns[i]:,}: {value:.2f}")
                        for i, value in enumerate(values) if value is not None]
     bottom = 4 + tall * len(rows)
     marked = sorted({0, len(columns) - 1, *range(0, len(columns), max(1, len(columns) // 6))})

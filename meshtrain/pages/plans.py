@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from meshtrain.names import AXES
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.pages.pictures import Bar, PlotAxis, PlotCurve
-from meshtrain.pages.skin import Cell, Column, PageSection, Tile, of_bytes, of_count, of_seconds, of_share
+from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_bytes, of_count, of_seconds, of_share
 from meshtrain.units import many, seconds, size
 
-FITS, OTHERS, MISSES = (0, "plans that fit, best in the table"), (7, "other plans that fit"), (
-    4, "plans that do not fit")
 STACKED = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
-MICROBATCHES = "micro\N{SOFT HYPHEN}batches"     # the widest heading over the narrowest numbers
+COLUMNS = (Column("mesh", "some"), Column("rules", "some"), Column("schedule"),
+           Column("micro\N{SOFT HYPHEN}batches", "n"),     # the widest heading over the narrowest numbers
+           Column("remat"), Column("memory", "n"), Column("step", "n"), Column("tokens/s a GPU", "n"))
+LENGTH = {"days": ("days", "{:,.1f}".format), "gpu_hours": ("GPU hours", "{:,.0f}".format),
+          "tokens_for_budget": ("tokens for it", "{:,.0f}".format)}
 DRAWN = 10          # plans with a memory bar
 
 
@@ -67,10 +69,6 @@ def _rules(plan: dict) -> str:
     return plan["rules"].removeprefix("sharding_rules/").removesuffix(".toml")
 
 
-def _schedule(plan: dict) -> str:
-    return (plan["schedule"] or "–") + (f" × {plan['chunks']}" if plan["schedule"] and plan["chunks"] > 1 else "")
-
-
 # ---- sections --------------------------------------------------------------------------------------------------------
 
 
@@ -92,29 +90,28 @@ def first(data: dict) -> str:
 
 def ranked(data: dict) -> str:
     plans = _fitting(data)
-    columns = [Column("", "n"), Column("mesh", "some"), Column("rules", "some"), Column("schedule"),
-               Column(MICROBATCHES, "n"), Column("remat"), Column("memory", "n"),
-               Column("step", "n"), Column("tokens/s a GPU", "n"), Column("MFU", "n"),
-               Column("bubble", "n"), *_length_columns(plans)]
-    held = lambda plan: Cell(size(plan["memory_bytes"]["total"]) + " *" * bool(plan["reason"]),
-                             plan["memory_bytes"]["total"])
-    rows = [(of_count(k), _mesh(plan), _rules(plan), _schedule(plan), of_count(plan["microbatches"]),
-             plan["remat"], held(plan),
-             of_seconds(plan["step_time_s"]), of_count(plan["tokens_per_s_per_gpu"]), of_share(plan["mfu"]),
-             of_share(plan["bubble"]), *_length(plan)) for k, plan in enumerate(plans, 1)]
+    columns = [Column("", "n"), *COLUMNS, Column("MFU", "n"), Column("bubble", "n"), *_length_columns(plans)]
+    rows = [(of_count(k), *_cells(plan), of_share(plan["mfu"]), of_share(plan["bubble"]), *_length(plan))
+            for k, plan in enumerate(plans, 1)]
     unsure = sorted({plan["reason"] for plan in plans} - {""})
     return skin.table(columns, rows, "ranked", search="axis, rule file, schedule …", marks=["first"]) + "".join(
         skin.paragraph(f"* {reason}.", "small") for reason in unsure)
 
 
+def _cells(plan: dict) -> list[Cell | str]:
+    """Of COLUMNS."""
+    held, chunks = plan["memory_bytes"]["total"], f" × {plan['chunks']}" * (plan["chunks"] > 1)
+    return [_mesh(plan), _rules(plan), plan["schedule"] + chunks if plan["schedule"] else "–",
+            of_count(plan["microbatches"]), plan["remat"], Cell(size(held) + " *" * bool(plan["reason"]), held),
+            of_seconds(plan["step_time_s"]), of_count(plan["tokens_per_s_per_gpu"])]
+
+
 def _length_columns(plans: Sequence[dict]) -> list[Column]:
-    names = {"days": "days", "gpu_hours": "GPU hours", "tokens_for_budget": "tokens for it"}
-    return [Column(words, "n") for key, words in names.items() if plans and key in plans[0]]
+    return [Column(words, "n") for key, (words, _) in LENGTH.items() if plans and key in plans[0]]
 
 
 def _length(plan: dict) -> list[Cell]:
-    shown = {"days": "{:,.1f}", "gpu_hours": "{:,.0f}", "tokens_for_budget": "{:,.0f}"}
-    return [Cell(form.format(plan[key]), plan[key]) for key, form in shown.items() if key in plan]
+    return [number(show, plan[key]) for key, (_, show) in LENGTH.items() if key in plan]
 
 
 def trade(data: dict) -> str:
@@ -122,10 +119,10 @@ def trade(data: dict) -> str:
     if not plans:
         return ""
     point = lambda plan: (plan["step_time_s"], plan["memory_bytes"]["total"])
-    rows = [PlotCurve(OTHERS[0], OTHERS[1], [(plan["step_time_s"], plan["memory_bytes"])
-                                             for plan in data["others"]], dots=True),
-            PlotCurve(MISSES[0], MISSES[1], [point(plan) for plan in missed], dots=True),
-            PlotCurve(FITS[0], FITS[1], [point(plan) for plan in plans], dots=True)]
+    others = [(plan["step_time_s"], plan["memory_bytes"]) for plan in data["others"]]
+    rows = [PlotCurve(7, "other plans that fit", others, dots=True),
+            PlotCurve(4, "plans that do not fit", [point(plan) for plan in missed], dots=True),
+            PlotCurve(0, "plans that fit, best in the table", [point(plan) for plan in plans], dots=True)]
     known = [data["others"], missed, plans]
     said = lambda k, i: f"{_mesh(known[k][i])}, {_rules(known[k][i])}"
     # Much slower plans would compress the scale.
@@ -166,15 +163,13 @@ def misses(data: dict) -> str:
     columns = [Column("mesh", "some"), Column("rules", "some"), Column("memory", "n"),
                Column("step", "n"), Column("why")]
     rows = [(_mesh(plan), _rules(plan), of_bytes(plan["memory_bytes"]["total"]), of_seconds(plan["step_time_s"]),
-             plan["reason"])
-            for plan in data["plans"] if not plan["fits"]]
+             plan["reason"]) for plan in data["plans"] if not plan["fits"]]
     return skin.table(columns, rows, "near-misses")
 
 
 def compiled(data: dict) -> str:
     columns = [Column("", "n"), Column("memory", "n"), Column("compiled", "n"), Column("step", "n"),
-               Column("roofline", "n"),
-               Column("sent by a GPU", "n"), Column("compiled", "n")]
+               Column("roofline", "n"), Column("sent by a GPU", "n"), Column("compiled", "n")]
     sent = lambda plan: of_bytes(sum(plan["traffic_bytes"].values()))
     rows = [(of_count(k), of_bytes(plan["memory_bytes"]["total"]), of_bytes(plan["compiled"]["memory_bytes"]["total"]),
              of_seconds(plan["step_time_s"]), of_seconds(plan["compiled"]["step_time_s"]),
@@ -188,15 +183,9 @@ def scaling(data: dict) -> str:
     if not plans:
         return skin.paragraph("On none of them a layout fits.", "warn")
     speed = [plan["tokens_per_s_per_gpu"] / plans[0]["tokens_per_s_per_gpu"] for plan in plans]
-    columns = [Column("GPUs", "n"), Column("mesh", "some"), Column("rules", "some"), Column("schedule"),
-               Column(MICROBATCHES, "n"), Column("remat"), Column("memory", "n"),
-               Column("step", "n"), Column("tokens/s a GPU", "n"), Column("kept", "n"),
-               Column("MFU", "n"), *_length_columns(plans)]
-    rows = [(of_count(plan["gpus"]), _mesh(plan), _rules(plan), _schedule(plan), of_count(plan["microbatches"]),
-             plan["remat"],
-             of_bytes(plan["memory_bytes"]["total"]), of_seconds(plan["step_time_s"]),
-             of_count(plan["tokens_per_s_per_gpu"]),
-             of_share(kept), of_share(plan["mfu"]), *_length(plan)) for plan, kept in zip(plans, speed)]
+    columns = [Column("GPUs", "n"), *COLUMNS, Column("kept", "n"), Column("MFU", "n"), *_length_columns(plans)]
+    rows = [(of_count(plan["gpus"]), *_cells(plan | {"reason": ""}), of_share(kept), of_share(plan["mfu"]),
+             *_length(plan)) for plan, kept in zip(plans, speed)]
     none = [f"{count:,}" for count in data["gpus"] if count not in {plan["gpus"] for plan in plans}]
     note = skin.paragraph(f"On {', '.join(none)} GPUs nothing fits.", "warn") if none else ""
     curve = PlotCurve(0, "kept", [(plan["gpus"], kept) for plan, kept in zip(plans, speed)])

@@ -5,9 +5,10 @@ escaped with `esc`. Scripts only sort and search tables.
 """
 from __future__ import annotations
 
+import functools
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,20 +50,12 @@ class Column(NamedTuple):
     kind: str = ""
 
 
-def of_bytes(count: float | None) -> Cell:
-    return Cell("–") if count is None else Cell(size(count), count)
+def number(show: Callable[[float], str], value: float | None) -> Cell:
+    return Cell("–") if value is None else Cell(show(value), value)
 
 
-def of_count(count: float | None) -> Cell:
-    return Cell("–") if count is None else Cell(f"{count:,.0f}", count)
-
-
-def of_seconds(value: float | None) -> Cell:
-    return Cell("–") if value is None else Cell(seconds(value), value)
-
-
-def of_share(value: float | None) -> Cell:
-    return Cell("–") if value is None else Cell(f"{value:.1%}", value)
+of_bytes, of_seconds = functools.partial(number, size), functools.partial(number, seconds)
+of_count, of_share = functools.partial(number, "{:,.0f}".format), functools.partial(number, "{:.1%}".format)
 
 
 def esc(value) -> str:
@@ -171,13 +164,8 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name:
 
 def _row(columns: Sequence[Column], row: Sequence[Cell | str]) -> str:
     cells = (cell if isinstance(cell, Cell) else Cell(cell) for cell in row)
-    return "".join(f"<td{_class(column.kind)}{_exact(cell)}>{_broken(cell.text)}</td>"
+    return "".join(f"<td{_class(column.kind)}{_exact(cell)}>{esc(cell.text).replace('_', '_<wbr>')}</td>"
                    for column, cell in zip(columns, cells, strict=True))
-
-
-def _broken(text: str) -> str:
-    """Allow line breaks at underscores."""
-    return esc(text).replace("_", "_<wbr>")
 
 
 def _class(name: str) -> str:
