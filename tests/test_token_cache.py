@@ -248,12 +248,11 @@ def test_two_runs_that_fill_one_cache_divide_the_work_and_wait_for_each_other(tm
 HOLDER = """
 import contextlib, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 from meshtrain.data.cache import parts
 parts.BEAT_SECONDS = 0
-home = Path(sys.argv[1])
-part = SimpleNamespace(home=home, name=parts.file_name(home, [sys.argv[2]]))
-with contextlib.ExitStack() as stack, parts._Locks(stack).hold(part), parts._signs(part, parts.Job()) as job:
+part = parts.Part()
+part.home, part.inputs = Path(sys.argv[1]), [sys.argv[2]]
+with contextlib.ExitStack() as stack, parts._Locks(stack).hold(part), parts._heartbeat(part, parts.Job()) as job:
     job.check_stop()
     print("held", flush=True)
     sys.stdin.readline()

@@ -6,9 +6,7 @@ This module knows only the tokenizer's separator id.
 """
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -48,8 +46,8 @@ def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Given:
-    """A Part (see parts.py): the note on a file of ids."""
+class Given(parts.Part):
+    """The note on a file of ids."""
     home: Path
     ids: IdFile
     separator: int
@@ -59,58 +57,39 @@ class Given:
     def inputs(self) -> tuple[str, ...]:
         return self.ids.files[:1]
 
-    @functools.cached_property
-    def name(self) -> str:
-        return parts.file_name(self.home, self.inputs)
-
-    @property
-    def manifest(self) -> Path:
-        return self.home / (self.name + ".json")
-
     @property
     def ends(self) -> Path:
-        return self.home / (self.name + token_files.ENDS)
-
-    def look(self) -> token_files.IndexedTokens | None:
-        """See parts.Part."""
-        return parts.asked(self.home, self._look)
+        return self.file(token_files.ENDS)
 
     def _look(self) -> token_files.IndexedTokens | None:
-        note = json.loads(self.manifest.read_text(encoding="utf-8"))
+        note = self.note()
         stamps = self._stamps(note["derived"])
-        return self._open(note | {"stamps": stamps}) if parts.knows(note, stamps) else None
+        return self._open(note | {"stamps": stamps}) if parts.has_stamps(note, stamps) else None
 
     def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
         """See parts.Part. Raises: ValueError if the bytes changed without the file being written."""
-        pair = self.look() or parts.asked(self.home, lambda: self._known_elsewhere(job))
+        pair = self.look() or parts.read_entry(self.home, lambda: self._known_elsewhere(job))
         if pair is None or not job.verify:
             return pair, ""
-        note = json.loads(self.manifest.read_text(encoding="utf-8"))
-        if token_files.checksum(pair.ids.map(), job.check_stop) != note["crc32"][0]:
-            raise ValueError(f"{pair.path} does not hold the ids that were read when it was first opened, although its "
-                             f"size and time of change are the same: it is damaged; restore it, or touch it to have it "
-                             f"read anew")
-        if pair.mask and token_files.checksum(pair.mask.map(), job.check_stop) != note["crc32"][2]:
-            raise ValueError(f"{pair.mask.path} does not hold the mask that was read when it was first opened, "
-                             f"although its size and time of change are the same: it is damaged; restore it, or touch "
-                             f"it to have it read anew")
-        if token_files.checksum(pair.ends_file.map(), job.check_stop) != note["crc32"][1]:
-            return None, "its documents' ends are damaged (wrong checksum)"
-        return pair, ""
+        found, wanted = pair.checksums(job.check_stop), self.note()["crc32"]
+        for i, array, what in ((0, pair.ids, "ids that were"), (2, pair.mask, "mask that was")):
+            if array and found[i] != wanted[i]:
+                raise ValueError(f"{array.path} does not hold the {what} read when it was first opened, although its "
+                                 f"size and time of change are the same: it is damaged; restore it, or touch it to "
+                                 f"have it read anew")
+        return (pair, "") if found[1] == wanted[1] else (None, "its documents' ends are damaged (wrong checksum)")
 
     def _known_elsewhere(self, job: Job) -> token_files.IndexedTokens | None:
         """The pair, if the note is from a host with other inode numbers: checks the bytes, and adds this host's
         stamps."""
-        note = json.loads(self.manifest.read_text(encoding="utf-8"))
+        note = self.note()
         stamps = self._stamps(note["derived"])
         if [one[1:] for one in stamps] != [one[1:] for one in note["stamps"]]:
             return None
         pair = self._open(note | {"stamps": stamps})
-        arrays = [pair.ids.map(), pair.ends_file.map(), *([pair.mask.map()] if pair.mask else [])]
-        if [token_files.checksum(array, job.check_stop) for array in arrays] != note["crc32"]:
+        if pair.checksums(job.check_stop) != note["crc32"]:
             return None
-        with contextlib.suppress(OSError):
-            files.replace(self.manifest, json.dumps(parts.noted(note, stamps)), shared=True)
+        self.renew_note(note, stamps)
         return pair
 
     def _stamps(self, derived: bool) -> list[list[int]]:
@@ -185,8 +164,7 @@ class Given:
         if self.ids.ends is None:
             return int(len(tokens) > 0 and tokens[0] == self.separator), int(
                 (len(tokens) == 0 or tokens[0] != self.separator))
-        documents = begin = end = short = 0
-        before = 0
+        documents = begin = end = short = before = 0
         for ends in self.ids.ends():
             job.check_stop()
             starts = np.concatenate([[before], ends[:-1]])
@@ -195,9 +173,6 @@ class Given:
             documents, begin, end = documents + int(some.sum()), begin + int(first.sum()), end + int(last.sum())
             short += int((ends - starts == 1).sum())
             before = int(ends[-1])
-        return self._told(job, documents, begin, end, short)
-
-    def _told(self, job: Job, documents: int, begin: int, end: int, short: int) -> tuple[int, int]:
         lead = int(0 < begin == documents)
         tail = int(0 < end == documents and not (lead and short))    # a document of a single separator counts it once
         path = self.inputs[0]
@@ -211,19 +186,17 @@ class Given:
         return lead, tail
 
     def _write_ends(self, tokens: np.ndarray, lead: int, tail: int, job: Job) -> None:
-        temporary = self.ends.with_name(self.ends.name + ".tmp")
-        writer = token_files.Writer(str(temporary), np.int64)
+        writer = token_files.Writer(self.ends, np.int64)
         try:
-            for ends in self._divided(tokens, job) if self.ids.ends is None else self._without(lead + tail):
+            for ends in self._ends_by_separators(tokens, job) if self.ids.ends is None else self._own_ends(lead + tail):
                 job.check_stop()
                 writer.append(ends)
             writer.close()
-            os.replace(temporary, self.ends)
+            writer.rename()
         finally:
             writer.abandon()
-            temporary.unlink(missing_ok=True)
 
-    def _without(self, separators: int) -> Iterator[np.ndarray]:
+    def _own_ends(self, separators: int) -> Iterator[np.ndarray]:
         """The file's ends, not counting this many separators of each document. Drops empty documents, which have none.
         """
         before = count = 0
@@ -235,7 +208,7 @@ class Given:
                 count += len(kept)
             yield ends
 
-    def _divided(self, tokens: np.ndarray, job: Job) -> Iterator[np.ndarray]:
+    def _ends_by_separators(self, tokens: np.ndarray, job: Job) -> Iterator[np.ndarray]:
         """Document ends by separators, not counting these."""
         count = 0
         for first, chunk in token_files.chunks(tokens):

@@ -10,7 +10,9 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import hashlib
+import json
 import os
 import socket
 import threading
@@ -18,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from meshtrain import files
 from meshtrain.data import progress
@@ -29,6 +31,7 @@ Value = TypeVar("Value")
 POLL_SECONDS = 0.2
 MOST_STAMPS = 64        # per note: one per host if inodes differ
 BEAT_SECONDS = 10       # heartbeat interval of a process that builds a part
+OWNER = ".owner"        # suffix of the heartbeat file
 
 
 class Stopped(Exception):
@@ -49,22 +52,50 @@ class Job:
             raise Stopped
 
 
-class Part(Protocol):
-    """Input files, and their result in the directory `home`."""
+class Part:
+    """Input files, and their result in the directory `home`, with a manifest that is written last."""
     home: Path
     inputs: tuple[str, ...]
-    name: str                # of the part's files, without suffixes
-    manifest: Path           # written last
     verb: str                # e.g. "tokenizing"
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Name of the part's files: from the inputs' relative paths, so that all can be moved together."""
+        paths = "\0".join(relative_path(self.home, path) for path in self.inputs)
+        digest = hashlib.blake2b(os.fsencode(paths), digest_size=8).hexdigest()
+        return f"{os.path.basename(self.inputs[0])[:100]}-{digest}"
+
+    def file(self, suffix: str) -> Path:
+        return self.home / (self.name + suffix)
+
+    @property
+    def manifest(self) -> Path:
+        return self.file(".json")
+
+    def note(self) -> dict:
+        return json.loads(self.manifest.read_text(encoding="utf-8"))
+
+    def renew_note(self, note: dict, stamps: list[list[int]]) -> None:
+        """Add these stamps of the same content to the note, and drop the oldest; skipped if it cannot be written."""
+        known = [note["stamps"], *note.get("of_other_hosts", [])]
+        others = [one for one in known if one != stamps][:MOST_STAMPS - 1]
+        with contextlib.suppress(OSError):
+            files.replace(self.manifest, json.dumps(note | {"stamps": stamps, "of_other_hosts": others}), shared=True)
 
     def look(self) -> IndexedTokens | None:
         """The result, if size, ctime and inode of its files are unchanged since the last verification."""
+        return read_entry(self.home, self._look)
+
+    def _look(self) -> IndexedTokens | None:
+        raise NotImplementedError
 
     def check(self, job: Job) -> tuple[IndexedTokens | None, str]:
         """The result, verified by content; or None and why ("" if there never was one). Notes what it verified."""
+        raise NotImplementedError
 
     def build(self, job: Job, progress: progress.FileProgress) -> IndexedTokens:
         """Raises: ValueError, Stopped; nothing is left then."""
+        raise NotImplementedError
 
 
 def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[IndexedTokens | None]:
@@ -119,7 +150,7 @@ class _Building:
             with self._hold(part) as held:
                 if not held:
                     return None
-                with _signs(part, self.job) as job:
+                with _heartbeat(part, self.job) as job:
                     pair, reason = part.check(job)
             if pair:
                 return pair
@@ -171,7 +202,7 @@ class _Building:
                             if not said:
                                 said = True
                                 self.job.tell(f"token cache: {what}, {total / 1e6:,.1f} MB, into {part.home}")
-                            with _signs(part, self.job) as job:
+                            with _heartbeat(part, self.job) as job:
                                 self.found[k] = part.build(job, bar)
                         else:
                             bar.finish(sum(_size(path) for path in part.inputs))
@@ -181,15 +212,15 @@ class _Building:
 
     def _wait(self, part: Part) -> None:
         """Raises: FileSystemError, if the part's builder has had no heartbeat for too long."""
-        owner, sign = "another process", _stamp(_sign_of(part))
+        owner, heartbeat = "another process", part.file(OWNER)
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            owner = _sign_of(part).read_text(encoding="utf-8") or owner
+            owner = heartbeat.read_text(encoding="utf-8") or owner
         self.waiting.what = f"token cache: {part.name} in {part.home} is in use by "
-        self.waiting.go_on(owner, (part.name, sign))
+        self.waiting.go_on(owner, (part.name, _stamp(heartbeat)))
         time.sleep(POLL_SECONDS)
 
 
-def asked(home: Path, look: Callable[[], Value]) -> Value | None:
+def read_entry(home: Path, look: Callable[[], Value]) -> Value | None:
     """look() at a cache file, with retries; None if missing or invalid. Raises: FileSystemError: a transient file
     system error does not mean that a part must be rebuilt."""
     try:
@@ -200,25 +231,15 @@ def asked(home: Path, look: Callable[[], Value]) -> Value | None:
         return None
 
 
-def knows(note: dict, stamps: list[list[int]]) -> bool:
+def has_stamps(note: dict, stamps: list[list[int]]) -> bool:
     """Whether a note has these files' stamps, from any host: some file systems number inodes per host."""
     return stamps in [note["stamps"], *note.get("of_other_hosts", [])]
 
 
-def noted(note: dict, stamps: list[list[int]]) -> dict:
-    """The note with these stamps of the same content added and the oldest dropped."""
-    known = [note["stamps"], *note.get("of_other_hosts", [])]
-    return note | {"stamps": stamps, "of_other_hosts": [one for one in known if one != stamps][:MOST_STAMPS - 1]}
-
-
-def _sign_of(part: Part) -> Path:
-    return part.home / (part.name + ".owner")
-
-
 @contextlib.contextmanager
-def _signs(part: Part, job: Job) -> Iterator[Job]:
+def _heartbeat(part: Part, job: Job) -> Iterator[Job]:
     """The job, with a heartbeat file beside the part, written every BEAT_SECONDS, for waiting processes."""
-    due, path, written = time.monotonic() + BEAT_SECONDS, _sign_of(part), False
+    due, path, written = time.monotonic() + BEAT_SECONDS, part.file(OWNER), False
 
     def should_stop() -> bool:
         nonlocal due, written
@@ -272,13 +293,7 @@ class _Locks:
             fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
 
 
-def file_name(home: Path, paths: Sequence[str]) -> str:
-    """Name in the cache for these files' result: from their relative paths, so that all can be moved together."""
-    num_shards = "\0".join(way(home, path) for path in paths)
-    return f"{os.path.basename(paths[0])[:100]}-{hashlib.blake2b(os.fsencode(num_shards), digest_size=8).hexdigest()}"
-
-
-def way(home: Path, path: str) -> str:
+def relative_path(home: Path, path: str) -> str:
     return os.path.relpath(os.path.realpath(path), os.path.realpath(home))
 
 

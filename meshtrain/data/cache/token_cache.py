@@ -64,7 +64,8 @@ def group(format: str, paths: Sequence[str], root: str) -> list[tuple[str, ...]]
     groups, open_group = [], []
     for path in paths:
         open_group.append(path)
-        draw = int.from_bytes(hashlib.blake2b(os.fsencode(parts.way(Path(root), path)), digest_size=6).digest())
+        name = os.fsencode(parts.relative_path(Path(root), path))
+        draw = int.from_bytes(hashlib.blake2b(name, digest_size=6).digest())
         if draw < 2**48 * os.stat(path).st_size // TEXT_PART_BYTES:
             groups.append(tuple(open_group))
             open_group = []
@@ -72,8 +73,8 @@ def group(format: str, paths: Sequence[str], root: str) -> list[tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Tokenized:
-    """A Part (see parts.py): the tokens of `inputs`, in order."""
+class Tokenized(parts.Part):
+    """The tokens of `inputs`, in order."""
     home: Path
     inputs: tuple[str, ...]
     format: str
@@ -83,39 +84,18 @@ class Tokenized:
     chats: Chats | None = None
     verb = "tokenizing"
 
-    @functools.cached_property
-    def name(self) -> str:
-        return parts.file_name(self.home, self.inputs)
-
-    @property
-    def tokens(self) -> Path:
-        return self.home / (self.name + token_files.TOKENS)
-
-    @property
-    def ends(self) -> Path:
-        return self.home / (self.name + token_files.ENDS)
-
-    @property
-    def mask(self) -> Path | None:
-        return self.home / (self.name + token_files.MASK) if self.chats and not self.chats.learn_all else None
-
     @property
     def files(self) -> list[Path]:
-        return [self.tokens, self.ends, *filter(None, [self.mask])]
-
-    @property
-    def manifest(self) -> Path:
-        return self.home / (self.name + ".json")
-
-    def look(self) -> token_files.IndexedTokens | None:
-        """See parts.Part."""
-        return parts.asked(self.home, self._look)
+        """The tokens, the ends and, unless all tokens are learned, the mask."""
+        masked = self.chats and not self.chats.learn_all
+        return [*map(self.file, (token_files.TOKENS, token_files.ENDS, *[token_files.MASK] * bool(masked)))]
 
     def _look(self) -> token_files.IndexedTokens | None:
-        manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
-        if not parts.knows(manifest, self._stamps()):
+        manifest = self.note()
+        if not parts.has_stamps(manifest, self._stamps()):
             return None
-        if any(_quick(path) != (one["size"], one["mtime_ns"]) for path, one in zip(self.inputs, manifest["inputs"])):
+        if any(_size_and_time(path) != (one["size"], one["mtime_ns"])
+               for path, one in zip(self.inputs, manifest["inputs"])):
             return None
         return self._open(manifest)
 
@@ -138,33 +118,31 @@ class Tokenized:
         try:
             manifest = json.loads(text)
             old = manifest["inputs"]
-            new = [one if _quick(path) == (one["size"], one["mtime_ns"]) else _identify(self.home, path, job)
+            new = [one if _size_and_time(path) == (one["size"], one["mtime_ns"]) else _identify(self.home, path, job)
                    for path, one in zip(self.inputs, old, strict=True)]
             if [one["blake2b"] for one in new] != [one["blake2b"] for one in old]:
                 return None, "the file has changed"
             pair, stamps = self._open(manifest), self._stamps()
-            if not parts.knows(manifest, stamps) or job.verify:
-                arrays = [pair.ids.map(), pair.ends_file.map(), *([pair.mask.map()] if pair.mask else [])]
-                if [token_files.checksum(array, job.check_stop) for array in arrays] != manifest["crc32"]:
+            if not parts.has_stamps(manifest, stamps) or job.verify:
+                if pair.checksums(job.check_stop) != manifest["crc32"]:
                     return None, "the cache is damaged (wrong checksum)"
         except (OSError, ValueError, KeyError, TypeError) as error:
             if files.is_moment(error):
                 raise
             return None, f"the cache is damaged ({str(error) or type(error).__name__})"
-        if new != old or not parts.knows(manifest, stamps):
+        if new != old or not parts.has_stamps(manifest, stamps):
             # only touched or moved, or another host: the next run need not read it
-            with contextlib.suppress(OSError):
-                files.replace(self.manifest, json.dumps(parts.noted(manifest | {"inputs": new}, stamps)), shared=True)
+            self.renew_note(manifest | {"inputs": new}, stamps)
         return pair, ""
 
     def _open(self, manifest: dict) -> token_files.IndexedTokens:
         """Raises: OSError, ValueError, KeyError, TypeError if the files do not match the manifest."""
-        pair = token_files.open_pair(str(self.tokens))
+        tokens, _, *masks = map(str, self.files)
+        pair = token_files.open_pair(tokens)
         if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (
                 manifest["dtype"], manifest["tokens"], manifest["documents"]):
             raise ValueError("another size")
-        mask = self.mask and token_files.open_mask(str(self.mask), str(self.tokens), pair.ids.size)
-        return dataclasses.replace(pair, mask=mask)
+        return dataclasses.replace(pair, mask=token_files.open_mask(*masks, tokens, pair.ids.size)) if masks else pair
 
     def _stamps(self) -> list[list[int]]:
         return [list(token_files.stamp(str(path))) for path in self.files]
@@ -173,17 +151,16 @@ class Tokenized:
         """See parts.Part. Writes temporary files and renames them, the manifest last; copies the tokens of texts that
         another part of this directory has."""
         dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.uint32
-        temporary = [path.with_name(path.name + ".tmp") for path in self.files]
         writers = []
         try:
-            writers += [token_files.Writer(str(path), kind)
-                        for path, kind in zip(temporary, (dtype, np.int64, np.uint8))]
+            for path, kind in zip(self.files, (dtype, np.int64, np.uint8)):
+                writers.append(token_files.Writer(path, kind))
             tokens, ends, *_ = writers
-            inputs = self._fill_chats(writers, job, progress) if self.chats else self._fill(tokens, ends, job, progress)
+            inputs = (self._fill_chats if self.chats else self._fill)(writers, job, progress)
             for writer in writers:
                 writer.close()
-            for path, whole in zip(temporary, self.files):
-                os.replace(path, whole)
+            for writer in writers:
+                writer.rename()
             manifest = {"inputs": inputs, "dtype": str(tokens.dtype), "tokens": tokens.count, "documents": ends.count,
                         "crc32": [writer.crc for writer in writers], "stamps": self._stamps()}
             files.replace(self.manifest, json.dumps(manifest), shared=True)
@@ -194,12 +171,10 @@ class Tokenized:
         finally:
             for writer in writers:
                 writer.abandon()
-            for path in temporary:
-                path.unlink(missing_ok=True)
 
-    def _fill(self, tokens: token_files.Writer, ends: token_files.Writer, job: Job,
-              progress: FileProgress) -> list[dict]:
-        """Write the inputs' tokens; return their identities."""
+    def _fill(self, writers: Sequence[token_files.Writer], job: Job, progress: FileProgress) -> list[dict]:
+        """Write the inputs' tokens; return their identities. writers: of `files`."""
+        tokens, ends = writers
         batch = _Batch(tokens, ends, self.tokenizer, job)
         inputs = []
         for path in self.inputs:
@@ -220,7 +195,7 @@ class Tokenized:
         return inputs
 
     def _fill_chats(self, writers: Sequence[token_files.Writer], job: Job, progress: FileProgress) -> list[dict]:
-        """As `_fill`. writers: of tokens, ends and, unless all are learned, the mask."""
+        """As `_fill`, of conversations."""
         tokens, ends, *mask = writers
         (path,) = self.inputs
         identity = _identify_input(self.home, path, job)
@@ -293,30 +268,29 @@ class Earlier:
     def _open_verified(self, manifest: Path, job: Job) -> token_files.IndexedTokens | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             pair = token_files.open_pair(str(manifest).removesuffix(".json") + token_files.TOKENS)
-            sums = [token_files.checksum(array, job.check_stop) for array in (pair.ids.map(), pair.ends_file.map())]
-            if sums == json.loads(manifest.read_text(encoding="utf-8"))["crc32"]:
+            if pair.checksums(job.check_stop) == json.loads(manifest.read_text(encoding="utf-8"))["crc32"]:
                 return pair
         return None
 
 
 def _check_unchanged(path: str, identity: dict) -> None:
-    if _quick(path) != (identity["size"], identity["mtime_ns"]):
+    if _size_and_time(path) != (identity["size"], identity["mtime_ns"]):
         raise ValueError(f"{path} changed while it was tokenized; start again when nobody writes it")
 
 
-def _quick(path: str) -> tuple[int, int]:
+def _size_and_time(path: str) -> tuple[int, int]:
     stat = os.stat(path)
     return stat.st_size, stat.st_mtime_ns
 
 
 def _identify(home: Path, path: str, job: Job) -> dict:
-    size, mtime_ns = _quick(path)
+    size, mtime_ns = _size_and_time(path)
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(1 << 22):
             job.check_stop()
             digest.update(chunk)
-    return {"name": parts.way(home, path), "size": size, "mtime_ns": mtime_ns, "blake2b": digest.hexdigest()}
+    return {"name": parts.relative_path(home, path), "size": size, "mtime_ns": mtime_ns, "blake2b": digest.hexdigest()}
 
 
 def _identify_input(home: Path, path: str, job: Job) -> dict:

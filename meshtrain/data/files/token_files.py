@@ -8,6 +8,7 @@ held per document.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import dataclasses
 import errno
@@ -19,6 +20,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -108,6 +110,10 @@ class IndexedTokens:
     def ends(self) -> np.ndarray:
         """int64 [documents], memory-mapped. Raises: as Numbers.map."""
         return self.ends_file.array
+
+    def checksums(self, check_stop: Callable[[], None]) -> list[int]:
+        """Of the ids, the ends and, if there is one, the mask."""
+        return [checksum(one.map(), check_stop) for one in (self.ids, self.ends_file, self.mask) if one]
 
     def begin(self, document: int) -> int:
         """Index of a document's first token among the ids."""
@@ -357,11 +363,13 @@ def _describe(dtype: np.dtype, shape: Sequence[int]) -> str:
 
 
 class Writer:
-    """A 1D .npy file that grows by `append`; complete and synced once `close` returns. Raises: OSError."""
+    """A 1D .npy file that grows by `append`, as PATH.tmp; complete and synced once `close` returns. `rename` gives it
+    its name. Raises: OSError."""
 
-    def __init__(self, path: str, dtype: type):
+    def __init__(self, path: Path, dtype: type):
         self.dtype, self.count, self.crc = np.dtype(dtype), 0, 0
-        self._file = open(path, "wb", buffering=1 << 20)
+        self._path, self._temporary = path, path.with_name(path.name + ".tmp")
+        self._file = open(self._temporary, "wb", buffering=1 << 20)
         self._header()
 
     def _header(self) -> None:
@@ -382,9 +390,11 @@ class Writer:
         os.fsync(self._file.fileno())
         self._file.close()
 
+    def rename(self) -> None:
+        os.replace(self._temporary, self._path)
+
     def abandon(self) -> None:
-        """Close without errors: flushing may fail again on a full disk."""
-        try:
+        """Close without errors, since flushing may fail again on a full disk; remove the temporary file."""
+        with contextlib.suppress(OSError):
             self._file.close()
-        except OSError:
-            pass
+        self._temporary.unlink(missing_ok=True)
