@@ -186,11 +186,11 @@ def difference(found: list, wanted) -> str:
     return "its checksum differs"
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, content: str | bytes) -> None:
     """The file is on the disk when this returns. Raises: OSError that names the file."""
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(path, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -213,12 +213,12 @@ def remove(place: Path) -> OSError | None:
     return next((error for error in refused if not isinstance(error, FileNotFoundError)), None)
 
 
-def replace(path: Path, text: str, *, shared: bool = False) -> None:
-    """The file has either its old text or, when this returns, all of the new. shared: several processes may write it at
-    once; its name is on the disk, too, and a write that fails leaves nothing."""
+def replace(path: Path, content: str | bytes, *, shared: bool = False) -> None:
+    """The file has either its old content or, when this returns, all of the new. shared: several processes may write it
+    at once; its name is on the disk, too, and a write that fails leaves nothing."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:
-        write(temporary, text)
+        write(temporary, content)
         temporary.replace(path)
     finally:
         if shared:

@@ -151,7 +151,7 @@ class Stale:
 def test_a_descriptor_that_went_stale_is_opened_anew(tmp_path, number, capsys):
     with metrics.MetricsWriter(tmp_path / "m.jsonl") as writer:
         writer.write({"step": 1})
-        writer._file._file = Stale(writer._file._file, number)
+        writer._file = Stale(writer._file, number)
         writer.write({"step": 2})       # waits
         assert [row["step"] for row in metrics.read(writer.path)] == [1]
         writer.write({"step": 3})
@@ -166,7 +166,7 @@ def test_what_a_server_lost_is_told_and_the_next_row_stands_by_itself(tmp_path, 
         writer.write({"step": 1})
         writer.write({"step": 2})
         os.truncate(writer.path, left)
-        writer._file._file = Stale(writer._file._file, errno.ESTALE)
+        writer._file = Stale(writer._file, errno.ESTALE)
         for step in (3, 4):
             writer.write({"step": step})
     assert [row["step"] for row in metrics.read(writer.path)] == [1] * (left >= 12) + [3, 4]

@@ -97,9 +97,8 @@ def test_the_message_names_arrays_and_devices_and_what_to_do(checked, state):
 
 def test_of_two_replicas_nobody_knows_which_is_right(mesh, state):
     pair = {"x": jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P(("data", "tensor"))))}
-    words = replicas._said(replicas.Replicas(pair, mesh).faults({"x": flipped(pair["x"], 2, 0)})[0][1],
-                           lambda device: str(device.id))
-    assert sorted(words.split(" and ")) == ["0", "2"]
+    words = replicas._words(replicas.Replicas(pair, mesh).faults({"x": flipped(pair["x"], 2, 0)})[0][1], ["h"])
+    assert sorted(words.split(" and ")) == ["device 0 (process 0 on h)", "device 2 (process 0 on h)"]
 
 
 def test_of_a_state_that_is_all_split_nothing_can_be_checked(mesh):

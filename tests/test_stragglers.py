@@ -11,7 +11,7 @@ import injected
 import pytest
 
 from meshtrain.run import metrics
-from meshtrain.run.stragglers import MOSTLY, WINDOW, Stragglers
+from meshtrain.run.record import MOSTLY, WINDOW, Stragglers
 
 ROOT = Path(__file__).resolve().parent.parent
 

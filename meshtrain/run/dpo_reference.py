@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
-import os
 import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meshtrain import files
@@ -23,7 +22,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.data.batches.preferences import PairValidation, Pairs
 from meshtrain.data.files import token_files
 from meshtrain.data.sources import Corpus
-from meshtrain.run import contents, say
+from meshtrain.run import contents, replicas, say
 from meshtrain.training.step import Program
 
 FILE = contents.REFERENCE   # in run.dir: float32 by number of the pair; NaN where it does not fit
@@ -68,26 +67,13 @@ def _computed(program: Program, pairs: Pairs, count: int, params: dict) -> np.nd
 
 def _key(run: Run, corpus: Corpus, pairs: Pairs, params: dict) -> str:
     """Hash of everything that the margins depend on: weights, pairs, and the model's settings."""
-    sums = jax.jit(lambda p: [_sums(leaf) for leaf in jax.tree.leaves(p)])(params)
-    weights = [np.asarray(one).tolist() for one in jax.device_get(sums)]
+    sums = jax.jit(lambda p: [replicas.checksum(leaf) for leaf in jax.tree.leaves(p)])(params)
+    weights = [int(one) for one in jax.device_get(sums)]
     model = {name: value for name, value in run.model.model_dump().items() if not name.endswith("_dropout")}
     manifests = [pair.path.removesuffix(token_files.TOKENS) + ".json" for pair in corpus.sources[0].pairs]
     tokens = agree.on_first(lambda: [json.loads(Path(path).read_text(encoding="utf-8"))["crc32"] for path in manifests])
     identity = [weights, tokens, corpus.fingerprint, pairs.seq_len, model, run.lora.model_dump(exclude={"export"})]
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()
-
-
-def _sums(leaf):
-    """Two position-weighted checksums of an array's bits, modulo 2^32: equal in every layout, whatever the order of the
-    sum."""
-    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
-    place, stride = jnp.uint32(0), 1
-    for dim in reversed(range(leaf.ndim)):
-        place = place + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, dim) * jnp.uint32(stride % 2**32)
-        stride *= leaf.shape[dim]
-    mixed = lambda a, b: (bits ^ (bits >> 15) * jnp.uint32(a)) * (place * jnp.uint32(b) + jnp.uint32(1) | jnp.uint32(1))
-    return jnp.stack([jnp.sum(mixed(0x2C1B3C6D, 0x9E3779B1), dtype=jnp.uint32),
-                      jnp.sum(mixed(0x297A2D39, 0x85EBCA77), dtype=jnp.uint32)])
 
 
 def _read(path: Path, count: int) -> np.ndarray | None:
@@ -106,21 +92,9 @@ def _read(path: Path, count: int) -> np.ndarray | None:
 
 
 def _write(values: np.ndarray, own: Path, shared: Path) -> None:
-    # The run's own is one process's to write, so the next start replaces what a crash left of it; runs share the other.
-    for path, temporary in ((own, own.with_name(f"{own.name}.tmp")),
-                            (shared, shared.with_name(f"{shared.name}.{os.getpid()}.tmp"))):
-
-        def write() -> None:
-            with open(temporary, "wb") as file:
-                np.save(file, values, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-
-        try:
-            files.patiently(write) if path == own else write()
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            if path == own:
-                raise files.judged(error, f"{path} cannot be written", "give another run.dir", ConfigError) from None
+    content = io.BytesIO()
+    np.save(content, values, allow_pickle=False)
+    files.attempted(lambda: files.replace(own, content.getvalue()), f"{own} cannot be written", "give another run.dir",
+                    ConfigError)
+    with contextlib.suppress(OSError):
+        files.replace(shared, content.getvalue(), shared=True)

@@ -81,9 +81,8 @@ class Account:
         spent["data"] += self._waited_s
         spent["rest"] += max(0.0, loop_s - spent["steps"] - spent["again"] - self._waited_s)
         return {"time": time.time(), "run_s": now - self.began, "step": self.step, "steps": self.steps,
-                "counted_s": self.counted_s,
-                "spent_s": {part: value for part, value in spent.items() if value}, "part": self.part,
-                "idle_s": now - self._progress}
+                "counted_s": self.counted_s, "spent_s": {part: value for part, value in spent.items() if value},
+                "part": self.part, "idle_s": now - self._progress}
 
 
 def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
@@ -101,9 +100,8 @@ def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
 
 def last_sign(start: Mapping, beat: Mapping | None, rows: Reversible[Mapping]) -> dict:
     """`so_far` of an attempt that recorded no end, or still runs. beat: its last heartbeat. rows: of metrics."""
-    found = {"time": start["time"] + start["run_s"], "run_s": start["run_s"], "step": start["step"],
-             "steps": 0, "idle_s": 0.0,
-             "counted_s": start["counted_s"], "spent_s": start["spent_s"], "part": "start"}
+    found = {**{key: start[key] for key in ("run_s", "step", "counted_s", "spent_s")},
+             "time": start["time"] + start["run_s"], "steps": 0, "idle_s": 0.0, "part": "start"}
     if beat and beat.get("of") == start["time"]:
         found |= {key: beat[key] for key in found}
     row = next(reversed(rows), None) or {}
@@ -148,24 +146,17 @@ def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Reversible[Mappi
     repeats.
     """
     found: list[dict] = []
-    for k, start in enumerate(lines):
+    for start, end in zip(lines, [*lines[1:], {}]):
         if start["event"] != "start":
             continue
-        following = lines[k + 1] if k + 1 < len(lines) else None
-        end = following if following and following["event"] == "end" else None
-        end = end or ended(last_sign(start, beat, rows), "")
-        found.append({"began": start["time"], "ended": end["time"], "from_step": start["step"],
-                      "to_step": end["step"], "how": end["how"],
-                      "steps_again": start["steps_again"], "again_s": start["again_s"],
-                      "on": start["on"], "cause": start["cause"],
-                      "elapsed_s": start["elapsed_s"], "run_s": end["run_s"], "down_s": start["down_s"],
-                      "spent_s": end["spent_s"],
-                      "counted_s": end["counted_s"], "clock_s": _stepped(end["time"] - start["time"] - end["run_s"])})
+        if end.get("event") != "end":
+            end = ended(last_sign(start, beat, rows), "")
+        stepped_s = end["time"] - start["time"] - end["run_s"]
+        found.append({"began": start["time"], "ended": end["time"], "from_step": start["step"], "to_step": end["step"],
+                      **{key: start[key] for key in ("steps_again", "again_s", "on", "cause", "elapsed_s", "down_s")},
+                      **{key: end[key] for key in ("how", "run_s", "spent_s", "counted_s")},
+                      "clock_s": stepped_s if abs(stepped_s) > STEPPED_S else 0.0})
     return found
-
-
-def _stepped(by_s: float) -> float:
-    return by_s if abs(by_s) > STEPPED_S else 0.0
 
 
 def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mapping], rows: Reversible[Mapping]) -> dict:
@@ -184,8 +175,7 @@ def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mappin
         down_s = start["uptime_s"] - line["uptime_s"] - last["run_s"]
     down_s = max(0.0, down_s)
     return {"elapsed_s": last["elapsed_s"] + last["run_s"] + down_s, "down_s": down_s, "counted_s": counts_s,
-            "steps_again": max(0, done - start["step"]),
-            "again_s": max(0.0, last["counted_s"] - counts_s)}
+            "steps_again": max(0, done - start["step"]), "again_s": max(0.0, last["counted_s"] - counts_s)}
 
 
 def spent_s(found: Sequence[Mapping]) -> dict[str, float]:

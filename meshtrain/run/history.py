@@ -22,8 +22,8 @@ from meshtrain import files
 from meshtrain.cluster import stacks, watch
 from meshtrain.config import ConfigError
 from meshtrain.run import goodput, rows, say, stops
+from meshtrain.run.contents import ALIVE, HISTORY
 
-HISTORY, ALIVE = "history.jsonl", ".alive"
 BEAT_S = 5.0            # by so much the end of a killed try may be too early
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

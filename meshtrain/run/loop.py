@@ -52,8 +52,7 @@ class Stop:
 
 
 def train(program: Program, step: Callable, state: State, data: Batches, last: int, record: Record,
-          hooks: Sequence[Hook],
-          stop: Stop) -> tuple[State, int]:
+          hooks: Sequence[Hook], stop: Stop) -> tuple[State, int]:
     """Trains from state.step to step `last`. Returns (state, number of steps the run has taken), fewer than `last`
     after a stop.
 

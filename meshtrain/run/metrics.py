@@ -24,14 +24,13 @@ import jax
 
 from meshtrain import files
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import rows, say
+from meshtrain.run import contents, rows, say
 
 # Where a row's numbers stand in TensorBoard and W&B; any other key stands under its own name.
 TAGS = {"loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate",
         "tokens": "train/tokens", "skipped": "train/skipped", "val_loss": "validation/loss",
-        "step_time_s": "time/step_s",
-        "data_wait_s": "time/data_wait_s", "checkpoint_wait_s": "time/checkpoint_wait_s", "elapsed_s": "time/elapsed_s",
-        "goodput": "time/goodput"}
+        "step_time_s": "time/step_s", "data_wait_s": "time/data_wait_s", "checkpoint_wait_s": "time/checkpoint_wait_s",
+        "elapsed_s": "time/elapsed_s", "goodput": "time/goodput"}
 NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file of ours
 WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
 WANDB_FINISH_TIMEOUT_S = 120.0   # for uploading what is left at the end; without one, no network means no end
@@ -60,7 +59,7 @@ def open_writers(run: Run, directory: pathlib.Path, after: int) -> Iterator[Writ
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(MetricsWriter(directory / rows.NAME))]
         if run.metrics.tensorboard:
-            writers.append(stack.enter_context(contextlib.closing(TensorBoard(directory / "tensorboard", after))))
+            writers.append(stack.enter_context(TensorBoard(directory / contents.TENSORBOARD, after)))
         if run.metrics.wandb:
             writers.append(stack.enter_context(WandB(run, directory)))
         yield Writers(*writers)
@@ -73,29 +72,19 @@ def check_wandb(run: Run) -> None:
                           "pip install -e '.[wandb]' in a checkout of meshtrain, or leave metrics.wandb out")
 
 
-class MetricsWriter:
+class MetricsWriter(rows.Appended):
     """Appends rows to the file at `path`, one JSON object per line. Only one process of a run may have it.
 
     An existing file is continued; `rows.cut_after` has removed a torn last line before.
     """
 
-    def __init__(self, path: str | pathlib.Path):
-        self.path = pathlib.Path(path)
-        self._file = rows.Appended(self.path, separator=b"\n")
+    def __init__(self, path: pathlib.Path):
+        super().__init__(path, separator=b"\n")
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one row. Values: numbers (also scalars of numpy and jax), bools, strings, None; lists of them."""
         line = json.dumps({key: _finite(_plain(value)) for key, value in row.items()}, allow_nan=False)
-        self._file.append(line.encode() + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
+        self.append(line.encode() + b"\n")
 
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
@@ -103,7 +92,7 @@ def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
     return list(rows.MetricRows(path))
 
 
-class TensorBoard:
+class TensorBoard(rows.Appended):
     """Scalars by step, in a new event file of `directory` for each start of the run, which begins after step `after`.
 
     tensorboardX encodes the events; the file is ours, because its writer thread holds rows back for two minutes, dies
@@ -119,27 +108,24 @@ class TensorBoard:
         # Others write here, too: its profiler leaves an events.out.tfevents.SECONDS.HOST.profile-empty.
         numbers = (NUMBERED.fullmatch(path.name) for path in directory.glob("events.out.tfevents.*"))
         number = 1 + max((int(found[1]) for found in numbers if found), default=0)
-        self._file = rows.Appended(directory / f"events.out.tfevents.{number:06}")
-        self._append(file_version="brain.Event:2")
+        super().__init__(directory / f"events.out.tfevents.{number:06}")
+        self._append_event(file_version="brain.Event:2")
         # SessionLog.START makes TensorBoard drop events of earlier files from this step on.
-        self._append(step=after + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        self._append_event(step=after + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, row: dict[str, Any]) -> None:
         values = [{"tag": tag, "simple_value": value} for tag, value in _scalars(row).items()]
-        self._append(step=row["step"], summary={"value": values})
+        self._append_event(step=row["step"], summary={"value": values})
 
-    def close(self) -> None:
-        self._file.close()
-
-    def _append(self, **event) -> None:
+    def _append_event(self, **event) -> None:
         from tensorboardX.record_writer import masked_crc32c
         data = self._event(wall_time=time.time(), **event).SerializeToString()
         length = struct.pack("<Q", len(data))
-        self._file.append(b"".join((length, struct.pack("<I", masked_crc32c(length)),
-                                    data, struct.pack("<I", masked_crc32c(data)))))
+        self.append(b"".join((length, struct.pack("<I", masked_crc32c(length)),
+                              data, struct.pack("<I", masked_crc32c(data)))))
 
 
-class WandB:
+class WandB(contextlib.AbstractContextManager):
     """A W&B run with rows and settings, files in directory/wandb; a resumed run continues the same one.
 
     Where W&B cannot start online (no key, no network) it runs offline, for `wandb sync` to upload. A later failure is
@@ -180,9 +166,6 @@ class WandB:
             say.err(f"W&B failed at step {row['step']}: {error}; the run goes on without it, metrics.jsonl has every "
                     f"row")
             self._run = None
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, *_):
         if self._run is not None:

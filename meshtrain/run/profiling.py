@@ -32,10 +32,7 @@ class Trace:
 
     def _act(self, step: int, state: State) -> dict:
         jax.block_until_ready(state)
-        if step == self.last:
-            self._stop()
-        else:
-            self._start()
+        (self._stop if step == self.last else self._start)()
         return {}
 
     def _start(self) -> None:
@@ -60,7 +57,7 @@ class Trace:
         except Exception as error:
             say.err(f"metrics.profile_steps: the profile could not be written: {error}")
 
-    def __enter__(self):
+    def __enter__(self) -> Trace:
         if self.first and self.first == self.after + 1:     # no step before it whose hook could begin it
             self._start()
         return self

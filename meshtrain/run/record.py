@@ -5,7 +5,9 @@ the device, from the end of the step before to its own, without pauses.
 """
 from __future__ import annotations
 
+import collections
 import contextlib
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -14,12 +16,14 @@ from typing import NamedTuple
 import jax
 
 from meshtrain.config import Run
-from meshtrain.run import goodput, say, stragglers
+from meshtrain.run import goodput, say
 from meshtrain.run.metrics import Writers
 from meshtrain.run.progress import Progress
 from meshtrain.run.spikes import LossSpike, Spikes, described
 
 WAITS = ("data_wait_s", "checkpoint_wait_s")    # seconds, since the row before
+WINDOW, MOSTLY = 10, 8      # steps that are looked at, and of how many of them a straggler is the latest
+SHARE = 0.05                # of a step's time that it costs
 
 
 class TooManySkippedSteps(RuntimeError):
@@ -40,6 +44,33 @@ class _Step(NamedTuple):
     paused_s: float
 
 
+class Stragglers:
+    """Finds a straggler: the process whose host dispatches late in most steps, while all devices wait for it. One late
+    step is a hiccup (garbage collection, disk). A slow device is not found: its host is on time.
+
+    named: (process, seconds it costs per step, share of a step); None: no straggler.
+    """
+
+    def __init__(self):
+        self.named: tuple[int, float, float] | None = None
+        self._late: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=WINDOW)
+
+    def step(self, late: tuple[int, float] | None, step_time_s: float) -> bool:
+        """Called with every step. late: of `agree.StopAgreement`; None: unknown, and the step does not count.
+        Returns whether another process is named than before."""
+        if late is None:
+            return False
+        before, self.named = self.named and self.named[0], None
+        self._late.append((*late, step_time_s))
+        if len(self._late) == WINDOW:
+            process = collections.Counter(process for process, _, _ in self._late).most_common(1)[0][0]
+            own = [late_s for index, late_s, _ in self._late if index == process]
+            costs_s, step_s = statistics.median(own), statistics.median(taken for _, _, taken in self._late)
+            if len(own) >= MOSTLY and costs_s > SHARE * step_s:
+                self.named = process, costs_s, min(1.0, costs_s / step_s)
+        return self.named is not None and self.named[0] != before
+
+
 class Record:
     """Writes metrics rows and progress lines, and counts skipped steps.
 
@@ -48,8 +79,7 @@ class Record:
     """
 
     def __init__(self, run: Run, writer: Writers, progress: Progress, flops_per_step: float, peak_flops: float | None,
-                 account: goodput.Account | None = None, spikes: Spikes | None = None,
-                 hosts: Sequence[str] = ()):
+                 account: goodput.Account | None = None, spikes: Spikes | None = None, hosts: Sequence[str] = ()):
         self.every, self.max_skipped = run.metrics.every, run.training.max_skipped_steps
         self.optimizer = run.optimizer
         self.tokens_per_step = run.data.global_batch * run.data.seq_len
@@ -62,7 +92,7 @@ class Record:
         self._mark, self._paused_s = time.perf_counter(), 0.0
         self._extra: dict[str, float] = {}
         self._waited_s = 0.0        # for data, since the step before
-        self.stragglers, self.hosts, self._step_time_s = stragglers.Stragglers(), hosts, None
+        self.stragglers, self.hosts, self._step_time_s = Stragglers(), hosts, None
 
     def dispatched(self, number: int, tokens: int, metrics: dict, ended: Future) -> None:
         """A step was given to the device: writes the row of the one before while this one runs."""
@@ -105,7 +135,7 @@ class Record:
             self._paused_s += time.perf_counter() - began
 
     def late(self, late: tuple[int, float] | None) -> None:
-        """Notes which process came last to a step, and by how much; see `stragglers`."""
+        """Notes which process came last to a step, and by how much; see `Stragglers`."""
         if self._step_time_s is not None and self.stragglers.step(late, self._step_time_s):
             process, late_s, share = self.stragglers.named
             host = f" on {self.hosts[process]}" if process < len(self.hosts) else ""
@@ -130,8 +160,7 @@ class Record:
                 "mfu": self.flops_per_step / step_time_s / self.peak_flops if self.peak_flops else None,
                 "skipped": bool(metrics["skipped"]),
                 **{name: _listed(value) for name, value in metrics.items() if name not in STEP_METRICS},
-                **dict.fromkeys(WAITS, 0.0),
-                **self._extra, **self.account.at(ended),
+                **dict.fromkeys(WAITS, 0.0), **self._extra, **self.account.at(ended),
                 **({"straggler": named[0], "straggler_s": named[1]} if named else {})}
 
     def _count_skipped(self, row: dict, limit: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain.cluster import agree
+from meshtrain.run import trees
 from meshtrain.run.loop import Hook
 
 MOST_NAMED = 3      # arrays in a message
@@ -33,12 +34,11 @@ class Replicas:
 
     def __init__(self, state, mesh: Mesh):
         self.mesh = mesh
-        self.leaves = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, _replicated(leaf, mesh))
-                       for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+        self.leaves = [(name, leaf, _replicated(leaf, mesh)) for name, leaf in trees.leaves_of(state).items()]
         specs = tuple(leaf.sharding.spec for _, leaf, axes in self.leaves if axes)
         self._abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
                           for _, leaf, axes in self.leaves if axes]
-        local = lambda *shards: jnp.stack([_sum(shard) for shard in shards])[None]
+        local = lambda *shards: jnp.stack([checksum(shard) for shard in shards])[None]
         summed = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=False)
         # an all-gather, 4 bytes per array and device
         self._sums = jax.jit(summed, out_shardings=NamedSharding(mesh, P()))
@@ -63,11 +63,10 @@ class Replicas:
         """Raises: ReplicasDiffer, in every process alike, naming the arrays and devices."""
         if faults := self.faults(state):
             hosts = agree.exchange(socket.gethostname())
-            place = lambda one: f"device {one.id} (process {one.process_index} on {hosts[one.process_index]})"
-            told = "; ".join(f"{name}: {_said(groups, place)}" for name, groups in faults[:MOST_NAMED])
+            named = "; ".join(f"{name}: {_words(groups, hosts)}" for name, groups in faults[:MOST_NAMED])
             more = f"; and {len(faults) - MOST_NAMED} arrays more" if len(faults) > MOST_NAMED else ""
             raise agree.agreed(ReplicasDiffer(
-                f"step {step}: replicas that must have the same bits differ in {told}{more}. A device has miscomputed "
+                f"step {step}: replicas that must have the same bits differ in {named}{more}. A device has miscomputed "
                 f"or lost a bit: this state is not saved, and the same command goes on from the last checkpoint. Test "
                 f"the devices that are named, or leave them out"))
 
@@ -96,15 +95,15 @@ class Replicas:
 
 def _replicated(leaf, mesh: Mesh) -> tuple[str, ...]:
     """The mesh axes over which an array has replicas."""
-    split = {axis for part in leaf.sharding.spec if part for axis in ((part,) if isinstance(part, str) else part)}
-    return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1
-                 and axis not in split) if math.prod(leaf.shape) else ()
+    split = jax.tree.leaves(tuple(leaf.sharding.spec)) if leaf.size else mesh.axis_names
+    return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in split)
 
 
-def _sum(shard):
-    """uint32 checksum of one device's shard."""
-    words = jax.lax.bitcast_convert_type(shard, WORDS[shard.dtype.itemsize]) if shard.dtype != bool else shard
+def checksum(array: jax.Array) -> jax.Array:
+    """uint32 of an array's bits and their positions; of a global array the same in every layout."""
+    words = jax.lax.bitcast_convert_type(array, WORDS[array.dtype.itemsize]) if array.dtype != bool else array
     words = words.astype(jnp.uint32)
+    words = words ^ words >> 15     # one to one; or the sign bits of two elements would cancel
     place, stride = jnp.zeros((), jnp.uint32), 2
     for dim in reversed(range(words.ndim)):
         place += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
@@ -112,9 +111,11 @@ def _sum(shard):
     return jnp.sum(words * (place + 1), dtype=jnp.uint32)
 
 
-def _said(groups: list[list[jax.Device]], place: Callable[[jax.Device], str]) -> str:
-    most, others = groups[0], [device for group in groups[1:] for device in group]
-    if len(groups[1]) == len(most):     # nobody knows which is right
-        return " and ".join(", ".join(map(place, group)) for group in groups)
-    named = ", ".join(map(place, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+def _words(groups: list[list[jax.Device]], hosts: Sequence[str]) -> str:
+    said = [[f"device {one.id} (process {one.process_index} on {hosts[one.process_index]})" for one in group]
+            for group in groups]
+    most, others = said[0], [device for group in said[1:] for device in group]
+    if len(said[1]) == len(most):     # nobody knows which is right
+        return " and ".join(map(", ".join, said))
+    named = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
     return f"{named} against {len(most)} others"

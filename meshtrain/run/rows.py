@@ -23,9 +23,8 @@ BLOCK_BYTES = 1 << 18           # read at once
 MOST_LINE_BYTES = 1 << 22       # of a row: those of experts, three numbers a layer, have some thousands
 Row = dict[str, Any]
 # Keys that readers take for a number, or null, where a row has them.
-NUMBERS = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens", "step_time_s",
-           "tokens_per_s", "mfu", "data_wait_s",
-           "checkpoint_wait_s", "elapsed_s", "goodput", "time", "expert_load_max", "expert_load_entropy")
+NUMBERS = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu",
+           "data_wait_s", "checkpoint_wait_s", "elapsed_s", "goodput", "time", "expert_load_max", "expert_load_entropy")
 
 
 class Line(NamedTuple):
@@ -166,7 +165,7 @@ def _copy_aside(path: Path, start: int) -> str:
     return kept.name
 
 
-class Appended:
+class Appended(contextlib.AbstractContextManager):
     """A file to which whole records are appended; each is in the kernel before `append` returns.
 
     A record that cannot be written waits in memory and is retried, in order, with the next one on a newly opened file:
@@ -183,6 +182,9 @@ class Appended:
     def append(self, record: bytes) -> None:
         self._waiting.append(record)
         self._flush()
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def close(self) -> None:
         self._flush()
