@@ -3,7 +3,7 @@
 Peaks are dense (vendors often print the number with 2:4 sparsity, twice as high). Bandwidths are bytes per second;
 links count one direction. None means unknown, and whoever needs the number must say so (MFU is null on a CPU). NVIDIA's
 memory sizes and bandwidths are those of the driver, as XLA's target specs hold them (openxla/xla,
-xla/backends/gpu/target_config/specs), and so are their counts of multiprocessors; the rest is the datasheet's. The
+xla/backends/gpu/target_config/specs), and so is all of `Chip`; the rest is the datasheet's. The
 inter-host numbers belong to a host, not to a GPU: they are the vendor's reference system, see Gpu.inter_host_source.
 """
 import difflib
@@ -13,6 +13,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _T, _G = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the compiler and the kernels ask. XLA compiles for chips without None here, wherever it runs."""
+
+    num_sms: int  # multiprocessors (compute units): a matmul's tiles are dealt out to them in waves
+    compute_capability: int | None = None  # NVIDIA's, the major number; `kernels.tiles` has the tiles of each
+    fpus_per_core: int | None = None
+    clock_ghz: float | None = None
+    l2_bytes: int | None = None
+    shared_bytes_per_core: int | None = None
+    shared_bytes_per_block: int | None = None  # opt-in maximum
 
 
 @dataclass(frozen=True)
@@ -28,9 +41,24 @@ class Gpu:
     inter_host_bytes_per_s: float | None  # per GPU and direction, out of the link domain
     gpus_per_host: int  # GPUs of one process host
     gpus_per_link_domain: int  # GPUs that reach one another at intra_host_bytes_per_s: the host's, or a rack's
-    num_sms: int | None  # multiprocessors (compute units): a matmul's tiles are dealt out to them in waves
+    chip: Chip | None
     source: str  # datasheet of peaks, memory and intra-host link
     inter_host_source: str | None = None
+    product: str = ""  # the driver's name of it where that is not "NVIDIA" and `name`
+
+    @property
+    def num_sms(self) -> int | None:
+        return self.chip and self.chip.num_sms
+
+    @property
+    def device_kind(self) -> str:
+        """A name that the driver gives it, and jax in `device_kind`."""
+        return self.product or f"NVIDIA {self.name.upper()}"
+
+    @property
+    def can_be_compiled_for(self) -> bool:
+        """Whether the chip is known well enough to compile for it without having one (`inspect --topology`)."""
+        return self.chip is not None and None not in vars(self.chip).values()
 
     def peak(self, dtype: str) -> float | None:
         """Dense FLOP/s of matmuls with operands of dtype, by any usual spelling (bfloat16 or bf16); None where
@@ -102,6 +130,9 @@ _GB200 = {"float32": 80 * _T, "bfloat16": 2500 * _T, "float16": 2500 * _T, "floa
 _B300 = {"float32": 75 * _T, "bfloat16": 2250 * _T, "float16": 2250 * _T, "float8": 4500 * _T}
 _MI300X = {"float32": 163.4 * _T, "bfloat16": 1307.4 * _T, "float16": 1307.4 * _T, "float8": 2614.9 * _T}
 
+_A100_SXM = Chip(108, 8, 64, 1.41, 41_943_040, 167_936, 166_912)
+_H100_SXM = Chip(132, 9, 128, 1.98, 52_428_800, 233_472, 232_448)
+
 _DGX_A100 = "NVIDIA DGX A100 datasheet: 8 × 200 Gb/s InfiniBand for 8 GPUs"
 _DGX_H100 = "NVIDIA DGX H100/H200 datasheet: 8 × 400 Gb/s InfiniBand for 8 GPUs"
 _DGX_B200 = "NVIDIA DGX B200 datasheet: 8 × 400 Gb/s InfiniBand for 8 GPUs"
@@ -109,45 +140,49 @@ _DGX_B300 = "NVIDIA DGX B300 datasheet: 8 × 800 Gb/s InfiniBand for 8 GPUs"
 _HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper v1.04, tables 1-3"
 
 _TABLE = (
-    Gpu("a100-40gb", _A100, 42_331_013_120, 1555.2 * _G, 300 * _G, 25 * _G, 8, 8, 108,
-        "NVIDIA A100 datasheet (SXM 40GB): NVLink 600 GB/s both ways", _DGX_A100),
-    Gpu("a100-80gb", _A100, 85_100_068_864, 2039.04 * _G, 300 * _G, 25 * _G, 8, 8, 108,
-        "NVIDIA A100 datasheet (SXM 80GB): NVLink 600 GB/s both ways", _DGX_A100),
-    Gpu("h100", _H100, 84_942_979_072, 3352.32 * _G, 450 * _G, 50 * _G, 8, 8, 132,
-        _HOPPER + " (SXM5): NVLink 900 GB/s both ways", _DGX_H100),
+    Gpu("a100-40gb", _A100, 42_331_013_120, 1555.2 * _G, 300 * _G, 25 * _G, 8, 8, _A100_SXM,
+        "NVIDIA A100 datasheet (SXM 40GB): NVLink 600 GB/s both ways", _DGX_A100, "NVIDIA A100-SXM4-40GB"),
+    Gpu("a100-80gb", _A100, 85_100_068_864, 2039.04 * _G, 300 * _G, 25 * _G, 8, 8, _A100_SXM,
+        "NVIDIA A100 datasheet (SXM 80GB): NVLink 600 GB/s both ways", _DGX_A100, "NVIDIA A100-SXM4-80GB"),
+    Gpu("h100", _H100, 84_942_979_072, 3352.32 * _G, 450 * _G, 50 * _G, 8, 8, _H100_SXM,
+        _HOPPER + " (SXM5): NVLink 900 GB/s both ways", _DGX_H100, "NVIDIA H100 80GB HBM3"),
     # The bridge joins two GPUs; among eight, PCIe 5.0 x16 is what every pair has: 64 GB/s a direction.
-    Gpu("h100-pcie", _H100_PCIE, 84_942_979_072, 2039.04 * _G, 64 * _G, 25 * _G, 8, 8, 114,
+    Gpu("h100-pcie", _H100_PCIE, 84_942_979_072, 2039.04 * _G, 64 * _G, 25 * _G, 8, 8,
+        Chip(114, 9, 128, 1.755, 52_428_800, 233_472, 232_448),
         _HOPPER + " (PCIe): PCIe Gen5 128 GB/s both ways",
-        "assumption: one 400 Gb/s NIC for two GPUs, as in NVIDIA-certified 2-8-5 PCIe servers"),
+        "assumption: one 400 Gb/s NIC for two GPUs, as in NVIDIA-certified 2-8-5 PCIe servers",
+        "NVIDIA H100 PCIe"),
     # Not a catalogue part: Meta's Grand Teton, limited to 500 W. MFU is published against the SXM5 peak,
     # which the part cannot reach at 500 W.
-    Gpu("h100-96gb", _H100, int(95.04 * 2**30), 2400 * _G, 450 * _G, 50 * _G, 8, 8, 132,
+    Gpu("h100-96gb", _H100, int(95.04 * 2**30), 2400 * _G, 450 * _G, 50 * _G, 8, 8, _H100_SXM,
         "torchtitan benchmarks (pytorch/torchtitan): 96GB HBM2e at 2.4 TB/s, 8 GPUs on NVLink; assumption: 95.04 GiB "
         "usable, peaks of SXM5",
-        "torchtitan benchmarks: RDMA network with 400 Gb/s per GPU"),
-    Gpu("h200", _H100, 151_397_597_184, 4800 * _G, 450 * _G, 50 * _G, 8, 8, 132,
+        "torchtitan benchmarks: RDMA network with 400 Gb/s per GPU", "NVIDIA H100"),
+    Gpu("h200", _H100, 151_397_597_184, 4800 * _G, 450 * _G, 50 * _G, 8, 8, _H100_SXM,
         "NVIDIA H200 datasheet (SXM): NVLink 900 GB/s both ways; peaks of H100 SXM5", _DGX_H100),
-    Gpu("b200", _B200, 191_514_411_008, 7672.32 * _G, 900 * _G, 50 * _G, 8, 8, 148,
+    Gpu("b200", _B200, 191_514_411_008, 7672.32 * _G, 900 * _G, 50 * _G, 8, 8,
+        Chip(148, 10, 128, 1.965, 132_644_864, 233_472, 232_448),
         "NVIDIA Blackwell architecture brief (HGX B200): 4.5 PFLOP/s dense FP8, NVLink 1.8 TB/s both ways", _DGX_B200),
-    Gpu("gb200", _GB200, 197_897_748_480, 7928.06 * _G, 900 * _G, 50 * _G, 4, 72, 152,
+    Gpu("gb200", _GB200, 197_897_748_480, 7928.06 * _G, 900 * _G, 50 * _G, 4, 72,
+        Chip(152, 10, 128, 2.062, 135_528_448, 233_472, 232_448),
         "NVIDIA GB200 NVL72 datasheet, per GPU: 2.5 PFLOP/s dense BF16, NVLink 1.8 TB/s both ways among 72; 4 GPUs a "
         "compute tray", "NVIDIA GB200 NVL72: one ConnectX-7 400 Gb/s per GPU"),
     # Blackwell Ultra: the peaks of Blackwell but for FP4. The driver's memory size and bandwidth are not in XLA's
     # specs; assumption: as many multiprocessors as Blackwell.
-    Gpu("b300", _B300, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 8, 8, 148,
+    Gpu("b300", _B300, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 8, 8, Chip(148, 10),
         "NVIDIA HGX B300 datasheet, per GPU of 8: 4.5 PFLOP/s dense FP8, 288 GB HBM3e at 8 TB/s, NVLink 1.8 TB/s both "
         "ways",
         _DGX_B300),
-    Gpu("gb300", _GB200, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 4, 72, 152,
+    Gpu("gb300", _GB200, 288_000_000_000, 8000 * _G, 900 * _G, 100 * _G, 4, 72, Chip(152, 10),
         "NVIDIA GB300 NVL72 datasheet, per GPU of 72: 5 PFLOP/s dense FP8, 288 GB HBM3e at 8 TB/s, NVLink 1.8 TB/s "
         "both ways among 72; 4 GPUs a compute tray", "NVIDIA GB300 NVL72: one ConnectX-8 800 Gb/s per GPU"),
-    Gpu("mi300x", _MI300X, 206_158_430_208, 5300 * _G, 448 * _G, 50 * _G, 8, 8, 304,
+    Gpu("mi300x", _MI300X, 206_158_430_208, 5300 * _G, 448 * _G, 50 * _G, 8, 8, Chip(304),
         "AMD Instinct MI300X datasheet: 192 GB HBM3 at 5.3 TB/s, 7 Infinity Fabric links of 128 GB/s both ways",
-        "AMD Instinct MI300X platform reference: one 400 Gb/s NIC per GPU"),
-    Gpu("mi325x", _MI300X, 256_000_000_000, 6000 * _G, 448 * _G, 50 * _G, 8, 8, 304,
+        "AMD Instinct MI300X platform reference: one 400 Gb/s NIC per GPU", "AMD Instinct MI300X"),
+    Gpu("mi325x", _MI300X, 256_000_000_000, 6000 * _G, 448 * _G, 50 * _G, 8, 8, Chip(304),
         "AMD Instinct MI325X datasheet: 256 GB HBM3E at 6 TB/s, peaks and links of MI300X",
-        "AMD Instinct MI325X platform reference: one 400 Gb/s NIC per GPU"),
-    Gpu("cpu", {}, None, None, None, None, 8, 8, None, "a machine without accelerators: peak and links unknown"),
+        "AMD Instinct MI325X platform reference: one 400 Gb/s NIC per GPU", "AMD Instinct MI325X"),
+    Gpu("cpu", {}, None, None, None, None, 8, 8, None, "a machine without accelerators: peak and links unknown", product="cpu"),
 )  # fmt: skip
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
@@ -167,7 +202,8 @@ def priced() -> tuple[str, ...]:
     return tuple(name for name, gpu in GPUS.items() if gpu.hbm_bytes)
 
 
-# jax's device_kind is the driver's product name. First match wins, so the special parts stand before the general ones.
+# jax's device_kind is the driver's product name, and mostly has the GPU's name in it. Here is what does not, or does in
+# several GPUs' names. First match wins, so the special parts stand before the general ones.
 _DEVICE_KINDS = (
     (r"\bA100\b.*\b80GB", "a100-80gb"),
     (r"\bA100\b", "a100-40gb"),  # 'NVIDIA A100-SXM4-40GB', 'A100-PCIE-40GB'
@@ -175,14 +211,6 @@ _DEVICE_KINDS = (
     (r"\bH100\b.*\bNVL", None),  # 94 GB, 600 GB/s bridge: not in the table
     (r"\bH100$", "h100-96gb"),  # its driver says 'NVIDIA H100', with 95 GiB; the SXM5 says 'NVIDIA H100 80GB HBM3'
     (r"\bH100\b", "h100"),
-    (r"\bH200\b", "h200"),
-    (r"\bGB200\b", "gb200"),
-    (r"\bB200\b", "b200"),
-    (r"\bGB300\b", "gb300"),
-    (r"\bB300\b", "b300"),
-    (r"\bMI300X\b", "mi300x"),  # 'gfx942' alone is no name: MI300A and MI325X have it, too
-    (r"\bMI325X\b", "mi325x"),
-    (r"^cpu$", "cpu"),
 )
 
 
@@ -191,7 +219,7 @@ def from_device_kind(device_kind: str) -> Gpu | None:
 
     'NVIDIA H100 80GB HBM3' → h100, 'NVIDIA A100-SXM4-80GB' → a100-80gb.
     """
-    for pattern, name in _DEVICE_KINDS:
+    for pattern, name in (*_DEVICE_KINDS, *((rf"\b{re.escape(name)}\b", name) for name in GPUS)):
         if re.search(pattern, device_kind, re.IGNORECASE):
             return GPUS[name] if name else None
     return None

@@ -59,7 +59,7 @@ def test_missing_plugin_or_ptxas_is_noticed_even_with_a_cuda_toolkit(monkeypatch
     assert compile.missing_wheels() == ["ptxas (nvidia-cuda-nvcc-cu12)"]
 
 
-@pytest.mark.parametrize("name", list(compile._TARGETS))
+@pytest.mark.parametrize("name", compile.targets())
 def test_spec_takes_memory_from_the_hardware_table(name):
     spec = compile.target_spec(name)
     assert f"device_memory_size: {hardware.get(name).hbm_bytes}\n" in spec

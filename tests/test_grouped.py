@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from meshtrain import hardware
 from meshtrain.cost.program import compile
 from meshtrain.kernels import grouped, tiles
 from meshtrain.sharding.mesh import MeshSpec
@@ -117,7 +118,7 @@ def test_kernels_compiled_for_a_gpu_spill_nothing_and_need_no_memory_beside_thei
         *["grouped_rows_gkn", "grouped_rows_kgn"] * 3, "grouped_rows_gnk", "grouped_rows_ngk",
         "grouped_outer_gkn", "grouped_outer_gnk", "grouped_outer_kgn"])
     for name, (spilled, shared) in found.items():
-        assert spilled == 0 and 0 < shared <= compile._TARGETS[gpu].shared_bytes_per_block, (name, found)
+        assert spilled == 0 and 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block, (name, found)
 
 
 def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, tuple[int, int]]:
@@ -155,7 +156,7 @@ def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, t
     launches = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
     shared = {name: int(size) for name, size in re.findall(
         r"(grouped_\w*) grid:.*shared_memory: (\d+) bytes", launches)}
-    architecture = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}[compile._TARGETS[gpu].compute_capability]
+    architecture = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}[hardware.get(gpu).chip.compute_capability]
     found = {}
     for path in folder.glob("*.ptx"):
         for name in re.findall(r"\.entry (grouped_\w*)", path.read_text()):

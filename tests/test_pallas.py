@@ -15,6 +15,7 @@ import pytest
 import sampling
 from jax.sharding import PartitionSpec as P
 
+from meshtrain import hardware
 from meshtrain.cost.program import compile
 from meshtrain.kernels import pallas, tiles
 from meshtrain.kernels.engine import MASKED
@@ -242,7 +243,7 @@ def resources(gpu: str, head_dim: int, mask: Mask, scores: Scores, folder: Path)
     shared = {name: int(size) for name, size in re.findall(
         rf"({pallas.NAME}\w*) grid:.*shared_memory: (\d+) bytes", launches)}
     found = {}
-    architecture = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}[compile._TARGETS[gpu].compute_capability]
+    architecture = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}[hardware.get(gpu).chip.compute_capability]
     for path in folder.glob("*.ptx"):
         if pallas.NAME in (text := path.read_text()):
             name = re.search(rf"\.entry ({pallas.NAME}\w*)", text).group(1)
@@ -269,11 +270,11 @@ def test_kernels_compiled_for_a_gpu_spill_next_to_nothing_and_fit_its_shared_mem
     assert set(found) == {f"{pallas.NAME}_{what}{mask.label}" for what in ("forward", "dq", "dkv")}
     for name, (spilled, shared) in found.items():
         assert spilled <= MAX_SPILLED_BYTES, (name, found)
-        assert 0 < shared <= compile._TARGETS[gpu].shared_bytes_per_block, (name, found)
+        assert 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block, (name, found)
 
 
 def test_every_gpu_that_can_be_compiled_for_has_tiles_of_every_width():
-    for gpu in compile._TARGETS:
+    for gpu in compile.targets():
         assert all(tiles.of(head_dim, gpu) for head_dim in (16, 64, 65, 128, 200, 256)) and tiles.of(257, gpu) is None
     assert tiles.of(64, "") is None and tiles.of(64, "mi300x") is None
-    assert {gpu for gpu, _ in tiles.TIMED} <= set(tiles.COMPILED)
+    assert {gpu for gpu, _ in tiles.TIMED} <= set(hardware.GPUS)

@@ -1,4 +1,4 @@
-"""Tile sizes of the Pallas kernels, by GPU and head_dim.
+"""Tile sizes of the Pallas kernels, by GPU or its chip, and head_dim.
 
 No tile spills more than 128 bytes of registers per thread, and all fit the GPU's shared memory. `python -m
 benchmarks.tiles --write` times candidates on the GPU at hand and writes the fastest into TIMED.
@@ -6,6 +6,8 @@ benchmarks.tiles --write` times candidates on the GPU at hand and writes the fas
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from meshtrain import hardware
 
 
 class Blocks(NamedTuple):
@@ -32,15 +34,13 @@ _AMPERE = _HOPPER = {
 }
 # dkv with two stages spills 292 bytes on sm_100a, whose tensor memory holds no block of 128 keys.
 _BLACKWELL = _HOPPER | {256: Tiles(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 1))}
-# Compiled for sm_80, sm_90a and sm_100a. assumption: b300 and gb300 (sm_103a) have b200's registers and memory.
-COMPILED = {name: tiles for names, tiles in (
-    (("a100-40gb", "a100-80gb"), _AMPERE), (("h100", "h100-pcie", "h100-96gb", "h200"), _HOPPER),
-    (("b200", "gb200", "b300", "gb300"), _BLACKWELL)) for name in names}
+# By the major compute capability of the GPU's chip. Compiled for sm_80, sm_90a and sm_100a. assumption: b300 and gb300
+# (sm_103a) have b200's registers and memory.
+COMPILED = {8: _AMPERE, 9: _HOPPER, 10: _BLACKWELL}
 
 # (GPU, head_dim) -> the fastest tiles measured; one line each, written by benchmarks.tiles.
 TIMED: dict[tuple[str, int], Tiles] = {
 }
-
 
 
 class GroupedTile(NamedTuple):
@@ -73,5 +73,6 @@ def of(head_dim: int, gpu: str, softcap: bool = False) -> Tiles | None:
     softcap: its derivative needs registers: dkv at 128 spills 240 bytes in four warps, none in eight.
     """
     width = next((width for width in WIDTHS if head_dim <= width), None)
-    found = TIMED.get((gpu, width)) or COMPILED.get(gpu, {}).get(width)
+    chip = hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
+    found = TIMED.get((gpu, width)) or COMPILED.get(chip and chip.compute_capability, {}).get(width)
     return found._replace(dkv=found.dkv._replace(warps=8)) if found and softcap and width == 128 else found

@@ -12,7 +12,6 @@ API, and it works only where jax runs on the CPU: see `require_cpu_backend`.
 import importlib.util
 import pathlib
 import re
-from dataclasses import dataclass
 
 import jax
 
@@ -22,51 +21,32 @@ from meshtrain import hardware
 MAX_GPUS = 65536  # assumption: beyond what anyone inspects; 16,384 was compiled
 
 
-@dataclass(frozen=True)
-class _Target:
-    """What XLA's GPU compiler asks beside memory and multiprocessors, which are hardware's."""
-
-    device: str  # the driver's product name
-    compute_capability: int
-    fpus_per_core: int
-    clock_ghz: float
-    l2_bytes: int
-    shared_bytes_per_core: int
-    shared_bytes_per_block: int  # opt-in maximum
-
-
-# Source: openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb. h100-96gb: the SXM5 part with its own memory.
-# Their count of NVLinks is left out: jax 0.12's compiler then takes a kernel for small all-reduces that it fails to
-# compile for a scalar ("size mismatch when packing elements for LLVM struct") and aborts the process.
-_HOPPER = (128, 1.98, 52_428_800, 233_472, 232_448)
-_TARGETS = {
-    "a100-40gb": _Target("NVIDIA A100-SXM4-40GB", 8, 64, 1.41, 41_943_040, 167_936, 166_912),
-    "a100-80gb": _Target("NVIDIA A100-SXM4-80GB", 8, 64, 1.41, 41_943_040, 167_936, 166_912),
-    "h100": _Target("NVIDIA H100 80GB HBM3", 9, *_HOPPER),
-    "h100-pcie": _Target("NVIDIA H100 PCIe", 9, 128, 1.755, 52_428_800, 233_472, 232_448),
-    "h100-96gb": _Target("NVIDIA H100", 9, *_HOPPER),
-    "h200": _Target("NVIDIA H200", 9, *_HOPPER),
-    "b200": _Target("NVIDIA B200", 10, 128, 1.965, 132_644_864, 233_472, 232_448),
-    "gb200": _Target("NVIDIA GB200", 10, 128, 2.062, 135_528_448, 233_472, 232_448),
-}
+def targets() -> list[str]:
+    """The names of GPUs that can be compiled for: the hardware table has their chip."""
+    return [name for name, gpu in hardware.GPUS.items() if gpu.can_be_compiled_for]
 
 
 def target_spec(name: str) -> str:
-    """XLA's GpuTargetConfigProto of a GPU, as text."""
-    gpu, target = hardware.get(name), _TARGETS[name]
+    """XLA's GpuTargetConfigProto of a GPU, as text.
+
+    The count of NVLinks is left out: jax 0.12's compiler then takes a kernel for small all-reduces that it fails to
+    compile for a scalar ("size mismatch when packing elements for LLVM struct") and aborts the process.
+    """
+    gpu = hardware.get(name)
+    chip = gpu.chip
     # sm_90a, not sm_90: warp-group matmuls
-    features = "ACCELERATED_FEATURES" if target.compute_capability >= 9 else "NONE"
+    features = "ACCELERATED_FEATURES" if chip.compute_capability >= 9 else "NONE"
     return f"""gpu_device_info {{
-  cuda_compute_capability {{ major: {target.compute_capability} feature_extension: {features} }}
-  core_count: {gpu.num_sms}
-  fpus_per_core: {target.fpus_per_core}
-  clock_rate_ghz: {target.clock_ghz}
+  cuda_compute_capability {{ major: {chip.compute_capability} feature_extension: {features} }}
+  core_count: {chip.num_sms}
+  fpus_per_core: {chip.fpus_per_core}
+  clock_rate_ghz: {chip.clock_ghz}
   device_memory_size: {gpu.hbm_bytes}
   memory_bandwidth: {gpu.hbm_bytes_per_s:.0f}
-  l2_cache_size: {target.l2_bytes}
-  shared_memory_per_core: {target.shared_bytes_per_core}
+  l2_cache_size: {chip.l2_bytes}
+  shared_memory_per_core: {chip.shared_bytes_per_core}
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {target.shared_bytes_per_block}
+  shared_memory_per_block_optin: {chip.shared_bytes_per_block}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   threads_per_warp: 32
@@ -82,7 +62,7 @@ def target_spec(name: str) -> str:
 platform_name: "CUDA"
 runtime_version {{ major: 12 minor: 9 }}
 dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{target.device}"
+device_description_str: "{gpu.device_kind}"
 """
 
 
@@ -92,8 +72,8 @@ def parse_topology(text: str) -> tuple[str, int]:
     if not colon or not re.fullmatch(r"[0-9]+", count):
         raise ValueError(f"topology {text!r} is not NAME:N, a GPU and how many, e.g. h100:64")
     gpu, num_gpus = hardware.get(name), int(count)
-    if name not in _TARGETS:
-        raise ValueError(f"{name!r} cannot be compiled for here; GPUs that can: {', '.join(_TARGETS)}")
+    if not gpu.can_be_compiled_for:
+        raise ValueError(f"{name!r} cannot be compiled for here; GPUs that can: {', '.join(targets())}")
     if not 1 <= num_gpus <= MAX_GPUS:
         raise ValueError(f"topology {text!r}: the number of GPUs must be 1 to {MAX_GPUS}")
     host = gpu.gpus_per_host
