@@ -182,7 +182,8 @@ _TABLE = (
     Gpu("mi325x", _MI300X, 256_000_000_000, 6000 * _G, 448 * _G, 50 * _G, 8, 8, Chip(304),
         "AMD Instinct MI325X datasheet: 256 GB HBM3E at 6 TB/s, peaks and links of MI300X",
         "AMD Instinct MI325X platform reference: one 400 Gb/s NIC per GPU", "AMD Instinct MI325X"),
-    Gpu("cpu", {}, None, None, None, None, 8, 8, None, "a machine without accelerators: peak and links unknown", product="cpu"),
+    Gpu("cpu", {}, None, None, None, None, 8, 8, None, "a machine without accelerators: peak and links unknown",
+        product="cpu"),
 )  # fmt: skip
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
