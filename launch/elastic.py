@@ -39,18 +39,19 @@ def overrides(processes: int, devices: int, full: int, simulated: bool) -> list[
     return [f"--mesh.full_devices={full}", *simulate] if processes * devices < full else []
 
 
-def check_options(given: config.Arguments) -> None:
-    """Raises: ConfigError."""
-    if given["min-processes"] > given["processes"]:
-        raise ConfigError(f"--min-processes {given['min-processes']} must be from 1 to --processes "
-                          f"{given['processes']}")
-
-
-def check(run: Run) -> None:
-    """Raises: ConfigError if no mesh axis of the run can shrink."""
-    if -1 not in (run.mesh.data, run.mesh.fsdp):
+def run_of(given: config.Arguments) -> Run:
+    """The run of a launcher's command line. Raises: ConfigError."""
+    count, least = given["processes"], given["min-processes"]
+    if least > count:
+        raise ConfigError(f"--min-processes {least} must be from 1 to --processes {count}")
+    run = config.load(given.run)
+    if run.distributed != run.distributed.without_place():
+        raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command "
+                          "line")
+    if least not in (0, count) and -1 not in (run.mesh.data, run.mesh.fsdp):
         raise ConfigError("--min-processes needs an axis of the mesh that shrinks with the devices, and none is -1; "
                           "use mesh.data=-1 or mesh.fsdp=-1")
+    return run
 
 
 def most(words: Sequence[str], processes: int, least: int, devices: int, full: int) -> tuple[int, str]:

@@ -6,11 +6,8 @@ Exit codes: the run's 0, 2 or 75 if all processes agree on it; 2 also if the oth
 """
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import random
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +17,7 @@ from launch import elastic, restart, supervise
 from meshtrain import config
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import command, say
+from meshtrain.run import command, contents, say
 
 COMMAND = config.Command("launch.local", {**elastic.OPTIONS, **restart.OPTIONS}, launcher=True)
 
@@ -30,37 +27,33 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(given: config.Arguments) -> int:
-    elastic.check_options(given)
     if given["min-processes"] not in (0, given["processes"]) and given["max-restarts"] < 2:
         raise ConfigError("--min-processes needs --max-restarts of at least 2: a process is left out after it has "
                           "failed twice")
-    rest, count = given.run, given["processes"]
-    run = config.load(rest)
-    environs = environments(run, count, os.environ)
-    places = Places(rest, count, given["min-processes"], devices_of(run, os.environ), bool(run.mesh.simulated_devices),
-                    run.mesh.full_devices)
-    if places.least < places.count:
-        elastic.check(run)
+    run, rest, count = elastic.run_of(given), given.run, given["processes"]
+    environs, simulated = environments(run, count, os.environ), run.mesh.simulated_devices
+    slots = Slots(rest, count, given["min-processes"], simulated or len(gpus.visible(os.environ)), bool(simulated),
+                  run.mesh.full_devices)
     failures = restart.Failures(run, given["max-restarts"])
     while True:     # a new port each time: an old process may still hold the last one
-        words = commands([*rest, *places.overrides()], len(places.taken), free_port())
-        outcome = supervise.supervise(words, [environs[place] for place in places.taken],
-                                      left=Path(run.run.dir) / "stacks",
+        words = commands([*rest, *slots.overrides()], len(slots.taken), supervise.free_port())
+        outcome = supervise.supervise(words, [environs[slot] for slot in slots.taken],
+                                      left=Path(run.run.dir) / contents.STACKS,
                                       still_s=run.distributed.heartbeat_timeout_s)
         wait_s = None if outcome.asked else failures.wait_s(outcome.code, outcome.words)
         if wait_s is None:
             return outcome.code
-        places.after(outcome.culprit, first=len(failures.said) == 1)
+        slots.after(outcome.culprit, first=len(failures.said) == 1)
         time.sleep(wait_s)
 
 
 @dataclasses.dataclass
-class Places:
-    """The processes' places, 0 to count − 1, and which of them take part in the next start.
+class Slots:
+    """The slots of processes, 0 to count − 1, and which of them take part in the next start.
 
-    A place whose process failed first twice in a row, without a newer checkpoint in between, is left out, and the run
+    A slot whose process failed first twice in a row, without a newer checkpoint in between, is left out, and the run
     continues with as many as can train it, at least `least`. After a newer checkpoint the next start has all again.
-    devices: of all places. full: devices that the run is meant for; 0: these.
+    devices: of all slots. full: devices that the run is meant for; 0: these.
     """
     words: Sequence[str]
     count: int
@@ -68,9 +61,8 @@ class Places:
     devices: int
     simulated: bool
     full: int = 0
-    taken: list[int] = dataclasses.field(default_factory=list)
     lost: set[int] = dataclasses.field(default_factory=set)
-    last: int | None = None     # place of the process that failed first last time
+    last: int | None = None     # slot of the process that failed first last time
 
     def __post_init__(self):
         self.least, self.full = self.least or self.count, self.full or self.devices
@@ -82,25 +74,24 @@ class Places:
     def after(self, culprit: int | None, first: bool) -> None:
         """Update after a failure. culprit: index among that start's processes. first: a checkpoint has come since the
         last."""
-        place = None if culprit is None else self.taken[culprit]
+        slot = None if culprit is None else self.taken[culprit]
         if first and self.lost:
             self.lost.clear()
             self.taken = list(range(self.count))
             say.err(f"the next start has all {self.count} processes again")
-        elif not first and place is not None and place == self.last and self.least < self.count:
-            self._leave_out(place)
-        self.last = place
+        elif not first and slot is not None and slot == self.last and self.least < self.count:
+            self._leave_out(slot)
+        self.last = slot
 
-    def _leave_out(self, place: int) -> None:
-        there = [one for one in range(self.count) if one not in self.lost | {place}]
+    def _leave_out(self, slot: int) -> None:
+        there = [one for one in range(self.count) if one not in self.lost | {slot}]
         count, why = elastic.most(self.words, len(there), self.least, self.devices // self.count, self.full)
         if not count:
-            say.err(f"process {place} of {self.count} failed twice in a row, and the run cannot go on without it: "
-                    f"{why}")
+            say.err(f"process {slot} of {self.count} failed twice in a row, and the run cannot go on without it: {why}")
             return
-        self.lost.add(place)
+        self.lost.add(slot)
         self.taken = there[:count]
-        say.err(f"process {place} of {self.count} failed twice in a row: the next start is without it, in "
+        say.err(f"process {slot} of {self.count} failed twice in a row: the next start is without it, in "
                 f"{len(self.taken)} processes")
 
 
@@ -118,10 +109,7 @@ def environments(run: Run, count: int, environ: Mapping[str, str]) -> list[dict[
 
     Raises: ConfigError if the run's devices cannot be divided among `count` processes.
     """
-    given, total = run.distributed, run.mesh.simulated_devices
-    if given != given.without_place():
-        raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command "
-                          "line")
+    total = run.mesh.simulated_devices
     # Unbuffered, so that the last output of a killed process is not lost.
     common = {**environ, "PYTHONUNBUFFERED": "1"}
     if total % count:
@@ -135,20 +123,6 @@ def environments(run: Run, count: int, environ: Mapping[str, str]) -> list[dict[
     if count == 1:
         return [common]
     return [common | {"CUDA_VISIBLE_DEVICES": ",".join(own)} for own in gpus.divided(gpus.visible(environ), count)]
-
-
-def devices_of(run: Run, environ: Mapping[str, str]) -> int:
-    """Devices of all processes together."""
-    return run.mesh.simulated_devices or len(gpus.visible(environ))
-
-
-def free_port() -> int:
-    """A free loopback port below the ephemeral range: one that retries to connect to an ephemeral port can reach
-    itself."""
-    while True:
-        port = random.randrange(10_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 if __name__ == "__main__":

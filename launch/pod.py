@@ -41,7 +41,7 @@ def _launch(given: config.Arguments) -> int:
     run, attempt = config.load(given.run), given["attempt"]
     place = find.cluster(run.distributed, os.environ)
     index = place.index if place else 0
-    begins = _judged(run, attempt, given["max-restarts"]) if index == 0 else _told(run, attempt)
+    begins = _judged(run, attempt, given["max-restarts"]) if index == 0 else _decided(run, attempt)
     if begins is None:
         return stops.USER_ERROR
     # Bounded, in case a clock is wrong.
@@ -73,7 +73,7 @@ def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
     return None if wait_s is None else time.time() + wait_s
 
 
-def _told(run: Run, attempt: int) -> float:
+def _decided(run: Run, attempt: int) -> float:
     """On the others: when process 0 starts; 0 if it never decides: the run itself then meets it or times out."""
     until = time.monotonic() + run.distributed.timeout_s
     while attempt and time.monotonic() < until:
@@ -89,10 +89,10 @@ def _place(run: Run) -> Path:
 
 
 def _leave_words(run: Run, attempt: int, index: int, outcome: supervise.Outcome) -> None:
-    told = {"code": outcome.code, "victim": outcome.victim, "time": time.time(), "words": outcome.words}
+    left = {"code": outcome.code, "victim": outcome.secondary, "time": time.time(), "words": outcome.words}
     try:
         _place(run).mkdir(parents=True, exist_ok=True)
-        (_place(run) / f"{attempt}-{index}").write_text(json.dumps(told), encoding="utf-8")
+        (_place(run) / f"{attempt}-{index}").write_text(json.dumps(left), encoding="utf-8")
     except OSError as error:
         say.err(f"{_place(run)} cannot be written: {error.strerror}")
 
@@ -102,10 +102,10 @@ def _last_words(run: Run, attempt: int) -> tuple[int, str]:
     left = []
     for path in _place(run).glob(f"{attempt}-*"):
         with contextlib.suppress(OSError, ValueError, KeyError):    # truncated: its host was lost
-            told = json.loads(path.read_text(encoding="utf-8"))
-            left.append((bool(told["victim"]), told["code"] == stops.STOPPED, float(told["time"]), str(told["words"])))
-    victim, stopped, _, words = min(left, default=(True, False, 0.0, ""))
-    if victim:
+            one = json.loads(path.read_text(encoding="utf-8"))
+            left.append((bool(one["victim"]), one["code"] == stops.STOPPED, float(one["time"]), str(one["words"])))
+    secondary, stopped, _, words = min(left, default=(True, False, 0.0, ""))
+    if secondary:
         return stops.FAILED, "no process failed of itself: a pod was killed, or its host is lost"
     return (stops.STOPPED, "stopped on request") if stopped else (stops.FAILED, words)
 

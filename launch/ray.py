@@ -9,12 +9,9 @@ Exit codes: the run's 0, 2 or 75 if all processes agree on it, else 1.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,8 +21,9 @@ from pathlib import Path
 
 from launch import elastic, restart, supervise
 from meshtrain import config
+from meshtrain.cluster import find
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import command, say, stops
+from meshtrain.run import command, contents, say, stops
 
 try:
     import ray
@@ -40,7 +38,7 @@ COMMAND = config.Command("launch.ray", {
                                       "G", "8", config.whole()),
     "cpus-per-process": config.Option("cores that Ray reserves for each", "C", "4", config.whole(1), 1),
 }, launcher=True)
-FIRST_PORT, LAST_PORT = 20_000, 29_999      # above Ray's worker ports, below the ephemeral ones
+FIRST_PORT = 20_000
 POLL_S = 0.3
 FIRST_TOLD_S = 5.0      # until the first message that there is no room
 ANSWER_S = 60.0         # for an actor to answer; Ray notices a lost node after about half as long
@@ -61,20 +59,16 @@ class Process:
         return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def port(self) -> int:
-        """A free port of its node."""
-        while True:
-            port = random.randint(FIRST_PORT, LAST_PORT)
-            with contextlib.suppress(OSError), socket.create_server(("", port)):
-                return port
+        """A free port of its node, above Ray's worker ports."""
+        return supervise.free_port("", FIRST_PORT)
 
     def run(self, words: Sequence[str], environ: dict[str, str], folder: str) -> int:
         """Run python with these words until it ends; return its code, as of subprocess."""
-        prctl = ctypes.CDLL(None).prctl
         # A new session, so that signals to Ray's processes do not reach the run. Dies with this thread.
         self.child = subprocess.Popen(
             [sys.executable, *words], env=os.environ | environ, cwd=folder if Path(folder).is_dir() else None,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            preexec_fn=lambda: prctl(supervise.PR_SET_PDEATHSIG, signal.SIGKILL))
+            preexec_fn=supervise.die_with(os.getpid()))
         readers = [threading.Thread(target=self._read, args=(number, stream), daemon=True)
                    for number, stream in ((1, self.child.stdout), (2, self.child.stderr))]
         for reader in readers:
@@ -132,8 +126,8 @@ class Member(supervise.Child):
         return False
 
     @property
-    def victim(self) -> bool:
-        return not self.lost and super().victim
+    def secondary(self) -> bool:
+        return not self.lost and super().secondary
 
     @property
     def name(self) -> str:
@@ -149,12 +143,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(given: config.Arguments) -> int:
-    elastic.check_options(given)
-    rest = given.run
-    run = config.load(rest)
+    run, rest = elastic.run_of(given), given.run
     bundle = bundle_of(run, given)
-    if given["min-processes"] not in (0, given["processes"]):
-        elastic.check(run)
     if ray is None:
         raise ConfigError("ray is not installed here; pip install '.[ray]' where this repository lies")
     asked: list[int] = []
@@ -176,7 +166,7 @@ def _launch(given: config.Arguments) -> int:
     failures = restart.Failures(run, given["max-restarts"])
     try:
         while room.reserve():
-            outcome = life(room, [*rest, *room.overrides()], Path(run.run.dir) / "stacks")
+            outcome = life(room, [*rest, *room.overrides()], Path(run.run.dir) / contents.STACKS)
             wait_s = None if asked else failures.wait_s(outcome.code, outcome.words)
             if wait_s is None:
                 return outcome.code
@@ -189,10 +179,7 @@ def _launch(given: config.Arguments) -> int:
 
 def bundle_of(run: Run, options: config.Arguments) -> dict[str, int]:
     """The resources of one process. Raises: ConfigError if they contradict the run."""
-    total, count, given = run.mesh.simulated_devices, options["processes"], run.distributed
-    if (given.coordinator_address, given.num_processes, given.process_id) != ("", 0, -1):
-        raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command "
-                          "line")
+    total, count = run.mesh.simulated_devices, options["processes"]
     if total % count:
         raise ConfigError(f"mesh.simulated_devices={total} cannot be divided among --processes {count}; use a multiple "
                           f"of {count}")
@@ -300,16 +287,15 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
         # By host: the last axis of the placement must stay inside a host.
         order = sorted(range(count), key=lambda i: (places[i], i))
         members = [Member(index, None, -1, actor=actors[i], host=places[i][0]) for index, i in enumerate(order)]
-        told = []
+        place = []
         if count > 1:
             port = ray.get(members[0].actor.port.remote(), timeout=ANSWER_S)
-            told = [f"--distributed.coordinator_address={_address(members[0].host, port)}",
-                    f"--distributed.num_processes={count}"]
+            place = [f"--distributed.coordinator_address={find.joined(members[0].host, port)}",
+                     f"--distributed.num_processes={count}"]
         environ = {"PYTHONUNBUFFERED": "1"} | ({} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""})
-        running = {member.actor.run.remote(["-m", "meshtrain.train", *rest, *told,
-                                            *([f"--distributed.process_id={member.index}"] if told else [])],
-                                            environ, os.getcwd()): member
-                   for member in members}
+        running = {member.actor.run.remote(["-m", "meshtrain.train", *rest, *place,
+                                            *[f"--distributed.process_id={member.index}"] * (count > 1)],
+                                           environ, os.getcwd()): member for member in members}
         ended = supervise.wait(members, _polling(running, asked), start, supervise.GRACE_S, killed_s=ANSWER_S)
         return dataclasses.replace(supervise.conclude(ended, left, since), asked=bool(asked))
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
@@ -370,10 +356,6 @@ def _sleep(wait_s: float, asked: list[int]) -> None:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 if __name__ == "__main__":

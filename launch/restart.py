@@ -138,7 +138,7 @@ def _last_words(code: int, said: Path | None) -> str:
         ended = TASK_ENDED.search(text.decode(errors="replace"))
         lines = [line for line in text.splitlines() if line.strip()
                  and not line.startswith((b"srun: ", b"slurmstepd: "))
-                 and not supervise.NOISE.search(line) and not lost.VICTIM.search(line)]
+                 and not supervise.NOISE.search(line) and not lost.SECONDARY.search(line)]
         return "; ".join([f"exit code {code}", *([ended[1]] if ended else []),
                           *([f"the last line: {lines[-1].decode(errors='replace')}"] if lines else [])])
     return ""

@@ -12,9 +12,11 @@ import ctypes
 import dataclasses
 import math
 import os
+import random
 import re
 import selectors
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -32,16 +34,17 @@ MOST_TOLD = 3       # processes whose last lines are shown
 # Unrelated to failures: Gloo's connections, and an installed CUDA plugin that finds no GPU.
 NOISE = re.compile(rb"^\[Gloo\] Rank |is connected to \d+ peer ranks|absl::InitializeLog\(\)|cudart_stub")
 PR_SET_PDEATHSIG = 1
+FIRST_PORT, LAST_PORT = 10_000, 29_999
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a start ended. code: of the whole. culprit: the process that failed first, or None. words: one-line cause.
-    victim: the process ended because an unknown peer failed. asked: a signal requested the end."""
+    secondary: the process ended because an unknown peer failed. asked: a signal requested the end."""
     code: int
     culprit: int | None = None
     words: str = ""
-    victim: bool = False
+    secondary: bool = False
     asked: bool = False
 
 
@@ -107,9 +110,9 @@ class Child:
         return self.code not in (0, 75)
 
     @property
-    def victim(self) -> bool:
+    def secondary(self) -> bool:
         """Whether it ended because another failed."""
-        return self.forced or self.code in (1, -signal.SIGABRT) and any(lost.VICTIM.search(line) for line in self.lines)
+        return self.forced or self.code in (1, -signal.SIGABRT) and any(map(lost.SECONDARY.search, self.lines))
 
     @property
     def out_of_time(self) -> bool:
@@ -157,7 +160,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
                 "stderr": subprocess.PIPE}
             # A new session: Ctrl-C reaches the launcher alone, which forwards it once.
             process = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
-                                       preexec_fn=_die_with(os.getpid()), **captured)
+                                       preexec_fn=die_with(os.getpid()), **captured)
             children.append(Child(index, process, os.pidfd_open(process.pid), called=called))
             stack.callback(os.close, children[-1].pidfd)
         for number in early:
@@ -169,7 +172,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
     return dataclasses.replace(outcome, asked=bool(asked))
 
 
-def _die_with(parent: int):
+def die_with(parent: int) -> Callable[[], None]:
     """preexec_fn: the kernel kills the child when the launcher is gone, however it died."""
     prctl = ctypes.CDLL(None).prctl
 
@@ -262,21 +265,22 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
     if found and found[0] == first.index:
         words += f"; it {found[1]}"
     _tell(words)
-    shown = [first, *(child for child in ended if child.failed and not child.victim and child is not first)]
+    shown = [first, *(child for child in ended if child.failed and not child.secondary and child is not first)]
     # process 0's are on the screen
     for child in [child for child in shown if child.index and child.lines][:MOST_TOLD]:
         _tell("its last lines:" if child is first else f"the last lines of {child.name}:",
               *(f"  {_text(line)}" for line in child.lines))
-    mistake = first.code == stops.USER_ERROR and all(child.victim or child.code == stops.USER_ERROR for child in ended)
+    mistake = first.code == stops.USER_ERROR and all(
+        child.secondary or child.code == stops.USER_ERROR for child in ended)
     if any(lost.MISMATCHED in line for child in ended if child.failed for line in child.lines):
         _tell("gloo::EnforceNotMet: XLA started collectives of the simulated devices in another order in each "
               "process, and Gloo matches them by order; start one process, or use a pipeline.schedule that does not "
               "split the backward, e.g. 1f1b (docs/limits.md). GPUs are not concerned")
     _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
-    last = "" if first.victim else next((_text(line) for line in reversed(first.lines) if line.strip()), "")
+    last = "" if first.secondary else next((_text(line) for line in reversed(first.lines) if line.strip()), "")
     return Outcome(stops.USER_ERROR if mistake else stops.FAILED, first.index,
                    f"{words}{f'; its last line: {last}' if last else ''}",
-                   first.victim and not first.stopped)
+                   first.secondary and not first.stopped)
 
 
 def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
@@ -288,11 +292,11 @@ def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
     blamed = {int(found[1]) for child in failed for line in child.lines if (found := lost.BLAMED.search(line))}
     return next((child for candidates in (
         # killed or gone, and not by us
-        (child for child in failed if (child.code is None or child.code < 0) and not child.victim),
+        (child for child in failed if (child.code is None or child.code < 0) and not child.secondary),
         (child for child in failed if child.index == stuck),
         (child for child in failed if child.out_of_time),
         (child for child in failed if child.index in blamed),
-        (child for child in failed if not child.victim),
+        (child for child in failed if not child.secondary),
         (child for child in ended if child.stopped),
         (child for child in ended if child.forced and child.index in unheard),
         _waited_for(ended),
@@ -304,6 +308,14 @@ def _waited_for(ended: Sequence[Child]) -> list[Child]:
     late = any(lost.LATE.search(line) for child in ended for line in child.lines)
     quiet = [child for child in ended if not any(b"Gloo" in line for line in child.lines)]
     return quiet if late and len(quiet) == 1 else []
+
+
+def free_port(host: str = "127.0.0.1", first: int = FIRST_PORT) -> int:
+    """A free port below the ephemeral range: one that retries to connect to an ephemeral port can reach itself."""
+    while True:
+        port = random.randint(first, LAST_PORT)
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            return port
 
 
 def _text(line: bytes) -> str:

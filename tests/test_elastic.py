@@ -80,21 +80,21 @@ def test_what_the_model_does_not_divide_is_refused_before_anything_starts():
         elastic.check(run, 3)
 
 
-# ---- the launcher's places -------------------------------------------------------------------------------------------
+# ---- the launcher's slots --------------------------------------------------------------------------------------------
 
 
-def places(count: int, least: int, monkeypatch, fits=lambda there: there) -> local.Places:
-    """Places whose question to `launch.elastic` is answered by fits(processes there) -> processes, or 0."""
+def slots(count: int, least: int, monkeypatch, fits=lambda there: there) -> local.Slots:
+    """Slots whose question to `launch.elastic` is answered by fits(processes there) -> processes, or 0."""
     def answer(argv, **_):
         n = fits(int(argv[3].removeprefix("--processes=")))
         return subprocess.CompletedProcess(argv, 0 if n >= least else 2, f"{n}\n" if n >= least else "",
                                            "" if n >= least else "error: why")
     monkeypatch.setattr(fewer.subprocess, "run", answer)
-    return local.Places([], count, least, 2 * count, True)
+    return local.Slots([], count, least, 2 * count, True)
 
 
 def test_a_process_that_fails_twice_in_a_row_is_left_out_and_comes_back_after_a_checkpoint(monkeypatch, capfd):
-    ours = places(4, 2, monkeypatch, lambda there: 2 if there == 3 else there)
+    ours = slots(4, 2, monkeypatch, lambda there: 2 if there == 3 else there)
     ours.after(3, first=True)
     assert ours.taken == [0, 1, 2, 3] and ours.overrides() == []
     ours.after(3, first=False)
@@ -105,25 +105,25 @@ def test_a_process_that_fails_twice_in_a_row_is_left_out_and_comes_back_after_a_
                                       "processes\nthe next start has all 4 processes again\n")
 
 
-def test_places_are_counted_on_through_starts_with_fewer(monkeypatch):
-    ours = places(4, 1, monkeypatch)
+def test_slots_are_counted_on_through_starts_with_fewer(monkeypatch):
+    ours = slots(4, 1, monkeypatch)
     for culprit in (0, 0):
         ours.after(culprit, first=False)
     assert ours.taken == [1, 2, 3]
-    for culprit in (1, 1):      # of the three that are left: place 2
+    for culprit in (1, 1):      # of the three that are left: slot 2
         ours.after(culprit, first=False)
     assert ours.taken == [1, 3]
 
 
 def test_different_processes_and_unknown_ones_are_not_left_out(monkeypatch):
-    ours = places(4, 1, monkeypatch)
+    ours = slots(4, 1, monkeypatch)
     for culprit in (0, 1, 0, None, None, 2):
         ours.after(culprit, first=False)
     assert ours.taken == [0, 1, 2, 3]
 
 
 def test_where_no_fewer_can_train_it_all_start_again(monkeypatch, capfd):
-    ours = places(4, 3, monkeypatch, lambda there: 2)
+    ours = slots(4, 3, monkeypatch, lambda there: 2)
     for culprit in (1, 1):
         ours.after(culprit, first=False)
     assert ours.taken == [0, 1, 2, 3] and "cannot go on without it: why" in capfd.readouterr().err

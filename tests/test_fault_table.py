@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import names, small_disk  # noqa: F401
-from launch import local
+from launch import supervise
 from meshtrain.cluster import stacks
 from tests import injected
 
@@ -150,7 +150,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_and_the_rest
 def test_without_a_launcher_the_others_end_within_a_minute_and_say_whom_they_have_lost(
         name, fault, words, home, record_property):
     directory = home / f"alone_{name}"
-    first, second = injected.without_launcher(home, directory, 2, local.free_port(), fault=f"1 step:8 {fault}")
+    first, second = injected.without_launcher(home, directory, 2, supervise.free_port(), fault=f"1 step:8 {fault}")
     try:
         code = first.wait(400)
         end = time.time()

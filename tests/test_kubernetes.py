@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from launch import pod as pods
-from launch import local, restart, supervise
+from launch import restart, supervise
 from meshtrain import config, elastic
 from meshtrain.cluster import find
 from meshtrain.cluster.lost import LOST_PEERS
@@ -291,7 +291,7 @@ def test_a_process_that_was_stopped_and_killed_for_it_is_no_victim(capfd):
     child = supervise.Child(0, types.SimpleNamespace(pid=7), -1, called="process 3",
                             code=-signal.SIGKILL, forced=True, stopped=True)
     outcome = supervise.conclude([child])
-    assert not outcome.victim and outcome.words.startswith("process 3 (pid 7) failed first: it was stopped")
+    assert not outcome.secondary and outcome.words.startswith("process 3 (pid 7) failed first: it was stopped")
 
 
 def test_a_pod_that_is_told_to_end_while_it_waits_ends_at_once_with_75_and_its_program_is_told_too(jobset, tmp_path):
@@ -313,7 +313,7 @@ def test_a_pod_that_is_told_to_end_while_it_waits_ends_at_once_with_75_and_its_p
 @pytest.mark.slow
 def test_a_real_run_whose_process_is_killed_in_its_pod_goes_on_when_jobset_has_started_all_again(jobset, tmp_path):
     soak.prepare(tmp_path)
-    directory, port = tmp_path / "run", local.free_port()
+    directory, port = tmp_path / "run", supervise.free_port()
     environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")} | {
         "PYTHONPATH": str(ROOT)}
 

@@ -56,7 +56,7 @@ def test_a_process_that_nobody_started_among_others_is_alone(environ):
 def test_slurm_tells_rank_count_first_host_and_gpu():
     found = find.cluster(NOTHING, SRUN)
     assert (found.host, found.count, found.index, found.local_devices) == ("gpu07", 8, 5, (1,))
-    assert 10_000 <= found.port < 32_768 and not found.on_loopback
+    assert 10_000 <= found.port < 32_768 and not found.loopback
 
 
 def test_all_tasks_of_a_job_meet_at_one_port_and_other_jobs_and_steps_at_others():
@@ -132,8 +132,8 @@ def test_what_the_processes_took_is_told_against_what_they_see(taken, told):
 
 def test_tasks_of_one_host_meet_on_loopback():
     one = {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}
-    assert find.cluster(NOTHING, SRUN | one).on_loopback
-    assert find.cluster(NOTHING, MPI5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}).on_loopback
+    assert find.cluster(NOTHING, SRUN | one).loopback
+    assert find.cluster(NOTHING, MPI5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}).loopback
 
 
 @pytest.mark.parametrize("environ, host", [
@@ -196,7 +196,7 @@ def test_addresses_of_all_kinds_are_taken(address, monkeypatch):
                           "--distributed.process_id=1"]).distributed
     found = find.cluster(given_, {})
     assert found.port == int(address.rpartition(":")[2]) and "[" not in found.host
-    assert found.on_loopback == (found.host == "localhost")
+    assert bool(found.loopback) == (found.host == "localhost")
 
 
 def test_the_time_to_meet_is_a_key_that_reaches_the_meeting_and_jax(monkeypatch):

@@ -173,15 +173,14 @@ class StopAgreement:
         self.late: tuple[int, float] | None = None
         if jax.process_count() == 1:
             return
-        self._before, self._told = None, False
+        self._before, self._known = None, False
         devices = np.array(jax.devices())
         mesh = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
         self._shape, self._split = (len(devices), 3), NamedSharding(mesh, PartitionSpec("devices"))
         self._on_time = {wish: self._placed(wish, 0) for wish in (False, True)}
         with jax.set_mesh(mesh):        # the run's own mesh may order the devices differently
-            self._most = jax.jit(lambda rows: jnp.max(rows, 0),
-                                 out_shardings=NamedSharding(mesh, PartitionSpec())).lower(
-                self._on_time[False]).compile()
+            most = jax.jit(lambda rows: jnp.max(rows, 0), out_shardings=NamedSharding(mesh, PartitionSpec()))
+            self._most = most.lower(self._on_time[False]).compile()
 
     def _placed(self, wish: bool, late_ms: int) -> jax.Array:
         """On this process's devices; the maximum over all gives the request, the latest process and its delay."""
@@ -196,13 +195,13 @@ class StopAgreement:
         if jax.process_count() == 1:
             return wish
         late_ms = min(int(1e3 * (late_s or 0.0)), MOST_LATE_MS)
-        before, told = self._before, self._told
-        self._before, self._told = self._most(self._placed(wish, late_ms) if late_ms else
-                                              self._on_time[bool(wish)]), late_s is not None
+        before, known = self._before, self._known
+        self._before = self._most(self._placed(wish, late_ms) if late_ms else self._on_time[bool(wish)])
+        self._known = late_s is not None
         if before is None:
             return False
         stop, latest, least = map(int, jax.device_get(before))
-        self.late = (latest % (1 << INDEX_BITS), ((latest >> INDEX_BITS) + least) / 1000) if told else None
+        self.late = (latest % (1 << INDEX_BITS), ((latest >> INDEX_BITS) + least) / 1000) if known else None
         return bool(stop)
 
 

@@ -48,12 +48,12 @@ class Cluster:
         return int(self.coordinator.rpartition(":")[2])
 
     @property
-    def on_loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
+    def loopback(self) -> str:
+        """The loopback address, if the cluster is meant for this machine only; else empty."""
+        host = "127.0.0.1" if self.host == "localhost" else self.host
         with contextlib.suppress(ValueError):
-            return ipaddress.ip_address(self.host).is_loopback
-        return False
+            return host if ipaddress.ip_address(host).is_loopback else ""
+        return ""
 
 
 def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
@@ -80,11 +80,11 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
     environ = {name: value for name, value in environ.items() if value or name not in (*JAX, *TORCH, *LOCAL)}
     # mpirun starts its daemons by srun: both environments are set, and Slurm's describes the daemon.
     launcher = ("mpirun" if "OMPI_COMM_WORLD_RANK" in environ else
-                "srun" if "SLURM_PROCID" in environ and _slurm_step(environ) < SLURM_OWN_STEPS else None)
-    named = {words: found for words, found in ((JAX, _jax(environ, address, launcher)),
-                                               (TORCH, _torch(environ, address, launcher)))
-             if found is not None}
-    places = [(_said(environ, words[:2]), found.count, found.index) for words, found in named.items()]
+                "srun" if "SLURM_PROCID" in environ
+                and int(environ.get("SLURM_STEP_ID", SLURM_OWN_STEPS)) < SLURM_OWN_STEPS else None)
+    named = [(words, found) for words, find in ((JAX, _jax), (TORCH, _torch))
+             if (found := find(environ, address, launcher))]
+    places = [(_said(environ, words[:2]), found.count, found.index) for words, found in named]
     if launcher is not None and "TORCHELASTIC_RUN_ID" not in environ:
         keys = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK") if launcher == "mpirun" else
                 ("SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", "SLURM_PROCID"))
@@ -98,7 +98,7 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
                           "--distributed.coordinator_address, --distributed.num_processes and "
                           "--distributed.process_id, which win")
     if named:
-        return next(iter(named.values()))
+        return named[0][1]
     address = address or _address(environ)
     return {"mpirun": _open_mpi, "srun": _slurm}[launcher](environ, address) if launcher else None
 
@@ -128,7 +128,7 @@ def _torch(environ: Mapping[str, str], address: str, launcher: str | None) -> Cl
         raise ConfigError(f"MASTER_PORT={port} is no port; use one from 1 to 65535 that is free on {host}")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":   # torchrun itself listens there
         port = _port(f"{host}:{port} {environ.get('TORCHELASTIC_RUN_ID')} {environ.get('TORCHELASTIC_RESTART_COUNT')}")
-    return Cluster(f"{f'[{host}]' if ':' in host else host}:{port}", count, index, own)
+    return Cluster(joined(host, port), count, index, own)
 
 
 def _local_rank(environ: Mapping[str, str]) -> tuple[int, ...] | None:
@@ -188,10 +188,6 @@ def _token(environ: Mapping[str, str], names: Sequence[str]) -> str:
     return _said({name: value for name, value in environ.items() if value}, names)
 
 
-def _slurm_step(environ: Mapping[str, str]) -> int:
-    return int(environ.get("SLURM_STEP_ID", SLURM_OWN_STEPS))
-
-
 def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
     """The tasks of one srun. Batch scripts and salloc's shell have most of these variables but are no tasks."""
     count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
@@ -202,8 +198,8 @@ def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
     # A requeued job may find its old port still held by an unkillable process.
     job = ".".join((environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"],
                     environ.get("SLURM_RESTART_COUNT", "0")))
-    return Cluster(address or f"{host}:{_port(job)}", count,
-                   int(environ["SLURM_PROCID"]), gpus.own(int(environ.get("SLURM_LOCALID", 0)), local_count, environ))
+    own = gpus.own(int(environ.get("SLURM_LOCALID", 0)), local_count, environ)
+    return Cluster(address or f"{host}:{_port(job)}", count, int(environ["SLURM_PROCID"]), own)
 
 
 def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster:
@@ -221,8 +217,12 @@ def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster:
             raise ConfigError(f"mpirun started {count} processes and does not tell where process 0 is; give "
                               "--distributed.coordinator_address HOST:PORT, with a free port of the host of rank 0")
         job = uri.split(";")[0] or (named[0] if named else jobs[0] if jobs else "")
-        address = f"{f'[{host}]' if ':' in host else host}:{_port(job)}"
+        address = joined(host, _port(job))
     return Cluster(address, count, int(environ["OMPI_COMM_WORLD_RANK"]), own)
+
+
+def joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _first_host(nodes: str) -> str:

@@ -38,7 +38,7 @@ def others(error: BaseException | str) -> list[int] | None:
 LOST_PEERS = b"Terminating process because the JAX distributed service detected fatal errors"
 LATE = re.compile(rb"Gloo .*Timed out waiting")      # the peer may be alive
 # Written by a process that ended because another failed: by libraries, and by our own rendezvous.
-VICTIM = re.compile(b"|".join([LOST_PEERS, LATE.pattern, CONNECTION.encode(), (
+SECONDARY = re.compile(b"|".join([LOST_PEERS, LATE.pattern, CONNECTION.encode(), (
     rb"PeerError: | waits for the others in | has lost process \d|"
     rb"error: process(es)? [\d, and]+(of \d+ did not come to|: )")]))
 # Processes missing at the coordination service, or at process 0's rendezvous.

@@ -23,7 +23,7 @@ from meshtrain.cluster.lost import PeerError
 HELLO, ANSWER = b"meshtrain-process-2 ", b"meshtrain-answer-2 "
 LINE_BYTES = 4096
 TELL_AFTER_S, TELL_AGAIN_S = 30.0, 60.0     # report missing processes after this long, and again
-MOST_STRANGERS = 16             # reported
+MOST_LISTED = 16                # in a message
 SHUTDOWN_TIMEOUT_S = 120        # how long finished processes wait for one that still writes
 
 
@@ -49,7 +49,7 @@ def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
     jax.distributed.initialize(
         cluster.coordinator, cluster.count, cluster.index, cluster.local_devices,
         cluster_detection_method="deactivate",      # else Slurm's local rank replaces local_devices=None
-        coordinator_bind_address=f"{_loopback(cluster)}:{cluster.port}" if cluster.on_loopback else None,
+        coordinator_bind_address=f"{cluster.loopback}:{cluster.port}" if cluster.loopback else None,
         initialization_timeout=max(10, int(timeout_s)),
         heartbeat_timeout_seconds=heartbeat_timeout_s, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
     sys.excepthook = _end_alone
@@ -127,7 +127,7 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
 
 def _turned_away(cluster: Cluster, about: dict, strangers: dict[str, str]) -> None:
     """Report a process of another run or start, once."""
-    if _where(about) not in strangers and len(strangers) < MOST_STRANGERS:
+    if _where(about) not in strangers and len(strangers) < MOST_LISTED:
         strangers[_where(about)] = f"process {about['index']} ({_where(about)}) of {about['token'] or 'no job'}"
         _tell(f"turned away at {cluster.coordinator}: {strangers[_where(about)]}; this is {cluster.token or 'no job'}")
 
@@ -155,7 +155,7 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
             _tell(f"still waiting, up to {left_s:.0f} s more: process 0 of {cluster.count} has not come to "
                   f"{cluster.coordinator} within {timeout_s - left_s:.0f} s ({why})")
         try:
-            with socket.create_connection((_loopback(cluster) or cluster.host, cluster.port),
+            with socket.create_connection((cluster.loopback or cluster.host, cluster.port),
                                           min(left_s, 5)) as connection:
                 connection.sendall(HELLO + json.dumps(_about(cluster) | {"left_s": left_s}).encode() + b"\n")
                 connection.settimeout(left_s + 5)       # process 0 keeps the time and knows the other missing processes
@@ -181,7 +181,7 @@ def _listen(cluster: Cluster) -> socket.socket:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE,
                            (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-    address, options = (_loopback(cluster) or "", cluster.port), {"backlog": cluster.count}
+    address, options = (cluster.loopback, cluster.port), {"backlog": cluster.count}
     if ":" in address[0]:
         options["family"] = socket.AF_INET6
     elif not address[0] and socket.has_dualstack_ipv6():
@@ -194,11 +194,6 @@ def _listen(cluster: Cluster) -> socket.socket:
                         f"give a port that is free on its host, and see that no older run still holds it") from None
     listener.setblocking(False)
     return listener
-
-
-def _loopback(cluster: Cluster) -> str:
-    """The loopback address, if the cluster is meant for this machine only; else empty."""
-    return "" if not cluster.on_loopback else "127.0.0.1" if cluster.host == "localhost" else cluster.host
 
 
 def _about(cluster: Cluster) -> dict:
@@ -265,7 +260,7 @@ def named(indices: Sequence[int | str]) -> str:
     return f"process{'es' if len(indices) > 1 else ''} {_listed([str(index) for index in indices])}"
 
 
-def _listed(words: list[str], most: int = 16) -> str:
-    if len(words) > most:
-        words = [*words[:most], f"{len(words) - most} more"]
+def _listed(words: list[str]) -> str:
+    if len(words) > MOST_LISTED:
+        words = [*words[:MOST_LISTED], f"{len(words) - MOST_LISTED} more"]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -29,8 +29,8 @@ from typing import NamedTuple
 HEAD = 1024         # bytes: words and JSON, rewritten in place before the stacks
 KEPT_TRIES = 5
 # Where a thread waits for other processes: (end of the file's name, function, or "" for any in it).
-WAITING = [("meshtrain/cluster/agree.py", name)
-           for name in ("exchange", "_broadcast", "part", "reached", "_gather")] + [
+WAITING = [
+    *(("meshtrain/cluster/agree.py", name) for name in ("exchange", "_broadcast", "part", "reached", "_gather")),
     ("meshtrain/cluster/meet.py", ""), ("jax/experimental/multihost_utils.py", ""),
     ("orbax/checkpoint/_src/multihost/multihost.py", ""),
     ("jax/_src/array.py", "_value"), ("jax/_src/array.py", "block_until_ready"), ("jax/_src/array.py", "__array__"),
@@ -98,15 +98,14 @@ class Report:
     @property
     def waits(self) -> bool:
         """Whether its main thread, or a thread that this one waits for, waits for other processes."""
-        if any(map(_waiting, self.main)):
+        if _in(WAITING, *self.main):
             return True
-        return _joining(self.main) and any(_waiting(frame) for frames in (self.threads or {}).values()
-                                           for frame in frames)
+        return _in(JOINS, *self.main[:1]) and any(_in(WAITING, *frames) for frames in (self.threads or {}).values())
 
     @property
     def where(self) -> str:
         """The innermost frame of the main thread that does not just wait for another thread of the process."""
-        frames = [frame for frame in self.main if not _is_join(frame)] or self.main
+        frames = [frame for frame in self.main if not _in(JOINS, frame)] or self.main
         return f" in {frames[0]}" if frames else ""
 
     @property
@@ -166,12 +165,15 @@ def culprit(directory: Path | str, since: float = 0.0) -> tuple[int, str] | None
     stuck = [report for report in fired if report.locked or not report.waits]
     silent = [report for report in reports.values() if report.threads is None
               and report.state.state == "runs"] if fired else []
-    for suspects, words in ((crashed, _crashed), (failed, _failed), (stuck, lambda report: report.doing),
-                            (silent, _silent)):
-        if suspects:
-            first = min(suspects, key=lambda report: (report.state.moment, report.state.process))
-            return first.state.process, words(first)
-    return None
+    suspects = crashed or failed or stuck or silent
+    if not suspects:
+        return None
+    first = min(suspects, key=lambda report: (report.state.moment, report.state.process))
+    state = first.state
+    return state.process, (
+        f"crashed in {state.phase}{first.where}: {first.fatal}" if crashed else
+        f"failed in {state.phase}: {state.words}" if failed else first.doing if stuck else
+        f"left no stacks of {state.phase}: it is stopped, or its host is gone (pid {state.pid} on {state.host})")
 
 
 def _report_in(path: Path, since: float = 0.0) -> Report | None:
@@ -202,19 +204,6 @@ def report(state: ProcessState, text: str) -> Report:
     return Report(state, _threads(text), fatal[1] if fatal else "", text.startswith("Timeout ("))
 
 
-def _crashed(report: Report) -> str:
-    return f"crashed in {report.state.phase}{report.where}: {report.fatal}"
-
-
-def _failed(report: Report) -> str:
-    return f"failed in {report.state.phase}: {report.state.words}"
-
-
-def _silent(report: Report) -> str:
-    return (f"left no stacks of {report.state.phase}: it is stopped, or its host is gone (pid {report.state.pid} on "
-            f"{report.state.host})")
-
-
 def _threads(text: str) -> dict[str, list[StackFrame]] | None:
     """Thread -> frames, innermost first, of the first stacks in the text."""
     threads: dict[str, list[StackFrame]] = {}
@@ -230,16 +219,10 @@ def _threads(text: str) -> dict[str, list[StackFrame]] | None:
     return threads or None
 
 
-def _waiting(frame: StackFrame) -> bool:
-    return any(frame.file.endswith(file) and function in ("", frame.function) for file, function in WAITING)
-
-
-def _is_join(frame: StackFrame) -> bool:
-    return any(frame.file.endswith(file) and function == frame.function for file, function in JOINS)
-
-
-def _joining(frames: Sequence[StackFrame]) -> bool:
-    return bool(frames) and _is_join(frames[0])
+def _in(functions: Sequence[tuple[str, str]], *frames: StackFrame) -> bool:
+    """Whether any of these frames is in one of the functions."""
+    return any(frame.file.endswith(file) and function in ("", frame.function)
+               for frame in frames for file, function in functions)
 
 
 def written(threads: Sequence[tuple[int, str, object]]) -> str:

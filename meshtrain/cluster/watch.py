@@ -28,7 +28,7 @@ from pathlib import Path
 
 from meshtrain.cluster import agree, lost, stacks
 from meshtrain.cluster.meet import named
-from meshtrain.cluster.stacks import ProcessState, culprit as culprit      # for launchers
+from meshtrain.cluster.stacks import ProcessState
 from meshtrain.config import ConfigError
 
 LEAST_STEP_S, LONGER_THAN_MEDIAN = 60.0, 10.0
@@ -201,13 +201,10 @@ class Watchdog:
             if slept_s > 3 * LOOK_S + 1:      # stopped and continued, or starved: not counted
                 self._count_out(slept_s)
                 now = self._now
-            lasted_s = looked - now.began
-            if lasted_s >= now.limit_s:
-                with self._firing:
-                    if not self._closed.is_set():
-                        self._fire(now, lasted_s)
             with self._firing:
                 if not self._closed.is_set():
+                    if looked - now.began >= now.limit_s:
+                        self._fire(now, looked - now.began)
                     self._arm()
             if now.began - self._noted.began > NOTED_S:
                 self._note_aside()
@@ -293,7 +290,7 @@ class Watchdog:
             os.fsync(self._file.fileno())       # other hosts read it
 
     def _name_culprit(self) -> None:
-        found = self._directory and culprit(self._directory)
+        found = self._directory and stacks.culprit(self._directory)
         if found:
             self.tell(f"error: the culprit is process {found[0]}: it {found[1]}")
         elif self._directory:
@@ -305,9 +302,8 @@ class Watchdog:
 
     def _state(self, state: str = "runs", words: str = "") -> ProcessState:
         now = self._now
-        return ProcessState(self.index, self.count, socket.gethostname(), os.getpid(),
-                            self._attempt, now.phase, now.since, now.moment,
-                     f"{threading.main_thread().ident:x}", state, words)
+        return ProcessState(self.index, self.count, socket.gethostname(), os.getpid(), self._attempt, now.phase,
+                            now.since, now.moment, f"{threading.main_thread().ident:x}", state, words)
 
 
 def _window_s(now: _Now) -> float:
