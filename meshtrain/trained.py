@@ -96,7 +96,7 @@ class Trained:
 
     def separator(self) -> int | None:
         """bos_token_id of the folder's config.json; None without one."""
-        found = settings.read(self.files).get("bos_token_id") if self.files else None
+        found = settings.text_of(settings.read(self.files)).get("bos_token_id") if self.files else None
         return found if type(found) is int and 0 <= found < self.run.model.vocab_size else None
 
     def place(self) -> LoadedModel:

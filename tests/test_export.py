@@ -12,8 +12,8 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from folders import EIGHT, GOLDENS, NAMES, ONE, ROOT, Loaded, contents
 
 from meshtrain import config, convert, files, train
-from meshtrain.checkpoint import checkpoint, export
-from meshtrain.huggingface import folder, settings
+from meshtrain.checkpoint import checkpoint, export, pretrained
+from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.run import trees
 
 LAYOUTS = [("zero3", dict(fsdp=8)), ("ddp", dict(data=2, tensor=4)), ("zero1", dict(fsdp=2, tensor=2, stage=2))]
@@ -44,7 +44,33 @@ def test_a_folder_that_was_read_is_written_as_it_was(name, rule, mesh, tmp_path)
     index = json.loads((tmp_path / "out" / folder.INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 2
     # and its header
-    assert max(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) < 30_000 + 5_000
+    assert max(path.stat().st_size for path in (tmp_path / "out").glob("model*.safetensors")) < 30_000 + 5_000
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_tensors_beside_a_multimodal_folders_text_are_carried_to_the_run_and_its_export(prefix, tmp_path):
+    """Under the names of both generations of folders; the model folder may be gone by the time of the export."""
+    source, run_dir, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
+    shutil.copytree(GOLDENS / "mistral3_wrapped", source)
+    entries = safetensors.read_header(source / folder.SINGLE)
+    if prefix.startswith("model."):
+        entries = {(prefix + name.removeprefix("language_model.model.") if name.startswith("language_model.") else
+                    f"model.{name}"): entry for name, entry in entries.items()}
+        safetensors.copy(entries, tmp_path / "renamed")
+        (tmp_path / "renamed").replace(source / folder.SINGLE)
+    run_dir.mkdir()
+    loaded, expected = Loaded(source, *ONE), contents(source)
+    pretrained.keep_companions(loaded.run, run_dir)
+    shutil.rmtree(source)
+    write(loaded, out, source=run_dir / folder.KEPT)
+    assert contents(out) == expected and any("vision" in name for name in expected)
+    weight_map = json.loads((out / folder.INDEX).read_text())["weight_map"]
+    assert weight_map.keys() == expected.keys()
+    assert {name for name, file in weight_map.items() if file == folder.CARRIED} == {
+        name for name in expected if not name.startswith(prefix)}
+    # and from there to the next run
+    write(Loaded(out, *ONE), tmp_path / "again", source=out)
+    assert contents(tmp_path / "again") == expected
 
 
 @pytest.mark.parametrize(("rule", "mesh"), [ONE, *LAYOUTS])

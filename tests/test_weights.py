@@ -151,6 +151,8 @@ EXACT = {       # config.json of a published model -> its number of parameters, 
     2_506_172_416: dict(model_type="gemma", vocab_size=256000, hidden_size=2048, num_hidden_layers=18,
                         num_attention_heads=8,
                         num_key_value_heads=1, intermediate_size=16384, hidden_act="gelu"),
+    3_880_263_168: dict(model_type="gemma3", vision_config={}, text_config=dict(    # 4B: the rest is its class's
+        model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34)),
     124_439_808: dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12, n_positions=1024,
                       activation_function="gelu_new"),
 }

@@ -161,6 +161,36 @@ def test_configs_as_they_are_published_are_read(name):
     assert sizes == (3072, config["num_hidden_layers"], 8, config["rope_theta"])
 
 
+def test_the_text_models_of_published_multimodal_models_are_read():
+    """Gemma 3 4B says only what differs from its class; Mistral Small 3.1 says nothing of its head, which is there."""
+    gemma = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106],
+             "image_token_index": 262144, "mm_tokens_per_image": 256, "vision_config": {"hidden_size": 1152},
+             "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                             "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                             "sliding_window": 1024}}
+    model = Model(**settings.model_keys(gemma, settings.family_of(gemma)))
+    assert (model.vocab_size, model.num_heads, model.num_kv_heads, model.head_dim) == (262208, 8, 4, 256)
+    assert (model.num_layers, model.mlp_dim, model.tie_embeddings) == (34, 10240, True)
+    assert (model.global_every, model.rope_theta, model.local_rope_theta) == (6, 1e6, 1e4)
+    mistral = {"model_type": "mistral3", "spatial_merge_size": 2, "vision_config": {"model_type": "pixtral"},
+               "text_config": SIZES | {"model_type": "mistral", "head_dim": 128, "sliding_window": None}}
+    del mistral["text_config"]["tie_word_embeddings"]
+    assert not settings.model_keys(mistral, settings.family_of(mistral))["tie_embeddings"]
+    assert settings.model_keys(mistral | {"tie_word_embeddings": True}, settings.family_of(mistral))["tie_embeddings"]
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"text_config": None}, 'model_type="gemma3" has no text_config'),
+    ({"text_config": {"model_type": "llama"}}, 'model_type="llama" in text_config of model_type="gemma3" is not'),
+    ({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}, "a scale of the queries by their position"),
+    ({"model_type": ["gemma3"]}, "is not a family"), ({"quantization_config": {"bits": 4}}, "quantized weights")])
+def test_a_multimodal_folder_that_cannot_be_read_is_refused(tmp_path, change, said):
+    shutil.copytree(GOLDENS / "gemma3_wrapped", tmp_path / "bad")
+    path = tmp_path / "bad" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    refused(call(convert.main, tmp_path / "bad"), said)
+
+
 @pytest.fixture
 def bad(tmp_path) -> Path:
     shutil.copytree(WHOLE, tmp_path / "bad")

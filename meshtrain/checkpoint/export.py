@@ -46,11 +46,12 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     """
     model, places = transformer.cfg, transformer.places()
     with user_errors():
-        theirs = agree.on_first(lambda: settings.read(source) if source else {})
+        theirs, prefixes = agree.on_first(lambda: (settings.read(source), folder.prefixes_of(source)) if source
+                                          else ({}, None))
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
         theirs = theirs or {"bos_token_id": bos, "eos_token_id": end_of(data, bos, model.vocab_size)}
-        rows = folder.rows(family, model, transformer.names())
-    parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes)
+        rows = folder.rows(family, model, transformer.names(), prefixes)
+    parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes, whole=not prefixes)
     with whole(directory) as place:
         written = Files(place, parts, safetensors.NAMES[dtype])
         for _, alike in itertools.groupby(rows, lambda row: row.kind):
@@ -203,9 +204,9 @@ class Files:
             raise agree.agreed(CheckpointError(message)) from self.failed
 
 
-def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_bytes: int) -> dict[
-        str, dict[str, tuple[int, ...]]]:
-    """File -> tensor -> shape: tensors before, in and after the layers; none is split."""
+def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_bytes: int,
+           whole: bool) -> dict[str, dict[str, tuple[int, ...]]]:
+    """File -> tensor -> shape: tensors before, in and after the layers; none is split. whole: there are no others."""
     first = [(row.name, row.shape) for row in rows if not row.stacked][:1]
     layers = [(row.of_layer(layer), row.shape) for layer in range(num_layers) for row in rows if row.stacked]
     last = [(row.name, row.shape) for row in rows if not row.stacked][1:]
@@ -216,7 +217,7 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
             files.append({})
             size = 0
         files[-1][name], size = shape, size + more
-    names = [folder.SINGLE] if len(files) == 1 else [
+    names = [folder.SINGLE] if len(files) == 1 and whole else [
         f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     return dict(zip(names, files, strict=True))
 
@@ -277,8 +278,12 @@ def _complete(place: Path, parts, size: int, config: dict, source: Path | None, 
         copy_companions(source, place)
     elif tokenizer.is_file():
         shutil.copyfile(tokenizer, place / "tokenizer.json")
-    if len(parts) > 1:
+    if folder.SINGLE not in parts:
         weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
+        if files.is_file(carried := place / folder.CARRIED):
+            found = safetensors.read_header(carried)
+            weight_map |= dict.fromkeys(found, folder.CARRIED)
+            size += sum(entry.stop - entry.start for entry in found.values())
         files.write(place / folder.INDEX,
                     json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
     files.write(place / settings.CONFIG, json.dumps(config, indent=1))

@@ -21,6 +21,7 @@ from meshtrain.checkpoint.pretrained import paths_of
 from meshtrain.cluster import agree
 from meshtrain.config import user_errors
 from meshtrain.huggingface import folder, forms, safetensors, settings
+from meshtrain.huggingface.families import TEXT_PREFIXES
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
 
@@ -39,7 +40,9 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     with user_errors():
         theirs = agree.on_first(lambda: settings.read(source) if source else {})
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
-        rows = [row for row in folder.rows(family, model, transformer.names()) if _adapted(transformer, row)]
+        # a multimodal model's modules, as transformers names them in memory
+        prefixes = None if settings.text_of(theirs) is theirs else TEXT_PREFIXES[1]
+        rows = [row for row in folder.rows(family, model, transformer.names(), prefixes) if _adapted(transformer, row)]
     ranks = {row.name: of.rank * len(_adapted(transformer, row)) for row in rows}
     module = lambda row: row.name.removesuffix(".weight")
     tensors = {PREFIX + module(row).replace("{l}", str(layer)) + f".lora_{one}.weight": shape

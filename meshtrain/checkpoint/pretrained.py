@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -79,12 +80,17 @@ def keep_companions(run: Run, directory: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy a folder's companion files to `target`, made if needed. Raises: ValueError."""
-    found = folder.companions(source)
+    """Copy a folder's companion files to `target`, made if needed. Raises: ValueError.
+
+    The tensors of a multimodal model beside its text model are one file among them: folder.CARRIED.
+    """
+    found = {path.name: partial(shutil.copyfile, path) for path in folder.companions(source)}
+    if folder.CARRIED not in found and (carried := folder.carried(source)):
+        found[folder.CARRIED] = partial(safetensors.copy, carried)
     target.mkdir(exist_ok=True)
-    for path in found:
-        shutil.copyfile(path, target / f"{path.name}.tmp")
-        os.replace(target / f"{path.name}.tmp", target / path.name)
+    for name, copy in found.items():
+        copy(target / f"{name}.tmp")
+        os.replace(target / f"{name}.tmp", target / name)
     files.sync(target)
 
 
@@ -92,7 +98,8 @@ def tell(found: folder.Folder) -> None:
     files = {entry.path for entry in found.entries.values()}
     size = sum(entry.stop - entry.start for entry in found.entries.values())
     say.out(f"weights from {found.directory}: {found.family.model_type}, {len(found.entries)} tensors of "
-            f"{size / 1e9:.2f} GB in {len(files)} file{'s' * (len(files) > 1)}")
+            f"{size / 1e9:.2f} GB in {len(files)} file{'s' * (len(files) > 1)}"
+            + (f"; {len(found.carried)} tensors beside the text model are carried to exports" if found.carried else ""))
 
 
 def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:

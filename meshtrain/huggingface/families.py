@@ -173,7 +173,7 @@ GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM", "model.", GEMMA3_TENSORS,
     KEYS | WINDOW | {"query_pre_attn_scalar": ("attention_scale_dim",)},
     GEMMA.defaults | {"num_key_value_heads": 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096,
-                      "query_pre_attn_scalar": 256},
+                      "query_pre_attn_scalar": 256, "vocab_size": 262208, "num_attention_heads": 8},
     {key: value for key, value in ALTERNATING.items() if key != "attention_scale_dim"} | {
         "activation": "geglu", "norm_offset": 1.0, "scale_embedding": True, "norm_placement": "both",
         "qk_norm": "head"},
@@ -241,9 +241,16 @@ LACKING = {
     "qwen2_moe": "a gate of the shared expert",
     "gpt_oss": "attention sinks, biases of the router and of experts, a clamped SwiGLU and weights in MXFP4",
     "deepseek_v3": "multi-head latent attention and weights in float8 with scales by block",
-    "gemma3": "other inputs than text", "mistral3": "other inputs than text", "llama4": "other inputs than text",
-    "mllama": "other inputs than text", "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
+    "ministral3": "a scale of the queries by their position", "llama4": "chunked attention",
+    "mllama": "layers that attend to images",
+    "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
 }
+
+# Multimodal model_types -> the families of their text models, whose settings are text_config. The other tensors are
+# carried to an export.
+MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+# (what a multimodal folder has in place of a text model's prefix, what it has before the name of its head).
+TEXT_PREFIXES = (("language_model.model.", "language_model."), ("model.language_model.", ""))
 
 # Keys of config.json that change no logit: for trainers, tokenizers or generation.
 HARMLESS = frozenset("""

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from meshtrain import files
 from meshtrain.huggingface import forms, safetensors, settings
-from meshtrain.huggingface.families import Family
+from meshtrain.huggingface.families import TEXT_PREFIXES, Family
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEPT = "hf"     # in run.dir: companions of the initial weights
+CARRIED = "carried.safetensors"     # among companions: tensors of a multimodal model beside those of its text model
 MOST_INDEX_BYTES = 100_000_000
 TOLD = 8        # faults of one kind reported individually
 # Buffers that some writers save; not parameters.
@@ -28,7 +29,7 @@ COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
               "special_tokens_map.json",
               "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
               "chat_template.json",
-              "preprocessor_config.json")
+              "preprocessor_config.json", "processor_config.json", CARRIED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +67,14 @@ class WeightRow:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """An opened folder. model: the keys of [model] that it fixes."""
+    """An opened folder. model: the keys of [model] that it fixes. entries: of the text model, under its family's names.
+    carried: the other tensors of a multimodal model, under the folder's names."""
     directory: Path
     family: Family
     config: Mapping
     model: Mapping
     entries: Mapping[str, safetensors.Entry]
+    carried: Mapping[str, safetensors.Entry]
 
 
 def companions_of(run_dir: str, init_from: str) -> list[Path]:
@@ -123,11 +126,50 @@ def open_folder(directory: Path) -> Folder:
             faults += str(error).splitlines()
     if faults:
         raise _at(directory, faults)
-    return Folder(directory, *found)
+    family, config, model, entries = found
+    carried = {}
+    if settings.text_of(config) is not config:
+        named = {name: _name_in_text(family, name) for name in entries}
+        carried = {name: entry for name, entry in entries.items() if named[name] is None}
+        entries = {named[name]: entry for name, entry in entries.items() if named[name] is not None}
+    return Folder(directory, family, config, model, entries, carried)
 
 
-def rows(family: Family, model, paths) -> list[WeightRow]:
+def carried(directory: Path) -> Mapping[str, safetensors.Entry]:
+    """The tensors of a multimodal folder beside those of its text model; none without weights. Raises: ValueError."""
+    if not is_one(directory) or not any(os.path.lexists(directory / name) for name in (INDEX, SINGLE)):
+        return {}
+    config = settings.read(directory)
+    return {} if settings.text_of(config) is config else open_folder(directory).carried
+
+
+def prefixes_of(directory: Path) -> tuple[str, str] | None:
+    """The TEXT_PREFIXES that an export takes from a multimodal folder or its companions; None: it is of text alone."""
+    config, kept = settings.read(directory), directory / CARRIED
+    if settings.text_of(config) is config:
+        return None
+    names = safetensors.read_header(kept) if files.is_file(kept) else carried(directory)
+    return TEXT_PREFIXES[any(name.startswith("model.") for name in names)]
+
+
+def _name_in_text(family: Family, name: str) -> str | None:
+    """A tensor of a multimodal folder under its family's name; None if it is not of the text model."""
+    for base, head in TEXT_PREFIXES:
+        if name.startswith(base):
+            return family.prefix + name.removeprefix(base)
+        if name == f"{head}lm_head.weight":
+            return "lm_head.weight"
+    return None
+
+
+def _name_in_whole(family: Family, name: str, base: str, head: str) -> str:
+    """Inverse of `_name_in_text`."""
+    return base + name.removeprefix(family.prefix) if name.startswith(family.prefix) else head + name
+
+
+def rows(family: Family, model, paths, prefixes: tuple[str, str] | None = None) -> list[WeightRow]:
     """The tensors of a model under a family's names. model: keys of [model] as attributes. paths: its parameters.
+    prefixes: of TEXT_PREFIXES, for the names in a multimodal folder.
 
     Raises: ValueError if the family has no name for a parameter.
     """
@@ -141,8 +183,9 @@ def rows(family: Family, model, paths) -> list[WeightRow]:
         firsts = [0, *itertools.accumulate(lengths)]
         shape[star or 0] = firsts[-1] if star is not None else shape[0]
         pieces = tuple(WeightPiece(path, form, first) for (path, form), first in zip(parsed, firsts))
+        named = _name_in_whole(family, name, *prefixes) if prefixes else name
         for expert in range(model.num_experts) if "{e}" in name else (None,):
-            found.append(WeightRow(name.replace("{e}", str(expert)), pieces, tuple(shape), name, expert))
+            found.append(WeightRow(named.replace("{e}", str(expert)), pieces, tuple(shape), name, expert))
         covered |= {path for path, _ in parsed}
     if missing := set(paths) - covered:
         raise ValueError(f"{family.model_type} has no name for {', '.join(sorted(missing))}")

@@ -109,11 +109,31 @@ def read(entry: Entry, start: int, stop: int) -> np.ndarray:
     return found
 
 
+def copy(entries: Mapping[str, Entry], path: Path) -> None:
+    """Write a file of these tensors, of any dtype, byte for byte."""
+    text, _ = _header({name: (entry.dtype, entry.shape, entry.stop - entry.start) for name, entry in entries.items()})
+    with open(path, "wb") as file:
+        file.write(text)
+        for entry in entries.values():
+            with open(entry.path, "rb") as source:
+                source.seek(entry.start)
+                for at in range(entry.start, entry.stop, files.CHUNK_BYTES):
+                    size = min(files.CHUNK_BYTES, entry.stop - at)
+                    if file.write(source.read(size)) != size:
+                        raise OSError(None, "it is shorter than it was", str(entry.path))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def header(tensors: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:
     """(first bytes of a file with these tensors, name -> first byte). dtype: safetensors' name of it."""
+    return _header({name: (dtype, shape, math.prod(shape) * DTYPES[dtype].itemsize) for name, shape in tensors.items()})
+
+
+def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int]]:
+    """tensors: name -> (dtype, shape, bytes)."""
     at, entries = 0, {}
-    for name, shape in tensors.items():
-        size = math.prod(shape) * DTYPES[dtype].itemsize
+    for name, (dtype, shape, size) in tensors.items():
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps({"__metadata__": {"format": "pt"}} | entries, separators=(",", ":")).encode()

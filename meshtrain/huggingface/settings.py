@@ -13,9 +13,10 @@ from pathlib import Path
 
 from meshtrain import files
 from meshtrain.huggingface import safetensors
-from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, Family
+from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, MULTIMODAL, Family
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+_KNOWN = ", ".join([*FAMILIES, *MULTIMODAL])
 MOST_BYTES = 1 << 24    # of a config.json
 FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias", "router_normalize"), (
     "norm_eps", "score_softcap", "logit_softcap")
@@ -47,11 +48,20 @@ def read(directory: Path, name: str = CONFIG) -> dict:
     return safetensors.parse_json(text, name)
 
 
+def text_of(config: Mapping) -> Mapping:
+    """The settings of the text model: of a multimodal model its text_config, with what the whole config.json decides;
+    else `config` itself."""
+    text = config.get("text_config")
+    if str(config.get("model_type")) not in MULTIMODAL or not isinstance(text, dict):
+        return config
+    return text | {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+
+
 def stop_ids(directory: Path) -> tuple[int, ...]:
     """The tokens that end an answer: eos_token_id of generation_config.json, or else of config.json. Raises:
     ValueError."""
     for name in (GENERATION, CONFIG):
-        found = read(directory, name).get("eos_token_id") if files.is_file(directory / name) else None
+        found = text_of(read(directory, name)).get("eos_token_id") if files.is_file(directory / name) else None
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
@@ -63,26 +73,32 @@ def stop_ids(directory: Path) -> tuple[int, ...]:
 
 def longest(directory: Path) -> int:
     """max_position_embeddings: the longest sequence that the model was made for; 0 if not given."""
-    found = read(directory).get("max_position_embeddings")
+    found = text_of(read(directory)).get("max_position_embeddings")
     return found if type(found) is int and found > 0 else 0
 
 
 def family_of(config: Mapping) -> Family:
-    """Raises: ValueError for an unsupported family."""
-    kind = config.get("model_type")
-    if isinstance(kind, str) and kind in FAMILIES:
+    """The family of the text model. Raises: ValueError for an unsupported one."""
+    whole, kind = config.get("model_type"), text_of(config).get("model_type")
+    if not isinstance(kind, str):
+        raise ValueError(f"{CONFIG}: model_type={_shown(kind)} is not a family that can be read; known are {_KNOWN}")
+    inside = f' in text_config of model_type="{whole}"' if kind != whole else ""
+    if kind in LACKING:
+        raise ValueError(f'{CONFIG}: model_type="{kind}"{inside} needs {LACKING[kind]}, which [model] does not have; '
+                         f"known are {_KNOWN}")
+    if kind in FAMILIES and (not inside or kind in MULTIMODAL[whole]):
         return FAMILIES[kind]
-    if isinstance(kind, str) and kind in LACKING:
-        raise ValueError(f'{CONFIG}: model_type="{kind}" needs {LACKING[kind]}, which [model] does not have; '
-                         f"known are {', '.join(FAMILIES)}")
-    near = difflib.get_close_matches(kind, FAMILIES, n=1) if isinstance(kind, str) else []
-    guess = f'did you mean "{near[0]}"? Known' if near else "known"
-    raise ValueError(f"{CONFIG}: model_type={_shown(kind)} is not a family that can be read; {guess} are "
-                     f"{', '.join(FAMILIES)}")
+    if kind in MULTIMODAL:
+        raise ValueError(f'{CONFIG}: model_type="{kind}" has no text_config with its text model; give the file as '
+                         f"published")
+    near = difflib.get_close_matches(kind, [*FAMILIES, *MULTIMODAL], n=1)
+    guess = f'did you mean "{near[0]}"? Known' if near and not inside else "known"
+    raise ValueError(f'{CONFIG}: model_type="{kind}"{inside} is not a family that can be read; {guess} are {_KNOWN}')
 
 
 def model_keys(config: Mapping, family: Family) -> dict:
     """The keys of [model] that a config.json fixes. Raises: ValueError, a line for each difference to transformers."""
+    config = text_of(config)
     config = {**config, **{key: config[alias] for alias, key in family.aliases.items() if alias in config
                            and key not in config}}
     get = lambda key: config[key] if key in config else family.defaults.get(key)
@@ -134,6 +150,10 @@ def model_keys(config: Mapping, family: Family) -> dict:
 def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
     """config.json of a model. model: the keys of [model] as attributes. longest: trained sequence length. source: the
     original config.json, whose other keys are kept."""
+    if (text := text_of(source)) is not source:
+        made = config_of(model, family, dtype, longest, text)
+        whole = {key: value for key, value in source.items() if key != "dtype"}
+        return whole | {"text_config": made, "torch_dtype": dtype, "tie_word_embeddings": model.tie_embeddings}
     kept = {key: value for key, value in source.items() if key not in ("rope_parameters", "dtype", *family.aliases)}
     made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
@@ -168,7 +188,7 @@ def family_for(model) -> Family:
             return family
     asked = dict.fromkeys([*FAMILIES["llama"].fixed, *(FAMILIES["mixtral"].fixed if model.num_experts else ())])
     told = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in asked)
-    raise ValueError(f"no family of Hugging Face's computes this model ({told}); known are {', '.join(FAMILIES)}")
+    raise ValueError(f"no family of Hugging Face's computes this model ({told}); known are {_KNOWN}")
 
 
 def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
