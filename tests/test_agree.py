@@ -48,6 +48,14 @@ raised("same fault", lambda: agree.everywhere(lambda: fail(ConfigError("no file"
 raised("lone", lambda: agree.everywhere(lambda: fail(KeyError("k")) if index == 1 else 0))
 raised("same", lambda: agree.same_everywhere("data", "abc"))
 raised("differ", lambda: agree.same_everywhere("data", "a\\nsteps = 6\\nb" if index != 1 else "a\\nsteps = 7\\nb"))
+agreement, late = agree.StopAgreement(), []
+#              on time, one late, all late, far too late, not known, a step later
+for lates in [(0, 0, 0), (0, 0, 0.25), (0.5, 0.1, 0.2), (0, 1e6, 0), (None,) * 3, (0, 0, 0), (0, 0, 0)]:
+    assert not agreement.reached(False, lates[index])
+    late.append(agreement.late)
+agreement.reached(index == 1, 0.125 * (index == 2))
+assert agreement.reached(False, 0.0) and agreement.late[1] == 0.125
+said["late"] = late
 agreement = agree.StopAgreement()
 for step in range(1, 1000):
     if agreement.reached(index == 2 and step == 20):
@@ -128,6 +136,11 @@ def test_what_differs_is_told_with_who_has_which(said):
 
 def test_all_stop_after_the_same_step_when_one_wants_to(said):
     assert [one["stopped"] for one in said] == [21] * COUNT
+
+
+def test_all_processes_know_who_came_last_and_by_how_much(said):
+    for one in said:
+        assert one["late"] == [None, [2, 0.0], [2, 0.25], [0, pytest.approx(0.4)], [1, 65.535], None, [2, 0.0]]
 
 
 def test_who_does_not_come_to_an_agreement_is_named_and_nobody_waits_for_ever(said):

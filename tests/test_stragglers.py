@@ -1,19 +1,10 @@
-"""A process that comes late to its steps is named, in real processes; a hiccup, a checkpoint and a compile name
-nobody."""
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
+"""A process that comes late to its steps is named; a hiccup, a checkpoint and a compile name nobody. Who came last is
+measured in test_agree."""
 import injected
 import pytest
 
 from meshtrain.run import metrics
 from meshtrain.run.record import MOSTLY, WINDOW, Stragglers
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def told(*steps):
@@ -42,40 +33,6 @@ def test_it_is_named_until_it_comes_in_time_again_and_another_one_anew():
     [(None, 1.0)] * 20, [((2, 0.0), 1.0)] * 20, [((1, 1.0), 1.0)] * (WINDOW - 1)])
 def test_nobody_is_named_for_little_or_for_now_and_then(steps):
     assert told(*steps) == (None, [])
-
-
-CHILD = '''
-import json, sys, time
-import jax
-from meshtrain.cluster import agree, find, meet
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-address, index = sys.argv[1], int(sys.argv[2])
-meet.start(find.Cluster(address, 3, index), 60, 100)
-agreement, late = agree.StopAgreement(), []
-#              on time, one late, all late, far too late, not known, a step later
-for lates in [(0, 0, 0), (0, 0, 0.25), (0.5, 0.1, 0.2), (0, 1e6, 0), (None,) * 3, (0, 0, 0), (0, 0, 0)]:
-    assert not agreement.reached(False, lates[index])
-    late.append(agreement.late)
-agreement.reached(index == 1, 0.125 * (index == 2))
-assert agreement.reached(False, 0.0) and agreement.late[1] == 0.125
-print("SAID " + json.dumps(late), flush=True)
-'''
-
-
-def test_all_processes_know_who_came_last_and_by_how_much(tmp_path):
-    (tmp_path / "child.py").write_text(CHILD)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    free = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")} | {
-        "PYTHONPATH": str(ROOT)}
-    children = [subprocess.Popen([sys.executable, tmp_path / "child.py", address, str(index)], env=free, text=True,
-                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for index in range(3)]
-    for child in children:
-        out = child.communicate(timeout=300)[0]
-        said = [json.loads(line.removeprefix("SAID ")) for line in out.splitlines() if line.startswith("SAID ")]
-        assert said, out
-        assert said[0] == [None, [2, 0.0], [2, 0.25], [0, pytest.approx(0.4)], [1, 65.535], None, [2, 0.0]], out
 
 
 SLOW = '''
