@@ -26,7 +26,7 @@ from meshtrain.cost.formulas import simulate
 from meshtrain.parallel.pipeline import pipeline, schedules
 
 STAGES, MICROBATCHES = 4, 8
-CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("interleaved_zero_bubble", 2))
+CASES = [(name, 2 if name in schedules.INTERLEAVED else 1) for name in schedules.NAMES]
 # the shortest op, of one of two chunks: long beside what a busy machine adds to a tick
 CHUNK_S = 0.2
 STAGE_S = 2 * CHUNK_S

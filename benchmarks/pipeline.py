@@ -37,10 +37,11 @@ from meshtrain.config import ConfigError
 from meshtrain.cost.program import audit
 from meshtrain.model import transformer
 from meshtrain.names import NO_TARGET
+from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules
 
 REMATS = ("none", "full")
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("interleaved_zero_bubble", 2))
+SCHEDULES = [(name, 2 if name in schedules.INTERLEAVED else 1) for name in schedules.NAMES]
 BASELINE = "autodiff GPipe"
 ROUNDS, COMPILES = 5, 3
 AGREE = {"float32": 1e-4, "bfloat16": 3e-2}    # relative: loss, and the norm of the gradients' difference

@@ -1,4 +1,5 @@
 """Names shared by several rooms: mesh axes, roles of parameters, special ids."""
+from typing import NamedTuple
 
 AXES = ("data", "fsdp", "tensor", "stage", "context")               # of the mesh
 PLACEMENT = ("stage", "data", "fsdp", "context", "tensor")          # their order from the slowest link to the fastest
@@ -14,8 +15,22 @@ LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")   # projec
 LAYERS = "layers"      # key of the stacked layers in the parameter tree, and the logical axis of their leading dim
 # that axis of layers before the stages of a pipeline: no rule splits it, every stage has all of them
 LEADING = "leading_layers"
-# of pipelines: `parallel.pipeline.schedules` makes their tables
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble")
+
+
+class PipelineSchedule(NamedTuple):
+    """What distinguishes a pipeline schedule; `parallel.pipeline.schedules` makes its table."""
+    chunked: bool = False           # a stage has several chunks of layers (Megatron's virtual pipeline stages)
+    split: bool = False             # weight gradients are an op of their own, W
+    forwards_first: bool = False    # no backward before the last forward
+
+
+PIPELINE_SCHEDULES = {
+    "gpipe": PipelineSchedule(forwards_first=True),
+    "1f1b": PipelineSchedule(),
+    "interleaved": PipelineSchedule(chunked=True),
+    "zero_bubble": PipelineSchedule(split=True),
+    "interleaved_zero_bubble": PipelineSchedule(chunked=True, split=True),
+}
 CHOSEN, REJECTED = 1, 2     # segments of a sequence that holds a pair of preferences
 PADDING = 0            # segment of what fills a sequence up: no token sees it, and no expert gets it
 NO_TARGET = -1         # in a batch's targets: no loss at this token

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from meshtrain import assembly, config
 from meshtrain.names import AXES
+from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 
@@ -45,8 +46,8 @@ def _draw(rng: random.Random, own_rules: Path) -> config.Run:
         own_rules.write_text(_varied(rng, text))
         rule = own_rules
     stages = sizes["stage"]
-    schedule = rng.choice(("auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble"))
-    chunks = rng.choice((1, 2, 3)) if stages > 1 and schedule.startswith(("auto", "inter")) else 1
+    schedule = rng.choice(("auto", *schedules.NAMES))
+    chunks = rng.choice((1, 2, 3)) if stages > 1 and schedule in ("auto", *schedules.INTERLEAVED) else 1
     batch_shards = sizes["data"] * sizes["fsdp"]
     microbatches = rng.choice((1, 2, 3)) * (stages if chunks > 1 else 1) if stages > 1 else rng.choice((1, 2, 3))
     T = rng.randint(5,

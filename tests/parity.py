@@ -17,6 +17,7 @@ from meshtrain import assembly, config
 from meshtrain.cost.program import audit
 from meshtrain.model import params as params_of
 from meshtrain.names import AXES, NO_TARGET
+from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.training.state import State
 
@@ -142,7 +143,7 @@ CHOICES = {
     "data": ("none", "data"),
     "fsdp": ("none", "fsdp"),
     "tensor": ("none", "tensor"),
-    "schedule": ("none", "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble"),
+    "schedule": ("none", *schedules.NAMES),
     "context": ("none", "ring", "gather", "ulysses"),
     "remat": ("none", "selective", "full", "offload"),
     "model": ("llama", "gpt2", "gemma", "olmo", "dropout"),
@@ -178,7 +179,7 @@ WINDOWS = {"none": {}, "all": dict(window=5), "period": dict(window=5, global_ev
 def run_of(cell: dict[str, str]) -> config.Run:
     """The run of a cell: two devices on each axis that it names."""
     sizes = {axis: 1 + (cell[choice] != "none") for axis, choice in AXIS_OF.items()}
-    interleaved, sends = cell["schedule"].startswith("inter"), cell["experts"] == "sent" and sent(cell)
+    interleaved, sends = cell["schedule"] in schedules.INTERLEAVED, cell["experts"] == "sent" and sent(cell)
     layers = 4 if not interleaved else 10 if cell["experts"] == "sigmoid" else 8        # two of them dense
     model = dict(vocab_size=259, embed_dim=32, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48,
                  compute_dtype=cell["dtype"])
@@ -204,7 +205,7 @@ def sent(cell: dict[str, str]) -> bool:
 def impossible(a: str, x: str, b: str, y: str) -> bool:
     """Whether no cell may have both choices: the program refuses them, or rounding changes which expert is chosen."""
     chosen = {"schedule": "none", "dtype": "float32"} | {a: x, b: y}
-    interleaved = chosen["schedule"].startswith("inter")
+    interleaved = chosen["schedule"] in schedules.INTERLEAVED
     return (chosen["schedule"] != "none" and chosen.get("remat") == "offload"
             or interleaved and chosen.get("microbatches") == "1"
             or chosen["dtype"] == "bfloat16" and chosen.get("experts", "none") != "none")

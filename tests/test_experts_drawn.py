@@ -14,6 +14,7 @@ import test_experts
 from meshtrain import assembly, config
 from meshtrain.names import AXES, NO_TARGET
 from meshtrain.parallel.experts import all_to_all, dispatch
+from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.training import accumulate
 
@@ -50,9 +51,8 @@ def drawn(rng, path) -> config.Run:
         sizes[axis] = rng.choice([n for n in (1, 2, 2, 3, 4, 5, 7) if n <= 8 // math.prod(sizes.values())])
     path.write_text(rules_of(rng, sizes))
     stage, tensor, split = sizes["stage"], sizes["tensor"], sizes["context"] * sizes["tensor"]
-    E, schedule = rng.randint(1, 12), rng.choice(
-        ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble"))
-    chunks, layers = 1 + (stage > 1 and schedule.startswith("inter")), rng.randint(stage, stage + 3)
+    E, schedule = rng.randint(1, 12), rng.choice(("auto", *schedules.NAMES))
+    chunks, layers = 1 + (stage > 1 and schedule in schedules.INTERLEAVED), rng.randint(stage, stage + 3)
     microbatches = rng.choice((1, 2)) * stage if chunks > 1 else rng.choice((1, 2, 3))
     swiglu = dict(activation="swiglu", shared_expert_dim=rng.choice((0, 5)),
                   first_dense_layers=rng.choice((0, 1, layers - 1)))

@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import sys
 import xml.dom.minidom
 from pathlib import Path
@@ -16,6 +17,7 @@ from meshtrain import config, inspect
 from meshtrain.cost.formulas import simulate
 from meshtrain.cost.formulas.simulate import Costs
 from meshtrain.inspection import chart
+from meshtrain.names import PIPELINE_SCHEDULES, PipelineSchedule
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.parallel.pipeline.schedules import B, F, INTERLEAVED, NAMES, W
 
@@ -42,8 +44,8 @@ def phase_makespan(name, p, m, v, c):
 
 def phase_peak(name, p, m, v, s):
     """(microbatch, chunk) pairs that stage s holds at m ≥ 2p."""
-    if name == "gpipe":
-        return m
+    if PIPELINE_SCHEDULES[name].forwards_first:
+        return m * v
     return (v + 1) * p - (s if name in schedules.SPLIT else 2 * s)
 
 
@@ -60,7 +62,7 @@ def test_every_table_is_sound_and_has_the_makespan_bubble_and_peaks_of_its_close
         if m >= 2 * p:
             assert schedule.peak.tolist() == [phase_peak(name, p, m, v, s) for s in range(p)]
             assert outcome.peak_live * v == schedule.peak.max()
-            if name != "gpipe":
+            if not PIPELINE_SCHEDULES[name].forwards_first:
                 assert schedule.slots["Q"] == schedule.peak[0], "no slot more than what is alive"
                 assert schedule.slots["X"] == 1 and schedule.slots["D"] <= 2 and schedule.slots.get("Z", p) <= p
 
@@ -71,6 +73,19 @@ def test_every_table_is_sound_and_has_the_makespan_bubble_and_peaks_of_its_close
     ("zero_bubble", 1, (30, 110)), ("interleaved_zero_bubble", 2, (27, 103))])
 def test_makespans_are_those_of_independent_simulations(name, v, makespans):
     assert tuple(simulate.simulate(schedules.make(name, p, m, v)).makespan_s for p, m in ((4, 8), (8, 32))) == makespans
+
+
+@pytest.mark.parametrize("what", itertools.starmap(PipelineSchedule, itertools.product((False, True), repeat=3)))
+def test_a_row_of_the_table_is_all_that_a_new_schedule_needs(monkeypatch, what):
+    monkeypatch.setitem(PIPELINE_SCHEDULES, "another", what)
+    for p, rounds, v in itertools.product((1, 2, 3, 5), (1, 2, 4), (2, 3) if what.chunked else (1,)):
+        schedule = schedules.make("another", p, rounds * p, v)
+        schedule_check.check(schedule)
+        assert schedules.counts("another", p, rounds * p, v) == (schedule.executed, dict(schedule.slots))
+
+
+def test_auto_chooses_among_known_schedules():
+    assert set(simulate.AUTOMATIC) <= set(NAMES)
 
 
 def test_ops_flow_one_stage_a_tick():

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer, model_validator
 
-from meshtrain.names import LORA_TARGETS, PLACEMENT, SCHEDULES
+from meshtrain.names import LORA_TARGETS, PIPELINE_SCHEDULES, PLACEMENT
 
 
 def key(default, description: str, **limits):
@@ -314,7 +314,7 @@ class Lora(Section):
 class Pipeline(Section):
     """[pipeline]: the order of work where mesh.stage is larger than 1."""
 
-    schedule: Literal["auto", *SCHEDULES] = key(
+    schedule: Literal["auto", *PIPELINE_SCHEDULES] = key(
         "auto", "order of forwards and backwards over the stages"
     )
     chunks: int = key(1, "pieces of the model on each stage (interleaved schedules)", ge=1)

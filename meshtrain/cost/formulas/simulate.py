@@ -14,7 +14,7 @@ import numpy as np
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.parallel.pipeline.schedules import Schedule
 
-# In the order in which equal ones are preferred.
+# What "auto" chooses among, in the order in which equal ones are preferred.
 AUTOMATIC = ("1f1b", "zero_bubble", "interleaved", "interleaved_zero_bubble", "gpipe")
 
 

@@ -21,16 +21,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from meshtrain.names import SCHEDULES
+from meshtrain.names import PIPELINE_SCHEDULES
 
 F, B, W = 0, 1, 2
 KINDS = "FBW"
 # Moments inside a tick, in the order in which the executor accesses its buffers.
 MOMENT = {"F": 1, "loss": 2, "B": 3, "W": 4, "arrive": 7}
 TICK = 8
-NAMES = SCHEDULES
-INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
-SPLIT = ("zero_bubble", "interleaved_zero_bubble")
+NAMES = tuple(PIPELINE_SCHEDULES)
+INTERLEAVED = tuple(name for name, what in PIPELINE_SCHEDULES.items() if what.chunked)
+SPLIT = tuple(name for name, what in PIPELINE_SCHEDULES.items() if what.split)
 MOST_OPS = 200_000       # F of all microbatches, stages and chunks; larger tables take minutes to build and compare
 
 
@@ -150,7 +150,7 @@ def _equal_stretches(ticks: np.ndarray) -> list[tuple[int, int]]:
 def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
     """Why there is no such schedule, in the run file's terms; empty if there is one."""
     faults = []
-    if name not in NAMES:
+    if name not in PIPELINE_SCHEDULES:
         faults.append(f'pipeline.schedule="{name}" is unknown; use one of {", ".join(NAMES)}')
     for key, size in (("mesh.stage", p), ("training.microbatches", m), ("pipeline.chunks", v)):
         if size < 1:
@@ -161,8 +161,8 @@ def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
                       f"use fewer microbatches, at most {max(1, MOST_OPS // (p * v))}")
     if faults:
         return faults
-    if v > 1 and name not in INTERLEAVED:
-        remedy = "interleaved_zero_bubble" if name in SPLIT else "interleaved"
+    if v > 1 and not PIPELINE_SCHEDULES[name].chunked:
+        remedy = "interleaved_zero_bubble" if PIPELINE_SCHEDULES[name].split else "interleaved"
         faults.append(f'pipeline.schedule="{name}" has one chunk of layers on each stage, not pipeline.chunks={v}; '
                       f'use pipeline.chunks=1, or pipeline.schedule="{remedy}"')
     elif v > 1 and m % p:
@@ -180,29 +180,29 @@ def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
     faults = problems(name, p, m, v)
     if faults:
         raise ValueError("\n".join(faults))
-    split = name in SPLIT
+    split = PIPELINE_SCHEDULES[name].split
     return _schedule(name, p, m, v, split, _ops(p, m, v, split, _first_b(name, p, m, v)))
 
 
 def _first_b(name: str, p: int, m: int, v: int) -> int:
     """The tick of the first B: the one after the last stage's first loss."""
-    return m + p - 1 if name == "gpipe" else v * p
+    return v * m + p - 1 if PIPELINE_SCHEDULES[name].forwards_first else v * p
 
 
 def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[str, int]]:
     """(`executed`, `slots`) of `make`'s schedule, without building its table; for comparing thousands."""
-    ops, split = m * v, name in SPLIT
-    executed = {"F": ops + p - 1, "B": ops + p - 1, "W": ops if split else 0, "loss": m}
-    kept = ops + 1 if name == "gpipe" else min((v + 1) * p, ops + 1)
-    slots = {"X": 1, "R": kept, "Q": kept, "D": kept if name == "gpipe" else 2}
-    return executed, slots | ({"Z": min(p, ops + 1)} if split else {})
+    ops, what = m * v, PIPELINE_SCHEDULES[name]
+    executed = {"F": ops + p - 1, "B": ops + p - 1, "W": ops if what.split else 0, "loss": m}
+    kept = ops + 1 if what.forwards_first else min((v + 1) * p, ops + 1)
+    slots = {"X": 1, "R": kept, "Q": kept, "D": m + 1 if what.forwards_first else 2}
+    return executed, slots | ({"Z": min(p, ops + 1)} if what.split else {})
 
 
 @functools.lru_cache(maxsize=4096)
 def ends_executed(name: str, p: int, m: int, v: int = 1) -> tuple[int, int]:
     """(embedding lookups, embedding gradients) per step of `make`'s schedule, masked ones included, without building
     its table. The ticks are those of `_ops`."""
-    n, split, first_b = m * v, name in SPLIT, _first_b(name, p, m, v)
+    n, split, first_b = m * v, PIPELINE_SCHEDULES[name].split, _first_b(name, p, m, v)
     chunk = np.array([chunk for _, chunk in _rounds(p, m, v)])
     active, on = np.zeros((first_b + n + p - 1, 3), bool), np.zeros((3, first_b + n + p - 1), bool)
     active[:n + p - 1, F] = active[first_b:, B] = True
