@@ -3,6 +3,8 @@
 The step that is compared is the compiled one that trains. After the first its optimizer's state is linear or
 quadratic in every gradient leaf, so no gradient is taken in a look-alike.
 """
+import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -25,10 +27,15 @@ RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 STEPS = 3
 
 
-class Compiled(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Compiled:
     """A run assembled on simulated devices, and its step."""
     made: assembly.Assembly
     step: jax.stages.Compiled
+
+    @functools.cached_property
+    def audit(self) -> audit.ProgramAudit:
+        return audit.read(self.step.as_text(), self.made.mesh)
 
 
 class Tolerance(NamedTuple):
@@ -50,21 +57,35 @@ FLOAT32 = Tolerance(2e-5, 6e-5, 2e-4, 1e-3, 1e-5)
 BFLOAT16 = Tolerance(2e-3, 2e-2, 0.15, 1e-2, 0.05)
 
 
-def check(run: config.Run, seed: int, tolerance: Tolerance = FLOAT32) -> Compiled:
+def check(run: config.Run, seed: int = 0, tolerance: Tolerance = FLOAT32) -> Compiled:
+    """Compile the run's step and compare it with that of one device."""
+    case = compiled(run)
+    check_equal(case, seed, tolerance)
+    return case
+
+
+def check_equal(case: Compiled, seed: int = 0, tolerance: Tolerance = FLOAT32) -> None:
     """Compare losses, gradient norms and the optimizer's state with those of one device; no permute lacks a target."""
-    many, one = compiled(run), compiled(on_one_device(run))
-    assert not audit.read(many.step.as_text(), many.made.mesh).broken_permutes
-    params = drawn_parameters(one.made, seed)
-    expected, expected_state = trained(one, params)
-    numbers, state = trained(many, params)
+    assert not case.audit.broken_permutes
+    params, expected, expected_state = one_device(on_one_device(case.made.run).model_dump_json(), seed)
+    numbers, state = trained(case, params)
     np.testing.assert_allclose(numbers[0][0], expected[0][0], rtol=tolerance.loss, err_msg="loss")
     np.testing.assert_allclose(numbers[0][1], expected[0][1], rtol=tolerance.norm, err_msg="gradient norm")
     check_leaves(state, expected_state, tolerance)
     np.testing.assert_allclose(numbers[:, 0], expected[:, 0], rtol=tolerance.later_losses)
-    return many
 
 
-def check_leaves(found, expected, tolerance: Tolerance) -> None:
+@functools.lru_cache(8)
+def one_device(run: str, seed: int):
+    """(parameters, [losses, gradient norms], optimizer's state) of a run on one device, given as JSON; the layouts of
+    a run share it."""
+    one = compiled(config.Run.model_validate_json(run))
+    params = drawn_parameters(one.made, seed)
+    return params, *trained(one, params)
+
+
+def check_leaves(found, expected, tolerance: Tolerance = FLOAT32) -> None:
+    """Compare two trees with the tolerance's `state` and `floor`."""
     scales = [np.abs(e).max(initial=0) for e in jax.tree.leaves(expected)]
     for (path, a), e in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         scale = max(np.abs(e).max(initial=0), tolerance.floor * max(scales))
@@ -72,8 +93,12 @@ def check_leaves(found, expected, tolerance: Tolerance) -> None:
         assert off <= tolerance.state * scale, f"{jax.tree_util.keystr(path)}: {off:.1e} of {scale:.1e}"
 
 
+def assembled(run: config.Run) -> assembly.Assembly:
+    return assembly.assemble(run, jax.devices()[:math.prod(getattr(run.mesh, axis) for axis in AXES)])
+
+
 def compiled(run: config.Run) -> Compiled:
-    made = assembly.assemble(run, jax.devices()[:math.prod(getattr(run.mesh, axis) for axis in AXES)])
+    made = assembled(run)
     with jax.default_matmul_precision("highest"):
         return Compiled(made, made.program.compile())
 
@@ -108,6 +133,20 @@ def trained(case: Compiled, params, steps: int = STEPS):
         numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         first = first or jax.device_get(state.opt_state)
     return np.array(numbers), first
+
+
+def evaluated(run: config.Run, seed: int = 0) -> np.ndarray:
+    """The sums that an evaluation makes."""
+    made = assembled(run)
+    params = jax.device_put(drawn_parameters(made, seed), made.program.step.state.sharding.params)
+    with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
+        return np.array(jax.device_get(made.program.evaluate(params, made.program.place(batch_of(run, 0)))))
+
+
+def first_moment(opt_state):
+    """Of AdamW's state: after a step (1 - b1) times the clipped gradient."""
+    (found,) = [s.mu for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
+    return found
 
 
 def batch_of(run: config.Run, step: int) -> dict:
@@ -173,7 +212,8 @@ EXPERTS = {
                     first_dense_layers=2),
     "sent": dict(num_experts=8, experts_per_token=3, router_normalize=False),
 }
-WINDOWS = {"none": {}, "all": dict(window=5), "period": dict(window=5, global_every=2)}
+WINDOWS = {"none": {}, "all": dict(window=5),
+           "period": dict(window=5, global_every=2, local_rope_theta=100.0, attention_scale_dim=16)}
 
 
 def run_of(cell: dict[str, str]) -> config.Run:

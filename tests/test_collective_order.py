@@ -8,11 +8,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import parity
 import pytest
 import sampling
-from test_layouts import GRID, LAYOUTS, Compiled, check_equal, run_of
+from test_layouts import GRID, LAYOUTS, run_of
 
-from meshtrain import trained
+from meshtrain import assembly, trained
 from meshtrain.cost.program import audit, hlo
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.training import accumulate
@@ -65,9 +66,8 @@ def by_gloo(monkeypatch):
 
 @pytest.mark.parametrize("rule, mesh", CELLS)
 def test_a_step_of_several_processes_has_one_order_and_equals_one_device(rule, mesh, by_gloo):
-    case = Compiled(run_of(rule, mesh))
+    case = parity.check(run_of(rule, mesh))
     assert unordered(case.step.as_text(), case.made.mesh.size) == []
-    check_equal(case)
 
 
 def order_checked(executable, devices: int):
@@ -77,8 +77,8 @@ def order_checked(executable, devices: int):
 
 @pytest.mark.parametrize("rule, mesh", LAYOUTS[-1:])
 def test_so_have_the_evaluation_and_the_sample(rule, mesh, by_gloo):
-    case = Compiled(run_of(rule, mesh))
-    made, program = case.made, case.made.program
+    made = assembly.assemble(run_of(rule, mesh), jax.devices())
+    program = made.program
     params = program.step.state.with_shardings().params
     devices = made.mesh.size
     assert unordered(program.compiled(program.evaluate, params, program.step.batch).as_text(), devices) == []
@@ -94,7 +94,7 @@ def test_so_have_the_evaluation_and_the_sample(rule, mesh, by_gloo):
 
 def test_without_the_order_the_head_meets_the_layers():
     """What the reading above is worth: the same step as one process compiles it."""
-    case = Compiled(run_of("zero3", dict(fsdp=8)))
+    case = parity.compiled(run_of("zero3", dict(fsdp=8)))
     assert unordered(case.step.as_text(), case.made.mesh.size)
 
 

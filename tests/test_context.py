@@ -1,24 +1,24 @@
 """Sequences split over devices: the numbers of one device, and what the compiled program holds and sends.
 
-Attention itself is compared with `engine.plain` in the natural order of tokens; whole runs with one device by
-`test_layouts.check_equal`, whose rows are packed documents of random lengths and whose heads are grouped 8 to 4.
+Attention itself is compared with `engine.plain` in the natural order of tokens; whole runs with one device by `parity`,
+two devices and what stands beside them by `test_parity`.
 """
 import functools
 import math
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity
 import pytest
 import sampling
 import test_layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from test_layouts import MICROBATCHES, MODEL, Compiled, check_equal, check_gradients, reference, run_of
+from test_layouts import MICROBATCHES, MODEL, RULES, run_of
 
 from meshtrain import assembly, config
 from meshtrain.cost.program import audit, compile
@@ -28,7 +28,6 @@ from meshtrain.parallel.context import attention, zigzag
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 
-RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 slow = partial(pytest.param, marks=sampling.GRID)
 NOWHERE = 0                                     # the segment of padding
 
@@ -206,64 +205,26 @@ def test_zigzag_gives_every_device_an_early_chunk_and_its_mirror_image(cp, chunk
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def split_run(rule: str, mesh: dict, method: str, model: dict = {}, training: dict = {}) -> config.Run:
-    return run_of(rule, mesh, model, training).model_copy(update={"context": config.Context(method=method)})
+def split_run(rule: str, mesh: dict, method: str, remat: str = "none") -> config.Run:
+    return run_of(rule, mesh, {}, dict(remat=remat)).model_copy(update={"context": config.Context(method=method)})
 
 
 @functools.cache
-def compiled(rule: str, mesh: tuple, method: str, remat: str = "none") -> Compiled:
-    return Compiled(split_run(rule, dict(mesh), method, {}, dict(remat=remat)))
+def compiled(rule: str, mesh: tuple, method: str, remat: str = "none") -> parity.Compiled:
+    return parity.compiled(split_run(rule, dict(mesh), method, remat))
 
 
-LAYOUTS = [
+@pytest.mark.parametrize("method, rule, mesh", [
     ("ring", "ddp", dict(context=4)),
     ("ulysses", "zero3", dict(context=4, tensor=2)),      # 2 kv heads a device: repeated
-]
-SLOW = [case for case in (
-    ("gather", "ddp", dict(context=4)), ("ring", "ddp", dict(context=2)), ("ring", "ddp", dict(context=8)),
-    ("ulysses", "ddp", dict(context=4)),
-    ("ring", "zero3", dict(context=2, tensor=2, fsdp=2)),
-    *((method, rule, dict(context=2) | other) for method in attention.METHODS for rule, other in (
-        ("zero3", dict(tensor=2)), ("ddp", dict(data=2)), ("zero3", dict(fsdp=2)))),
-) if case not in LAYOUTS]  # fmt: skip
-TWENTY = {("ring", 4), ("gather", 4), ("ulysses", 4)}
-
-
-def layout_id(case) -> str:
-    return f"{case[0]}-{test_layouts.layout_id(case[1:])}"
-
-
-@pytest.mark.parametrize("method, rule, mesh", [pytest.param(*case, id=layout_id(case)) for case in LAYOUTS] + [
-    slow(*case, id=layout_id(case)) for case in SLOW])
+    *(slow(*case) for case in (
+        ("gather", "ddp", dict(context=4)), ("ring", "ddp", dict(context=8)), ("ulysses", "ddp", dict(context=4)),
+        ("ring", "zero3", dict(context=2, tensor=2, fsdp=2)))),
+], ids=lambda value: "-".join(f"{k}{n}" for k, n in value.items()) if isinstance(value, dict) else value)  # fmt: skip
 def test_loss_gradients_and_training_equal_one_device(method, rule, mesh):
     case = compiled(rule, tuple(mesh.items()), method)
-    check_equal(case, steps=20 if (method, mesh["context"]) in TWENTY else 6)
-    assert not case.audit.unknown_loops and not case.audit.broken_permutes and not case.audit.partial_permutes
-
-
-DROPOUT = dict(embedding_dropout=0.1, residual_dropout=0.2)
-VARIANTS = {
-    "dropout, z_loss, remat full, learned positions": (
-        "ring", DROPOUT | dict(position="learned", max_seq_len=test_layouts.T), dict(z_loss=1e-2, remat="full")),
-    "dropout": ("ulysses", DROPOUT, dict()),
-    "z_loss": ("gather", dict(), dict(z_loss=1e-2)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("variant", [v if "," in v else slow(v) for v in VARIANTS])
-def test_variant_equals_one_device(variant):
-    method, model, training = VARIANTS[variant]
-    check_equal(Compiled(split_run("ddp", dict(context=4), method, model, training)), model, training)
-
-
-@pytest.mark.parametrize("method, remat", [slow("ring", "full"), slow("ring", "selective"), *(
-    slow(method, remat) for method in ("gather", "ulysses") for remat in ("selective", "full"))])
-def test_remat_changes_no_gradient(method, remat):
-    params, losses, moments = reference(steps=20)
-    case = compiled("ddp", (("context", 4),), method, remat)
-    got, got_moments = case.train(params, 1)
-    np.testing.assert_allclose(got[0], losses[0], rtol=1e-5)
-    check_gradients(got_moments, moments)
+    parity.check_equal(case)
+    assert not case.audit.unknown_loops and not case.audit.partial_permutes
 
 
 # ---- what the compiled program holds ---------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity
 import pytest
 import reference
 import sampling
 
-from meshtrain import config
+from meshtrain import assembly, config
 from meshtrain.training.state import State
-from test_layouts import MODEL, ONE, T, Compiled, first_moment, run_of
+from test_layouts import MODEL, ONE, T, run_of
 from test_lora import assert_equal_gradients
 
 BETA, PAIRS = 0.3, 16
@@ -51,19 +52,19 @@ def plain(p, settings: dict, batch: dict):
     return -jnp.mean(jnp.log(jax.nn.sigmoid(margins))), margins
 
 
-def moments_of(compiled: Compiled, p, batch):
+def moments_of(compiled: parity.Compiled, p, batch):
     """(metrics of a step from these host parameters, its gradients: adamw's first moment / (1 - b1))."""
     made, spec = compiled.made, compiled.made.program.step.state
     opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
     state = jax.device_put(State(np.int32(0), p, opt_state), spec.sharding)
     state, metrics = compiled.step(state, made.program.place(batch))
     return jax.device_get(metrics), jax.tree.map(lambda m: m / (1 - made.run.optimizer.b1),
-                                                 jax.device_get(first_moment(state.opt_state)))
+                                                 jax.device_get(parity.first_moment(state.opt_state)))
 
 
 @functools.cache
 def expected():
-    made = Compiled(dpo_run("ddp", ONE)).made
+    made = assembly.assemble(dpo_run("ddp", ONE), jax.devices()[:1])
     p = jax.device_get(made.model.init(jax.random.key(0)))
     settings = made.run.model.model_dump()
     make = jax.jit(jax.value_and_grad(lambda p, batch: plain(p, settings, batch), has_aux=True))
@@ -89,7 +90,7 @@ def test_the_balance_of_experts_weighs_as_much_beside_preferences_as_beside_the_
     for objective in ("dpo", "next_token"):
         of_weight = []
         for weight in (0.0, 0.5):
-            compiled = Compiled(made(objective, weight))
+            compiled = parity.compiled(made(objective, weight))
             p = jax.device_get(compiled.made.model.init(jax.random.key(0))) if p is None else p
             of_weight.append(moments_of(compiled, p, pairs()))
         made_by[objective] = of_weight[1][1]["layers"]["moe"]["router"] - of_weight[0][1]["layers"]["moe"]["router"]
@@ -102,7 +103,7 @@ def test_the_balance_of_experts_weighs_as_much_beside_preferences_as_beside_the_
                          [("ddp", ONE), *MESHES, *(pytest.param(*case, marks=sampling.GRID) for case in GRID)], ids=str)
 def test_loss_and_every_gradient_are_those_of_the_papers_equation(rule, mesh):
     p, batch, loss, margins, grads = expected()
-    metrics, found = moments_of(Compiled(dpo_run(rule, mesh)), p, batch)
+    metrics, found = moments_of(parity.compiled(dpo_run(rule, mesh)), p, batch)
     assert abs(metrics["loss"] - loss) < 1e-5 * loss                # float32 sums in another order
     assert abs(metrics["reward_accuracy"] - np.mean(margins > 0)) < 1e-6 and 0.2 < np.mean(margins > 0) < 0.8
     assert abs(metrics["reward_margin"] - margins.mean()) < 1e-4

@@ -2,13 +2,13 @@
 compute one by one, and aux losses have the gradients of a sum written out by hand, in microbatches and through a
 pipeline.
 """
-import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity
 import pytest
 import sampling
 
@@ -21,7 +21,7 @@ from meshtrain.parallel.context import attention
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import optimizer
-from test_layouts import MODEL, Compiled, check_gradients, first_moment, rows, run_of
+from test_layouts import MODEL, run_of
 
 
 def execution(remat: str = "none") -> Execution:
@@ -31,7 +31,8 @@ def execution(remat: str = "none") -> Execution:
 
 
 def batch_of(sequences: int = 4) -> dict:
-    return {name: jnp.asarray(x) for name, x in rows(0, sequences).items()}
+    run = run_of("ddp", {}).replaced(data={"global_batch": sequences})
+    return {name: jnp.asarray(x) for name, x in parity.batch_of(run, 0).items()}
 
 
 class Wide(Layer):
@@ -103,7 +104,7 @@ def test_groups_compute_what_their_layers_compute_one_by_one(groups, paths):
         expected, expected_grads = jax.jit(jax.value_and_grad(by_hand, has_aux=True))(p)
     np.testing.assert_allclose(*map(jax.tree.leaves, (got, expected)), rtol=1e-6)
     assert got[1][1]["last_layer"] > 0
-    check_gradients(grads, expected_grads)
+    parity.check_leaves(grads, expected_grads)
 
 
 def test_parameters_are_listed_as_the_tree_has_its_leaves_in_a_period_of_eleven():
@@ -156,14 +157,9 @@ def run_with(mesh: dict, rule: str = "ddp", microbatches: int = 1, **pipeline):
 
 def first_step(run):
     """(metrics, first moments) of one step from the parameters of seed 0."""
-    case = Compiled(run)
-    spec = case.made.program.step.state
-    with jax.set_mesh(case.made.mesh):
-        state = jax.device_put(dataclasses.replace(
-            jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract), params=jax.device_get(
-                case.made.model.init(jax.random.key(0)))), spec.sharding)
-        state, metrics = case.step(state, case.made.program.place(rows(0, run.data.global_batch)))
-    return jax.device_get(metrics), jax.device_get(first_moment(state.opt_state))
+    case = parity.compiled(run)
+    state, metrics = case.step(case.made.program.initialize(), case.made.program.place(parity.batch_of(run, 0)))
+    return jax.device_get(metrics), jax.device_get(parity.first_moment(state.opt_state))
 
 
 @pytest.fixture(scope="module")
@@ -209,4 +205,4 @@ def test_aux_loss_has_the_gradient_of_a_sum_over_layers_and_microbatches(case, b
     assert metrics[AUX_LOSS] == pytest.approx(aux_loss, rel=1e-5)
     # the one is divided by the targets
     assert 0 < 1e-2 * metrics["last_layer"] < metrics[AUX_LOSS] * tokens_per_target
-    check_gradients(moments, expected)
+    parity.check_leaves(moments, expected)

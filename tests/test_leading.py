@@ -4,6 +4,7 @@ import math
 
 import jax
 import numpy as np
+import parity
 import pytest
 from sampling import GRID
 
@@ -20,8 +21,8 @@ from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import is_axes
 from meshtrain.shipped import shipped
-from test_experts import BATCH, MODELS, PIPELINES, SEQUENCES, STAGED, STAGED_BATCH, T, assert_equal, batch, expected, run_of
-from test_layouts import Compiled
+from test_experts import (BATCH, MODELS, PIPELINES, SEQUENCES, STAGED, STAGED_BATCH, T, assert_equal, expected,
+                          run_of)
 from test_pipeline import unordered
 
 TWO = "two dense layers, then four"
@@ -66,18 +67,6 @@ def test_pipelines_behind_dense_layers_compute_what_one_device_does(tmp_path, na
     assert_equal(run, expected(model), devices(run))
 
 
-def gradients(run: config.Run, params, key=None):
-    """(loss, gradients, loss of the evaluation) of a step from these parameters; None: those of the seed."""
-    made = assembly.assemble(run, devices(run))
-    program = made.program
-    with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
-        params = program.initialize().params if params is None else jax.device_put(
-            params, program.step.state.sharding.params)
-        rows = program.place(batch())
-        grads, loss, *_ = jax.jit(program.gradients)(params, rows, key)
-        return float(loss), jax.device_get(grads), float(program.evaluate(params, rows)[0]), jax.device_get(params)
-
-
 KINDS = {
     "dropout": (TWO, dict(residual_dropout=0.2, embedding_dropout=0.1), {}),
     "adapters": (TWO, {}, dict(lora=dict(rank=2, alpha=4))),
@@ -90,18 +79,9 @@ KINDS = {
                                         for kind in KINDS for name in (THREE, SPLIT)])
 def test_every_kind_of_leading_layers_has_one_devices_loss_gradients_and_evaluation(tmp_path, kind, name):
     model, more, sections = KINDS[kind]
-    key = jax.random.key(1) if kind == "dropout" else None
-    one, staged = (made_of(tmp_path, layout, MODELS[model] | more, 4, **sections) for layout in ("", name))
-    loss, grads, evaluated, params = gradients(one, None, key)
-    got_loss, got, got_evaluated, _ = gradients(staged, params, key)
-    # Sums in other orders, of float32.
-    assert abs(got_loss - loss) < 2e-6 * loss and abs(got_evaluated - evaluated) < 2e-6 * evaluated
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(grads), strict=True):
-        assert np.abs(a - b).max() <= 2e-5 * max(np.abs(b).max(), 1e-6), jax.tree_util.keystr(path)
-
-
-def compiled(path, name: str, model: dict, microbatches: int, remat: str = "none") -> Compiled:
-    return Compiled(made_of(path, name, model, microbatches, remat))
+    run = made_of(tmp_path, name, MODELS[model] | more, 4, **sections)
+    parity.check(run)
+    np.testing.assert_allclose(parity.evaluated(run), parity.evaluated(parity.on_one_device(run)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name, microbatches", [pytest.param(THREE, 4, marks=GRID)])
@@ -110,7 +90,7 @@ def test_a_stage_computes_leading_layers_for_its_share_of_the_microbatches_alone
     microbatches."""
     multiplied = lambda case: sum(dot.flops for dot in case.audit.dots)
     plain = dict(num_layers=6)
-    case, without = (compiled(tmp_path, name, plain | more, microbatches)
+    case, without = (parity.compiled(made_of(tmp_path, name, plain | more, microbatches))
                      for more in (dict(num_layers=8, first_dense_layers=2), {}))
     sizes = case.made.mesh_spec.sizes
     linear = sum(info.size for info in case.made.model.parameters() if info.axes[0] == LEADING

@@ -2,12 +2,12 @@
 bf16."""
 import functools
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import parity
 import pytest
 import sampling
 from jax.sharding import Mesh, NamedSharding
@@ -17,11 +17,8 @@ from meshtrain import assembly, config
 from meshtrain.cost.program import audit, compile
 from meshtrain.sharding import rules
 from meshtrain.training import muon
-from meshtrain.training.state import State
-from test_layouts import MODEL, rows
+from test_layouts import MODEL, RULES
 
-RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
-STEPS = 3
 COEFFICIENTS = jnp.array([3.4445, -4.7750, 2.0315])
 
 
@@ -34,25 +31,6 @@ def run_of(rule: str, mesh: dict, **model) -> config.Run:
         optimizer=dict(name="muon", learning_rate=0.02, schedule="constant", warmup_steps=0,
                        weight_decay=0.1, eps=1e-3),
     )  # fmt: skip
-
-
-def trained(run: config.Run):
-    """(losses, parameters) of a few steps from seed 0."""
-    made = assembly.assemble(run, jax.devices()[: math.prod(getattr(run.mesh, axis) for axis in config.AXES)])
-    with jax.default_matmul_precision("highest"):
-        step = made.program.compile()
-    spec = made.program.step.state
-    params = jax.device_get(made.model.init(jax.random.key(0)))
-    state, losses = jax.device_put(State(np.int32(0), params, jax.device_get(spec.tx.init(params))), spec.sharding), []
-    for n in range(STEPS):
-        state, metrics = step(state, made.program.place(rows(n)))
-        losses.append(float(metrics["loss"]))
-    return np.array(losses), jax.device_get(state.params), params
-
-
-@functools.cache
-def one_device(num_layers: int):
-    return trained(run_of("ddp", {}, num_layers=num_layers))
 
 
 CELLS = [
@@ -69,13 +47,8 @@ cell_id = lambda case: f"{case[0]}-" + "-".join(f"{axis}{n}" for axis, n in case
 @pytest.mark.parametrize("case", [pytest.param(case, marks=sampling.GRID) for case in CELLS], ids=cell_id)
 def test_training_equals_one_device(case):
     rule, mesh, num_layers = case
-    losses, params, before = one_device(num_layers)
-    got_losses, got, _ = trained(run_of(rule, mesh, num_layers=num_layers))
-    np.testing.assert_allclose(got_losses, losses, rtol=2e-5)
-    for (path, a), b, start in zip(jax.tree.leaves_with_path(got), *map(jax.tree.leaves, (params, before)),
-                                   strict=True):
-        # float32 sums in another order, through Newton–Schulz: 1e-6 to 1e-5 of what a leaf moved.
-        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b - start), jax.tree_util.keystr(path)
+    # A step moves a matrix by a hundredth of itself: a wrong update shows in the next loss.
+    parity.check(run_of(rule, mesh, num_layers=num_layers), tolerance=parity.FLOAT32._replace(later_losses=2e-5))
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 40), (3, 40, 24), (2, 16, 16)])

@@ -1,6 +1,6 @@
 """A pipeline computes what one device computes, whatever the schedule, and its program does what the schedule says.
 
-As in test_layouts: one compiled training step per case answers everything about it.
+One compiled training step per case answers everything about it. Pairs of choices beside two stages: `test_parity`.
 """
 import functools
 import math
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import parity
 import pytest
 import sampling
 
@@ -20,7 +21,8 @@ from meshtrain.checkpoint import checkpoint
 from meshtrain.cost.program import hlo
 from meshtrain.model import transformer
 from meshtrain.parallel.pipeline import schedules
-from test_layouts import GPT2, MODEL, RULES, Compiled, T, check_gradients, rows
+from parity import Compiled
+from test_layouts import GPT2, MODEL, RULES, T
 
 SEQUENCES = 48
 LAYERS = 8
@@ -37,23 +39,6 @@ def run_of(rule: str, mesh: dict, schedule: str = "1f1b", model: dict = {}, trai
         pipeline=dict(schedule=schedule, chunks=chunks or CHUNKS.get(schedule, 1)) | more.get("pipeline", {}),
         optimizer=dict(learning_rate=1e-3, warmup_steps=2),
     )  # fmt: skip
-
-
-@functools.cache
-def reference(model: tuple = (), training: tuple = (), steps: int = 3):
-    one = Compiled(run_of("ddp", {}, model=dict(model), training=dict(training) | dict(microbatches=1)))
-    params = jax.device_get(one.made.model.init(jax.random.key(0)))
-    return params, *one.train(params, steps)
-
-
-def check_equal(case: Compiled, model: dict = {}, training: dict = {}, steps: int = 3):
-    """Loss and every gradient leaf against one device, with the tolerances of test_layouts."""
-    params, losses, moments = reference(tuple(model.items()), tuple(training.items()), steps)
-    got, got_moments = case.train(params, steps)
-    np.testing.assert_allclose(got[0], losses[0], rtol=1e-5)
-    check_gradients(got_moments, moments)
-    np.testing.assert_allclose(got[:6], losses[:6], rtol=2e-5)
-    np.testing.assert_allclose(got, losses, rtol=1e-4)
 
 
 def check_program(case: Compiled):
@@ -110,94 +95,36 @@ def table_of(run) -> schedules.Schedule:
     ("interleaved_zero_bubble", "full"),
     *slow(*(case for case in ALL if case != ("interleaved_zero_bubble", "full"))),
 ])  # fmt: skip
-def test_every_schedule_equals_one_device(schedule, remat):
-    case = Compiled(run_of("ddp", dict(stage=4), schedule, training=dict(remat=remat)))
-    check_equal(case, steps=20 if (schedule, remat) == ("interleaved_zero_bubble", "full") else 3)
+def test_every_schedule_equals_one_device_and_multiplies_what_its_ticks_say(schedule, remat):
+    case = parity.check(run_of("ddp", dict(stage=4), schedule, training=dict(remat=remat)))
     check_program(case)
     check_flops(case)
 
 
-@pytest.mark.parametrize("schedule, stages, microbatches", [
-    ("1f1b", 8, 8),
-    *slow(("interleaved_zero_bubble", 2, 8), ("interleaved_zero_bubble", 4, 4), ("1f1b", 2, 8),
-          ("interleaved_zero_bubble", 8, 8), ("zero_bubble", 4, 12), ("1f1b", 4, 2)),
-])  # fmt: skip
-def test_any_number_of_stages_and_microbatches_equals_one_device(schedule, stages, microbatches):
-    model = dict(num_layers=16) if stages * CHUNKS.get(schedule, 1) == 16 else {}
-    case = Compiled(run_of("ddp", dict(stage=stages), schedule, model, dict(microbatches=microbatches)))
-    check_equal(case, model)
-    check_program(case)
-
-
-@pytest.mark.parametrize("rule, mesh, schedule", [
-    *slow(("zero3", dict(context=2, tensor=2), "interleaved_zero_bubble"), ("zero1", dict(data=2), "1f1b"),
-          ("zero1", dict(tensor=2), "1f1b"),
-          ("zero3", dict(fsdp=2), "interleaved_zero_bubble"),
-          ("zero1", dict(data=2), "interleaved_zero_bubble"),
-          ("zero3", dict(fsdp=2), "1f1b"),
-          ("zero1", dict(tensor=2), "interleaved_zero_bubble"),
-          ("zero2", dict(data=2, fsdp=2), "1f1b"),
-          ("zero2", dict(data=2, fsdp=2), "interleaved_zero_bubble"),
-          ("zero3", dict(fsdp=2, tensor=2), "1f1b"),
-          ("zero3", dict(fsdp=2, tensor=2), "interleaved_zero_bubble"),
-          ("zero3", dict(context=2), "1f1b"),
-          ("zero3", dict(context=2), "interleaved_zero_bubble"),
-          ("zero3", dict(context=2, tensor=2), "1f1b")),
+@pytest.mark.parametrize("rule, mesh, schedule, model, training", [
+    pytest.param("ddp", dict(stage=4), "interleaved_zero_bubble", dict(embedding_dropout=0.1, residual_dropout=0.2),
+                 dict(remat="full"), id="dropout"),
+    ("ddp", dict(stage=8), "1f1b", {}, {}),
+    *slow(("ddp", dict(stage=4), "interleaved_zero_bubble", {}, dict(microbatches=4)),
+          ("ddp", dict(stage=8), "interleaved_zero_bubble", dict(num_layers=16), {}),
+          ("ddp", dict(stage=4), "zero_bubble", {}, dict(microbatches=12)),
+          ("ddp", dict(stage=4), "1f1b", {}, dict(microbatches=2)),
+          ("ddp", dict(stage=4), "interleaved_zero_bubble", dict(tie_embeddings=True), dict(remat="selective")),
+          ("ddp", dict(stage=4), "1f1b", GPT2 | dict(num_layers=6), {}),
+          ("ddp", dict(stage=3), "zero_bubble", dict(num_layers=5), dict(z_loss=1e-2)),
+          ("zero2", dict(data=2, fsdp=2, stage=2), "1f1b", {}, dict(remat="full", microbatches=4)),
+          ("zero3", dict(fsdp=2, tensor=2, stage=2), "interleaved_zero_bubble", {}, dict(remat="full", microbatches=4)),
+          ("zero3", dict(context=2, tensor=2, stage=2), "1f1b", {}, dict(remat="full", microbatches=4)),
+          # A ring of two cannot turn the wrong way.
+          ("zero3", dict(stage=2, context=4), "zero_bubble", {}, {})),
 ], ids=lambda value: "-".join(f"{k}{n}" for k, n in value.items()) if isinstance(value, dict) else value)  # fmt: skip
-def test_other_axes_beside_the_stages_equal_one_device(rule, mesh, schedule):
-    microbatches = 8 if len(mesh) == 1 else 4                           # 12 sequences lie on data 2 × fsdp 2
-    case = Compiled(run_of(rule, mesh | dict(stage=2), schedule,
-                           training=dict(remat="full", microbatches=microbatches)))
-    check_equal(case)
-    check_program(case)
-
-
-@pytest.mark.slow
-@pytest.mark.grid
-def test_ring_of_four_beside_the_stages_equals_one_device():
-    """A ring of two cannot turn the wrong way."""
-    case = Compiled(run_of("zero3", dict(stage=2, context=4), "zero_bubble"))
-    check_equal(case)
-    check_program(case)
-
-
-VARIANTS = {
-    "tied": ("interleaved_zero_bubble", 4, dict(tie_embeddings=True), dict(remat="selective")),
-    "dropout": ("interleaved_zero_bubble", 4, dict(embedding_dropout=0.1, residual_dropout=0.2), dict(remat="full")),
-    "gpt2, 6 layers on 4 stages": ("1f1b", 4, GPT2 | dict(num_layers=6), dict()),
-    "z_loss, vocabulary and layers that do not divide": ("zero_bubble", 3, dict(num_layers=5), dict(z_loss=1e-2)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("variant", ["dropout", *slow(*((name,) for name in VARIANTS if name != "dropout"))])
-def test_variant_equals_one_device(variant):
-    schedule, stages, model, training = VARIANTS[variant]
-    case = Compiled(run_of("ddp", dict(stage=stages), schedule, model, training))
-    check_equal(case, model, {k: v for k, v in training.items() if k != "remat"})
-
-
-@pytest.mark.slow
-@pytest.mark.grid
-def test_bfloat16_is_near_float32_on_a_cpu_and_its_gradients_are_float32():
-    case = Compiled(run_of("zero3", dict(stage=2, fsdp=2, tensor=2), "zero_bubble",
-                           dict(compute_dtype="bfloat16")))
-    params, losses, moments = reference()
-    got, got_moments = case.train(params, 3)
-    np.testing.assert_allclose(got, losses, rtol=1e-3)
-    for (path, m), e in zip(jax.tree.leaves_with_path(got_moments), jax.tree.leaves(moments), strict=True):
-        assert np.linalg.norm(m - e) <= 0.05 * np.linalg.norm(e), jax.tree_util.keystr(path)
-    reduced = [c for c in case.audit.collectives if c.axes == ("fsdp",) and c.kind in ("all-reduce", "reduce-scatter")]
-    assert reduced and all(c.dtype == "f32" or c.dtype == "s32" for c in reduced)
+def test_any_number_of_stages_and_microbatches_equals_one_device(rule, mesh, schedule, model, training):
+    check_program(parity.check(run_of(rule, mesh, schedule, model, training)))
 
 
 def test_evaluation_equals_one_device():
-    totals = []
-    for rule, mesh in (("ddp", dict(fsdp=1)), ("zero1", dict(stage=2, data=2))):
-        made = assembled(rule, mesh, "interleaved", dict(num_layers=4))
-        with jax.set_mesh(made.mesh):
-            params = made.program.initialize().params
-            totals.append(jax.device_get(made.program.evaluate(params, made.program.place(rows(0, SEQUENCES)))))
-    np.testing.assert_allclose(*totals, rtol=1e-5)
+    run = run_of("zero1", dict(stage=2, data=2), "interleaved", dict(num_layers=4))
+    np.testing.assert_allclose(parity.evaluated(run), parity.evaluated(parity.on_one_device(run)), rtol=1e-5)
 
 
 def test_state_goes_from_any_number_of_stages_and_chunks_to_any_other(tmp_path):
@@ -253,7 +180,7 @@ def check_flops(case: Compiled):
 def temp_bytes(schedule: str, microbatches: int) -> int:
     run = run_of("ddp", dict(stage=4), schedule, dict(num_layers=4), dict(microbatches=microbatches, remat="full"),
                  data=dict(global_batch=16 * microbatches))
-    return Compiled(run).step.memory_analysis().temp_size_in_bytes
+    return parity.compiled(run).step.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.slow
@@ -367,8 +294,7 @@ def test_five_axes_at_two_equal_one_device():
 
 def five_axes():
     mesh = dict(data=2, fsdp=2, tensor=2, stage=2, context=2)
-    training = dict(remat="full", microbatches=4)
-    check_equal(Compiled(run_of("zero3", mesh, "interleaved_zero_bubble", training=training)))
+    parity.check(run_of("zero3", mesh, "interleaved_zero_bubble", training=dict(remat="full", microbatches=4)))
 
 
 @pytest.mark.slow
@@ -379,10 +305,9 @@ def test_forty_runs_of_a_ring_inside_a_pipeline_give_the_same_bits():
 
 
 def forty_runs():
-    run = run_of("zero3", dict(stage=2, context=4), "interleaved_zero_bubble",
-                 training=dict(remat="full"))
-    case = Compiled(run)
-    params = jax.device_get(case.made.model.init(jax.random.key(0)))
-    first = case.train(params, 1)
+    case = parity.compiled(run_of("zero3", dict(stage=2, context=4), "interleaved_zero_bubble",
+                                  training=dict(remat="full")))
+    params = parity.drawn_parameters(case.made, 0)
+    first = parity.trained(case, params, 1)
     for _ in range(39):
-        jax.tree.map(np.testing.assert_array_equal, case.train(params, 1), first)
+        jax.tree.map(np.testing.assert_array_equal, parity.trained(case, params, 1), first)

@@ -5,12 +5,13 @@ import injected
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity
 import pytest
 import sampling
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from commands import call, home, in_a_directory_of_its_own, tiny  # noqa: F401
-from test_layouts import GRID, LAYOUTS, SEQUENCES, Compiled, rows, run_of
+from test_layouts import GRID, LAYOUTS, run_of
 
 from meshtrain import assembly, train
 from meshtrain.inspection import measured
@@ -123,11 +124,11 @@ CELLS = LAYOUTS[3:] + [pytest.param(*cell, marks=sampling.GRID) for cell in [
 
 @pytest.mark.parametrize("rule, sizes", CELLS)
 def test_replicas_of_a_healthy_run_are_the_same_bit_for_bit_after_20_steps(rule, sizes):
-    made = Compiled(run_of(rule, sizes))
+    made = parity.compiled(run_of(rule, sizes))
     checked, state = replicas.Replicas(made.made.program.step.state.with_shardings(),
                                        made.made.mesh), assembly.initialize(made.made)
     for n in range(20):
-        state, _ = made.step(state, made.made.program.place(rows(n, SEQUENCES)))
+        state, _ = made.step(state, made.made.program.place(parity.batch_of(made.made.run, n)))
         assert checked.faults(state) == [], n
     # Norms and biases lie whole along tensor and stage.
     everything_split = rule in ("zero1", "zero2", "zero3", "hsdp_zero1") and set(sizes) <= {"data", "fsdp", "context"}
