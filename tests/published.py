@@ -1,5 +1,6 @@
 """Published runs of other frameworks (goldens/published_runs.toml), priced by our formulas: nothing is fitted to a
 run."""
+import dataclasses
 import functools
 import itertools
 import math
@@ -10,7 +11,7 @@ from meshtrain import hardware
 from meshtrain.config import run_file
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas.assumptions import TABLE, Assumptions
-from meshtrain.cost.formulas.placed import Options, Practice, place
+from meshtrain.cost.formulas.placed import Framework, Options, place
 from meshtrain.cost.formulas.price import price
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.model import transformer
@@ -68,10 +69,12 @@ def priced(case: dict, given: dict | None = None):
     if network := case.get("network"):
         given["nic.share"] = network * given.get("nic.share", TABLE["nic.share"].of(case["gpu"]))
     again = case.get("recomputed", "none")
-    traits = {key: case[key] for key in ("eager", "user_buffers", "grad_bytes") if key in case}
-    practice = Practice(recomputed=RECOMPUTED.get(again) or (again,) * 3, shared_head=False, bucketed=True, **traits)
+    if case.get("user_buffers"):
+        given["overlap.tensor"] = TABLE["overlap.user_buffers"].of(case["gpu"])
+    traits = {key: case[key] for key in ("eager", "grad_bytes") if key in case}
+    framework = Framework(RECOMPUTED.get(again) or (again,) * 3, **traits)
     rated = Rates(hardware.get(case["gpu"]), Assumptions(case["gpu"], given))
-    placed = place(rows, cfg, Layout(rules.parse(text), mesh.sizes), mesh, practice)
+    placed = dataclasses.replace(place(rows, cfg, Layout(rules.parse(text), mesh.sizes), mesh), framework=framework)
     replicas = mesh.sizes["data"] * mesh.sizes["fsdp"]
     found = []
     for b in case.get("best_b") or [case["b"]]:
@@ -79,7 +82,7 @@ def priced(case: dict, given: dict | None = None):
         schedule = "interleaved" if case.get("chunks", 1) > 1 else "1f1b"
         options = Options(case["seq_len"], batch, batch // (b * replicas), "none", schedule,
                           case.get("chunks", 1), engine=case["engine"])
-        found.append(price(placed, rated, options, practice))
+        found.append(price(placed, rated, options))
     return min(found, key=lambda one: one.step_s)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from meshtrain import assembly, config, plan
 from meshtrain.cost.formulas import routed, traffic
-from meshtrain.cost.formulas.placed import Options, Practice, place
+from meshtrain.cost.formulas.placed import Options, place
 from meshtrain.cost.planner import search
 from meshtrain.cost.program import audit
 from meshtrain.kernels import grouped
@@ -38,9 +38,9 @@ def placed(preset: str, rule: str, **mesh):
 
 def sent_for_experts(of, options: Options) -> float:
     """Bytes of a layer and microbatch in the compute dtype and float32, for tokens or for weights: not for choices."""
-    found = [sent for sent in traffic.of(of, options) if sent.waits in (traffic.ROUTED, traffic.EXPERTS)
+    found = [sent for sent in traffic.of(of, options) if sent.label in (traffic.ROUTED, traffic.EXPERTS)
              and sent.dtype != "s32"
-             and not (sent.waits == traffic.ROUTED and sent.dtype == "f32")]
+             and not (sent.label == traffic.ROUTED and sent.dtype == "f32")]
     return sum(sent.ring_bytes(of.mesh.sizes) for sent in found) / of.cfg.num_layers / options.microbatches
 
 
@@ -89,7 +89,7 @@ def test_without_stages_a_step_works_through_leading_dense_layers_like_through_o
     spec, options = MeshSpec(dict(fsdp=4, tensor=2)), Options(4096, 8, microbatches=2)
     layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_experts_tensor.toml")), spec.sizes)
     found = place(transformer.build(cfg).parameters(), cfg, layout, spec)
-    assert found.visits(options, Practice()) == (2 * 48,) * 3 and routed.of(found, options).share == 40 / 48
+    assert found.visits(options) == (2 * 48,) * 3 and routed.of(found, options).share == 40 / 48
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""The one table of what is assumed about a GPU's speed: which share of its peaks, memory and links a training step
-reaches.
+"""The table of assumed GPU speeds: the fractions of its peaks, memory and links that a training step reaches.
 
-Nothing here was measured by this project. Every number has a name, under which `inspect --assume NAME=VALUE` sets
-another, and its reason; what a GPU is on paper stands in `hardware`. In a closed formula of a step's kernels and links
-the values met 51 published runs with a median error of 4.3%, 90% of them within 11.5%; the rates of our own kernels
-were not among them. What moves a predicted step most: `matmul.sustained`, `link.contend` and the attention rates.
+This project measured none of them. `inspect --assume NAME=VALUE` replaces one; each has its reason. The specifications
+of GPUs are in `hardware`. With these values closed formulas met 51 published runs with a median error of 4.3%, 90% of
+them within 11.5%; the rates of our own kernels were not among them. `matmul.sustained`, `link.contend` and the
+attention rates move a predicted step most.
 """
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ _BLOCKWISE = ("share of the dense bf16 peak, the causal half counted, of blocks 
 
 @dataclasses.dataclass(frozen=True)
 class Assumption:
-    """One number. values: by GPU, the longest prefix of its name counts; "" for all others. low, high: what can be
-    set."""
+    """One number. values: by prefix of the GPU's name, the longest one counts; "" for all others. low, high: allowed
+    range."""
     name: str
     values: Mapping[str, float]
     reason: str
@@ -157,12 +156,12 @@ class Assumptions:
         return {name: self.given.get(name, row.of(self.gpu_name)) for name, row in TABLE.items()}
 
     def as_dict(self, formula: bool = False) -> dict[str, float]:
-        """Name → value; formula: also those of the closed formulas."""
+        """Name → value; formula: include those of the closed formulas."""
         return {name: self[name] for name, row in TABLE.items() if formula or not row.formula}
 
 
 def parse(text: str) -> tuple[str, float]:
-    """'matmul.sustained=0.8' → its name and number. Raises ValueError."""
+    """Parse 'matmul.sustained=0.8' into name and number. Raises: ValueError."""
     name, equals, value = text.partition("=")
     try:
         return name.strip(), float(value) if equals else float("")

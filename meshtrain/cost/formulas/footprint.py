@@ -1,8 +1,9 @@
-"""What a step holds on one device, in closed formulas: states, weights, what a microbatch leaves, what one layer needs.
+"""Memory of a step on one device, in closed formulas: states, weights, residuals of a microbatch, temporaries of one
+layer.
 
-The peak of a step lies where all layers have left what their backward reads: in the loss, beside logits, or in the
-backward of the last layer. What is kept follows the rematerialization of `model.transformer`; what else lives then was
-read off the buffers of programs compiled for GPUs, and stands here as widths of a token.
+The peak is reached when all layers have saved their residuals: in the loss, which holds logits, or in the backward of
+the last layer. What is saved follows the rematerialization of `model.transformer`. The widths of other temporaries were
+read off the buffers of programs compiled for GPUs.
 """
 from __future__ import annotations
 
@@ -13,56 +14,57 @@ from meshtrain.parallel.pipeline import schedules, stages
 
 
 def memory(placed: Placed, options: Options) -> dict[str, int]:
-    """Bytes on one device by kind, as `inspect` has them: grads are the accumulators that a microbatch adds to,
-    activations everything that lives for a while."""
+    """Bytes on one device by kind, in the keys of `inspect`. grads: the accumulators of the microbatch loop;
+    activations: all temporaries."""
     held = {"params": placed.held.stored_bytes, "grads": 4 * placed.held.grads,
             "optimizer": options.optimizer_bytes * placed.held.stored}
     if placed.mesh.sizes["stage"] > 1:
-        # in the loop: of a full stage
+        # The loop's accumulators are those of a full stage.
         held |= {"grads": 4 * placed.held.trained, "activations": _in_stages(placed, options)}
     else:
-        held["activations"] = _beside_stored(placed, options) + _in_layers(placed, options)
+        held["activations"] = _weights_and_grads(placed, options) + _in_layers(placed, options)
     held = {name: int(count) for name, count in held.items()}
     return held | {"total": sum(held.values())}
 
 
-def _beside_stored(placed: Placed, options: Options) -> float:
-    """Weights as the loop over microbatches reads them, and gradients beside the accumulators; of one microbatch those
-    of the ends are made before the layers' or after them, in no accumulator."""
+def _weights_and_grads(placed: Placed, options: Options) -> float:
+    """Bytes of the weights that the microbatch loop reads, and of gradients outside the accumulators. With one
+    microbatch the gradients of embedding and head need no accumulator: they are computed before or after those of the
+    layers."""
     alone = options.microbatches == 1
-    if not placed.by_layer:          # a matrix's gradient and its sum are made outside of the accumulators
-        # Where gradients are scattered XLA keeps the zeros that the head's begins with, for all microbatches.
+    if not placed.by_layer:          # a matrix's gradient and its sum are outside of the accumulators
+        # Where gradients are reduce-scattered XLA keeps the initial zeros of the head's for all microbatches.
         zeros = 4 * placed.head.n * placed.head.k * bool(placed.moving(SCATTER, "ends"))
         return (placed.itemsize * placed.held.cast + 8 * placed.layer.largest + zeros
                 - 4 * placed.held.ends_grads * alone)
-    # Stored as they are. XLA turns shards that it joins along their last dim.
+    # XLA transposes shards that it concatenates along their last dim.
     return placed.held.moved + placed.held.turned + placed.itemsize * placed.layer.largest
 
 
 def _in_layers(placed: Placed, options: Options) -> float:
-    """What a microbatch keeps of its layers, and the more of what the loss and the last layer's backward need beside
-    it."""
+    """Bytes of the layers' residuals, and the larger of the temporaries of the loss and of the last layer's
+    backward."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
     experts = routed.of(placed, options)
     kept = cfg.num_layers * (size * tokens * kept_width(placed, options) + (experts.saved_bytes if experts else 0))
     stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
     head = placed.head.n * placed.head.k
-    # Logits of a chunk in float32 and their gradient; the output, normed and its gradient; the head gathered, and
-    # turned.
+    # A chunk's float32 logits and their gradient; the output, normed, and its gradient; the gathered head and its
+    # transpose.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
     loss += 2 * size * head if placed.by_layer else 0
-    # The head's gradient in float32 stays until the layers are done.
-    layer = size * tokens * _working_width(placed, options) + _of_parts(placed, options)
+    # The head's float32 gradient lives until the layers' backward ends.
+    layer = size * tokens * _working_width(placed, options) + _part_grads_bytes(placed, options)
     if experts:
-        inputs, weights = (size * tokens * width for width in _beside_experts(placed, options))
+        inputs, weights = (size * tokens * width for width in _expert_backward_widths(placed, options))
         layer = max(layer, experts.inputs_bytes + inputs, experts.weights_bytes + weights)
-    kept += size * tokens * _turned_width(placed, options) + _begun_early(placed)
+    kept += size * tokens * _transposed_width(placed, options) + _early_zeros(placed)
     return kept + 4 * head * placed.head.trained + max(loss, layer)
 
 
-def _begun_early(placed: Placed) -> float:
-    """Bytes of the zeros that the embedding's gradient begins with, where the table is gathered over context and its
-    rows are whole: XLA makes them before the layers go backward, elsewhere behind."""
+def _early_zeros(placed: Placed) -> float:
+    """Bytes of the zeros that initialize the embedding's gradient. XLA allocates them before the layers' backward where
+    the table is gathered over context and its rows are whole, elsewhere after it."""
     layout = placed.layout
     whole = layout.num_shards(layout.mesh_axes("params", "vocab")) == 1
     if layout.sizes["context"] == 1 or "context" not in layout.mesh_axes("params", "embed") or not whole:
@@ -72,18 +74,18 @@ def _begun_early(placed: Placed) -> float:
 
 
 def kept_width(placed: Placed, options: Options) -> float:
-    """Elements of a token that a layer keeps for its backward."""
+    """Elements of a token that a layer saves for its backward."""
     h = placed.cfg.embed_dim
     stream, (q, kv, f) = h / placed.stream_shards, placed.widths
     gates = 2 if placed.cfg.activation != "gelu" else 1
-    again = q if placed.num_shards("seq") > 1 else 0          # attention over several devices is never repeated
+    again = q if placed.num_shards("seq") > 1 else 0          # context parallelism never recomputes attention
     beside = _routing_width(placed) / placed.stream_shards
-    # norms behind attention and MLP read what their last matmuls give
+    # Norms after attention and MLP read the outputs of their last matmuls.
     placement = placed.cfg.norm_placement
     whole, chosen = 2 * stream * (placement == "both"), stream * (placement != "before" and not placed.cfg.num_experts)
     sums = 4 * placed.cfg.num_heads / placed.num_shards("heads") / placed.itemsize     # log-sum-exps, in float32
-    # Without remat what matmuls read is kept whole, and where a loop over microbatches has buffers for it what
-    # attention gives twice: as attention has it, and as the matmul behind.
+    # Without remat the inputs of matmuls are saved whole. The buffers of the microbatch loop hold attention's output
+    # twice: in its own layout and in that of the matmul after it.
     twice = q * (options.microbatches > 1)
     return {"none": 2 * stream + 2 * h + 2 * q + twice + 2 * kv + gates * f + _normed_width(placed) + beside
             + whole + sums,
@@ -91,10 +93,10 @@ def kept_width(placed: Placed, options: Options) -> float:
             "offload": again}[options.remat]
 
 
-def _turned_width(placed: Placed, options: Options) -> float:
-    """Elements of a token, of all layers with experts together, that XLA copies before the backward: what they keep
-    without remat of a stream that is gathered has the tokens of several rows first.
-    Other layers see them so throughout (`parts.tokens_first`)."""
+def _transposed_width(placed: Placed, options: Options) -> float:
+    """Elements of a token, over all layers with experts, that XLA transposes before the backward: without remat,
+    residuals gathered from a sharded stream of several rows have the tokens first. Other layers use that order
+    throughout (`parts.tokens_first`)."""
     cfg, rows = placed.cfg, options.global_batch / options.microbatches / placed.layout.num_shards(
         placed.layout.batch_axes)
     turned = cfg.num_experts and options.remat == "none" and placed.stream_shards > 1 and rows > 1
@@ -103,22 +105,21 @@ def _turned_width(placed: Placed, options: Options) -> float:
 
 
 def _normed_width(placed: Placed) -> float:
-    """Of what norms of queries and keys read, which lies beside what attention reads where no remat makes this
-    again."""
+    """Elements of the inputs of query and key norms, which are saved without remat."""
     q, kv, _ = placed.widths
     return (placed.cfg.qk_norm != "off") * (q + kv)
 
 
 def _routing_width(placed: Placed) -> float:
-    """Of the router's float32 logits and what the balance loss keeps of them; the mean of all layers."""
+    """Width of the router's float32 logits and of what the balance loss saves of them, mean over layers."""
     cfg = placed.cfg
     return 2 * cfg.num_experts * (1 - cfg.first_dense_layers
                                   / cfg.num_layers) * 4 / placed.itemsize if cfg.num_experts else 0
 
 
 def _working_width(placed: Placed, options: Options) -> float:
-    """Elements of a token that live while a layer's attention goes backward, of one with the widest MLP. Where
-    collectives run beside a layer's matmuls, XLA puts some of these off, and what they read lives longer."""
+    """Elements of a token that live during attention's backward in the layer with the widest MLP. Where collectives
+    overlap a layer's matmuls, XLA delays some of them, and their operands live longer."""
     (q, kv, _), h, f, context = placed.widths, placed.cfg.embed_dim, _widest_mlp(placed), placed.num_shards("seq")
     if context > 1:
         attention = {"ring": 12 * q + 8 * kv, "gather": 10 * q + (6 * context + 2) * kv, "ulysses": 6 * q + 6 * kv}
@@ -129,19 +130,19 @@ def _working_width(placed: Placed, options: Options) -> float:
 
 
 def _widest_mlp(placed: Placed) -> float:
-    """Of a token, on one device, in the layer whose MLP for all tokens is the widest."""
+    """Largest MLP width on one device, experts apart."""
     cfg = placed.cfg
     dense = cfg.mlp_dim if cfg.first_dense_layers or not cfg.num_experts else 0
     return max(dense, cfg.shared_expert_dim if cfg.num_experts else 0) / placed.num_shards("mlp")
 
 
-def _beside_experts(placed: Placed, options: Options) -> tuple[float, float]:
-    """Elements of a token that live beside experts that go backward, while inputs
-    have their gradients made and while weights have.
+def _expert_backward_widths(placed: Placed, options: Options) -> tuple[float, float]:
+    """Elements of a token that live beside the experts' backward: (for input gradients, for weight gradients).
 
-    The first: what attention reads and gives, as far as it was made again, and the stream and its cotangents. XLA puts
-    the second off until a collective of attention's backward is under way, whose cotangents live then, and what it sums
-    over the tokens of norms."""
+    The first: recomputed inputs and outputs of attention, the stream and its cotangents. XLA delays the second until a
+    collective of attention's backward is in flight, so that one's cotangents live too, and the sums of the norms'
+    gradients.
+    """
     (q, kv, _), h = placed.widths, placed.cfg.embed_dim
     stream, remade = h / placed.stream_shards, {"none": 0, "selective": q + 2 * kv}.get(
         options.remat, h + 2 * q + 2 * kv)
@@ -151,9 +152,9 @@ def _beside_experts(placed: Placed, options: Options) -> tuple[float, float]:
     return inputs, 2 * q + 2 * kv + gathered + (7 if placed.num_shards("residual_seq") > 1 else 3) * stream + ring
 
 
-def _of_parts(placed: Placed, options: Options) -> float:
-    """Bytes of a layer's gradient in float32, of one part of a microbatch beside the other's;
-    layers with experts work on it whole."""
+def _part_grads_bytes(placed: Placed, options: Options) -> float:
+    """Bytes of a layer's float32 gradient from one part of a microbatch, beside the other part's. Layers with experts
+    are not cut into parts."""
     cfg, rows = placed.cfg, options.global_batch // options.microbatches
     dense = not cfg.num_experts or cfg.first_dense_layers
     alone = parts.of_rows(placed.layout, (rows, options.seq_len))[1] == 1
@@ -168,15 +169,15 @@ def _of_parts(placed: Placed, options: Options) -> float:
 
 
 def _in_stages(placed: Placed, options: Options) -> float:
-    """A full stage of weights, the slots of the schedule, and the more of what the loss and a layer need beside
-    them."""
+    """Bytes of a stage's weights, the schedule's slots, and the larger of the temporaries of the loss and of a
+    layer."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
     stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
-    # Logits of a chunk in float32 and their gradient; the stage's output on its way to all, normed, and its gradient.
-    # Of the head and the embedding beside each other what a microbatch adds to their gradients, in float32.
+    # A chunk's float32 logits and their gradient; the stage's output as it is broadcast, normed, and its gradient. The
+    # float32 gradients of head and embedding from one microbatch live together.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 7 * size * tokens * stream
     loss += 16 * placed.head.n * placed.head.k
-    # A layer of B beside one of F, with their weights out of the stack.
+    # A layer of B and one of F, with their weights sliced out of the stack.
     layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2
                              * placed.widths[2]) + size * placed.layer.used
     if experts := routed.of(placed, options):
@@ -185,8 +186,8 @@ def _in_stages(placed: Placed, options: Options) -> float:
 
 
 def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
-    """Elements of a token that a layer leaves in slots: for its backward, and from there for a W of its own.
-    assumption: without remat, and for W, what is as wide as the residual stream lies whole on each device."""
+    """Elements of a token that a layer saves in slots: (for its backward, from there for a separate W). assumption:
+    without remat, and for W, arrays as wide as the residual stream are whole on each device."""
     h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
     stream, gates = h / placed.stream_shards, 2 if placed.cfg.activation != "gelu" else 1
     placement, normed = placed.cfg.norm_placement, _normed_width(placed)
@@ -195,8 +196,8 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
                     "selective": (2 + behind * (not placed.cfg.num_experts)) * stream
                     + 2 * q + 2 * kv + gates * f + beside / 2,
                     "full": stream + (q if placed.num_shards("seq") > 1 else 0)}[options.remat]
-    # What norms read and their cotangents are float32 in any case; of other float32 arrays some are the same.
-    biased = placed.cfg.norm == "layernorm"     # its bias has a gradient, too
+    # Inputs of norms and their cotangents are always float32; some other float32 arrays are the same ones.
+    biased = placed.cfg.norm == "layernorm"     # the bias has a gradient too
     apart = placed.itemsize == 2 or biased
     for_weights = 8 * (2 * h * (1 + both) + normed) / placed.itemsize + 2 * h * biased + {
         "none": q + 2 * kv + (gates + 1) * f + (2 * h if apart else -normed - 2 * h * both),
@@ -208,7 +209,7 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
 
 
 def slot_bytes(placed: Placed, options: Options) -> float:
-    """Bytes of a pipeline's slots: what microbatches leave in a stage."""
+    """Bytes of a pipeline's slots: the residuals of microbatches in a stage."""
     for_backward, for_weights = slot_widths(placed, options)
     p = placed.mesh.sizes["stage"]
     _, slots = schedules.counts(options.schedule, p, options.microbatches, options.chunks)
@@ -220,7 +221,7 @@ def slot_bytes(placed: Placed, options: Options) -> float:
 
 
 def leading_bytes(placed: Placed, options: Options) -> float:
-    """Bytes of what leading layers keep for their backward, and of what they pass to the first stage."""
+    """Bytes that leading layers save for their backward, and of their outputs to the first stage."""
     if not (leading := placed.leading):
         return 0.0
     kept = leading.layer.depth * slot_widths(leading, options)[0] + placed.cfg.embed_dim / placed.stream_shards

@@ -1,8 +1,8 @@
-"""A model under a layout, as the formulas see it: the sizes on one device, and which arrays travel over which mesh
-axes.
+"""A model under a layout, as the formulas read it: array sizes on one device, and the weights and gradients that move
+over each mesh axis.
 
-What a model is comes from its parameter table, where its tensors lie from the rules; nothing here depends on the batch.
-`traffic`, `footprint` and `price` make bytes and seconds of it.
+The parameter table gives the arrays, the rules give their sharding. Nothing here depends on the batch. `traffic`,
+`footprint` and `price` turn it into bytes and seconds.
 """
 from __future__ import annotations
 
@@ -23,25 +23,22 @@ GATHER, SCATTER, SUM, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Practice:
-    """How a framework runs a step; the defaults are this project's.
+class Framework:
+    """Describes how another framework runs a step, to price its published runs.
 
-    recomputed: shares of a layer's forward products, attention and elementwise work that its backward does again; None:
-    as training.remat says. shared_head: all stages work on the head; else it stands on the last. grad_bytes: of a
-    gradient's element as it is reduced. bucketed: what is reduced and gathered once a step hides behind a microbatch,
-    and reductions of a layer behind the next, in buckets; ours wait for the end of the loops that XLA makes.
+    Each of its pipeline stages runs a program of its own, with the head on the last stage. Its gradients are reduced in
+    buckets, overlapped with the backward.
+    recomputed: fractions of a layer's forward matmuls, attention and elementwise work that the backward recomputes.
+    eager: elementwise work is not fused. grad_bytes: bytes of a gradient element in a reduction.
     """
-    recomputed: tuple[float, float, float] | None = None
+    recomputed: tuple[float, float, float]
     eager: bool = False
-    user_buffers: bool = False
-    shared_head: bool = True
     grad_bytes: int = 4
-    bucketed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What of a step the layout leaves open. schedule: "" without stages."""
+    """What a step needs beside the layout. schedule: "" without stages."""
     seq_len: int
     global_batch: int
     microbatches: int = 1
@@ -49,15 +46,15 @@ class Options:
     schedule: str = ""
     chunks: int = 1
     method: str = "ring"
-    visited: float = 1.0        # pairs that attention's kernel visits, as a share of the causal half
+    visited: float = 1.0        # pairs that attention visits, as a fraction of the causal half
     loss_chunk: int = 2048
-    optimizer_bytes: float = 8  # of state for each parameter, beside the parameter
+    optimizer_bytes: float = 8  # optimizer state per parameter
     dispatch: str = "auto"      # how tokens reach their experts
     engine: str = "cudnn"       # of attention, as `assumptions` names it
 
     @classmethod
     def of(cls, run, **more) -> Options:
-        """Those of a run file."""
+        """Read the options of a run file."""
         return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
                    method=run.context.method,
                    loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch, **more)
@@ -65,12 +62,12 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n] with the sizes one device
-    has.
+    """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n], in sizes of one device.
+    Experts are in `routed`.
 
-    row: the mesh axes that split k, over which the result is summed. outward: the result is added to the residual
-    stream. unread: nothing in the backward reads the result. trained: they have gradients. share: of the layers that
-    have them. router: in float32, of tokens as the residual stream has them. Experts are none of them (`routed`).
+    row: mesh axes that shard k; the result is summed over them. outward: the result is added to the residual stream.
+    unread: the backward does not read the result. trained: the matrices have gradients. share: fraction of the layers
+    that have them. router: computed in float32, on tokens sharded as the residual stream.
     """
     k: float
     n: float
@@ -84,12 +81,12 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class WeightMove:
-    """Elements of weights or gradients that a device's group over `axes` exchanges together.
+    """Elements of weights or gradients in one collective over `axes`.
 
-    kind: as HLO spells it. part: "layers", "experts", "routers": elements of one layer, for each of its visits; "ends":
-    of embedding and head, for each microbatch; "update": of all that a device works on, once a step, gradients that
-    [grads] leaves whole and new weights; "lookup": how many tables' rows travel with every token: rows by columns
-    (all-to-all), cotangents (all-gather).
+    kind: as HLO spells it. part: "layers", "experts", "routers": elements of one layer, moved in each pass through it;
+    "ends": of embedding and head, moved in each microbatch; "update": moved once a step, gradients that [grads] does
+    not shard and new weights; "lookup": the number of tables whose rows are exchanged with every token (all-to-all) or
+    whose cotangents are gathered (all-gather).
     """
     kind: str
     part: str
@@ -99,13 +96,14 @@ class WeightMove:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Parameters that a device keeps.
+    """Elements of parameters on one device, unless a name says bytes.
 
-    stored: as [optimizer] has them; stored_bytes: of all; updated: of them those that are trained; layers_stored: of
-    layers. layers_read: of layers as [params] has them. grads, ends_grads: accumulated, of all and of embedding and
-    head. turned: bytes of those that are gathered along any dim but their first. used: of a stage and the ends, as they
-    are multiplied; trained: those of them that have gradients; cast: of those, what the microbatches read from a copy
-    in the compute dtype; moved: bytes of a copy in another place.
+    stored: sharded as [optimizer]; updated: the trained ones among them; layers_stored: those of layers. layers_read:
+    of layers, sharded as [params]. grads, ends_grads: gradient accumulators, of all parameters and of embedding and
+    head. turned: bytes of weights that XLA transposes because they are not gathered along their first dim. used: as the
+    matmuls of a stage, embedding and head read them; trained: the trained ones among them; cast: those that
+    microbatches read from a copy in the compute dtype. moved: bytes of the copy that [params] shards differently from
+    [optimizer].
     """
     stored: float = 0.0
     stored_bytes: float = 0.0
@@ -121,15 +119,14 @@ class Held:
     moved: float = 0.0
 
     def with_leading(self, leading: Held) -> Held:
-        """The sum with those of leading layers; layers_stored and layers_read stay those of the stages."""
+        """Add those of the leading layers; layers_stored and layers_read stay those of the stages."""
         return Held(**{name: value + (0 if name.startswith("layers_") else getattr(leading, name))
                        for name, value in dataclasses.asdict(self).items()})
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSizes:
-    """One layer on one device: its products; the parameters that it multiplies, of all its matrices and of the largest.
-    depth: layers of a stage."""
+    """One layer on one device: its products, its parameters, its largest matrix. depth: layers in a stage."""
     products: tuple[Product, ...]
     used: float
     largest: float
@@ -138,11 +135,11 @@ class LayerSizes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placed:
-    """A model under a layout: sizes on one device, and the weights and gradients that travel.
+    """A model under a layout: sizes on one device, and the weights and gradients that move.
 
-    leading: in our pipelines the layers before the stages, as a model of their own whose microbatches the stages share;
-    rows, cfg and layer are then of the others, what is held and exchanged once a step of both. leads: it is such a
-    model.
+    leading: in our pipelines, the layers before the stages as a model of their own; the stages share its microbatches.
+    rows, cfg and layer then describe the other layers, held and the moves of the update both. is_leading: whether this
+    is such a model.
     """
     cfg: object                 # the [model] section
     rows: list                  # the parameter table
@@ -150,97 +147,95 @@ class Placed:
     mesh: MeshSpec
     layer: LayerSizes
     head: Product
-    head_shards: int
     held: Held
     moves: tuple[WeightMove, ...]
     leading: Placed | None = None
-    leads: bool = False
+    is_leading: bool = False
+    framework: Framework | None = None      # None: this project
 
     def moving(self, kind: str, part: str) -> dict[Axes, float]:
-        """The elements of these moves by their axes."""
+        """Select moves by kind and part: their elements by mesh axes."""
         return {move.axes: move.elements for move in self.moves if (move.kind, move.part) == (kind, part)}
 
     @property
     def by_layer(self) -> bool:
-        """Whether layers gather their weights."""
+        """Whether each layer gathers its weights."""
         return any(move.kind == GATHER and move.part in ("layers", "experts") for move in self.moves)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an activation, and of a weight as it is gathered."""
+        """Bytes of an element of activations and gathered weights."""
         return 2 if self.cfg.compute_dtype == "bfloat16" else 4
 
     @property
     def float8(self) -> bool:
-        """Whether the layers' projections multiply in float8: what they read is gathered so, each tensor with a
+        """Whether the layers' projections multiply in float8. Their inputs are then gathered in float8, each with a
         scale."""
         return self.cfg.matmul_dtype == "float8"
 
     @property
     def dtype(self) -> str:
-        """Of the same, as HLO spells it."""
+        """The dtype of activations and gathered weights, as HLO spells it."""
         return "bf16" if self.itemsize == 2 else "f32"
 
     @functools.cached_property
     def matrices(self) -> int:
-        """Of a layer, experts' apart: each is gathered and reduced by a collective of its own."""
+        """Number of matrices of a layer without its experts. Each has a collective of its own."""
         return len({info.path[-3:] for info in self.rows
                     if info.role == "matrix" and info.axes[0] in (LAYERS, LEADING) and "expert" not in info.axes})
 
     def tokens(self, options: Options) -> float:
-        """Of a microbatch on one device, sequences that are split counted as they lie."""
+        """Tokens of a microbatch on one device; of a sharded sequence, its shard."""
         return options.global_batch * options.seq_len / options.microbatches / self.layout.num_shards(
             self.layout.token_axes)
 
-    def layers(self, options: Options, practice: Practice = Practice()) -> float:
-        """That a stage works through for a microbatch."""
-        if self.leads:
+    def layers(self, options: Options) -> float:
+        """Number of layers that a stage computes for a microbatch."""
+        if self.is_leading:
             return self.rounds(options) * self.cfg.num_layers / options.microbatches
-        if practice.shared_head and self.layout.sizes["stage"] == 1:
-            return self.cfg.num_layers
-        if practice.shared_head:        # ours: filled up with layers that cost the same and do nothing
-            return stages.padded(self.cfg, self.layout.sizes["stage"] * options.chunks) // self.layout.sizes["stage"]
-        return self.cfg.num_layers / self.layout.sizes["stage"]
+        num_stages = self.layout.sizes["stage"]
+        if num_stages == 1 or self.framework:
+            return self.cfg.num_layers / num_stages
+        # Our stages are padded with layers that cost the same and do nothing.
+        return stages.padded(self.cfg, num_stages * options.chunks) // num_stages
 
-    def visits(self, options: Options, practice: Practice) -> tuple[float, float, float]:
-        """How often a step works through a layer: forward, backward for its input, for its weights. In our pipelines
-        stages that have nothing to do work masked: with the schedule also those visits count."""
-        layers = self.layers(options, practice)
-        if not self.masked(options, practice) or self.leads:
+    def visits(self, options: Options) -> tuple[float, float, float]:
+        """Passes through a layer in a step: (forward, backward for inputs, backward for weights). In our pipelines an
+        idle stage computes on masked data, which the schedule's counts include."""
+        layers = self.layers(options)
+        if not self.masked(options) or self.is_leading:
             return (options.microbatches * layers,) * 3
-        executed, depth = self._executed(options), layers / options.chunks
+        num_stages, depth = self.layout.sizes["stage"], layers / options.chunks
+        executed, _ = schedules.counts(options.schedule, num_stages, options.microbatches, options.chunks)
         return depth * executed["F"], depth * executed["B"], depth * (executed["W"] or executed["B"])
 
     def rounds(self, options: Options) -> int:
-        """How often a stage works through its leading layers."""
+        """Number of times a step runs the leading layers on a stage."""
         return -(-options.microbatches // self.layout.sizes["stage"])
 
-    def ends(self, options: Options, practice: Practice) -> tuple[int, int, int]:
-        """How often a step looks up the embedding, makes the loss with its gradient, and the embedding's gradient."""
-        if self.leads:
+    def ends(self, options: Options) -> tuple[int, int, int]:
+        """Number of times a step computes (the embedding, the loss with its gradient, the embedding's gradient)."""
+        if self.is_leading:
             return 0, 0, 0
-        begun = self.begun(options, practice)
+        boundaries = self.boundaries(options)
         all_rounds = self.rounds(options) * self.layout.sizes["stage"]
-        return (all_rounds, begun[1], all_rounds) if self.leading else begun
+        return (all_rounds, boundaries[1], all_rounds) if self.leading else boundaries
 
-    def begun(self, options: Options, practice: Practice) -> tuple[int, int, int]:
-        """How often a step makes the first stage's input, the loss, and takes that input's cotangent: in the ticks of
-        our pipelines that the executor does it in, masked or not."""
+    def boundaries(self, options: Options) -> tuple[int, int, int]:
+        """Number of times a step computes (the first stage's input, the loss, the cotangent of that input), masked
+        ticks of our pipelines included."""
         m, p = options.microbatches, self.layout.sizes["stage"]
-        if not self.masked(options, practice):
+        if not self.masked(options):
             return m, m, m
         embedded, back = schedules.ends_executed(options.schedule, p, m, options.chunks)
         return embedded, m, back
 
-    def masked(self, options: Options, practice: Practice) -> bool:
-        """Whether all stages work in every tick of a schedule."""
-        return practice.shared_head and self.layout.sizes["stage"] > 1 and options.schedule != ""
-
-    def _executed(self, options: Options) -> dict[str, int]:
-        return schedules.counts(options.schedule, self.layout.sizes["stage"], options.microbatches, options.chunks)[0]
+    def masked(self, options: Options) -> bool:
+        """Whether all stages compute in every tick of the schedule."""
+        return not self.framework and self.layout.sizes["stage"] > 1 and options.schedule != ""
 
     def num_shards(self, axis: str) -> int:
-        """How many devices split an activation's dim."""
+        """Number of devices that an activation's dim is sharded over."""
         if axis not in self._num_shards:
             self._num_shards[axis] = self.layout.num_shards(self.layout.mesh_axes("activations", axis))
         return self._num_shards[axis]
@@ -251,32 +246,33 @@ class Placed:
 
     @functools.cached_property
     def stream_shards(self) -> int:
-        """How many devices share a residual stream beyond those that split its sequences (sequence parallelism)."""
+        """Number of devices that shard the residual stream by sequence parallelism, context parallelism not counted."""
         context = self.layout.mesh_axes("activations", "seq")
         return self.layout.num_shards(a for a in self.layout.mesh_axes("activations", "residual_seq")
                                       if a not in context)
 
     @functools.cached_property
     def widths(self) -> tuple[float, float, float]:
-        """Of a token's queries, of its keys, of the MLP, on one device."""
+        """Elements of a token's (queries, keys, MLP hidden) on one device."""
         cfg = self.cfg
         kv_heads = layers.kv_heads(self.layout, cfg.num_kv_heads) / self.num_shards("kv_heads")
-        # beside experts the mean of all layers
+        # With experts: the mean over layers.
         dense = cfg.first_dense_layers / cfg.num_layers if cfg.num_experts else 1.0
         mlp = dense * cfg.mlp_dim + (1 - dense) * cfg.shared_expert_dim
         return cfg.num_heads * cfg.head_dim / self.num_shards("heads"), kv_heads * cfg.head_dim, mlp / self.num_shards(
             "mlp")
 
 
-def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practice()) -> Placed:
-    """rows: the parameter table (ParamInfo); cfg: the [model] section; the layout has the sizes of the mesh."""
-    if layout.sizes["stage"] == 1 or not cfg.first_dense_layers or not practice.shared_head:
-        return _place(rows, cfg, layout, mesh, practice)
+def place(rows, cfg, layout: Layout, mesh: MeshSpec) -> Placed:
+    """Compute the sizes and moves of a model under a layout. rows: the parameter table (ParamInfo); cfg: the [model]
+    section; the layout has the sizes of the mesh."""
+    if layout.sizes["stage"] == 1 or not cfg.first_dense_layers:
+        return _place(rows, cfg, layout, mesh)
     split = {wanted: [info for info in rows if (info.axes[0] == LEADING) == wanted] for wanted in (True, False)}
     dense = dict(num_layers=cfg.first_dense_layers, num_experts=0, shared_expert_dim=0, first_dense_layers=0)
-    leading = _place(split[True], cfg.model_copy(update=dense), layout, mesh, practice, leads=True)
+    leading = _place(split[True], cfg.model_copy(update=dense), layout, mesh, is_leading=True)
     others = dict(num_layers=cfg.num_layers - cfg.first_dense_layers, first_dense_layers=0)
-    staged = _place(split[False], cfg.model_copy(update=others), layout, mesh, practice)
+    staged = _place(split[False], cfg.model_copy(update=others), layout, mesh)
     update = Counter()
     for move in (*staged.moves, *leading.moves):
         if move.part == "update":
@@ -286,43 +282,43 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice = Practi
     return dataclasses.replace(staged, leading=leading, held=staged.held.with_leading(leading.held), moves=moves)
 
 
-def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads: bool = False) -> Placed:
-    """leads: these layers stand before the stages, their gradients are summed over them."""
-    local, tokens = _Local(cfg, layout), frozenset(layout.token_axes) | ({"stage"} if leads else set())
+def _place(rows, cfg, layout: Layout, mesh: MeshSpec, is_leading: bool = False) -> Placed:
+    """is_leading: these layers run before the stages, and their gradients are summed over the stages."""
+    local, tokens = _Local(cfg, layout), frozenset(layout.token_axes) | ({"stage"} if is_leading else set())
     layers_with = Counter()
     for info in rows:
         layers_with[info.path[-3:]] += info.shape[0]
     travel, held, used, largest = defaultdict(float), Counter(), 0.0, 0.0
-    num_stages, products, head, equal = layout.sizes["stage"], {}, (Product(0, 0), 1), {}
-    stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 and not leads else cfg.num_layers
+    num_stages, products, head, equal = layout.sizes["stage"], {}, Product(0, 0), {}
+    stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 and not is_leading else cfg.num_layers
     once = tokens if num_stages > 1 else frozenset(layout.deferred_axes(info.axes for info in rows))
-    # the last product of a layer is none of an adapter's
+    # Adapters first: the last product of a layer must not be one of theirs.
     for info in sorted(rows, key=lambda info: LORA not in info.path):
-        in_use, lies = local.axes(info)
+        in_use, by_table = local.axes(info)
         depth = stage_layers if info.axes[0] in (LAYERS, LEADING) else 0
         whole = info.size / layout.num_shards(in_use)
-        # a stage has its own layers in the loop, also where the rules cannot split them
+        # In the loop a stage has its own layers alone, even where the rules cannot shard the stack.
         if depth and num_stages > 1:
             whole = info.size / cfg.num_layers * depth / layout.num_shards(in_use - {"stage"})
-        held.update(_held(info, cfg, layout, lies, in_use, whole, depth))
+        held.update(_held(info, cfg, layout, by_table, in_use, whole, depth))
         if depth:
             used, largest = used + whole / depth, max(largest, whole / depth * cfg.num_layers / info.shape[0])
-        if num_stages > 1:              # inside the loop weights and gradients are whole: exchanged once a step
-            lies |= {"params": in_use, "grads": in_use}
+        if num_stages > 1:              # the loop has whole weights and gradients, exchanged once a step
+            by_table |= {"params": in_use, "grads": in_use}
         uses = 1
         if info.role == "embedding":
             columns = layers.lies_by_columns(layout, info.axes)
             uses = (not columns) + (cfg.tie_embeddings and info.axes[0] == "vocab")
-            travel[EXCHANGE, "lookup", _ordered(lies["params"])] += columns * (1 + info.trainable)
-        beyond = {table: axes - in_use for table, axes in lies.items()}
-        for key, n in _moves(layout, info, beyond, whole, depth, uses, tokens - lies["grads"] - in_use, once):
+            travel[EXCHANGE, "lookup", ordered(by_table["params"])] += columns * (1 + info.trainable)
+        beyond = {table: axes - in_use for table, axes in by_table.items()}
+        for key, n in _moves(layout, info, beyond, whole, depth, uses, tokens - by_table["grads"] - in_use, once):
             travel[key] += n
-        # Of layers that repeat with a period the matrices of one: they differ in what they attend to alone.
+        # Layers of a period have equal matrices and differ in their windows: take those of the first.
         first = equal.setdefault("router" if info.role == "router" else info.path[-3:], info.path) == info.path
         if info.role == "matrix" and "expert" not in info.axes and first:
             into, out = info.matrix_dims
             key = info.path[:-2], tuple(info.axes[d] for d in into)
-            row = _ordered(frozenset().union(*(local.uses(info.axes[d]) for d in into)))
+            row = ordered(frozenset().union(*(local.uses(info.axes[d]) for d in into)))
             n, outward = products[key].n if key in products else 0, info.axes[out[-1]] == "embed"
             products[key] = Product(local.size(info, into), n + local.size(info, out), row, outward,
                                     outward and key[1] == ("mlp",),
@@ -332,18 +328,18 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, practice: Practice, leads:
                                          share=1 - cfg.first_dense_layers / cfg.num_layers)
         elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):
             num_shards = layout.num_shards(local.uses("vocab"))
-            head = Product(cfg.embed_dim, info.size // cfg.embed_dim // num_shards, trained=info.trainable), num_shards
+            head = Product(cfg.embed_dim, info.size // cfg.embed_dim // num_shards, trained=info.trainable)
     moves = tuple(WeightMove(*key, n) for key, n in travel.items() if key[-1] and n)
     layer = LayerSizes(tuple(products.values()), used, largest, stage_layers)
-    return Placed(cfg, rows, layout, mesh, layer, *head, Held(**held), moves, leads=leads)
+    return Placed(cfg, rows, layout, mesh, layer, head, Held(**held), moves, is_leading=is_leading)
 
 
-def _held(info, cfg, layout: Layout, lies, in_use: frozenset, whole: float, depth: int) -> dict[str, float]:
-    """What one parameter adds to `Held`. in_use: mesh axes that shard the gathered copy; depth: layers on the device, 0
-    of embedding and head."""
-    stored = info.size / layout.num_shards(lies["optimizer"])
-    grads, read = (info.size / layout.num_shards(lies[table]) for table in ("grads", "params"))
-    elsewhere = lies["params"] != lies["optimizer"]
+def _held(info, cfg, layout: Layout, by_table, in_use: frozenset, whole: float, depth: int) -> dict[str, float]:
+    """What one parameter adds to `Held`. in_use: mesh axes that shard the gathered copy; depth: number of layers on the
+    device, 0 for embedding and head."""
+    stored = info.size / layout.num_shards(by_table["optimizer"])
+    grads, read = (info.size / layout.num_shards(by_table[table]) for table in ("grads", "params"))
+    elsewhere = by_table["params"] != by_table["optimizer"]
     size = 2 if info.role in MATMUL_ROLES and cfg.compute_dtype == "bfloat16" else info.dtype.itemsize
     found = {"stored": stored, "stored_bytes": stored * info.dtype.itemsize, "updated": info.trainable * stored,
              "grads": info.trainable * grads, "used": whole, "trained": info.trainable * whole,
@@ -352,39 +348,39 @@ def _held(info, cfg, layout: Layout, lies, in_use: frozenset, whole: float, dept
         found["cast"] = whole
     if not depth:
         return found | {"ends_grads": info.trainable * grads}
-    gathered = "expert" in info.axes and bool(lies["params"] - in_use)
+    gathered = "expert" in info.axes and bool(by_table["params"] - in_use)
     outer = info.shape[1] // layout.num_shards(layout.mesh_axes(GATHERED, "expert")) > 1
     if info.role == "matrix" and (info.axes[-1] == "embed" or gathered and (outer or info.axes[-1] == "expert_embed")):
         found["turned"] = stored * info.dtype.itemsize
     return found | {"layers_read": read, "layers_stored": stored}
 
 
-def _moves(layout: Layout, info, lies, whole: float, depth: int, uses: int, late: frozenset,
+def _moves(layout: Layout, info, beyond, whole: float, depth: int, uses: int, late: frozenset,
            once: frozenset) -> Iterator[tuple[tuple[str, str, Axes], float]]:
-    """((kind, part, axes), elements) of one parameter, as `WeightMove`. lies: where its tables split it beyond its use;
-    uses: how often the ends gather it; late: axes over which its gradient is summed that do not split it; once: axes of
-    sums that wait for the end of the step."""
+    """Yield ((kind, part, axes), elements) of one parameter, see `WeightMove`. beyond: the axes that shard it in each
+    table but not in use. uses: how often embedding and head gather it. late: axes over which its gradient is summed
+    that do not shard it. once: axes whose sums are deferred to the end of the step."""
     n, part = (whole / depth, "experts" if "expert" in info.axes else "layers") if depth else (whole, "ends")
-    params, grads = lies["params"], lies["grads"]
-    yield (GATHER, "routers" if info.role == "router" else part, _ordered(params)), uses * n
-    yield (GATHER, "update", _ordered(lies["optimizer"] - params)), whole / layout.num_shards(params)
+    params, grads = beyond["params"], beyond["grads"]
+    yield (GATHER, "routers" if info.role == "router" else part, ordered(params)), uses * n
+    yield (GATHER, "update", ordered(beyond["optimizer"] - params)), whole / layout.num_shards(params)
     if not info.trainable:
         return
-    yield (SCATTER, part, _ordered(grads)), uses * n
-    into = late & once & lies["optimizer"]
-    yield (SCATTER, "update", _ordered(into)), whole / layout.num_shards(grads)
-    yield (SUM, "update", _ordered((late & once) - into)), whole / layout.num_shards(grads | into)
+    yield (SCATTER, part, ordered(grads)), uses * n
+    into = late & once & beyond["optimizer"]
+    yield (SCATTER, "update", ordered(into)), whole / layout.num_shards(grads)
+    yield (SUM, "update", ordered((late & once) - into)), whole / layout.num_shards(grads | into)
     if info.role == "embedding" and layout.num_shards(once) > 1 and layout.sizes["stage"] == 1:
-        # Beside manual axes XLA gathers the cotangents of what is looked up, and each device adds up all of them.
-        yield (GATHER, "lookup", _ordered(late - once)), 1
-    elif info.role == "embedding":      # what its lookups leave XLA itself adds up before it sums it over devices
-        yield (SUM, "update", _ordered(late - once)), whole / layout.num_shards(grads)
+        # With manual axes XLA all-gathers the cotangents of looked-up rows, and each device sums all of them.
+        yield (GATHER, "lookup", ordered(late - once)), 1
+    elif info.role == "embedding":      # XLA sums the gradients of look-ups per device before the all-reduce
+        yield (SUM, "update", ordered(late - once)), whole / layout.num_shards(grads)
     else:
-        yield (SUM, part, _ordered(late - once)), n / layout.num_shards(grads)
+        yield (SUM, part, ordered(late - once)), n / layout.num_shards(grads)
 
 
 class _Local:
-    """The mesh axes that the tables give to logical axes, each asked for once, and what a device has of a parameter."""
+    """Sizes of parameters on one device. Caches the mesh axes of each logical axis."""
 
     def __init__(self, cfg, layout: Layout):
         self.layout = layout
@@ -394,17 +390,17 @@ class _Local:
             layout.mesh_axes("activations", "kv_heads"))
 
     def axes(self, info) -> tuple[frozenset, dict[str, frozenset]]:
-        """(those that split a parameter where it is used, those that split it in each table)."""
+        """(mesh axes that shard a parameter in use, those that shard it in each table)."""
         union = lambda of: frozenset().union(*map(of, info.axes))
         tables = ("params", "grads", "optimizer")
         return union(self.uses), {table: union(functools.partial(self.splits, table)) for table in tables}
 
     def size(self, info, dims) -> int:
-        """Elements of these dims of a matrix on one device, as it is multiplied: each device has key heads of its
-        own."""
+        """Elements of these dims of a matrix on one device, as it is multiplied. Key heads are replicated where they
+        are fewer than the devices."""
         split = lambda d: info.shape[d] // max(1, self.layout.num_shards(self.uses(info.axes[d])))
         return math.prod(self.kv_heads if info.axes[d] == "kv_heads" else split(d) for d in dims)
 
 
-def _ordered(axes) -> Axes:
+def ordered(axes) -> Axes:
     return tuple(a for a in AXES if a in axes)

@@ -1,9 +1,8 @@
-"""The price of one layout, in closed formulas: memory, traffic, time of a step; nothing is compiled.
+"""The price of a layout in closed formulas: memory, traffic and time of a step. Compiles nothing.
 
-What lies and travels where is in `placed`, `traffic` and `footprint`; `rates` says how long a product, a stream and a
-collective take. A collective is hidden behind a share of the compute that stands beside it, and slows that by a share
-of its own time; each step says what of it is exposed. The formulas met 51 published runs of other frameworks, whose
-ways to run a step are a `Practice`.
+`placed`, `traffic` and `footprint` give the sizes, `rates` the seconds of a matmul, a stream and a collective. A
+collective hides behind a fraction of the compute that it overlaps, and slows that compute by a fraction of its own
+time. The formulas met 51 published runs of other frameworks (`placed.Framework`).
 """
 from __future__ import annotations
 
@@ -13,33 +12,31 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from meshtrain.cost.formulas import flops, footprint, rates, routed, traffic
-from meshtrain.cost.formulas.placed import Options, Placed, Practice
+from meshtrain.cost.formulas.placed import Options, Placed
 from meshtrain.cost.formulas.rates import DeviceGroup, Matmul, Rates
 from meshtrain.cost.formulas.simulate import Costs
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.sharding.rules import GATHERED
 
-# FLOPs of attention's backward over its forward's: the scores again, then four products for two;
-# our two kernels make scores each
+# FLOPs of attention's backward over its forward's: one recomputes the scores and has four products for two. Each of our
+# two Pallas kernels recomputes the scores.
 BACKWARD, BACKWARD_APART = 2.5, 3.5
-LOGIT_BYTES = 14            # what a logit moves through memory, forward and backward
-UPDATE_BYTES = 30           # what a stored parameter moves in the optimizer's update
-# what an accumulator's element moves beside the sums: begun with zeros, turned for the reduction
-ONCE_BYTES = 12
-QK_NORM = (6, 17)           # of an element of queries and keys that are normed, forward and backward
-QUANTISE_BYTES = 5          # of an element that becomes float8: read for the largest value, read again, written
+LOGIT_BYTES = 14            # HBM bytes of a logit, forward and backward
+UPDATE_BYTES = 30           # HBM bytes of a parameter in the optimizer's update
+ONCE_BYTES = 12             # HBM bytes of an accumulator's element once a step: zeroed, transposed for the reduction
+QK_NORM = (6, 17)           # HBM bytes of a normed element of queries and keys, forward and backward
+QUANTISE_BYTES = 5          # HBM bytes of an element cast to float8: read for the maximum, read again, written
 FULL, SELECTIVE = (1.0, 1.0, 1.0), (0.0, 0.0, 0.6)
 RECOMPUTED = {"none": (0.0, 0.0, 0.0), "selective": SELECTIVE, "full": FULL, "offload": FULL}
 
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """A step: step_s = compute_s + exposed (by what is waited for) + bubble_s + update_s + host_s.
+    """A step: step_s = compute_s + exposed (by label) + bubble_s + update_s + host_s.
 
-    collectives: those of a step. traffic_bytes: that a GPU sends, by mesh axes ("data+fsdp"). links_s: seconds that
-    each axes' collectives take, hidden or not. parts: compute_s by kind. mfu: the causal half of attention counted,
-    nothing recomputed.
+    collectives: those of a step. traffic_bytes: bytes that a GPU sends, by mesh axes ("data+fsdp"). links_s: seconds of
+    collectives by mesh axes, hidden or not. parts: compute_s by kind. mfu: counts the causal half of attention and no
+    recomputation.
     """
     memory_bytes: Mapping[str, int]
     collectives: tuple[traffic.Sent, ...]
@@ -60,47 +57,48 @@ class Price:
 
     @property
     def bubble(self) -> float:
-        """bubble_s as a share of what a GPU spends on the step."""
+        """bubble_s as a fraction of the step without host_s."""
         return self.bubble_s / (self.step_s - self.host_s)
 
 
 class Links:
-    """Collectives over the links of a mesh: who takes part, and how long they take."""
+    """Groups and times of collectives on a mesh."""
 
     def __init__(self, rates: Rates, mesh: MeshSpec):
         self.rates, self.mesh, self.domain = rates, mesh, rates.gpu.domain_gpus(mesh.num_devices)
 
     def group(self, axes: tuple[str, ...]) -> DeviceGroup:
-        """Of these axes; a part of an axis ("tensor:2") counts as all of it."""
+        """The group of a collective over these axes; a part of an axis ("tensor:2") counts as the whole axis."""
         return DeviceGroup(*self.mesh.in_domain(tuple(axis.partition(":")[0] for axis in axes), self.domain))
 
     def one_s(self, sent: traffic.Sent) -> float:
         return sent.arrays * self.rates.collective_s(sent.kind, sent.array_bytes / sent.arrays, self.group(sent.axes))
 
 
-def price(placed: Placed, rated: Rates, options: Options, practice: Practice = Practice()) -> Price:
+def price(placed: Placed, rated: Rates, options: Options) -> Price:
+    """Price one step of a model under a layout."""
     cfg, assumed, sizes = placed.cfg, rated.assumed, placed.mesh.sizes
     p, m, num_gpus = sizes["stage"], options.microbatches, placed.mesh.num_devices
-    work, layers = _LayerTimes(placed, rated, options, practice), placed.layers(options, practice)
-    waits = _Waits(placed, rated, options, practice, work, layers)
+    work, layers = _LayerTimes(placed, rated, options), placed.layers(options)
+    waits = _Waits(placed, rated, options, work, layers)
     head_s = sum(work.head.values())
     layer_s, waits_s = work.forward_s + work.backward_s, waits.layer_s / (m * layers)
     stage_s = layers * (layer_s + waits_s)
     idle_s = 0.0
-    if p > 1 and practice.shared_head:
+    if p > 1 and not placed.framework:
         idle_s = bubble_s(_stage(work, layers, waits_s), options.schedule, p, m, options.chunks)
-    elif p > 1:                         # of runtimes with one program a stage: 1F1B and its interleaved form
+    elif p > 1:                         # one program per stage, 1F1B or interleaved 1F1B
         idle_s = (p - 1) / options.chunks * stage_s
     steady = stage_s + head_s
-    ahead, ahead_s = _ahead(placed, rated, options, practice)
-    idle_s += (placed.rounds(options) * p / m - 1) * ahead_s
+    leading, leading_s = _leading_s(placed, rated, options)
+    idle_s += (placed.rounds(options) * p / m - 1) * leading_s
     update_s = rated.stream_s(UPDATE_BYTES * placed.held.updated)
-    if not practice.bucketed and p == 1:
+    if not placed.framework and p == 1:
         update_s += rated.stream_s(ONCE_BYTES * placed.held.grads)
-    busy = m * steady + ahead_s + idle_s + waits.other_s + update_s
+    busy = m * steady + leading_s + idle_s + waits.other_s + update_s
     step_s = busy * (1 + assumed["step.overhead"])
     parts = {name: m * layers * seconds for name, seconds in work.parts.items()}
-    for name, seconds in (*work.head.items(), *ahead.items()):
+    for name, seconds in (*work.head.items(), *leading.items()):
         parts[name] += m * seconds
     per_gpu = options.global_batch * options.seq_len / step_s / num_gpus
     model_flops = sum(flops.model_flops_per_token(part.rows, part.cfg, options.seq_len)
@@ -111,84 +109,83 @@ def price(placed: Placed, rated: Rates, options: Options, practice: Practice = P
                  per_gpu * model_flops / rated.peak(cfg.compute_dtype))
 
 
-def _ahead(placed: Placed, rated: Rates, options: Options, practice: Practice) -> tuple[dict[str, float], float]:
-    """Of the leading layers before our stages: (a stage's seconds for each microbatch of the step by kind,
-    all of its seconds)."""
+def _leading_s(placed: Placed, rated: Rates, options: Options) -> tuple[dict[str, float], float]:
+    """Time of the leading layers before our stages: (seconds of a stage per microbatch by kind, seconds of a stage in a
+    step)."""
     if not (leading := placed.leading):
         return {}, 0.0
-    work = _LayerTimes(leading, rated, dataclasses.replace(options, schedule="gpipe"), practice)
+    work = _LayerTimes(leading, rated, dataclasses.replace(options, schedule="gpipe"))
     share = leading.layer.depth / placed.layout.sizes["stage"]
     each = {name: share * seconds for name, seconds in work.parts.items()}
     return each, options.microbatches * share * (work.forward_s + work.backward_s)
 
 
-def stage_costs(placed: Placed, rated: Rates, options: Options, practice: Practice = Practice()) -> Costs:
-    """One microbatch through one whole stage, as `simulate` takes it to choose a schedule."""
-    work, layers = _LayerTimes(placed, rated, options, practice), placed.layers(options, practice)
-    waits, links = _Waits(placed, rated, options, practice, work, layers), Links(rated, placed.mesh)
-    link_s = sum(links.one_s(sent) for sent in waits.sent if sent.waits == "stage"
+def stage_costs(placed: Placed, rated: Rates, options: Options) -> Costs:
+    """Seconds of one microbatch in one stage, from which `simulate` chooses a schedule."""
+    work, layers = _LayerTimes(placed, rated, options), placed.layers(options)
+    waits, links = _Waits(placed, rated, options, work, layers), Links(rated, placed.mesh)
+    link_s = sum(links.one_s(sent) for sent in waits.sent if sent.label == "stage"
                  and sent.kind == "collective-permute")
     costs = _stage(work, layers, waits.layer_s / (options.microbatches * layers))
     return dataclasses.replace(costs, loss_s=sum(work.head.values()), link_s=link_s)
 
 
 def _stage(work: _LayerTimes, layers: float, waits_s: float) -> Costs:
-    """waits_s: of one layer; half of it stands in the forward."""
+    """waits_s: exposed seconds of one layer, half of them in the forward."""
     return Costs(layers * (work.forward_s + waits_s / 2), layers * (work.input_grad_s + waits_s / 2),
                  layers * work.weight_grad_s)
 
 
 class _Waits:
-    """What a step waits for, in seconds: exposed by name, of them layer_s in its layers and other_s at their ends and
-    once a step; links_s: all seconds of collectives by mesh axes."""
+    """Exposed seconds of a step by label: layer_s in layers, other_s outside them; links_s: all seconds of collectives
+    by mesh axes."""
 
-    def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice,
+    def __init__(self, placed: Placed, rated: Rates, options: Options,
                  work: _LayerTimes, layers: float):
         links, assumed, m, p = Links(rated, placed.mesh), rated.assumed, options.microbatches, placed.mesh.sizes[
             "stage"]
-        self.sent = traffic.of(placed, options, practice)
+        self.sent = traffic.of(placed, options)
         self.links_s, self.exposed = defaultdict(float), defaultdict(float)
         together, reduced = defaultdict(float), defaultdict(float)
         self.layer_s = 0.0
         for sent in self.sent:
             one_s = links.one_s(sent)
             self.links_s["+".join(sent.axes)] += sent.runs * one_s
-            # hidden but for those of the bubble
-            between = sent.waits == "stage" and sent.kind == "collective-permute"
-            together[key := (sent.waits, sent.beside, sent.layer)] += (2 * (p - 1) if between else sent.runs) * one_s
-            if sent.layer and sent.kind == "reduce-scatter" and sent.beside == traffic.BACKWARD:
+            # Sends between stages are hidden, except in the bubble.
+            between = sent.label == "stage" and sent.kind == "collective-permute"
+            together[key := (sent.label, sent.overlaps, sent.layer)] += (2 * (p - 1) if between else sent.runs) * one_s
+            if sent.layer and sent.kind == "reduce-scatter" and sent.overlaps == traffic.BACKWARD:
                 reduced[key] += sent.runs * one_s
-            if sent.layer and sent.waits == "fsdp" and sent.beside == traffic.BACKWARD:
-                # the first layer's gather and the last one's reduction: behind nothing
+            if sent.layer and sent.label == "fsdp" and sent.overlaps == traffic.BACKWARD:
+                # The first layer's gather and the last one's reduction overlap nothing.
                 self.exposed["fsdp"] += m * one_s
-        visits = placed.visits(options, practice)[0]
+        visits = placed.visits(options)[0]
         compute = {"": 0.0, traffic.MICROBATCH: layers * (work.forward_s + work.backward_s)} | {
-            beside: visits * seconds for beside, seconds in work.beside.items()}
-        compute[traffic.ONCE] = sum(seconds for (_, beside, _), seconds in together.items() if beside == traffic.ONCE)
-        hidden = {"tensor": assumed["overlap.user_buffers" if practice.user_buffers else "overlap.tensor"]}
-        for (name, beside, layer), seconds in together.items():
+            overlaps: visits * seconds for overlaps, seconds in work.compute_s.items()}
+        compute[traffic.ONCE] = sum(seconds for (_, of, _), seconds in together.items() if of == traffic.ONCE)
+        for (name, overlaps, layer), seconds in together.items():
             near = "overlap.experts" if name == traffic.EXPERTS else "overlap.fsdp"
-            hide = assumed[{traffic.MICROBATCH: "overlap.data", traffic.ONCE: "overlap.once"}.get(beside, near)]
-            alone = (1 - assumed["overlap.reduced"]) * reduced[name, beside, layer] * (not practice.bucketed)
-            exposed_s = (1 - hidden.get(name, 0.0)) * _beside(
-                seconds, alone, compute[beside], hide, assumed["link.contend"])
-            exposed_s *= m * layers / visits if layer else 1.0      # what masked visits wait for is the bubble's
+            hide = assumed[{traffic.MICROBATCH: "overlap.data", traffic.ONCE: "overlap.once"}.get(overlaps, near)]
+            alone = (1 - assumed["overlap.reduced"]) * reduced[name, overlaps, layer] * (not placed.framework)
+            exposed_s = (1 - (assumed["overlap.tensor"] if name == "tensor" else 0.0)) * _exposed_s(
+                seconds, alone, compute[overlaps], hide, assumed["link.contend"])
+            exposed_s *= m * layers / visits if layer else 1.0      # masked passes wait in the bubble
             self.exposed[name] += exposed_s
             self.layer_s += exposed_s if layer else 0.0
-        if options.remat == "offload":      # each layer's input to the host, and back for its backward
+        if options.remat == "offload":      # each layer's input is copied to the host and back
             copy_bytes = placed.itemsize * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_shards
             copy_s = copy_bytes / rated.host_bytes_per_s
             self.exposed["offload"] = m * layers * sum(
-                max(0.0, copy_s - assumed["overlap.fsdp"] * work.beside[kind])
+                max(0.0, copy_s - assumed["overlap.fsdp"] * work.compute_s[kind])
                 for kind in (traffic.FORWARD, traffic.BACKWARD))
             self.layer_s += self.exposed["offload"]
         self.other_s = sum(self.exposed.values()) - self.layer_s
 
 
 class _LayerTimes:
-    """Seconds of one layer and of the head for one microbatch on one device."""
+    """Seconds of one layer and of the head, for one microbatch on one device."""
 
-    def __init__(self, placed: Placed, rated: Rates, options: Options, practice: Practice):
+    def __init__(self, placed: Placed, rated: Rates, options: Options):
         cfg, tokens = placed.cfg, placed.tokens(options)
         matmul = functools.partial(matmul_s, rated, "float8" if placed.float8 else cfg.compute_dtype, placed.itemsize)
         dense, routers = ([w for w in placed.layer.products if w.router == wanted] for wanted in (False, True))
@@ -205,49 +202,45 @@ class _LayerTimes:
             for share, keys in _kernels(placed, options))
         products_b = BACKWARD_APART if options.engine == "pallas" else BACKWARD
         attention, attention_b = attend("forward", pairs), attend("backward", products_b * pairs)
-        beside = 16 * cfg.embed_dim / placed.stream_shards + 4 * (query + key)
-        moved = lambda times, norm: tokens * (beside + times * mlp + norm * (cfg.qk_norm != "off") * (query + key))
+        fixed_bytes = 16 * cfg.embed_dim / placed.stream_shards + 4 * (query + key)
+        moved = lambda times, norm: tokens * (fixed_bytes + times * mlp + norm * (cfg.qk_norm != "off") * (query + key))
         gated = cfg.activation != "gelu"
-        fused = rated.assumed["elementwise.eager"] if practice.eager else 1.0
+        fused = rated.assumed["elementwise.eager"] if placed.framework and placed.framework.eager else 1.0
         fused *= placed.itemsize / 2
         small = fused * rated.stream_s(moved(6 if gated else 4, QK_NORM[0]))
         small_b = fused * rated.stream_s(moved(10 if gated else 6, QK_NORM[1]))
         if placed.float8:
             small, small_b = (each + rated.stream_s(tokens * moved)
                               for each, moved in zip((small, small_b), _quantised_bytes(placed)))
-        in_loop = (0.0, 0.0, 0.0) if practice.bucketed else _stage_bytes(placed, options) if placed.masked(
-            options, practice) else _scan_bytes(placed, options)
+        in_loop = (0.0, 0.0, 0.0) if placed.framework else _stage_bytes(placed, options) if placed.masked(
+            options) else _scan_bytes(placed, options)
         stage_f, stage_b, stage_w = map(rated.stream_s, in_loop)
-        again = practice.recomputed or RECOMPUTED[options.remat]
+        again = placed.framework.recomputed if placed.framework else RECOMPUTED[options.remat]
         again_s = again[0] * forward
-        if practice.recomputed is None and again[0]:    # ours: what the last product adds is never needed again
+        if not placed.framework and again[0]:      # the backward does not read the last product
             again_s -= sum(seconds for seconds, product in zip(products, dense) if product.unread)
-        if practice.recomputed is None and placed.num_shards("seq") > 1:
-            again = again[0], 0.0, again[2]             # ours: attention over several devices is never repeated
+        if not placed.framework and placed.num_shards("seq") > 1:
+            again = again[0], 0.0, again[2]         # context parallelism never recomputes attention
         recomputed_s = again_s + again[1] * attention + again[2] * small
         (experts, experts_b, experts_w), (moved_f, moved_b) = _experts_s(placed, rated, options)
         self.forward_s = forward + attention + small + stage_f + experts + moved_f
         self.input_grad_s = backward / 2 + attention_b + small_b + recomputed_s + stage_b + experts_b + moved_b
         self.weight_grad_s = backward / 2 + stage_w + experts_w
         self.backward_s = self.input_grad_s + self.weight_grad_s
-        self.beside = {traffic.FORWARD: self.forward_s, traffic.BACKWARD: self.backward_s, traffic.ATTENTION: attention,
-                       traffic.ATTENTION_BACKWARD: attention_b}
+        self.compute_s = {traffic.FORWARD: self.forward_s, traffic.BACKWARD: self.backward_s,
+                          traffic.ATTENTION: attention, traffic.ATTENTION_BACKWARD: attention_b}
         self.parts = {"matmul": forward + again_s + backward + experts + experts_b + experts_w,
                       "attention": attention * (1 + again[1]) + attention_b,
                       "elementwise": small * (1 + again[2]) + small_b + stage_f + stage_b + stage_w + moved_f + moved_b}
         matmul = functools.partial(matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k
-        if not practice.shared_head and options.schedule:
-            beside_stage = placed.layout.num_shards(
-                a for a in placed.layout.mesh_axes(GATHERED, "vocab") if a != "stage")
-            n = n * placed.head_shards // max(1, beside_stage)
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)} if n else {}
 
 
 def _kernels(placed: Placed, options: Options) -> tuple[tuple[float, float], ...]:
-    """(share of the pairs, keys) of the kernels that make a layer's attention: devices that split a sequence have two
-    chunks each."""
+    """(fraction of the pairs, keys) of each kernel of a layer's attention. With context parallelism each device has two
+    chunks of a sequence."""
     num_shards, length = placed.num_shards("seq"), options.seq_len
     if num_shards == 1 or options.method == "ulysses":
         return ((1.0, length),)
@@ -256,7 +249,7 @@ def _kernels(placed: Placed, options: Options) -> tuple[tuple[float, float], ...
 
 
 def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of a layer's experts: (products forward, backward for inputs and for weights), (elementwise forward,
+    """Seconds of a layer's experts: (matmuls forward, backward for inputs and for weights), (elementwise forward,
     backward)."""
     found = routed.of(placed, options)
     if not found:
@@ -273,10 +266,10 @@ def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[fl
 
 
 def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
-    """What the forward and the backward of a layer move through memory, and its gradients, because a loop over layers
-    makes them: what the backward reads is put into a buffer and taken out, weights that the device holds are sliced out
-    of their stack, gradients are added into theirs. Read off compiled programs of 1B and 8B."""
-    remat = "full" if options.remat == "offload" else options.remat         # on its way to the host and back as well
+    """HBM bytes that the scan over layers adds to a layer's (forward, backward, weight gradient): residuals are copied
+    into a buffer and out, held weights are sliced out of their stack, gradients are added to theirs. Read off compiled
+    programs of 1B and 8B."""
+    remat = "full" if options.remat == "offload" else options.remat         # it passes through the same buffer
     width = footprint.kept_width(placed, dataclasses.replace(options, remat=remat))
     kept = placed.itemsize * placed.tokens(options) * width
     sliced = 0 if placed.by_layer else 2 * placed.itemsize * placed.layer.used
@@ -285,9 +278,9 @@ def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
 
 
 def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
-    """What F, B and W of a layer move through memory because they stand in a pipeline's loop: its weights are sliced
-    out of the stage's stack, its gradients added into theirs, what waits is put into slots and taken out; what waits
-    for a W of its own passes a mask as well. Read off compiled programs: 8B on stage 2, 70B on tensor 8 × stage 4."""
+    """HBM bytes that a pipeline's loop adds to F, B and W of a layer: weights are sliced out of the stage's stack,
+    gradients are added to theirs, residuals are copied into slots and out. Residuals of a separate W also pass a mask.
+    Read off compiled programs: 8B on stage 2, 70B on tensor 8 × stage 4."""
     size, weights = placed.itemsize, placed.layer.used
     for_backward, for_weights = (size * placed.tokens(options) * width
                                  for width in footprint.slot_widths(placed, options))
@@ -297,8 +290,8 @@ def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]
 
 
 def _quantised_bytes(placed: Placed) -> tuple[float, float]:
-    """What a token of a layer moves through memory to become float8: what its products read, forward; the cotangents of
-    what they make, backward. Each is turned for the weights' gradients as well, what was gathered after that."""
+    """HBM bytes to convert a layer's token to float8: (inputs of its products in the forward, cotangents of their
+    results in the backward). Each is transposed for the weight gradients too, gathered ones after the gather."""
     stream, products = placed.cfg.embed_dim / placed.stream_shards, [
         product for product in placed.layer.products if not product.router]
     read = sum(product.share * (product.k if product.outward else stream) for product in products)
@@ -308,19 +301,19 @@ def _quantised_bytes(placed: Placed) -> tuple[float, float]:
 
 
 def matmul_s(rated: Rates, dtype: str, size: int, m: float, n: float, k: float) -> float:
-    """Of [m, k] × [k, n] with elements of `size` bytes: its FLOPs, or what it moves through memory."""
+    """Seconds of [m, k] × [k, n] with elements of `size` bytes: the slower of its FLOPs and its HBM bytes."""
     return max(rated.matmul_s(Matmul(m, n, k, 1, dtype)), rated.stream_s(size * (m * n + n * k + m * k)))
 
 
-def _beside(comm_s: float, alone_s: float, compute_s: float, hide: float, contend: float) -> float:
-    """What a collective adds to the compute beside it: what sticks out, and by what it slows the rest. alone_s: of it,
-    what nothing stands beside."""
+def _exposed_s(comm_s: float, alone_s: float, compute_s: float, hide: float, contend: float) -> float:
+    """Seconds that a collective adds to the compute it overlaps: what is not hidden, and the slowdown of the rest.
+    alone_s: seconds of it that overlap nothing."""
     behind = min(comm_s - alone_s, hide * compute_s)
     return comm_s - behind + contend * behind
 
 
 def bubble_s(costs: Costs, name: str, p: int, m: int, v: int) -> float:
-    """What a phase schedule takes beyond m microbatches on a stage that never waits: as `simulate` finds without
+    """Seconds of a phase schedule beyond m microbatches on a stage that never waits, as `simulate` finds them without
     links."""
     executed, _ = schedules.counts(name, p, m, v)
     split = executed["W"] > 0

@@ -1,7 +1,8 @@
-"""Seconds of one kernel or collective on a GPU: what the hardware table says, at the shares that `assumptions` names.
+"""Seconds of one kernel or collective on a GPU, from the hardware table and the fractions of its peaks in
+`assumptions`.
 
-Four formulas: a matmul, a stream of bytes, flash attention, a collective over link domains as NCCL's rings do it. They
-know no program and no mesh; `roofline` takes them through a compiled schedule.
+Four formulas: a matmul, a stream of bytes, flash attention, and a collective over link domains as NCCL's rings run it.
+They know no program and no mesh; `roofline` applies them to a compiled schedule.
 """
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ TREE, TREE_SHARE = (1.25 / 1.9, 8.5 / 4.0), .92
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """batch products [m, k] × [k, n] in one kernel; dtype: as HLO spells it, the wider operand's."""
+    """batch products [m, k] × [k, n] in one kernel; dtype: of the wider operand, as HLO spells it."""
     m: int
     n: int
     k: int
@@ -37,9 +38,8 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmul:
-    """One kernel for rows of many groups, each times its group's matrix: [rows, k] × [groups, k, n]; outer: the
-    gradients of these, [k, rows] × [rows, n] of each group. rows: as multiplied, zeros that fill up blocks among
-    them."""
+    """One kernel that multiplies the rows of each group by the group's matrix: [rows, k] × [groups, k, n]. outer:
+    computes the matrices' gradients, [k, rows] × [rows, n] of each group. rows: includes the padding of blocks."""
     rows: float
     groups: int
     k: int
@@ -54,7 +54,7 @@ class GroupedMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKernel:
-    """One flash attention kernel. flops: what it computes, pairs that it skips left out."""
+    """One flash attention kernel. flops: without the pairs that it skips."""
     # as `assumptions` names it: cudnn, pallas, blockwise; of other frameworks flash2, triton, scores
     engine: str
     direction: str      # forward, backward
@@ -65,7 +65,7 @@ class AttentionKernel:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroup:
-    """Who takes part in a collective: `size` GPUs, `per_domain` of them in each link domain (a host, a rack)."""
+    """The devices of a collective: `size` GPUs, `per_domain` of them in each link domain (a host, a rack)."""
     size: int
     per_domain: int
 
@@ -80,7 +80,7 @@ class Rates:
     assumed: Assumptions
 
     def peak(self, dtype: str) -> float:
-        """Dense FLOP/s of matmuls in this dtype; where the GPU has none for it, those of bfloat16."""
+        """Dense FLOP/s of matmuls in this dtype; those of bfloat16 where the GPU has none for it."""
         return self.gpu.peak(dtype) or self.gpu.peak("bfloat16")
 
     def matmul_s(self, matmul: Matmul) -> float:
@@ -114,12 +114,11 @@ class Rates:
         return kernel.flops / (self.peak("bfloat16") * share)
 
     def collective_s(self, kind: str, array_bytes: float, group: DeviceGroup) -> float:
-        """array_bytes: the whole array of an all-gather, reduce-scatter or all-reduce; what one GPU sends of others.
+        """array_bytes: of the whole array for an all-gather, reduce-scatter or all-reduce, else what one GPU sends.
 
-        Inside a domain each GPU sends (n−1)/n of the array to its neighbour. What enters a domain comes in through the
-        NICs of its members: a group with one GPU on each host has one NIC a host, one with eight has eight. A ring has
-        a step for each member but one, and its latency grows with them; an all-reduce over many hosts takes a tree
-        (NCCL, tuning.cc).
+        Inside a domain each GPU sends (n−1)/n of the array to its neighbour. Data enters a domain through the NICs of
+        the group's members: one NIC for one GPU per host, eight for eight. A ring has n − 1 steps, and its latency
+        grows with them. An all-reduce over many hosts uses a tree (NCCL, tuning.cc).
         """
         a, n = self.assumed, group.size
         if n == 1:
@@ -145,7 +144,7 @@ class Rates:
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Of copies to the host's memory or from it."""
+        """Bandwidth of copies between the GPU and the host's memory."""
         return 1e9 * self.assumed["offload.gb_per_s"]
 
     @property
@@ -160,16 +159,16 @@ BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 
 
 @dataclasses.dataclass(frozen=True)
 class Attended:
-    """What the attention of a run computes. visited: pairs as a share of the causal half, in the mean of its layers.
-    engine: as `assumptions` names it. documents: whether pairs across documents are skipped."""
+    """What the attention of a run computes. visited: pairs as a fraction of the causal half, mean over layers. engine:
+    as in `assumptions`. documents: whether pairs across documents are skipped."""
     visited: float
     engine: str
     documents: bool
 
 
 def attended(run, layout, assumed: Assumptions) -> Attended:
-    """By the engine that the run gets under this layout. Raises: ValueError where the one it asks for cannot serve
-    it."""
+    """Find the engine of a run under this layout and the pairs that it visits. Raises: ValueError where the requested
+    engine cannot serve."""
     cfg, length = run.model, run.data.seq_len
     engine = attention.engine_name(run, layout, assumed.gpu_name)
     if not run.data.document_mask or engine != "pallas":        # the others mask what they have computed
@@ -183,11 +182,11 @@ def attended(run, layout, assumed: Assumptions) -> Attended:
 
 @functools.lru_cache(maxsize=64)
 def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, window: int = 0) -> float:
-    """Pairs that a kernel visits in a row of packed documents, as a share of the causal square length²/2.
+    """Pairs that a kernel visits in a row of packed documents, as a fraction of length²/2.
 
-    Documents of log-normal length follow each other, and the row begins at any place of one: long documents hold more
-    of the tokens than of the documents. A block of queries visits the blocks of keys from the start of its first
-    query's document on. P(that start lies more than a tokens back) = E[max(L − a, 0)] / mean, for a log-normal L the
+    Document lengths are log-normal, and the row begins at a random token, so long documents hold a larger share of the
+    tokens than of the documents. A block of queries visits the blocks of keys from the start of its first query's
+    document on. P(that start is more than a tokens back) = E[max(L − a, 0)] / mean, for a log-normal L the
     Black–Scholes formula. window: tokens that a query sees; 0: all.
     """
     block, reach = min(block, length), window - 1 if window else length
@@ -206,8 +205,7 @@ def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, wi
 
 
 def split_share(length: int, num_shards: int, method: str, mean: float, sigma: float) -> float:
-    """`visited_share` where `num_shards` devices have two chunks of the row each, in zigzag order: that of the
-    busiest."""
+    """`visited_share` of the busiest of `num_shards` devices, each with two chunks of the row in zigzag order."""
     if num_shards == 1 or method == "ulysses":
         return visited_share(length, mean, sigma)
     chunk = length // (2 * num_shards)
@@ -220,9 +218,9 @@ def split_share(length: int, num_shards: int, method: str, mean: float, sigma: f
 
 @functools.lru_cache(maxsize=64)
 def whole_pairs(chunk: int, num_shards: int, method: str, mean: float, sigma: float) -> float:
-    """Pairs that a kernel visits between a chunk of queries and an earlier one of keys, in the mean of a layer's
-    kernels. Chunks far apart share few documents: a device next to another one has the most to do. Round a ring all
-    wait for it in every step."""
+    """Pairs that a kernel visits between a chunk of queries and an earlier chunk of keys, mean over a layer's kernels.
+    Distant chunks share few documents, so neighbouring devices have the most to do. In a ring all devices wait for them
+    in every step."""
     own = lambda n: visited_share(n, mean, sigma) * n * n / 2 if n else 0.0
     apart = lambda n: min(chunk * chunk, own((n + 1) * chunk) - 2 * own(n * chunk) + own((n - 1) * chunk))
     late = 2 * num_shards - 1         # device i has the chunks i and late - i
@@ -235,8 +233,8 @@ def whole_pairs(chunk: int, num_shards: int, method: str, mean: float, sigma: fl
 
 
 def banded_pairs(queries: int, keys: int, ahead: int, window: int, mean: float = math.inf, sigma: float = 1.0) -> float:
-    """Pairs at most window - 1 tokens apart and none before its key, of queries that begin so many tokens after the
-    keys, and of one document where `mean` says how long these are."""
+    """Causal pairs at most window - 1 tokens apart, of queries that begin `ahead` tokens after the keys. mean: of
+    document lengths; pairs across documents are then excluded."""
     pairs = 0.0
     for first in range(max(0, ahead - keys + 1), min(window, ahead + queries), BLOCK):
         # distances: pairs of each, from the mean of the ends

@@ -1,24 +1,22 @@
-"""The experts of one layer for a microbatch on one device, in closed formulas: rows, what is sent for them, what they
-hold.
+"""The experts of one layer for a microbatch on one device, in closed formulas: rows, traffic, memory.
 
-All experts are taken to be equally busy. What `parallel.experts.dispatch` and `parallel.experts.all_to_all` do with any
-choices is read off them here for even ones: the buffers are as large, and no further round follows the first.
+Assumes balanced experts. The buffers have the sizes that `parallel.experts.dispatch` and `parallel.experts.all_to_all`
+give them, and one round suffices.
 """
 from __future__ import annotations
 
 import dataclasses
 import math
 
-from meshtrain.cost.formulas.placed import GATHER, Options, Placed
+from meshtrain.cost.formulas.placed import GATHER, Options, Placed, ordered
 from meshtrain.kernels import grouped, tiles
-from meshtrain.names import AXES
 from meshtrain.parallel.experts import all_to_all, dispatch
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSizes:
-    """A device's experts of one layer: how many, of which width there; inward: matrices beside `down`; trained: whether
-    they have gradients."""
+    """A device's experts of one layer. inward: number of matrices beside `down`; trained: whether they have
+    gradients."""
     num_experts: float
     embed_dim: int
     width: float
@@ -28,18 +26,18 @@ class ExpertSizes:
 
     @property
     def matrix(self) -> float:
-        """Elements of one matrix of each expert."""
+        """Elements of one matrix of all experts."""
         return self.num_experts * self.embed_dim * self.width
 
     @property
     def weights(self) -> float:
-        """Of all of them."""
+        """Elements of all matrices of all experts."""
         return (self.inward + 1) * self.matrix
 
 
 @dataclasses.dataclass(frozen=True)
 class RowCounts:
-    """Rows of a device's experts: where experts are equally busy; that the buffer has; that the kernels multiply."""
+    """Rows of a device's experts: expected when balanced; in the buffer; multiplied by the kernels."""
     even: float
     held: float
     executed: float
@@ -47,9 +45,10 @@ class RowCounts:
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """tokens: of this device. seen: those, or single choices, that are brought here, `choices` of each. further:
-    whether more rounds may follow. split: whether a pipeline runs weights' gradients in W. gathered: over how many
-    shards weights are gathered. saves_inward: see `dispatch`. share: of the layers that have experts."""
+    """tokens: of this device. seen: tokens, or single choices, in a round on this device, with `choices` of each.
+    further: whether the program has a loop of further rounds. split: whether a pipeline computes weight gradients in W.
+    gathered: number of shards that weights are gathered over. saves_inward: see `dispatch`. share: fraction of the
+    layers that have experts."""
     by_all_to_all: bool
     region: dispatch.ManualRegion
     tokens: float
@@ -65,48 +64,45 @@ class Routed:
 
     @property
     def products(self) -> tuple[int, int, int]:
-        """Of the rows with one matrix each: forward, backward for the inputs, where the inward ones that are not kept
-        are made again, and for weights."""
+        """Number of products of all rows with one matrix: (forward, backward for inputs, backward for weights). The
+        backward recomputes inward products that are not saved."""
         return self.sizes.inward + 1, (1 if self.saves_inward else
                                        2) * self.sizes.inward + 1, (self.sizes.inward + 1) * self.sizes.trained
 
     @property
     def saved_bytes(self) -> float:
-        """What waits for a layer's backward."""
+        """Bytes that a layer saves for its backward."""
         return (self.sizes.itemsize * self.sizes.inward * self.rows.held * self.sizes.width
                 * self.saves_inward * self.share)
 
     @property
     def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(those over which tokens are brought together or exchanged, those over which sums are added up)."""
-        ordered = lambda axes: tuple(a for a in AXES if a in axes)
+        """(mesh axes over which tokens are gathered or exchanged, those over which outputs are summed)."""
         return ordered(self.region.experts if self.by_all_to_all else self.region.gathered), ordered(self.region.summed)
 
     @property
     def round_bytes(self) -> float:
-        """Tokens and rows of a round that weights' gradients are made of."""
+        """Bytes of the tokens and rows that a round's weight gradients read."""
         return self.sizes.itemsize * (2 * self.seen * self.sizes.embed_dim + self.rows.held
                                       * (self.sizes.inward + 1) * self.sizes.width)
 
     @property
-    def beside_width(self) -> float:
-        """Of a round, beside what it passes on: its rows' gradient, or what the inward matrices gave, beside its
-        gradient."""
+    def temporary_width(self) -> float:
+        """Width of a row's temporaries in a round: its gradient, or the inward outputs with their gradient."""
         return max(self.sizes.embed_dim, self.sizes.inward * self.sizes.width)
 
     @property
     def weight_grad_bytes(self) -> float:
-        """Bytes of the operands of weights' gradients (`dispatch.WeightGradOperands`): tokens, rows, and where B and W
-        are split the sums of further rounds."""
+        """Bytes of the operands of the weight gradients (`dispatch.WeightGradOperands`): tokens, rows, and with a
+        separate W the sums of further rounds."""
         return self.sizes.trained * (self.round_bytes + (4 * self.sizes.weights if self.further and self.split else 0))
 
     @property
     def staged_bytes(self) -> float:
-        """That live at most in a layer's B of a pipeline: a further round with what weights' gradients of it are made
-        of, added to the sums that the first one passes on; beside them the zeros, of either shape, that a tick without
-        work adds instead."""
+        """Peak bytes of a layer's B in a pipeline: a further round with the operands of its weight gradients, the sums
+        of the rounds before, and the zeros that a masked tick adds instead."""
         if not self.further:
-            widths = self.beside_width + (self.sizes.inward + 1) * self.sizes.width
+            widths = self.temporary_width + (self.sizes.inward + 1) * self.sizes.width
             of_round = self.rows.held * widths + 3 * self.seen * self.sizes.embed_dim + self.sizes.weights
             return max(self.sizes.itemsize * of_round,
                        self.weight_grad_bytes + 4 * self.sizes.weights * self.sizes.trained)
@@ -116,13 +112,12 @@ class Routed:
 
     @property
     def inputs_bytes(self) -> float:
-        """That live at most while inputs have their gradients made. What the first round passes on waits for weights'
-        gradients; beside it stands the next round, with the tokens that are brought together or sent, and the sum of
-        their gradients; if there is none the rows' gradient."""
+        """Peak bytes while input gradients are computed: the first round's operands of weight gradients, and the next
+        round with its tokens and the sum of their gradients, or without further rounds the rows' gradient."""
         if not self.further:
             return self.weight_grad_bytes + self.sizes.itemsize * (
-                self.rows.held * self.beside_width + self.sizes.inward * self.sizes.matrix)
-        # Each round of those sent has its own; their sum is in float32.
+                self.rows.held * self.temporary_width + self.sizes.inward * self.sizes.matrix)
+        # Each round of an all-to-all has tokens of its own; their sum is float32.
         tokens = 2 * self.seen + 4 * self.tokens / self.sizes.itemsize if self.by_all_to_all else self.seen
         rows = self.rows.held * max(self.sizes.embed_dim + self.sizes.inward * self.sizes.width,
                                     (2 * self.sizes.inward + 1) * self.sizes.width)
@@ -131,8 +126,8 @@ class Routed:
 
     @property
     def weights_bytes(self) -> float:
-        """That live at most while weights have theirs: the sums over rounds and what is added to one of them, and all
-        that the next round is made of; if there is none, the rows of the products that are left."""
+        """Peak bytes while weight gradients are computed: the sums over rounds, one summand and the next round's
+        operands, or without further rounds the operands of the products that are left."""
         if not self.sizes.trained:
             return 0.0
         if not self.further:
@@ -143,9 +138,8 @@ class Routed:
                     + self.sizes.matrix) + self.weight_grad_bytes + self.sizes.itemsize * self.sizes.weights
 
     def elementwise_bytes(self) -> tuple[float, float]:
-        """What moves through memory beside the products, forward and backward: rows summed to their tokens again,
-        stored weights cast; apart, of weights' gradients the sums of rounds. Read off programs compiled for H100 and
-        H200."""
+        """HBM bytes beside the products (forward, backward): rows are summed to tokens, stored weights are cast, weight
+        gradients of further rounds are added. Read off programs compiled for H100 and H200."""
         summed = self.sizes.itemsize * (self.rows.held + self.seen) * self.sizes.embed_dim
         cast = 0 if self.split else (4 + self.sizes.itemsize) * self.sizes.weights / self.gathered
         sums = 20 * self.sizes.weights * self.sizes.trained if self.further and self.split else 0

@@ -1,8 +1,7 @@
-"""How long a pipeline schedule takes, and which one to take: priced from op costs and link time, before anything runs.
+"""Prices a pipeline schedule from the costs of its ops and links, and chooses one before anything runs.
 
-The model is the SPMD program: neighbours exchange activations in every tick, so a stage waits for its neighbours in
-every tick, not only where data flows, and a slot that any stage uses, all stages execute. Knows no jax and measures
-nothing.
+Models the SPMD program: neighbours exchange activations in every tick, so a stage waits for its neighbours in every
+tick, and all stages execute a slot that any stage uses. Knows no jax and measures nothing.
 """
 from __future__ import annotations
 
@@ -20,11 +19,8 @@ AUTOMATIC = ("1f1b", "zero_bubble", "interleaved", "interleaved_zero_bubble", "g
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds for one microbatch through one whole stage (all its chunks); where W is not split off, B takes both
-    backwards.
-
-    Any other unit will do if it is the same for all; the defaults count in forwards.
-    """
+    """Seconds for one microbatch in one stage, all its chunks. Where W is not split off, B computes both gradients. Any
+    other unit works if all share it; the defaults count in forwards."""
     forward_s: float = 1.0
     input_grad_s: float = 1.0     # with what it recomputes
     weight_grad_s: float = 1.0
@@ -39,18 +35,17 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes on one device: of activations that wait in a schedule's slots, and of a whole step."""
+    """Bytes on one device: residuals in a schedule's slots, and the whole step."""
     slots: int
     total: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """A schedule with times. begin_s, end_s [T, P, 3]: of F, B, W where the stage has that op, else NaN. loss_s: what a
-    microbatch's loss takes after its last F.
+    """A schedule with times. begin_s, end_s [T, P, 3]: of F, B, W where the stage has that op, else NaN. loss_s: of a
+    microbatch's loss after its last F.
 
-    bubble: share of the makespan beyond the ideal. peak_live: most stage-microbatches alive, on the stage that has
-    most.
+    bubble: fraction of the makespan beyond the ideal. peak_live: most microbatches alive on a stage.
     """
     makespan_s: float
     bubble: float
@@ -73,7 +68,8 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Outcome:
 
 
 def _walk(schedule: Schedule, op_s, costs: Costs):
-    """All stages do the same, so one clock serves all. y and then dx travel at the end of a tick, beside the loss."""
+    """One clock serves all stages, because they run the same program. y and then dx are sent at the end of a tick,
+    overlapped with the loss."""
     used = (schedule.ops[..., 0] >= 0).any(1)
     begin, end = np.zeros((2, schedule.num_ticks, schedule.num_stages, 3))
     sends = sum(schedule.columns[name].any(1) * costs.link_s for name in ("y_out", "dx_out"))
@@ -92,8 +88,8 @@ def _walk(schedule: Schedule, op_s, costs: Costs):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """What pipeline.schedule="auto" means here. memory_bytes: of its slots. why: one line for the log. fits: None where
-    memory is not known."""
+    """The schedule of a run. memory_bytes: of its slots. why: one line for the log. fits: None where memory is
+    unknown."""
     schedule: Schedule
     outcome: Outcome
     memory_bytes: int | None
@@ -104,12 +100,11 @@ class Choice:
 def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
            memory: Callable[[Schedule], StepBytes] | None = None, usable_bytes: int | None = None,
            chunks: Iterable[int] = (1,)) -> Choice:
-    """The cheapest schedule whose step fits into a device's memory; where none does, the one that needs least.
+    """Find the fastest schedule whose step fits into a device's memory, or the smallest one if none fits.
 
-    p stages, m microbatches; costs: of all schedules, or of each; memory, usable_bytes: what a step holds on a device,
-    and the bytes there are for it (without both, memory is no concern). chunks: the counts that the layers can be cut
-    into. A pure function of modelled numbers, so that every process and every restart chooses the same: measured times
-    must not enter.
+    p stages, m microbatches; costs: of all schedules, or a function of each; memory, usable_bytes: bytes of a step on a
+    device, and the limit (without both, memory is ignored). chunks: allowed chunk counts. A pure function of modelled
+    numbers, so that all processes and restarts choose the same; measured times must not enter.
 
     Raises: ValueError where no count of chunks has a schedule.
     """
@@ -134,7 +129,7 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
 
 
 def _held(schedule: Schedule, memory, usable_bytes: int | None) -> tuple[StepBytes | None, bool | None]:
-    """What a step holds, and whether that fits; None where it is not known."""
+    """(bytes of a step, whether they fit); None where unknown."""
     held = memory(schedule) if memory else None
     return held, held.total <= usable_bytes if held and usable_bytes is not None else None
 
@@ -163,7 +158,7 @@ def _what(schedule: Schedule, outcome: Outcome, held: StepBytes | None) -> str:
 
 
 def gib(count: int) -> str:
-    """Bytes as people compare them with a GPU's memory; little ones in MiB."""
+    """Bytes in GiB, small counts in MiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 100 else f"{count / 2**20:.2f} MiB"
 
 
@@ -172,12 +167,11 @@ def _called(schedule: Schedule) -> str:
 
 
 def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
-    """The chunk counts that need no more padding layers than one chunk does, and of which p is a multiple or which are
-    of p.
+    """Chunk counts that add no padding layers to those of one chunk, and that divide p or are multiples of it.
 
-    num_layers: or periods of them, where these stay together.
-    Of others each stage's weights lie on many: XLA moves them ten times over on their way (8 stages of 10 chunks: 112
-    GiB a step of a 70B model, a third of the step).
+    num_layers: layers, or periods of layers that stay together. With other counts each stage's weights are stored on
+    many stages, and XLA moves them ten times (8 stages of 10 chunks: 112 GiB a step of a 70B model, a third of the
+    step).
     """
     padded = lambda v: -(-num_layers // (p * v)) * v
     return tuple(v for v in range(1, most + 1) if padded(v) == padded(1) and (p % v == 0 or v % p == 0))
@@ -187,8 +181,7 @@ def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
 
 def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int,
            memory: Callable[[Schedule], StepBytes] | None = None, usable_bytes: int | None = None) -> Choice:
-    """The schedule that the run file's [pipeline] means on p stages. "auto" with chunks = 1 is free to take more of
-    them.
+    """The schedule that the run file's [pipeline] means on p stages. "auto" with chunks = 1 may choose more chunks.
 
     Raises: ValueError as `schedules.make` and `choose`.
     """

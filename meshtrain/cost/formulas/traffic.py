@@ -1,8 +1,7 @@
-"""The collectives of a step in closed formulas: what travels, over which mesh axes, how often, and beside what.
+"""The collectives of a step in closed formulas: arrays, mesh axes, counts, and the compute that each overlaps.
 
-One list for bytes and seconds: `inspect` puts it beside the compiled program's, `price` takes its times from it. What
-weights and gradients send comes from `placed`; what the residual stream, keys and values and the boundaries of stages
-send follows from the sizes of a microbatch.
+`inspect` compares this list with the compiled program's, `price` takes its times from it. `placed` gives the
+collectives of weights and gradients; those of activations follow from the sizes of a microbatch.
 """
 from __future__ import annotations
 
@@ -12,60 +11,58 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from meshtrain.cost.formulas import flops, routed
-from meshtrain.cost.formulas.placed import GATHER, SUM, Axes, Options, Placed, Practice, Product, WeightMove
+from meshtrain.cost.formulas.placed import GATHER, SUM, Axes, Options, Placed, Product, WeightMove
 from meshtrain.names import AXES
 from meshtrain.sharding.rules import GATHERED
 
-FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             # what a collective hides behind
+FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             # what a collective overlaps
 ONCE = "the update of other parameters"
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
-# what waits for tokens on their way to them, and for these
+# exposed seconds of the exchange of tokens, and of experts' weights
 ROUTED, EXPERTS = "for experts", "for experts' weights"
 FLOAT32, E4M3 = "f32", "f8e4m3fn"
-# of a layer in float8, forward and backward: the largest values that devices agree on, one number each
+# all-reduces of a float8 layer's maxima, forward and backward, one number each
 SCALES = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Collectives of one kind, `runs` of them in a step.
+    """`runs` equal collectives of a step.
 
-    kind, dtype: as HLO spells them; axes: as `audit.Collective` has them. array_bytes: the whole array of an
-    all-gather, reduce-scatter or all-reduce, what one GPU sends of others. waits: the name under which a step's exposed
-    seconds are told. beside: the compute behind which it hides, "" where the step waits for all of it. layer: whether
-    it belongs to a layer of a microbatch; else to its ends or the step. arrays: that travel one by one, equally large.
+    kind, dtype: as HLO spells them; axes: as in `audit.Collective`. array_bytes: of the whole array for an all-gather,
+    reduce-scatter or all-reduce, else what one GPU sends. label: the name of its exposed seconds. overlaps: the compute
+    that hides it, "" if the step waits for all of it. layer: whether it belongs to a layer of a microbatch. arrays: the
+    number of equal arrays sent one by one.
     """
     kind: str
     axes: Axes
     dtype: str
     array_bytes: float
     runs: float
-    waits: str
-    beside: str = ""
+    label: str
+    overlaps: str = ""
     layer: bool = True
     arrays: int = 1
 
     def ring_bytes(self, sizes: Mapping[str, int]) -> float:
-        """What one GPU sends in a step, in a ring."""
+        """Bytes that one GPU sends in a step, in a ring."""
         n = math.prod(sizes.get(axis) or int(axis[axis.index(":") + 1:-1]) for axis in self.axes)
         share = 1 if self.kind == "collective-permute" else (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
         return self.runs * self.array_bytes * share
 
 
-def of(placed: Placed, options: Options, practice: Practice = Practice()) -> list[Sent]:
-    """Of a step on one device, in the words of `Sent`."""
-    found = [*_tensor(placed, options, practice), *_experts(placed, options, practice),
-             *_weights(placed, options, practice),
-             *_context(placed, options, practice), *_stages(placed, options, practice)]
+def of(placed: Placed, options: Options) -> list[Sent]:
+    """List the collectives of a step on one device."""
+    found = [sent for part in (_tensor, _experts, _weights, _context, _stages) for sent in part(placed, options)]
     if leading := placed.leading:
-        ahead = (*_tensor(leading, options, practice), *_context(leading, options, practice))
-        found += [dataclasses.replace(sent, layer=False) for sent in ahead]
+        found += [dataclasses.replace(sent, layer=False)
+                  for sent in (*_tensor(leading, options), *_context(leading, options))]
     return [sent for sent in found if sent.axes and sent.array_bytes and sent.runs]
 
 
 def summarized(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
-    """Merged by (kind, axes, dtype), largest first, in the form of `audit.summarize`; source: what waits for most of
-    it."""
+    """Merge by (kind, axes, dtype), largest first, in the form of `audit.summarize`. source: the label of the
+    largest."""
     merged = defaultdict(list)
     for sent in found:
         merged[sent.kind, sent.axes, sent.dtype].append(sent)
@@ -74,7 +71,7 @@ def summarized(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
         most = max(same, key=lambda sent: sent.ring_bytes(sizes))
         rows.append({"kind": kind, "axes": list(axes), "count": round(sum(sent.runs for sent in same)),
                      "bytes": round(sum(sent.ring_bytes(sizes) for sent in same)), "dtype": dtype,
-                     "source": most.waits})
+                     "source": most.label})
     return sorted(rows, key=lambda row: (-row["bytes"], row["kind"], row["axes"], row["dtype"]))
 
 
@@ -86,28 +83,28 @@ def by_axes(found: list[Sent], sizes: Mapping[str, int]) -> dict[str, float]:
     return dict(sums)
 
 
-# ---- what weights and gradients send ---------------------------------------------------------------------------------
+# ---- weights and gradients -------------------------------------------------------------------------------------------
 
 
-# What waits for the weights of a part.
-WAITS = {"layers": "fsdp", "experts": EXPERTS, "routers": "fsdp", "ends": "fsdp"}
+# Label of a part's weights.
+LABELS = {"layers": "fsdp", "experts": EXPERTS, "routers": "fsdp", "ends": "fsdp"}
 
 
-def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """Gathered weights and gradients that are reduced to where [grads] has them, for every microbatch; once a step,
-    gradients that [grads] leaves whole, and new weights that [optimizer] alone splits."""
-    runs, grads = options.microbatches * placed.layers(options, practice), (
-        "bf16" if practice.grad_bytes == 2 else FLOAT32, practice.grad_bytes)
-    arrays = 1 if practice.bucketed else placed.matrices
+def _weights(placed: Placed, options: Options) -> Iterator[Sent]:
+    """Yield the gathers of weights and the reductions of gradients: per microbatch to the sharding of [grads], once a
+    step for gradients that [grads] does not shard and for new weights that only [optimizer] shards."""
+    runs, framework = options.microbatches * placed.layers(options), placed.framework
+    grads = ("bf16", 2) if framework and framework.grad_bytes == 2 else (FLOAT32, 4)
+    arrays = 1 if framework else placed.matrices
     for move in placed.moves:
         n, layer = move.elements, move.part in ("layers", "experts", "routers")
         if move.part == "lookup":
             yield _lookup(placed, options, move)
         elif move.part == "update":
-            yield _update(placed, practice, move, grads)
+            yield _update(placed, move, grads)
         elif move.kind != GATHER:
-            waits = "context" if move.kind == SUM else WAITS[move.part]
-            yield Sent(move.kind, move.axes, grads[0], n * grads[1], runs if layer else options.microbatches, waits,
+            label = "context" if move.kind == SUM else LABELS[move.part]
+            yield Sent(move.kind, move.axes, grads[0], n * grads[1], runs if layer else options.microbatches, label,
                        BACKWARD * layer, layer, arrays if layer else 1)
         elif move.part == "routers":
             yield Sent(GATHER, move.axes, FLOAT32, 4 * n, 2 * runs, "fsdp", FORWARD)
@@ -116,38 +113,38 @@ def _weights(placed: Placed, options: Options, practice: Practice) -> Iterator[S
         else:
             in_float8 = placed.float8 and move.part == "layers"
             dtype, size = (E4M3, 1) if in_float8 else (placed.dtype, placed.itemsize)
-            for beside in (FORWARD, BACKWARD):
-                yield Sent(GATHER, move.axes, dtype, n * size, runs, WAITS[move.part], beside, True,
+            for overlaps in (FORWARD, BACKWARD):
+                yield Sent(GATHER, move.axes, dtype, n * size, runs, LABELS[move.part], overlaps, True,
                            arrays if move.part == "layers" else 1)
 
 
 def _lookup(placed: Placed, options: Options, move: WeightMove) -> Sent:
-    """Rows from the devices that hold columns of a table, or the cotangents of rows."""
+    """An exchange of looked-up rows with the devices that hold columns of the table, or of the rows' cotangents."""
     rows, runs = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize, options.microbatches * move.elements
     if move.kind == GATHER:
         rows *= placed.layout.num_shards(move.axes)
     return Sent(move.kind, move.axes, placed.dtype, rows, runs, "context" if move.kind == GATHER else "fsdp", "", False)
 
 
-def _update(placed: Placed, practice: Practice, move: WeightMove, grads: tuple[str, int]) -> Sent:
+def _update(placed: Placed, move: WeightMove, grads: tuple[str, int]) -> Sent:
     dtype, size = (placed.dtype, placed.itemsize) if move.kind == GATHER else grads
-    beside = MICROBATCH if practice.bucketed else ONCE
-    if move.kind == SUM:    # of ours XLA leaves the all-reduces to the end, one behind the other
-        beside *= practice.bucketed
-    return Sent(move.kind, move.axes, dtype, move.elements * size, 1, "once a step", beside, False)
+    # XLA runs our all-reduces at the end, one after the other.
+    overlaps = MICROBATCH if placed.framework else "" if move.kind == SUM else ONCE
+    return Sent(move.kind, move.axes, dtype, move.elements * size, 1, "once a step", overlaps, False)
 
 
-# ---- what activations send -------------------------------------------------------------------------------------------
+# ---- activations -----------------------------------------------------------------------------------------------------
 
 
-def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """Around products whose contracted dim is split: a gather before and a reduce-scatter behind each pair, where the
-    residual stream is split as well, or one all-reduce. The backward mirrors it, and does again what remat says.
+def _tensor(placed: Placed, options: Options) -> Iterator[Sent]:
+    """Yield the collectives around products whose contracted dim is sharded.
 
-    A table whose rows are split sums what devices look up, and the head what they make of its cotangent.
+    With sequence parallelism each pair of products has an all-gather before it and a reduce-scatter after it, else one
+    all-reduce. The backward mirrors them, and repeats those that remat recomputes. A table sharded by rows sums the
+    looked-up rows, the head sums its input's cotangent.
     """
-    (forward, backward, _), (looked_up, loss, looked_up_back) = placed.visits(options, practice), placed.ends(
-        options, practice)
+    (forward, backward, _), (looked_up, loss, looked_up_back) = placed.visits(options), placed.ends(
+        options)
     split = frozenset(placed.layout.mesh_axes("activations", "residual_seq"))
     stream = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
     send = lambda kind, axes, times, layer: Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
@@ -155,7 +152,7 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
         axes = tuple(a for a in AXES if placed.layout.sizes[a] > 1)
         yield Sent("all-reduce", axes, FLOAT32, 4, SCALES * forward, "scales")
     for product in placed.layer.products:
-        gathers, sums = _again(options.remat, practice, product)
+        gathers, sums = _again(placed, options.remat, product)
         gathered, summed = (product.share * (forward + backward * (1 + again)) for again in (gathers, sums))
         if product.row and set(product.row) <= split:
             sent = send("all-gather", product.row, gathered, True)
@@ -164,7 +161,7 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
         elif product.row:
             yield send("all-reduce", product.row, summed, True)
     vocab = tuple(a for a in placed.layout.mesh_axes(GATHERED, "vocab") if a != "stage")
-    # rows looked up are scattered, their cotangent gathered; of the head the reverse
+    # Looked-up rows are reduce-scattered, their cotangent all-gathered; the head does the reverse.
     if vocab and set(vocab) <= split:
         yield send("all-gather", vocab, loss + looked_up_back, False)
         yield send("reduce-scatter", vocab, looked_up + loss, False)
@@ -172,14 +169,13 @@ def _tensor(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
         yield send("all-reduce", vocab, looked_up + loss, False)
 
 
-def _experts(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """Tokens on their way to experts and back: x and y, in the backward x again, dy and dx, and which experts with
-    which weights. Gathered and scattered, or exchanged in rooms of which the fullest decides how many rounds it takes:
-    one, of equally busy experts."""
+def _experts(placed: Placed, options: Options) -> Iterator[Sent]:
+    """Yield the exchange of tokens with experts: x and y forward; x, dy and dx backward; and the choices with their
+    weights. Tokens are gathered and scattered, or exchanged in buffers; balanced experts need one round."""
     found = routed.of(placed, options)
     if not found:
         return
-    forward, backward = (found.share * visits for visits in placed.visits(options, practice)[:2])
+    forward, backward = (found.share * visits for visits in placed.visits(options)[:2])
     stream, choices = found.seen * found.sizes.embed_dim * placed.itemsize, found.seen * found.choices * 4
     brought, summed = found.axes
     send = lambda kind, axes, dtype, sent_bytes, runs: Sent(kind, axes, dtype, sent_bytes, runs, ROUTED)
@@ -195,37 +191,38 @@ def _experts(placed: Placed, options: Options, practice: Practice) -> Iterator[S
     yield send("all-reduce", summed, FLOAT32, choices, backward)
 
 
-def _again(remat: str, practice: Practice, product: Product) -> tuple[float, float]:
-    """How often a layer's backward does the gather before a product again, and the sum behind it."""
-    if practice.recomputed is not None:
-        return practice.recomputed[0], practice.recomputed[0]
+def _again(placed: Placed, remat: str, product: Product) -> tuple[float, float]:
+    """How often the backward repeats (the gather before a product, the sum after it)."""
+    if placed.framework:
+        return (placed.framework.recomputed[0],) * 2
     return float(remat != "none"), float(remat in ("full", "offload") and not product.unread)
 
 
-def _context(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """Where sequences are split. A ring hides behind attention, the others stand before it; remat repeats neither."""
+def _context(placed: Placed, options: Options) -> Iterator[Sent]:
+    """Yield the collectives of context parallelism. A ring overlaps attention, other methods overlap nothing; remat
+    repeats none."""
     axes = tuple(placed.layout.mesh_axes("activations", "seq"))
-    c, (forward, backward, _), dtype = placed.layout.num_shards(axes), placed.visits(options, practice), placed.dtype
+    c, (forward, backward, _), dtype = placed.layout.num_shards(axes), placed.visits(options), placed.dtype
     if c == 1:
         return
     query, key = (placed.tokens(options) * width for width in placed.widths[:2])
     size = placed.itemsize
-    send = lambda kind, elements, bytes_each, times, beside="": Sent(
-        kind, axes, FLOAT32 if bytes_each == 4 else dtype, elements * bytes_each, times, "context", beside)
+    send = lambda kind, elements, bytes_each, times, overlaps="": Sent(
+        kind, axes, FLOAT32 if bytes_each == 4 else dtype, elements * bytes_each, times, "context", overlaps)
     if options.method == "ring":
-        yield from _ring(placed, options, practice, send, 2 * key)
-    elif options.method == "gather":        # whatever the window: keys and values whole, twice, and gradients back
+        yield from _ring(placed, options, send, 2 * key)
+    elif options.method == "gather":        # at any window: whole keys and values, twice, and their gradients
         yield send("all-gather", 2 * c * key, size, forward + backward)
         yield send("reduce-scatter", 2 * c * key, 4, backward)
-    else:                                   # q, k, v and o; in the backward as well, and do, dq, dk and dv
+    else:                                   # q, k, v and o, again in the backward; do, dq, dk and dv
         yield send("all-to-all", 2 * (query + key), size, forward + 2 * backward)
 
 
-def _ring(placed: Placed, options: Options, practice: Practice, send, pairs: float) -> Iterator[Sent]:
-    """pairs: elements of K and V on a device; beside them travel float32 sums of their gradients."""
-    c, (forward, backward, _), size = placed.num_shards("seq"), placed.visits(options, practice), placed.itemsize
+def _ring(placed: Placed, options: Options, send, pairs: float) -> Iterator[Sent]:
+    """pairs: elements of K and V on a device; float32 sums of their gradients travel with them."""
+    c, (forward, backward, _), size = placed.num_shards("seq"), placed.visits(options), placed.itemsize
     near = flops.local_layers(placed.cfg, options.seq_len)
-    if near:            # `parallel.band`: as far as the window reaches, and the sums home by the shorter way
+    if near:            # `parallel.band`: hops within the window, and gradients back the shorter way
         reach = min(-(-(placed.cfg.window - 1) * 2 * c // options.seq_len), 2 * c - 1)
         home = max(reach - 1, 0) + min(reach, 2 * c - reach)
         yield send("collective-permute", pairs, size, near * forward * reach, ATTENTION)
@@ -235,20 +232,18 @@ def _ring(placed: Placed, options: Options, practice: Practice, send, pairs: flo
         forward, backward = (1 - near) * forward, (1 - near) * backward
         yield send("collective-permute", pairs, size, forward * (c - 1), ATTENTION)
         yield send("collective-permute", pairs, size, backward * (c - 1), ATTENTION_BACKWARD)
-        # The sums of dK and dV: float32 as long as a loop carries them, rounded before the hop behind it
-        # (`parallel.ring`).
-        in_float32 = c - 1 if c > 2 or placed.masked(options, practice) else 0
+        # The loop sends sums of dK and dV in float32, the last hop in the compute dtype (`parallel.ring`).
+        in_float32 = c - 1 if c > 2 or placed.masked(options) else 0
         yield send("collective-permute", pairs, 4, backward * in_float32, ATTENTION_BACKWARD)
         yield send("collective-permute", pairs, size, backward * (c - in_float32), ATTENTION_BACKWARD)
 
 
-def _stages(placed: Placed, options: Options, practice: Practice) -> Iterator[Sent]:
-    """The boundaries of stages, forward and backward. In our pipelines all stages get the last one's output and the
-    cotangent of the first one's input, and where they share the vocabulary add up what is looked up and what the head's
-    cotangent makes.
+def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
+    """Yield the boundaries of stages, forward and backward.
 
-    A chunk of layers is stored beside those that follow it and worked on by another stage: once a step it travels
-    there, split as it is stored, and its gradient back.
+    In our pipelines all stages get the last one's output and the cotangent of the first one's input. Where stages shard
+    the vocabulary, they sum the looked-up rows and the head's cotangents. With several chunks, a chunk is stored on
+    another stage than the one that computes it: once a step its weights are sent there and its gradients back.
     """
     p, chunks, size = placed.mesh.sizes["stage"], options.chunks, placed.itemsize
     if p == 1:
@@ -257,17 +252,17 @@ def _stages(placed: Placed, options: Options, practice: Practice) -> Iterator[Se
     send = lambda kind, runs: Sent(kind, ("stage",), placed.dtype, boundary, runs, "stage", "", False)
     move = lambda kind, axis, dtype, sent_bytes: Sent(
         kind, (axis,), dtype, sent_bytes, 1, "once a step", MICROBATCH, False)
-    forward, backward, _ = (chunks * visits / placed.layers(options, practice)
-                            for visits in placed.visits(options, practice))
+    forward, backward, _ = (chunks * visits / placed.layers(options)
+                            for visits in placed.visits(options))
     yield send("collective-permute", forward + backward)
-    if not placed.masked(options, practice):
+    if not placed.masked(options):
         return
-    (looked_up, loss, looked_up_back), (begun, _, begun_back) = placed.ends(options, practice), placed.begun(
-        options, practice)
+    (looked_up, loss, looked_up_back), (begun, _, begun_back) = placed.ends(options), placed.boundaries(
+        options)
     shared = "stage" in placed.layout.mesh_axes(GATHERED, "vocab")
-    # out of the leading layers, and back to the embedding
-    beside = begun + looked_up_back if placed.leading else 0
-    yield send("all-reduce", loss + begun_back + beside + shared * (looked_up + loss))
+    # The output of the leading layers, and its cotangent.
+    leading = begun + looked_up_back if placed.leading else 0
+    yield send("all-reduce", loss + begun_back + leading + shared * (looked_up + loss))
     weights, states = (placed.dtype, size * placed.held.layers_read), (FLOAT32, 4 * placed.held.layers_stored)
     for dtype, sent_bytes in (weights, states) if chunks > 1 else ():
         yield move("all-to-all", "stage" if chunks % p == 0 else f"stage:{chunks}~", dtype, sent_bytes)
