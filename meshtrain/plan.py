@@ -118,7 +118,7 @@ def _plan(options: config.Arguments) -> None:
 
 
 def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], length: told.Length, compiled: list[dict],
-            stands: gap.Behind | None) -> dict:
+            stands: gap.Gap | None) -> dict:
     """The output of `--json`: for one number of GPUs the best plans and near misses, for several the best plan of each.
     """
     (question, answer), several = answers[0], len(answers) > 1
@@ -233,7 +233,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
 
     def attended(layout: rules.Layout, method: str) -> rates.Attended:
         return rates.attended(run.replaced(context={"method": method}), layout, rated.assumed)
-    fixed = {name: options[name] for name in search.fixable() if name in options}
+    fixed = {name: options[name] for name in search.FIXABLE if name in options}
     options_of_run = Options.of(run, optimizer_bytes=state.optimizer_bytes(model, run.optimizer, run.training.steps))
     return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
                            attended, lay)

@@ -1,8 +1,7 @@
-"""A pipeline schedule as people read it: one row a stage, time to the right, as text, and as JSON for `pages.pictures`.
+"""Draws a pipeline schedule: one row per stage, time to the right, as text and as JSON for `pages.pictures`.
 
-The picture stands on model time (cost.simulate), so a bubble is as wide as it is long; the text on slots, each as wide
-as the next. A schedule too long for one line is shown as its warm-up, one steady period and its cool-down, one below
-the other.
+The JSON uses model time (cost.simulate), so the width of a bubble is its duration. The text uses slots of equal width.
+A schedule too long for one line is cut into its warm-up, one steady period and its cool-down, on lines of their own.
 """
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ MOST_OPS = 6000          # of a schedule as JSON, about
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Ticks start … stop−1 of a schedule, on a line of their own. anchor: which end is kept where even these are too
-    many."""
+    """Ticks start … stop−1 of a schedule, on their own line. anchor: the end to keep if they do not fit."""
     name: str
     start: int
     stop: int
@@ -34,7 +32,7 @@ class Panel:
 
 
 def title(schedule: Schedule, outcome: Outcome, memory_bytes: int | None = None) -> str:
-    """What the chart shows, with bubble and peak memory."""
+    """The heading of the chart, with bubble and peak memory."""
     chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     stage = int(schedule.peak.argmax())
     held = f" ({gib(memory_bytes)})" if memory_bytes is not None else ""
@@ -44,8 +42,7 @@ def title(schedule: Schedule, outcome: Outcome, memory_bytes: int | None = None)
 
 
 def panels(schedule: Schedule) -> list[Panel]:
-    """Warm-up, one steady period (no fewer ticks than there are stages) and cool-down; two halves where nothing
-    repeats."""
+    """Warm-up, one steady period (at least as many ticks as stages) and cool-down; two halves if nothing repeats."""
     start, stop, period = steady(schedule)
     shown = -(-schedule.num_stages // period) * period
     if stop - start <= shown:
@@ -59,10 +56,9 @@ def panels(schedule: Schedule) -> list[Panel]:
 
 
 def steady(schedule: Schedule) -> tuple[int, int, int]:
-    """(start, stop, period): the longest stretch of ticks in which tick t + period does what t does, on later
-    microbatches.
+    """(start, stop, period): the longest range of ticks in which tick t + period repeats tick t, on later microbatches.
 
-    (0, 0, 1) where none fills a third of the schedule: with few microbatches it never settles.
+    (0, 0, 1) if none covers a third of the schedule, as with few microbatches.
     """
     microbatch, chunk = schedule.ops[..., 0], schedule.ops[..., 1]
     on, best = microbatch >= 0, (0, 0, 1)
@@ -79,9 +75,9 @@ def steady(schedule: Schedule) -> tuple[int, int, int]:
 
 
 def text(schedule: Schedule) -> str:
-    """A row a stage, a column a slot: F3 = forward of microbatch 3, with chunks F3b = its second chunk, · = idle.
+    """A row per stage, a column per slot: F3 = forward of microbatch 3, with chunks F3b = its second chunk, · = idle.
 
-    No line is longer than TEXT_COLUMNS: what does not fit is cut, and … stands for it.
+    Lines are cut at TEXT_COLUMNS, with … for the rest.
     """
     whole = _columns(schedule, Panel("", 0, schedule.num_ticks))
     if _width(whole) <= TEXT_COLUMNS:
@@ -91,7 +87,7 @@ def text(schedule: Schedule) -> str:
 
 
 def _columns(schedule: Schedule, panel: Panel) -> list[list[str]]:
-    """[the stages' names, then a column of cells for every slot], all cells of a column as wide as each other."""
+    """[the stages' names, then a column of cells per slot], the cells of a column equally wide."""
     active = (schedule.ops[..., 0] >= 0).any(1)
     slots = [(t, kind) for t in range(panel.start, panel.stop) for kind in np.flatnonzero(active[t])]
     stages = range(schedule.num_stages)
@@ -108,7 +104,7 @@ def _lines(columns: Sequence[Sequence[str]]) -> str:
 
 
 def _cut(columns: list[list[str]], panel: Panel) -> list[list[str]]:
-    """The columns that fit on a line, those of the panel's anchor, and … for the others."""
+    """The columns that fit on a line, at the panel's anchor, and … for the others."""
     dots = ["…"] * len(columns[0])
     names, kept = columns[:1], columns[1:]
     whole = _width(columns) <= TEXT_COLUMNS
@@ -125,8 +121,8 @@ def _cell(schedule: Schedule, t: int, s: int, kind: int) -> str:
 
 
 def as_json(choice: Choice) -> dict:
-    """A run's schedule for its picture: each line of its chart with the ops on it, [stage, kind, microbatch, chunk,
-    begin, end] in model time; microbatch -1: the head's loss, on all of them."""
+    """A run's schedule for its picture: each line of its chart with its ops, [stage, kind, microbatch, chunk, begin,
+    end] in model time; microbatch -1: the head's loss, on all stages."""
     schedule, outcome = choice.schedule, choice.outcome
     forward_s = np.nanmin((outcome.end_s - outcome.begin_s)[..., F])
     forwards = min(60, max(16, MOST_OPS // (6 * schedule.num_stages)))
@@ -135,8 +131,8 @@ def as_json(choice: Choice) -> dict:
     lines = [{"heading": part.heading if part.name else "", "begin": unit(start_s), "end": unit(stop_s),
               "more_before": bool(start_s > 1e-9), "more_after": bool(stop_s < outcome.makespan_s * (1 - 1e-9)),
               "ops": [[s, kind, i, chunk, unit(begin_s), unit(end_s)]
-                      for s, kind, i, chunk, begin_s, end_s in _ops(schedule, outcome) if begin_s < stop_s
-                      and end_s > start_s]}
+                      for s, kind, i, chunk, begin_s, end_s in _ops(schedule, outcome)
+                      if begin_s < stop_s and end_s > start_s]}
              for part, (start_s, stop_s) in zip(parts, spans)]
     return {"name": schedule.name, "num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches,
             "num_chunks": schedule.num_chunks, "split": bool(schedule.split), "bubble": float(outcome.bubble),
@@ -145,13 +141,13 @@ def as_json(choice: Choice) -> dict:
 
 
 def _lines_of(schedule: Schedule, outcome: Outcome, span_s: float) -> tuple[list[Panel], list[tuple[float, float]]]:
-    """The panels of a chart whose lines have room for span_s, and the times between which each of them shows ops."""
+    """The panels of a chart with lines of span_s, and the (begin, end) of each."""
     parts = [Panel("", 0, schedule.num_ticks)] if outcome.makespan_s <= span_s else panels(schedule)
     return parts, [_span(outcome, part, span_s) for part in parts]
 
 
 def _ops(schedule: Schedule, outcome: Outcome) -> Iterator[tuple[int, str, int, int, float, float]]:
-    """(stage, kind, microbatch, chunk, begin, end) of every op; of the head's loss microbatch -1."""
+    """(stage, kind, microbatch, chunk, begin, end) of every op; microbatch -1 for the head's loss."""
     for t, s, k in np.argwhere(schedule.ops[..., 0] >= 0).tolist():
         i, chunk = schedule.ops[t, s, k].tolist()
         yield s, KINDS[k], i, chunk, outcome.begin_s[t, s, k], outcome.end_s[t, s, k]
@@ -162,7 +158,7 @@ def _ops(schedule: Schedule, outcome: Outcome) -> Iterator[tuple[int, str, int, 
 
 
 def _span(outcome: Outcome, part: Panel, most_s: float) -> tuple[float, float]:
-    """(begin, end) in model time of a panel's ticks, cut to what a line has room for."""
+    """(begin, end) in model time of a panel's ticks, cut to the length of a line."""
     start, stop = np.nanmin(outcome.begin_s[part.start:part.stop]), np.nanmax(outcome.end_s[part.start:part.stop])
     if part.start == 0:
         start = 0.0

@@ -1,8 +1,8 @@
-"""What a compiled step is expected to send and hold: a file beside a run, and every difference from it.
+"""The expected collectives and memory of a compiled step: a file beside a run, and the differences from it.
 
-The file is TOML with one line for each array that a collective moves, in a stable order, so that a version control
-system shows what a change of the program cost. It also says which run and which compiler it belongs to: another version
-of XLA may compile the same run to another program. Knows no command and compiles nothing.
+The file is TOML with one line per array that a collective moves, in a stable order, so that version control shows what
+a change of the program cost. It records its run and its compiler, because another version of XLA may compile another
+program. Knows no command and compiles nothing.
 """
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NAMED = 4                   # tensors of one shape that are told by name
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedRow:
-    """What moves one array: count and bytes are one device's, of a step. of: parameters of that shape,
-    or where it comes from."""
+    """Collectives of one array; count and bytes are one device's, per step. of: parameters of that shape, or the
+    source."""
     count: int
     bytes: int
     of: str
@@ -38,8 +38,8 @@ class ExpectedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """run: key → value of what shapes the program. collectives: (kind, axes, array) → Row; array: 'bf16[4096,14336]',
-    whole."""
+    """run: key → value of what determines the program. collectives: (kind, axes, array) → row; array: whole,
+    'bf16[4096,14336]'."""
     run: Mapping[str, object]
     compiler: Mapping[str, str]
     memory_bytes: Mapping[str, int]
@@ -47,8 +47,7 @@ class Expected:
 
 
 def of(made: Assembly, program: audit.ProgramAudit, held: Mapping[str, int | None]) -> Expected:
-    """made: the assembled run; program: its compiled step, audited; held: its bytes by kind
-    (`report.held_by_program`)."""
+    """program: the compiled step, audited; held: its bytes by kind (`memory.held_by_program`)."""
     run = {"devices": f"{made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
            "mesh": {axis: n for axis, n in made.mesh_spec.sizes.items() if n > 1},
            "placement": list(made.mesh_spec.placement),
@@ -76,8 +75,8 @@ def _payloads(row: audit.Collective) -> list[int]:
 
 
 def tensors(made: Assembly) -> Callable[[tuple[int, ...]], list[str]]:
-    """dims → the parameters that have them, as products read them on one device, a layer or the stack; where none has,
-    those that have them in another order: XLA transposes."""
+    """dims → the parameters that matmuls read in these dims on one device, one layer or the stack; if none, those that
+    have them in another order, because XLA transposes."""
     exact, sorted_too = defaultdict(list), defaultdict(list)
     for info in made.model.parameters():
         dims = [n // made.layout.num_shards(made.layout.mesh_axes(GATHERED, axis))
@@ -89,7 +88,7 @@ def tensors(made: Assembly) -> Callable[[tuple[int, ...]], list[str]]:
 
 
 def _bare(dims) -> tuple[int, ...]:
-    """Without dims of 1: XLA drops and adds them."""
+    """Without dims of 1, which XLA drops and adds."""
     return tuple(n for n in dims if n > 1)
 
 
@@ -102,7 +101,7 @@ def _listed(names: list[str]) -> str:
 
 
 def dumps(expected: Expected, command: str) -> str:
-    """The text of the file; command: what checks and renews it."""
+    """Write the text of the file; command: the one that checks and renews it."""
     lines = [f"# What one device sends and holds in a step. Checked by: {command}",
              "# Written by the same with --update.", "",
              "[run]", *(f"{_word(key)} = {_toml(value)}" for key, value in expected.run.items()), "", "[compiler]",
@@ -110,8 +109,7 @@ def dumps(expected: Expected, command: str) -> str:
              *(f"{key} = {value}" for key, value in expected.memory_bytes.items()), "", "[step]", "collectives = ["]
     for (kind, axes, array), row in sorted(expected.collectives.items()):
         lines.append("  " + _toml({"kind": kind, "axes": list(axes), "array": array,
-                                   "count": row.count, "bytes": row.bytes,
-                                   "of": row.of}) + ",")
+                                   "count": row.count, "bytes": row.bytes, "of": row.of}) + ",")
     return "\n".join([*lines, "]"]) + "\n"
 
 
@@ -143,7 +141,7 @@ def _toml(value) -> str:
 
 
 def differences(expected: Expected, found: Expected) -> list[str]:
-    """One line for each collective and each kind of memory that changed, with what was expected before the arrow."""
+    """One line per collective and kind of memory that changed, with the expected value before the arrow."""
     lines = []
     nothing = ExpectedRow(0, 0, "")
     for key in sorted({*expected.collectives, *found.collectives}):
@@ -163,7 +161,7 @@ def differences(expected: Expected, found: Expected) -> list[str]:
 
 
 def causes(expected: Expected, found: Expected) -> list[str]:
-    """Why the program may differ though nobody changed it: another run, another compiler."""
+    """Reasons outside the code: another run, another compiler."""
     lines = []
     for key in sorted({*expected.run, *found.run}):
         before, after = (side.run.get(key, "default") for side in (expected, found))

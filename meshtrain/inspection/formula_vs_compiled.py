@@ -1,8 +1,7 @@
-"""Formula beside compiled: what the closed formulas say of an assembled run's step, and where its compiled program
-differs.
+"""Compares the closed formulas of an assembled run's step with its compiled program.
 
-The formulas are of programs for GPUs; on simulated CPU devices XLA takes other collectives. Tolerances are what 40
-layouts compiled for GPUs keep: states are exact, what XLA's scheduler keeps alive is not.
+The formulas describe programs for GPUs; on simulated CPU devices XLA chooses other collectives. 40 layouts compiled for
+GPUs keep the tolerances: states are exact, the lifetimes of temporaries in XLA's schedule are not.
 """
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ SMALL = .002                # of all bytes sent: norms, biases and statistics of
 
 @dataclasses.dataclass(frozen=True)
 class Formulas:
-    """Of one device and step: bytes by kind, collectives as `audit.summarize` has them, FLOPs of matmuls beside
-    attention's."""
+    """Of one device and step: bytes by kind, collectives as in `audit.summarize`, FLOPs of matmuls without
+    attention."""
     memory_bytes: Mapping[str, int]
     collectives: list[dict]
     matmul_flops: int
 
 
 def of(made: Assembly, ruled: Mapping[str, int | None]) -> Formulas | None:
-    """ruled: bytes by the rules (`report.formula`). None where no formula reaches: float8."""
+    """ruled: bytes by the rules (`memory.formula`). None for float8, which the formulas do not cover."""
     run, schedule = made.run, made.choice and made.choice.schedule
     if run.model.matmul_dtype == "float8":
         return None
@@ -47,14 +46,14 @@ def of(made: Assembly, ruled: Mapping[str, int | None]) -> Formulas | None:
 
 
 def matmul_flops(program: audit.ProgramAudit) -> int:
-    """Of a compiled step, without those of attention, which are no matmuls where a kernel does it."""
+    """Matmul FLOPs of a compiled step without attention's, which a kernel computes in other programs."""
     return sum(dot.flops for dot in program.dots if not sources.in_attention(dot.source))
 
 
 def differences(made: Assembly, formulas: Formulas, held: Mapping[str, int | None],
                 program: audit.ProgramAudit) -> list[str]:
-    """One line for each that is beyond tolerance, and for each collective that follows from no rule, with what it
-    moves. held: bytes of the compiled step by kind (`report.held_by_program`)."""
+    """One line for each number beyond tolerance, and for each collective without a formula, with what it moves. held:
+    bytes of the compiled step by kind (`memory.held_by_program`)."""
     lines = []
     for kind, tolerance in TOLERANCE.items():
         before = formulas.memory_bytes["loop_grads" if kind == "grads" and made.choice else kind]
@@ -84,7 +83,7 @@ def _than(after: int, before: int) -> str:
 
 
 def _moved(made: Assembly, program: audit.ProgramAudit, key: tuple) -> str:
-    """The parameters whose shapes the largest of these collectives have, else the operation that they come from."""
+    """The parameters that have the shapes of the largest of these collectives, or its source."""
     rows = [row for row in program.collectives if (row.kind, *row.axes, row.dtype) == key]
     largest = max(rows, key=lambda row: row.bytes)
     names = [name for dims in largest.arrays for name in expect.tensors(made)(dims)]

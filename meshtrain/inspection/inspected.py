@@ -1,5 +1,4 @@
-"""A compiled training step with all that is read off it, each once: `inspect`, `train` and `plan --verify` tell parts
-of it."""
+"""A compiled training step with everything read from it, each once, for `inspect`, `train` and `plan --verify`."""
 from __future__ import annotations
 
 import dataclasses
@@ -18,9 +17,9 @@ from meshtrain.inspection.formula_vs_compiled import Formulas
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inspected:
-    """assumed: assumptions of the roofline to replace, by name. logged: lines of XLA's from when it was compiled.
+    """assumed: assumptions of the roofline to replace, by name. logged: XLA's log lines from the compilation.
 
-    Raises: ValueError, from `roofline`, for assumptions that are not there.
+    Raises: ValueError, from `roofline`, for unknown assumptions.
     """
     made: Assembly
     executable: jax.stages.Compiled
@@ -43,12 +42,12 @@ class Inspected:
 
     @cached_property
     def formulas(self) -> Formulas | None:
-        """None where no formula reaches."""
+        """None where the formulas do not cover the model."""
         return formula_vs_compiled.of(self.made, memory.formula(self.made))
 
     @cached_property
     def roofline(self) -> Roofline | None:
-        """None where no GPU of known speed is compiled for."""
+        """None unless compiled for a GPU of known speed."""
         return roofline.of_run(self.made, self.text, self.assumed)
 
     @cached_property
@@ -57,7 +56,7 @@ class Inspected:
 
     @cached_property
     def differences(self) -> list[str]:
-        """Where the program is not what the formulas say; of a program for GPUs."""
+        """Differences from the formulas; only for GPUs."""
         if self.formulas is None or not self.for_gpus:
             return []
         return formula_vs_compiled.differences(self.made, self.formulas, self.held, self.program)

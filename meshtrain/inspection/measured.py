@@ -1,7 +1,7 @@
-"""What a run's directory tells of it: how far it is, how fast, what took the time, and what was priced before it began.
+"""Reports a run from its directory: progress, speed, where the time went, and the costs priced before it began.
 
-Reads, and writes nothing: of a run that goes on, that was stopped or killed, or that has not taken a step yet. Needs
-none of the run's devices, data or code.
+Only reads, also while the run goes on, after it was stopped or killed, and before its first step. Needs none of the
+run's devices, data or code.
 """
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from meshtrain.run import goodput, history, rows, rundir
 
 COST = "cost.json"          # what `inspect --json` prints of the step, written by `train`
 PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops",
-          "differences", "roofline", "schedule", "notes",
-          "warnings", "broken_permutes", "recomputed_by_xla"}
+          "differences", "roofline", "schedule", "notes", "warnings", "broken_permutes", "recomputed_by_xla"}
 MOST_ROWS = 3000            # of metrics in the answer
 MOST_STRETCHES = 60         # of steps, for numbers of every layer
 CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "grad_norm", "learning_rate", "data_wait_s",
@@ -31,7 +30,7 @@ CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "gra
 
 
 def of(directory: Path) -> dict:
-    """Everything, as JSON. Raises: ValueError where the directory holds no run, or a file of it is broken."""
+    """Everything, as JSON. Raises: ValueError where the directory has no run, or a broken file."""
     if not files.is_dir(directory):
         raise ValueError(f"{directory} is no directory; name the run.dir of a run, e.g. runs/quickstart")
     if not files.is_file(directory / "config.toml"):
@@ -66,8 +65,8 @@ def of(directory: Path) -> dict:
 
 
 class _Metrics:
-    """What the report takes of all rows: one number of each key and row, 8 bytes, however many there are. last: the
-    last row. with_experts: the rows that have their load by layer. no_rows: lines that are none, and not empty."""
+    """All rows as one float64 column per key. last: the last row. with_experts: number of rows with expert load by
+    layer. no_rows: number of lines that are neither rows nor empty."""
 
     def __init__(self, found: rows.MetricRows):
         self.columns = {key: array.array("d") for key in (*CURVES, "checkpoint_wait_s")}
@@ -96,13 +95,13 @@ class _Metrics:
                 "validation_best": float(validated.min()) if validated.size else None}
 
     def speed(self) -> dict:
-        """Medians, which the first step and pauses do not move; None where there is none."""
+        """Medians, robust against the first step and pauses; None without values."""
         values = {key: self.known(key)[1] for key in ("step_time_s", "tokens_per_s", "mfu")}
         return {key: float(np.median(found)) if found.size else None for key, found in values.items()}
 
 
 def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
-    """In words."""
+    """The state of a run, in words."""
     how = attempts[-1]["how"] if attempts else ""
     if owner := rundir.at_work(directory):
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner["time"]))
@@ -114,7 +113,7 @@ def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
 
 
 def _spent(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
-    """Seconds, by what they went into. With a history they are all the time since the first try began."""
+    """Seconds by purpose. With a history they cover all the time since the first attempt began."""
     if attempts:
         return goodput.spent_s(attempts)
     steps, times_s = np.asarray(metrics.columns["step"]), np.asarray(metrics.columns["step_time_s"])
@@ -125,13 +124,13 @@ def _spent(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
 
 
 def _goodput(attempts: list[dict]) -> float | None:
-    """Share of all the time that went into steps that count; None where that is not known."""
+    """Fraction of all time spent in steps that count; None if unknown."""
     spent = goodput.spent_s(attempts)
     return spent[goodput.PARTS["steps"]] / total if (total := sum(spent.values())) else None
 
 
 def _changes(directory: Path) -> list[dict]:
-    """What was changed when the run went on: [{step, key, from, to}]."""
+    """Changes when the run was resumed: [{step, key, from, to}]."""
     found = []
     with contextlib.suppress(OSError):
         for line in (directory / "changes.jsonl").read_text(encoding="utf-8").splitlines():
@@ -142,8 +141,7 @@ def _changes(directory: Path) -> list[dict]:
 
 
 def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, list]:
-    """Columns; of too many rows those with the lowest and the highest loss of each stretch, and all that were
-    validated."""
+    """Columns, thinned to the rows with the lowest and highest loss of each interval, and all validated ones."""
     count, losses, validated = len(columns["step"]), columns["loss"], columns["val_loss"]
     kept = range(count)
     if count > MOST_ROWS:
@@ -163,9 +161,8 @@ def _has_experts(row: Mapping) -> bool:
 
 
 def _experts(found: rows.MetricRows, count: int) -> dict | None:
-    """How busy experts are, by layer: {"layers": those that have any, "steps": the last of each stretch, "max", "min",
-    "entropy": [stretch][layer], the worst of the stretch}. None where no row has it. count: of the rows that have
-    it."""
+    """Expert load by layer: {"layers": those with experts, "steps": the last of each interval, "max", "min", "entropy":
+    [interval][layer], the worst of the interval}. None without any. count: number of rows that have it."""
     last = next(filter(_has_experts, reversed(found)), None) if count else None
     layers = [i for i, value in enumerate(last[LOAD_BY_LAYER[0]]) if value is not None] if last else []
     if not layers:

@@ -1,4 +1,4 @@
-"""What a device holds of an assembled run: by its rules, and in its compiled step."""
+"""Memory of an assembled run on one device: by its rules, and in its compiled step."""
 from __future__ import annotations
 
 import jax
@@ -9,12 +9,12 @@ from meshtrain.sharding import rules
 
 
 def grads_shardings(made: Assembly):
-    """Where [grads] puts each accumulator."""
+    """The shardings of the accumulators by [grads]."""
     return rules.shardings(made.layout, made.mesh, "grads", made.program.step.state.trained_axes)
 
 
 def formula(made: Assembly) -> dict:
-    """By the rules. With a pipeline also what stands inside its loop, whatever [params] and [grads] say of the rest."""
+    """Memory by the rules. A pipeline's loop has entries of its own, because [params] and [grads] do not shard it."""
     spec = made.program.step.state
     held = program_memory.formula(spec.abstract, spec.sharding, made.model.divided(spec.abstract.params)[0],
                           grads_shardings(made))
@@ -24,24 +24,22 @@ def formula(made: Assembly) -> dict:
 
 
 def read_bytes(made: Assembly) -> int:
-    """Of the weights that the loop over microbatches reads, beside the stored ones; a pipeline's stand in its
-    formula."""
+    """Bytes of the weights that the microbatch loop reads, beside the stored ones. A pipeline's are in `formula`."""
     held = made.placed.held
     return 0 if made.choice else round(held.moved if made.placed.by_layer else made.placed.itemsize * held.cast)
 
 
 def held_by_program(made: Assembly, executable, text: str | None = None) -> dict:
-    """Bytes of a device by kind, of a compiled step. text: its `as_text()`, where that is at hand."""
+    """Bytes of a device by kind, of a compiled step. text: its `as_text()`, if available."""
     trained = made.model.divided(made.program.step.state.abstract.params)[0]
     shapes = jax.tree.map(lambda a, s: s.shard_shape(a.shape), trained, grads_shardings(made))
     accumulators = jax.tree.leaves(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
     held = program_memory.compiled(executable, text or executable.as_text(), made.program.step.state.abstract,
-                                   made.run.training.microbatches,
-                           accumulators, _loop(made))
+                                   made.run.training.microbatches, accumulators, _loop(made))
     host = executable.memory_analysis().host_temp_size_in_bytes
     return held | ({"host": host} if program_memory.host_bytes(made.run, made.layout) else {})
 
 
 def _loop(made: Assembly):
-    """The parameters as they stand in the pipeline's loop; None where there is none."""
+    """The parameters in the pipeline's loop; None without one."""
     return program_memory.in_loop(made.model, made.layout, made.choice.schedule.num_chunks) if made.choice else None

@@ -1,9 +1,11 @@
-"""A search's answer for people: the ranked plans as a table, what is assumed, and three sentences on the first one."""
+"""Prints the answer of a search: the ranked plans as a table, the assumptions, and three sentences about the first
+plan.
+"""
 from __future__ import annotations
 
 import dataclasses
 
-from meshtrain.cost.planner.gap import Behind, link
+from meshtrain.cost.planner.gap import Gap, link
 from meshtrain.cost.formulas import traffic
 from meshtrain.cost.planner import search
 from meshtrain.cost.formulas.price import RECOMPUTED
@@ -20,7 +22,7 @@ FIRST = ("matmul.sustained", "link.contend", "attention")      # what moves a pr
 
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """How long a training is: tokens to train, GPU hours to spend; None: not asked."""
+    """The length of a training: tokens to train, GPU hours to spend; None: not asked."""
     tokens: float | None = None
     hours: float | None = None
 
@@ -33,7 +35,7 @@ class Length:
                 *((f"{found['tokens_for_budget'] / 1e9:,.1f}B",) if self.hours else ()))
 
     def as_json(self, question: Question, plan: Plan) -> dict[str, float]:
-        """Without restarts, validation and what else a run stops for."""
+        """Without restarts, validation and other pauses."""
         per_hour = 3600 * plan.price.tokens_per_s_per_gpu
         found = {}
         if self.tokens:
@@ -44,15 +46,14 @@ class Length:
 
 
 def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
-    """The best plan of each number of GPUs, and how much of a GPU's speed on the fewest is kept."""
+    """The best plan for each number of GPUs, and its speed per GPU relative to the smallest number."""
     question = answers[0][0]
     count = sum(info.size for info in question.rows)
     lines = [f"{many(count)} parameters, {question.options.global_batch:,} × {question.options.seq_len:,} tokens a "
              f"step on {question.rated.gpu.name}, {size(question.usable_bytes)} usable on each; "
              "the best plan of each number of GPUs", ""]
     header = ("GPUs", "mesh", "rules", "microbatches", "remat", "memory", "step", "tokens/s",
-              "tokens/s a GPU", "kept", "MFU",
-              *length.header())
+              "tokens/s a GPU", "kept", "MFU", *length.header())
     rows, first = [], None
     for asked, answer in answers:
         if not answer.plans:
@@ -65,8 +66,8 @@ def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
                  f"{one.tokens_per_s_per_gpu:,.0f}",
                  f"{one.tokens_per_s_per_gpu / first:.0%}", f"{one.mfu:.1%}", *length.cells(asked, plan))
         rows.append((f"{asked.num_gpus:,}", _short(plan), _stem(plan), str(plan.options.microbatches),
-                     plan.options.remat,
-                     size(one.memory_bytes["total"]), *(unknown(speed) if search.TOO_SHORT in plan.reason else speed)))
+                     plan.options.remat, size(one.memory_bytes["total"]),
+                     *(no_digits(speed) if search.TOO_SHORT in plan.reason else speed)))
     lines += [columns([header, *rows]), "",
               "kept: of a GPU's tokens/s on the first of them, with the same batch a step. Formulas, "
               "nothing compiled or measured." + (
@@ -77,12 +78,12 @@ def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
 BELOW = f"< {search.SHORT_S} s"
 
 
-def unknown(speed: tuple[str, ...]) -> tuple[str, ...]:
-    """Cells of a step that follows no formula: how long it takes is not told to three digits."""
+def no_digits(speed: tuple[str, ...]) -> tuple[str, ...]:
+    """Cells of a step that is too short for the formulas: its time is not printed in digits."""
     return BELOW, *["–"] * (len(speed) - 1)
 
 
-def page(question: Question, answer: Answer, most: int, length: Length = Length(), behind: Behind | None = None) -> str:
+def page(question: Question, answer: Answer, most: int, length: Length = Length(), behind: Gap | None = None) -> str:
     gpu, assumed = question.rated.gpu, question.rated.assumed
     count = sum(info.size for info in question.rows)
     of = attended(question, answer)
@@ -102,13 +103,13 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
 
 
 def attended(question: Question, answer: Answer) -> Attended:
-    """What attention computes in the first plan, or the first near miss."""
+    """The attention of the first plan, or of the first near miss."""
     plan = (answer.plans or answer.misses)[0]
     return question.attended(plan.placed.layout, plan.options.method)
 
 
 def caveats(question: Question, answer: Answer) -> list[str]:
-    """What the numbers are, and what they do not know."""
+    """State the accuracy of the numbers and the assumptions that matter most."""
     engine, assumed = attended(question, answer).engine, question.rated.assumed
     named = {name: value for name, value in assumed.as_dict(formula=True).items()
              if name.startswith(FIRST[:2]) or name.startswith(f"attention.{engine}")}
@@ -122,8 +123,8 @@ def caveats(question: Question, answer: Answer) -> list[str]:
     return lines
 
 
-def first(question: Question, answer: Answer, behind: Behind | None = None) -> dict | None:
-    """What is told of the first plan, as JSON. time_s: what its step consists of."""
+def first(question: Question, answer: Answer, behind: Gap | None = None) -> dict | None:
+    """The first plan as JSON. time_s: the parts of its step."""
     if not answer.plans:
         return None
     plan = answer.plans[0]
@@ -141,7 +142,7 @@ def _short(plan: Plan) -> str:
 
 
 def beside(question: Question, plans: list[Plan], compiled: list[dict]) -> str:
-    """Formula beside compiled of the best plans, see `meshtrain.plan.verified`."""
+    """Compare formulas with the compiled programs of the best plans, see `meshtrain.plan.verified`."""
     rows = [("", "memory", "compiled", "step", "roofline", "sent by a GPU, by the formulas", "compiled")]
     told_axes = lambda traffic: ", ".join(
         f"{axes} {size(sent)}" for axes, sent in sorted(traffic.items()) if sent >= 2**20) or "–"
@@ -149,8 +150,7 @@ def beside(question: Question, plans: list[Plan], compiled: list[dict]) -> str:
         one, held = plan.price, found["memory_bytes"]["total"]
         fits = "" if held <= question.usable_bytes else ", does not fit"
         rows.append((str(k), size(one.memory_bytes["total"]), size(held) + fits, seconds(one.step_s),
-                     seconds(found["step_time_s"]), told_axes(one.traffic_bytes),
-                     told_axes(found["traffic_bytes"])))
+                     seconds(found["step_time_s"]), told_axes(one.traffic_bytes), told_axes(found["traffic_bytes"])))
     return columns(rows)
 
 
@@ -160,8 +160,7 @@ def _stem(plan: Plan) -> str:
 
 def _table(question: Question, plans: list[Plan], length: Length) -> str:
     header = ("", "mesh", "rules", "schedule", "microbatches", "remat", "memory", "step",
-              "tokens/s a GPU", "MFU", "bubble",
-              *length.header(), "")
+              "tokens/s a GPU", "MFU", "bubble", *length.header(), "")
     rows = []
     for k, plan in enumerate(plans, 1):
         options, one = plan.options, plan.price
@@ -169,17 +168,16 @@ def _table(question: Question, plans: list[Plan], length: Length) -> str:
                                        "") if plan.sizes["stage"] > 1 else "–"
         method = f" {options.method}" if plan.sizes["context"] > 1 else ""
         speed = (seconds(one.step_s), f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu:.1%}",
-                 f"{one.bubble:.1%}" if one.bubble else "–",
-                 *length.cells(question, plan))
+                 f"{one.bubble:.1%}" if one.bubble else "–", *length.cells(question, plan))
         rows.append((str(k), _short(plan) + method, _stem(plan), schedule,
                      str(options.microbatches), options.remat, size(one.memory_bytes["total"]),
-                     *(unknown(speed) if search.TOO_SHORT in plan.reason else speed),
+                     *(no_digits(speed) if search.TOO_SHORT in plan.reason else speed),
                      "memory within 5% of the limit" if search.NEAR_LIMIT in plan.reason else ""))
     return columns([header, *rows])
 
 
-def standing(behind: Behind) -> str:
-    """Where the first plan stands among all, with what was fixed."""
+def standing(behind: Gap) -> str:
+    """The rank of the first plan among all, and the cost of what was fixed."""
     fixed = ", ".join(f"{name} {value}" for name, value in behind.fixed.items())
     if behind.rank == 1:
         return f"No other layout is faster: what is fixed ({fixed}) costs nothing."
@@ -195,7 +193,7 @@ def standing(behind: Behind) -> str:
 
 
 def sentences(question: Question, plans: list[Plan]) -> list[str]:
-    """What bounds the first plan, what it holds, and what would help."""
+    """Name the bottleneck of the first plan, its memory, and the best remedy."""
     plan = plans[0]
     one = plan.price
     share = lambda value: f"{value / one.step_s:.0%}"
@@ -218,7 +216,7 @@ def sentences(question: Question, plans: list[Plan]) -> list[str]:
 
 
 def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
-    """(what the step waits for, seconds, what would help)."""
+    """(cause, seconds, remedy)."""
     one, sizes, found = plan.price, plan.sizes, []
     again = RECOMPUTED[plan.options.remat]
     if again[0]:

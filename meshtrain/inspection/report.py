@@ -1,6 +1,6 @@
-"""What a run is and costs, in words and as JSON: for the first lines of `train` and for `inspect`.
+"""Describes a run and its costs in text and JSON, for the first lines of `train` and for `inspect`.
 
-Given an assembled run (`meshtrain.assembly.Assembly`) and, where there is one, its compiled step.
+Takes an assembled run (`meshtrain.assembly.Assembly`) and, if there is one, its compiled step.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is 
 
 
 def before(made: Assembly) -> str:
-    """What is about to be trained: size, layout, and the memory that the rules imply."""
+    """Describe the run before it is compiled: its size, layout, and memory by the rules."""
     run, table = made.run, made.model.parameters()
     count = sum(info.size for info in table)
     held = memory.formula(made) | ({"read": memory.read_bytes(made)} if memory.read_bytes(made) else {})
@@ -45,7 +45,7 @@ def _dtypes(cfg) -> str:
 
 
 def compiled(executable, made, seconds: float) -> str:
-    """How long compilation took and what the compiled step holds."""
+    """Describe the compile time and the memory of the compiled step."""
     held = memory.held_by_program(made, executable)
     return (f"compiled in {seconds:.1f} s; compiled step per device: {size(held['total'])} "
             f"(arguments {size(held['total'] - held['activations'] - (held['grads'] or 0))}, "
@@ -53,13 +53,12 @@ def compiled(executable, made, seconds: float) -> str:
 
 
 def as_json(step: Inspected) -> dict:
-    """The contract of `inspect --json`. formula: null where none reaches. roofline: null where no GPU of known speed is
-    compiled for. differences: of a program for GPUs."""
+    """The contract of `inspect --json`. formula: null without formulas. roofline: null unless compiled for a GPU of
+    known speed. differences: only for GPUs."""
     formulas, program, gpu = step.formulas, step.program, roofline.gpu_of(step.made)
     return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else memory.formula(step.made),
                              "compiled": step.held, "usable": gpu and hardware.usable_bytes(gpu)},
-            "broken_permutes": list(program.broken_permutes),
-            "recomputed_by_xla": audit.recomputed(step.text),
+            "broken_permutes": list(program.broken_permutes), "recomputed_by_xla": audit.recomputed(step.text),
             "collectives": {"formula": formulas and formulas.collectives,
                             "compiled": audit.summarize(program.collectives)},
             "matmul_flops": {"formula": formulas and formulas.matmul_flops,
@@ -69,8 +68,8 @@ def as_json(step: Inspected) -> dict:
 
 
 def params_table(made: Assembly) -> str:
-    """Per parameter: logical axes -> specs as read, by [params], and as stored, by [optimizer]; bytes per device stored
-    and of its gradient."""
+    """Per parameter: logical axes, spec by [params] and by [optimizer], bytes per device of the stored parameter and of
+    its gradient."""
     rows, replicated = [], []
     for row in summary.parameters(made):
         axes = " ".join(f"{axis or '·'}={n}" for axis, n in zip(row["axes"], row["shape"]))
@@ -102,8 +101,7 @@ def collectives_table(step: Inspected) -> str:
     for at in dict.fromkeys([*compiled, *priced]):
         row = compiled.get(at) or priced[at] | {"count": 0, "source": ""}
         rows.append((row["kind"], " × ".join(row["axes"]), row["dtype"], show(priced, at), show(compiled, at),
-                     f"{row['count']:,}",
-                     row["source"][:60]))
+                     f"{row['count']:,}", row["source"][:60]))
     if not rows:
         return "collectives of the compiled step: none"
     lines = [columns([("sent per device", "axes", "dtype", "by formulas", "compiled", "count", "from"), *rows])]
@@ -125,7 +123,7 @@ def matmuls(program: audit.ProgramAudit, formulas: formula_vs_compiled.Formulas 
 
 
 def differences(step: Inspected) -> str:
-    """Where the compiled step is not what the formulas say, and what of it follows from no rule."""
+    """Compare the compiled step with the formulas."""
     if not step.formulas:
         return "no formulas: none reaches float8 projections"
     if not step.for_gpus:
@@ -135,7 +133,7 @@ def differences(step: Inspected) -> str:
 
 
 def memory_table(step: Inspected) -> str:
-    """Formula beside compiled."""
+    """Compare memory by formulas with the compiled step's."""
     made, held, ruled = step.made, step.held, memory.formula(step.made)
     priced = step.formulas.memory_bytes if step.formulas else ruled
     show = lambda value: "–" if value is None else size(value)
@@ -164,11 +162,10 @@ COSTLIEST = 10
 
 
 def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
-    """What the step would take on these GPUs, and where the time goes."""
+    """The roofline's step time on these GPUs, and its parts."""
     percent = lambda share: f"{share:.1%}"
     shares = ", ".join(f"{name} {percent(share)}" for name, share in line.shares.items())
-    domains = ", ".join(
-        f"{axis} {n} GPUs over NVLink" if inside == n else
+    domains = ", ".join(f"{axis} {n} GPUs over NVLink" if inside == n else
         f"{axis} {n // inside} hosts with {inside} network card(s) each"
         for axis, (n, inside) in roofline.links(line.gpu, mesh_spec).items()) or "none"
     lines = [f"roofline on {line.num_gpus} × {line.gpu.name}, nothing measured: {line.step_s:.3f} s a step, "
@@ -185,11 +182,9 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
                  seconds(row.exposed_s), beside(row)) for row in line.traffic]
         lines += ["", columns([("collective", "axes", "runs", "sent", "time", "exposed", "hidden under"), *rows])]
     rows = [(kernel.part, f"{kernel.runs:,}", seconds(kernel.seconds), percent(kernel.seconds / line.step_s),
-             kernel.bound,
-             f"{kernel.flops / 1e12:,.1f}", size(kernel.hbm_bytes), kernel.line, kernel.source[-70:])
+             kernel.bound, f"{kernel.flops / 1e12:,.1f}", size(kernel.hbm_bytes), kernel.line, kernel.source[-70:])
             for kernel in line.kernels[:COSTLIEST]]
-    lines += ["",
-              columns([("costliest kernels", "runs", "time", "of step", "bound", "TFLOP",
+    lines += ["", columns([("costliest kernels", "runs", "time", "of step", "bound", "TFLOP",
                         "HBM", "line", "from"), *rows])]
     lines += [f"warning: counted once, its length is unknown: loop {name}" for name in line.unknown_loops]
     lines += [f"warning: counted by its bytes alone: {name}" for name in line.uncounted]

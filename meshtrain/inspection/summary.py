@@ -1,8 +1,6 @@
-"""What an assembled run is, as JSON: the run, its mesh on hosts, every parameter with its shards, the pipeline's
-schedule.
+"""An assembled run as JSON: the run, its mesh on hosts, every parameter with its shards, the pipeline's schedule.
 
-With what the compiled step holds, sends and takes (`report.as_json`), it is all that the page of `inspect --html` is
-made of.
+The page of `inspect --html` is made of this and of the compiled step's costs (`report.as_json`).
 """
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from meshtrain.sharding.mesh import MeshSpec
 
 
 def of_run(made: Assembly) -> dict:
-    """made: `meshtrain.assembly.Assembly`. Bytes and links are those of one device."""
+    """Bytes and links are those of one device."""
     kind, simulated = made.mesh.devices.flat[0].device_kind, bool(made.run.mesh.simulated_devices)
     on = mesh(made.mesh_spec, roofline.gpu_of(made), kind, simulated)
     return {"run": _run(made), "mesh": on, "parameters": parameters(made),
@@ -32,26 +30,23 @@ def _run(made: Assembly) -> dict:
             "steps": run.training.steps, "global_batch": run.data.global_batch, "seq_len": run.data.seq_len,
             "tokens_per_step": run.data.global_batch * run.data.seq_len, "microbatches": run.training.microbatches,
             "remat": run.training.remat, "compute_dtype": run.model.compute_dtype,
-            "matmul_dtype": run.model.matmul_dtype,
-            "optimizer": run.optimizer.name,
+            "matmul_dtype": run.model.matmul_dtype, "optimizer": run.optimizer.name,
             "context_method": run.context.method if made.mesh_spec.sizes["context"] > 1 else None,
             "rules": made.layout.rules.path, "rules_text": made.layout.rules.text}
 
 
 def mesh(spec: MeshSpec, gpu: hardware.Gpu | None, device: str, simulated: bool = False) -> dict:
-    """A mesh on its hosts. links: of axes larger than 1, how many of a group share a link domain. gpu: None where its
-    speed is not known. device: as jax calls it."""
+    """A mesh on its hosts. links: of axes larger than 1, the members of a group in a link domain. gpu: None if its
+    speed is unknown. device: jax's name."""
     host = gpu or hardware.GPUS["cpu"]
     return {"sizes": dict(spec.sizes), "placement": list(spec.placement), "num_devices": spec.num_devices,
-            "device": device,
-            "simulated": simulated, "gpu": gpu and gpu.name, "hbm_bytes": gpu and gpu.hbm_bytes,
+            "device": device, "simulated": simulated, "gpu": gpu and gpu.name, "hbm_bytes": gpu and gpu.hbm_bytes,
             "gpus_per_host": host.gpus_per_host, "gpus_per_link_domain": host.gpus_per_link_domain,
             "links": {axis: {"size": n, "inside": inside} for axis, (n, inside) in roofline.links(host, spec).items()}}
 
 
 def parameters(made: Assembly) -> list[dict]:
-    """axes: logical. read, stored, grads: the mesh axes that split each dimension, by [params], [optimizer] and
-    [grads]."""
+    """axes: logical. read, stored, grads: mesh axes that shard each dimension, by [params], [optimizer] and [grads]."""
     rows = []
     for info in made.model.parameters():
         shards = {name: NamedSharding(made.mesh, made.layout.spec(name, info.axes)) for name in

@@ -15,24 +15,21 @@ from meshtrain.units import size
 
 # What XLA logs where its partitioner finds no way from one sharding to another.
 REPLICATED = re.compile(r"Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) efficiently "
-                        r"for HLO "
-                        r"operation %\S+ = (\w+\[[\d,]*\])")
+                        r"for HLO operation %\S+ = (\w+\[[\d,]*\])")
 
 
 def warnings(made: Assembly, program: audit.ProgramAudit, logged: Iterable[str]) -> list[str]:
-    """made: the assembled run; program: its compiled step, audited; logged: lines of XLA's from when it was
-    compiled."""
+    """logged: XLA's log lines from the compilation of `program`."""
     return gathered_in_loops(made, program) + replicated(made, logged)
 
 
 def gathered_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[str]:
-    """All-gathers of a parameter in a loop, over axes that split sequences or tokens and that its [params] does not
-    name."""
+    """Find all-gathers of a parameter in a loop, over axes of sequences or tokens that [params] does not name."""
     layout, named = made.layout, expect.tensors(made)
     infos = {info.name: info for info in made.model.parameters()}
 
     def asked(name: str) -> set[str]:
-        """The axes over which layers gather a parameter for themselves; in a pipeline's loop none."""
+        """The axes over which each layer gathers a parameter; none in a pipeline's loop."""
         axes = infos[name].axes
         return set() if made.choice else {a for axis in axes for a in layout.mesh_axes("params", axis)}
 
@@ -50,7 +47,7 @@ def gathered_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[str]:
 
 
 def replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
-    """Tensors that XLA makes whole on every device on the way from one sharding to another."""
+    """Find tensors that XLA replicates fully to reshard them."""
     named, found = expect.tensors(made), Counter()
     for line in logged:
         if told := REPLICATED.search(line):

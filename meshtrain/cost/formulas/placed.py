@@ -56,8 +56,7 @@ class Options:
     def of(cls, run, **more) -> Options:
         """Read the options of a run file."""
         return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
-                   method=run.context.method,
-                   loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch, **more)
+                   method=run.context.method, loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch, **more)
 
 
 @dataclasses.dataclass(frozen=True)

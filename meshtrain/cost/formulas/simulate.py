@@ -63,8 +63,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Outcome:
     on = schedule.ops[..., 0] >= 0
     return Outcome(makespan_s, 1 - schedule.num_microbatches * costs.ideal_s / makespan_s,
                    int(schedule.peak.max()) / schedule.num_chunks, np.where(on, begin_s, np.nan),
-                   np.where(on, end_s, np.nan),
-                   costs.loss_s)
+                   np.where(on, end_s, np.nan), costs.loss_s)
 
 
 def _walk(schedule: Schedule, op_s, costs: Costs):

@@ -143,8 +143,7 @@ def _tensor(placed: Placed, options: Options) -> Iterator[Sent]:
     all-reduce. The backward mirrors them, and repeats those that remat recomputes. A table sharded by rows sums the
     looked-up rows, the head sums its input's cotangent.
     """
-    (forward, backward, _), (looked_up, loss, looked_up_back) = placed.visits(options), placed.ends(
-        options)
+    (forward, backward, _), (looked_up, loss, looked_up_back) = placed.visits(options), placed.ends(options)
     split = frozenset(placed.layout.mesh_axes("activations", "residual_seq"))
     stream = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
     send = lambda kind, axes, times, layer: Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
@@ -252,13 +251,11 @@ def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
     send = lambda kind, runs: Sent(kind, ("stage",), placed.dtype, boundary, runs, "stage", "", False)
     move = lambda kind, axis, dtype, sent_bytes: Sent(
         kind, (axis,), dtype, sent_bytes, 1, "once a step", MICROBATCH, False)
-    forward, backward, _ = (chunks * visits / placed.layers(options)
-                            for visits in placed.visits(options))
+    forward, backward, _ = (chunks * visits / placed.layers(options) for visits in placed.visits(options))
     yield send("collective-permute", forward + backward)
     if not placed.masked(options):
         return
-    (looked_up, loss, looked_up_back), (begun, _, begun_back) = placed.ends(options), placed.boundaries(
-        options)
+    (looked_up, loss, looked_up_back), (begun, _, begun_back) = placed.ends(options), placed.boundaries(options)
     shared = "stage" in placed.layout.mesh_axes(GATHERED, "vocab")
     # The output of the leading layers, and its cotangent.
     leading = begun + looked_up_back if placed.leading else 0

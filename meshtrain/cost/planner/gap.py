@@ -14,14 +14,14 @@ from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.names import AXES
 from meshtrain.units import seconds
 
-EXPLAINED, MOST = 0.8, 3        # share of the distance that the reasons reach for, and how many there are at most
+EXPLAINED, MOST = 0.8, 3        # fraction of the gap that the reasons cover, and their number, at most
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Behind:
-    """A plan with sizes or options that were fixed, beside the best with nothing fixed. rank: 1 + how many meshes and
-    rule files are faster, of `count` that fit. share: how much longer its step takes. reasons: largest first; () for
-    the best."""
+class Gap:
+    """A plan with fixed sizes or options, compared with the best plan with nothing fixed. rank: 1 + the number of
+    faster meshes and rule files, of `count` that fit. share: how much longer its step takes. reasons: largest first; ()
+    for the best."""
     fixed: Mapping[str, object]
     best: Plan
     rank: int
@@ -31,22 +31,21 @@ class Behind:
 
     def as_json(self) -> dict:
         return {"fixed": dict(self.fixed), "best": self.best.as_json(), "rank": self.rank, "of": self.count,
-                "behind": self.share,
-                "reasons": list(self.reasons)}
+                "behind": self.share, "reasons": list(self.reasons)}
 
 
-def of(question: Question, plan: Plan, free: Answer) -> Behind:
+def of(question: Question, plan: Plan, free: Answer) -> Gap:
     """question: with what is fixed; plan: its best; free: the answer with nothing fixed."""
     best = min([free.plans[0], plan] if free.plans else [plan], key=lambda one: one.price.step_s)
     share = plan.price.step_s / best.price.step_s - 1
     faster = sum(one.price.step_s < plan.price.step_s for one in free.plans)
-    return Behind(question.fixed, best, 1 + faster, max(1, len(free.plans)), share,
+    return Gap(question.fixed, best, 1 + faster, max(1, len(free.plans)), share,
                   tuple(reasons(question, plan, best)) if faster else ())
 
 
 def reasons(question: Question, plan: Plan, best: Plan) -> list[str]:
-    """What the plan loses against the best, each in words with its seconds, until most of the distance is explained."""
-    mine, other = (_lost_s(question, one) for one in (plan, best))
+    """Explain what the plan loses against the best, with seconds, until most of the gap is covered."""
+    mine, other = _lost_s(plan), _lost_s(best)
     lost = sorted(((mine[name] - other.get(name, 0.0), name) for name in mine), reverse=True)
     found, explained, distance = [], 0.0, plan.price.step_s - best.price.step_s
     for more, name in lost[:MOST]:
@@ -58,26 +57,24 @@ def reasons(question: Question, plan: Plan, best: Plan) -> list[str]:
 
 
 def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> str:
-    """What collectives over these axes cross."""
+    """Name the links that collectives over these axes use."""
     of = Links(question.rated, plan.placed.mesh).group(axes)
     if of.domains == 1:
         return "over NVLink"
     return f"{of.per_domain} NIC{'s' if of.per_domain > 1 else ''} on each of {of.domains:,} hosts"
 
 
-def _lost_s(question: Question, plan: Plan) -> dict[str, float]:
-    """Seconds of a step by name; what is computed again apart from what is computed once."""
+def _lost_s(plan: Plan) -> dict[str, float]:
+    """Seconds of a step by name, with recomputation apart."""
     one, again = plan.price, RECOMPUTED[plan.options.remat]
-    # Of matmuls forward and backward are three parts, and a part that is done again a fourth;
-    # of the others forward is two in seven.
+    # Matmuls: the backward is twice the forward, its recomputation once more. Others: the forward is two in seven.
     repeated = {"matmul": again[0] / (3 + again[0]), "attention": again[1] * 2 / (7 + 2 * again[1]),
                 "elementwise": again[2] * 2 / (5 + 2 * again[2])}
-    if plan.sizes["context"] > 1:       # attention over several devices is never repeated
+    if plan.sizes["context"] > 1:       # context parallelism never recomputes attention
         repeated["attention"] = 0.0
-    twice = {name: one.parts[name] * share for name, share in repeated.items()}
-    return {**{name: one.parts[name] - twice[name] for name in one.parts}, "recomputed": sum(twice.values()),
-            **one.exposed,
-            "bubble": one.bubble_s, "update": one.update_s}
+    repeated_s = {name: one.parts[name] * share for name, share in repeated.items()}
+    return {**{name: one.parts[name] - repeated_s[name] for name in one.parts}, "recomputed": sum(repeated_s.values()),
+            **one.exposed, "bubble": one.bubble_s, "update": one.update_s}
 
 
 def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
@@ -135,18 +132,18 @@ def _tokens(plan: Plan) -> float:
 
 
 def _runs(plan: Plan) -> float:
-    """How often a device works through a layer in a step."""
+    """Number of passes through a layer in a step on one device."""
     return plan.options.microbatches * plan.placed.layers(plan.options)
 
 
 def _products_s(question: Question, plan: Plan) -> float:
-    """Of the forward's."""
+    """Seconds of a layer's forward products."""
     return sum(matmul_s(question.rated, question.cfg.compute_dtype, plan.placed.itemsize, _tokens(plan), w.n, w.k)
                for w in plan.placed.layer.products)
 
 
 def _each_s(question: Question, plan: Plan, elements: Mapping[tuple[str, ...], float], kind: str) -> float:
-    """Of one layer's weights as they are gathered, or its float32 gradients as they are reduced."""
+    """Seconds to gather one layer's weights, or to reduce its float32 gradients."""
     itemsize = 4 if kind == "reduce-scatter" or question.cfg.compute_dtype == "float32" else 2
     links = Links(question.rated, plan.placed.mesh)
     return sum(question.rated.collective_s(kind, n * itemsize, links.group(axes)) for axes, n in elements.items())

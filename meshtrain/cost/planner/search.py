@@ -1,11 +1,9 @@
-"""The layouts that a model, its batch and its hosts allow, priced and ranked: meshes, rules, microbatches, schedules,
-remat.
+"""Prices and ranks the layouts of a model on given hosts: meshes, rules, microbatches, schedules, remat.
 
-Every factorization of the GPUs over the five axes is tried whose tensor groups stay within a link domain. Rule files
-that say the same on a mesh are tried once. Of a layout the least recomputation that fits is priced, and of its
-schedules the one with the smallest bubble that fits; for the best plans also the other ways to place the axes and to
-exchange keys and values. What a run file allows is not known here: it is asked of `Question.lay`, the checks that
-training starts with.
+Tries every factorization of the GPUs over the five axes whose tensor groups fit into a link domain. Rule files that are
+equal on a mesh are tried once. Each layout gets the least recomputation that fits and the schedule with the smallest
+bubble that fits; the best plans also get other placements of the axes and other context methods. `Question.lay` applies
+the checks that training starts with.
 """
 from __future__ import annotations
 
@@ -23,32 +21,34 @@ from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import AS_OTHERS, Layout, Rules
 
-REMAT = ("none", "selective", "full")           # in order of what they recompute
-OFFLOAD = "offload"         # as full, and layers' inputs wait on the host: where no stages keep them
+REMAT = ("none", "selective", "full")           # the least recomputation first
+OFFLOAD = "offload"         # as full, with layers' inputs on the host; without stages
 METHODS = ("ring", "gather", "ulysses")
-# Slowest link first. The second keeps a stage's neighbours nearer than its replicas, the third lets weights be gathered
-# inside a host where sequences are split.
+FIXABLE = (*AXES, "schedule", "chunks", "microbatches", "remat")        # what a question can fix
+# Slowest link first. The second keeps neighbouring stages nearer than replicas, the third gathers weights inside a host
+# with context parallelism.
 PLACEMENTS = (PLACEMENT, ("data", "stage", "fsdp", "context", "tensor"), ("stage", "data", "context", "fsdp", "tensor"),
               ("data", "fsdp", "stage", "context", "tensor"))
-# of an axis; of a microbatch on one GPU; of a stage
+# limits of an axis; of a microbatch on one GPU; of a stage
 MOST_CONTEXT, MOST_STAGES, MOST_SEQUENCES, MOST_CHUNKS = 64, 64, 16, 16
 SHORTEST = 512              # tokens of a sequence on one device
-PADDED = 1.1                # layers in the pipeline's loop over those of the model, at most
+PADDED = 1.1                # layers with padding over those of the model, at most
 REFINED = 120               # plans whose placement and context method are varied
-NEAR = 1.3                  # memory over what there is, up to which a plan is a near miss
+NEAR = 1.3                  # a near miss needs at most this factor of the memory
 MOST_MISSES = 5
-TOLD_AS = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states", "activations": "activations"}
-UNSURE = 0.95               # share of the memory beyond which a formula cannot tell whether it fits
+KIND_NAMES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states",
+              "activations": "activations"}
+UNSURE = 0.95               # fraction of the memory above which a formula is not reliable
 NEAR_LIMIT = "within 5% of the memory there is: compile it before you rely on it"
-SHORT_S, MANY = 0.3, 100    # steps below that on so many GPUs follow no formula
+SHORT_S, MANY = 0.3, 100    # no formula holds for shorter steps on that many GPUs
 TOO_SHORT = "a step below 0.3 s on hundreds of GPUs follows no formula: latencies and stragglers set its time"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
-    """What is asked. options: of the run, whose microbatches, remat, schedule, chunks and method the search replaces.
-    fixed: sizes of axes, schedule, chunks, microbatches, remat, as the user gave them. attended: (layout, context
-    method) → what attention computes. lay: (sizes, rules, context method) → (layout, what is wrong with it)."""
+    """What to search. options: of the run; the search replaces microbatches, remat, schedule, chunks and method. fixed:
+    sizes of axes, schedule, chunks, microbatches, remat that the user set. attended: (layout, context method) → what
+    attention computes. lay: (sizes, rules, context method) → (layout, its faults)."""
     cfg: object
     rows: list
     num_gpus: int
@@ -64,7 +64,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """One layout with its price. reason: why it does not fit, or what is unsure; "" else."""
+    """One layout with its price. reason: why it does not fit, or what is uncertain; "" else."""
     placed: Placed
     rules: Rules
     options: Options
@@ -89,8 +89,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """plans: those that fit, best first, the best of each mesh and rule file. misses: near misses, fastest first.
-    tried: layouts that are allowed. faults: why others are not, each once."""
+    """plans: those that fit, fastest first, the best of each mesh and rule file. misses: near misses, fastest first.
+    tried: number of allowed layouts. faults: why others are not allowed, each once."""
     plans: list[Plan]
     misses: list[Plan]
     tried: int
@@ -98,6 +98,7 @@ class Answer:
 
 
 def search(question: Question) -> Answer:
+    """Price every allowed layout, and refine the fastest."""
     found: dict = {}
     misses, faults, tried = [], {}, 0
     for placed, rules, wrong in _layouts(question):
@@ -105,7 +106,7 @@ def search(question: Question) -> Answer:
             faults.setdefault(wrong[0], None)
             continue
         num_shards = placed.layout.num_shards(placed.layout.mesh_axes("activations", "batch"))
-        counts = list(_microbatches(question, num_shards, placed.mesh.sizes["stage"]))
+        counts = list(_microbatches(question, num_shards))
         if not counts:
             faults.setdefault(f"a global batch of {question.options.global_batch} sequences cannot be split over "
                               f"{num_shards} replicas"
@@ -133,7 +134,7 @@ def _order(plan: Plan):
     return plan.price.step_s, plan.price.memory_bytes["total"]
 
 
-# ---- what there is to try --------------------------------------------------------------------------------------------
+# ---- candidates ------------------------------------------------------------------------------------------------------
 
 
 def divisors(n: int) -> list[int]:
@@ -141,29 +142,30 @@ def divisors(n: int) -> list[int]:
 
 
 def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, list[str]]]:
-    """Every mesh with every rule file that says something of its own there, and what is wrong with it."""
+    """Yield every mesh with every rule file that differs from the others there, and its faults."""
     seen = set()
     for sizes in _meshes(question):
         rest = question.num_gpus // (sizes["tensor"] * sizes["stage"] * sizes["context"])
-        for rules in sorted(question.rule_files, key=_apart):       # of two that say the same here the simpler one
-            for data, fsdp in _replicas(question, rest, not _apart(rules), "expert" in rules.tables["params"]):
+        for rules in sorted(question.rule_files, key=_separate):       # of two that are equal here the simpler one
+            for data, fsdp in _replicas(question, rest, not _separate(rules), "expert" in rules.tables["params"]):
                 mesh = MeshSpec({**sizes, "data": data, "fsdp": fsdp})
-                key = tuple(mesh.sizes.values()), _said(rules, {axis for axis, n in mesh.sizes.items() if n > 1})
+                split = {axis for axis, n in mesh.sizes.items() if n > 1}
+                key = tuple(mesh.sizes.values()), _sharding_key(rules, split)
                 if key not in seen:
                     seen.add(key)
                     layout, wrong = question.lay(mesh.sizes, rules, question.methods[0])
                     yield None if wrong else place(question.rows, question.cfg, layout, mesh), rules, wrong
 
 
-def _said(rules: Rules, axes) -> frozenset:
-    """What the rules say where these axes are larger than 1; of experts also what they say by saying nothing."""
+def _sharding_key(rules: Rules, axes) -> frozenset:
+    """What the rules shard where these axes are larger than 1, with the rules that experts inherit."""
     tables = {(table, logical): tuple(a for a in rules.mesh_axes(table, logical) if a in axes)
               for table, entries in rules.tables.items() for logical in (*entries, *AS_OTHERS)}
     return frozenset((key, value) for key, value in tables.items() if value)
 
 
 def _meshes(question: Question) -> Iterator[dict[str, int]]:
-    """Sizes of tensor, stage and context; what is left is data and fsdp."""
+    """Yield sizes of tensor, stage and context; the rest is data and fsdp."""
     n, cfg, domain = question.num_gpus, question.cfg, question.rated.gpu.domain_gpus(question.num_gpus)
     allowed = {
         "tensor": lambda k: k <= min(domain, cfg.num_heads),
@@ -177,14 +179,14 @@ def _meshes(question: Question) -> Iterator[dict[str, int]]:
             yield {"tensor": tensor, "stage": stage, "context": context}
 
 
-def _apart(rules: Rules) -> bool:
-    """Whether the rules split something over one of data and fsdp alone."""
+def _separate(rules: Rules) -> bool:
+    """Whether the rules shard something over data or fsdp alone."""
     return any(("data" in axes) != ("fsdp" in axes) for table in rules.tables.values() for axes in table.values())
 
 
 def _replicas(question: Question, rest: int, together: bool, experts: bool) -> Iterator[tuple[int, int]]:
-    """(data, fsdp). Taken together by the rules they are one axis, fsdp; else both are larger than 1, or the rules say
-    no more than others do: but for experts, which are split over fsdp alone."""
+    """Yield sizes (data, fsdp). Rules that treat them alike get one axis, fsdp. For others both are larger than 1,
+    unless experts are sharded over fsdp alone."""
     fixed = question.fixed
     for data in divisors(rest):
         fsdp = rest // data
@@ -194,8 +196,8 @@ def _replicas(question: Question, rest: int, together: bool, experts: bool) -> I
             yield data, fsdp
 
 
-def _microbatches(question: Question, num_shards: int, p: int) -> Iterator[int]:
-    """Counts that leave each replica 1, 2, 4 … sequences of a microbatch, and all that is left in one."""
+def _microbatches(question: Question, num_shards: int) -> Iterator[int]:
+    """Yield counts that leave each replica 1, 2, 4 … sequences in a microbatch, or all of them."""
     fixed = question.fixed.get("microbatches")
     if question.options.global_batch % num_shards:
         return
@@ -208,7 +210,7 @@ def _microbatches(question: Question, num_shards: int, p: int) -> Iterator[int]:
 
 
 def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
-    """[(name, chunks)], the smallest bubble first where F, B and W cost the same."""
+    """List (name, chunks), the smallest bubble first if F, B and W cost the same."""
     if p == 1:
         return [("", 1)]
     counts = simulate.chunk_counts(-(-stages.staged(question.cfg) // stages.period(question.cfg)), p, MOST_CHUNKS)
@@ -220,14 +222,16 @@ def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
 
 
 def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Options, int]]:
-    """(options, bytes) of what is worth a price: for each remat policy the schedule with the smallest bubble that fits,
-    of those with a W of its own and of the others, until the best of all fits; where nothing does, what needs least. In
-    a pipeline's loop what no remat keeps has its price, so selective is tried beside it."""
+    """Yield (options, bytes) worth a price, or the smallest if none fits.
+
+    For each remat policy: the fitting schedule with the smallest bubble, with and without a separate W, until the best
+    schedule of all fits. In a pipeline saved residuals cost time too, so "selective" is tried beside "none".
+    """
     p, attended = placed.mesh.sizes["stage"], question.attended(placed.layout, question.methods[0])
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
     if placed.held.stored_bytes + question.options.optimizer_bytes * placed.held.stored > question.usable_bytes:
-        order, policies = order[:1], policies[-1:]      # nothing fits, whatever is kept
+        order, policies = order[:1], policies[-1:]      # nothing fits
     for kind in (True, False):
         family = [pair for pair in order if (pair[0] in schedules.SPLIT) == kind]
         for remat in policies if family else ():
@@ -237,7 +241,7 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
                     question.options, microbatches=m, remat=remat, schedule=name, chunks=chunks,
                     method=question.methods[0], visited=attended.visited, engine=attended.engine)
                 slots = footprint.slot_bytes(placed, options) if p > 1 else 0
-                if beside_slots is None:    # a schedule changes nothing else
+                if beside_slots is None:    # schedules differ in their slots alone
                     beside_slots = footprint.memory(placed, options)["total"] - slots
                 needed = int(beside_slots + slots)
                 if least is None or needed < least[1]:
@@ -264,7 +268,7 @@ def _priced(question: Question, placed: Placed, rules: Rules, options: Options) 
 
 
 def _refined(question: Question, plan: Plan) -> Plan:
-    """The plan with the placement and the context method that are best for it."""
+    """Find the best placement and context method of a plan."""
     best = plan
     methods = question.methods if plan.sizes["context"] > 1 else question.methods[:1]
     for method in methods:
@@ -281,19 +285,14 @@ def _refined(question: Question, plan: Plan) -> Plan:
 
 
 def _near(question: Question, misses: list) -> list[Plan]:
-    """The fastest of those that need little more than there is, with what takes the memory."""
+    """The fastest near misses, with what takes their memory."""
     found, usable = {}, question.usable_bytes
     for needed, placed, rules, options in sorted(misses, key=lambda miss: miss[0])[:8 * MOST_MISSES]:
         plan = _priced(question, placed, rules, options)
         held = plan.price.memory_bytes
-        name = max(TOLD_AS, key=held.get)
+        name = max(KIND_NAMES, key=held.get)
         gib = simulate.gib
-        reason = (f"needs {gib(needed)} where {gib(usable)} can be used: {TOLD_AS[name]} take {gib(held[name])}, "
+        reason = (f"needs {gib(needed)} where {gib(usable)} can be used: {KIND_NAMES[name]} take {gib(held[name])}, "
                   f"with remat {options.remat} and {options.microbatches} microbatches")
         found.setdefault((tuple(plan.sizes.values()), rules.path), dataclasses.replace(plan, fits=False, reason=reason))
     return sorted(found.values(), key=_order)[:MOST_MISSES]
-
-
-def fixable() -> tuple[str, ...]:
-    """What can be fixed in a question."""
-    return (*AXES, "schedule", "chunks", "microbatches", "remat")

@@ -1,8 +1,8 @@
-"""What a compiled program really does: its collectives by mesh axis, its matmul FLOPs, and what is wrong with it.
+"""Reads from a compiled program its collectives by mesh axis, its matmul FLOPs, and its faults.
 
-`read(compiled.as_text(), mesh)` works on optimized HLO of the CPU and of the GPU. Everything is per device and per
-step: loop trips are multiplied, combined operands taken apart. Nothing is dropped in silence: loops of unknown length,
-permutes that reach only part of the devices and matmuls that cannot be counted are listed by name.
+`read(compiled.as_text(), mesh)` parses optimized HLO of the CPU and of the GPU. All numbers are per device and step:
+loop trips are multiplied, combined operands separated. Loops of unknown length, permutes that reach only some devices
+and matmuls of unknown size are listed by name.
 
 The mesh is any object with `.shape` (axis name → size); partition i is the row-major index over those axes.
 """
@@ -73,7 +73,7 @@ class ProgramAudit:
         return dict(total)
 
     def require_known(self) -> "ProgramAudit":
-        """Itself, where every count is sure. Raises ValueError naming the loops of unknown length."""
+        """Return self if every count is exact. Raises: ValueError naming the loops of unknown length."""
         if self.unknown_loops:
             raise ValueError(
                 f"{len(self.unknown_loops)} loop(s) with collectives or matmuls have no known trip count, so totals "
@@ -113,8 +113,8 @@ def read(text: str, mesh) -> ProgramAudit:
 
 
 def broken_permutes(text: str, mesh) -> list[str]:
-    """As `read(text, mesh).broken_permutes`, from the lines of permutes alone: a quarter of the time (0.04 s for 2.4
-    MB)."""
+    """The same as `read(text, mesh).broken_permutes`, from the lines of permutes alone: a quarter of the time (0.04 s
+    for 2.4 MB)."""
     found, mesh_shape = [], dict(mesh.shape)
     for line in _PERMUTE.finditer(text):
         op_name = re.search(r'op_name="([^"]*)"', line.group(0))
@@ -126,7 +126,7 @@ def broken_permutes(text: str, mesh) -> list[str]:
 
 
 def recomputed(text: str) -> int:
-    """How many values XLA computes twice of its own accord, to stay below its limit of memory."""
+    """Number of values that XLA recomputes to stay below its memory limit."""
     return len(re.findall(r"^ *(?:ROOT )?%?\S+\.remat\d*(?:\.\d+)? = ", text, re.MULTILINE))
 
 
@@ -134,12 +134,12 @@ _PERMUTE = re.compile(r"^ *(?:ROOT )?%?(\S+) = .* collective-permute(?:-start)?\
 
 
 def collectives(text: str, mesh) -> list[Collective]:
-    """The collectives of a program. Raises ValueError where a loop of unknown length holds one."""
+    """The collectives of a program. Raises: ValueError where a loop of unknown length has one."""
     return list(read(text, mesh).require_known().collectives)
 
 
 def summarize(rows: Iterable[Collective]) -> list[dict]:
-    """Rows merged by (kind, axes, dtype), largest first, as `inspect --json` prints them; source: the largest row's."""
+    """Merge rows by (kind, axes, dtype), largest first, as `inspect --json` prints them; source: of the largest row."""
     merged = defaultdict(list)
     for row in rows:
         merged[row.kind, row.axes, row.dtype].append(row)
@@ -167,7 +167,7 @@ _TOLD = re.compile("|".join((r"jit\(\w+\)", TAKEN.format(r"\d+", r"\d+"), BALANC
 
 
 def _source(module: hlo.HloModule, visit: hlo.Visit) -> str:
-    """The short JAX path of an instruction; where XLA dropped it (reduce-scatters on GPUs), of what it reads."""
+    """The short JAX path of an instruction; where XLA dropped it (reduce-scatters on GPUs), of its operands."""
     scope, near = module.computations[visit.computation], [visit.instruction]
     for _ in range(4):  # a few hops: bitcasts and fusions stand between a matmul and its reduce-scatter
         for ins in near:
@@ -186,7 +186,7 @@ def _kind(ins: hlo.Instruction) -> str | None:
 
 
 def ring_bytes(kind: str, payload_bytes: int, n: int) -> int:
-    """Bytes one of n GPUs sends: reduce-scatter + all-gather make an all-reduce, so it moves (n-1)/n twice."""
+    """Bytes that one of n GPUs sends. An all-reduce is a reduce-scatter and an all-gather: (n-1)/n twice."""
     if kind == "all-reduce":
         return payload_bytes * 2 * (n - 1) // n
     if kind in ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
@@ -195,7 +195,7 @@ def ring_bytes(kind: str, payload_bytes: int, n: int) -> int:
 
 
 def collective_rows(module: hlo.HloModule, visit: hlo.Visit, mesh_shape: dict[str, int]) -> list[Collective]:
-    """One row per operand dtype; none where the group is one device (XLA leaves such no-ops behind)."""
+    """One row per operand dtype; none where the group is one device (XLA leaves such no-ops)."""
     ins, kind = visit.instruction, _kind(visit.instruction)
     if kind == "collective-permute":
         axes = permute_axes(source_target_pairs(ins.attrs), mesh_shape)
@@ -234,7 +234,7 @@ def _ints(text: str) -> list[int]:
 
 
 def _iota(reshape: list[int], transpose: list[int]) -> np.ndarray:
-    """HLO's '<=[2,4]T(1,0)': 0…N-1 as an array of that shape, transposed, flat."""
+    """Evaluate HLO's '<=[2,4]T(1,0)': 0…N-1 in that shape, transposed, flat."""
     ids = np.arange(math.prod(reshape)).reshape(reshape)
     return (ids.transpose(transpose) if transpose else ids).reshape(-1)
 
@@ -288,7 +288,7 @@ def _mesh_groups(mesh_text: str, ids_text: str | None, picked_text: str) -> np.n
 
 
 def group_axes(groups: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes that groups [groups, members] span; 'data:2~': only 2 of its values, or no product of axes fits."""
+    """The mesh axes that groups [groups, members] span; 'data:2~': 2 of its values, or no product of axes."""
     coordinates = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())), -1)  # [groups, members, axes]
     spread = np.array([[len(np.unique(c)) for c in group.T] for group in coordinates]).max(0)
     varying = {a: int(v) for a, v in zip(mesh_shape, spread) if v > 1}
@@ -300,7 +300,7 @@ def group_axes(groups: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...
 
 
 def source_target_pairs(attrs: str) -> np.ndarray:
-    """The pairs of a permute, [pairs, 2]; [0, 2] where the list is empty."""
+    """The pairs of a permute, [pairs, 2]."""
     found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}", attrs)
     if not found:
         raise ValueError(f"a collective-permute without source_target_pairs: {attrs[:200]}")
@@ -318,12 +318,10 @@ _UNEVEN = re.compile(r"(?:^|/)(?:slice|dynamic_slice|pad|concatenate|rev)$")
 
 
 def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> tuple[bool, str]:
-    """(whether it is broken, a note where not every device receives): one that receives nothing holds ZEROS, without
-    any error.
+    """(whether the permute is broken, a note if some devices receive nothing); those hold zeros, without any error.
 
-    XLA's all-gather-to-collective-permute-simplifier makes permutes with no pairs at all on GPUs (openxla/xla #45218).
-    A slice of an array that is split over devices sends its parts to those that hold the result; the others do not read
-    it.
+    XLA's all-gather-to-collective-permute-simplifier makes permutes without pairs on GPUs (openxla/xla #45218). A slice
+    of a sharded array sends its parts only to the devices that hold the result.
     """
     pairs, num_devices = source_target_pairs(attrs), math.prod(mesh_shape.values())
     targets = set(pairs[:, 1].tolist())
@@ -349,7 +347,7 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
 
 
 def _dot(module: hlo.HloModule, visit: hlo.Visit) -> Dot | None:
-    """FLOPs of an HLO dot, a cuBLAS call or experts' kernel; None where they are unknown."""
+    """FLOPs of an HLO dot, a cuBLAS call or a grouped matmul; None where they are unknown."""
     at = module, visit.computation, visit.instruction
     found = work.matmul(*at) or work.grouped(*at)
     return found and Dot(found.dtype, round(found.flops) * visit.trips, visit.trips,
@@ -360,8 +358,7 @@ def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) ->
     """Bytes of the float32 arrays of the expected shapes that the outermost loop of `trips` iterations carries and
     changes.
 
-    Beside the gradient accumulators a training step carries what its layers keep for their backward.
-    XLA orders dims as it likes.
+    The microbatch loop also carries residuals. The order of dims is XLA's choice.
     """
     module, most, key = hlo.parse(text), Counter(), lambda shape: tuple(sorted(n for n in shape if n > 1))
     expected = Counter(map(key, expected))
@@ -373,10 +370,9 @@ def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) ->
 
 
 def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | None:
-    """Bytes of float32 arrays of the expected shapes, as far as the program's outermost loops carry and change them
-    all.
+    """Bytes of float32 arrays of the expected shapes that the program's outermost loops carry and change.
 
-    A pipeline's loops carry activations, too, so accumulators are told by their shapes. None where one is in no loop.
+    A pipeline's loops also carry activations, so shapes identify accumulators. None if one is in no loop.
     """
     module, most = hlo.parse(text), Counter()
     for ins in module.computations[module.entry].values():

@@ -1,13 +1,13 @@
-"""The real GPU program, compiled on a machine without a GPU.
+"""Compiles the real GPU program on a machine without a GPU.
 
-XLA compiles for a described GPU instead of a present one: `topology("h100:64")` gives devices that can stand in a mesh,
-and `jax.jit(step).lower(*abstract).compile()` over them gives the program that 64 H100 would run: its HLO (`audit`) and
-its `memory_analysis()`. It cannot be executed, nothing is autotuned, and XLA reports no out-of-memory: compare with
-`hardware.Gpu.hbm_bytes`. How GPUs are divided into hosts does not change the program.
+XLA compiles for a described GPU instead of a present one: `topology("h100:64")` returns devices for a mesh, and
+`jax.jit(step).lower(*abstract).compile()` over them returns the program that 64 H100 would run, with its HLO (`audit`)
+and its `memory_analysis()`. It cannot be executed, nothing is autotuned, and XLA reports no out-of-memory: compare with
+`hardware.Gpu.hbm_bytes`. The division of GPUs into hosts does not change the program.
 
 Needs the extra gpu-compile, `pip install -e '.[gpu-compile]'` (the CUDA plugin of jax and NVIDIA's ptxas), no driver
-and no toolkit; cuDNN attention needs the cuDNN wheel on top. This is the only file that uses jax's unstable topology
-API, and it works only where jax runs on the CPU: see `require_cpu_backend`.
+and no toolkit; cuDNN attention also needs the cuDNN wheel. This is the only file that uses jax's unstable topology API,
+which works only where jax runs on the CPU: see `require_cpu_backend`.
 """
 import importlib.util
 import pathlib
@@ -67,7 +67,7 @@ device_description_str: "{gpu.device_kind}"
 
 
 def parse_topology(text: str) -> tuple[str, int]:
-    """'h100:64' → ('h100', 64). Raises ValueError naming what is wrong; needs no GPU software."""
+    """Parse 'h100:64' into ('h100', 64). Needs no GPU software. Raises: ValueError naming the fault."""
     name, colon, count = text.partition(":")
     if not colon or not re.fullmatch(r"[0-9]+", count):
         raise ValueError(f"topology {text!r} is not NAME:N, a GPU and how many, e.g. h100:64")
@@ -87,10 +87,10 @@ def parse_topology(text: str) -> tuple[str, int]:
 
 
 def topology(name_and_count: str) -> list:
-    """Devices of GPUs that are not here, for a mesh to compile over; on the way it puts jax on its CPU backend.
+    """Describe absent GPUs as devices of a mesh to compile for. Puts jax on its CPU backend.
 
-    name_and_count: 'h100:64'; fewer than a host holds are one smaller host. Raises ValueError for a name or number that
-    cannot be, and where the wheels are missing.
+    name_and_count: 'h100:64'; fewer GPUs than a host has are one smaller host. Raises: ValueError for an unknown name
+    or number, or missing wheels.
     """
     name, num_gpus = parse_topology(name_and_count)
     if missing := missing_wheels():
@@ -110,9 +110,9 @@ def topology(name_and_count: str) -> list:
 
 
 def require_cpu_backend() -> None:
-    """Put jax on its CPU backend before one starts. Raises ValueError where another has started.
+    """Put jax on its CPU backend before one starts. Raises: ValueError where another has started.
 
-    With no platform chosen, jax tries the CUDA plugin, fails for want of a driver and then knows no GPU topologies.
+    With no platform chosen, jax tries the CUDA plugin, fails without a driver and then knows no GPU topologies.
     """
     if not jax_private.backends_are_initialized():
         jax.config.update("jax_platforms", "cpu")
@@ -124,9 +124,9 @@ def require_cpu_backend() -> None:
 
 
 def missing_wheels() -> list[str]:
-    """What compiling for GPUs lacks here; [] where all is there.
+    """List the wheels that compiling for GPUs lacks.
 
-    ptxas and libdevice must come from the wheels: a CUDA toolkit on the developer's machine would hide that they are
+    ptxas and libdevice must come from wheels: a CUDA toolkit on the developer's machine would hide that they are
     missing, until the program runs where there is none.
     """
     plugins = [v for v in ("12", "13") if _find(f"jax_plugins.xla_cuda{v}")]

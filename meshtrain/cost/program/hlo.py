@@ -1,10 +1,10 @@
-"""Optimized HLO text as data: computations, their instructions, and how often each one runs in a step.
+"""Parses optimized HLO text: computations, their instructions, and the executions of each in a step.
 
-XLA prints a program as named computations that call each other (loop bodies, fusions, async wrappers). `walk` goes down
-those calls from the entry and multiplies loop trip counts, so that an instruction comes with its executions per step.
-It knows nothing of meshes or collectives: what to look for is the caller's business (`audit`).
+XLA prints a program as named computations that call each other (loop bodies, fusions, async wrappers). `walk` follows
+the calls from the entry and multiplies loop trip counts. It knows nothing of meshes or collectives; its caller selects
+instructions (`audit`).
 
-Source: the grammar is that of `HloInstruction::ToString` (openxla/xla); text of jax 0.10.2 and 0.12 on CPU and GPU.
+Source: the grammar of `HloInstruction::ToString` (openxla/xla); text of jax 0.10.2 and 0.12 on CPU and GPU.
 """
 import functools
 import math
@@ -64,7 +64,7 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """The JAX path that made this instruction: 'jit(step)/while/body/…/dot_general', or ''."""
+        """The JAX path of this instruction: 'jit(step)/while/body/…/dot_general', or ''."""
         found = re.search(r'op_name="([^"]*)"', self.attrs)
         return found.group(1) if found else ""
 
@@ -77,18 +77,18 @@ class Instruction:
 
     @property
     def further_rounds(self) -> bool:
-        """Whether it is a loop that runs only where experts are not equally busy."""
+        """Whether it is a loop that runs only if experts are unbalanced."""
         return self.op == "while" and self.op_name.endswith(f"{FURTHER_ROUNDS}/while")
 
     @cached_property
     def target(self) -> str:
-        """What a custom call calls: '__cublas$gemm', or ''."""
+        """The target of a custom call: '__cublas$gemm', or ''."""
         found = re.search(r'custom_call_target="([^"]*)"', self.attrs) if self.op.startswith("custom-call") else None
         return found.group(1) if found else ""
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """Computations that one execution of this instruction runs; of a conditional all branches."""
+        """Computations that one execution of this instruction runs; all branches of a conditional."""
         if self.op.endswith(("-done", "-update")):  # names the computation that its -start has run already
             return ()
         attrs = self.attrs.split("metadata={")[0]
@@ -99,17 +99,21 @@ class Instruction:
         return tuple(names)
 
     def attr(self, key: str) -> str | None:
-        """A computation or word given as key=%value."""
+        """The value of key=%value, a computation or a word."""
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attrs.split("metadata={")[0])
         return found.group(1) if found else None
 
     def ints(self, key: str) -> tuple[int, ...]:
-        """A list given as key={1,2}; () where absent."""
+        """The value of key={1,2}; () if absent."""
         found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attrs)
         return tuple(int(n) for n in found.group(1).split(",") if n) if found else ()
 
 
 Computation = dict[str, Instruction]
+
+
+def root(scope: Computation) -> Instruction:
+    return next(ins for ins in scope.values() if ins.is_root)
 
 
 @dataclass(frozen=True)
@@ -118,14 +122,14 @@ class HloModule:
     entry: str
 
     def operand_shapes(self, computation: str, instruction: Instruction) -> list[Shape]:
-        """The arrays an instruction reads, operand by operand (tuples flattened)."""
+        """The arrays that an instruction reads, operand by operand, tuples flattened."""
         scope = self.computations[computation]
         return [s for name in instruction.operands for s in shapes(scope[name].type_text)]
 
 
 @functools.lru_cache(maxsize=1)      # one program is read for several answers
 def parse(text: str) -> HloModule:
-    """The computations of `compiled.as_text()`. Raises ValueError where the text is no HLO module."""
+    """Parse `compiled.as_text()`. Raises: ValueError where the text is no HLO module."""
     computations, scope, entry = {}, None, None
     for line in text.splitlines():
         if not line.startswith((" ", "}", "HloModule")) and (head := _COMPUTATION.match(line)):
@@ -134,8 +138,8 @@ def parse(text: str) -> HloModule:
         elif line.startswith("}"):
             scope = None
         elif scope is not None and (found := _INSTRUCTION.match(line)):
-            root, name, rest = found.groups()
-            scope[name] = Instruction(name, *_split(rest), is_root=bool(root))
+            is_root, name, rest = found.groups()
+            scope[name] = Instruction(name, *_split(rest), is_root=bool(is_root))
     if entry is None:
         raise ValueError("no ENTRY computation: pass the text of a compiled program, compiled.as_text()")
     return HloModule(computations, entry)
@@ -174,11 +178,10 @@ class Visit:
 
 
 def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list[Visit], list[str]]:
-    """Every wanted instruction with its executions per step, and the loops whose trip count nobody knows.
+    """Find every wanted instruction with its executions per step, and the loops of unknown trip count.
 
-    A loop's trips are XLA's known_trip_count; where a pass dropped it, the loop counter is stepped from its constant
-    start until the condition fails. Further rounds of experts are none. Loops (transitively) without a wanted
-    instruction are not looked at.
+    Uses XLA's known_trip_count. Where a pass dropped it, steps the loop counter from its constant start until the
+    condition fails. Loops of further rounds count 0 trips. Skips loops without a wanted instruction.
     """
     holds = _holders(module, wanted)
     visits, unknown = [], []
@@ -214,7 +217,7 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
 
 
 def _holders(module: HloModule, wanted) -> set[str]:
-    """Computations that contain a wanted instruction, themselves or in what they call."""
+    """Computations that contain a wanted instruction or call one that does."""
     memo: dict[str, bool] = {}
 
     def holds(name):
@@ -261,9 +264,6 @@ class _Frame:
             self.memo[name] = self._evaluate(self.scope[name])
         return self.memo[name]
 
-    def root(self) -> Instruction:
-        return next(i for i in self.scope.values() if i.is_root)
-
     def scalars(self, operand: str) -> dict[int, int | None]:
         """The integer scalars of a tuple-valued operand, by index."""
         types = _top_level_types(self.scope[operand].type_text)
@@ -294,7 +294,7 @@ class _Frame:
             return self.value(ins.operands[0])
         if ins.op in ("fusion", "call"):
             inner = _Frame(self.module, ins.called[0], [self.thunk(o) for o in ins.operands])
-            return inner.value(inner.root().name)
+            return inner.value(root(inner.scope).name)
         if ins.op not in ("compare", "select", "not", *_ARITHMETIC):
             return None
         args = [self.value(o) for o in ins.operands]
@@ -329,15 +329,14 @@ def known_trips(ins: Instruction) -> int | None:
 
 def _next_state(module: HloModule, body: str, state: dict) -> dict:
     frame = _Frame(module, body, [state])
-    root = frame.root().name
-    return {i: frame.element(root, i) for i in state}
+    return {i: frame.element(root(frame.scope).name, i) for i in state}
 
 
 def _simulated_trips(module: HloModule, condition: str, body: str, state: dict) -> int | None:
-    """Trips of a loop by stepping its integer scalars; None where one that matters is not constant."""
+    """Step a loop's integer scalars and count its trips; None if one that matters is not constant."""
     for trips in range(_MAX_SIMULATED_TRIPS):
         frame = _Frame(module, condition, [state])
-        goes_on = frame.value(frame.root().name)
+        goes_on = frame.value(root(frame.scope).name)
         if goes_on is None:
             return None
         if not goes_on:
@@ -347,19 +346,17 @@ def _simulated_trips(module: HloModule, condition: str, body: str, state: dict) 
 
 
 def _invariants(module: HloModule, body: str, state: dict) -> dict:
-    """The scalars that a loop only passes through are constant in its body too: an inner loop's bound may come this
-    way."""
+    """The scalars that a loop passes through unchanged, such as the bound of an inner loop."""
     marks = {i: object() for i in state}  # an opaque mark survives copies and dies in arithmetic
     after = _next_state(module, body, marks)
     return {i: state[i] if after[i] is marks[i] else None for i in state}
 
 
 def changed(module: HloModule, body: str) -> list[Shape]:
-    """The arrays in a loop's carried tuple that its body does not merely pass through."""
+    """The arrays in a loop's carried tuple that its body changes."""
     scope = module.computations[body]
-    root = next(ins for ins in scope.values() if ins.is_root)
     out = []
-    for i, name in enumerate(root.operands):
+    for i, name in enumerate(root(scope).operands):
         source = scope[name]
         while source.op in _SAME_VALUE:
             source = scope[source.operands[0]]

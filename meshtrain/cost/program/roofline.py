@@ -1,9 +1,9 @@
-"""What a compiled GPU step would take: every kernel at the slower of its FLOPs and its bytes, played through XLA's
+"""Estimates the time of a compiled GPU step: each kernel takes the longer of its FLOPs and its bytes, in XLA's
 schedule.
 
-Nothing is measured: hardware peaks (`hardware`) at assumed shares of them (`assumptions`). Attention kernels count as
-what they compute: cuDNN's causal half, of packed documents the blocks that our kernels visit. A collective goes at the
-rate of the links between its members: how many of them share a host follows from the mesh's placement.
+Nothing is measured: hardware peaks (`hardware`) at assumed fractions (`assumptions`). Attention counts the pairs that
+its kernel computes: cuDNN's causal half, or the visited blocks of packed documents in our kernels. A collective runs at
+the rate of the links in its group, whose hosts follow from the mesh's placement.
 """
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from meshtrain.sharding.mesh import MeshSpec
 
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
 PARTS = (ATTENTION, MATMUL, ELEMENTWISE, OPTIMIZER)
-COMMUNICATION, CONTENTION, HOST = "communication", "contention", "host"     # the rest of a step, as its shares name it
+COMMUNICATION, CONTENTION, HOST = "communication", "contention", "host"     # other shares of a step
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Kernels of one part from one line of the source, all runs of a step on one GPU."""
+    """Kernels of one part from one source line, all runs of a step on one GPU."""
     name: str           # of the costliest instruction
     part: str
     source: str         # JAX path, shortened
@@ -62,14 +62,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A step on `num_gpus`: step_s = compute_s of kernels + exposed_s waiting for links + contention_s, by which
-    collectives slow the kernels beside them, + host_s. tokens, model_flops: of a step on all GPUs, see `flops`.
-    """
+    """A step on `num_gpus`: step_s = compute_s of kernels + exposed_s of collectives + contention_s, the slowdown of
+    kernels that overlap collectives, + host_s. tokens, model_flops: of a step on all GPUs, see `flops`."""
     prices: rates.Rates
     num_gpus: int
     tokens: int
     model_flops: float
-    # whose peak mfu is a share of: the compute dtype, also where projections are in float8
+    # mfu refers to the peak of the compute dtype, also with float8 projections
     mfu_dtype: str
     exposed_s: float
     hidden_s: float
@@ -77,7 +76,7 @@ class Roofline:
     kernels: tuple[Kernel, ...]     # costliest first
     traffic: tuple[Traffic, ...]    # longest first
     unknown_loops: tuple[str, ...]  # counted once
-    uncounted: tuple[str, ...]      # kernels that multiply matrices of unknown size: counted by their bytes
+    uncounted: tuple[str, ...]      # matmul kernels of unknown size: counted by their bytes
 
     @property
     def gpu(self) -> hardware.Gpu:
@@ -117,7 +116,7 @@ class Roofline:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the step; they add up to 1."""
+        """Fractions of the step; their sum is 1."""
         seconds = {part: self.parts.get(part, 0.0) for part in PARTS}
         seconds |= {COMMUNICATION: self.exposed_s, CONTENTION: self.contention_s, HOST: self.host_s}
         return {name: value / self.step_s for name, value in seconds.items()}
@@ -129,16 +128,14 @@ class Roofline:
 
     @property
     def free_matmul_s(self) -> float:
-        """Seconds of matmuls with no collective beside them: what exposed communication could hide under."""
+        """Seconds of matmuls that overlap no collective, and could hide exposed ones."""
         return self.parts.get(MATMUL, 0.0) - sum(row.hidden_under.get(MATMUL, 0.0) for row in self.traffic)
 
     def as_json(self) -> dict:
-        """The contract of `inspect --json`; seconds of one GPU and step. What "other" is of the step stands in `other`,
-        too."""
+        """The contract of `inspect --json`; seconds of one GPU and step. `other` has the parts of share's "other"."""
         other = {name: share for name, share in self.shares.items() if name not in PARTS}
         share = {part: self.shares[part] for part in PARTS} | {"other": sum(other.values())}
-        return {
-            "gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_time_s": self.step_s,
+        return {"gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_time_s": self.step_s,
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu, "mfu_dtype": self.mfu_dtype, "compute_s": self.compute_s,
             "communication_s": self.communication_s,
@@ -150,7 +147,7 @@ class Roofline:
 
     @property
     def exposed_by_axes(self) -> dict[str, float]:
-        """Seconds, by the mesh axes that a collective spans: 'fsdp', 'data+fsdp'."""
+        """Exposed seconds by mesh axes: 'fsdp', 'data+fsdp'."""
         out = defaultdict(float)
         for row in self.traffic:
             out["+".join(row.axes)] += row.exposed_s
@@ -158,7 +155,7 @@ class Roofline:
 
 
 def gpu_of(made) -> hardware.Gpu | None:
-    """The GPU that an assembled run is compiled for; None where the table does not know its speed."""
+    """The GPU that an assembled run is compiled for; None where the table does not have its speed."""
     gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
     return gpu if gpu and gpu.hbm_bytes_per_s else None
 
@@ -166,8 +163,7 @@ def gpu_of(made) -> hardware.Gpu | None:
 def of_run(made, text: str, given: Mapping[str, float] | None = None) -> Roofline | None:
     """The roofline of an assembled run's compiled step; None without `gpu_of`.
 
-    text: `executable.as_text()`. given: assumptions to replace, by name. Raises: ValueError for names that are not
-    there.
+    text: `executable.as_text()`. given: assumptions to replace, by name. Raises: ValueError for unknown names.
     """
     gpu, run = gpu_of(made), made.run
     if gpu is None:
@@ -191,7 +187,7 @@ def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model
 
 
 class _Program:
-    """A parsed program with what its instructions cost."""
+    """A parsed program with the costs of its instructions."""
 
     def __init__(self, text: str, mesh_spec: MeshSpec, prices: rates.Rates, packed: bool, method: str = "ring"):
         self.module, self.sources, self.prices, self.packed, self.method = (
@@ -218,8 +214,8 @@ class _Program:
         return seconds + (self.prices.attention_s(found.attention) if found.attention else 0.0)
 
     def _visited(self, queries: int, keys: int, causal: bool, window: int, ahead: int) -> float:
-        """Pairs of a row that a kernel with block skipping visits. Not causal: the keys are an earlier chunk, of a
-        window the one that it reaches."""
+        """Pairs of a row that a block-skipping kernel visits. Not causal: the keys are an earlier chunk, or the one at
+        the edge of a window."""
         a = self.prices.assumed
         documents = a["documents.mean"], a["documents.sigma"]
         if window and (not self.packed or not causal):
@@ -235,8 +231,8 @@ class _Program:
         return part or (MATMUL if found.matmuls or found.grouped else ELEMENTWISE)
 
     def _origin(self, computation: str, ins: hlo.Instruction) -> hlo.Instruction:
-        """The instruction whose metadata tells where a kernel comes from: where it has none, what it is fused from,
-        what it reads, or the loop that it stands in."""
+        """The instruction whose metadata says where a kernel comes from. If it has none: one that is fused into it, an
+        operand, or the loop around it."""
         scope = self.module.computations[computation]
         fused = [i for name in ins.called for i in reversed(self.module.computations[name].values())]
         near = (ins, *fused, *(scope[name] for name in ins.operands), self.callers.get(computation, ins))
@@ -244,7 +240,7 @@ class _Program:
                      and self.sources.part(i) is not None), ins)
 
     def kernels(self, played: timeline.Played) -> tuple[Kernel, ...]:
-        """Merged by part and source."""
+        """Merge by part and source."""
         merged = defaultdict(list)
         for (computation, name), runs in played.kernels.items():
             ins, found = self.module.computations[computation][name], self._work[computation, name]
@@ -273,10 +269,10 @@ class _Program:
         return found and found[:2]
 
     def _transfer(self, computation: str, ins: hlo.Instruction):
-        """(seconds, asynchronous, audit's rows), None for what is no collective."""
+        """(seconds, asynchronous, audit's rows), None if it is no collective."""
         inside = computation
         started = ins.op.endswith("-start")
-        if ins.op == "async-start":         # a wrapper: the collective stands in what it calls
+        if ins.op == "async-start":         # a wrapper around the collective
             inside = ins.called[0]
         held = [ins] if inside == computation else self.module.computations[inside].values()
         core = next((i for i in held if i.op.removesuffix("-start") in audit.KINDS), None)
@@ -288,7 +284,7 @@ class _Program:
         return seconds, started and '"is_sync":true' not in ins.attrs, tuple(rows)
 
     def _group(self, ins: hlo.Instruction) -> rates.DeviceGroup:
-        """Its size, and how many of it share a link domain; of a permute: whether any pair leaves its domain."""
+        """Its size, and its members in a link domain; for a permute, whether any pair leaves its domain."""
         domain = lambda partitions: self.device_ids[partitions] // self.prices.gpu.domain_gpus(self.device_ids.size)
         if ins.op.startswith("collective-permute"):
             pairs = domain(audit.source_target_pairs(ins.attrs))
@@ -298,7 +294,7 @@ class _Program:
         return rates.DeviceGroup(groups.shape[1], groups.shape[1] // domains)
 
     def traffic(self, played: timeline.Played) -> tuple[Traffic, ...]:
-        """Merged by kind and axes."""
+        """Merge by kind and axes."""
         merged, sent = defaultdict(timeline.Transfer), Counter()
         for (computation, name), transfer in played.transfers.items():
             rows = self._transfer(computation, self.module.computations[computation][name])[2]
@@ -312,6 +308,6 @@ class _Program:
 
 
 def links(gpu: hardware.Gpu, mesh_spec: MeshSpec) -> dict[str, tuple[int, int]]:
-    """Mesh axis → (its size, how many of a group share a link domain), for axes larger than 1."""
+    """Mesh axis → (its size, members of a group in a link domain), for axes larger than 1."""
     domain = gpu.domain_gpus(mesh_spec.num_devices)
     return {axis: mesh_spec.in_domain((axis,), domain) for axis in AXES if mesh_spec.sizes[axis] > 1}

@@ -1,8 +1,7 @@
-"""Which lines of Python an instruction of a compiled program comes from, and what part of the step that makes it.
+"""Maps an instruction of a compiled program to lines of Python, and to the part of the step that computes it.
 
-XLA prints a table of stack frames above the program, and an instruction names its innermost frame. What computes
-attention has the scope "attention" in its JAX path (jax loses the frames inside it), the optimizer is told by its
-files.
+XLA prints a table of stack frames above the program, and an instruction names its innermost frame. Attention is found
+by the scope "attention" in its JAX path, because jax loses the frames inside it; the optimizer by its files.
 """
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Sources:
 
     @classmethod
     def of(cls, text: str) -> Sources:
-        """From the header of `compiled.as_text()`; without tables, instructions are known by source_file and
-        source_line."""
+        """Parse the header of `compiled.as_text()`. Without tables, instructions have source_file and source_line."""
         files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.MULTILINE)}
         pick = lambda table, first, second: {
             int(n): (int(a), int(b)) for n, a, b in
@@ -63,7 +61,7 @@ class Sources:
         return [SourceFrame(file.group(1), int(line.group(1)))] if file and line else []
 
     def part(self, ins: hlo.Instruction) -> str | None:
-        """attention, optimizer or "" (the rest of the step); None where the instruction tells nothing."""
+        """attention, optimizer or "" (the rest of the step); None without metadata."""
         frames = self.stack(ins)
         ours = [frame.ours for frame in frames if frame.ours]
         if in_attention(ins.op_name):
@@ -79,7 +77,7 @@ class Sources:
 
 
 def in_attention(op_name: str) -> bool:
-    """Whether a JAX path, shortened or not, goes through attention."""
+    """Whether a JAX path, shortened or not, is in attention's scope."""
     return bool(_ATTENTION_SCOPE.search(op_name))
 
 

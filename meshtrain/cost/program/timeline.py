@@ -1,11 +1,9 @@
-"""How long a compiled program takes on one GPU with a compute and a communication stream, in the order that XLA gave
-it.
+"""Simulates a compiled program on one GPU with a compute stream and a communication stream, in XLA's order.
 
-XLA's text is a schedule: instructions stand in the order in which they are issued. Kernels run one after the other; an
-asynchronous collective takes the communication stream from its start on, and its done waits for it; a synchronous one
-stops both streams. A loop's body is played once, from empty streams, and counted as often as it runs. What is not
-modelled: kernels that run together, collectives in flight while a loop with its own begins, and devices that wait for
-each other.
+XLA's text is a schedule: instructions are in the order of issue. Kernels run one after the other. An asynchronous
+collective occupies the communication stream from its start, and its done waits for it; a synchronous one blocks both
+streams. A loop's body is simulated once, from empty streams, and multiplied by its trips. Not modelled: concurrent
+kernels, collectives in flight when a loop with collectives begins, and devices that wait for each other.
 """
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ Key = tuple[str, str]       # (computation, instruction)
 
 @dataclasses.dataclass
 class Transfer:
-    """Seconds of a collective, all its runs together."""
+    """Seconds of a collective, all runs together."""
     runs: int = 0
     seconds: float = 0.0
-    exposed_s: float = 0.0          # it holds the link while the compute stream waits, for it or for one behind it
-    under: Counter = dataclasses.field(default_factory=Counter)     # part → seconds that it ran beside such kernels
+    exposed_s: float = 0.0          # of the link's time while the compute stream waits for it or for a later one
+    under: Counter = dataclasses.field(default_factory=Counter)     # part → seconds hidden by its kernels
 
     def add(self, other: Transfer, times: int | Fraction) -> None:
         self.runs += times * other.runs
@@ -42,7 +40,7 @@ class Transfer:
 
 @dataclasses.dataclass
 class Played:
-    """seconds: kernels and waiting, nothing else. parts: seconds of kernels by part."""
+    """seconds: of kernels and waiting. parts: seconds of kernels by part."""
     seconds: float = 0.0
     parts: Counter = dataclasses.field(default_factory=Counter)
     kernels: Counter = dataclasses.field(default_factory=Counter)                   # Key → runs
@@ -67,17 +65,15 @@ class Played:
 
 @dataclasses.dataclass(frozen=True)
 class Prices:
-    """What the player asks. kernel(computation, instruction) → (seconds, part).
-
-    collective(computation, instruction) → (seconds, whether it is asynchronous), None for what is no collective.
-    """
+    """Costs of instructions. kernel(computation, instruction) → (seconds, part). collective(computation, instruction) →
+    (seconds, whether it is asynchronous), None if it is no collective."""
     kernel: Callable[[str, hlo.Instruction], tuple[float, str]]
     collective: Callable[[str, hlo.Instruction], tuple[float, bool] | None]
 
 
 def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Played:
-    """The entry computation. trips: of each loop, by the name of its `while`. Of a conditional the costliest branch
-    counts, as often as it is taken."""
+    """Simulate the entry computation. trips: of each loop, by the name of its `while`. A conditional counts its
+    costliest branch, in the fraction of its executions that runs it."""
     memo: dict[str, Played] = {}
 
     def played(name: str) -> Played:
@@ -89,7 +85,7 @@ def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Pla
             memo[name] = stream.close()
         return memo[name]
     step = played(module.entry)
-    # shares of loops that are taken
+    # Branches that run in a fraction of the executions have made fractions of them.
     step.kernels = Counter({key: round(runs) for key, runs in step.kernels.items()})
     for transfer in step.transfers.values():
         transfer.runs = round(transfer.runs)
@@ -97,8 +93,8 @@ def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Pla
 
 
 def loop_trips(module: hlo.HloModule, further_rounds: float = 0) -> tuple[dict[str, float], list[str]]:
-    """Iterations of every loop, by the name of its `while`, and the loops of unknown length: counted once.
-    further_rounds: those of a loop of further rounds."""
+    """(trips of every loop by the name of its `while`, loops of unknown length, counted once). further_rounds: trips of
+    a loop of further rounds."""
     visits, unknown = hlo.walk(module, lambda ins: ins.op == "while" or ins.is_root)
     runs = Counter()
     for visit in visits:
@@ -108,13 +104,13 @@ def loop_trips(module: hlo.HloModule, further_rounds: float = 0) -> tuple[dict[s
         for ins in body.values():
             if ins.op == "while" and runs[name, ins.name]:
                 inner = ins.attr("body")
-                root = next(i.name for i in module.computations[inner].values() if i.is_root)
+                root = hlo.root(module.computations[inner]).name
                 found[ins.name] = further_rounds if ins.further_rounds else runs[inner, root] // runs[name, ins.name]
     return found, unknown
 
 
 class _Streams:
-    """The two streams in one computation, and what has happened on them."""
+    """The two streams in one computation, and their history."""
 
     def __init__(self):
         self.total, self.link_free = Played(), 0.0
@@ -136,7 +132,7 @@ class _Streams:
             self.kernels.append((begin, self.clock, shares))
 
     def start(self, key: Key, seconds: float) -> float:
-        """Puts a collective on the communication stream; the time at which it ends."""
+        """Put a collective on the communication stream and return its end."""
         begin = max(self.clock, self.link_free)
         self.link_free = begin + seconds
         self.link.append((begin, self.link_free, key))
@@ -144,14 +140,14 @@ class _Streams:
         return self.link_free
 
     def wait(self, end: float) -> None:
-        """The compute stream waits for `end`; whatever holds the link meanwhile is exposed."""
+        """Block the compute stream until `end`; collectives on the link meanwhile are exposed."""
         if end > self.clock:
             for begin, until, key in _since(self.link, self.clock):
                 self.total.transfers[key].exposed_s += max(0.0, min(until, end) - max(begin, self.clock))
             self.total.seconds = end
 
     def close(self) -> Played:
-        """What ran beside each collective is known once all is played."""
+        """Attribute hidden seconds to the kernels that ran beside each collective."""
         for begin, end, key in self.link:
             for since, until, shares in _since(self.kernels, begin):
                 for part, share in shares.items():
@@ -161,7 +157,7 @@ class _Streams:
 
 
 def _since(intervals: list, begin: float) -> list:
-    """Those that end after `begin`, of intervals in order of time."""
+    """Intervals, in order of time, that end after `begin`."""
     return intervals[bisect.bisect_right(intervals, begin, key=lambda interval: interval[1]):]
 
 

@@ -1,8 +1,8 @@
-"""What one kernel of a compiled GPU program computes and moves: its matmuls, its attention, its HBM bytes.
+"""FLOPs and HBM bytes of one kernel of a compiled GPU program: its matmuls, its attention, its memory traffic.
 
-Bytes are those that the kernel touches. A fusion reads of each parameter the elements that its outputs depend on: a
-dynamic-slice of a stacked weight counts one layer; a dynamic-update-slice into a buffer that the fusion was given
-writes the update alone and does not read the buffer. Caches are not modelled: what two kernels share is read twice.
+Counts the bytes that a kernel touches. A fusion reads the elements of its parameters that its outputs depend on: a
+dynamic-slice of a stacked weight counts one layer. A dynamic-update-slice into a parameter of the fusion writes the
+update and does not read the buffer. Caches are not modelled: data that two kernels read counts twice.
 """
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from meshtrain.kernels import grouped as kernels
 from meshtrain.kernels import tiles
 from meshtrain.names import BALANCED_ROWS
 
-# No kernel of their own: names for what is there already.
+# Names of existing arrays, without a kernel.
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all",
-        "opt-barrier", "optimization-barrier",
-        "partition-id", "replica-id"}
-_UPDATES = ("dynamic-update-slice", "scatter")      # change a part of their first operand
-_FUSIONS = ("fusion", "fusion-start")               # jax 0.12 starts some and waits for them later
+        "opt-barrier", "optimization-barrier", "partition-id", "replica-id"}
+_UPDATES = ("dynamic-update-slice", "scatter")      # update a part of their first operand
+_FUSIONS = ("fusion", "fusion-start")               # jax 0.12 runs some asynchronously
 _WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort", "rng-bit-generator")
-PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas attention kernel, for each visited pair of query and key
+PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas kernel, per visited pair
 # `kernels.mask.label`
 _PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")
-# of `kernels.grouped`, with the order of a matrix's dims
+# `kernels.grouped`, with the order of a matrix's dims
 _GROUPED = re.compile(r"\bgrouped_(rows|outer)_([gkn]{3})\b")
 _BALANCED_ROWS = re.compile(BALANCED_ROWS.format(r"(\d+)"))
 _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
@@ -35,8 +34,7 @@ _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Of one execution. hbm_bytes: read + written. known: False where the kernel multiplies matrices nobody could
-    count."""
+    """Of one execution. hbm_bytes: read + written. known: False for a matmul kernel of unknown size."""
     matmuls: tuple[Matmul, ...]
     attention: AttentionKernel | None
     hbm_bytes: int
@@ -49,7 +47,7 @@ class Work:
 
 
 def of(module: hlo.HloModule, computation: str, ins: hlo.Instruction, visited) -> Work:
-    """The work of an instruction that is a kernel: not in FREE, no loop, no collective.
+    """Count the work of a kernel: an instruction that is not in FREE, no loop and no collective.
 
     visited(queries, keys, causal, window, ahead) -> pairs of a packed row that a Pallas attention kernel visits.
     """
@@ -63,12 +61,12 @@ def of(module: hlo.HloModule, computation: str, ins: hlo.Instruction, visited) -
 
 
 def matmul(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Matmul | None:
-    """An HLO dot or a cuBLAS call, whose dimension numbers stand in its backend_config; None where it is neither."""
+    """Read an HLO dot, or a cuBLAS call with the dimension numbers of its backend_config; None for anything else."""
     if ins.op in ("dot", "scaled-dot"):
         contracting, batch = ins.ints("lhs_contracting_dims"), ins.ints("lhs_batch_dims")
     else:
         numbers = lambda key: re.search(rf'"{key}":\[([^\]]*)\]', ins.attrs)
-        if not numbers("lhs_contracting_dimensions") or "fmha" in ins.target:   # fused attention is no single product
+        if not numbers("lhs_contracting_dimensions") or "fmha" in ins.target:   # fused attention is no single matmul
             return None
         contracting, batch = (tuple(map(int, re.findall(r"\d+", found.group(1)))) if (found := numbers(key)) else ()
                               for key in ("lhs_contracting_dimensions", "lhs_batch_dimensions"))
@@ -81,8 +79,8 @@ def matmul(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Mat
 
 
 def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> GroupedMatmul | None:
-    """A kernel of `kernels.grouped`: of as many rows as it has where experts are equally busy, which its scope tells,
-    else of all that its buffer holds; None for anything else."""
+    """Read a kernel of `kernels.grouped`; None for anything else. Its rows are those of balanced experts, which its
+    scope names, else all of its buffer."""
     found = _GROUPED.search(ins.op_name) if ins.op == "custom-call" else None
     if not found:
         return None
@@ -91,28 +89,28 @@ def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Gr
     groups, summed, n = (sum(dims[found[2].index(letter)] for _, dims in matrices) for letter in "gkn")
     groups, n = groups // len(matrices), n // len(matrices)
     dtype, (held, _) = next((dtype, dims) for dtype, dims in arrays if len(dims) == 2)
-    held = next((rows for _, rows in _taken(arrays)), held)
+    held = next((rows for _, rows in _row_gathers(arrays)), held)
     block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, _BALANCED_ROWS.findall(ins.op_name)
     rows = min(held, kernels.executed_rows(int(even[-1]), groups, block)) if even else held
     return GroupedMatmul(rows, groups, summed, n, dtype, outer)
 
 
-def _taken(arrays):
-    """(number of an operand, rows) where a grouped kernel takes rows of it: what numbers them stands behind it."""
+def _row_gathers(arrays):
+    """(operand index, rows) where a grouped kernel gathers rows of an operand: the next operand has their indices."""
     for at, ((_, dims), (dtype, numbers)) in enumerate(zip(arrays, arrays[1:])):
         if len(dims) == 2 and dtype == "s32" and len(numbers) == 1:
             yield at, numbers[0]
 
 
 def multiplies(ins: hlo.Instruction) -> bool:
-    """Whether an instruction is a matmul or a custom call that may hold one."""
+    """Whether an instruction is a matmul or a custom call that may contain one."""
     if ins.op in ("dot", "scaled-dot", "ragged-dot"):
         return True
     return bool(re.search(r"gemm|matmul|fmha|triton|mosaic|pallas|cudnn\$", ins.target, re.IGNORECASE))
 
 
 def _matmuls(module, computation, ins):
-    """Those of an instruction and, for a fusion, of what it calls."""
+    """Matmuls of an instruction and of the computations that a fusion calls."""
     if found := matmul(module, computation, ins):
         yield found
     if ins.op in (*_FUSIONS, "call", "async-start"):
@@ -122,8 +120,7 @@ def _matmuls(module, computation, ins):
 
 
 def _attention(module, computation, ins, visited) -> AttentionKernel | None:
-    """cuDNN's kernels and ours in Pallas, on q [B, T, N, H] and k [B, S, K, H], their first arrays of four
-    dimensions."""
+    """Read a kernel of cuDNN or our Pallas kernels. q [B, T, N, H] and k [B, S, K, H] are its first 4-d operands."""
     ours = _PALLAS.search(ins.attrs) if ins.op == "custom-call" else None
     if not ours and "fmha" not in ins.target:
         return None
@@ -151,7 +148,7 @@ def traffic(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> tu
         needs = _needs(module, scope, ins, _elements(ins), bool(update))
         return sum(_bytes(scope[name], count) for name, count in needs), _written(scope, ins, update)
     body = module.computations[ins.called[0]]
-    root = _root(body)
+    root = hlo.root(body)
     outputs = [body[name] for name in root.operands] if root.op == "tuple" else [root]
     updates = {output.name: _update(body, output) for output in outputs}
     needs = _demand(module, body, {output.name: _elements(output) for output in outputs}, set(updates.values()))
@@ -160,35 +157,34 @@ def traffic(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> tu
 
 
 def _written(scope: hlo.Computation, output: hlo.Instruction, update: str | None) -> int:
-    """By an `update` in place the slice alone, or what a scatter adds to."""
+    """Bytes written; an `update` in place writes its slice alone, or the operand that a scatter adds."""
     if update:
         part = scope[scope[update].operands[1 if scope[update].op == "dynamic-update-slice" else 2]]
         return _bytes(part, _elements(part))
     arrays = hlo.shapes(output.type_text)
-    if output.op == "custom-call" and len(arrays) > 1:      # the workspace behind the results is scratch
+    if output.op == "custom-call" and len(arrays) > 1:      # a workspace follows the results
         arrays = [shape for shape in arrays if not (shape[0] in ("s8", "u8") and len(shape[1]) == 1)]
     return sum(map(hlo.shape_bytes, arrays))
 
 
 def _update(body: hlo.Computation, output: hlo.Instruction) -> str | None:
-    """The instruction that changes a part of a parameter of the fusion to make this output, or None."""
-    update = _behind(body, output)
-    in_place = update.op in _UPDATES and _behind(body, body[update.operands[0]]).op == "parameter"
+    """The instruction that updates a parameter of the fusion in place for this output, or None."""
+    update = _source(body, output)
+    in_place = update.op in _UPDATES and _source(body, body[update.operands[0]]).op == "parameter"
     return update.name if in_place else None
 
 
-def _behind(body: hlo.Computation, ins: hlo.Instruction) -> hlo.Instruction:
-    """What an array is a mere form of."""
+def _source(body: hlo.Computation, ins: hlo.Instruction) -> hlo.Instruction:
+    """The array that an instruction copies, converts or reshapes."""
     while ins.op in ("bitcast", "copy", "convert", "reshape") and ins.operands:
         ins = body[ins.operands[0]]
     return ins
 
 
 def _demand(module: hlo.HloModule, body: hlo.Computation, wanted: dict[str, int], in_place: set) -> dict[str, int]:
-    """Elements of a fusion's parameters, by name, that the wanted elements of its instructions depend on.
+    """Elements of a fusion's parameters, by name, that the wanted elements depend on.
 
-    From the last instruction to the first: what one needs of its operands by what is needed of it, never more than
-    there is.
+    Walks from the last instruction to the first and sums what each needs of its operands, at most all of them.
     """
     need = Counter(wanted)
     for ins in reversed(body.values()):
@@ -199,21 +195,20 @@ def _demand(module: hlo.HloModule, body: hlo.Computation, wanted: dict[str, int]
 
 
 def _needs(module, body, ins: hlo.Instruction, count: int, in_place: bool):
-    """(operand, its elements) that `count` elements of an instruction need."""
+    """(operand, elements) that `count` elements of an instruction need."""
     operands = [(name, _elements(body[name])) for name in ins.operands if name in body]
     whole, first = _elements(ins), operands[:1]
     if ins.op == "fusion":
         inner = module.computations[ins.called[0]]
-        root = _root(inner)
+        root = hlo.root(inner)
         names = root.operands if root.op == "tuple" else (root.name,)
         found = _demand(module, inner, {n: math.ceil(count / whole * _elements(inner[n])) for n in names}, set())
         return [(ins.operands[int(inner[name].args)], part) for name, part in found.items()]
     if ins.op in _WHOLE:
         if _GROUPED.search(ins.op_name):
-            # A row counts as often as it is taken, however many tiles of columns read it: they run side by side, and L2
-            # has it for them.
+            # A row counts once per gather, not once per tile of columns: tiles run side by side and share it in L2.
             arrays = [shape for name, _ in operands for shape in hlo.shapes(body[name].type_text)]
-            for at, rows in _taken(arrays):
+            for at, rows in _row_gathers(arrays):
                 operands[at] = operands[at][0], rows * arrays[at][1][1]
         return operands
     if ins.op in ("dynamic-slice", "slice"):
@@ -231,15 +226,11 @@ def _needs(module, body, ins: hlo.Instruction, count: int, in_place: bool):
     return [(name, min(size, count)) for name, size in operands]        # element by element, or repeated
 
 
-def _root(body: hlo.Computation) -> hlo.Instruction:
-    return next(ins for ins in body.values() if ins.is_root)
-
-
 def _elements(ins: hlo.Instruction) -> int:
     return sum(math.prod(dims) for _, dims in hlo.shapes(ins.type_text))
 
 
 def _bytes(ins: hlo.Instruction, count: int) -> int:
-    """Of so many elements of an instruction's arrays."""
+    """Bytes of `count` elements of an instruction's arrays."""
     whole = _elements(ins)
     return math.ceil(sum(map(hlo.shape_bytes, hlo.shapes(ins.type_text))) * count / whole) if whole else 0
