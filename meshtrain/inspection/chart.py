@@ -126,24 +126,19 @@ def as_json(choice: Choice) -> dict:
     schedule, outcome = choice.schedule, choice.outcome
     forward_s = np.nanmin((outcome.end_s - outcome.begin_s)[..., F])
     forwards = min(60, max(16, MOST_OPS // (6 * schedule.num_stages)))
-    parts, spans = _lines_of(schedule, outcome, forward_s * forwards)
+    span_s = forward_s * forwards
+    parts = [Panel("", 0, schedule.num_ticks)] if outcome.makespan_s <= span_s else panels(schedule)
     unit = lambda time_s: round(float(time_s) / forward_s, 4)
     lines = [{"heading": part.heading if part.name else "", "begin": unit(start_s), "end": unit(stop_s),
               "more_before": bool(start_s > 1e-9), "more_after": bool(stop_s < outcome.makespan_s * (1 - 1e-9)),
               "ops": [[s, kind, i, chunk, unit(begin_s), unit(end_s)]
                       for s, kind, i, chunk, begin_s, end_s in _ops(schedule, outcome)
                       if begin_s < stop_s and end_s > start_s]}
-             for part, (start_s, stop_s) in zip(parts, spans)]
+             for part in parts for start_s, stop_s in [_span(outcome, part, span_s)]]
     return {"name": schedule.name, "num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches,
             "num_chunks": schedule.num_chunks, "split": bool(schedule.split), "bubble": float(outcome.bubble),
             "peak_live": float(outcome.peak_live), "memory_bytes": choice.memory_bytes,
             "why": choice.why, "lines": lines}
-
-
-def _lines_of(schedule: Schedule, outcome: Outcome, span_s: float) -> tuple[list[Panel], list[tuple[float, float]]]:
-    """The panels of a chart with lines of span_s, and the (begin, end) of each."""
-    parts = [Panel("", 0, schedule.num_ticks)] if outcome.makespan_s <= span_s else panels(schedule)
-    return parts, [_span(outcome, part, span_s) for part in parts]
 
 
 def _ops(schedule: Schedule, outcome: Outcome) -> Iterator[tuple[int, str, int, int, float, float]]:

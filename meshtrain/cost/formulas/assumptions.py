@@ -57,17 +57,16 @@ TABLE = {row.name: row for row in (
     Assumption("grouped.rows", {"": .65}, _GROUPED),
     Assumption("grouped.outer", {"": .40}, _GROUPED),
     Assumption("experts.rounds", {"": 0},
-               "further rounds of a layer's experts, in the mean of layers and devices: none where they are "
-               "equally busy, one where a device has up to twice its buffer", 0, 64),
+               "further rounds of a layer's experts, in the mean of layers and devices: none where they are equally "
+               "busy, one where a device has up to twice its buffer", 0, 64),
     Assumption("attention.cudnn_forward", {"": .58, "b": .60, "gb": .60}, _FLASH),
     Assumption("attention.cudnn_backward", {"": .50, "b": .48, "gb": .48}, _FLASH),
     Assumption("attention.pallas_forward", {"": .38, "a100": .50}, _TRITON),
     Assumption("attention.pallas_backward", {"": .28, "a100": .40}, _TRITON),
     Assumption("attention.blockwise_forward", {"": .030, "a100-40gb": .044, "a100-80gb": .058, "h200": .043},
                _BLOCKWISE, formula=True),
-    Assumption("attention.blockwise_backward", {"": .042, "a100-40gb": .062, "a100-80gb": .081,
-                                                "h200": .060}, _BLOCKWISE,
-               formula=True),
+    Assumption("attention.blockwise_backward", {"": .042, "a100-40gb": .062, "a100-80gb": .081, "h200": .060},
+               _BLOCKWISE, formula=True),
     Assumption("attention.ramp", {"": 400},
                "tokens: the rate of S tokens is that of long ones times S / (S + ramp)", 0, 1e5),
     Assumption("attention.narrow", {"": .75},
@@ -87,43 +86,42 @@ TABLE = {row.name: row for row in (
     Assumption("link.share", {"": .80},
                "of one direction of NVLink; rings measured: H100 and H200 .80 to .82, A100 .78"),
     Assumption("nic.share", {"": .80},
-               "of a NIC's rate in the hardware table; measured: 32 H200 over 8 × 400 Gb/s .91. A "
-               "slower network is set here: 100 Gb/s a GPU where the table has 400 is 0.2"),
+               "of a NIC's rate in the hardware table; measured: 32 H200 over 8 × 400 Gb/s .91. A slower network is "
+               "set here: 100 Gb/s a GPU where the table has 400 is 0.2"),
     Assumption("link.start_us", {"": 14}, _NCCL + "base latency of a ring", 0, 1e4),
     Assumption("link.hop_us", {"": 1.9}, _NCCL + "a ring's step inside a link domain", 0, 1e4),
     Assumption("link.host_hop_us", {"": 4.0}, _NCCL + "a ring's step between hosts", 0, 1e4),
     Assumption("link.contend", {"": .40},
-               "a hidden collective slows what runs beside it by this share of its own time: NCCL "
-               "takes multiprocessors and memory bandwidth; from published runs", 0),
+               "a hidden collective slows what runs beside it by this share of its own time: NCCL takes "
+               "multiprocessors and memory bandwidth; from published runs", 0),
     Assumption("overlap.fsdp", {"": .90},
-               "share of a layer's compute behind which its weights' gathers and its gradients' "
-               "reductions hide, and keys and values of a ring behind attention", 0, formula=True),
+               "share of a layer's compute behind which its weights' gathers and its gradients' reductions hide, and "
+               "keys and values of a ring behind attention", 0, formula=True),
     Assumption("overlap.experts", {"": .25},
-               "the same of experts' weights: they are gathered and reduced between the kernels that "
-               "need and make them; read off programs of Qwen3-30B-A3B (.27) and Mixtral (.25) on 64 H100 in "
-               "four microbatches, experts over 8", 0, formula=True),
+               "the same of experts' weights: they are gathered and reduced between the kernels that need and make "
+               "them; read off programs of Qwen3-30B-A3B (.27) and Mixtral (.25) on 64 H100 in four microbatches, "
+               "experts over 8", 0, formula=True),
     Assumption("overlap.data", {"": .80},
                "the same of what frameworks with buckets reduce and gather once a step, behind one microbatch", 0,
                formula=True),
     Assumption("overlap.once", {"": .25},
-               "share of their own time that reductions and gathers once a step hide in our programs, "
-               "behind each other's updates; all-reduces behind nothing. Read off programs of 1B and 8B on 8 and 64 "
-               "H100: .26 to .33", 0, formula=True),
+               "share of their own time that reductions and gathers once a step hide in our programs, behind each "
+               "other's updates; all-reduces behind nothing. Read off programs of 1B and 8B on 8 and 64 H100: .26 to "
+               ".33", 0, formula=True),
     Assumption("overlap.reduced", {"": .72},
-               "share of a layer's reductions that hides at most in our programs: the last of a "
-               "loop's body stand behind nothing. Read off the same programs: .64 to .75", 0, formula=True),
+               "share of a layer's reductions that hides at most in our programs: the last of a loop's body stand "
+               "behind nothing. Read off the same programs: .64 to .75", 0, formula=True),
     Assumption("overlap.tensor", {"": 0},
-               "share of tensor parallelism's collectives that hides: they stand between the "
-               "products", 0, formula=True),
-    Assumption("overlap.user_buffers", {"": .60},
-               "the same where a framework cuts them into chunks beside their products "
-               "(Transformer Engine's user buffers)", 0, formula=True),
-    Assumption("elementwise.eager", {"": 1.8},
-               "bytes of elementwise work without a fusing compiler over those with one", 1, 10,
+               "share of tensor parallelism's collectives that hides: they stand between the products", 0,
                formula=True),
+    Assumption("overlap.user_buffers", {"": .60},
+               "the same where a framework cuts them into chunks beside their products (Transformer Engine's user "
+               "buffers)", 0, formula=True),
+    Assumption("elementwise.eager", {"": 1.8},
+               "bytes of elementwise work without a fusing compiler over those with one", 1, 10, formula=True),
     Assumption("offload.gb_per_s", {"": 50, "a100": 25, "gb": 200, "mi": 50},
-               "GB/s of one direction between a GPU and its host's "
-               "memory: PCIe 5 × 16 has 64, PCIe 4 32, NVLink-C2C 450 for two GPUs", 1, 1e3, formula=True),
+               "GB/s of one direction between a GPU and its host's memory: PCIe 5 × 16 has 64, PCIe 4 32, NVLink-C2C "
+               "450 for two GPUs", 1, 1e3, formula=True),
     Assumption("kernel.launch_us", {"": 3}, "gap between two kernels that wait for each other", 0, 1e3),
     Assumption("step.overhead", {"": .02}, "host, data and logging, share of a step", 0),
 )}  # fmt: skip

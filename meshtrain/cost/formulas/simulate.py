@@ -108,14 +108,9 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
     Raises: ValueError where no count of chunks has a schedule.
     """
     chunks = sorted(set(chunks))
-    of = costs if callable(costs) else lambda schedule: costs
-    found = []
-    for name in AUTOMATIC:
-        for v in chunks:
-            if (v > 1) == (name in schedules.INTERLEAVED) and not schedules.problems(name, p, m, v):
-                schedule = schedules.make(name, p, m, v)
-                outcome = simulate(schedule, of(schedule))
-                found.append((schedule, outcome, *_held(schedule, memory, usable_bytes)))
+    found = [_simulated(schedules.make(name, p, m, v), costs, memory, usable_bytes)
+             for name in AUTOMATIC for v in chunks
+             if (v > 1) == (name in schedules.INTERLEAVED) and not schedules.problems(name, p, m, v)]
     if not found:
         raise ValueError("\n".join(schedules.problems("interleaved", p, m, min(chunks))))
     # Rounded, so that sums of the same costs in another order are equal and the order of AUTOMATIC decides.
@@ -127,10 +122,12 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
     return Choice(schedule, outcome, held and held.slots, fits, _why(found, fitting, best, usable_bytes))
 
 
-def _held(schedule: Schedule, memory, usable_bytes: int | None) -> tuple[StepBytes | None, bool | None]:
-    """(bytes of a step, whether they fit); None where unknown."""
+def _simulated(schedule: Schedule, costs, memory, usable_bytes: int | None
+               ) -> tuple[Schedule, Outcome, StepBytes | None, bool | None]:
+    """(schedule, outcome, bytes of a step, whether they fit); None where unknown."""
     held = memory(schedule) if memory else None
-    return held, held.total <= usable_bytes if held and usable_bytes is not None else None
+    fits = held.total <= usable_bytes if held and usable_bytes is not None else None
+    return schedule, simulate(schedule, costs(schedule) if callable(costs) else costs), held, fits
 
 
 def _why(found, fitting, best, usable_bytes) -> str:
@@ -188,9 +185,7 @@ def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int,
     if name == "auto":
         counts = chunk_counts(-(-stages.staged(run.model) // stages.period(run.model)), p) if v == 1 else (v,)
         return choose(p, m, costs, memory, usable_bytes, counts)
-    schedule = schedules.make(name, p, m, v)
-    outcome = simulate(schedule, costs(schedule) if callable(costs) else costs)
-    held, fits = _held(schedule, memory, usable_bytes)
+    schedule, outcome, held, fits = _simulated(schedules.make(name, p, m, v), costs, memory, usable_bytes)
     why = _what(schedule, outcome, held) + ", as asked for"
     return Choice(schedule, outcome, held and held.slots, fits,
                   why + (f"; it does not fit into {gib(usable_bytes)}" if fits is False else ""))
