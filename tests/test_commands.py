@@ -12,7 +12,6 @@ import time
 import tomllib
 from pathlib import Path
 
-import corpora
 import jax
 import pytest
 from commands import (  # noqa: F401
@@ -143,40 +142,6 @@ def test_more_steps_go_on_where_a_finished_run_ended(tiny, finished, tmp_path):
     assert lasting(tmp_path / "parts") == lasting(finished)
 
 
-def test_resume_never_refuses_a_run_and_changes_nothing(copied):
-    before = contents(copied)
-    refused(call(train.main, copied / "config.toml", "--run.dir", copied, "--checkpoint.resume", "never",
-                 "--training.steps", 9), str(copied), "never", "run.name")
-    assert contents(copied) == before
-
-
-def test_a_directory_of_somebody_else_is_refused_and_untouched(tiny, tmp_path):
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
-    refused(call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "thesis"), "thesis", "config.toml", "run.name")
-    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
-    refused(call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "thesis" / "chapter.txt"), "is a file")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "rules.toml").write_text(RULES)
-    refused(call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "mine"), "mine", "config.toml")
-    assert (tmp_path / "mine" / "rules.toml").read_text() == RULES
-
-
-@pytest.mark.parametrize("key, value", [
-    ("model.embed_dim", 64), ("model.tie_embeddings", "true"), ("optimizer.name", "lion"), ("run.seed", 7)])
-def test_another_model_optimizer_or_seed_is_refused_on_resume(copied, key, value):
-    before = contents(copied)
-    refused(call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 9, f"--{key}", value),
-            key, str(value), "run.name")
-    assert contents(copied) == before
-
-
-def test_all_that_changed_is_told_together(copied):
-    ran = call(train.main, copied / "config.toml", "--run.dir", copied, "--run.seed", 3, "--optimizer.name", "lion",
-               "--training.steps", 9)
-    assert ran.code == 2 and "run.seed=3" in ran.err and "optimizer.name" in ran.err
-
-
 def test_other_documents_are_refused_on_resume(copied, tmp_path, home):
     text = tmp_path / "corpus.txt"
     text.write_text((home / "corpus.txt").read_text() + "one more line\n")
@@ -185,35 +150,7 @@ def test_other_documents_are_refused_on_resume(copied, tmp_path, home):
     assert ran.code == 2 and "data" in ran.err and "Traceback" not in ran.err
 
 
-def test_the_same_documents_under_another_name_go_on(copied, tmp_path, home):
-    text = shutil.copy(home / "corpus.txt", tmp_path / "renamed.txt")
-    ran = call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps", 7,
-               "--data.paths", json.dumps([str(text)]))
-    assert (ran.code, ran.err) == (0, ""), ran
-
-
-def test_another_tokenizer_is_refused_on_resume_before_anything_is_tokenized(copied, tmp_path, home):
-    text = shutil.copy(home / "corpus.txt", tmp_path / "corpus.txt")
-    other = corpora.write_tokenizer(tmp_path / "other.json", corpus=[])    # 256 bytes and a separator, too
-    before = contents(copied)
-    refused(call(train.main, copied / "config.toml", "--run.dir", copied, "--training.steps",
-                 9, "--data.tokenizer", other,
-                 "--data.paths", json.dumps([str(text)])), "data.tokenizer", "other.json", "run.name")
-    assert contents(copied) == before and not (tmp_path / ".meshtrain").exists()
-
-
 # ---- from another run's weights --------------------------------------------------------------------------------------
-
-def test_init_from_begins_a_new_run_from_those_weights(tiny, finished, tmp_path):
-    before = contents(finished)
-    ran = call(train.main, *tiny, "--training.steps", 2, "--run.dir", tmp_path / "tuned",
-               "--checkpoint.init_from", finished,
-               "--optimizer.learning_rate", 1e-12, "--run.seed", 5)
-    assert ran.code == 0 and "weights from step 6" in ran.out, ran
-    assert [row["step"] for row in rows(tmp_path / "tuned")] == [1, 2]
-    was, now = rows(finished)[-1]["val_loss"], rows(tmp_path / "tuned")[-1]["val_loss"]
-    assert abs(now - was) < 1e-5, "a step of 1e-12 moves nothing, and the held-out split is the same"
-    assert contents(finished) == before
 
 
 def test_init_from_other_shapes_is_refused_and_the_directory_stays_usable(tiny, finished, tmp_path):
@@ -225,43 +162,6 @@ def test_init_from_other_shapes_is_refused_and_the_directory_stays_usable(tiny, 
 
 
 # ---- what cannot run -------------------------------------------------------------------------------------------------
-
-BAD = {
-    "section": ("--modle.embed_dim 32", ["modle", "model"]),
-    "key": ("--model.embed_dims 32", ["model.embed_dims", "model.embed_dim"]),
-    "flag": ("--steps 6", ["--steps", "--training.steps"]),
-    "axis": ("--mesh.tensr 2", ["mesh.tensr", "mesh.tensor"]),
-    "axis in the placement": ('--mesh.placement ["data","tensor"]', ["mesh.placement", "each axis once"]),
-    "boolean": ("--model.tie_embeddings True", ["model.tie_embeddings", "True", "true"]),
-    "number": ("--training.steps six", ["training.steps", "six"]),
-    "rule file": ("--sharding.rules sharding_rules/zero4.toml", ["zero4.toml", "did you mean"]),
-    "run file": ("missing.toml", ["missing.toml", "no such run file"]),
-    "mesh too large": ("--mesh.data 16", ["mesh.data=16", "16 devices", "there are 8", "mesh.data=8"]),
-    "mesh too small": ("--mesh.data 3", ["mesh.data=3", "there are 8"]),
-    "rest that does not fit": ("--mesh.data 3 --mesh.fsdp -1", ["mesh.data=3", "8 devices", "multiple of 3"]),
-    "batch that does not divide": ("--data.global_batch 12", ["batch=12", "data 8", "16"]),
-    "microbatches": ("--training.microbatches 3", ["data.global_batch=8", "training.microbatches=3"]),
-    "heads": ("--model.num_heads 3", ["model.embed_dim=32", "model.num_heads=3"]),
-    "stage": ("--mesh.stage 2 --mesh.data 4", ["mesh.stage=2", "layers = \"stage\"", "shipped rule files"]),
-    "context without a rule": ("--mesh.context 2 --mesh.data 4", ["mesh.context=2", 'seq = "context"']),
-    "unused axis": ("--mesh.data 4 --mesh.tensor 2", ["mesh.tensor=2", "my rules.toml", "mesh.tensor to 1"]),
-    "missing text": ("--data.paths ['nowhere/*.txt']", ["nowhere/*.txt"]),
-    "no text": ("--data.paths []", ["data.paths"]),
-    "empty text": ("--data.paths ['empty.txt']", ["empty"]),
-    "sequence longer than the data": ("--data.seq_len 100000", ["data.seq_len", "100000"]),
-    "learned positions": ("--model.position learned --model.max_seq_len 16",
-                          ["data.seq_len=32", "model.max_seq_len=16"]),
-    "init_from": ("--checkpoint.init_from nowhere", ["checkpoint.init_from", "nowhere"]),
-}
-
-
-@pytest.mark.parametrize("mistake", BAD)
-def test_a_mistake_is_exit_2_and_one_message(mistake, tiny, tmp_path):
-    words, parts = BAD[mistake]
-    (tmp_path / "empty.txt").write_text("")
-    refused(call(train.main, *tiny, *SIX, *words.split()) if words[0] == "-" else
-            call(train.main, words, *tiny, *SIX), *parts)
-    assert contents(tmp_path / "runs") == {} if (tmp_path / "runs").exists() else True
 
 
 @pytest.mark.parametrize("text, mesh, parts", [
@@ -317,30 +217,6 @@ def test_a_typo_on_the_command_line_is_exit_2(tmp_path):
     refused(Ran(child.returncode, out, err), "trainig", "training")
     assert err.startswith("error: "), "jax's C++ says nothing before"
     assert out == "" and list(tmp_path.iterdir()) == []
-
-
-def test_a_real_process_saves_on_sigterm_and_keeps_its_directory_to_itself(tiny, tmp_path):
-    directory = tmp_path / "run"
-    command = (*tiny, "--run.dir", directory, "--training.steps")
-    child = process("-m", "meshtrain.train", *command, 1_000_000)
-    try:
-        deadline = time.monotonic() + 240
-        while child.poll() is None and time.monotonic() < deadline:
-            if (directory / "metrics.jsonl").exists() and len(rows(directory)) >= 2:
-                break
-            time.sleep(0.1)
-        assert child.poll() is None, child.communicate()
-        refused(call(train.main, *command, 1_000_000), str(directory), "in use")
-        child.send_signal(signal.SIGTERM)
-        out, err = child.communicate(timeout=120)
-    finally:
-        child.kill()
-    assert (child.returncode, err) == (75, "")
-    done = int(re.search(r"stopped after step (\d+)", out)[1])
-    assert [row["step"] for row in rows(directory)] == list(range(1, done + 1))
-    ran = call(train.main, *command, done + 1)
-    assert ran.code == 0 and f"going on after step {done}" in ran.out, ran
-    assert [row["step"] for row in rows(directory)] == list(range(1, done + 2))
 
 
 def test_options_before_the_run_file_keep_its_mesh_where_there_are_gpus(monkeypatch):

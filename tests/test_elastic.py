@@ -134,19 +134,6 @@ def test_what_fits_is_not_waited_for_without_end(monkeypatch):
     assert fewer.most([], 4, 2, 1, 4) == (0, "whether fewer can train it was not found out within 0.1 s")
 
 
-@pytest.mark.parametrize("argv, part", [
-    (["--processes", "4", "--min-processes", "2", "--"], "--max-restarts of at least 2"),
-    (["--processes", "4", "--min-processes", "5", "--max-restarts", "3", "--"], "from 1 to --processes 4"),
-    (["--processes", "4", "--min-processes", "2", "--max-restarts", "3", "--"], "use mesh.data=-1 or mesh.fsdp=-1"),
-])
-def test_a_mistake_of_the_launcher_is_exit_2(argv, part, capfd):
-    try:
-        code = local.main(argv)
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2 and part in capfd.readouterr().err
-
-
 def test_the_command_tells_how_many_processes_fit(capfd):
     words = ["--mesh.simulated_devices", "12", "--mesh.tensor", "1", "--mesh.fsdp", "-1",
              "--data.global_batch", "12", "--model.embed_dim", "48"]
@@ -154,13 +141,6 @@ def test_the_command_tells_how_many_processes_fit(capfd):
                                    "--full=12", "--", *words])
     assert (ask(11, 2), capfd.readouterr().out) == (0, "6 --mesh.full_devices=12 --mesh.simulated_devices=6\n")
     assert ask(11, 7) == 2 and "from 7 to 11" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("words, said", [("--processes 0 --devices 8", "--processes 0 is not a whole number of at least 1"),
-                                         ("--processes 2 --devices 0", "--devices 0"),
-                                         ("--processes 8 --devices 8 --mesh.data 8", "behind --, e.g. python -m launch.elastic --processes 2 -- --mesh.data 8")])
-def test_a_mistake_in_the_question_is_exit_2(words, said, capfd):
-    assert fewer.main(words.split()) == 2 and said in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("hosts, fit", [(9, "9"), (8, "8"), (7, "4 --mesh.full_devices=64"),

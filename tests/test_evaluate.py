@@ -82,13 +82,7 @@ def test_log_probabilities_are_those_of_the_logits_of_transformers(name):
     np.testing.assert_array_equal(likeliest[0, :-1], logits.argmax(-1)[:-1] == tokens[1:])
 
 
-def test_what_cannot_be_evaluated_is_told(run_dir, tmp_path):
-    refused(call(evaluate.main, GOLDENS / "qwen3"), "nothing says what to evaluate on")
-    refused(call(evaluate.main, run_dir, "--data.paths", '["none.txt"]', "--data.source=text",
-                 "--data.mixture=[]"), "none.txt")
-    refused(call(evaluate.main, run_dir, "--optimizer.learning_rate=1"), "optimizer.learning_rate changes nothing here")
-    refused(call(evaluate.main, run_dir, "--task=a"), "did you mean --tasks")
-    refused(call(evaluate.main, run_dir, "--tasks=,"), "--tasks , names none")
+def test_sequences_longer_than_learned_positions_are_refused():
     refused(call(evaluate.main, GOLDENS / "gpt2", "--data.seq_len=129", "--data.source=tokens",
                  '--data.paths=["x.tokens.npy"]'),
             "data.seq_len=129 is longer than the model.max_seq_len=128")
@@ -116,12 +110,6 @@ def trained_tokenizer(path, kind: str):
                                                                                               initial_alphabet=alphabet))
     library.save(str(path))
     return tokenizer.open_file(str(path))
-
-
-def test_options_of_tasks_are_refused_without_any():
-    refused(call(evaluate.main, GOLDENS / "qwen3", "--limit=3", "--num-fewshot=2"),
-            "--limit 3 is of the harness's tasks",
-            "--num-fewshot 2 is of the harness's tasks")
 
 
 def test_a_stop_leaves_no_token_cache_behind(monkeypatch):

@@ -77,16 +77,6 @@ def test_a_gate_passes_what_it_wrote_and_fails_what_moves_more(tiny, tmp_path): 
     assert (tmp_path / "step.toml").read_text() == text, "only --update writes"
 
 
-def test_a_gate_without_its_file_says_how_to_write_it(tiny, tmp_path):  # noqa: F811
-    refused(call(inspect.main, *tiny, "--expect", "none.toml"), "--expect=none.toml", "no such file", "--update")
-    (tmp_path / "other.toml").write_text("[run]\n")
-    refused(call(inspect.main, *tiny, "--expect", "other.toml"), "--expect=other.toml is not what --update writes")
-    (tmp_path / "other.toml").write_text("no toml")
-    refused(call(inspect.main, *tiny, "--expect", "other.toml"), "is not what --update writes")
-    refused(call(inspect.main, *tiny, "--expect"), "--expect has no value")
-    refused(call(inspect.main, *tiny, "--update"), "--update says nothing alone")
-
-
 @pytest.mark.parametrize("path, said", [("no/where.toml", "there is no directory no"), (".", "it is a directory")])
 def test_where_nothing_can_be_written_is_told_before_anything_is_compiled(tiny, path, said, monkeypatch):  # noqa: F811
     monkeypatch.setattr(inspect.assembly, "assemble", None)

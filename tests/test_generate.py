@@ -313,13 +313,6 @@ def test_the_template_of_a_folder_makes_its_prompts_and_its_end_of_turn_ends_an_
             "special token")
 
 
-def test_without_a_template_or_a_tokenizer_there_is_no_talk(run_dir):
-    refused(call(generate.main, run_dir, "--chat"), "there is no chat template")
-    refused(call(generate.main, GOLDENS / "qwen3", "--chat"), "--chat needs a tokenizer")
-    refused(call(generate.main, run_dir, "--chat", "--prompt-ids=[[5]]"), "give one of --prompt")
-    refused(call(generate.main, run_dir, "--chat", "--json"), "--chat --json has no prompts")
-
-
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
@@ -338,53 +331,6 @@ def test_experts_answer_alike_on_every_mesh(tiny, tmp_path):
 
 
 FIVE = ("--prompt-ids", "[[5]]")
-REFUSED = {
-    "no directory": (["nowhere", *FIVE], ["nowhere is not a directory"]),
-    "neither": ([".", *FIVE], ["neither config.json nor checkpoints/"]),
-    "no prompt": ([GOLDENS / "qwen3"], ["give one of --prompt"]),
-    "two kinds": ([GOLDENS / "qwen3", *FIVE, "--prompt=a"], ["give one of --prompt"]),
-    "text without a tokenizer": ([GOLDENS / "qwen3", "--prompt", "a"], ["--prompt needs a tokenizer", "--prompt-ids"]),
-    "a stop string without a tokenizer": ([GOLDENS / "qwen3", *FIVE, "--stop=a"], ["--stop needs a tokenizer"]),
-    "ids beyond": ([GOLDENS / "qwen3", "--prompt-ids", "[[5], [200], [-1]]"],
-                   ["prompt 2 has the id 200", "0 to 199", "prompt 3 has the id -1"]),
-    "no ids": ([GOLDENS / "qwen3", "--prompt-ids", "[[5], []]"], ["empty prompt"]),
-    "no list": ([GOLDENS / "qwen3", "--prompt-ids", "[[5.0]]"], ["not a list of lists"]),
-    "words": ([GOLDENS / "qwen3", "--prompt-ids", "five"], ["--prompt-ids five"]),
-    "too long": ([GOLDENS / "gpt2", "--prompt-ids", json.dumps([[5] * 129])],
-                 ["has 129 tokens", "128 learned positions"]),
-    "longer than config.json": ([GOLDENS / "qwen3", "--prompt-ids", json.dumps([[5] * 513])],
-                                ["512 tokens", "max_position_embeddings"]),
-    "odd heads": ([GOLDENS / "qwen3", *FIVE, "--mesh.tensor=3", "--mesh.data=1"],
-                  ["mesh.tensor=3 does not divide", "query heads", "use mesh.tensor=2"]),
-    "stages": ([GOLDENS / "qwen3", *FIVE, "--mesh.stage=2"], ["mesh.stage=2 has no use here"]),
-    "options": ([GOLDENS / "qwen3", *FIVE, "--max-tokens=0", "--temperature=-1", "--top-p=1.5",
-                 "--top-k=x", "--tempreature=1"],
-                ["--max-tokens 0 is not", "--temperature -1 is not", "--top-p 1.5 is not",
-                 "--top-k x is not", "did you mean --temperature"]),
-    "keys": ([GOLDENS / "qwen3", *FIVE, "--training.steps=3", "--model.embed_dim=64"],
-             ["training.steps changes nothing", "model.embed_dim changes"]),
-    "a step of a folder": ([GOLDENS / "qwen3", *FIVE, "--step=3"], ["--step 3", "no steps"]),
-    "two directories": ([GOLDENS / "qwen3", GOLDENS / "gpt2", *FIVE], ["2 names are given"]),
-    "no file": ([GOLDENS / "qwen3", "--prompts", "none.txt"], ["--prompts needs a tokenizer"]),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_answered_is_told_in_one_message(name):
-    words, parts = REFUSED[name]
-    refused(call(generate.main, *words), *parts)
-
-
-def test_what_is_wrong_with_prompts_of_a_run_is_told(run_dir, tmp_path):
-    (tmp_path / "empty.txt").write_text("\n \n")
-    (tmp_path / "bad.jsonl").write_text('{"prompt": 5}\n')
-    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
-    for given, part in ((["--prompt", ""], "--prompt has no value"), (["--prompts", "empty.txt"], "empty.txt is empty"),
-                        (["--prompts", "none.txt"], "none.txt cannot be read"),
-                        (["--prompts", "bad.jsonl"], "line 1 is not"),
-                        (["--prompts", "bytes.txt"], "not text"), (["--prompt-ids", "[[300]]"], "has the id 300"),
-                        (["--prompt=a", "--step=3"], "--step 3 is not saved")):
-        refused(call(generate.main, run_dir, *given), part)
 
 
 def test_a_prompt_is_what_editors_call_a_line(tmp_path):
@@ -395,6 +341,12 @@ def test_a_prompt_is_what_editors_call_a_line(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n\n{}\n')
     with pytest.raises(config.ConfigError, match="b.jsonl: line 3 is not"):
         generate._lines(str(tmp_path / "b.jsonl"), False)
+
+
+def test_prompts_longer_than_a_model_are_refused():
+    for name, count, parts in (("gpt2", 129, ("has 129 tokens", "128 learned positions")),
+                               ("qwen3", 513, ("512 tokens", "max_position_embeddings"))):
+        refused(call(generate.main, GOLDENS / name, "--prompt-ids", json.dumps([[5] * count])), *parts)
 
 
 @pytest.mark.parametrize("name", ["prompt", "stop"])

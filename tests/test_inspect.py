@@ -57,27 +57,6 @@ def test_inspect_json_is_the_contract(tiny, microbatches):
         assert set(row["axes"]) <= {"data"} and row["count"] > 0 and row["bytes"] > 0
 
 
-@pytest.mark.parametrize("topology, parts", [
-    ("nonsense", ["nonsense"]), ("h100", ["h100"]), ("h100:none", ["none"]), ("h100:0", ["0"]),
-    ("h900:8", ["h900", "h100"]),
-    ("mi300x:8", ["mi300x"]), ("cpu:8", ["cpu"])])
-def test_a_topology_that_cannot_be_compiled_is_refused_by_name(topology, parts, tiny):
-    refused(call(inspect.main, *tiny, "--topology", topology), *parts)
-
-
-def test_topology_without_a_value_is_refused(tiny):
-    refused(call(inspect.main, *tiny, "--topology", "--json"), "--topology", "h100:64")
-
-
-@pytest.mark.parametrize("words, parts", [
-    (["--assume", "matmul.sustaned=0.8"], ["matmul.sustaned", "did you mean matmul.sustained"]),
-    (["--assume=hbm.share=2"], ["hbm.share=2", "between 0.01 and 1"]),
-    (["--assume"], ["has no value", "matmul.best=0.7"]), (["--assume", "x"], ["NAME=NUMBER"]),
-    (["--assume", "hbm.share=0.7"], ["no", "GPU of known speed", "--topology"])])
-def test_what_cannot_be_assumed_is_refused_by_name(words, parts, tiny):
-    refused(call(inspect.main, *tiny, *words), *parts)
-
-
 @pytest.mark.parametrize("words", [(), ("--topology", "h100:8"), ("--schedule",)])
 def test_a_share_of_memory_that_is_none_is_refused_before_anything_is_compiled(words, monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "75%")

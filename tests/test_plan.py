@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from meshtrain import assembly, config, inspect, plan
+from meshtrain import assembly, config, plan
 from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
 from meshtrain.cost.planner import search
@@ -234,12 +234,6 @@ def test_what_is_fixed_stays_so_and_more_memory_never_hurts():
     assert search.search(more).plans[0].price.step_s <= search.search(asked).plans[0].price.step_s
 
 
-def test_inspect_refuses_assumptions_that_only_formulas_make():
-    with contextlib.redirect_stderr(io.StringIO()) as err:
-        assert inspect.main(["--topology", "h100:8", "--assume", "overlap.fsdp=0.5"]) == 2
-    assert "--assume overlap.fsdp changes the formulas" in err.getvalue()
-
-
 def test_a_rule_file_of_ones_own_is_tried(tmp_path):
     (tmp_path / "mine.toml").write_text('[params]\nembed = "fsdp"\n[optimizer]\nembed = ["data", "fsdp"]\n'
                                         '[activations]\nbatch = ["data", "fsdp"]\n')
@@ -260,33 +254,3 @@ def test_a_file_that_is_there_is_told_before_anything_is_searched(tmp_path, monk
     code, _, err = call(*f"llama3-8b --gpus 8 --gpu h100 --verify 1 --write {tmp_path / 'a.toml'}".split())
     assert code == 2 and err.startswith("error: --write=") and "is there already" in err
     assert (tmp_path / "a.toml").read_text() == "mine"
-
-
-# ---- the user's mistakes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("words, said", [
-    ("llama3-8b --gpu h100", "--gpus is missing"), ("llama3-8b --gpus 8", "--gpu is missing"),
-    ("llama3-8b --gpus 8 --gpu h10", "--gpu h10 is unknown"),
-    ("llama3-8b --gpus 8 --gpu cpu", "--gpu cpu is unknown; use one of a100-40gb"),
-    ("llama3-8b --gpus eight --gpu h100", "--gpus eight is not a whole number"),
-    ("--gpus 8 --gpu h100", "plan for what"),
-    ("lama3-8b --gpus 8 --gpu h100", "is no run file and no model"),
-    ("llama3-8b --gpus 8 --gpu h100 --tensor", "has no value"),
-    ("none.toml --gpus 8 --gpu h100", "there is no such run file"),
-    ("llama3-8b --gpus 8 --gpu h100 --tensor 3", "no mesh of 8 GPUs"),
-    ("llama3-8b --gpus 8 --gpu h100 --schedule zb_h1", "--schedule zb_h1 is unknown; use one of gpipe"),
-    ("llama3-8b --gpus 8 --gpu h100 --nonsense 3", "--nonsense"),
-    ("llama3-8b --gpus 8 --gpu h100 --assume matmul.best=2", "must lie between"),
-    ("llama3-8b --gpus 8 --gpu h100 --rules none.toml", "cannot read none.toml"),
-    ("llama3-8b --gpus 8 --gpu h100 --write no/where.toml", "cannot be written"),
-    ("llama3-8b --gpus 8 --gpu h100 --max-memory none", "is not a number of GiB"),
-    ("llama3-8b --gpus 8 --gpu h100 --tokens much", "is not a number of tokens"),
-    ("llama3-8b --gpus 8,,16 --gpu h100", "--gpus 8,,16 is not a whole number"),
-    ("llama3-8b --gpus 8,16 --gpu h100 --write a.toml", "one number of GPUs"),
-    ("llama3-8b --gpus 8,16 --gpu h100 --verify 2", "one number of GPUs"),
-    ("llama3-8b --gpus 8 --gpu h100 --verify 0", "--verify 0 is not a whole number of at least 1"),
-    ("llama3-8b --gpus 8 --gpu h100 --global-batch 3 --data 8", "batch=3 does not divide over data 8")])
-def test_a_mistake_is_one_message(words, said):
-    code, out, err = call(*words.split())
-    assert code == 2 and out == "" and err.startswith("error: ") and said in err and "Traceback" not in err

@@ -143,18 +143,6 @@ def test_a_run_without_a_step_has_a_page_that_says_so(run_dir):
     assert "No step is written yet" in read.words and "no cost.json" in read.words
 
 
-@pytest.mark.parametrize("words, parts", [
-    ([], ["RUN_DIR is missing"]), (["a", "b"], ["2 names are given (a, b)"]),
-    (["nowhere"], ["nowhere is no directory", "runs/"]),
-    (["."], ["no run directory", "config.toml"]), (["broken"], ["broken/config.toml", "run file"]),
-    (["x", "--html"], ["--html has no value"]),
-    (["x", "--jsn"], ["--jsn is not an option; did you mean --json"])])
-def test_what_is_no_run_is_refused_in_one_message(words, parts, tmp_path):
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.toml").write_text("[run]\nname = 'x'\n")
-    refused(call(report.main, *words), *parts)
-
-
 def test_lines_that_are_no_rows_are_left_out_of_the_report_and_counted(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(

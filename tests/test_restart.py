@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import Ran, call
 
 from launch import restart
 from meshtrain import config
@@ -218,32 +219,23 @@ def test_what_fails_after_a_signal_to_the_launcher_is_not_started_again(tmp_path
     assert code == 1 and "starting again" not in err and len(starts(tmp_path)) == 1
 
 
-def test_a_negative_number_of_restarts_is_a_mistake():
-    ran = subprocess.run([sys.executable, "-m", "launch.local", "--processes", "1", "--max-restarts", "-1"],
-                         cwd=ROOT, text=True,
-                         capture_output=True)
-    assert ran.returncode == 2 and "--max-restarts -1" in ran.stderr
-
-
 # ---- for scripts -----------------------------------------------------------------------------------------------------
 
 
-def asked(home: Path, code: int, *words: str, restarts: int = 2) -> subprocess.CompletedProcess:
+def asked(home: Path, code: int, *words: str, restarts: int = 2) -> Ran:
     own, run = (words, ()) if "--said" in words else ((), words)
-    return subprocess.run([sys.executable, "-m", "launch.restart", str(code), *own, "--max-restarts",
-                           str(restarts), "--", *run,
-                           "--run.dir", str(home)], cwd=ROOT, text=True, capture_output=True)
+    return call(restart.main, code, *own, "--max-restarts", restarts, "--", *run, "--run.dir", home)
 
 
 def test_a_script_is_told_the_seconds_and_the_count_is_kept_in_run_dir(tmp_path):
     home = tmp_path / "run"
     told = [asked(home, code) for code in (1, 137, 1)]
-    assert [(one.returncode, one.stdout) for one in told] == [(0, "5\n"), (0, "10\n"), (1, "")]
-    assert "  1: exit code 1\n  2: exit code 137\n  3: exit code 1\n" in told[2].stderr
-    assert asked(home, 1).stdout == "5\n", "given up, and started by hand: the count is new"
+    assert [(one.code, one.out) for one in told] == [(0, "5\n"), (0, "10\n"), (1, "")]
+    assert "  1: exit code 1\n  2: exit code 137\n  3: exit code 1\n" in told[2].err
+    assert asked(home, 1).out == "5\n", "given up, and started by hand: the count is new"
     saved(home, 10)
-    assert asked(home, 1).stdout == "5\n"
-    assert asked(home, 75).returncode == 1 and not (home / restart.KEPT).exists()
+    assert asked(home, 1).out == "5\n"
+    assert asked(home, 75).code == 1 and not (home / restart.KEPT).exists()
 
 
 def test_a_script_gives_the_last_words_of_who_was_no_victim(tmp_path):
@@ -252,11 +244,11 @@ def test_a_script_gives_the_last_words_of_who_was_no_victim(tmp_path):
                     "srun: error: n2: task 9: Killed\nsrun: error: n1: tasks 0-7: Exited with exit code 1\nsrun: "
                     "Terminating\n")
     told = [asked(tmp_path / "run", 137, "--said", str(file), restarts=1) for file in (said, tmp_path / "none")]
-    assert "  1: exit code 137; n2: task 9: Killed; the last line: ValueError: bad weather\n  2: exit code 137\n" in told[1].stderr
+    assert "  1: exit code 137; n2: task 9: Killed; the last line: ValueError: bad weather\n  2: exit code 137\n" in told[1].err
 
 
 def test_a_run_whose_first_start_failed_is_still_begun_in_its_directory(tmp_path):
-    assert asked(tmp_path / "run", 1).returncode == 0
+    assert asked(tmp_path / "run", 1).code == 0
     with rundir.claimed(config.load(["--run.dir", str(tmp_path / "run")])):
         pass
 
@@ -264,8 +256,7 @@ def test_a_run_whose_first_start_failed_is_still_begun_in_its_directory(tmp_path
 def test_a_count_that_cannot_be_kept_starts_nothing(tmp_path):
     (tmp_path / "run").write_text("a file")
     told = asked(tmp_path / "run", 1)
-    assert told.returncode == 2 and told.stdout == "" and "cannot be written" in told.stderr
-    assert asked(tmp_path, 1, "--training.stpes", "3").returncode == 2
+    assert told.code == 2 and told.out == "" and "cannot be written" in told.err
 
 
 # ---- for real --------------------------------------------------------------------------------------------------------

@@ -228,12 +228,6 @@ def test_more_experts_than_tensors_are_refused_before_their_names_are_made(tmp_p
     refused(call(convert.main, tmp_path / "bad"), "config.json says 2,147,483,647 experts, and there are")
 
 
-def test_a_run_without_the_folder_to_write_is_told_to_name_one(tmp_path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    refused(call(convert.main, tmp_path / "run"),
-            "is a run's directory; name the model folder that its weights are to be written to, too")
-
-
 @pytest.mark.parametrize("text", ["[]", "{nope", "\0", '{"model_type": "llama", "model_type": "gpt2"}'])
 def test_a_config_that_is_no_object_is_refused(bad, text):
     (bad / "config.json").write_text(text)
