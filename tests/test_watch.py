@@ -201,7 +201,10 @@ with watch.on(watch.PhaseLimits(save=0.5), 0, 1, lambda text: print(text, file=s
 @pytest.mark.parametrize("body, locked", [("time.sleep(60)", False), ("ctypes.PyDLL(None).sleep(60)", True)],
                          ids=["asleep", "lock"])
 def test_a_process_that_hangs_leaves_its_stacks_and_ends_with_1(body, locked, tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", ALONE.format(body=body), tmp_path / "stacks"], cwd=ROOT, text=True,
+    code = ALONE.format(body=body)
+    if locked:
+        code = code.replace("watch.LOOK_S = 0.1", "watch.LOOK_S, watch.LOCK_HELD_S = 0.1, 1")
+    child = subprocess.Popen([sys.executable, "-c", code, tmp_path / "stacks"], cwd=ROOT, text=True,
                              stderr=subprocess.PIPE)
     _, err = child.communicate(timeout=50)
     assert child.returncode == 1, err
@@ -233,8 +236,8 @@ def test_nobody_waits_any_longer_once_the_first_has_seen_all_stacks(index, tmp_p
 
 
 SUSPENDED = ALONE.replace("with watch.on",
-                          "from meshtrain.run import stops\nstops.listen()\nstops.suspend_by(watch.suspend)\nwith "
-                          "watch.on", 1)
+                          "from meshtrain.run import stops\nwatch.LOCK_HELD_S = 1\nstops.listen()\n"
+                          "stops.suspend_by(watch.suspend)\nwith watch.on", 1)
 
 
 def test_a_process_that_ctrl_z_has_stopped_goes_on_however_long_it_stood(tmp_path):
@@ -248,7 +251,7 @@ def test_a_process_that_ctrl_z_has_stopped_goes_on_however_long_it_stood(tmp_pat
     while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert child.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(3 + watch.LOCK_HELD_S + 1)
+    time.sleep(3 + 1 + 1)       # longer than the limit and what the lock may be held for
     child.send_signal(signal.SIGCONT)
     out, _ = child.communicate(timeout=50)
     assert (child.returncode, out) == (0, "done\n")
