@@ -279,8 +279,9 @@ def every_pair() -> set[tuple]:
 
 
 def possible(cell: dict[str, str]) -> bool:
+    """Whether the program takes the cell, on one to three axes: on none it would be compared with itself."""
     together = itertools.combinations(cell.items(), 2)
-    return sum(cell[choice] != "none" for choice in AXIS_OF.values()) <= 3 and not any(
+    return 1 <= sum(cell[choice] != "none" for choice in AXIS_OF.values()) <= 3 and not any(
         impossible(*x, *y) for x, y in together)
 
 
