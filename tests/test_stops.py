@@ -96,6 +96,9 @@ def test_a_signal_at_any_moment_ends_the_run_with_75_and_its_state_saved(moment,
     assert code == 75 and name in text and "Traceback" not in text and "Fatal" not in text, (code, text)
     if rows(directory) == 0:
         assert "stopped before the first step" in text
+        if moment == "compiling":       # the same command starts it
+            again = started(home, directory, "--training.steps", 3, "--validation.batches", 1)
+            assert again.wait(PATIENCE_S) == 0 and rows(directory) == 3, said(directory)
         return
     written = metrics.read(directory / "metrics.jsonl")
     assert f"stopped after step {written[-1]['step']}, saved in {directory}" in text
@@ -110,25 +113,15 @@ def test_a_signal_at_any_moment_ends_the_run_with_75_and_its_state_saved(moment,
         assert last == 3 or "its validation is given up" not in text
 
 
-def test_a_run_that_is_stopped_before_its_first_step_starts_by_the_same_command(home, tmp_path):
-    directory = tmp_path / "run"
-    child = started(home, directory, cache="none", text="small.txt")
-    meet(child, MOMENTS["compiling"][1], directory)
-    child.terminate()
-    assert child.wait(60) == 75
-    again = started(home, directory, "--training.steps", 3, "--validation.batches", 1)
-    assert again.wait(PATIENCE_S) == 0 and rows(directory) == 3, said(directory)
-
-
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 def launched(home: Path, directory: Path, *words, cache: str) -> subprocess.Popen:
     return started(home, directory, *words, cache=cache, command=["-m", "launch.local", "--processes", "2", "--"])
 
 
-@pytest.mark.parametrize("moment", ["compiling", "validation"])
-@pytest.mark.parametrize("name",
-                         [pytest.param("SIGHUP"), *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS[:2])])
+@pytest.mark.parametrize("moment, name", [
+    pytest.param(moment, name, marks=() if (moment, name) == ("compiling", "SIGHUP") else pytest.mark.slow)
+    for moment in ("compiling", "validation") for name in SIGNALS])
 def test_a_signal_to_the_launcher_ends_all_processes_with_75(moment, name, home, tmp_path):
     options, reached = MOMENTS[moment]
     directory = tmp_path / "run"
