@@ -66,7 +66,8 @@ ROWS = {
     "hang while it saves": (2, "1 save sleep", ("--training.phase_timeout_s", 6, *SAVING), SAVES),
     "hang that XLA ends": (2, "1 step:8 sleep", (), r"{} failed first: the others have not heard of it any more"),
 }
-FAST = ("kill 1", "hang in a step")
+FAST = "hang in a step"
+FIRST_OF_SLOW = "kill 1"
 XLA_ENDS = {"hang that XLA ends": {"XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=20"}}
 # Faults of which the others' stacks, or those of the process itself, tell.
 LEFT = {"segmentation fault", "exception", "exception in the first"}
@@ -93,7 +94,9 @@ def named(pattern: str, process: int, text: str) -> None:
     assert re.search("^" + pattern.format(rf"process {process} \(pid \d+\)"), text, re.MULTILINE), text
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ROWS])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name == FAST else (pytest.mark.slow, pytest.mark.first) if name == FIRST_OF_SLOW else
+                 pytest.mark.slow) for name in ROWS])
 def test_a_fault_ends_the_run_within_a_minute_and_the_one_that_had_it_is_named(name, home, record_property):
     processes, fault, words, pattern = ROWS[name]
     directory = place(home, name)

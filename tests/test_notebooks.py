@@ -1,15 +1,19 @@
-"""Every notebook runs from its first cell to its last in a kernel of its own, and its own assertions hold."""
+"""Every notebook runs from its first cell to its last in a kernel of its own, and its own assertions hold.
+
+One of them in every run of the suite, by the commit's hash.
+"""
 from pathlib import Path
 
 import nbformat
 import pytest
+import sampling
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=sampling.GRID, id=path.stem) for path in NOTEBOOKS])
 def test_notebook_runs_to_its_end(path, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))         # nobody's own start-up files

@@ -127,8 +127,9 @@ def test_the_best_plan_loses_to_none_of_a_thousand_layouts_drawn_at_random(words
     assert len(found) >= 100 and best.price.step_s <= REGRET * min(found)
 
 
-SMALL = ["llama3-8b --gpus 8 --gpu h100 --global-batch 12",
+SMALL = ["llama3-8b --gpus 8 --gpu h100 --global-batch 3",
          *[pytest.param(words, marks=sampling.GRID) for words in (
+             "llama3-8b --gpus 8 --gpu h100 --global-batch 12",
              "llama3-8b --gpus 8 --gpu a100-40gb --global-batch 24", "llama3-8b --gpus 8 --gpu h100 --global-batch 64",
              "llama3-8b --gpus 12 --gpu h100 --global-batch 60",
              "llama3.2-1b --gpus 8 --gpu h100 --global-batch 40 --seq-len 32768",
