@@ -15,8 +15,7 @@ import numpy as np
 from benchmarks.gpu_record import Item
 from meshtrain import hardware
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
-from meshtrain.kernels.engine import MASKED, Engine
-from meshtrain.kernels.mask import CAUSAL, WHOLE, Mask
+from meshtrain.kernels.engine import CAUSAL, MASKED, WHOLE, Engine, Mask
 from meshtrain.kernels.tiles import Tiles
 
 DTYPE = jnp.bfloat16

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks import words
 from meshtrain import hardware
 from meshtrain.kernels import pallas, tiles
-from meshtrain.kernels.mask import CAUSAL
+from meshtrain.kernels.engine import CAUSAL
 from meshtrain.kernels.tiles import Blocks, Tiles
 
 TABLE = ROOT / "meshtrain" / "kernels" / "tiles.py"

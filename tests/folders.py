@@ -56,8 +56,9 @@ class Loaded:
         @jax.jit
         def every(params, batch):
             params = made.model.as_read(made.layout, params, jnp.float32)
-            at = lambda t: made.model.logits(made.program.step.ex, params, batch, t)
-            return jax.vmap(at, out_axes=1)(jnp.argsort(order))
+            ex = made.program.step.ex
+            return made.model.head_logits(ex, params, made.model.through_layers(ex, params, batch)[0])[
+                :, jnp.argsort(order)]
 
         with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
             return np.asarray(every(self.params, batch))[:len(tokens_BT)]

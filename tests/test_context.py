@@ -1,7 +1,7 @@
 """Sequences split over devices: the numbers of one device, and what the compiled program holds and sends.
 
-Attention itself is compared with `engine.plain` in the natural order of tokens; whole runs with one device by `parity`,
-two devices and what stands beside them by `test_parity`.
+Attention itself is compared with `plain_attention` in the natural order of tokens; whole runs with one device by
+`parity`, two devices and what stands beside them by `test_parity`.
 """
 import functools
 import math
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import parity
+import plain_attention
 import pytest
 import sampling
 import test_layouts
@@ -23,7 +24,7 @@ from test_layouts import MICROBATCHES, MODEL, RULES, run_of
 from meshtrain import assembly, config
 from meshtrain.cost.program import audit, compile
 from meshtrain.kernels import blockwise, engine
-from meshtrain.kernels.mask import CAUSAL
+from meshtrain.kernels.engine import CAUSAL
 from meshtrain.parallel.context import attention, zigzag
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
@@ -59,7 +60,7 @@ def both_ways(method: str, sizes: tuple, block: int, length: int):
         out = with_gradients(partial(attention.attend, split, layout), *(x[:, order] for x in args))
         return jax.tree.map(lambda x: x[:, np.argsort(order)], out)
 
-    run = jax.jit(lambda *args: (split_up(*args), with_gradients(engine.plain, *args)))
+    run = jax.jit(lambda *args: (split_up(*args), with_gradients(plain_attention.attend, *args)))
 
     def call(*args):
         with jax.set_mesh(mesh):
@@ -159,7 +160,7 @@ def test_rows_that_see_nothing_are_zero_and_pass_no_gradient(method):
         assert np.isfinite(x).all() and not x[nothing].any()
     assert (lse[nothing] <= engine.MASKED / 2).all() and (lse[~nothing] > -100).all()
     # Elsewhere plain attention is right, where padding sees padding: nothing of it reaches the rest.
-    expected, (eq, ek, ev) = with_gradients(engine.plain, q, k, v, jnp.asarray(segments),
+    expected, (eq, ek, ev) = with_gradients(plain_attention.attend, q, k, v, jnp.asarray(segments),
                                             np.where(nothing[..., None, None], 0, do))
     for got, want in ((o, expected), (dq, eq), (dk, ek), (dv, ev)):
         np.testing.assert_allclose(got[~nothing], want[~nothing], rtol=1e-4, atol=2e-5)
@@ -188,7 +189,7 @@ def test_attention_inside_a_region_that_is_manual_over_context_and_data_already(
 
     with jax.set_mesh(mesh):
         got = split_up(q, k, v, segments, do)
-    expected = with_gradients(engine.plain, q, k, v, jnp.asarray(segments), do)
+    expected = with_gradients(plain_attention.attend, q, k, v, jnp.asarray(segments), do)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from meshtrain import assembly, config, jax_private
 from meshtrain.cost.program import compile
 from meshtrain.kernels import cudnn
-from meshtrain.kernels.mask import Mask
+from meshtrain.kernels.engine import Mask
 from meshtrain.parallel.context import attention
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, parse

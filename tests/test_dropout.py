@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.model import layers
-from meshtrain.model.inputs import Inputs
+from meshtrain.model.parts import Inputs
 from meshtrain.names import AXES
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout

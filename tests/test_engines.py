@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_attention
 import pytest
 import sampling
 from jax.sharding import PartitionSpec as P
@@ -18,7 +19,7 @@ from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import rates
 from meshtrain.cost.program import compile, hlo
 from meshtrain.inspection import report
-from meshtrain.kernels import engine, pallas, tiles
+from meshtrain.kernels import pallas, tiles
 from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.parallel.context import attention
 from meshtrain.sharding import rules
@@ -171,7 +172,7 @@ def test_kernels_on_a_mesh_equal_plain_attention_inside_a_pipelines_region_too(m
 
     with jax.set_mesh(mesh):
         got = run(q, k, v, segments, do)
-    expected = with_gradients(engine.plain, q, k, v, jnp.asarray(segments), do)
+    expected = with_gradients(plain_attention.attend, q, k, v, jnp.asarray(segments), do)
     # float32 sums of up to 48 terms, in another order.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
 

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import parity
+import plain_attention
 import pytest
 import sampling
 
 from meshtrain import config
 from meshtrain.inspection import memory
-from meshtrain.kernels import blockwise, engine
+from meshtrain.kernels import blockwise
 from meshtrain.model import parts
 from meshtrain.parallel.context import attention
 
@@ -183,6 +184,6 @@ def test_blockwise_attention_matches_plain_attention(length, heads, kv_heads):
 
     with jax.default_matmul_precision("highest"):
         in_blocks = functools.partial(attention.attend, attention.Local(blockwise.engine(64)), None)
-        got, expected = jax.jit(lambda: (results(in_blocks), results(engine.plain)))()
+        got, expected = jax.jit(lambda: (results(in_blocks), results(plain_attention.attend)))()
     # float32 sums of up to 300 terms in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)

@@ -2,6 +2,7 @@
 
 import functools
 import types
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from meshtrain import assembly, config as run_file
 from meshtrain.training import optimizer
 from meshtrain.training.state import State
 
+NAMES, SCHEDULES = (get_args(run_file.SECTIONS["optimizer"].model_fields[key].annotation)
+                    for key in ("name", "schedule"))
 L, D, N, H, F, V = 3, 8, 2, 4, 12, 16
 
 SHAPES = {
@@ -76,7 +79,7 @@ def updates_of(cfg, sequence, params):
     return updates
 
 
-@pytest.mark.parametrize("name", optimizer.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_leaf_of_a_quadratic_falls(name):
     tx = build(config(name), 30)
     target, params = random_params(1), random_params(2)
@@ -93,7 +96,7 @@ def test_every_leaf_of_a_quadratic_falls(name):
     jax.tree.map(lambda new, old: np.testing.assert_array_less(new, 0.5 * old), losses(params), before)
 
 
-@pytest.mark.parametrize("name", optimizer.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_decay_reaches_matrices_and_tables_and_never_norms_or_biases(name):
     params = random_params()
     grads = jax.tree.map(jnp.zeros_like, params)
@@ -121,7 +124,7 @@ def test_schedules_have_the_promised_values():
     assert wsd[3:15] == [2.0] * 12 and wsd[15] == pytest.approx(2 - 1.8 / 5)
 
 
-@pytest.mark.parametrize("name", optimizer.SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_warm_up_longer_than_the_run_is_cut_to_the_run(name):
     assert learning_rates(4, schedule=name, warmup_steps=100, decay_steps=100) == [0.5, 1.0, 1.5, 2.0]
     assert learning_rates(1, schedule=name, warmup_steps=100, decay_steps=100) == [2.0]
@@ -208,7 +211,7 @@ def test_a_sharded_update_equals_the_plain_one(name):
                  sharded, update(grads, state, params))
 
 
-@pytest.mark.parametrize("name", optimizer.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_state_axes_name_every_dim_of_the_state(name):
     tx = build(config(name))
     params = jax.eval_shape(random_params)
@@ -252,7 +255,7 @@ def test_adafactor_rows_and_columns_get_the_axes_that_remain():
     }
 
 
-@pytest.mark.parametrize("name", optimizer.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_parameters_keep_float32_state(name):
     params = random_params(dtype=jnp.bfloat16)
     tx = build(config(name))
@@ -263,11 +266,9 @@ def test_bfloat16_parameters_keep_float32_state(name):
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
 
 
-def test_mistakes_are_reported_together():
-    with pytest.raises(ValueError, match="adam'.*unknown(.|\n)*role 'matrx' of a(.|\n)*b has the role 'matrix'"):
-        optimizer.build(config("adam"), 1, {"a": "matrx", "b": "matrix"}, {"a": None, "b": None})
-    with pytest.raises(ValueError, match="optimizer.schedule='cosin'"):
-        optimizer.learning_rate_schedule(config(schedule="cosin"), 1)
+def test_a_role_that_nobody_knows_is_refused():
+    with pytest.raises(AssertionError, match="matrx"):
+        optimizer.build(config(), 1, {"a": "matrx"}, {"a": None})
 
 
 def one_layer_run(**training):

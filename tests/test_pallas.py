@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 from meshtrain import hardware
 from meshtrain.cost.program import compile
 from meshtrain.kernels import pallas, tiles
-from meshtrain.kernels.engine import MASKED
-from meshtrain.kernels.mask import CAUSAL, WHOLE, Mask, Scores
+from meshtrain.kernels.engine import CAUSAL, MASKED, WHOLE, Mask, Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.sharding.mesh import MeshSpec
 

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import parity
+import plain_attention
 import pytest
 import sampling
 import test_layouts
@@ -17,8 +18,8 @@ from test_context import drawn, laid_out, with_gradients
 
 from meshtrain import config
 from meshtrain.cost.program import audit
-from meshtrain.kernels import blockwise, engine
-from meshtrain.kernels.mask import CAUSAL, Mask, Scores
+from meshtrain.kernels import blockwise
+from meshtrain.kernels.engine import CAUSAL, Mask, Scores
 from meshtrain.model import transformer
 from meshtrain.parallel.context import attention, band
 from meshtrain.parallel.pipeline import stages as parallel_stages
@@ -48,7 +49,7 @@ def programs(method: str, sizes: tuple, T: int, block: int, mask: Mask, scores: 
                                out_specs=(spec, (spec,) * 3)) if manual else body
         out = inside(*(x[:, order] for x in args))
         return jax.tree.map(lambda x: x[:, np.argsort(order)], out), with_gradients(
-            partial(engine.plain, mask=mask, scores=scores), *args)
+            partial(plain_attention.attend, mask=mask, scores=scores), *args)
 
     run = jax.jit(both)
 

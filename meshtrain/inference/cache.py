@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.kernels import products
+from meshtrain.kernels.engine import MASKED
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import capped
 from meshtrain.model.transformer import Transformer
 from meshtrain.sharding.rules import Layout
-
-MASKED = -1e30
 
 
 def prefill(model: Transformer, ex: Execution, p, batch, room: int) -> tuple[jax.Array, list]:
@@ -77,12 +76,10 @@ class _Reading:
                           for x in self.cache)
         place_S = jnp.arange(S)
         seen_BS = mask.sees(self.at, place_S) & (place_S >= self.pad_B[:, None])
-        s = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTNH.reshape(B, T, K, N // K, H), k_BSKH,
-                       preferred_element_type=jnp.float32, precision=products.precision(k_BSKH.dtype))
+        s = products.einsum("BTKGH,BSKH->BKGTS", q_BTNH.reshape(B, T, K, N // K, H), k_BSKH, jnp.float32)
         s = jnp.where(seen_BS[:, None, None, None],
                       capped(s * (self.cfg.attention_scale_dim or H) ** -0.5, self.cfg.score_softcap), MASKED)
-        o = jnp.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(s, -1).astype(v_BSKH.dtype),
-                       v_BSKH, preferred_element_type=jnp.float32, precision=products.precision(v_BSKH.dtype))
+        o = products.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(s, -1).astype(v_BSKH.dtype), v_BSKH, jnp.float32)
         return o.reshape(B, T, N, H).astype(q_BTNH.dtype)
 
     def _written(self, layout: Layout, stack, new_BTKH):

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.kernels import products
-from meshtrain.kernels.engine import MASKED, Engine
-from meshtrain.kernels.mask import Mask, Scores
+from meshtrain.kernels.engine import MASKED, Engine, Mask, Scores
 
 BLOCK = 512          # tokens; the largest score block is [B, N, BLOCK, BLOCK] float32
 
@@ -48,8 +47,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, bloc
         p = jnp.where(s > MASKED / 2, p, 0.0)
         keep = jnp.exp(m_old - m_new)
         l_new = l_old * keep + p.sum(-1).transpose(0, 3, 1, 2)
-        pv = jnp.einsum("BKGTS,BSKH->BTKGH", p.astype(v.dtype), v_j, preferred_element_type=jnp.float32,
-                        precision=products.precision(v_j.dtype))
+        pv = products.einsum("BKGTS,BSKH->BTKGH", p.astype(v.dtype), v_j, jnp.float32)
         o_new = o_old * keep[..., None] + pv
         return (queries.put(o, o_new, i), queries.put(l, l_new, i), queries.put(m, m_new, i)), None
 
@@ -79,13 +77,11 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
         seen = _seen(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
         s = _scores(q_i, k_j, seen, scores)
         p = jnp.where(s > MASKED / 2, jnp.exp(s - lead(lse)), 0.0)
-        dp = jnp.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, preferred_element_type=jnp.float32,
-                        precision=products.precision(v_j.dtype))
+        dp = products.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, jnp.float32)
         # Cast to the compute dtype: a float32 cotangent would make both matmuls float32.
         slope = jnp.where(s > MASKED / 2, 1 - jnp.square(s / scores.softcap), 0.0) if scores.softcap else 1.0
         ds = (p * (dp - lead(delta)) * (slope * scores.scale(H))).astype(q.dtype)
-        product = lambda eq, a, b: jnp.einsum(eq, a, b, preferred_element_type=jnp.float32,
-                                              precision=products.precision(b.dtype))
+        product = lambda eq, a, b: products.einsum(eq, a, b, jnp.float32)
         dq = queries.put(dq, queries.take(dq, i) + product("BKGTS,BSKH->BTKGH", ds, k_j), i)
         dk = keys.put(dk, keys.take(dk, j) + product("BKGTS,BTKGH->BSKH", ds, q_i), j)
         dv = keys.put(dv, keys.take(dv, j) + product("BKGTS,BTKGH->BSKH", p.astype(v.dtype), do_i), j)
@@ -137,8 +133,7 @@ def _seen(q_seg, k_seg, q_first, k_first, mask: Mask):
 
 def _scores(q_i, k_j, seen, scores: Scores):
     """float32 scores [B, K, G, T, S] of one block pair; MASKED for invisible pairs."""
-    s = jnp.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, preferred_element_type=jnp.float32,
-                   precision=products.precision(k_j.dtype)) * scores.scale(q_i.shape[-1])
+    s = products.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, jnp.float32) * scores.scale(q_i.shape[-1])
     if scores.softcap:
         s = scores.softcap * jnp.tanh(s / scores.softcap)
     return jnp.where(seen[:, None, None], s, MASKED)

@@ -4,8 +4,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from meshtrain import jax_private
-from meshtrain.kernels.engine import Engine
-from meshtrain.kernels.mask import Scores
+from meshtrain.kernels.engine import Engine, Scores
 
 
 def engine(scores: Scores = Scores()) -> Engine | None:

@@ -1,7 +1,9 @@
-"""The interface of all attention engines on one device, and the reference implementation they are tested against.
+"""The interface of all attention engines on one device: the mask, the score function, forward and backward.
 
-An engine returns (o, lse), and its backward takes o and lse over all keys, so that ring and all-gather attention can be
-built from it (FlashAttention-2, arXiv:2307.08691). Knows no mesh.
+A mask depends on positions only; documents are data, given as segment ids of queries and keys. A window of w is that of
+transformers and FlashAttention: a token sees itself and the w - 1 tokens before it. An engine returns (o, lse), and its
+backward takes o and lse over all keys, so that ring and all-gather attention can be built from it (FlashAttention-2,
+arXiv:2307.08691). Knows no mesh.
 """
 from __future__ import annotations
 
@@ -9,12 +11,60 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-
-from meshtrain.kernels import products
-from meshtrain.kernels.mask import CAUSAL, Mask, Scores
 
 MASKED = -1e30       # finite: a query without visible keys gives zeros, not NaN
+
+
+class Mask(NamedTuple):
+    """Bounds the distance t + ahead - s between query t and key s.
+
+    causal: no key after its query. window: tokens that a query sees, including itself; 0: all. ahead: offset of the
+    first query from the first key, for chunks. documents: compare segment ids too.
+    """
+    causal: bool = True
+    window: int = 0
+    ahead: int = 0
+    documents: bool = True
+
+    def within(self, length: int) -> Mask:
+        """This mask for sequences of this length; a window that covers them is dropped."""
+        return self._replace(window=self.window if self.window < length else 0)
+
+    def sees(self, q_at, k_at):
+        """bool, broadcast over arrays of positions; None if all pairs are visible."""
+        # Positions are compared directly: their difference would take a register per pair in kernels.
+        late = q_at >= (k_at - self.ahead if self.ahead else k_at) if self.causal else None
+        near = q_at < k_at + (self.window - self.ahead) if self.window else None
+        return late & near if self.causal and self.window else late if self.causal else near
+
+    def of_blocks(self, q_first, q_last, k_first, k_last):
+        """(any pair of the two blocks is visible, all are); the last positions are inclusive."""
+        least, most = self.ahead + q_first - k_last, self.ahead + q_last - k_first
+        some = every = least <= most
+        if self.causal:
+            some, every = some & (most >= 0), every & (least >= 0)
+        if self.window:
+            some, every = some & (least < self.window), every & (most < self.window)
+        return some, every
+
+    @property
+    def label(self) -> str:
+        """Suffix of kernel names: "", "_causal", "_causal_window4096", "_window4096_ahead2048"."""
+        return "_causal" * self.causal + (f"_window{self.window}" if self.window else "") + (
+            f"_ahead{self.ahead}" if self.ahead else "")
+
+
+CAUSAL, WHOLE = Mask(), Mask(causal=False)
+
+
+class Scores(NamedTuple):
+    """The score of a query-key product. width: divide by its square root; 0: head_dim. softcap: tanh bound, 0: none
+    (Gemma 2, arXiv:2408.00118)."""
+    width: int = 0
+    softcap: float = 0.0
+
+    def scale(self, head_dim: int) -> float:
+        return (self.width or head_dim) ** -0.5
 
 
 class Output(NamedTuple):
@@ -25,7 +75,7 @@ class Output(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """Attention of T queries to S keys within segments and a `kernels.mask.Mask`; fully masked blocks are skipped.
+    """Attention of T queries to S keys within segments and a `Mask`; fully masked blocks are skipped.
 
     forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask) -> o_BTNH, lse_BTN, both float32. lse is the
     natural log-sum-exp of the scores. A query without visible keys gives o = 0 and lse = MASKED.
@@ -38,18 +88,3 @@ class Engine(NamedTuple):
     forward: Callable
     backward: Callable
     partitions: bool = True
-
-
-def plain(q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL, scores: Scores = Scores()):
-    """Reference for tests: materialized scores, autodiff. Returns o [B, T, N, H]."""
-    B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32,
-                         precision=products.precision(k_BSKH.dtype)) * scores.scale(H)
-    s_BKGTS = scores.softcap * jnp.tanh(s_BKGTS / scores.softcap) if scores.softcap else s_BKGTS
-    apart = jnp.arange(T)[:, None] - jnp.arange(T)
-    seen_BTS = (apart >= 0) & (apart < (mask.window or T)) & (segments_BT[:, :, None] == segments_BT[:, None, :])
-    p_BKGTS = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], s_BKGTS, MASKED), -1).astype(q_BTNH.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", p_BKGTS, v_BSKH, precision=products.precision(v_BSKH.dtype)).reshape(
-        B, T, N, H)

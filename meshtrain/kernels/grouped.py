@@ -107,8 +107,7 @@ def _loop_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=()):
         part, summed = lambda a: lax.dynamic_slice_in_dim(a, b * block, block, 0), 0
         for x, w, dims in pairs:
             own = lax.dynamic_index_in_dim(w, groups.owner[b], dims.index("g"), keepdims=False)
-            summed += jnp.einsum(f"rk,{dims.replace('g', '')}->rn", part(x), own, preferred_element_type=jnp.float32,
-                                 precision=products.precision(own.dtype))
+            summed += products.einsum(f"rk,{dims.replace('g', '')}->rn", part(x), own, jnp.float32)
         made = then(summed, *map(part, beside))
         return [lax.dynamic_update_slice_in_dim(whole, a.astype(whole.dtype), b * block, 0)
                 for whole, a in zip(results, made, strict=True)]
@@ -122,8 +121,7 @@ def _loop_outer(x, y, groups: Groups, dims: str):
     def visit(b, sums):
         part = lambda a: lax.dynamic_slice_in_dim(a, b * block, block, 0)
         own = lax.dynamic_index_in_dim(sums, groups.owner[b], at, keepdims=False)
-        new = own + jnp.einsum(f"rk,rn->{dims.replace('g', '')}", part(x), part(y), preferred_element_type=jnp.float32,
-                               precision=products.precision(part(y).dtype))
+        new = own + products.einsum(f"rk,rn->{dims.replace('g', '')}", part(x), part(y), jnp.float32)
         return lax.dynamic_update_index_in_dim(sums, new, groups.owner[b], at)
     shape = _ordered(dims, g=len(groups.first), k=x.shape[1], n=y.shape[1])
     return lax.fori_loop(0, groups.count[0], visit, jnp.zeros(shape, jnp.float32))

@@ -18,8 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from meshtrain.kernels import tiles as tile_table
-from meshtrain.kernels.engine import MASKED, Engine
-from meshtrain.kernels.mask import Mask, Scores
+from meshtrain.kernels.engine import MASKED, Engine, Mask, Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
 
 LOG2E = math.log2(math.e)               # scores are powers of two: exp2 is one instruction, exp is two

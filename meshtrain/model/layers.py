@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.kernels import products
-from meshtrain.kernels.mask import Mask
+from meshtrain.kernels.engine import Mask
 from meshtrain.model import float8
 from meshtrain.model.params import declare
 from meshtrain.model.rope import rotate
@@ -84,15 +84,14 @@ def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
     its dot's dtype, so here the dot has a float32 result, sharded as [grads]. Frozen weights get no gradient, and x is
     not saved for them.
     """
-    return tuple(jnp.einsum(eq, x, gathered(ex, w, axes), precision=products.precision(gathered(ex, w, axes).dtype))
-                 for (eq, axes), w in zip(forms, ws, strict=True))
+    return tuple(products.einsum(eq, x, gathered(ex, w, axes)) for (eq, axes), w in zip(forms, ws, strict=True))
 
 
 def _project_forward(ex, forms, out_axes, frozen, x, ws):
     full = [gathered(ex, w, axes) for (_, axes), w in zip(forms, ws, strict=True)]
     # With remat the gathered weight lives only inside the recomputed layer. Without, saving it would hold all layers'
     # gathered weights until the backward: save the shard and gather again.
-    ys = tuple(jnp.einsum(eq, x, w, precision=products.precision(w.dtype)) for (eq, _), w in zip(forms, full))
+    ys = tuple(products.einsum(eq, x, w) for (eq, _), w in zip(forms, full))
     return ys, (None if frozen else x, ws if ex.remat == "none" else tuple(full))
 
 
@@ -111,11 +110,10 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
         full = gathered(ex, w, axes) if ex.remat == "none" else w
         operands, out = eq.split("->")
         left, right = operands.split(",")
-        product = jnp.einsum(f"{out},{right}->{left}", dy, full, precision=products.precision(full.dtype))
+        product = products.einsum(f"{out},{right}->{left}", dy, full)
         dx = product if dx is None else product + dx        # new product first: cuBLAS then accumulates into it
         if not frozen:
-            dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=jnp.float32,
-                            precision=products.precision(dy.dtype))
+            dw = products.einsum(f"{left},{out}->{right}", x, dy, jnp.float32)
             dws.append(_placed(ex, dw, axes))
     return dx, tuple(dws[::-1]) or (None,) * len(forms)
 

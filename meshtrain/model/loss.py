@@ -57,12 +57,10 @@ loss_sums.defvjp(_loss_forward, _loss_backward)
 
 def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool):
     """((objective, nll), (dx_BTD, dw) or None)."""
-    layout, f32, chunks = ex.layout, jnp.float32, _Chunks(ex, spec, x_BTD, w, targets_BT)
-    tokens, vocab = chunks.tokens, chunks.vocab
-    pin_dw = lambda dw: tokens.pin(dw, tokens.shards, *layout.spec(GATHERED, spec.axes))
+    f32, chunks = jnp.float32, _Chunks(ex, spec, x_BTD, w, targets_BT)
 
     def visit(carry, c):
-        objective, nll, dx, dw = carry
+        objective, nll, grads = carry
         x_c, t_c, logits, lse, hit_V, hit = chunks.take(c)
         has = (t_c != NO_TARGET).astype(f32)
         nll_c = has * (lse - hit)
@@ -71,28 +69,13 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
         if with_grads:
             p = jnp.exp(logits - lse[..., None])
             dl = has[..., None] * (p * (1 + 2 * spec.z_loss * lse)[..., None] - hit_V.astype(f32))
-            if spec.softcap:        # at padding dl is 0, and the logit has no derivative
-                dl = dl * jnp.where(logits > -jnp.inf, 1 - jnp.square(logits / spec.softcap), 0.0)
-            dl = vocab.pin(dl.astype(ex.dtype))
-            dx = tokens.put(dx, vocab.dx(dl), c)
-        if dw is not None:
-            dw = dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=f32,
-                                 precision=products.precision(dl.dtype))
-            dw = pin_dw(dw)
-        return (objective, nll, dx, dw), None
+            grads = chunks.add(grads, c, x_c, logits, dl)
+        return (objective, nll, grads), None
 
-    zero_n = jnp.zeros((tokens.n,), f32)
-    dx = dw = None
-    if with_grads:
-        dx = jnp.zeros_like(chunks.x_nrsD)
-        dw = None if spec.frozen else pin_dw(jnp.zeros((tokens.n,) + vocab.full.shape, f32))
-    (objective, nll, dx, dw), _ = jax.lax.scan(visit, (zero_n, zero_n, dx, dw), jnp.arange(tokens.count))
-    sums = (objective.sum(), nll.sum())
-    if not with_grads:
-        return sums, None
-    # One float32 reduction over batch shards: there must be nothing between the sum and the constraint.
-    dw = None if dw is None else layout.constrain("grads", dw.sum(0), spec.axes)
-    return sums, (layout.act(tokens.join(dx), "batch", "residual_seq", None), dw)
+    zero_n = jnp.zeros((chunks.tokens.n,), f32)
+    start = zero_n, zero_n, chunks.zeros() if with_grads else None
+    (objective, nll, grads), _ = jax.lax.scan(visit, start, jnp.arange(chunks.tokens.count))
+    return (objective.sum(), nll.sum()), chunks.summed(grads) if with_grads else None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -116,50 +99,19 @@ def _nll_forward(ex, spec, x_BTD, w, targets_BT):
 
 
 def _nll_backward(ex, spec, saved, d_BT):
-    chunks, layout = _Chunks(ex, spec, *saved), ex.layout
-    tokens, vocab = chunks.tokens, chunks.vocab
-    d_nrs = tokens.cut(d_BT)
-    pin_dw = lambda dw: tokens.pin(dw, tokens.shards, *layout.spec(GATHERED, spec.axes))
+    chunks = _Chunks(ex, spec, *saved)
+    d_nrs = chunks.tokens.cut(d_BT)
 
-    def visit(carry, c):
-        dx, dw = carry
+    def visit(grads, c):
         x_c, t_c, logits, lse, hit_V, _ = chunks.take(c)
-        weight = jnp.where(t_c != NO_TARGET, tokens.take(d_nrs, c), 0.0)
+        weight = jnp.where(t_c != NO_TARGET, chunks.tokens.take(d_nrs, c), 0.0)
         dl = weight[..., None] * (jnp.exp(logits - lse[..., None]) - hit_V.astype(jnp.float32))
-        if spec.softcap:
-            dl = dl * jnp.where(logits > -jnp.inf, 1 - jnp.square(logits / spec.softcap), 0.0)
-        dl = vocab.pin(dl.astype(ex.dtype))
-        dx = tokens.put(dx, vocab.dx(dl), c)
-        if dw is not None:
-            dw = pin_dw(dw + jnp.einsum(f"nrsD,nrsV->n{vocab.letters}", x_c, dl, preferred_element_type=jnp.float32,
-                                        precision=products.precision(dl.dtype)))
-        return (dx, dw), None
-
-    dw = None if spec.frozen else pin_dw(jnp.zeros((tokens.n,) + vocab.full.shape, jnp.float32))
-    (dx, dw), _ = jax.lax.scan(visit, (jnp.zeros_like(chunks.x_nrsD), dw), jnp.arange(tokens.count))
-    dw = None if dw is None else layout.constrain("grads", dw.sum(0), spec.axes)
-    return layout.act(tokens.join(dx), "batch", "residual_seq", None), dw, None
+        return chunks.add(grads, c, x_c, logits, dl), None
+    grads, _ = jax.lax.scan(visit, chunks.zeros(), jnp.arange(chunks.tokens.count))
+    return *chunks.summed(grads), None
 
 
 token_nll.defvjp(_nll_forward, _nll_backward)
-
-
-class _Chunks:
-    """The tokens in chunks, and each chunk's logits."""
-
-    def __init__(self, ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
-        full = gathered(ex, w, spec.axes)                    # once per microbatch, bf16
-        self.tokens = _TokenChunks(ex.layout, x_BTD.shape, spec.chunk)
-        self.vocab = _VocabShard(ex.layout, self.tokens, spec, full)
-        self.x_nrsD, self.targets_nrs = self.tokens.cut(x_BTD), self.tokens.cut(targets_BT, fill=NO_TARGET)
-
-    def take(self, c):
-        """(x, targets, logits, lse, one-hot targets, the target's logit) of chunk c.
-
-        Sequence parallel: each chunk is gathered over tensor here (s·D bf16), and its dx scattered when it is stored.
-        """
-        x_c, t_c = self.tokens.take(self.x_nrsD, c), self.tokens.take(self.targets_nrs, c)
-        return x_c, t_c, *self.vocab.logits(x_c, t_c)
 
 
 def capped(logits, softcap: float):
@@ -167,41 +119,70 @@ def capped(logits, softcap: float):
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
-class _VocabShard:
-    """Logits and their statistics with the vocabulary V sharded: by constraints over automatic axes, by explicit
-    collectives over manual ones (in a pipeline, the stages)."""
+class _Chunks:
+    """The tokens in chunks, and each chunk's logits, with the vocabulary V sharded: by constraints over automatic axes,
+    by explicit collectives over manual ones (in a pipeline, the stages)."""
 
-    def __init__(self, layout: Layout, tokens: _TokenChunks, spec: LossSpec, full):
-        self.full, self.tokens, self.softcap = full, tokens, spec.softcap
+    def __init__(self, ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
+        self.ex, self.spec = ex, spec
+        self.full = gathered(ex, w, spec.axes)               # once per microbatch, bf16
+        self.tokens = _TokenChunks(ex.layout, x_BTD.shape, spec.chunk)
         self.letters = "DV" if spec.axes == ("embed", "vocab") else "VD"
-        self.axes = layout.mesh_axes("activations", "vocab") or None
-        self.manual = layout.manual_axes("activations", "vocab")
-        V = full.shape[self.letters.index("V")]
+        self.vocab_axes = ex.layout.mesh_axes("activations", "vocab") or None
+        self.manual = ex.layout.manual_axes("activations", "vocab")
+        V = self.full.shape[self.letters.index("V")]
         self.first = jax.lax.axis_index(self.manual) * V if self.manual else 0
         self.real_V = self.first + jnp.arange(V) < spec.vocab_size
+        self.x_nrsD, self.targets_nrs = self.tokens.cut(x_BTD), self.tokens.cut(targets_BT, fill=NO_TARGET)
 
-    def pin(self, x_nrsV):
-        return self.tokens.pin(x_nrsV, self.tokens.shards, None, None, self.axes)
+    def take(self, c):
+        """(x, targets, float32: logits [n, r, s, V], log-sum-exp [n, r, s], one-hot targets [n, r, s, V], the target's
+        logit) of chunk c.
 
-    def logits(self, x_c, t_c):
-        """(logits [n, r, s, V], log-sum-exp [n, r, s], one-hot targets [n, r, s, V], the target's logit), float32."""
-        logits = jnp.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, preferred_element_type=jnp.float32,
-                            precision=products.precision(self.full.dtype))
-        logits = jnp.where(self.real_V, capped(self.pin(logits), self.softcap), -jnp.inf)
+        Sequence parallel: each chunk is gathered over tensor here (s·D bf16), and its dx scattered when it is stored.
+        """
+        x_c, t_c = self.tokens.take(self.x_nrsD, c), self.tokens.take(self.targets_nrs, c)
+        logits = self._pin(products.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, jnp.float32))
+        logits = jnp.where(self.real_V, capped(logits, self.spec.softcap), -jnp.inf)
         hit_V = self.first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
         hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
         if not self.manual:
-            return logits, jax.nn.logsumexp(logits, -1), hit_V, hit
+            return x_c, t_c, logits, jax.nn.logsumexp(logits, -1), hit_V, hit
         # Two small all-reduces (s float32 each way), in sequence: concurrent ones may pair up wrongly on CPUs.
         top = jax.lax.pmax(logits.max(-1), self.manual)
         total, hit = jax.lax.psum((jnp.exp(logits - top[..., None]).sum(-1), hit), self.manual)
-        return logits, top + jnp.log(total), hit_V, hit
+        return x_c, t_c, logits, top + jnp.log(total), hit_V, hit
 
-    def dx(self, dl_nrsV):
-        """The cotangent of a chunk of x, summed over the vocabulary."""
-        dx_c = jnp.einsum(f"nrsV,{self.letters}->nrsD", dl_nrsV, self.full,
-                          precision=products.precision(self.full.dtype))
-        return psum(dx_c, self.manual) if self.manual else dx_c
+    def zeros(self):
+        """(dx, dw) before the first chunk; dw is None if the weight is frozen."""
+        dx = jnp.zeros_like(self.x_nrsD)
+        return dx, None if self.spec.frozen else self._pin_dw(
+            jnp.zeros((self.tokens.n,) + self.full.shape, jnp.float32))
+
+    def add(self, grads, c, x_c, logits, dl):
+        """(dx, dw) with those of chunk c added. dl: the cotangent of its logits."""
+        dx, dw = grads
+        if self.spec.softcap:        # at padding dl is 0, and the logit has no derivative
+            dl = dl * jnp.where(logits > -jnp.inf, 1 - jnp.square(logits / self.spec.softcap), 0.0)
+        dl = self._pin(dl.astype(self.ex.dtype))
+        dx_c = products.einsum(f"nrsV,{self.letters}->nrsD", dl, self.full)
+        dx = self.tokens.put(dx, psum(dx_c, self.manual) if self.manual else dx_c, c)
+        if dw is not None:
+            dw = self._pin_dw(dw + products.einsum(f"nrsD,nrsV->n{self.letters}", x_c, dl, jnp.float32))
+        return dx, dw
+
+    def summed(self, grads):
+        """(dx_BTD, dw) after the last chunk."""
+        dx, dw = grads
+        # One float32 reduction over batch shards: there must be nothing between the sum and the constraint.
+        dw = None if dw is None else self.ex.layout.constrain("grads", dw.sum(0), self.spec.axes)
+        return self.ex.layout.act(self.tokens.join(dx), "batch", "residual_seq", None), dw
+
+    def _pin(self, x_nrsV):
+        return self.tokens.pin(x_nrsV, self.tokens.shards, None, None, self.vocab_axes)
+
+    def _pin_dw(self, dw):
+        return self.tokens.pin(dw, self.tokens.shards, *self.ex.layout.spec(GATHERED, self.spec.axes))
 
 
 class _TokenChunks:

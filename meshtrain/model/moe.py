@@ -18,9 +18,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.model.inputs import Inputs
 from meshtrain.model.layers import MLP, Execution, project, recomputed
 from meshtrain.model.params import declare
+from meshtrain.model.parts import Inputs
 from meshtrain.names import AUX_LOSS, EXPERT_AXES, EXPERT_LOAD, LOAD_BY_LAYER, PADDING
 from meshtrain.sharding.mesh import on_shards
 from meshtrain.sharding.rules import Layout

@@ -1,13 +1,15 @@
 """Splits a microbatch's rows into parts, so that one part's collectives overlap with another's matmuls.
 
 With tensor parallelism a layer's matmuls wait for all-gathers of tokens, and later ops for reduce-scatters. Parts share
-only the weights, so XLA's scheduler overlaps them. Each device's rows are split locally: nothing moves. Knows arrays
-[B, …] and weights, no model. Source: Domino, arXiv:2409.15241; here by sharding constraints in one program.
+only the weights, so XLA's scheduler overlaps them. Each device's rows are split locally: nothing moves. `Inputs` are
+what a layer reads besides the residual stream. Knows no model. Source: Domino, arXiv:2409.15241; here by sharding
+constraints in one program.
 """
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +58,28 @@ def join(parts: list[jax.Array], shards: int) -> jax.Array:
 def turned(tree):
     """Transpose [B, T, …] to [T, B, …] or back, for every array of the tree."""
     return jax.tree.map(lambda a: a.swapaxes(0, 1), tree)
+
+
+class Inputs(NamedTuple):
+    """Inputs of every layer besides the residual stream. Not differentiated."""
+    # document ids; attention stays within one. PADDING goes to no expert
+    segments_BT: jax.Array
+    index_BT: jax.Array                          # index in the sequence, for dropout
+    sequence_B: jax.Array                        # global sequence number, for dropout
+    rope: tuple[jax.Array, jax.Array] | None     # cos, sin [B, T, H/2]
+    dropout_key: jax.Array | None
+    local_rope: tuple[jax.Array, jax.Array] | None = None    # of sliding-window layers, if they differ
+
+    def turned(self) -> Inputs:
+        """For activations [T, B, D]: segments stay [B, T], for attention, which takes rows; without dropout."""
+        return self._replace(rope=turned(self.rope), local_rope=turned(self.local_rope))
+
+    def cut(self, shards: int, count: int) -> list[Inputs]:
+        """Split the rows as `cut` does."""
+        pieces = jax.tree.map(lambda a: cut(a, shards, count), self._replace(dropout_key=None))
+        whole = jax.tree.structure(self._replace(dropout_key=None))
+        return [part._replace(dropout_key=self.dropout_key)
+                for part in jax.tree.transpose(whole, jax.tree.structure([0] * count), pieces)]
 
 
 def tokens_first(ex: Execution) -> Execution:

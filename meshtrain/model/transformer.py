@@ -20,10 +20,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.kernels import products
 from meshtrain.model import float8, lora, params, parts, rope
-from meshtrain.model.inputs import Inputs
 from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads
 from meshtrain.model.loss import LossSpec, capped, loss_sums, token_nll
 from meshtrain.model.moe import MoE
+from meshtrain.model.parts import Inputs
 from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES
 from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 
@@ -210,16 +210,12 @@ class Transformer:
         return trees | ({self.leading.name: before} if self.leading else {}) if len(self.groups) > 1 else trees[
             first.name]
 
-    def gathered_by_layer(self, layout: Layout) -> bool:
-        """Whether layers gather their weights on use (ZeRO-3). Else weights are sharded as [params] all step long."""
-        return any(layout.spec(GATHERED, info.axes) != layout.spec("params", info.axes) for info in self.parameters())
-
     def cast_before_loop(self, layout: Layout) -> bool:
         """Whether matmul weights are cast to the compute dtype before the microbatch loop: if they are gathered there,
-        or nowhere. Weights that only layers gather are not cast, which saves a copy."""
-        stored_apart = any(layout.spec("optimizer", info.axes) != layout.spec("params", info.axes)
-                           for info in self.parameters())
-        return stored_apart or not self.gathered_by_layer(layout)
+        or nowhere. Weights that only layers gather (ZeRO-3) are not cast, which saves a copy."""
+        apart = lambda table: any(layout.spec(table, info.axes) != layout.spec("params", info.axes)
+                                  for info in self.parameters())
+        return apart("optimizer") or not apart(GATHERED)
 
     def as_read(self, layout: Layout, p, dtype=None):
         """Reshard parameters from [optimizer] to [params], for the microbatch loop.
@@ -284,15 +280,10 @@ class Transformer:
         inputs, aux = self.inputs(batch, dropout_key), {}
         x_BTD = self.embed(ex, p, batch, dropout_key)
         for first, group in self.numbered():
-            x_BTD, group_aux = self._through_group(ex, group, first, self.weights(p, group), x_BTD, inputs)
-            aux = add_aux(aux, group_aux)
+            repeat = lambda x_BTD, scanned, group=group: group.apply(ex, scanned[0], x_BTD, (scanned[1], inputs))
+            x_BTD, by_repeat = jax.lax.scan(repeat, x_BTD, (self.weights(p, group), group.numbers(first)))
+            aux = add_aux(aux, jax.tree.map(lambda a: a.sum(0), by_repeat))
         return x_BTD, aux
-
-    def _through_group(self, ex: Execution, group: LayerGroup, first: int, weights, x_BTD, inputs: Inputs):
-        def repeat(x_BTD, scanned):
-            return group.apply(ex, scanned[0], x_BTD, (scanned[1], inputs))
-        x_BTD, aux = jax.lax.scan(repeat, x_BTD, (weights, group.numbers(first)))
-        return x_BTD, jax.tree.map(lambda a: a.sum(0), aux)
 
     def _normed(self, ex: Execution, p, x_BTD):
         x_BTD = self._ends(p).final_norm(ex, x_BTD)
@@ -309,20 +300,14 @@ class Transformer:
     def _ends(self, p) -> Ends:
         return self.ends.bind(without_layers(p))
 
-    def logits(self, ex: Execution, p, batch, at):
-        """float32 logits [B, V] of the token after position `at` of every sequence; padding removed."""
-        return jax.lax.dynamic_index_in_dim(self.head_logits(ex, p, self.through_layers(ex, p, batch)[0]),
-                                            at, 1, keepdims=False)
-
     def head_logits(self, ex: Execution, p, x_BTD):
         """float32 logits [B, T, V] of each next token, from the last layer's output; padding removed."""
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
         x_BTD = ex.layout.act(self._normed(ex, p, x_BTD), "batch", "seq", None)
         eq = "BTD,DV->BTV" if axes == ("embed", "vocab") else "BTD,VD->BTV"
-        logits_BTV = jnp.einsum(eq, x_BTD, w.astype(ex.dtype), preferred_element_type=jnp.float32,
-                                precision=products.precision(w.astype(ex.dtype).dtype))[..., :self.cfg.vocab_size]
-        return capped(logits_BTV, self.cfg.logit_softcap)
+        logits_BTV = products.einsum(eq, x_BTD, w.astype(ex.dtype), jnp.float32)
+        return capped(logits_BTV[..., :self.cfg.vocab_size], self.cfg.logit_softcap)
 
     def _head(self, p):
         if self.cfg.tie_embeddings:
@@ -346,12 +331,6 @@ class Transformer:
             f"attention: {num_kv_heads} key and value heads over {num_shards}: each is computed by "
             f"{computed // num_kv_heads} ranks, and the weights and states of all of them lie on every rank"]
 
-    def mlp_widths(self) -> list[int]:
-        """Widths of the MLPs that all tokens pass through."""
-        cfg = self.cfg
-        dense = not cfg.num_experts or cfg.first_dense_layers
-        return [cfg.mlp_dim] * bool(dense) + [cfg.shared_expert_dim] * bool(cfg.num_experts and cfg.shared_expert_dim)
-
     def products(self) -> list[Tensor]:
         """The weights of a step's matmuls, except routers and adapters, which are small."""
         multiplied = ("matrix", "head", *["embedding"] * self.cfg.tie_embeddings)
@@ -364,12 +343,14 @@ class Transformer:
         num_kv_heads: from `layers.kv_heads`.
         """
         cfg = self.cfg
-        found = [("residual stream", ("batch", "residual_seq", None), (batch, seq_len, cfg.embed_dim))]
-        heads = lambda n, axis: (("batch", "seq", axis, "head_dim"), (batch, seq_len, n, cfg.head_dim))
-        found += [("queries", *heads(cfg.num_heads, "heads")), ("keys", *heads(num_kv_heads, "kv_heads")),
-                 *(("mlp", ("batch", "seq", "mlp"), (batch, seq_len, width)) for width in self.mlp_widths()),
-                 ("logits", ("batch", "seq", "vocab"), (batch, seq_len, padded_vocab(cfg)))]
-        return [Tensor("activations", name, shape, axes) for name, axes, shape in found]
+        # of the MLPs that all tokens pass through
+        widths = [cfg.mlp_dim] * bool(not cfg.num_experts or cfg.first_dense_layers) + [
+            cfg.shared_expert_dim] * bool(cfg.num_experts and cfg.shared_expert_dim)
+        tensor = lambda name, axis, *dims: Tensor("activations", name, (batch, seq_len, *dims), (
+            "batch", "residual_seq" if axis is None else "seq", axis, "head_dim")[:2 + len(dims)])
+        return [tensor("residual stream", None, cfg.embed_dim), tensor("queries", "heads", cfg.num_heads, cfg.head_dim),
+                tensor("keys", "kv_heads", num_kv_heads, cfg.head_dim), *(tensor("mlp", "mlp", n) for n in widths),
+                tensor("logits", "vocab", padded_vocab(cfg))]
 
 
 def build(cfg, adapters=None) -> Transformer:

@@ -113,8 +113,8 @@ def _newton_schulz(x, coefficients):
     wide = x.astype(jnp.float32)
     x = (wide / (jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True) + EPSILON)).astype(dtype)
     for _ in range(STEPS):
-        gram = jnp.einsum("...ij,...kj->...ik", x, x, precision=products.precision(x.dtype))
-        squared = jnp.einsum("...ij,...jk->...ik", gram, gram, precision=products.precision(gram.dtype))
-        x = jnp.einsum("...ij,...jk->...ik", (a * jnp.eye(x.shape[-2]) + b * gram + c * squared).astype(dtype),
-                       x, precision=products.precision(x.dtype))
+        gram = products.einsum("...ij,...kj->...ik", x, x)
+        squared = products.einsum("...ij,...jk->...ik", gram, gram)
+        step = (a * jnp.eye(x.shape[-2]) + b * gram + c * squared).astype(dtype)
+        x = products.einsum("...ij,...jk->...ik", step, x)
     return x.mT if tall else x

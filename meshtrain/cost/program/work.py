@@ -24,7 +24,7 @@ _UPDATES = ("dynamic-update-slice", "scatter")      # update a part of their fir
 _FUSIONS = ("fusion", "fusion-start")               # jax 0.12 runs some asynchronously
 _WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort", "rng-bit-generator")
 PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas kernel, per visited pair
-# `kernels.mask.label`
+# `kernels.engine.Mask.label`
 _PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")
 # `kernels.grouped`, with the order of a matrix's dims
 _GROUPED = re.compile(r"\bgrouped_(rows|outer)_([gkn]{3})\b")

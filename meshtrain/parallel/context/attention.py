@@ -14,15 +14,14 @@ from typing import NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import get_abstract_mesh
 
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
-from meshtrain.kernels.engine import Engine, Output
-from meshtrain.kernels.mask import CAUSAL, Mask, Scores
+from meshtrain.kernels.engine import CAUSAL, Engine, Mask, Output, Scores
 from meshtrain.parallel.context import gather, ring, ulysses
+from meshtrain.parallel.context.zigzag import AXIS
+from meshtrain.sharding.mesh import automatic_axes
 from meshtrain.sharding.rules import Layout
 
-AXIS = "context"
 METHODS: dict[str, ModuleType] = {"ring": ring, "gather": gather, "ulysses": ulysses}
 GPU_PLATFORMS = ("gpu", "cuda")
 LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only what documents reach",
@@ -66,12 +65,12 @@ class Local(NamedTuple):
 
     def forward(self, layout, mask, *args):
         local = lambda q, k, v, segments: self.engine.forward(q, k, v, segments, segments, mask.within(q.shape[1]))
-        return _forward(local, not self.engine.partitions, layout, *args)
+        return _on_shards(local, not self.engine.partitions, layout, args)
 
     def backward(self, layout, mask, *args):
         local = lambda q, k, v, segments, *rest: self.engine.backward(
             q, k, v, segments, segments, *rest, mask.within(q.shape[1]))
-        return _backward(local, not self.engine.partitions, layout, *args)
+        return _on_shards(local, not self.engine.partitions, layout, args)
 
 
 class ContextParallel(NamedTuple):
@@ -81,48 +80,29 @@ class ContextParallel(NamedTuple):
     engine: Engine
 
     def forward(self, layout, mask, *args):
-        return _forward(partial(self.method.forward, self.engine, mask, axis=AXIS), self._needs_manual(), layout, *args)
+        return _on_shards(partial(self.method.forward, self.engine, mask), self._needs_manual(), layout, args)
 
     def backward(self, layout, mask, *args):
-        def local(q, k, v, segments, *out):
-            return self.method.backward(self.engine, mask, q, k, v, segments, Output(*out), axis=AXIS)
-        return _backward(local, self._needs_manual(), layout, *args)
+        local = lambda q, k, v, segments, *out: self.method.backward(
+            self.engine, mask, q, k, v, segments, Output(*out))
+        return _on_shards(local, self._needs_manual(), layout, args)
 
     def _needs_manual(self) -> bool:
-        return not self.engine.partitions or AXIS not in get_abstract_mesh().manual_axes
+        return not self.engine.partitions or AXIS in automatic_axes()
 
 
-def _forward(local, needs_manual: bool, layout, *args):
-    """o, lse <- local(q, k, v, segments), in a shard_map over the layout's specs if axes must be manual."""
-    if not (rest := _automatic_axes()) or not needs_manual:
+def _on_shards(local, needs_manual: bool, layout, args):
+    """Call local(q, k, v, segments) -> o, lse, or local(q, k, v, segments, o, lse, do) -> dq, dk, dv; in a shard_map
+    over the layout's specs if axes must be manual."""
+    axes = automatic_axes()     # inside a pipeline: tensor, and all of size 1
+    if not axes or not needs_manual:
         return local(*args)
-    specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", segments=None)
-    return _on_shards(local, rest, specs, (specs[0], *_specs(layout, lse="heads")))(*args)
-
-
-def _backward(local, needs_manual: bool, layout, *args):
-    """dq, dk, dv <- local(q, k, v, segments, o, lse, do), like `_forward`."""
-    if not (rest := _automatic_axes()) or not needs_manual:
-        return local(*args)
-    specs = _specs(layout, q="heads", k="kv_heads", v="kv_heads", segments=None, o="heads", lse="heads", do="heads")
-    return _on_shards(local, rest, specs, specs[:3])(*args)
-
-
-def _automatic_axes() -> set[str]:
-    """Mesh axes that are not manual here. Inside a pipeline: tensor, and all of size 1."""
-    mesh = get_abstract_mesh()
-    return set(mesh.axis_names) - set(mesh.manual_axes)
-
-
-def _on_shards(local, axes: set[str], in_specs, out_specs):
+    rows, heads, kv = (layout.spec("activations", ("batch", "seq", *axis)) for axis in ((), ("heads",), ("kv_heads",)))
+    in_specs = heads, kv, kv, rows, *[heads] * len(args[4:])
     # All remaining axes, those of size 1 too: in a partially manual region cuDNN does not compile, and Pallas kernels
     # silently compute all heads on every tensor rank. check_vma only matters for transposition, which is not used.
-    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
-
-
-def _specs(layout, **heads):
-    """PartitionSpecs of [B, T, heads, …], or [B, T] for None."""
-    return tuple(layout.spec("activations", ("batch", "seq", *([axis] if axis else []))) for axis in heads.values())
+    return jax.shard_map(local, in_specs=in_specs, out_specs=in_specs[:3] if args[4:] else (heads, heads),
+                         axis_names=set(axes), check_vma=False)(*args)
 
 
 # ---- what a run file asks for ----------------------------------------------------------------------------------------
@@ -284,7 +264,7 @@ def _against_cudnn(run, layout: Layout, platform: str, gpu: str) -> list[str]:
 
 def _without_cudnn() -> list[str]:
     """Why cuDNN's kernel is unavailable here; empty if it is available."""
-    if not importlib.util.find_spec("nvidia") or not _has_cudnn():
+    if not _has_cudnn():
         return ["the cuDNN library is not installed (extra 'gpu')"]
     return ["this version of jax does not offer cuDNN's blocks"] if cudnn.engine() is None else []
 

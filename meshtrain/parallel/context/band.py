@@ -5,7 +5,7 @@ have the same mask at one distance: none, except for the last one or two, whose 
 after the keys. So every device computes two blocks for each distance below cp and one beyond, where early chunks have
 no predecessor; none idles. Engines skip what is outside the window. The first d chunks have no chunk at distance d, and
 their results are discarded: D (D + 1) / 2 of 2·cp·D blocks if D < cp. The method (`ring`, `gather`) brings keys to
-queries, as a `Journey`. Call it where `axis` is manual. Lengths T are local: 2 chunks.
+queries, as a `Journey`. Call it where `context` is manual. Lengths T are local: 2 chunks.
 """
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshtrain.kernels.engine import MASKED, Output
-from meshtrain.kernels.mask import Mask
-from meshtrain.parallel.context.zigzag import choose, halves, join, merge
+from meshtrain.kernels.engine import MASKED, Mask, Output
+from meshtrain.parallel.context.zigzag import (AXIS, add, choose, gather, halves, join, merge, place,
+                                               scatter, take)
 
 
 class Distances(NamedTuple):
@@ -38,7 +38,6 @@ class Journey(NamedTuple):
     add(sums, pair, d) -> sums with gradients for the chunks at distance d added, for d = 1, 2, …; sums begin as None.
     home(sums, D) -> pair: the gradients of each device's own chunks. D: the last distance.
     """
-    axis: str
     begin: Callable
     meet: Callable
     add: Callable
@@ -58,7 +57,7 @@ def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
 def forward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """o [B, T, N, H] and lse [B, T, N] of these queries over all visible keys, float32."""
     q, k, v, segments = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT))
-    cp, i = lax.axis_size(journey.axis), lax.axis_index(journey.axis)
+    cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     sums = tuple(engine.forward(*own, mask) for own in zip(q, k, v, segments, segments))
 
     def visit(carry, d, of: Distances, last: bool):
@@ -80,7 +79,7 @@ def forward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segmen
 def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
     """dq, dk, dv of this device's tokens, float32."""
     q, k, v, segments, o, lse, do = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT, *out))
-    cp, i = lax.axis_size(journey.axis), lax.axis_index(journey.axis)
+    cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     own = [engine.backward(*of_half, mask) for of_half in zip(q, k, v, segments, segments, o, lse, do)]
     dq, dkv = tuple(grads[0] for grads in own), [grads[1:] for grads in own]
 
@@ -130,31 +129,26 @@ def _through(steps: list[Distances], visit, carry):
 # ---- how keys come to queries ----------------------------------------------------------------------------------------
 
 
-def ring(axis: str) -> Journey:
-    """Ring permutes: keys move to the device of the sequence's next chunk, early ones forward and late ones back, both
-    turning at the ends. Gradient sums travel with their keys and return the shorter way."""
-    def meet(travelling, d, last):
-        return travelling, travelling if last else onward(travelling)
-
-    onward = partial(_onward, axis=axis)
-
-    def home(sums, D):
-        back = 2 * lax.axis_size(axis) - D
-        hop, hops = (onward, back) if back < D else (partial(_onward, axis=axis, back=True), D)
-        for _ in range(hops):
-            sums = hop(sums)
-        return sums
-
-    def add(sums, pair, d):
-        return pair if sums is None else jax.tree.map(jnp.add, onward(sums), pair)
-
-    return Journey(axis, onward, meet, add, home)
+def _meet_neighbour(travelling, d, last):
+    return travelling, travelling if last else _onward(travelling)
 
 
-def _onward(pair, axis: str, back: bool = False):
+def _add_travelling(sums, pair, d):
+    return pair if sums is None else jax.tree.map(jnp.add, _onward(sums), pair)
+
+
+def _travel_home(sums, D):
+    back = 2 * lax.axis_size(AXIS) - D
+    hop, hops = (_onward, back) if back < D else (partial(_onward, back=True), D)
+    for _ in range(hops):
+        sums = hop(sums)
+    return sums
+
+
+def _onward(pair, back: bool = False):
     """Send each chunk's data to the device of the next (or previous) chunk; the sequence wraps around."""
-    cp, i = lax.axis_size(axis), lax.axis_index(axis)
-    send = lambda tree, by: jax.tree.map(lambda x: lax.ppermute(x, axis, [(n, (n + by) % cp) for n in range(cp)]), tree)
+    cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
+    send = lambda tree, by: jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(n, (n + by) % cp) for n in range(cp)]), tree)
     early, late = pair
     ahead, behind = send(early, -1 if back else 1), send(late, 1 if back else -1)
     # The middle chunks share a device, and so do the first and the last: these swap locally.
@@ -162,35 +156,36 @@ def _onward(pair, axis: str, back: bool = False):
     return choose(i == turn_early, late, ahead), choose(i == turn_late, early, behind)
 
 
-def gathered(axis: str) -> Journey:
-    """All-gather the sequence; reduce-scatter its gradients."""
-    def place(half, d):
-        """Position in the gathered sequence of the chunk at distance d; of the first chunk if there is none."""
-        cp = lax.axis_size(axis)
-        chunk = jnp.maximum(_number(half, lax.axis_index(axis), cp) - d, 0)
-        return jnp.where(chunk < cp, 2 * chunk, 2 * (2 * cp - 1 - chunk) + 1)
+# Ring permutes: keys move to the device of the sequence's next chunk, early ones forward and late ones back, both
+# turning at the ends. Gradient sums travel with their keys and return the shorter way.
+RING = Journey(_onward, _meet_neighbour, _add_travelling, _travel_home)
 
-    def begin(pair):
-        return jax.tree.map(lambda early, late: lax.all_gather(join(early, late), axis, axis=1, tiled=True), *pair)
 
-    def take(x, at):
-        size = x.shape[1] // (2 * lax.axis_size(axis))
-        return lax.dynamic_slice_in_dim(x, at * size, size, 1)
+def _place(half, d):
+    """Position in the gathered sequence of the chunk at distance d; of the first chunk if there is none."""
+    return place(jnp.maximum(_number(half, lax.axis_index(AXIS), lax.axis_size(AXIS)) - d, 0))
 
-    def meet(whole, d, last):
-        return tuple(jax.tree.map(lambda x: take(x, place(half, d)), whole) for half in (0, 1)), whole
 
-    def add(sums, pair, d):
-        if sums is None:
-            sums = jax.tree.map(lambda x: jnp.concatenate([jnp.zeros_like(x)] * (2 * lax.axis_size(axis)), 1), pair[0])
-        for half, summands in enumerate(pair):
-            at = place(half, d)
-            sums = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, take(x, at) + y, at * y.shape[1], 1),
-                                sums, summands)
-        return sums
+def _gather_pair(pair):
+    return jax.tree.map(lambda early, late: gather(join(early, late)), *pair)
 
-    def home(sums, D):
-        summed = jax.tree.map(lambda x: halves(lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)), sums)
-        return tuple(zip(*summed))
 
-    return Journey(axis, begin, meet, add, home)
+def _meet_gathered(whole, d, last):
+    return tuple(jax.tree.map(lambda x: take(x, _place(half, d)), whole) for half in (0, 1)), whole
+
+
+def _add_gathered(sums, pair, d):
+    if sums is None:
+        sums = jax.tree.map(lambda x: jnp.concatenate([jnp.zeros_like(x)] * (2 * lax.axis_size(AXIS)), 1), pair[0])
+    for half, summands in enumerate(pair):
+        at = _place(half, d)
+        sums = jax.tree.map(lambda x, y: add(x, y, at), sums, summands)
+    return sums
+
+
+def _scatter_home(sums, D):
+    return tuple(zip(*jax.tree.map(lambda x: halves(scatter(x)), sums)))
+
+
+# All-gather the sequence; reduce-scatter its gradients.
+GATHERED = Journey(_gather_pair, _meet_gathered, _add_gathered, _scatter_home)

@@ -4,7 +4,7 @@ In zigzag order, with the keys of an earlier device j < i, (early q, early k) an
 of a later one, (late q, early k) and (late q, late k); all whole chunk × chunk blocks. So each device computes two
 blocks a step, selected by `where`, without masks, branches or idle devices. Per layer the forward sends K and V cp-1
 times; the backward as often, and dK and dV cp times in float32 (segment ids not counted; if the model casts dK and dV
-to bf16 next, XLA on GPUs casts before the last hop and halves it). Call it where `axis` is manual. T is local: 2
+to bf16 next, XLA on GPUs casts before the last hop and halves it). Call it where `context` is manual. T is local: 2
 chunks.
 """
 from __future__ import annotations
@@ -13,19 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshtrain.kernels.engine import Output
-from meshtrain.kernels.mask import Mask
+from meshtrain.kernels.engine import Mask, Output
 from meshtrain.parallel.context import band
-from meshtrain.parallel.context.zigzag import choose, halves, join, merge, order
+from meshtrain.parallel.context.zigzag import AXIS, choose, halves, join, merge, order
 
 __all__ = ["backward", "forward", "order"]
 
 
-def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
+def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
-    cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
-        return band.forward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT)
+        return band.forward(engine, mask, band.RING, q_BTNH, k_BTKH, v_BTKH, segments_BT)
     whole = mask._replace(causal=False)
     q0, q1 = halves(q_BTNH)
     s0, s1 = halves(segments_BT)
@@ -41,33 +40,33 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str =
         (o0, l0), (o1, l1) = choose(earlier, new, (o0, l0)), choose(earlier, (o1, l1), new)
         return join(o0, o1), join(l0, l1)
 
-    kv = _pass_on((k_BTKH, v_BTKH, segments_BT), axis)       # overlaps with the diagonal block
+    kv = _pass_on((k_BTKH, v_BTKH, segments_BT))       # overlaps with the diagonal block
     acc = engine.forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, segments_BT, mask)
 
     def step(carry, t):
         kv, acc = carry
-        return (_pass_on(kv, axis), visit(kv, acc, t)), None
+        return (_pass_on(kv), visit(kv, acc, t)), None
 
     if cp > 2:
         (kv, acc), _ = lax.scan(step, (kv, acc), jnp.arange(1, cp - 1))
     return visit(kv, acc, cp - 1)
 
 
-def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output, axis: str = "context"):
+def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
     """dq, dk, dv of this device's tokens, float32.
 
     The sums of dK and dV travel one step behind their keys, and take one more hop to return home.
     """
-    cp, i = lax.axis_size(axis), lax.axis_index(axis)
+    cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
-        return band.backward(engine, mask, band.ring(axis), q_BTNH, k_BTKH, v_BTKH, segments_BT, out)
+        return band.backward(engine, mask, band.RING, q_BTNH, k_BTKH, v_BTKH, segments_BT, out)
     whole = mask._replace(causal=False)
     (q0, q1), (s0, s1), (o0, o1), (l0, l1), (g0, g1) = map(halves, (q_BTNH, segments_BT, *out))
 
     def visit(kv, sums, t):
         (k0, k1), (v0, v1), (z0, z1) = map(halves, kv)
         dq, dkv = sums
-        dk, dv = _pass_on(dkv, axis)                # overlaps with the computation of the next summand
+        dk, dv = _pass_on(dkv)                # overlaps with the computation of the next summand
         earlier = (i - t) % cp < i
         dq_a, dk_a, dv_a = engine.backward(q1, k0, v0, s1, z0, o1, l1, g1, whole)
         block = choose(earlier, (q0, k0, v0, s0, z0, o0, l0, g0), (q1, k1, v1, s1, z1, o1, l1, g1))
@@ -77,21 +76,21 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
         return (dq + join(early(dq_b), dq_a + late(dq_b)),
                 (dk + join(dk_a + early(dk_b), late(dk_b)), dv + join(dv_a + early(dv_b), late(dv_b))))
 
-    kv = _pass_on((k_BTKH, v_BTKH, segments_BT), axis)
+    kv = _pass_on((k_BTKH, v_BTKH, segments_BT))
     dq, dk, dv = engine.backward(q_BTNH, k_BTKH, v_BTKH, segments_BT, segments_BT, *out, mask)
     sums = dq, (dk, dv)
 
     def step(carry, t):
         kv, sums = carry
-        return (_pass_on(kv, axis), visit(kv, sums, t)), None
+        return (_pass_on(kv), visit(kv, sums, t)), None
 
     if cp > 2:
         (kv, sums), _ = lax.scan(step, (kv, sums), jnp.arange(1, cp - 1))
     dq, dkv = visit(kv, sums, cp - 1)
-    return dq, *_pass_on(dkv, axis)
+    return dq, *_pass_on(dkv)
 
 
-def _pass_on(tree, axis: str):
+def _pass_on(tree):
     """Send every leaf one device further."""
-    cp = lax.axis_size(axis)
-    return jax.tree.map(lambda x: lax.ppermute(x, axis, [(i, (i + 1) % cp) for i in range(cp)]), tree)
+    cp = lax.axis_size(AXIS)
+    return jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % cp) for i in range(cp)]), tree)

@@ -3,7 +3,7 @@ and back for the output (arXiv:2309.14509).
 
 Tokens keep their natural order. K and V heads that cp does not divide are repeated, and their gradients summed. Per
 layer the forward sends (cp-1)/cp of Q, K, V and O; the backward of Q, K, V, O, dO, lse and, in the compute dtype, dQ,
-dK, dV. Call it where `axis` is manual. N and K are the heads of this tensor shard; N is a multiple of cp.
+dK, dV. Call it where `context` is manual. N and K are the heads of this tensor shard; N is a multiple of cp.
 """
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshtrain.kernels.engine import Output
-from meshtrain.kernels.mask import Mask
+from meshtrain.kernels.engine import Mask, Output
+from meshtrain.parallel.context.zigzag import AXIS, gather
 
 __all__ = ["backward", "forward", "order"]
 
@@ -25,24 +25,24 @@ def order(length: int, cp: int) -> np.ndarray:
     return np.arange(length)
 
 
-def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, axis: str = "context"):
+def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
-    k_BTKH, v_BTKH = (_repeated(x, lax.axis_size(axis)) for x in (k_BTKH, v_BTKH))
-    q, k, v = (_whole_sequence(x, axis) for x in (q_BTNH, k_BTKH, v_BTKH))
-    segments = lax.all_gather(segments_BT, axis, axis=1, tiled=True)
+    k_BTKH, v_BTKH = (_repeated(x, lax.axis_size(AXIS)) for x in (k_BTKH, v_BTKH))
+    q, k, v = (_whole_sequence(x) for x in (q_BTNH, k_BTKH, v_BTKH))
+    segments = gather(segments_BT)
     o, lse = engine.forward(q, k, v, segments, segments, mask.within(q.shape[1]))
-    return _all_heads(o.astype(q.dtype), axis).astype(jnp.float32), _all_heads(lse, axis)
+    return _all_heads(o.astype(q.dtype)).astype(jnp.float32), _all_heads(lse)
 
 
-def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output, axis: str = "context"):
+def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
     """dq, dk, dv of this device's tokens."""
-    cp = lax.axis_size(axis)
+    cp = lax.axis_size(AXIS)
     K = k_BTKH.shape[2]
     sent = (q_BTNH, _repeated(k_BTKH, cp), _repeated(v_BTKH, cp), *out)
-    q, k, v, *out = (_whole_sequence(x, axis) for x in sent)
-    segments = lax.all_gather(segments_BT, axis, axis=1, tiled=True)
+    q, k, v, *out = (_whole_sequence(x) for x in sent)
+    segments = gather(segments_BT)
     dq, dk, dv = engine.backward(q, k, v, segments, segments, *out, mask.within(q.shape[1]))
-    dq, dk, dv = (_all_heads(x.astype(q.dtype), axis) for x in (dq, dk, dv))
+    dq, dk, dv = (_all_heads(x.astype(q.dtype)) for x in (dq, dk, dv))
     once = lambda x: x.astype(jnp.float32).reshape(*x.shape[:2], K, -1, x.shape[-1]).sum(3)
     return dq, once(dk), once(dv)
 
@@ -53,9 +53,9 @@ def _repeated(x_BTKH, cp: int):
     return jnp.repeat(x_BTKH, cp // math.gcd(K, cp), axis=2)
 
 
-def _whole_sequence(x, axis: str):
-    return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
+def _whole_sequence(x):
+    return lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
 
 
-def _all_heads(x, axis: str):
-    return lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)
+def _all_heads(x):
+    return lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)

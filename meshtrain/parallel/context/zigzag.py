@@ -9,6 +9,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
+AXIS = "context"        # of the mesh: what splits sequences
 
 
 def order(length: int, cp: int) -> np.ndarray:
@@ -36,3 +39,33 @@ def merge(o1, lse1, o2, lse2):
 def choose(condition, these, those):
     """Select one of two trees of equal shapes by `where`, without a branch."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), these, those)
+
+
+# ---- the whole sequence on every device ------------------------------------------------------------------------------
+
+
+def gather(x):
+    """All-gather [B, 2c, …] -> [B, cp·2c, …], in zigzag order."""
+    return lax.all_gather(x, AXIS, axis=1, tiled=True)
+
+
+def scatter(x):
+    """Reduce-scatter, the inverse of `gather`."""
+    return lax.psum_scatter(x, AXIS, scatter_dimension=1, tiled=True)
+
+
+def place(chunk):
+    """The position of a chunk among those of a gathered sequence."""
+    cp = lax.axis_size(AXIS)
+    return jnp.where(chunk < cp, 2 * chunk, 2 * (2 * cp - 1 - chunk) + 1)
+
+
+def take(x, at):
+    """The chunk at this position of a gathered sequence."""
+    size = x.shape[1] // (2 * lax.axis_size(AXIS))
+    return lax.dynamic_slice_in_dim(x, at * size, size, 1)
+
+
+def add(x, summand, at):
+    """Add to the chunk at this position of a gathered sequence."""
+    return lax.dynamic_update_slice_in_dim(x, take(x, at) + summand, at * summand.shape[1], 1)
