@@ -51,7 +51,7 @@ class Assembly(Design):
     @property
     def state_shapes(self) -> state.State:
         """The state as jax.ShapeDtypeStruct with shardings."""
-        return self.program.step.state.with_shardings()
+        return self.program.step.state.abstract
 
 
 def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:

@@ -186,7 +186,7 @@ def stand_in(home: pathlib.Path, words: list[str]) -> None:
     """Nothing of jax is traced or compiled, but for what an export gathers; pauses are short."""
     zeros = lambda form: jax.device_put(np.full(form.shape, 0.5, form.dtype) if form.shape else
                                         np.zeros((), form.dtype), form.sharding)
-    train.assembly.initialize = lambda made: jax.tree.map(zeros, made.program.step.state.with_shardings())
+    train.assembly.initialize = lambda made: jax.tree.map(zeros, made.program.step.state.abstract)
     train.assembly.compile_step = lambda made: Step(home, "rollback" in words)
     train.report.compiled = lambda *_: "nothing is compiled"
     train._write_cost = lambda *_: None

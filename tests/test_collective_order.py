@@ -79,7 +79,7 @@ def order_checked(executable, devices: int):
 def test_so_have_the_evaluation_and_the_sample(rule, mesh, by_gloo):
     made = assembly.assemble(run_of(rule, mesh), jax.devices())
     program = made.program
-    params = program.step.state.with_shardings().params
+    params = program.step.state.abstract.params
     devices = made.mesh.size
     assert unordered(program.compiled(program.evaluate, params, program.step.batch).as_text(), devices) == []
     with jax.set_mesh(made.mesh):

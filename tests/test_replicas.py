@@ -125,7 +125,7 @@ CELLS = LAYOUTS[3:] + [pytest.param(*cell, marks=sampling.GRID) for cell in [
 @pytest.mark.parametrize("rule, sizes", CELLS)
 def test_replicas_of_a_healthy_run_are_the_same_bit_for_bit_after_20_steps(rule, sizes):
     made = parity.compiled(run_of(rule, sizes))
-    checked, state = replicas.Replicas(made.made.program.step.state.with_shardings(),
+    checked, state = replicas.Replicas(made.made.program.step.state.abstract,
                                        made.made.mesh), assembly.initialize(made.made)
     for n in range(20):
         state, _ = made.step(state, made.made.program.place(parity.batch_of(made.made.run, n)))

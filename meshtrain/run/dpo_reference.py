@@ -56,7 +56,7 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
 
 
 def _computed(program: Program, pairs: Pairs, count: int, params: dict) -> np.ndarray:
-    preferred = program.compiled(program.preferred, program.step.state.with_shardings().params, program.step.batch)
+    preferred = program.compiled(program.preferred, program.step.state.abstract.params, program.step.batch)
     every = PairValidation(pairs.source, pairs.all_pairs, pairs.seq_len, pairs.global_batch)
     found = [np.asarray(preferred(params, program.place(every.batch(i, program.rows)))).reshape(-1)
              for i in range(every.num_batches)]

@@ -29,41 +29,35 @@ class StateSpec:
     tx: object                  # optax.GradientTransformation
     axes: dict                  # logical axes of each parameter, a tree like params
     trained_axes: dict          # of those that are trained, a tree like their gradients
-    abstract: State             # ShapeDtypeStructs
-    sharding: State             # NamedShardings
+    abstract: State             # ShapeDtypeStructs with shardings, the target of a checkpoint restore
 
-    def with_shardings(self) -> State:
-        """ShapeDtypeStructs with shardings, the target of a checkpoint restore."""
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-                            self.abstract, self.sharding)
+    @property
+    def sharding(self) -> State:
+        return jax.tree.map(lambda a: a.sharding, self.abstract)
 
 
 def stored(model: Transformer, layout: Layout, mesh) -> dict:
     """ShapeDtypeStructs of a model's parameters with the shardings that they are stored in, by [optimizer]."""
     table = model.parameters()
     placed = rules.shardings(layout, mesh, "optimizer", params.tree(table, lambda info: info.axes))
-    shapes = params.tree(table, lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
-    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, placed)
+    return params.mapped(table, lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
+                         placed)
 
 
 def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh, balance_rate: float = 0.0,
              balance_rule: str = "sign") -> StateSpec:
     """Parameters and optimizer state are stored as [optimizer] says; a step reads the parameters as [params] says, see
     `Transformer.as_read`."""
-    table = model.parameters()
-    axes = params.tree(table, lambda info: info.axes)
+    table, p = model.parameters(), stored(model, layout, mesh)
     trained = lambda leaf: params.divided(table, params.tree(table, leaf))[0]
-    place = lambda table_name, tree: rules.shardings(layout, mesh, table_name, tree)
-    stored = place("optimizer", axes)
-    tx = optimizer.build(optimizer_cfg, steps, trained(lambda info: info.role), trained(lambda info: info.matrix_dims),
-                         place("optimizer", trained(lambda info: info.axes)), model.cfg.compute_dtype,
-                         balance_rate, balance_rule)
-    p = params.tree(table, lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
     trained_p, trained_axes = model.divided(p)[0], trained(lambda info: info.axes)
-    abstract = State(jax.ShapeDtypeStruct((), jnp.int32), p, jax.eval_shape(tx.init, trained_p))
-    opt_axes = optimizer.state_axes(tx, trained_p, trained_axes)
-    sharding = State(place("optimizer", ()), stored, place("optimizer", opt_axes))
-    return StateSpec(tx, axes, trained_axes, abstract, sharding)
+    place = lambda tree: rules.shardings(layout, mesh, "optimizer", tree)
+    tx = optimizer.build(optimizer_cfg, steps, trained(lambda info: info.role), trained(lambda info: info.matrix_dims),
+                         place(trained_axes), model.cfg.compute_dtype, balance_rate, balance_rule)
+    opt_state = jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+                             jax.eval_shape(tx.init, trained_p), place(optimizer.state_axes(tx, trained_p, trained_axes)))
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=place(()))
+    return StateSpec(tx, params.tree(table, lambda info: info.axes), trained_axes, State(step, p, opt_state))
 
 
 def optimizer_bytes(model: Transformer, optimizer_cfg, steps: int) -> float:

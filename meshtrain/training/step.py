@@ -139,7 +139,7 @@ class Program:
         """The compiled training step, ready to call: (state, batch) -> (state, metrics)."""
         whole = NamedSharding(self.step.mesh, P())
         limit = [jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)] * self.limited
-        return self.compiled(self.train, self.step.state.with_shardings(), self.step.batch, *limit)
+        return self.compiled(self.train, self.step.state.abstract, self.step.batch, *limit)
 
     def limit(self, loss: float) -> list[jax.Array]:
         """Further arguments of the compiled step: with `limited` the largest loss with which the update is applied."""
