@@ -54,8 +54,9 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
     place = lambda tree: rules.shardings(layout, mesh, "optimizer", tree)
     tx = optimizer.build(optimizer_cfg, steps, trained(lambda info: info.role), trained(lambda info: info.matrix_dims),
                          place(trained_axes), model.cfg.compute_dtype, balance_rate, balance_rule)
+    placed = place(optimizer.state_axes(tx, trained_p, trained_axes))
     opt_state = jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-                             jax.eval_shape(tx.init, trained_p), place(optimizer.state_axes(tx, trained_p, trained_axes)))
+                             jax.eval_shape(tx.init, trained_p), placed)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=place(()))
     return StateSpec(tx, params.tree(table, lambda info: info.axes), trained_axes, State(step, p, opt_state))
 
