@@ -117,13 +117,34 @@ def _padded(q, k, v, q_segments, k_segments, mask: Mask, rows: int, columns: int
             _pad(q_segments, rows, 1, -1), _pad(k_segments, columns, 1, -2))
 
 
+def _over_queries(kernel, what: str, mask: Mask, blocks: Blocks, interpret: bool, out_shape, q, k, v, q_segments,
+                  k_segments, *more):
+    """The results of a kernel of which each program has one block of queries of one head, and all keys. more, results:
+    arrays like q, or [B, N, T]."""
+    (B, T, N, H), S = q.shape, k.shape[1]
+    block, step = blocks[:2]
+    count, group = T // block, N // k.shape[2]
+    # longest rows first if causal, so that no program runs alone at the end
+    flip = lambda i: count - 1 - i
+    own = pl.BlockSpec((None, block, None, H), lambda i, n, b: (b, flip(i), n, 0))
+    row = pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, flip(i)))
+    whole = pl.BlockSpec((None, S, None, H), lambda i, n, b: (b, 0, n // group, 0))
+    of = lambda x: own if x.ndim == 4 else row
+    return _call(
+        partial(kernel, step=step), what, mask, blocks, interpret, grid=(count, N, B),
+        in_specs=[pl.BlockSpec((None, count, 4), lambda i, n, b: (b, 0, 0)), own, whole, whole,
+                  pl.BlockSpec((None, block), lambda i, n, b: (b, flip(i))),
+                  pl.BlockSpec((None, S), lambda i, n, b: (b, 0)), *map(of, more)],
+        out_specs=jax.tree.map(of, out_shape), out_shape=out_shape,
+    )(spans(q_segments, k_segments, block, step, mask, True), q, k, v, q_segments, k_segments, *more)
+
+
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
 def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, o_ref,
                     lse_ref, *, mask, scale, softcap, step):
     block, H = q_ref.shape
-    # longest rows first if causal, so that no program runs alone at the end
     i = pl.num_programs(0) - 1 - pl.program_id(0)
     q, q_segments = q_ref[...], q_segments_ref[...]
     q_at = i * block + jnp.arange(block)
@@ -152,23 +173,11 @@ def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_r
 
 def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, tiles, scores, interpret):
     B, T, N, H = q_BTNH.shape
-    block, step = tiles.forward[:2]
-    q, k, v, q_segments, k_segments = _padded(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, block, step)
-    (length, width), keys = q.shape[1::2], k.shape[1]
-    blocks, group = length // block, N // k.shape[2]
-    flip = lambda i: blocks - 1 - i
-    own = pl.BlockSpec((None, block, None, width), lambda i, n, b: (b, flip(i), n, 0))
-    whole = pl.BlockSpec((None, keys, None, width), lambda i, n, b: (b, 0, n // group, 0))
-    o, lse = _call(
-        partial(_forward_kernel, scale=scores.scale(H), softcap=scores.softcap, step=step),
-        "forward", mask, tiles.forward, interpret,
-        grid=(blocks, N, B),
-        in_specs=[pl.BlockSpec((None, blocks, 4), lambda i, n, b: (b, 0, 0)), own, whole, whole,
-                  pl.BlockSpec((None, block), lambda i, n, b: (b, flip(i))),
-                  pl.BlockSpec((None, keys), lambda i, n, b: (b, 0))],
-        out_specs=[own, pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, flip(i)))],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, length), jnp.float32)],
-    )(spans(q_segments, k_segments, block, step, mask, True), q, k, v, q_segments, k_segments)
+    q, *others = _padded(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *tiles.forward[:2])
+    o, lse = _over_queries(
+        partial(_forward_kernel, scale=scores.scale(H), softcap=scores.softcap), "forward", mask, tiles.forward,
+        interpret, [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)],
+        q, *others)
     # float32 by contract; if the caller rounds again, XLA drops both casts.
     return o[:, :T, :, :H].astype(jnp.float32), lse[:, :, :T].swapaxes(1, 2)
 
@@ -256,21 +265,8 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
 def dq_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0,
           blocks: Blocks, interpret=False):
     """dq, padded like q. Arrays are padded to whole blocks; lse and delta [B, N, T], delta = sum(do · o, -1)."""
-    B, T, N, H = q.shape
-    block, step = blocks[:2]
-    count, group, S = T // block, N // k.shape[2], k.shape[1]
-    flip = lambda i: count - 1 - i
-    own = pl.BlockSpec((None, block, None, H), lambda i, n, b: (b, flip(i), n, 0))
-    whole = pl.BlockSpec((None, S, None, H), lambda i, n, b: (b, 0, n // group, 0))
-    row = pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, flip(i)))
-    return _call(
-        partial(_dq_kernel, scale=scale, softcap=softcap, step=step), "dq", mask, blocks, interpret, grid=(count, N, B),
-        in_specs=[pl.BlockSpec((None, count, 4), lambda i, n, b: (b, 0, 0)), own, whole, whole,
-                  pl.BlockSpec((None, block), lambda i, n, b: (b, flip(i))),
-                  pl.BlockSpec((None, S), lambda i, n, b: (b, 0)),
-                  own, row, row],
-        out_specs=own, out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )(spans(q_segments, k_segments, block, step, mask, True), q, k, v, q_segments, k_segments, do, lse, delta)
+    return _over_queries(partial(_dq_kernel, scale=scale, softcap=softcap), "dq", mask, blocks, interpret,
+                         jax.ShapeDtypeStruct(q.shape, q.dtype), q, k, v, q_segments, k_segments, do, lse, delta)
 
 
 def dkv_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0,

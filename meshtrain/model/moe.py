@@ -163,7 +163,9 @@ class MoE(nnx.Module):
             whole_BTD = x_BTD if ex.float8 else ex.layout.act(x_BTD, "batch", "seq", None)
             y_BTD = y_BTD + ex.layout.act(self.shared(ex, whole_BTD), "batch", "residual_seq", None)
         layer = jnp.arange(self.num_layers)[:, None] == number
-        aux = {EXPERT_LOAD: jnp.where(layer, self._load(ex.layout, counts_BE), 0.0)}
+        # divided by the devices that share a sequence over manual axes, since those are summed later
+        load_E = counts_BE.sum(0) / ex.layout.num_shards(ex.layout.manual_axes("activations", "residual_seq"))
+        aux = {EXPERT_LOAD: jnp.where(layer, load_E, 0.0)}
         if ex.experts.aux_loss or ex.experts.z_loss:
             losses = ex.experts.aux_loss, ex.experts.z_loss
             aux[AUX_LOSS] = balance_loss(self.routing, *losses, logits_BTE, counts_BE, real_BT)
@@ -179,11 +181,6 @@ class MoE(nnx.Module):
                            (router_DE,))[0]
         logits_BTE = recomputed(ex, product)(x_BTD, self.router[...])
         return ex.layout.act(logits_BTE, "batch", "residual_seq", None)
-
-    @staticmethod
-    def _load(layout: Layout, counts_BE):
-        """[E]: choices, divided by the devices that share a sequence over manual axes, since those are summed later."""
-        return counts_BE.sum(0) / layout.num_shards(layout.manual_axes("activations", "residual_seq"))
 
 
 def reported(aux: dict) -> dict:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.names import FURTHER_ROUNDS
+from meshtrain.parallel.experts.permutation import sorted_by
 
 CAPACITY_FACTOR = 1.25
 
@@ -23,9 +24,9 @@ class AllToAll:
     """The assignments of this device's tokens, sorted by the device of their expert. axes: mesh axes that split the
     experts into num_shards of e each."""
 
-    def __init__(self, axes: tuple[str, ...], num_shards: int, e: int, chosen_TK, sorted_by: Callable):
-        self.axes, self.num_shards, (self.T,
-                                     self.K), self.chosen = axes, num_shards, chosen_TK.shape, chosen_TK.reshape(-1)
+    def __init__(self, axes: tuple[str, ...], num_shards: int, e: int, chosen_TK):
+        self.axes, self.num_shards, self.one_round = axes, num_shards, False
+        (self.T, self.K), self.chosen = chosen_TK.shape, chosen_TK.reshape(-1)
         count = self.chosen.size
         # num_shards for padding, which has no expert
         self.device = jnp.where(self.chosen >= 0, self.chosen // e, num_shards)

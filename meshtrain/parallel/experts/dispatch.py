@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.kernels import grouped
 from meshtrain.names import BALANCED_ROWS, EXPERT_AXES
 from meshtrain.parallel.experts import all_to_all
-from meshtrain.parallel.experts.permutation import ExpertRows, SortedAssignments, sorted_by
+from meshtrain.parallel.experts.permutation import ExpertRows, SortedAssignments
 from meshtrain.sharding.mesh import automatic_axes, on_shards, psum, psum_scatter
 from meshtrain.sharding.rules import Layout
 
@@ -94,9 +94,8 @@ class ManualRegion:
 
     def balanced_rows(self, T: int, K: int) -> int:
         """Rows of this device's experts under balanced load. T: tokens of each device."""
-        return max(1,
-                   round(T * K * self.occupancy * self.num_shards(self.gathered) / (
-                       1 if self.received else self.num_shards(self.experts))))
+        shares = 1 if self.received else self.num_shards(self.experts)
+        return max(1, round(T * K * self.occupancy * self.num_shards(self.gathered) / shares))
 
     def first_expert(self, e: int):
         """The number of this device's first expert."""
@@ -357,13 +356,13 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
         return rows.sum(dx_RD, dtype), dweight_AK, WeightGradOperands(
             groups, x_RD, dy_RD, hw_RF, d_inward, balanced_rows=balanced_rows)
     with jax.named_scope(BALANCED_ROWS.format(balanced_rows)):
-        dx_AD, dweight_AK, rest = _rounds(assignments, one_round, saved, matrices, split, assignments.one_round)
+        dx_AD, dweight_AK, rest = _rounds(assignments, one_round, saved, matrices, split)
     return region.combine(dx_AD), region.combine(dweight_AK), rest
 
 
 def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, saved, matrices: ExpertMatrices,
-            split: bool, single: bool):
-    """(dx, dweight, gradients or with `split` WeightGradOperands), summed over all rounds. single: there is one round.
+            split: bool):
+    """(dx, dweight, gradients or with `split` WeightGradOperands), summed over all rounds.
 
     Further rounds run twice, for inputs and for weights, and add to the first round's results in place. One loop for
     both would zero-fill all gradients in every step, or delay dx until the gradients exist.
@@ -373,7 +372,7 @@ def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, sa
     if not split:
         dx, dweight = of.further_rounds(lambda now: one_round(now)[:2], (dx, dweight))
         return dx, dweight, of.further_rounds(lambda now: gradients(one_round(now)[2]), gradients(operands))
-    if single:
+    if of.one_round:
         return dx, dweight, operands
 
     def whole_round(now):
@@ -389,7 +388,7 @@ def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, sa
 def _after_sending(experts: RoutedExperts, region: ManualRegion, chosen_TK, matrices: ExpertMatrices):
     """(RoutedExperts, ManualRegion, AllToAll) for received rows, which have one expert each. The buffer holds all of
     them."""
-    exchange = all_to_all.AllToAll(region.experts, region.num_shards(region.experts), matrices.e, chosen_TK, sorted_by)
+    exchange = all_to_all.AllToAll(region.experts, region.num_shards(region.experts), matrices.e, chosen_TK)
     region = dataclasses.replace(region, received=True, occupancy=exchange.occupancy)
     return dataclasses.replace(experts, capacity_factor=0.0), region, exchange
 
@@ -407,15 +406,14 @@ def _forward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens:
 
 
 def _backward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
-                            matrices: ExpertMatrices, saved,
-                        dy_TD, split: bool):
+                            matrices: ExpertMatrices, saved, dy_TD, split: bool):
     experts, received, exchange = _after_sending(experts, region, tokens.chosen_TK, matrices)
 
     def one_round(now: all_to_all.Round, inward=None):
         sent = RoutedTokens(now.send(tokens.x_TD), now.chosen(), now.weight(tokens.weight_TK))
         dx, dweight, operands = _backward(experts, received, sent, matrices, inward, now.send(dy_TD), True)
         return now.send_back(dx).sum(1), now.send_back(dweight)[..., 0], operands
-    dx, dweight, rest = _rounds(exchange, one_round, saved, matrices, split, False)
+    dx, dweight, rest = _rounds(exchange, one_round, saved, matrices, split)
     return dx.astype(tokens.x_TD.dtype), dweight, rest
 
 
