@@ -117,9 +117,7 @@ def text_file(tmp_path):
 
 
 @pytest.mark.parametrize("name, paths, message", [
-    ("stlib", [], r"'stlib' is not a source; did you mean 'stdlib'\?"),
     ("stdlib", ["a.txt"], r"data.paths=.* is not read by data.source='stdlib'"),
-    ("text", "a.txt", r"use a list: \['a.txt'\]"),
     ("text", [], "give at least one file or glob"),
 ])
 def test_a_source_that_cannot_be_opened_is_refused_with_the_remedy(name, paths, message):
@@ -128,10 +126,6 @@ def test_a_source_that_cannot_be_opened_is_refused_with_the_remedy(name, paths, 
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"seq_len": 0}, "data.seq_len=0 .* at least 1"),
-    ({"global_batch": -3}, "data.global_batch=-3 .* at least 1"),
-    ({"seed": -1}, "run.seed=-1 is negative"),
-    ({"validation_fraction": 1.0}, "data.validation_fraction=1.0 .* below 1"),
     ({"global_batch": 13}, r"seq_len=8 × data.global_batch=13 is a batch of 104 tokens, .* hold 101: .*"
                            r"use data.global_batch ≤ 12 or data.seq_len ≤ 7 or more text"),
     ({"seq_len": 200}, r"seq_len=200 × data.global_batch=2 .* use data.seq_len ≤ 50 or more text"),
@@ -149,9 +143,6 @@ def test_settings_just_large_enough_are_accepted(text_file):
 
 
 @pytest.mark.parametrize("weights, changes, message", [
-    ([1, 0], {}, r"data.mixture\[1\].weight=0 is not a positive number"),
-    ([-1, float("nan")], {}, r"(?s)data.mixture\[0\].weight=-1 .*data.mixture\[1\].weight=nan "),
-    ([1, float("inf")], {}, r"data.mixture\[1\].weight=inf is not a positive number"),
     ([1, 3], {"global_batch": 20},
      r"data.mixture\[1\] is 0.75 of the mixture, 150 tokens in a batch of data.seq_len=10 × "
                                    r"data.global_batch=20, .* hold 110: .* use a weight ≤ 0.55 of the sum, a "
@@ -166,11 +157,6 @@ def test_a_mixture_that_cannot_work_is_refused_with_the_remedy(weights, changes,
         mixed([[500], [100] if "validation_fraction" in changes else [10] * 10], weights,
               **{"seq_len": 10, "global_batch": 2,
                  **({"seq_len": 20} if "validation_fraction" in changes else {}), **changes})
-
-
-def test_all_mistaken_settings_are_told_together(text_file):
-    with pytest.raises(ValueError, match="(?s)seq_len=0.*global_batch=0.*seed=-1"):
-        opened("text", [text_file], seq_len=0, global_batch=0, seed=-1)
 
 
 def test_paths_that_lead_nowhere_are_named(text_file, tmp_path):

@@ -329,6 +329,15 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(tmp_path, mo
     assert Opened(data, tmp_path).built == []
 
 
+def test_progress_is_a_line_that_the_next_one_replaces_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(progress, "LIVE_SECONDS", -1)
+    told, live = [], []
+    with progress.FileProgress("reading", 100, told.append, live.append) as bar:
+        bar.reach(50)
+        bar.finish(100)
+    assert told == ["reading: done in 0 s"] and [line.split(",")[0] for line in live] == ["reading: 50%", "reading: 100%"]
+
+
 def test_many_small_texts_share_parts_of_the_cache_and_stay_documents(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(token_cache, "TEXT_PART_BYTES", 60)
     paths = [write(tmp_path / f"{i:02}.txt", [f"text number {i}"]) for i in range(40)]

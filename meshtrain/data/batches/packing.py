@@ -147,13 +147,8 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     """
     if curves:
         shape = dataclasses.replace(shape, validation_fraction=0.0)
-    _check_settings(shape)
     seq_len, cut = shape.seq_len, shape.packing == "stream"
     assert len(corpus) == len(weights) > 0
-    faults = [f"data.mixture[{i}].weight={weight} is not a positive number; use one, e.g. 0.3, or leave the source out"
-              for i, weight in enumerate(weights) if not 0 < weight < math.inf]
-    if faults:
-        raise ValueError("\n".join(faults))
     shares, grids = mixture.whole_weights(weights), (Grid(0, seq_len, None),)
     separate = list(validation) or [None] * len(corpus)
     kind = TokenStream if cut else WholeStream
@@ -372,15 +367,3 @@ def notes(data, corpus: sources.Corpus) -> list[str]:
             told.append(f'{where}: {documents:,} of {source.num_documents:,} documents are longer than '
                         f"data.seq_len={data.seq_len} and end there; {tokens:,} of their tokens are left out")
     return told
-
-
-def _check_settings(shape: Packing) -> None:
-    faults = [f"data.{name}={value} is not a positive number; use at least 1"
-              for name in ("seq_len", "global_batch") if (value := getattr(shape, name)) < 1]
-    if shape.seed < 0:
-        faults.append(f"run.seed={shape.seed} is negative; use 0 or more")
-    if not 0 <= shape.validation_fraction < 1:
-        faults.append(f"data.validation_fraction={shape.validation_fraction} is not a share of the documents; use 0 "
-                      f"(none) to below 1, e.g. 0.01")
-    if faults:
-        raise ValueError("\n".join(faults))

@@ -33,14 +33,14 @@ class Chats:
     def read(self, path: str) -> Iterator[tuple[list[Encoded], int]]:
         """Batches of conversations of a JSON-lines file, with the bytes read so far. Raises: ValueError."""
         batch, numbers, chars = [], [], 0
-        with formats.unreadable_told(path):
+        with formats.reading(path):
             example = '{"prompt": "…", "chosen": "…", "rejected": "…"}' if self.pairs else '{"messages": […]}'
             for number, value, position in formats.read_objects(path, example):
                 try:
                     found = parse_pair(value) if self.pairs else [parse(value, self.learn_all)]
                 except ValueError as error:
                     self._encode(path, batch, numbers)      # report faults of earlier lines first
-                    raise formats.fault(path, number, str(error)) from None
+                    raise formats.fault(path, f"line {number}", str(error)) from None
                 batch += found
                 numbers += [number] * len(found)
                 chars += sum(len(message["content"]) for one in found for message in one.messages)
@@ -54,12 +54,11 @@ class Chats:
         try:
             encoded = chat.encode(self.template, batch, self.learn_all)
         except chat.Fault as error:
-            raise formats.fault(path, numbers[error.index], str(error)) from None
+            raise formats.fault(path, f"line {numbers[error.index]}", str(error)) from None
         for number, one in zip(numbers, encoded):
             if not len(one.ids) or not one.mask.any():
-                raise formats.fault(path, number, "is empty as the chat template writes it; remove the line"
-                                    if not len(one.ids) else
-                                    "has no token to learn as the chat template writes it; remove the line")
+                what = "has no token to learn" if len(one.ids) else "is empty"
+                raise formats.fault(path, f"line {number}", f"{what} as the chat template writes it; remove the line")
         return encoded
 
 
@@ -79,15 +78,13 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
     trained = [_weight(message, i) for i, message in enumerate(messages)]
     if "messages" not in line and "conversations" not in line:
         trained[:len(prompt)] = [False] * len(prompt)      # answers in a prompt are given
-    if isinstance(line.get("system"), str) and line["system"] and messages[0]["role"] != "system":
-        messages, trained = [{"role": "system", "content": line["system"]}, *messages], [True, *trained]
+    system = _system(line, messages)
+    messages, trained = system + messages, [True] * len(system) + trained
     if not learn_all and not any(wanted and message["role"] == ASSISTANT for message, wanted in zip(messages, trained)):
         raise ValueError('has no answer of the assistant to learn; remove it, or set data.loss_on="all"')
-    tools = line.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"has tools that are no list, but {_short(tools)}; give a list of their schemas, or none")
+    tools = _tools(line)
     _check_characters(messages, tools)
-    return Conversation(messages, trained, tools or None)
+    return Conversation(messages, trained, tools)
 
 
 def parse_pair(line: dict) -> list[Conversation]:
@@ -116,13 +113,24 @@ def parse_pair(line: dict) -> list[Conversation]:
     for key, one in zip(("chosen", "rejected"), answers):
         if not any(message["role"] == ASSISTANT for message in one):
             raise ValueError(f"has no answer of the assistant in {key!r}; remove it")
-    if isinstance(line.get("system"), str) and line["system"] and (prompt or answers[0])[0]["role"] != "system":
-        prompt = [{"role": "system", "content": line["system"]}, *prompt]
+    prompt = _system(line, prompt or answers[0]) + prompt
+    tools = _tools(line)
+    _check_characters(prompt, answers, tools)
+    return [Conversation(prompt + one, [False] * len(prompt) + [True] * len(one), tools) for one in answers]
+
+
+def _system(line: dict, messages: list[dict]) -> list[dict]:
+    """The line's own system message, unless the messages begin with one."""
+    text = line.get("system")
+    given = isinstance(text, str) and text and messages[0]["role"] != "system"
+    return [{"role": "system", "content": text}] if given else []
+
+
+def _tools(line: dict) -> list | None:
     tools = line.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"has tools that are no list, but {_short(tools)}; give a list of their schemas, or none")
-    _check_characters(prompt, answers, tools)
-    return [Conversation(prompt + one, [False] * len(prompt) + [True] * len(one), tools or None) for one in answers]
+    return tools or None
 
 
 def read_messages(value, key: str) -> list[dict]:

@@ -36,12 +36,12 @@ class TextPiece(NamedTuple):
 def read(format: str, path: str, field: str) -> Iterator[TextPiece]:
     """The documents of a file; format: text, jsonl, parquet or arrow. Raises: ValueError for a faulty file."""
     reader = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
-    with unreadable_told(path):
+    with reading(path):
         yield from reader(path) if format == "text" else reader(path, field)
 
 
 @contextlib.contextmanager
-def unreadable_told(path: str) -> Iterator[None]:
+def reading(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -53,14 +53,14 @@ def read_text(path: str) -> Iterator[TextPiece]:
     with open(path, "rb") as raw, _decompress(path, raw) as packed, \
             io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
         try:
-            with _damage_told(path):
+            with _decompressing(path):
                 for text, last in _cut(file):
                     yield TextPiece(text, last, raw.tell())
         except UnicodeDecodeError:
             line, place, reason = _first_bad_line(path)
             remedy = "decompress" if path.endswith(COMPRESSED) else "convert"
-            raise _fault(path, f"line {line}", f"is not UTF-8 ({reason}, byte {place} of the line)",
-                         f'{remedy} the file, or use data.tokenizer="bytes"') from None
+            raise fault(path, f"line {line}", f"is not UTF-8 ({reason}, byte {place} of the line)",
+                        f'{remedy} the file, or use data.tokenizer="bytes"') from None
 
 
 def read_jsonl(path: str, field: str) -> Iterator[TextPiece]:
@@ -125,20 +125,20 @@ def _not_whole(path: str, what: str, pyarrow) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and not files.is_mistake(error):
-            raise       # reported by `unreadable_told`
+            raise       # reported by `reading`
         raise ValueError(f"{path} is not a whole {what} file: {str(error).splitlines()[0].rstrip('.')}; "
                          "write it again or take it out of data.paths") from None
 
 
 def _check_column(path: str, schema, field: str, types) -> None:
     if field not in schema.names:
-        raise _fault(path, "", f"has no column {field!r}", f"set data.field to one of {', '.join(schema.names)}")
+        raise fault(path, "", f"has no column {field!r}", f"set data.field to one of {', '.join(schema.names)}")
     kind = schema.field(field).type
     plain = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
         strings = [one.name for one in schema if types.is_string(one.type) or types.is_large_string(one.type)]
-        raise _fault(path, "", f"has no strings in column {field!r}, but {kind}",
-                     f"set data.field to one of {', '.join(strings)}" if strings else "write the text as strings")
+        raise fault(path, "", f"has no strings in column {field!r}, but {kind}",
+                    f"set data.field to one of {', '.join(strings)}" if strings else "write the text as strings")
 
 
 def _read_rows(path: str, field: str, column, first: int, position: Callable[[int], int]) -> Iterator[TextPiece]:
@@ -147,21 +147,17 @@ def _read_rows(path: str, field: str, column, first: int, position: Callable[[in
         try:
             text = value.as_py()
         except UnicodeDecodeError as error:
-            raise _fault(path, f"row {row} (from 0)", f"is not UTF-8 ({error.reason})", "mend the row") from None
+            raise fault(path, f"row {row} (from 0)", f"is not UTF-8 ({error.reason})", "mend the row") from None
         if text is None:
-            raise _fault(path, f"row {row} (from 0)", f"is null in column {field!r}",
-                         "drop such rows, or write empty strings")
+            raise fault(path, f"row {row} (from 0)", f"is null in column {field!r}",
+                        "drop such rows, or write empty strings")
         for part, last in _cut_text(text):
             yield TextPiece(part, last, position(row + 1))
 
 
-def fault(path: str, number: int, what: str) -> ValueError:
-    """The error for a line of a file, with its remedy."""
-    return ValueError(f"{path}, line {number}: {what}")
-
-
-def _fault(path: str, place: str, what: str, remedy: str) -> ValueError:
-    return ValueError(f"{f'{path}, {place}:' if place else path} {what}; {remedy}")
+def fault(path: str, place: str, what: str, remedy: str = "") -> ValueError:
+    """The error for a place in a file ("": the file)."""
+    return ValueError(f"{f'{path}, {place}:' if place else path} {what}{remedy and '; '}{remedy}")
 
 
 def _parse(path: str, number: int, line: bytes, example: str) -> dict:
@@ -169,15 +165,15 @@ def _parse(path: str, number: int, line: bytes, example: str) -> dict:
     try:
         value = json.loads(line.rstrip().decode())
     except UnicodeDecodeError as error:
-        raise _fault(path, place, f"is not UTF-8 ({error.reason}, byte {error.start} of the line)",
-                     "convert the file") from None
+        raise fault(path, place, f"is not UTF-8 ({error.reason}, byte {error.start} of the line)",
+                    "convert the file") from None
     except json.JSONDecodeError as error:
-        raise _fault(path, place, f"broken JSON ({error.msg}, column {error.colno})",
-                     "mend or remove the line") from None
+        raise fault(path, place, f"broken JSON ({error.msg}, column {error.colno})",
+                    "mend or remove the line") from None
     except (ValueError, RecursionError) as error:    # thousands of digits, or of brackets
-        raise _fault(path, place, f"JSON that cannot be read ({error})", "mend or remove the line") from None
+        raise fault(path, place, f"JSON that cannot be read ({error})", "mend or remove the line") from None
     if not isinstance(value, dict):
-        raise _fault(path, place, "is not an object", f"write one a line, e.g. {example}")
+        raise fault(path, place, "is not an object", f"write one a line, e.g. {example}")
     return value
 
 
@@ -185,32 +181,32 @@ def _text_of(path: str, number: int, value: dict, field: str) -> str:
     place = f"line {number}"
     if field not in value:
         keys = ", ".join(map(repr, list(value)[:8])) or "none"
-        raise _fault(path, place, f"has no {field!r} (its keys: {keys})", "set data.field to the key of the text")
+        raise fault(path, place, f"has no {field!r} (its keys: {keys})", "set data.field to the key of the text")
     text = value[field]
     if not isinstance(text, str):
-        raise _fault(path, place, f"has no string in {field!r}, but {json.dumps(text)[:40]}", "mend or remove the line")
+        raise fault(path, place, f"has no string in {field!r}, but {json.dumps(text)[:40]}", "mend or remove the line")
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise _fault(path, place,
-                         f"has half a character in {field!r} (\\u{ord(text[error.start]):04x}, a lone surrogate)",
-                         "mend or remove the line") from None
+            raise fault(path, place,
+                        f"has half a character in {field!r} (\\u{ord(text[error.start]):04x}, a lone surrogate)",
+                        "mend or remove the line") from None
     return text
 
 
 def _next_line(path: str, lines: BinaryIO, number: int) -> bytes:
-    with _damage_told(path, f" (after line {number - 1})"):
+    with _decompressing(path, f" (after line {number - 1})"):
         line = lines.readline(LINE_BYTES + 1)
     if len(line) > LINE_BYTES:
-        raise _fault(path, f"line {number}",
-                     f"is longer than {LINE_BYTES:,} bytes, and lines of JSON are held in memory as a whole",
-                     "divide or remove it; write a file of text or Parquet where documents are that long")
+        raise fault(path, f"line {number}",
+                    f"is longer than {LINE_BYTES:,} bytes, and lines of JSON are held in memory as a whole",
+                    "divide or remove it; write a file of text or Parquet where documents are that long")
     return line
 
 
 @contextlib.contextmanager
-def _damage_told(path: str, place: str = "") -> Iterator[None]:
+def _decompressing(path: str, place: str = "") -> Iterator[None]:
     try:
         yield
         return
