@@ -83,7 +83,7 @@ def files(place):
 
 def latest(directory):
     told = []
-    return checkpoint.Checkpoints(directory, tell=told.append).latest(), told
+    return checkpoint.Checkpoints(directory, tell=told.append).newest().step, told
 
 
 PROCESS = r"""

@@ -226,7 +226,7 @@ def command(home: pathlib.Path, words: list[str]) -> Callable[[], int]:
 def write_sums(home: pathlib.Path) -> int:
     """Of every array of the last checkpoint: params, optimizer and step."""
     checkpoints = Checkpoints(home / "run/checkpoints", read_only=True)
-    last = checkpoints.latest()
+    last = checkpoints.newest().step
     arrays = checkpoints.restore(last, checkpoints.arrays(last))
     found = {jax.tree_util.keystr(path): hashlib.md5(np.asarray(x).tobytes()).hexdigest()
              for path, x in jax.tree.leaves_with_path(arrays)}

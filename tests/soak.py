@@ -283,7 +283,7 @@ def rows(directory: pathlib.Path) -> list[dict]:
 def state(directory: pathlib.Path) -> dict[str, tuple]:
     """Name -> (dtype, shape, bytes) of every array of the last checkpoint: params, optimizer and step."""
     checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
-    assert checkpoints.latest() == STEPS
+    assert checkpoints.newest().step == STEPS
     stored = checkpoints.arrays(STEPS)
     arrays = checkpoints.restore(STEPS, stored)
     named = jax.tree.leaves_with_path(jax.tree.map(np.asarray, arrays))

@@ -31,13 +31,13 @@ from checkpoints import ROOT, abstract, assert_same_bits, flip, latest, make_sta
 def test_state_comes_back_bit_for_bit_on_another_mesh(tmp_path):
     old, new = make_state(mesh(4, 2), P("a", "b")), make_state(mesh(2, 2), P(None, ("a", "b")), seed=1)
     checkpoints = checkpoint.Checkpoints(tmp_path / "c")
-    assert checkpoints.latest() is None
+    assert checkpoints.newest() is None
     blocked_s = checkpoints.save(7, old, {"run": "[run]\nname = 'x'", "position": 7})
     assert blocked_s > 0
-    assert checkpoints.latest() == 7
+    assert checkpoints.newest().step == 7
 
     checkpoints = checkpoint.Checkpoints(tmp_path / "c", read_only=True)
-    assert checkpoints.latest() == 7
+    assert checkpoints.newest().step == 7
     saved = checkpoints.newest()
     state, metadata = saved.restore(abstract(new)), saved.metadata
     assert metadata == {"format": 4, "run": "[run]\nname = 'x'", "position": 7} == checkpoints.open(7).metadata
@@ -68,14 +68,14 @@ def test_who_reads_only_weights_reads_and_checks_no_other_arrays(tmp_path, monke
     monkeypatch.setattr(files, "checksums",
                         lambda place, paths, **how: real(place, [read.append(str(p)) or p for p in paths], **how))
     checkpoints = checkpoint.Checkpoints(tmp_path, read_only=True)
-    assert checkpoints.latest(only_params=True) == 7
+    assert checkpoints.newest(only_params=True).step == 7
     assert sorted(read) == sorted([*of_params, str(tmp_path / "7" / "metadata.json")])
     part = checkpoints.restore(7, {"params": abstract(old.params)}, part=True)
     assert_same_bits(part["params"], old.params)
     assert checkpoints.fault(7) == f"{largest.relative_to(tmp_path / '7')}: its checksum differs"
     flip(next(path for path in map(pathlib.Path, of_params) if path.stat().st_size > 200))
     with pytest.raises(ConfigError, match="only damaged"):
-        checkpoints.latest(only_params=True)
+        checkpoints.newest(only_params=True)
 
 
 def test_a_checkpoint_of_format_3_that_has_all_arrays_in_one_folder_comes_back(tmp_path):
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_format_3_that_has_all_arrays_in_one_folder_comes_back(t
     sums = files.checksums(place, [path for path in place.rglob("*") if path.is_file()])
     (place / "checksums.json").write_text(json.dumps(sums))
     checkpoints = checkpoint.Checkpoints(tmp_path)
-    assert checkpoints.latest(only_params=True) == checkpoints.latest() == 7
+    assert checkpoints.newest(only_params=True).step == checkpoints.newest().step == 7
     assert_same_bits(checkpoints.restore(7, abstract(old)), old)
     part = checkpoints.restore(7, {"params": abstract(old.params)}, part=True)
     assert_same_bits(part["params"], old.params)
@@ -209,7 +209,7 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint_or_none(tmp_pat
     assert done.returncode == 9, done.stderr
     assert "INFO:absl" not in done.stderr and not done.stdout
     checkpoints = checkpoint.Checkpoints(tmp_path)
-    step = checkpoints.latest()
+    step = checkpoints.newest().step
     assert step in (1, 2)
     state = checkpoints.restore(step, {"w": jax.ShapeDtypeStruct((8_000_000,), jnp.float32)})
     assert np.all(np.asarray(state["w"]) == step)
@@ -231,7 +231,7 @@ def test_a_full_disk_is_told_leaves_nothing_and_the_next_save_may_work(small_dis
         assert told == [str(error.value)] == [message] and names(small_disk / "c") == ["1"]
         checkpoints.save(3, {"w": random}, {})  # told, and nobody is stopped: the run goes on
         checkpoints.save(4, {"w": random[:2000]}, {})
-        assert checkpoints.latest() == 4 and names(small_disk / "c") == ["4"] and len(told) == 2
+        assert checkpoints.newest().step == 4 and names(small_disk / "c") == ["4"] and len(told) == 2
         got = checkpoints.restore(4, {"w": jax.ShapeDtypeStruct((2000,), "float32")})
         np.testing.assert_array_equal(got["w"], random[:2000])
     assert "Traceback" not in "".join(capfd.readouterr())
@@ -270,7 +270,7 @@ def test_wherever_the_disk_refuses_the_last_whole_one_stays(tmp_path, monkeypatc
             with pytest.raises(checkpoint.CheckpointError,
                                match=f"step 2 not saved in {tmp_path}: {os.strerror(error)}"):
                 checkpoints.wait()
-        assert len(told) == 1 and names(tmp_path) == ["1"] and checkpoint.Checkpoints(tmp_path).latest() == 1
+        assert len(told) == 1 and names(tmp_path) == ["1"] and checkpoint.Checkpoints(tmp_path).newest().step == 1
         checkpoints.save(3, {"w": jnp.ones(3)}, {})
     assert names(tmp_path) == ["3"]
 
@@ -356,7 +356,7 @@ def test_later_checkpoints_are_set_aside_not_deleted(tmp_path):
         assert checkpoints.set_aside_after(1) == ["2.aside", "3.aside"] and checkpoints.steps() == [1]
         checkpoints.save(2, {"w": jnp.ones(3)}, {})
         checkpoints.wait()
-        assert checkpoints.set_aside_after(1) == ["2.aside-2"] and checkpoints.latest() == 1
+        assert checkpoints.set_aside_after(1) == ["2.aside-2"] and checkpoints.newest().step == 1
     assert names(tmp_path) == ["1", "2.aside", "2.aside-2", "3.aside"]
 
 
@@ -366,9 +366,9 @@ def test_a_step_that_was_saved_and_found_damaged_is_saved_again(tmp_path):
             checkpoints.save(step, {"w": jnp.ones(3)}, {})
         checkpoints.wait()
         flip(tmp_path / "20" / "metadata.json")
-        assert checkpoints.latest() == 10
+        assert checkpoints.newest().step == 10
         checkpoints.save(20, {"w": jnp.ones(3)}, {})
-        assert checkpoints.latest() == 20
+        assert checkpoints.newest().step == 20
     assert names(tmp_path) == ["10", "20", "20.damaged"]
 
 
@@ -380,7 +380,7 @@ def test_a_save_that_failed_does_not_hinder_the_way_back(tmp_path, monkeypatch):
         failing_saves(monkeypatch)
         checkpoints.save(2, {"w": jnp.ones(3)}, {})
         monkeypatch.setattr(checkpoint.Checkpoints, "fault", lambda *_, **how: "")
-        assert checkpoints.latest() == 1        # and the end of the run tells that its last save failed
+        assert checkpoints.newest().step == 1        # and the end of the run tells that its last save failed
 
 
 @pytest.mark.parametrize("code", [errno.EBUSY, errno.ENOTEMPTY])
@@ -397,7 +397,7 @@ def test_what_cannot_be_removed_is_told_and_in_nobodys_way(tmp_path, monkeypatch
         with checkpoint.Checkpoints(tmp_path, tell=told.append) as checkpoints:
             checkpoints.save(9, {"w": jnp.ones(3)}, {})
     assert len(told) >= 1 and os.strerror(code) in told[0] and not (tmp_path / "9" / "state" / "stale").exists()
-    assert checkpoint.Checkpoints(tmp_path).latest() == 9 and names(tmp_path) == ["9"]      # removed by the next start
+    assert checkpoint.Checkpoints(tmp_path).newest().step == 9 and names(tmp_path) == ["9"]      # removed by the next start
 
 
 @pytest.mark.parametrize("code, kind", [(errno.EIO, files.FileSystemError), (errno.EACCES, ConfigError)])
@@ -440,6 +440,6 @@ def test_a_reader_whose_checkpoint_is_retired_meanwhile_takes_the_newer_one(tmp_
                 writer.wait()
             return real(self, place, *how)
         monkeypatch.setattr(checkpoint.Checkpoints, "_look", retired)
-        assert reader.latest() == 2 and told == []
+        assert reader.newest().step == 2 and told == []
         with pytest.raises(checkpoint.CheckpointError, match="1 was removed while it was read: .*checkpoint.keep"):
             reader.restore(1, {"w": jax.ShapeDtypeStruct((3,), "float32")})

@@ -126,12 +126,12 @@ def test_nothing_is_changed_in_the_directory_of_another_run(two):
         flip(directory / "2" / "metadata.json")
         (directory / ".3.saving").mkdir()
         told = []
-        assert checkpoint.Checkpoints(directory, read_only=True, tell=told.append).latest() == 1
+        assert checkpoint.Checkpoints(directory, read_only=True, tell=told.append).newest().step == 1
         assert "damaged (metadata.json: its checksum differs); trying the one before" in told[0]
         assert names(directory) == [".3.saving", "1", "2"]
         flip(directory / "1" / "metadata.json")
         with pytest.raises(ValueError, match=r"only damaged ones \(1, 2\)"):
-            checkpoint.Checkpoints(directory, read_only=True, tell=told.append).latest()
+            checkpoint.Checkpoints(directory, read_only=True, tell=told.append).newest()
 
 
 class Bomb:
@@ -200,9 +200,9 @@ def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one_and_stays(two, monke
             refusing(patched, code, name)
             with pytest.raises(checkpoint.CheckpointError,
                                match=f"2 cannot be read, .*: {name}: {os.strerror(code)}. See that"):
-                checkpoints.latest()
+                checkpoints.newest()
         assert (told, names(directory)) == ([], ["1", "2"])
-        assert checkpoints.latest() == 2
+        assert checkpoints.newest().step == 2
 
 
 def test_a_directory_that_cannot_be_listed_holds_not_no_checkpoints(two, monkeypatch, hurried):
@@ -210,7 +210,7 @@ def test_a_directory_that_cannot_be_listed_holds_not_no_checkpoints(two, monkeyp
         checkpoints = checkpoint.Checkpoints(directory)
         refusing(monkeypatch, errno.ESTALE, directory.name)
         with pytest.raises(checkpoint.CheckpointError, match="cannot be read: Stale file handle"):
-            checkpoints.latest()
+            checkpoints.newest()
 
 
 def test_a_file_system_that_comes_back_within_the_tries_is_not_even_told(two, monkeypatch, hurried):
@@ -220,7 +220,7 @@ def test_a_file_system_that_comes_back_within_the_tries_is_not_even_told(two, mo
         for name in ("checksums.json", "metadata.json", directory.name):
             with monkeypatch.context() as patched:
                 asked = refusing(patched, errno.ESTALE, name, times=len(meshtrain.files.PAUSES_S))
-                assert checkpoints.latest() == 2 and asked
+                assert checkpoints.newest().step == 2 and asked
                 checkpoints.open(2)
         assert told == []
 
@@ -257,13 +257,13 @@ mine = sorted(json.loads(open(directory + "/2/checksums.json").read()))[index::2
 for code in (116, 2):
     failing[:] = [mine[0], code] if index == 1 else []
     try:
-        say("latest", checkpoints.latest())
+        say("latest", checkpoints.newest().step)
     except checkpoint.CheckpointError as error:
         say(getattr(error, "agreed", False), str(error).replace(directory, "")[:140])
 failing.clear()
-say("latest", checkpoints.latest())
+say("latest", checkpoints.newest().step)
 failing[:] = [mine[0], 2] if index == 0 else []
-say("latest", checkpoints.latest())
+say("latest", checkpoints.newest().step)
 say("left", sorted(os.listdir(directory)))
 """
     with copied(two) as directory:

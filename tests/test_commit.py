@@ -38,7 +38,7 @@ def written(tmp_path_factory):
 def test_what_64_processes_wrote_is_whole_and_every_file_has_its_checksum(written):
     directory, whole, _ = written
     checkpoints = checkpoint.Checkpoints(directory, read_only=True)
-    assert checkpoints.latest() == 7
+    assert checkpoints.newest().step == 7
     forms = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in whole.items()}
     state = checkpoints.restore(7, forms)
     for name, x in whole.items():

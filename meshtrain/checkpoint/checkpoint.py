@@ -172,22 +172,15 @@ class Checkpoints:
                     f"to {self.directory} and start again, it goes on from the last checkpoint that was saved"))
         return time.perf_counter() - start
 
-    def latest(self, *, only_params: bool = False) -> int | None:
-        """The newest checkpoint whose checksums match; None if there are no checkpoints. Waits for a save in progress.
-
-        Reads all of it, or its params, each process a part. Damaged ones are reported and set aside. Raises:
-        ConfigError if there are checkpoints but none is complete: a run would restart from step 1 over them.
-        CheckpointError if one cannot be read; it is left as is.
-        """
-        found = self.newest(only_params=only_params)
-        return found and found.step
-
     def newest(self, nearer: Callable[[int], Saved | None] = lambda after: None, *,
                only_params: bool = False) -> Saved | None:
-        """The newest checkpoint, opened, see `latest`; or a newer one that `nearer` returns.
+        """The newest checkpoint whose checksums match, opened, or a newer one that `nearer` returns; None if there are
+        no checkpoints. Waits for a save in progress.
 
-        nearer: step -> a checkpoint newer than it (0: any) from another store. Called before a checkpoint is read, and
-        again after a damaged one.
+        Reads all of it, or its params, each process a part. Damaged ones are reported and set aside. nearer: step -> a
+        checkpoint newer than it (0: any) from another store. Called before a checkpoint is read, and again after a
+        damaged one. Raises: ConfigError if there are checkpoints but none is complete: a run would restart from step 1
+        over them. CheckpointError if one cannot be read; it is left as is.
         """
         self.settle()
         steps, gone = self.steps(), set()
@@ -224,7 +217,7 @@ class Checkpoints:
         """Rename all checkpoints later than `step`, so that no run resumes from them; return their new names."""
         def set_aside():
             later = [one for one in sorted(self._steps()) if one > step]
-            return [files.attempted(lambda: self._set_aside(one, "aside"),
+            return [files.attempted(lambda: files.set_aside(self.directory / str(one), "aside"),
                                     f"{self.directory / str(one)} cannot be set aside",
                                     "give a directory that can be written", ConfigError) for one in later]
         return agree.on_first(set_aside)
@@ -461,13 +454,9 @@ class Checkpoints:
     def _put_away(self, step: int) -> str:
         """Set a damaged checkpoint aside; describe the result."""
         try:
-            return "" if self.read_only else f", kept as {self._set_aside(step, 'damaged')}"
+            return "" if self.read_only else f", kept as {files.set_aside(self.directory / str(step), 'damaged')}"
         except OSError as error:
             return f", cannot be set aside: {files.said(error)}"
-
-    def _set_aside(self, step: int, suffix: str) -> str:
-        """Rename a checkpoint so that no run resumes from it; return its new name."""
-        return files.set_aside(self.directory / str(step), suffix)
 
     def _check(self, step, stored, abstract_state, part):
         stored = {name: form for tree in stored.values() for name, form in _forms(tree).items()}

@@ -165,7 +165,7 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalTier | N
     """Last action before the first step: set aside checkpoints after `start`, report and record changes, and drop
     metrics of steps to be repeated. Raises: ConfigError or FileSystemError if run.dir cannot be written."""
     directory, told = Path(run.run.dir), []
-    if aside := _written(directory, lambda: exports.set_aside_after(directory, start.step)):
+    if aside := agree.on_first(lambda: exports.set_aside_after(directory, start.step)):
         told = [f"exports of later steps are kept as {', '.join(f'{exports.DIRECTORY}/{name}' for name in aside)}"]
     if start.back:
         kept_rows = _written(directory, lambda: rows.set_aside_after(directory / rows.NAME, start.step))

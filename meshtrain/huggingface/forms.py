@@ -31,15 +31,13 @@ class Form:
         return tuple(sizes[letter] for letter in self.ours)
 
     def to_ours(self, x, sizes: Mapping[str, int]):
-        letters = self._letters()
+        letters = sum(self.groups, ())
         return x.reshape([sizes[letter] for letter in letters]).transpose(
             [letters.index(letter) for letter in self.ours])
 
     def to_theirs(self, x, sizes: Mapping[str, int]):
-        return x.transpose([self.ours.index(letter) for letter in self._letters()]).reshape(self.their_shape(sizes))
-
-    def _letters(self) -> list[str]:
-        return [letter for group in self.groups for letter in group]
+        letters = sum(self.groups, ())
+        return x.transpose([self.ours.index(letter) for letter in letters]).reshape(self.their_shape(sizes))
 
 
 @functools.cache
@@ -49,7 +47,7 @@ def parse(text: str) -> Form:
     words = re.findall(r"\*?\([^()]*\)|\*?\w+|\S", left)
     groups = tuple(tuple(word.strip("*()").split()) for word in words)
     stars = [i for i, word in enumerate(words) if word.startswith("*")]
-    letters, ours = [letter for group in groups for letter in group], tuple(right.split())
+    letters, ours = sum(groups, ()), tuple(right.split())
     if not arrow or not letters or set(letters) - set(LETTERS) or len(set(letters)) != len(letters) or len(stars) > 1 \
             or sorted(letters) != sorted(ours):
         raise ValueError(f'"{text}" is no form; write e.g. "(N H) D -> D N H", each of {", ".join(LETTERS)} at most '
