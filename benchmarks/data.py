@@ -212,9 +212,7 @@ def main(argv) -> None:
             limit = copied / width
             for name, packed in packs.items():
                 for prefetch in PREFETCH:
-                    with contextlib.closing(dataclasses.replace(packed,
-                                                                shape=dataclasses.replace(packed.shape,
-                                                                                          prefetch=prefetch)).iterate(0)) as batches:
+                    with contextlib.closing(contracts.iterate(packed, 0, prefetch=prefetch)) as batches:
                         clock, cpu = tokens_per_s(lambda: next(batches), BATCH_TOKENS)
                     lines.append(f"| {name} | {seq_len:,} | {prefetch} | {clock / 1e6:.1f} M | {cpu / 1e6:.1f} M | "
                                  f"{limit / 1e6:.0f} M | {cpu / limit:.0%} |")

@@ -114,7 +114,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
     directory = Path(run.run.dir)
     with rundir.claimed(run) as claim, watchdog.kept_in(directory / watch.STACKS), jax.set_mesh(made.mesh), \
             Checkpoints(directory / contents.CHECKPOINTS, every=run.checkpoint.every, keep=run.checkpoint.keep,
-                        still_ours=claim.check) as checkpoints:
+                        check_claim=claim.check) as checkpoints:
         local = LocalTier(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
         with watch.phase("looking for a checkpoint", "restore"):
             start = resume.find(run, checkpoints, local, made.state_shapes)
@@ -357,7 +357,7 @@ def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked:
                                f'that it may; lower optimizer.learning_rate={run.optimizer.learning_rate}, look at the '
                                'data, or start again with training.loss_spike="skip"')
     with session.attempt.account.to("restore"), watch.phase("going back before a spike", "restore"):
-        new = resume.before(run, start, spiked, session.checkpoints, session.local, session.made.state_shapes)
+        new = resume.before_spike(run, start, spiked, session.checkpoints, session.local, session.made.state_shapes)
         say.out(f"{why}: back to step {new.step}, without the {spiked - new.step} batches up to the spike "
                 f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")
         new = dataclasses.replace(new, rollbacks=spikes.rollbacks + 1)
@@ -435,7 +435,7 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
         pretrained.tell(given[0])
         return State(state.step, pretrained.load(*given, run.model, made.model.places(), state.params), state.opt_state)
     if run.checkpoint.init_from:
-        return init_from.begun(run, made.model, made.layout, made.mesh, made.state_shapes, state)
+        return init_from.initial_state(run, made.model, made.layout, made.mesh, made.state_shapes, state)
     return state
 
 

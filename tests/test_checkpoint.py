@@ -413,10 +413,10 @@ def test_what_refuses_the_directory_is_a_moment_or_a_mistake(tmp_path, monkeypat
 def test_a_start_that_lost_its_directory_renames_and_removes_nothing(tmp_path):
     """Its host was cut off, its lock lapsed, and its successor saves the same step."""
     lost, told = [], []
-    def still_ours():
+    def check_claim():
         if lost:
             raise files.FileSystemError("run.dir was taken over by another start")
-    old = checkpoint.Checkpoints(tmp_path, keep=1, tell=told.append, still_ours=still_ours)
+    old = checkpoint.Checkpoints(tmp_path, keep=1, tell=told.append, check_claim=check_claim)
     old.save(1, {"w": jnp.ones(3)}, {})
     old.wait()
     lost.append(True)

@@ -141,8 +141,8 @@ def test_a_dense_run_with_biases_in_its_mlps_is_refused(runs):
 def test_parameters_of_another_run_that_this_one_lacks_are_named(runs, capsys):
     saved = Checkpoints(runs / "experts" / "checkpoints", read_only=True).open(2)
     params = saved.param_shapes()
-    adapters.tell_left_out(saved, params)
+    adapters.warn_left_out(saved, params)
     assert not capsys.readouterr().out
     del params["layers"]["moe"]["bias"]
-    adapters.tell_left_out(saved, params)
+    adapters.warn_left_out(saved, params)
     assert "parameters that this one lacks, and they are left out: layers/moe/bias" in capsys.readouterr().out

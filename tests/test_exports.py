@@ -132,7 +132,7 @@ def test_checkpoints_whose_exports_are_missing_stay_for_a_while_and_make_room_wh
     saved = checkpoint.Checkpoints(tmp_path, keep=2)
     for step in range(1, 8):
         (tmp_path / str(step)).mkdir()
-    saved.owes = lambda step: step in (1, 2, 3, 7)
+    saved.is_needed = lambda step: step in (1, 2, 3, 7)
     saved._retire(7)
     assert saved.steps() == [2, 3, 6, 7], "as many more as keep, the newest"
     saved._failed = 1

@@ -91,7 +91,8 @@ def test_seeds_epochs_and_sources_shuffle_documents_and_sequences_differently(si
         streams = [(stream, epoch) for packed in packs for stream in packed.train for epoch in (0, 1)]
         documents = [documents_of(stream, epoch) for stream, epoch in streams]
         assert len(set(documents)) == 12 and all(sorted(order) == list(range(40)) for order in documents)
-        dealt = [tuple(stream.deal((np.arange(40) + 40 * epoch) * 6) // 6 - 40 * epoch) for stream, epoch in streams]
+        dealt = [tuple(stream.stream_positions((np.arange(40) + 40 * epoch) * 6) // 6 - 40 * epoch)
+                 for stream, epoch in streams]
         assert len(set(dealt)) == 12 and all(sorted(places) == list(range(40)) for places in dealt)
 
 

@@ -10,6 +10,7 @@ from documents import BOS, FIRST_ID, assert_same, corpora, mixed, numbered, pack
 from hypothesis import given, settings, strategies as st
 
 from meshtrain import names
+from meshtrain.data.documents import contracts
 
 NO_LOSS = names.NO_TARGET
 EOS = 7
@@ -99,9 +100,9 @@ def test_regrouping_sequences_into_other_batches_keeps_their_order():
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_iteration_from_any_step_gives_the_batches_of_those_steps(prefetch):
-    packed = mixed([[100, 30, 55], [9] * 8], [2, 1], seq_len=5, global_batch=4, prefetch=prefetch)
+    packed = mixed([[100, 30, 55], [9] * 8], [2, 1], seq_len=5, global_batch=4)
     before = threading.active_count()
-    batches = packed.iterate(7, slice(1, 3))
+    batches = contracts.iterate(packed, 7, slice(1, 3), prefetch)
     for n in range(7, 40):
         assert_same(next(batches), packed.batch(n, slice(1, 3)))
     batches.close()

@@ -1,5 +1,6 @@
 """The waits that rows tell of, and profiles, in whole runs."""
 
+import functools
 import gzip
 import json
 import re
@@ -48,7 +49,7 @@ def trained(tiny, directory, *overrides) -> list[dict]:
 def slow_data(monkeypatch, seconds: float):
     """Batches that take `seconds` to read, none of them made ahead."""
     batch = packing.Packed.batch
-    monkeypatch.setattr(packing, "made_ahead", lambda batch, start, prefetch: contracts.made_ahead(batch, start, 0))
+    monkeypatch.setattr(contracts, "iterate", functools.partial(contracts.iterate, prefetch=0))
 
     def wait(self, *args, **kwargs):
         time.sleep(seconds)

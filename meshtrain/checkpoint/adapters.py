@@ -40,14 +40,16 @@ def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
     kernels, found = leaves_of(wanted), section(saved)
     if found:
         stored = leaves_of(saved.param_shapes())
-        for path in [path for path in kernels if _beside(path, "a") in stored]:
-            kernels |= {_beside(path, one): _placed(stored[_beside(path, one)], kernels[path], one) for one in "ab"}
+        for path in [path for path in kernels if _adapter_path(path, "a") in stored]:
+            for one in "ab":
+                adapter = _adapter_path(path, one)
+                kernels[adapter] = _abstract(stored[adapter], kernels[path], one)
     taken = saved.restore({"params": nested(kernels)}, part=True)
     return nested(_merged(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype)) if found else taken[
         "params"]
 
 
-def tell_left_out(saved: Saved, params: dict) -> None:
+def warn_left_out(saved: Saved, params: dict) -> None:
     """Warn of parameters of a checkpoint that `params`, initialized from it, lacks; adapters are merged."""
     paths = {path for path in leaves_of(saved.param_shapes()) if f"/{LORA}/" not in path}
     if left := sorted(paths - {path for path in leaves_of(params)}):
@@ -59,16 +61,17 @@ def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[
     scale = transformer.lora and transformer.lora.alpha / transformer.lora.rank
 
     def of(path: str) -> jax.Array:
-        own = {name: leaves[name] for name in (path, _beside(path, "a"), _beside(path, "b")) if name in leaves}
+        names = path, *(_adapter_path(path, one) for one in "ab")
+        own = {name: leaves[name] for name in names if name in leaves}
         return _merged(own, scale, jnp.float32)[path]
     return of
 
 
-def _beside(path: str, name: str) -> str:
+def _adapter_path(path: str, name: str) -> str:
     return f"{path.removesuffix(KERNEL)}{LORA}/{name}" if path.endswith(KERNEL) else ""
 
 
-def _placed(stored, kernel, name: str) -> jax.ShapeDtypeStruct:
+def _abstract(stored, kernel, name: str) -> jax.ShapeDtypeStruct:
     """Abstract A or B: rank unsharded, other dims sharded as the kernel's."""
     spec = (*kernel.sharding.spec, *[None] * len(kernel.shape))[:len(kernel.shape)]
     # first of B's dims after the rank; L and the inputs come before
@@ -81,9 +84,9 @@ def _merged(leaves: Mapping[str, jax.Array], scale: float | None, dtype) -> dict
     """The leaves with adapters merged into their kernels, one at a time."""
     out = {}
     for path, kernel in leaves.items():
-        if _beside(path, "a") in leaves:
+        if _adapter_path(path, "a") in leaves:
             kernel = _merge(kernel.sharding, dtype or kernel.dtype)(
-                kernel, *(leaves[_beside(path, one)] for one in "ab"), scale)
+                kernel, *(leaves[_adapter_path(path, one)] for one in "ab"), scale)
         if f"/{LORA}/" not in path:
             out[path] = kernel
     return out

@@ -99,14 +99,14 @@ class Checkpoints:
     every: steps between regular checkpoints; 0: none. keep: number of newest complete checkpoints kept on disk; 0:
     all. The last is deleted only when a newer one is complete. read_only: for another run's directory; changes nothing
     there. tell: reports each failed save at once (from a background thread) and each damaged checkpoint; None: stderr.
-    still_ours: raises FileSystemError if another start has claimed the directory; called before anything is written,
+    check_claim: raises FileSystemError if another start has claimed the directory; called before anything is written,
     renamed or removed.
 
     Raises: ConfigError if the directory cannot be made, FileSystemError if the file system fails.
     """
 
     def __init__(self, directory: str | pathlib.Path, *, every: int = 0, keep: int = 0, read_only: bool = False,
-                 tell: Callable[[str], None] | None = None, still_ours: Callable[[], None] = lambda: None):
+                 tell: Callable[[str], None] | None = None, check_claim: Callable[[], None] = lambda: None):
         # orbax logs 60 lines per save, a traceback for each array that a full disk refuses
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -115,8 +115,8 @@ class Checkpoints:
         self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
         self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or say.err
         # whether a step is still needed, see `_retire`
-        self.owes: Callable[[int], bool] = lambda step: False
-        self.still_ours, self._lost = still_ours, False
+        self.is_needed: Callable[[int], bool] = lambda step: False
+        self.check_claim, self._claimed = check_claim, False
         # Compression would save 8 % of the weights' size and take two to three times as long.
         self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._thread: threading.Thread | None = None
@@ -150,7 +150,7 @@ class Checkpoints:
         start = time.perf_counter()
         document = json.dumps({"format": FORMAT, **metadata})
         self._join()
-        failed, lost = agree.exchange([self._failed, self._lost])[0]
+        failed, lost = agree.exchange([self._failed, self._claimed])[0]
         if lost:
             self.wait()     # raises
         # A step set aside since (damaged, or the run went back) is saved again.
@@ -172,13 +172,13 @@ class Checkpoints:
                     f"to {self.directory} and start again, it goes on from the last checkpoint that was saved"))
         return time.perf_counter() - start
 
-    def newest(self, nearer: Callable[[int], Saved | None] = lambda after: None, *,
+    def newest(self, newer_in: Callable[[int], Saved | None] = lambda after: None, *,
                only_params: bool = False) -> Saved | None:
-        """The newest checkpoint whose checksums match, opened, or a newer one that `nearer` returns; None if there are
-        no checkpoints. Waits for a save in progress.
+        """The newest checkpoint whose checksums match, opened, or a newer one that `newer_in` returns; None if there
+        are no checkpoints. Waits for a save in progress.
 
-        Reads all of it, or its params, each process a part. Damaged ones are reported and set aside. nearer: step -> a
-        checkpoint newer than it (0: any) from another store. Called before a checkpoint is read, and again after a
+        Reads all of it, or its params, each process a part. Damaged ones are reported and set aside. newer_in: step ->
+        a checkpoint newer than it (0: any) from another store. Called before a checkpoint is read, and again after a
         damaged one. Raises: ConfigError if there are checkpoints but none is complete: a run would restart from step 1
         over them. CheckpointError if one cannot be read; it is left as is.
         """
@@ -187,7 +187,7 @@ class Checkpoints:
         while True:
             steps = [step for step in steps if step not in gone]
             newest = max(steps, default=0)
-            if (found := nearer(newest)) is not None:
+            if (found := newer_in(newest)) is not None:
                 return found
             if not steps:
                 break
@@ -199,8 +199,8 @@ class Checkpoints:
                 steps = now
                 continue
             if jax.process_index() == 0:
-                self.tell(f"checkpoint {self.directory / str(newest)} is damaged ({fault}){self._put_away(newest)}; "
-                          "trying the one before")
+                self.tell(f"checkpoint {self.directory / str(newest)} is damaged ({fault})"
+                          f"{self._set_damaged_aside(newest)}; trying the one before")
         damaged = {path.name for path in self.directory.glob("*.damaged*")} | {str(step) for step in self._steps()}
         if damaged := agree.exchange(", ".join(sorted(damaged)))[0]:
             raise agree.agreed(ConfigError(
@@ -310,7 +310,7 @@ class Checkpoints:
         index = jax.process_index()
         key, error = f"checkpoint {step} {self._saves}", None
         try:
-            self.still_ours()
+            self.check_claim()
             writing = asyncio.run(self._write(place, state))
             copied.set()
             for future in writing:
@@ -330,9 +330,9 @@ class Checkpoints:
             error = caught
         self._failure, self._failed = "", 0 if error is None else self._failed + 1
         if error is not None:
-            self._lost = self._is_lost()
+            self._claimed = self._is_claimed()
             self._failure = f"checkpoint of step {step} not saved in {self.directory}: {files.said(error)}"
-        if index == 0 and not self._lost:  # before reporting: the log may be on the same full disk
+        if index == 0 and not self._claimed:  # before reporting: the log may be on the same full disk
             self._retire(step)
         if error is not None:
             self.tell(self._failure)
@@ -350,15 +350,15 @@ class Checkpoints:
     def _commit(self, step, place, document, key):
         merge = lambda folder: self._arrays.finalize(epath.Path(folder))    # merges the processes' array indexes
         commit.commit(place, jax.process_count(), document, merge, lambda index: agree.word(f"{key} {index}"))
-        self.still_ours()
+        self.check_claim()
         if not (self.directory / str(step)).exists():
             place.rename(self.directory / str(step))
             files.sync(self.directory)
 
-    def _is_lost(self) -> bool:
+    def _is_claimed(self) -> bool:
         """Whether another start is known to have claimed the directory."""
         try:
-            self.still_ours()
+            self.check_claim()
         except files.FileSystemError:
             return True
         except OSError:
@@ -372,15 +372,15 @@ class Checkpoints:
         space.
         """
         try:
-            self.still_ours()
+            self.check_claim()
             old = sorted(self._steps())[: -self.keep] if self.keep else []
-            held = [] if self._failed else [one for one in old if self.owes(one)][-self.keep:]
+            held = [] if self._failed else [one for one in old if self.is_needed(one)][-self.keep:]
             for one in old:
                 if one not in held:
-                    self._doom(self.directory / str(one), one)
+                    self._rename_for_removal(self.directory / str(one), one)
             self._clean(step)
         except OSError as error:
-            self._tell_left(error)
+            self._report_leftovers(error)
 
     def _clean(self, up_to: int | None = None):
         """Remove partially written checkpoints (of no later step, which other processes may be writing) and partially
@@ -394,20 +394,20 @@ class Checkpoints:
         for path, name in found:
             if name and (up_to is None or int(name[1]) <= up_to):
                 try:
-                    path = self._doom(path, int(name[1])) if name[2] == "saving" else path
+                    path = self._rename_for_removal(path, int(name[1])) if name[2] == "saving" else path
                 except OSError:
                     shutil.rmtree(path, ignore_errors=True)
                     if path.exists():
                         raise
                     continue
                 if error := files.remove(path):
-                    self._tell_left(error)
+                    self._report_leftovers(error)
 
-    def _doom(self, path: pathlib.Path, step: int) -> pathlib.Path:
+    def _rename_for_removal(self, path: pathlib.Path, step: int) -> pathlib.Path:
         """Rename a directory for removal; return its new name."""
         return files.patiently(lambda: path.rename(self.directory / f".{step}.deleting-{secrets.token_hex(4)}"))
 
-    def _tell_left(self, error: OSError) -> None:
+    def _report_leftovers(self, error: OSError) -> None:
         self.tell(f"what is left of old checkpoints in {self.directory} cannot be removed: {files.said(error)}")
 
     def fault(self, step: int, *, only_params: bool = False) -> str:
@@ -417,10 +417,10 @@ class Checkpoints:
         cannot be read, or is missing only for processes other than 0.
         """
         place = self.directory / str(step)
-        found = agree.exchange(self._look(place, only_params))
+        found = agree.exchange(self._check_share(place, only_params))
         # Process 0 decides on files that others miss.
         missing = {name: index for index, one in reversed(list(enumerate(found))) if (name := one.get("missing"))}
-        there = agree.exchange(_there(place, missing) if jax.process_index() == 0 else [])[0]
+        there = agree.exchange(_visible(place, missing) if jax.process_index() == 0 else [])[0]
         faults = {index: f"{one['file']}: {one['refused']}" for index, one in enumerate(found) if "refused" in one}
         faults |= {missing[name]: f"{name}: process 0 sees it, this host does not" for name in there}
         if faults:
@@ -432,7 +432,7 @@ class Checkpoints:
         gone = [f"{name} is missing" for name in missing]
         return next((one["damaged"] for one in found if "damaged" in one), gone[0] if gone else "")
 
-    def _look(self, place: pathlib.Path, only_params: bool) -> dict:
+    def _check_share(self, place: pathlib.Path, only_params: bool) -> dict:
         """Faults in this process's share of the files: damaged, missing, refused (file system errors)."""
         first, here = jax.process_index() == 0, {"host": socket.gethostname()}
         try:
@@ -451,7 +451,7 @@ class Checkpoints:
         except (ValueError, TypeError) as error:
             return here | {"damaged": f"{CHECKSUMS}: {error}"}
 
-    def _put_away(self, step: int) -> str:
+    def _set_damaged_aside(self, step: int) -> str:
         """Set a damaged checkpoint aside; describe the result."""
         try:
             return "" if self.read_only else f", kept as {files.set_aside(self.directory / str(step), 'damaged')}"
@@ -498,7 +498,7 @@ def _reading(place: pathlib.Path):
         raise CheckpointError(f"{place} cannot be read, and nothing was changed: {files.said(error)}") from error
 
 
-def _there(place: pathlib.Path, names) -> list[str]:
+def _visible(place: pathlib.Path, names) -> list[str]:
     """The files that this process sees, or cannot check."""
     def there(name):
         try:

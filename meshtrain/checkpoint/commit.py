@@ -34,13 +34,13 @@ def hand_over(place: Path, index: int) -> None:
 
 
 def commit(place: Path, count: int, document: str, merge: Callable[[Path], None],
-           word: Callable[[int], str] = lambda index: "") -> None:
+           reason: Callable[[int], str] = lambda index: "") -> None:
     """In process 0, when all `count` processes have finished: put the whole checkpoint on disk, with checksums.
 
     document: its metadata, as JSON. merge: merges the processes' array indexes of a folder. word: why a process
     failed. Raises: NotHandedOver.
     """
-    checksums = _handed_over(place, count, word)
+    checksums = _handed_over(place, count, reason)
     files.write(place / METADATA, document)
     for name in FOLDERS:
         if (place / name).exists():
@@ -61,14 +61,14 @@ def commit(place: Path, count: int, document: str, merge: Callable[[Path], None]
         files.sync(directory)
 
 
-def _handed_over(place: Path, count: int, word: Callable[[int], str]) -> dict[str, list]:
+def _handed_over(place: Path, count: int, reason: Callable[[int], str]) -> dict[str, list]:
     """Name -> [bytes, checksum] of all processes' files. Raises: NotHandedOver."""
     records = place / RECORDS
     try:
-        there = set(files.patiently(lambda: os.listdir(records)))
+        present = set(files.patiently(lambda: os.listdir(records)))
     except FileNotFoundError:
-        there = set()
-    words = {index: text for index in range(count) if str(index) not in there and (text := word(index))}
+        present = set()
+    reasons = {index: text for index in range(count) if str(index) not in present and (text := reason(index))}
 
     def read(index):
         try:
@@ -77,11 +77,13 @@ def _handed_over(place: Path, count: int, word: Callable[[int], str]) -> dict[st
             return None
 
     with concurrent.futures.ThreadPoolExecutor(READERS) as threads:
-        sums = dict(zip(range(count), threads.map(lambda index: None if index in words else read(index), range(count))))
+        found = threads.map(lambda index: None if index in reasons else read(index), range(count))
+        sums = dict(enumerate(found))
     if missing := [index for index, one in sums.items() if one is None]:
-        told = [f"process {index}: {words.get(index, 'did not write its part (its output says why)')}"
-                for index in missing[:8]]
-        raise NotHandedOver("; ".join(told) + (f"; and {len(missing) - 8} more processes" if len(missing) > 8 else ""))
+        causes = [f"process {index}: {reasons.get(index, 'did not write its part (its output says why)')}"
+                  for index in missing[:8]]
+        more = f"; and {len(missing) - 8} more processes" if len(missing) > 8 else ""
+        raise NotHandedOver("; ".join(causes) + more)
     return {name: entry for one in sums.values() for name, entry in one.items()}
 
 

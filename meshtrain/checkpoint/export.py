@@ -52,7 +52,7 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
         theirs = theirs or {"bos_token_id": bos, "eos_token_id": end_of(data, bos, model.vocab_size)}
         rows = folder.rows(family, model, transformer.names(), prefixes)
     parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes, whole=not prefixes)
-    with whole(directory) as place:
+    with new_folder(directory) as place:
         written = Files(place, parts, safetensors.NAMES[dtype])
         for _, alike in itertools.groupby(rows, lambda row: row.kind):
             row, *more = alike      # one row per expert
@@ -69,7 +69,7 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
 
 
 @contextlib.contextmanager
-def whole(directory: Path) -> Iterator[Path]:
+def new_folder(directory: Path) -> Iterator[Path]:
     """Yield a temporary directory, renamed to `directory` at the end of the block, or removed on failure.
 
     All processes enter it together. Process 0 holds a lock, so that a second writer is refused. Raises: ConfigError if
@@ -77,7 +77,7 @@ def whole(directory: Path) -> Iterator[Path]:
     """
     place = directory.with_name(f".{directory.name}.saving")
     with contextlib.ExitStack() as held:
-        on_first(directory, lambda: held.enter_context(_begun(directory, place)))
+        on_first(directory, lambda: held.enter_context(_locked_place(directory, place)))
         try:
             yield place
             on_first(directory, lambda: _name(place, directory))
@@ -223,7 +223,7 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
 
 
 @contextlib.contextmanager
-def _begun(directory: Path, place: Path) -> Iterator[None]:
+def _locked_place(directory: Path, place: Path) -> Iterator[None]:
     """In process 0: check that `directory` is free, make `place` empty, and lock both until the block ends."""
     if files.status(directory) and not (files.is_dir(directory) and not any(directory.iterdir())):
         raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")

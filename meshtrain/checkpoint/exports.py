@@ -35,7 +35,7 @@ class Exports:
         self.wanted, self.directory = leaves_of(wanted), Path(run.run.dir)
         self.failed: dict[int, str] = {}     # step -> reason, of exports not made yet
         agree.on_first(self._clean)
-        checkpoints.owes = lambda step: run.checkpoint.export == "every" and not self._seen(step)
+        checkpoints.is_needed = lambda step: run.checkpoint.export == "every" and not self._exists(step)
         if run.checkpoint.export != "off":
             with user_errors("checkpoint.export: "):
                 agree.on_first(self._check)
@@ -49,7 +49,7 @@ class Exports:
     def make(self, step: int, params: dict, bos: int) -> dict:
         """Export the parameters of a step, then missing earlier ones; return no metrics. params: of the run's state,
         adapters included. bos: the token before a document."""
-        if not self._is_there(step):
+        if not self._is_exported(step):
             self._try(step, lambda: self._write(step, leaves_of(params), self.run.data.model_dump(), bos))
         self._make_saved({one for one in (*self.failed, *self._due()) if one < step})
         return {}
@@ -70,7 +70,7 @@ class Exports:
         """Export steps from their checkpoints, as far as these exist."""
         saved = self.checkpoints.steps() if steps else []
         for step in sorted(steps):
-            if self._is_there(step):
+            if self._is_exported(step):
                 self.failed.pop(step, None)
             elif step in saved:
                 self._try(step, lambda: self._write_saved(step))
@@ -108,10 +108,10 @@ class Exports:
     def _place(self, step: int) -> Path:
         return self.directory / DIRECTORY / str(step)
 
-    def _is_there(self, step: int) -> bool:
-        return agree.on_first(lambda: self._seen(step))
+    def _is_exported(self, step: int) -> bool:
+        return agree.on_first(lambda: self._exists(step))
 
-    def _seen(self, step: int) -> bool:
+    def _exists(self, step: int) -> bool:
         """Whether the export exists; no if the file system fails, which the following write then reports."""
         try:
             return files.status(self._place(step)) is not None

@@ -25,7 +25,7 @@ from meshtrain.training.state import State
 DENSE = dict(num_experts=0, shared_expert_dim=0, first_dense_layers=0)
 
 
-def begun(run: Run, model: transformer.Transformer, layout, mesh, shapes: State, fresh: State) -> State:
+def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes: State, fresh: State) -> State:
     """The initial state of a run with another run's weights. shapes: of the state, with shardings. fresh: the
     initialized state.
 
@@ -35,29 +35,29 @@ def begun(run: Run, model: transformer.Transformer, layout, mesh, shapes: State,
     source = resume.source(Path(where), run.checkpoint.step, f"checkpoint.init_from={where}",
                            only_params=not asks_state)
     with config.user_errors("checkpoint.init_from: "):
-        had, grows = adapters.section(source), bool(run.model.num_experts) and not source.run["model"].get(
+        source_lora, upcycles = adapters.section(source), bool(run.model.num_experts) and not source.run["model"].get(
             "num_experts")
-        if grows and not run.lora.rank:
+        if upcycles and not run.lora.rank:
             if asks_state:
                 raise ValueError(f"{where} has no experts, whose state checkpoint.init_optimizer=true asks for; leave "
                                  f"it out")
-            grown = upcycled(run, layout, mesh, source, fresh.params)
+            upcycled_params = upcycled(run, layout, mesh, source, fresh.params)
             say.out(f"weights from step {source.step} of {where}, every expert as the MLP there")
-            return State(fresh.step, grown, fresh.opt_state)
-        if (had or run.lora.rank) and config.Lora(**had) != run.lora:
+            return State(fresh.step, upcycled_params, fresh.opt_state)
+        if (source_lora or run.lora.rank) and config.Lora(**source_lora) != run.lora:
             if asks_state:
-                raise ValueError(f"{where} trained other parameters ({adapters.described(had)}) than this run "
+                raise ValueError(f"{where} trained other parameters ({adapters.described(source_lora)}) than this run "
                                  f"({adapters.described(run.lora.model_dump())}), and checkpoint.init_optimizer=true "
                                  f"asks for their state; leave it out")
             trained, _ = model.divided(fresh.params) if run.lora.rank else ({}, {})
             _, wanted = model.divided(shapes.params) if run.lora.rank else ({}, shapes.params)
-            taken = {"params": params.joined(trained, adapters.restore(source, wanted))}
+            restored = {"params": params.joined(trained, adapters.restore(source, wanted))}
         else:
-            taken = source.restore({"params": shapes.params} | ({"opt_state": shapes.opt_state} if asks_state else {}),
-                                   part=True)
+            wanted = {"params": shapes.params} | ({"opt_state": shapes.opt_state} if asks_state else {})
+            restored = source.restore(wanted, part=True)
         say.out(f"weights{' and optimizer' * asks_state} from step {source.step} of {where}")
-        adapters.tell_left_out(source, shapes.params)
-        return State(fresh.step, taken["params"], taken.get("opt_state", fresh.opt_state))
+        adapters.warn_left_out(source, shapes.params)
+        return State(fresh.step, restored["params"], restored.get("opt_state", fresh.opt_state))
 
 
 def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
@@ -66,12 +66,12 @@ def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
 
     Raises: ValueError if the dense MLPs do not match the experts; as `Checkpoints.restore`.
     """
-    cfg, had = run.model, source.run["model"]
-    width, activation = had["mlp_dim"], had.get("activation", cfg.activation)
+    cfg, source_model = run.model, source.run["model"]
+    width, activation = source_model["mlp_dim"], source_model.get("activation", cfg.activation)
     if activation != cfg.activation:
         raise ValueError(f'model.activation="{cfg.activation}": the dense run has MLPs of "{activation}", as which '
                          f'experts start; use it, too')
-    if had.get("mlp_bias"):
+    if source_model.get("mlp_bias"):
         raise ValueError("the MLPs of the dense run have biases (model.mlp_bias=true), and experts have none; begin "
                          "from a run without")
     wrong = [f"model.{key}={have}" for key, have in (("expert_mlp_dim", cfg.expert_mlp_dim), ("mlp_dim", cfg.mlp_dim))
@@ -84,21 +84,21 @@ def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
                          f"it out")
     dense = transformer.build(cfg.model_copy(update=DENSE | {"mlp_dim": width}))
     wanted = state.stored(dense, layout, mesh)
-    taken = leaves_of(adapters.restore(source, wanted))
-    adapters.tell_left_out(source, wanted)
+    restored = leaves_of(adapters.restore(source, wanted))
+    adapters.warn_left_out(source, wanted)
     first = cfg.first_dense_layers
 
-    def expanded(taken, fresh):
+    def expanded(restored, fresh):
         made = {}
         for path, leaf in leaves_of(fresh).items():
             stack, is_dense = (f"{LAYERS}/layers", f"{LAYERS}/dense_layers/") if first else (LAYERS, "\0")
             name = path.replace(is_dense, f"{LAYERS}/").replace(f"{stack}/", f"{LAYERS}/", 1)
-            layers = slice(None) if name not in taken or not first or LAYERS not in path else \
+            layers = slice(None) if name not in restored or not first or LAYERS not in path else \
                 slice(first) if is_dense in path else slice(first, None)
             expert = name.replace("/moe/", "/mlp/") + "/kernel"
-            if "/moe/" in name and expert in taken and "/shared/" not in name:
-                made[path] = jnp.broadcast_to(taken[expert][first:, None], leaf.shape).astype(leaf.dtype)
+            if "/moe/" in name and expert in restored and "/shared/" not in name:
+                made[path] = jnp.broadcast_to(restored[expert][first:, None], leaf.shape).astype(leaf.dtype)
             else:
-                made[path] = taken[name][layers] if name in taken else leaf
+                made[path] = restored[name][layers] if name in restored else leaf
         return nested(made)
-    return jax.jit(expanded, out_shardings=jax.tree.map(lambda a: a.sharding, fresh))(taken, fresh)
+    return jax.jit(expanded, out_shardings=jax.tree.map(lambda a: a.sharding, fresh))(restored, fresh)

@@ -60,7 +60,7 @@ class LocalTier:
         self._lineage = agree.on_first(self._read_lineage)
         self._start = ""
         self._thread: threading.Thread | None = None
-        self._failure, self._told = "", ""
+        self._failure, self._reported = "", ""
         # last step whose save began; last step complete in every process
         self._started, self._whole = 0, 0
         agree.everywhere(self._check_writable)
@@ -102,7 +102,7 @@ class LocalTier:
                 asked = _region(index, leaf.shape)
                 whole = np.empty([hi - lo for lo, hi in asked], leaf.dtype)
                 for held, (part, offset) in mine.items():
-                    if (common := _common(held, asked)) is not None:
+                    if (common := _intersection(held, asked)) is not None:
                         shape = [hi - lo for lo, hi in held]
                         size = int(np.prod(shape, dtype=np.int64)) * whole.dtype.itemsize
                         piece = maps[part.place][offset:offset + size].view(whole.dtype).reshape(shape)
@@ -177,10 +177,10 @@ class LocalTier:
             self._whole = self._started
             self._remove(lambda step: step < self._whole)
             return
-        if (told := "; ".join(bad[:4])) != self._told and jax.process_index() == 0:
-            self.tell(f"step {self._started} is not kept in checkpoint.local_dir ({told}); training goes on, with what "
-                      f"was kept before")
-        self._told, self._failure = told, ""
+        if (message := "; ".join(bad[:4])) != self._reported and jax.process_index() == 0:
+            self.tell(f"step {self._started} is not kept in checkpoint.local_dir ({message}); training goes on, with "
+                      f"what was kept before")
+        self._reported, self._failure = message, ""
         _delete(self._own() / str(self._started))
 
     def _write(self, step, document, copies) -> None:
@@ -253,9 +253,9 @@ class LocalTier:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 digest, text = files.patiently(lambda: (place / INDEX).read_text(encoding="utf-8")).split("\n")
                 document, step = json.loads(text), int(place.name)
-                counts = document["start"] == self._lineage["start"] or [document["start"], step] == self._lineage[
+                is_valid = document["start"] == self._lineage["start"] or [document["start"], step] == self._lineage[
                     "from"]
-                if counts and digest == xxhash.xxh3_128_hexdigest(text.encode()):
+                if is_valid and digest == xxhash.xxh3_128_hexdigest(text.encode()):
                     pieces = {(name, tuple(map(tuple, region))): offset for name, region, offset in document["pieces"]}
                     found.setdefault(step, []).append(
                         _Part(place, document["metadata"], document["arrays"], pieces, document["sum"]))
@@ -271,7 +271,7 @@ class LocalTier:
             for wanted in {_region(index, leaf.shape)
                            for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}:
                 # Pieces of one step are equal or disjoint, so the volumes of intersections add up.
-                if sum(_volume(_common(region, wanted)) for region in regions) != _volume(wanted):
+                if sum(_volume(_intersection(region, wanted)) for region in regions) != _volume(wanted):
                     return f"not all of {name} that it needs is on its host"
         try:
             for part in parts:
@@ -300,7 +300,7 @@ def _region(index, shape) -> Region:
     return tuple((range(size)[part].start, range(size)[part].stop) for part, size in zip(index, shape, strict=True))
 
 
-def _common(a: Region, b: Region) -> Region | None:
+def _intersection(a: Region, b: Region) -> Region | None:
     """The intersection; None if empty. Scalars have the empty region, of volume 1."""
     both = tuple((max(lo, start), min(hi, stop)) for (lo, hi), (start, stop) in zip(a, b, strict=True))
     return None if any(lo >= hi for lo, hi in both) else both

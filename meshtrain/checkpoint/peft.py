@@ -50,7 +50,7 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
                for one, shape in zip("AB", _shapes(row, ranks[row.name], sizes))}
     names = {row.name: _short(module(row), [module(other) for other in rows]) for row in rows}
     config = _config(of, base, {names[name]: rank for name, rank in ranks.items()}, conv1d=family.model_type == "gpt2")
-    with export.whole(directory) as place:
+    with export.new_folder(directory) as place:
         written = export.Files(place, {WEIGHTS: tensors}, safetensors.NAMES[dtype])
         for row in rows:
             for stack in dict.fromkeys(name for name, _ in places):

@@ -103,24 +103,24 @@ def find(run: Run, checkpoints: Checkpoints, local: LocalTier | None = None, wan
     so the command can be repeated. If a setting in RETRIED changes, the run goes back again. Raises: ConfigError if
     checkpoint.step is missing, or a fixed setting has changed.
     """
-    asked, saved, newest = run.checkpoint.step, None, None
+    requested, saved, newest = run.checkpoint.step, None, None
     try:
         saved = checkpoints.newest(lambda after: local and local.newest(after, wanted))
         newest = saved and saved.step
     except (CheckpointError, PeerError):
-        if not asked:
+        if not requested:
             raise
-    if saved is None and (not asked or run.checkpoint.init_from):
+    if saved is None and (not requested or run.checkpoint.init_from):
         return Start(skip_batches=run.data.skip_batches)
-    again = any(fnmatch.fnmatchcase(key, pattern) for key, *_ in (_changes(run, saved.run) if saved else ())
-                for pattern in RETRIED)
-    if asked and (again or not _done(run, saved)):
-        saved = _checked(checkpoints, asked)
-    return Start(saved, _changes(run, saved.run), 0 if _done(run, saved) else run.data.skip_batches,
+    goes_back_again = any(fnmatch.fnmatchcase(key, pattern) for key, *_ in (_changes(run, saved.run) if saved else ())
+                          for pattern in RETRIED)
+    if requested and (goes_back_again or not _took_effect(run, saved)):
+        saved = _verified(checkpoints, requested)
+    return Start(saved, _changes(run, saved.run), 0 if _took_effect(run, saved) else run.data.skip_batches,
                  back=saved.step != newest)
 
 
-def before(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local: LocalTier, wanted) -> Start:
+def before_spike(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local: LocalTier, wanted) -> Start:
     """Where a run that began at `start` goes back to after a loss spike at step `spiked`: its newest checkpoint,
     before the spike, skipping the batches up to it. Batches that `start` skips after the same checkpoint stay skipped.
     """
@@ -150,9 +150,10 @@ def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
     data = pack(start.saved and start.saved.metadata["data"]["position"])
     if not start.skip_batches:
         return data
-    ahead = data.position(start.step + start.skip_batches)
-    tokens = [source["tokens"] for source in ahead["sources"]]
-    return pack(ahead | {"batches": start.step, "phase": ahead["phase"] | {"batches": start.step, "tokens": tokens}})
+    skipped = data.position(start.step + start.skip_batches)
+    tokens = [source["tokens"] for source in skipped["sources"]]
+    phase = skipped["phase"] | {"batches": start.step, "tokens": tokens}
+    return pack(skipped | {"batches": start.step, "phase": phase})
 
 
 def data_metadata(corpus: Corpus, data: Batches, step: int) -> dict:
@@ -164,22 +165,22 @@ def data_metadata(corpus: Corpus, data: Batches, step: int) -> dict:
 def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalTier | None, rules_text: str) -> None:
     """Last action before the first step: set aside checkpoints after `start`, report and record changes, and drop
     metrics of steps to be repeated. Raises: ConfigError or FileSystemError if run.dir cannot be written."""
-    directory, told = Path(run.run.dir), []
-    if aside := agree.on_first(lambda: exports.set_aside_after(directory, start.step)):
-        told = [f"exports of later steps are kept as {', '.join(f'{exports.DIRECTORY}/{name}' for name in aside)}"]
+    directory, messages = Path(run.run.dir), []
+    if aside := _written(directory, lambda: exports.set_aside_after(directory, start.step)):
+        messages = [f"exports of later steps are kept as {', '.join(f'{exports.DIRECTORY}/{name}' for name in aside)}"]
     if start.back:
         kept_rows = _written(directory, lambda: rows.set_aside_after(directory / rows.NAME, start.step))
         later = checkpoints.set_aside_after(start.step)
         kept = [f"later checkpoints are kept as {', '.join(later)}"] * bool(later)
         kept += [f"later rows in {kept_rows}"] * bool(kept_rows)
-        told += [f"back to step {start.step}: {', '.join(kept) or 'nothing lies behind it'}"]
+        messages += [f"back to step {start.step}: {', '.join(kept) or 'nothing lies behind it'}"]
     changes = list(start.changes)
     if start.skip_batches:
         changes.append(("data.skip_batches", 0, start.skip_batches))
-    told += [f"from step {start.step + 1} on: {key}={json.dumps(new)} (was {json.dumps(old)})"
-             for key, old, new in changes]
+    messages += [f"from step {start.step + 1} on: {key}={json.dumps(new)} (was {json.dumps(old)})"
+                 for key, old, new in changes]
     if jax.process_index() == 0:
-        for line in told:
+        for line in messages:
             say.out(line)
     if start.back:
         changes.append(("checkpoint.step", None, start.step))
@@ -205,14 +206,14 @@ def source(directory: Path, step: int, name: str, option: str = "checkpoint.step
     with user_errors():
         checkpoints = Checkpoints(saved, read_only=True) if files.is_dir(saved) else None
     if checkpoints and step:
-        return _checked(checkpoints, step, option, only_params=only_params)
+        return _verified(checkpoints, step, option, only_params=only_params)
     newest = checkpoints.newest(only_params=only_params) if checkpoints else None
     if newest is None:
         raise ConfigError(f"{name} holds no whole checkpoint; name the run.dir of a run that has saved one")
     return newest
 
 
-def _done(run: Run, saved: Saved | None) -> bool:
+def _took_effect(run: Run, saved: Saved | None) -> bool:
     """Whether a checkpoint after this start's checkpoint.step and data.skip_batches exists. Step 0 requests nothing."""
     if saved is None:
         return False
@@ -220,8 +221,8 @@ def _done(run: Run, saved: Saved | None) -> bool:
     return skip == run.data.skip_batches and run.checkpoint.step in (0, step)
 
 
-def _checked(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *,
-             only_params: bool = False) -> Saved:
+def _verified(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *,
+              only_params: bool = False) -> Saved:
     """The requested checkpoint. Raises: ConfigError if it is missing or damaged."""
     steps = checkpoints.steps()
     if step not in steps:

@@ -90,13 +90,13 @@ def _run_problems(run: Run):
         if "://" in value:
             yield (f"{key}={toml(value)} is an address, and only directories can be used; mount it, or copy it to a "
                    "file system that all hosts have")
-    near, every = run.checkpoint.local_dir, run.checkpoint.local_every
-    if bool(near) != bool(every):
-        yield (f'checkpoint.local_every={every} and checkpoint.local_dir={toml(near)} are one thing, how often and '
-               'where; give both, e.g. 20 and "/dev/shm/meshtrain", or neither')
-    elif near and Path(near).resolve().is_relative_to(Path(run.run.dir).resolve()):
-        yield (f"checkpoint.local_dir={toml(near)} is in run.dir={toml(run.run.dir)}, which all hosts share; give a "
-               f"directory of each host's own, e.g. /dev/shm/meshtrain")
+    local_dir, every = run.checkpoint.local_dir, run.checkpoint.local_every
+    if bool(local_dir) != bool(every):
+        yield (f'checkpoint.local_every={every} and checkpoint.local_dir={toml(local_dir)} are one thing, how often '
+               'and where; give both, e.g. 20 and "/dev/shm/meshtrain", or neither')
+    elif local_dir and Path(local_dir).resolve().is_relative_to(Path(run.run.dir).resolve()):
+        yield (f"checkpoint.local_dir={toml(local_dir)} is in run.dir={toml(run.run.dir)}, which all hosts share; give "
+               f"a directory of each host's own, e.g. /dev/shm/meshtrain")
     if run.checkpoint.init_optimizer and not source:
         yield ("checkpoint.init_optimizer=true takes the optimizer's state of another run, and checkpoint.init_from "
                "names none; name its run.dir, or leave init_optimizer out")
@@ -243,25 +243,25 @@ def _reads_bytes(run: Run) -> bool:
 
 def notes(run: Run) -> list[str]:
     """Warnings about valid settings that are rarely intended, logged once before the run starts."""
-    told = unused.told(run)
+    found = unused.messages(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "data", "training", "optimizer")):
-        told.append("the run file gives no key of [model], [data], [training] and [optimizer]: what is trained are the "
-                    "defaults")
+        found.append("the run file gives no key of [model], [data], [training] and [optimizer]: what is trained are "
+                     "the defaults")
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
-        told.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
-                    "give data.tokenizer the path of the model's tokenizer.json")
+        found.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
+                     "give data.tokenizer the path of the model's tokenizer.json")
     if run.data.packing == "stream" and "chat" in {one.source for one in run.data.mixture or [run.data]}:
-        told.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without '
-                    'their question; data.packing="whole" keeps them together')
+        found.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without '
+                     'their question; data.packing="whole" keeps them together')
     if run.lora.rank and not run.checkpoint.init_from:
-        told.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes weights that nobody has trained")
+        found.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes weights that nobody has trained")
     if run.lora.rank and run.experts.bias_rate:
-        told.append(f"experts.bias_rate={run.experts.bias_rate} moves no bias: lora.rank={run.lora.rank} freezes the "
-                    f"routers, too")
+        found.append(f"experts.bias_rate={run.experts.bias_rate} moves no bias: lora.rank={run.lora.rank} freezes "
+                     f"the routers, too")
     if run.lora.rank and run.model.param_dtype == "float32" != run.model.compute_dtype:
-        told.append('model.param_dtype="float32" stores the frozen weights in 4 bytes each; "bfloat16" takes 2, and '
-                    'keeps every bit of a bfloat16 folder')
-    return told
+        found.append('model.param_dtype="float32" stores the frozen weights in 4 bytes each; "bfloat16" takes 2, and '
+                     'keeps every bit of a bfloat16 folder')
+    return found
 
 
 def _data_problems(run: Run):

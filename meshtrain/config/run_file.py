@@ -40,13 +40,13 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
     path, overrides, faults = _arguments(argv)
     tables, unreadable = _read(found(path) if path else QUICKSTART)
     _override(tables, overrides, path is None)
-    run, wrong, told = _build(tables)
+    run, wrong, reported = _build(tables)
     if {"--help", "-h"} & set(argv):
         with contextlib.suppress(OSError):      # `--help | head`
             print(help_text(run, usage), flush=True)
         raise SystemExit(0)
     # Where a file is unreadable or a key faulty, defaults stand in; contradictions with those are not reported.
-    contradictions = [] if unreadable else [message for message in problems(run) if not told.search(message)]
+    contradictions = [] if unreadable else [message for message in problems(run) if not reported.search(message)]
     if faults + unreadable + wrong + contradictions:
         raise ConfigError(*faults, *unreadable, *wrong, *contradictions)
     return run
@@ -70,9 +70,10 @@ def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[
                for name in sorted(given) if name in known and not name.startswith(tuple(allowed))]
     tables = {section: dict(table) for section, table in tables.items()}
     _override(tables, overrides, False)
-    run, wrong, told = _build(tables)
+    run, wrong, reported = _build(tables)
     checked = tuple(name for name in allowed if name.endswith("."))
-    contradictions = [message for message in problems(run) if message.startswith(checked) and not told.search(message)]
+    contradictions = [message for message in problems(run)
+                      if message.startswith(checked) and not reported.search(message)]
     if faults + wrong + contradictions:
         raise ConfigError(*faults, *wrong, *contradictions)
     return run, given

@@ -44,7 +44,7 @@ EFFECTS = (
 )
 
 
-def told(run: Run) -> list[str]:
+def messages(run: Run) -> list[str]:
     """One message for each key that is not at its default and has no effect."""
     by_folder = folder.is_one(run.checkpoint.init_from)
     found = []

@@ -302,13 +302,13 @@ def _check_ids(pairs: Sequence[token_files.IndexedTokens | None], vocab_size: in
 def _check_not_empty(where: str, paths: Sequence[str], files: token_files.TokenFiles,
                      tell: Callable[[str], None]) -> None:
     if not any(pair.num_tokens for pair in files.pairs):
-        raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_some(paths)}); name files with text")
+        raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_few(paths)}); name files with text")
     empty = [pair.path for pair in files.pairs if not pair.num_documents]
     if empty:
-        tell(f"{where}.paths: {len(empty)} of {len(files.pairs)} files hold no document ({_some(empty)})")
+        tell(f"{where}.paths: {len(empty)} of {len(files.pairs)} files hold no document ({_few(empty)})")
 
 
-def _some(paths: Sequence[str]) -> str:
+def _few(paths: Sequence[str]) -> str:
     return ", ".join(paths[:3]) + (", …" if len(paths) > 3 else "")
 
 
@@ -337,7 +337,7 @@ def open_files(paths: Sequence[str], where: str = "data") -> ByteFiles:
     """Get lengths by stat alone: no file is read before a batch needs it."""
     lengths = file_sizes(paths, where)
     if not lengths.any():
-        raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_some(paths)}); name files with text")
+        raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_few(paths)}); name files with text")
     return ByteFiles(tuple(paths), lengths)
 
 

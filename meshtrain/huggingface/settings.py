@@ -187,8 +187,8 @@ def family_for(model) -> Family:
                 getattr(model, key) == value for key, value in family.fixed.items()):
             return family
     asked = dict.fromkeys([*FAMILIES["llama"].fixed, *(FAMILIES["mixtral"].fixed if model.num_experts else ())])
-    told = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in asked)
-    raise ValueError(f"no family of Hugging Face's computes this model ({told}); known are {_KNOWN}")
+    given = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in asked)
+    raise ValueError(f"no family of Hugging Face's computes this model ({given}); known are {_KNOWN}")
 
 
 def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from meshtrain.cluster import watch
+from meshtrain.data.documents import contracts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
@@ -29,7 +30,7 @@ def balanced(program: Program, step: Callable, state: State, data: Batches, pass
     placed = program.step.state.sharding.step
     before_first = lambda: jax.make_array_from_callback((), placed, lambda index: np.int32(-1))
     del state
-    with contextlib.closing(data.iterate(0, rows=program.rows)) as batches:
+    with contextlib.closing(contracts.iterate(data, 0, rows=program.rows)) as batches:
         for _ in range(passes):
             state, _ = step(State(before_first(), params, opt_state), program.place(next(batches)),
                             *program.limit(math.inf))

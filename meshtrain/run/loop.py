@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from meshtrain.cluster import agree, watch
+from meshtrain.data.documents import contracts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.run.record import Record
 from meshtrain.run.stops import Listener
@@ -60,7 +61,7 @@ def train(program: Program, step: Callable, state: State, data: Batches, last: i
     TooManySkippedSteps, LossSpike.
     """
     done = int(state.step)
-    batches = data.iterate(done, rows=program.rows)
+    batches = contracts.iterate(data, done, rows=program.rows)
     with contextlib.closing(batches), concurrent.futures.ThreadPoolExecutor(1) as clock:
         ended = clock.submit(_time_when_ready, ())      # when the device ended the step before
         paused = True       # before this step: its host comes as late as what was done meanwhile took

@@ -111,13 +111,13 @@ def _extended(name, path: Path, extending: Sequence[Path]) -> Path:
     if not isinstance(name, str) or not name:
         raise ValueError(f'{path}: {EXTENDS} = {name!r}: must name one rule file, e.g. {EXTENDS} = "ddp"')
     file = name if name.endswith(".toml") else f"{name}.toml"
-    places = [path.parent / file, shipped("sharding_rules") / file]
-    there = [place for place in places if files.is_file(place)]
-    for place in there:
+    candidates = [path.parent / file, shipped("sharding_rules") / file]
+    present = [place for place in candidates if files.is_file(place)]
+    for place in present:
         if not any(place.exists() and one.exists() and place.samefile(one) for one in extending):
             return place
-    if there:
-        raise ValueError(f"{path}: {EXTENDS} = {name!r} leads back to {there[0]}; a rule file cannot extend itself")
+    if present:
+        raise ValueError(f"{path}: {EXTENDS} = {name!r} leads back to {present[0]}; a rule file cannot extend itself")
     known = sorted(one.stem for one in shipped("sharding_rules").glob("*.toml"))
     raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{_nearest(name, known)}; give one beside it, or "
                      f"one of {', '.join(known)}")
@@ -204,12 +204,12 @@ def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list
     file, faults, notes = layout.rules.path, [], []
     split_by = _split_by(layout, products)
     for axis, size in layout.sizes.items():
-        whole = [name for name, axes in split_by.items() if axis not in axes]
-        if size == 1 or axis == "stage" or not whole:
+        repeated = [name for name, axes in split_by.items() if axis not in axes]
+        if size == 1 or axis == "stage" or not repeated:
             continue
         named = [table for table in TABLES if any(axis in axes for axes in layout.rules.tables[table].values())]
-        if len(whole) < len(split_by):
-            names = ", ".join(whole[:3]) + f" and {len(whole) - 3} more" * (len(whole) > 3)
+        if len(repeated) < len(split_by):
+            names = ", ".join(repeated[:3]) + f" and {len(repeated) - 3} more" * (len(repeated) > 3)
             notes.append(f"layout: {file} does not split {names} over {axis} {size}: every device along it repeats "
                          f"that work")
         elif not named:
@@ -225,12 +225,12 @@ def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list
                           f"product of this model: every device along it would repeat the same work; write {remedy}, "
                           f"or set mesh.{axis} to 1")
     for logical in SHARED:
-        alone = [axis for axis in layout.mesh_axes("activations", logical)
-                 if axis not in layout.mesh_axes("params", logical)]
-        if alone and any(logical in one.axes for one in products):
-            notes.append(f"layout: {file} splits {logical} over {', '.join(alone)} in [activations] and not in "
-                         f"[params]: each device along it holds these weights whole, and their gradients are summed in "
-                         f"every layer; give both the same line")
+        activation_axes = [axis for axis in layout.mesh_axes("activations", logical)
+                           if axis not in layout.mesh_axes("params", logical)]
+        if activation_axes and any(logical in one.axes for one in products):
+            notes.append(f"layout: {file} splits {logical} over {', '.join(activation_axes)} in [activations] and not "
+                         f"in [params]: each device along it holds these weights whole, and their gradients are summed "
+                         f"in every layer; give both the same line")
     return faults, notes
 
 

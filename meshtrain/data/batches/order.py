@@ -193,7 +193,7 @@ class TokenStream:
             return _Window(documents, starts, begin + np.cumsum(length + 1), begin)
         return self._windows.get((epoch, window), make)
 
-    def deal(self, positions: np.ndarray) -> np.ndarray:
+    def stream_positions(self, positions: np.ndarray) -> np.ndarray:
         """Map positions in dealt order to positions in the stream, int64 [any]. The sequences of a grid that begin in
         an epoch are permuted within chunks of CHUNK_TOKENS."""
         if self.seed is None:
@@ -204,10 +204,10 @@ class TokenStream:
             if grid.until is not None:
                 here &= positions < grid.until
             if here.any():
-                places[here] = self._deal(grid, positions[here])
+                places[here] = self._positions_in_grid(grid, positions[here])
         return places
 
-    def _deal(self, grid: Grid, positions: np.ndarray) -> np.ndarray:
+    def _positions_in_grid(self, grid: Grid, positions: np.ndarray) -> np.ndarray:
         numbers, offsets = np.divmod(positions - grid.base, grid.seq_len)
         epochs = (grid.base + numbers * grid.seq_len) // self.tokens_per_epoch
         chunk_length = max(1, CHUNK_TOKENS // grid.seq_len)
@@ -249,7 +249,7 @@ class TokenStream:
 
     def find(self, runs: Runs) -> Pieces:
         """The pieces of documents in one or more runs."""
-        start = self.deal(runs.start)
+        start = self.stream_positions(runs.start)
         stop = start + runs.count
         first, last = self._window_numbers(start), self._window_numbers(stop - 1)
         table = self._open(np.unique(np.minimum(first + np.arange((last - first).max() + 1)[:, None], last)).tolist())

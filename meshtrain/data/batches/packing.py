@@ -16,9 +16,8 @@ host requests its rows of the global batch.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -27,7 +26,7 @@ from meshtrain.data import sources
 from meshtrain.data.batches import holdout, mixture, order, whole
 from meshtrain.data.batches.order import Grid, Pieces, Runs, TokenStream
 from meshtrain.data.batches.whole import WholeStream
-from meshtrain.data.documents.contracts import Batch, Rows, Source, made_ahead, run_length
+from meshtrain.data.documents.contracts import Batch, Rows, Source, run_length
 from meshtrain.names import NO_TARGET
 
 
@@ -37,7 +36,7 @@ class Packing:
 
     eos: the target after a document's last token; None: bos. document_mask: False makes a row one segment with
     consecutive positions. packing: "stream", or "whole": no document is cut, seq_len stays fixed. validation_fraction:
-    of each source's tokens. prefetch: batches made ahead.
+    of each source's tokens.
     """
     bos: int
     seq_len: int
@@ -47,7 +46,6 @@ class Packing:
     document_mask: bool = True
     packing: str = "stream"
     validation_fraction: float = 0.0
-    prefetch: int = 4
 
     @property
     def end(self) -> int:
@@ -80,9 +78,6 @@ class Packed:
         runs = mixture.lay_rows(self.shape.seq_len, [stream.grids for stream in self.train],
                                 self._given(n), self._given(n + 1))
         return _assemble(self.shape, self.train, n, runs, rows)
-
-    def iterate(self, start: int, rows: Rows = None) -> Iterator[Batch]:
-        return made_ahead(functools.partial(self.batch, rows=rows), start, self.shape.prefetch)
 
     def tokens(self, batches: int) -> int:
         return sum(self._given(batches))
@@ -158,12 +153,12 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     streams = tuple(kind(train, shape.seed, i, grids) for i, (train, _) in enumerate(parts))
     held = tuple(kind(part, None, i, grids) for i, (_, part) in enumerate(parts)) \
         if shape.validation_fraction or any(separate) else ()
-    measured = [(curve.name, curve.weight, kind(order.whole(curve.source), None, i, grids))
-                for i, curve in enumerate(curves)]
+    curve_streams = [(curve.name, curve.weight, kind(order.whole(curve.source), None, i, grids))
+                     for i, curve in enumerate(curves)]
     faults = (_check_lengths if cut else _check_whole)(shape, shares, streams, held)
     faults += [f"data.validation_sources[{i}] holds {stream.tokens_per_epoch:,} tokens, and one sequence of "
                f"data.seq_len={seq_len} takes {seq_len:,}; use more text or a shorter seq_len"
-               for i, (*_, stream) in enumerate(measured)
+               for i, (*_, stream) in enumerate(curve_streams)
                if stream.tokens_per_epoch < seq_len]
     if faults:
         raise ValueError("\n".join(faults))
@@ -173,11 +168,11 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     quantum = seq_len if not cut or len(corpus) > 1 and mixture.deviation(shares) * seq_len <= longest else 1
     phase = DataPhase(0, (0,) * len(corpus), shares, seq_len, shape.global_batch)
     if position is not None:
-        streams, phase = _go_on(streams, phase, position)
+        streams, phase = _continued(streams, phase, position)
     names = list(names) or ([""] if len(corpus) == 1 else [str(i) for i in range(len(corpus))])
-    measured = measured or list(zip(names, shares, held))
-    total = sum(weight for _, weight, _ in measured)
-    sets = tuple(PackedValidation(name, weight / total, stream, shape) for name, weight, stream in measured)
+    curve_streams = curve_streams or list(zip(names, shares, held))
+    total = sum(weight for _, weight, _ in curve_streams)
+    sets = tuple(PackedValidation(name, weight / total, stream, shape) for name, weight, stream in curve_streams)
     return Packed(streams, sets, shape, phase, quantum)
 
 
@@ -192,21 +187,21 @@ def _packing_of(streams: Sequence[TokenStream | WholeStream]) -> str:
     return "whole" if isinstance(streams[0], WholeStream) else "stream"
 
 
-def _go_on(streams: Sequence[TokenStream], wanted: DataPhase, position: dict) -> tuple[
+def _continued(streams: Sequence[TokenStream], wanted: DataPhase, position: dict) -> tuple[
         tuple[TokenStream, ...], DataPhase]:
     """Streams and phase that continue from a position."""
-    had, has = position.get("packing", "stream"), _packing_of(streams)
-    if had != has:
-        raise ValueError(f'data.packing="{has}", and the checkpoint was trained with "{had}"; use that, or a new '
-                         'run.dir with checkpoint.init_from')
-    if has == "whole" and position["phase"]["seq_len"] != wanted.seq_len:
+    old_packing, packing = position.get("packing", "stream"), _packing_of(streams)
+    if old_packing != packing:
+        raise ValueError(f'data.packing="{packing}", and the checkpoint was trained with "{old_packing}"; use that, '
+                         'or a new run.dir with checkpoint.init_from')
+    if packing == "whole" and position["phase"]["seq_len"] != wanted.seq_len:
         raise ValueError(f'data.seq_len={wanted.seq_len}, and the checkpoint was trained with '
                          f'{position["phase"]["seq_len"]}, for which data.packing="whole" has put its sequences '
                          'together; use that, or a new run.dir with checkpoint.init_from')
-    was = [source["tokens_per_epoch"] for source in position["sources"]]
-    now = [stream.tokens_per_epoch for stream in streams]
-    if was != now:
-        raise ValueError(f"the checkpoint was trained on sources of {was} tokens an epoch, and these have {now}; use "
+    old = [source["tokens_per_epoch"] for source in position["sources"]]
+    new = [stream.tokens_per_epoch for stream in streams]
+    if old != new:
+        raise ValueError(f"the checkpoint was trained on sources of {old} tokens an epoch, and these have {new}; use "
                          f"the files and the hold-out (data.validation_fraction) of the run, or a new run.dir "
                          "with checkpoint.init_from")
     grids = [tuple(Grid(*grid) for grid in source["grids"]) for source in position["sources"]]
@@ -229,21 +224,21 @@ def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.nda
     rest is held out, its last token is no target, or it is empty (an end before the beginning must not be learned). A
     complete document (contracts.py) contains its end.
     """
-    source, own = stream.part.source, getattr(stream.part.source, "complete", False)
-    ours = pieces.begins & (not own)        # starts with a separator
-    tokens[pieces.line[ours]] = shape.bos
-    count, first, behind = pieces.count - ours, pieces.first - (pieces.begins & own), np.full(
-        len(pieces.line), NO_TARGET, np.int32)
-    if not own and stream.part.side != "head":
-        behind[~pieces.empty] = shape.end
+    source, complete = stream.part.source, getattr(stream.part.source, "complete", False)
+    has_separator = pieces.begins & (not complete)
+    tokens[pieces.line[has_separator]] = shape.bos
+    count, first = pieces.count - has_separator, pieces.first - (pieces.begins & complete)
+    next_target = np.full(len(pieces.line), NO_TARGET, np.int32)
+    if not complete and stream.part.side != "head":
+        next_target[~pieces.empty] = shape.end
     wanted = np.flatnonzero(count + pieces.goes_on)
-    table = (pieces.line + ours, count, pieces.goes_on, pieces.document, first)
+    table = (pieces.line + has_separator, count, pieces.goes_on, pieces.document, first)
     masks = getattr(source, "masked", False)
     for i, line, count, goes_on, document, first in zip(
             wanted.tolist(), *(column[wanted].tolist() for column in table)):
         text = source.read(document, first, first + count + goes_on)
         if goes_on:
-            behind[i] = text[count]
+            next_target[i] = text[count]
             tokens[line:line + count] = text[:count]
         else:
             tokens[line:line + count] = text
@@ -251,8 +246,8 @@ def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.nda
         if mask is not None:
             learn[line:line + count] = mask[:count]
             if not mask[-1]:
-                behind[i] = NO_TARGET
-    return behind
+                next_target[i] = NO_TARGET
+    return next_target
 
 
 def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequence[Runs], rows: Rows) -> Batch:
@@ -355,15 +350,15 @@ def _check_whole(shape: Packing, weights: Sequence[int], train: Sequence[WholeSt
 
 def notes(data, corpus: sources.Corpus) -> list[str]:
     """Messages on a corpus' packing, before training."""
-    told = []
+    lines = []
     for name, source in zip(corpus.names, corpus.sources) if data.packing == "whole" else ():
         where = f'data.packing="whole"{name and f", {name}"}'
         filled, of = whole.filled(source, data.seq_len)
         if filled < 0.9:
-            told.append(f"{where}: sequences of data.seq_len={data.seq_len} are {filled:.0%} full (by the first {of:,} "
-                        f"documents), the rest is padding; longer sequences may hold more")
+            lines.append(f"{where}: sequences of data.seq_len={data.seq_len} are {filled:.0%} full (by the first "
+                         f"{of:,} documents), the rest is padding; longer sequences may hold more")
         documents, tokens = whole.too_long(source, data.seq_len)
         if documents:
-            told.append(f'{where}: {documents:,} of {source.num_documents:,} documents are longer than '
-                        f"data.seq_len={data.seq_len} and end there; {tokens:,} of their tokens are left out")
-    return told
+            lines.append(f'{where}: {documents:,} of {source.num_documents:,} documents are longer than '
+                         f"data.seq_len={data.seq_len} and end there; {tokens:,} of their tokens are left out")
+    return lines

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import numpy as np
 
 from meshtrain.data import sources
 from meshtrain.data.batches import order
-from meshtrain.data.documents.contracts import Batch, Rows, Source, made_ahead
+from meshtrain.data.documents.contracts import Batch, Rows, Source
 from meshtrain.names import CHOSEN, NO_TARGET, REJECTED
 
 ORDER, HELD = 5, 6      # seed tags: epoch, hold-out
@@ -33,7 +32,6 @@ class Pairs:
     seed: int
     seq_len: int
     global_batch: int
-    prefetch: int = 4
     references: np.ndarray | None = None
 
     def batch(self, n: int, rows: Rows = None) -> Batch:
@@ -43,9 +41,6 @@ class Pairs:
         epochs, places = np.divmod(numbers, len(self.pairs))
         found = np.array([self._order(epoch)[place] for epoch, place in zip(epochs.tolist(), places.tolist())])
         return _rows(self, n, self.pairs[found], rows)
-
-    def iterate(self, start: int, rows: Rows = None) -> Iterator[Batch]:
-        return made_ahead(functools.partial(self.batch, rows=rows), start, self.prefetch)
 
     def tokens(self, batches: int) -> int:
         return batches * self.global_batch * self.seq_len

@@ -28,24 +28,24 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     """(bin, offset in it, number of bins), int64 [documents] both. lengths: 1 to capacity. Open bins are indexed by
     free space, whose values are the bits of one integer."""
     bins, places, count = [0] * len(lengths), [0] * len(lengths), 0
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0
+    bins_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    spaces = 0
     descending = np.argsort(-lengths, kind="stable")
     for document, length in zip(descending.tolist(), lengths[descending].tolist()):
-        fitting = rooms >> length
+        fitting = spaces >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            chosen = with_room[room].pop()
-            if not with_room[room]:
-                rooms ^= 1 << room
+            space = length + (fitting & -fitting).bit_length() - 1
+            chosen = bins_by_space[space].pop()
+            if not bins_by_space[space]:
+                spaces ^= 1 << space
         else:
-            room, chosen, count = capacity, count, count + 1
-        bins[document], places[document] = chosen, capacity - room
-        left = room - length
+            space, chosen, count = capacity, count, count + 1
+        bins[document], places[document] = chosen, capacity - space
+        left = space - length
         if left:
-            if not with_room[left]:
-                rooms |= 1 << left
-            with_room[left].append(chosen)
+            if not bins_by_space[left]:
+                spaces |= 1 << left
+            bins_by_space[left].append(chosen)
     return np.array(bins, np.int64), np.array(places, np.int64), count
 
 
@@ -120,10 +120,10 @@ class WholeStream:
                 rows = sequences[here][some] - first
                 if self.seed is not None:
                     rows = order.bijection(rows, int(counts[k + 1]) - first, self.seed, self.number, 4, epoch, window)
-                parts.append(self._laid(window, rows, runs.line[here][some]))
+                parts.append(self._pieces_at(window, rows, runs.line[here][some]))
         return Pieces(*map(np.concatenate, zip(*parts)))
 
-    def _laid(self, window: int, rows: np.ndarray, lines: np.ndarray) -> Pieces:
+    def _pieces_at(self, window: int, rows: np.ndarray, lines: np.ndarray) -> Pieces:
         """The pieces of these sequences of a window, at these offsets (`lines`)."""
         held = self._window(window)
         first, num = held.firsts[rows], held.firsts[rows + 1] - held.firsts[rows]
@@ -143,14 +143,14 @@ class WholeStream:
     def _window(self, window: int) -> _PackedWindow:
         def make():
             found = self._order.window(0, window)
-            pieces = self._divided(found.documents, found.starts, np.diff(found.ends, prepend=found.begin))
+            pieces = self._split_long(found.documents, found.starts, np.diff(found.ends, prepend=found.begin))
             bins, columns, count = best_fit(pieces.count, self.seq_len)
             together = np.lexsort((columns, bins))
             firsts = np.searchsorted(bins[together], np.arange(count + 1))
             return _PackedWindow(firsts, Pieces(*(column[together] for column in pieces._replace(line=columns))))
         return self._windows.get(window, make)
 
-    def _divided(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pieces:
+    def _split_long(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pieces:
         """Split documents into pieces that fit a sequence; lengths count separators; `line` is not set yet."""
         T = self.seq_len
         num = np.ones_like(lengths) if ends_with_sequence(self.part.source) else -(-lengths // T)

@@ -68,8 +68,8 @@ class Template:
     @property
     def key(self) -> str:
         """Equal for two templates exactly if they give the same ids."""
-        told = json.dumps([self.text, self.tokens, self.tokenizer.key])
-        return hashlib.blake2b(told.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        content = json.dumps([self.text, self.tokens, self.tokenizer.key])
+        return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     @functools.cached_property
     def library(self) -> Any:
@@ -248,13 +248,13 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
 
 def _tokens(folder: Path) -> dict[str, str | None]:
     """bos_token, eos_token, … of the tokenizer's config; None if explicitly absent."""
-    told = {}
+    tokens = {}
     for name in reversed(CONFIG_FILES):
         for token, value in _config(folder / name).items():
             value = value.get("content") if isinstance(value, dict) else value
             if token in SPECIAL_NAMES and (value is None or isinstance(value, str)):
-                told[token] = value
-    return told
+                tokens[token] = value
+    return tokens
 
 
 def _config(path: Path) -> dict:
@@ -289,15 +289,15 @@ class _Renderer:
         tokens = {name: token for name, token in self.template.tokens.items() if token is not None}
         self._write({"template": self.template.text, "tokens": tokens, "today": self.template.today,
                      "limit_s": LIMIT_S})
-        told = self._read()
-        if told is None:
+        reply = self._read()
+        if reply is None:
             raise ValueError(f"the chat template {self.template.path} {self._ended()}; mend it, or name another as "
                              "data.chat_template")
-        if "fault" in told:
+        if "fault" in reply:
             self._end()
-            raise ValueError(f"the chat template {self.template.path} is not one of jinja: {told['fault']}; mend it, "
+            raise ValueError(f"the chat template {self.template.path} is not one of jinja: {reply['fault']}; mend it, "
                              f"or name another as data.chat_template")
-        return told
+        return reply
 
     def ask(self, requests: Sequence[dict], first: int = 0) -> list[dict]:
         """A reply to each. first: index of the first request. Raises: Fault."""

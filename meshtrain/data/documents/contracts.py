@@ -5,6 +5,7 @@ these. Both are structural types (Protocol).
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -82,9 +83,6 @@ class Batches(Protocol):
     def batch(self, n: int, rows: Rows = None) -> Batch:
         """The rows of training batch n (from 0). Raises: IndexError."""
 
-    def iterate(self, start: int, rows: Rows = None) -> Iterator[Batch]:
-        """Training batches start, start+1, …, endless, see `made_ahead`."""
-
     def tokens(self, batches: int) -> int:
         """Tokens in the run's first `batches` batches, whatever their sizes were."""
 
@@ -92,11 +90,12 @@ class Batches(Protocol):
         """Where the run's first `batches` batches leave each source: JSON for the checkpoint, read when it resumes."""
 
 
-def made_ahead(batch: Callable[[int], Batch], start: int, prefetch: int) -> Iterator[Batch]:
-    """batch(start), batch(start + 1), …, endless; threads prefetch `prefetch` of them (0: none) until it is closed."""
+def iterate(data: Batches, start: int, rows: Rows = None, prefetch: int = 4) -> Iterator[Batch]:
+    """Training batches start, start + 1, …, endless; threads prefetch `prefetch` of them (0: none) until it is
+    closed."""
     # grain prefetches in threads, in order, and passes exceptions on. Shuffling, sharding and packing are ours: its
     # shuffle and packing hold an index or run through the data, without random access to batch n.
     import grain  # takes a second, and `inspect` reads no data
-    batches = grain.MapDataset.range(start, 2**62).map(batch)
+    batches = grain.MapDataset.range(start, 2**62).map(functools.partial(data.batch, rows=rows))
     reads = grain.ReadOptions(num_threads=min(prefetch, 4), prefetch_buffer_size=prefetch)
     yield from batches.to_iter_dataset(reads)  # closed with this generator

@@ -37,10 +37,11 @@ class IdFile:
 
 def open_ids(path: str) -> IdFile:
     """The ids of an X.tokens.npy or X.bin, with X.mask.npy if present; checks headers and sizes. Raises: ValueError."""
-    ids, beside = _open_ids(path), token_files.mask_path(path)
-    if not os.path.exists(beside):
+    ids, mask_file = _open_ids(path), token_files.mask_path(path)
+    if not os.path.exists(mask_file):
         return ids
-    return dataclasses.replace(ids, files=(*ids.files, beside), mask=token_files.open_mask(beside, path, ids.size))
+    mask = token_files.open_mask(mask_file, path, ids.size)
+    return dataclasses.replace(ids, files=(*ids.files, mask_file), mask=mask)
 
 
 def _open_ids(path: str) -> IdFile:
@@ -134,8 +135,8 @@ def _megatron_ends(index: str, lengths: np.ndarray, pointers: np.ndarray, marks:
         end = int(ends[-1])
     faults = (len(marks) == 0 or marks[0] != 0 or marks[-1] != len(lengths))
     if faults and (len(marks) or len(lengths)):
-        raise ValueError(f"{index}: its documents are {_some(marks)}, and they must begin at sequence 0 and end with "
-                         f"the last, {len(lengths)}; write it again")
+        raise ValueError(f"{index}: its documents are {_shortened(marks)}, and they must begin at sequence 0 and end "
+                         f"with the last, {len(lengths)}; write it again")
     before = 0
     for first, chunk in token_files.chunks(marks[1:]):
         falls = np.diff(chunk, prepend=before) < 0
@@ -149,5 +150,5 @@ def _megatron_ends(index: str, lengths: np.ndarray, pointers: np.ndarray, marks:
         yield np.where(chunk > 0, ends, 0)
 
 
-def _some(marks: np.ndarray) -> str:
+def _shortened(marks: np.ndarray) -> str:
     return f"[{', '.join(map(str, marks[:3]))}{', …, ' + str(marks[-1]) if len(marks) > 3 else ''}]"

@@ -284,7 +284,7 @@ def _mmap(length: int, descriptor: int) -> int | None:
     return None if address == ctypes.c_void_p(-1).value else address
 
 
-def _refused(path: str, number: int) -> OSError:
+def _map_error(path: str, number: int) -> OSError:
     """The error of a refused map, with the remedy if there are too many."""
     why = os.strerror(number)
     if number == errno.ENOMEM:
@@ -318,7 +318,7 @@ def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
             _maps().cache_clear()       # arrays still in use keep their maps
             address = _mmap(length, file.fileno())
     if address is None:
-        raise _refused(path, ctypes.get_errno())
+        raise _map_error(path, ctypes.get_errno())
     buffer = (ctypes.c_uint8 * length).from_address(address)
     # The array holds the buffer; other threads may still read at exit.
     weakref.finalize(buffer, _libc.munmap, address, length).atexit = False

@@ -55,26 +55,26 @@ class Round:
 
     def __init__(self, of: AllToAll, n):
         rank = jnp.arange(of.capacity)[None] + n * of.capacity
-        self.of, self.here = of, (rank < of.counts[:, None]).reshape(-1)
-        self.assignment = of.order[jnp.where(self.here, (of.first[:, None] + rank).reshape(-1), 0)]
-        mine = (of.rank // of.capacity == n) & (of.device < of.num_shards)
-        self.mine_TK = mine.reshape(of.T, of.K)
-        self.row_TK = jnp.where(mine, of.device * of.capacity + of.rank % of.capacity, 0).reshape(of.T, of.K)
+        self.of, self.used = of, (rank < of.counts[:, None]).reshape(-1)
+        self.assignment = of.order[jnp.where(self.used, (of.first[:, None] + rank).reshape(-1), 0)]
+        in_round = (of.rank // of.capacity == n) & (of.device < of.num_shards)
+        self.in_round_TK = in_round.reshape(of.T, of.K)
+        self.row_TK = jnp.where(in_round, of.device * of.capacity + of.rank % of.capacity, 0).reshape(of.T, of.K)
 
     def _swap(self, a):
         return lax.all_to_all(a, self.of.axes, 0, 0, tiled=True)
 
     def send(self, a_TD):
         """[T, D] -> [S, D]: each assignment's token at its expert's device."""
-        return self._swap(a_TD[self.assignment // self.of.K] * self.here[:, None].astype(a_TD.dtype))
+        return self._swap(a_TD[self.assignment // self.of.K] * self.used[:, None].astype(a_TD.dtype))
 
     def chosen(self):
         """[S, 1]: the expert of each received row, -1 without an assignment."""
-        return self._swap(jnp.where(self.here, self.of.chosen[self.assignment], -1)[:, None])
+        return self._swap(jnp.where(self.used, self.of.chosen[self.assignment], -1)[:, None])
 
     def weight(self, weight_TK):
-        return self._swap(jnp.where(self.here, weight_TK.reshape(-1)[self.assignment], 0.0)[:, None])
+        return self._swap(jnp.where(self.used, weight_TK.reshape(-1)[self.assignment], 0.0)[:, None])
 
     def send_back(self, a_SD):
         """[S, D] -> float32 [T, K, D] at the tokens' devices."""
-        return self._swap(a_SD)[self.row_TK].astype(jnp.float32) * self.mine_TK[..., None].astype(jnp.float32)
+        return self._swap(a_SD)[self.row_TK].astype(jnp.float32) * self.in_round_TK[..., None].astype(jnp.float32)

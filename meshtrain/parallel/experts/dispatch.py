@@ -148,10 +148,10 @@ def _apply_backward(experts, layout, residuals, dy_BTD):
         matrices, dy_TD = shards.gathered(experts.engine, weights, x_BTD.dtype), _flat(dy_BTD)
         backward = _backward_by_all_to_all if experts.by_all_to_all else _backward
         dx, dweight, rest = backward(experts, shards.region, tokens, matrices, inward, dy_TD, staged)
-        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.added_up(rest)
+        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.reduced(rest)
 
     def weights_half(operands):
-        return shards.added_up(operands.gradients(experts.engine, shards.axes))
+        return shards.reduced(operands.gradients(experts.engine, shards.axes))
     everywhere = _everywhere()
     out = shards.tokens, shards.tokens, everywhere if staged else shards.grads
     dx, dweight, dw = on_shards(inputs_half, (shards.tokens,) * 3 + (shards.stored, everywhere, shards.tokens),
@@ -219,7 +219,7 @@ class ExpertShards:
                 used[name] = lax.all_gather(used[name], axes, axis=self.axes[name].index(axis), tiled=True)
         return ExpertMatrices(engine, used, self.axes)
 
-    def added_up(self, dw):
+    def reduced(self, dw):
         """Reduce float32 gradients over the devices with other tokens. The result has the dim order of stored
         weights."""
         summed = dict(dw)
@@ -253,11 +253,11 @@ class ExpertMatrices:
     def inward(self) -> list[str]:
         return [name for name in ("gate", "up") if name in self.arrays]
 
-    def rows(self, by_name: Mapping, summed: str, groups: grouped.Groups, *then_and_beside):
+    def rows(self, by_name: Mapping, summed: str, groups: grouped.Groups, *epilogue):
         """Σ over names of rows × that name's matrix (`GroupedEngine.rows`). summed: the logical axis contracted."""
         pairs = [grouped.GroupedOperands(x, self.arrays[name], _letters(self.axes[name], summed))
                  for name, x in by_name.items()]
-        return self.engine.rows(pairs, groups, *then_and_beside)
+        return self.engine.rows(pairs, groups, *epilogue)
 
     def zeros(self) -> dict:
         return {name: jnp.zeros(w.shape, jnp.float32) for name, w in self.arrays.items()}
@@ -296,9 +296,9 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
     def one_round(rows: ExpertRows):
         x_RD, groups, (*others, last) = experts.engine.take(x_AD, rows.token(K)), rows.groups, matrices.inward
         inward = [matrices.rows({name: x_RD}, "expert_embed", groups)[0] for name in others]
-        hw_RF, *made = matrices.rows({last: x_RD}, "expert_embed", groups, weighted, [rows.weight(weight_AK), *inward])
+        hw_RF, *saved = matrices.rows({last: x_RD}, "expert_embed", groups, weighted, [rows.weight(weight_AK), *inward])
         (y_RD,) = matrices.rows({"down": hw_RF}, "expert_mlp", groups)
-        return rows.sum(y_RD, x_AD.dtype), [*inward, *made]
+        return rows.sum(y_RD, x_AD.dtype), [*inward, *saved]
     with jax.named_scope(BALANCED_ROWS.format(region.balanced_rows(*tokens.chosen_TK.shape))):
         y_AD, inward = one_round(assignments.round(0))
         y_AD = assignments.further_rounds(lambda rows: one_round(rows)[0], y_AD)
@@ -347,8 +347,8 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
         x_RD, dy_RD = (experts.engine.take(a, rows.token(K)) for a in (x_AD, dy_AD))
         names, groups = matrices.inward, rows.groups
         inward = inward or [matrices.rows({name: x_RD}, "expert_embed", groups)[0] for name in names]
-        beside = [rows.weight(weight_AK), *inward]
-        hw_RF, dweight_R, *d_inward = matrices.rows({"down": dy_RD}, "expert_embed", groups, gradients, beside)
+        epilogue_inputs = [rows.weight(weight_AK), *inward]
+        hw_RF, dweight_R, *d_inward = matrices.rows({"down": dy_RD}, "expert_embed", groups, gradients, epilogue_inputs)
         d_inward = dict(zip(names, d_inward, strict=True))
         (dx_RD,) = matrices.rows(d_inward, "expert_mlp", groups)
         here = rows.row_AK >= 0
