@@ -432,14 +432,14 @@ def test_a_reader_whose_checkpoint_is_retired_meanwhile_takes_the_newer_one(tmp_
     with checkpoint.Checkpoints(tmp_path, keep=1) as writer:
         writer.save(1, {"w": jnp.ones(3)}, {})
         writer.wait()
-        told, real = [], checkpoint.Checkpoints._look
+        told, real = [], checkpoint.Checkpoints._check_share
         reader = checkpoint.Checkpoints(tmp_path, read_only=True, tell=told.append)
         def retired(self, place, *how):
             if place.name == "1":
                 writer.save(2, {"w": jnp.ones(3)}, {})
                 writer.wait()
             return real(self, place, *how)
-        monkeypatch.setattr(checkpoint.Checkpoints, "_look", retired)
+        monkeypatch.setattr(checkpoint.Checkpoints, "_check_share", retired)
         assert reader.newest().step == 2 and told == []
         with pytest.raises(checkpoint.CheckpointError, match="1 was removed while it was read: .*checkpoint.keep"):
             reader.restore(1, {"w": jax.ShapeDtypeStruct((3,), "float32")})

@@ -45,8 +45,9 @@ def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
                 adapter = _adapter_path(path, one)
                 kernels[adapter] = _abstract(stored[adapter], kernels[path], one)
     taken = saved.restore({"params": nested(kernels)}, part=True)
-    return nested(_merged(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype)) if found else taken[
-        "params"]
+    if not found:
+        return taken["params"]
+    return nested(_merged(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype))
 
 
 def warn_left_out(saved: Saved, params: dict) -> None:

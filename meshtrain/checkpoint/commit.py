@@ -6,7 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from meshtrain import files
@@ -51,11 +51,10 @@ def commit(place: Path, count: int, document: str, merge: Callable[[Path], None]
     owned = {os.path.join(place, name, f"ocdbt.process_{index}") for name in FOLDERS for index in range(count)}
     known = {os.path.join(place, name) for name in checksums}
     directories, others = [], []
-    for path, is_directory in _walk(os.fspath(place), owned):
-        if is_directory:
-            directories.append(path)
-        elif path not in known:
-            others.append(Path(path))
+    for directory, below, names in os.walk(place, onerror=_refuse):
+        below[:] = [name for name in below if os.path.join(directory, name) not in owned]
+        directories.append(directory)
+        others += [Path(path) for name in names if (path := os.path.join(directory, name)) not in known]
     files.write(place / CHECKSUMS, json.dumps(checksums | files.checksums(place, others, sync=True)))
     for directory in directories:
         files.sync(directory)
@@ -87,12 +86,5 @@ def _handed_over(place: Path, count: int, reason: Callable[[int], str]) -> dict[
     return {name: entry for one in sums.values() for name, entry in one.items()}
 
 
-def _walk(directory: str, owned: set[str]) -> Iterator[tuple[str, bool]]:
-    """The directory and all below it, as (path, is directory), without the folders in `owned`."""
-    yield directory, True
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                yield entry.path, False
-            elif entry.path not in owned:
-                yield from _walk(entry.path, owned)
+def _refuse(error: OSError) -> None:
+    raise error

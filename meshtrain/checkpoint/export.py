@@ -268,6 +268,7 @@ def _locked(directory: Path, path: Path) -> Iterator[None]:
 
 
 def _name(place: Path, directory: Path) -> None:
+    files.sync(place)
     place.rename(directory)         # fails unless absent or an empty directory
     files.sync(directory.parent)
 
@@ -287,4 +288,3 @@ def _complete(place: Path, parts, size: int, config: dict, source: Path | None, 
         files.write(place / folder.INDEX,
                     json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
     files.write(place / settings.CONFIG, json.dumps(config, indent=1))
-    files.sync(place)

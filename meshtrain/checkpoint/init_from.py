@@ -35,8 +35,8 @@ def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes
     source = resume.source(Path(where), run.checkpoint.step, f"checkpoint.init_from={where}",
                            only_params=not asks_state)
     with config.user_errors("checkpoint.init_from: "):
-        source_lora, upcycles = adapters.section(source), bool(run.model.num_experts) and not source.run["model"].get(
-            "num_experts")
+        source_lora = adapters.section(source)
+        upcycles = bool(run.model.num_experts) and not source.run["model"].get("num_experts")
         if upcycles and not run.lora.rank:
             if asks_state:
                 raise ValueError(f"{where} has no experts, whose state checkpoint.init_optimizer=true asks for; leave "

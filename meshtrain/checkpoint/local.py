@@ -253,8 +253,8 @@ class LocalTier:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 digest, text = files.patiently(lambda: (place / INDEX).read_text(encoding="utf-8")).split("\n")
                 document, step = json.loads(text), int(place.name)
-                is_valid = document["start"] == self._lineage["start"] or [document["start"], step] == self._lineage[
-                    "from"]
+                start = document["start"]
+                is_valid = start == self._lineage["start"] or [start, step] == self._lineage["from"]
                 if is_valid and digest == xxhash.xxh3_128_hexdigest(text.encode()):
                     pieces = {(name, tuple(map(tuple, region))): offset for name, region, offset in document["pieces"]}
                     found.setdefault(step, []).append(

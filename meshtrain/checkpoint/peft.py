@@ -60,7 +60,7 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
                     for one, array in zip("AB", program(leaves, np.int32(index)), strict=True):
                         written.put(PREFIX + module(row).replace("{l}", str(layer)) + f".lora_{one}.weight", array)
         written.close()
-        export.on_first(directory, lambda: _complete(place, config))
+        export.on_first(directory, lambda: files.write(place / CONFIG, json.dumps(config, indent=1)))
     return written.size
 
 
@@ -129,8 +129,3 @@ def _config(of, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
             "fan_in_fan_out": conv1d,
             "bias": "none", "lora_dropout": 0.0, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
             "modules_to_save": None, "inference_mode": True, "revision": None}
-
-
-def _complete(place: Path, config: dict) -> None:
-    files.write(place / CONFIG, json.dumps(config, indent=1))
-    files.sync(place)

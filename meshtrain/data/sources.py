@@ -147,7 +147,7 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     """
     mixed = data.source == "mixture"
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] if mixed else [("data", data)]
-    reader = _open_tokenizer(data, [one.source for _, one in named], vocab_size)
+    reader = _open_tokenizer(data, vocab_size)
     if reader.vocab_size > vocab_size:
         raise ValueError(f"data.tokenizer={data.tokenizer!r} has ids up to {reader.vocab_size - 1} (the separator is "
                          f"{reader.bos}), and model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; "
@@ -191,8 +191,7 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
 
 def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
     """(tokenizer, document end) of the run file's [data], without looking for its data files. Raises: ValueError."""
-    reader = _open_tokenizer(data,
-                             [one.source for one in (data.mixture if data.source == "mixture" else [data])], vocab_size)
+    reader = _open_tokenizer(data, vocab_size)
     return reader, _find_eos(data, reader, vocab_size)
 
 
@@ -241,10 +240,10 @@ def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
                         for curve, source in zip(described.curves, opened[len(opened) - len(described.curves):])))
 
 
-def _open_tokenizer(data, names: Sequence[str], vocab_size: int) -> Tokenizer:
+def _open_tokenizer(data, vocab_size: int) -> Tokenizer:
     if data.tokenizer != "bytes":
         return tokenizer.open_file(data.tokenizer, data.bos_token)
-    if set(names) == {"tokens"}:
+    if {one.source for one in (data.mixture if data.source == "mixture" else [data])} == {"tokens"}:
         # Only the separator is known; any id of the model may occur.
         if not (data.bos_token.isascii() and data.bos_token.isdigit()):
             raise ValueError(f'data.bos_token={data.bos_token!r} is not a token id, and token files without a '
@@ -423,14 +422,10 @@ def expanded(pattern: str) -> Iterator[str]:
         yield from glob.iglob(pattern)
         return
     place = parts.index("**")
-    before, behind = os.sep.join(parts[:place]) + (os.sep if place else ""), os.sep.join(
-        part for part in parts[place + 1:])
+    before, behind = os.sep.join(parts[:place]) + (os.sep if place else ""), os.sep.join(parts[place + 1:])
     for base in glob.iglob(before) if glob.has_magic(before) else [before] if os.path.isdir(before or ".") else []:
         for folder in _folders(base, frozenset()):
-            if behind:
-                yield from expanded(os.path.join(glob.escape(folder), behind))
-            else:
-                yield from glob.iglob(os.path.join(glob.escape(folder), "*"))
+            yield from expanded(os.path.join(glob.escape(folder), behind or "*"))
 
 
 def _folders(folder: str, above: frozenset) -> Iterator[str]:

@@ -26,10 +26,9 @@ TOLD = 8        # faults of one kind reported individually
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 # Companion files, copied along with the weights.
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-              "special_tokens_map.json",
-              "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
-              "chat_template.json",
-              "preprocessor_config.json", "processor_config.json", CARRIED)
+              "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+              "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+              "processor_config.json", CARRIED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,8 +220,8 @@ def match(folder: Folder, model, paths) -> list[WeightRow]:
         left.discard("lm_head.weight")      # tied to the embedding
     extra = sorted(name for name in left if not BUFFERS.fullmatch(name))
     faults = [f"{name} is absent{_near(name, extra)}" for name in absent[:TOLD]] + _more(absent, "absent tensors")
-    faults += wrong[:TOLD] + _more(wrong, "tensors of another shape") + quantized[:TOLD] + _more(
-        quantized, "quantized tensors")
+    faults += wrong[:TOLD] + _more(wrong, "tensors of another shape")
+    faults += quantized[:TOLD] + _more(quantized, "quantized tensors")
     faults += [f"{name} is not a tensor of this model" for name in extra[:TOLD]] + _more(extra, "superfluous tensors")
     if faults:
         raise _at(folder.directory, faults)

@@ -18,8 +18,8 @@ from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, MULTIMOD
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _KNOWN = ", ".join([*FAMILIES, *MULTIMODAL])
 MOST_BYTES = 1 << 24    # of a config.json
-FLAGS, NUMBERS = ("tie_embeddings", "mlp_bias", "attention_bias", "router_normalize"), (
-    "norm_eps", "score_softcap", "logit_softcap")
+FLAGS = ("tie_embeddings", "mlp_bias", "attention_bias", "router_normalize")
+NUMBERS = ("norm_eps", "score_softcap", "logit_softcap")
 BIASES = {"all": True, "none": False}      # model.attention_bias, where attention_bias is a key of theirs
 WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "rope_local_base_freq")
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")

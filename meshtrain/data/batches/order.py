@@ -100,8 +100,8 @@ class Grid(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Spans of tokens from one source to a batch, int64 [runs] each: `count` tokens from the dealt position `start` go
-    to offset `line` of the concatenated rows. A span lies within one sequence of its grid and one row."""
+    """Spans of tokens from one source to a batch, int64 [runs] each: `count` tokens from the shuffled position `start`
+    go to offset `line` of the concatenated rows. A span lies within one sequence of its grid and one row."""
     start: np.ndarray
     count: np.ndarray
     line: np.ndarray
@@ -135,7 +135,7 @@ class _Table(NamedTuple):
     starts: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class TokenStream:
     """A part of a source, epoch after epoch, shuffled by `seed`; None: in its own order. Positions count separators."""
     part: SourcePart
@@ -144,16 +144,14 @@ class TokenStream:
     grids: tuple[Grid, ...]     # contiguous; the last is endless
 
     def __post_init__(self):
-        tokens = self.part.num_tokens
         # a batch's windows, if few
-        held = -(-CHUNK_TOKENS * self.num_windows // max(tokens, 1)) + 4
-        object.__setattr__(self, "_epochs", Recent(EPOCHS_HELD))
-        object.__setattr__(self, "_held", min(held, WINDOWS_HELD))
-        object.__setattr__(self, "_windows", Recent(self._held))
-        object.__setattr__(self, "_table", _Table(frozenset(), *np.zeros((4, 0), np.int64)))
-        object.__setattr__(self, "_lock", threading.Lock())
+        held = -(-CHUNK_TOKENS * self.num_windows // max(self.tokens_per_epoch, 1)) + 4
+        self._held = min(held, WINDOWS_HELD)
+        self._epochs, self._windows = Recent(EPOCHS_HELD), Recent(self._held)
+        self._table = _Table(frozenset(), *np.zeros((4, 0), np.int64))
+        self._lock = threading.Lock()
 
-    @functools.cached_property
+    @property
     def tokens_per_epoch(self) -> int:
         return self.part.num_tokens
 
@@ -194,7 +192,7 @@ class TokenStream:
         return self._windows.get((epoch, window), make)
 
     def stream_positions(self, positions: np.ndarray) -> np.ndarray:
-        """Map positions in dealt order to positions in the stream, int64 [any]. The sequences of a grid that begin in
+        """Map shuffled positions to positions in the stream, int64 [any]. The sequences of a grid that begin in
         an epoch are permuted within chunks of CHUNK_TOKENS."""
         if self.seed is None:
             return positions
@@ -228,8 +226,8 @@ class TokenStream:
         return first, after if grid.until is None else min(after, (grid.until - grid.base) // grid.seq_len)
 
     def regrid(self, position: int, seq_len: int) -> tuple[Grid, ...]:
-        """Grids that continue from a dealt position with sequences of seq_len. The current chunk is finished with its
-        old sequences, so that no token is lost or repeated."""
+        """Grids that continue from a shuffled position with sequences of seq_len. The current chunk is finished with
+        its old sequences, so that no token is lost or repeated."""
         grid = next(grid for grid in self.grids if grid.until is None or position < grid.until)
         if grid.until is None and grid.seq_len == seq_len:
             return (grid,)
@@ -282,7 +280,7 @@ class TokenStream:
                 table = _Table(frozenset(kept), begins, ends,
                                np.concatenate([window.documents for _, window in windows]),
                                np.concatenate([window.starts for _, window in windows]))
-                object.__setattr__(self, "_table", table)
+                self._table = table
             return table
 
     def _window_numbers(self, positions: np.ndarray) -> np.ndarray:

@@ -86,7 +86,7 @@ class Packed:
         """Tokens given by each source, its grids from there on, and the phase, so that a resumed run with the same
         settings gets the very same batches. `pack` reads it."""
         given = self._given(batches)
-        return {"batches": batches, "phase": dataclasses.asdict(self.phase), "packing": _packing_of(self.train),
+        return {"batches": batches, "phase": dataclasses.asdict(self.phase), "packing": self.shape.packing,
                 "sources": [{"tokens": tokens, "tokens_per_epoch": stream.tokens_per_epoch,
                              "grids": [list(grid) for grid in stream.grids]}
                              for stream, tokens in zip(self.train, given)]}
@@ -168,7 +168,7 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     quantum = seq_len if not cut or len(corpus) > 1 and mixture.deviation(shares) * seq_len <= longest else 1
     phase = DataPhase(0, (0,) * len(corpus), shares, seq_len, shape.global_batch)
     if position is not None:
-        streams, phase = _continued(streams, phase, position)
+        streams, phase = _continued(streams, phase, position, shape.packing)
     names = list(names) or ([""] if len(corpus) == 1 else [str(i) for i in range(len(corpus))])
     curve_streams = curve_streams or list(zip(names, shares, held))
     total = sum(weight for _, weight, _ in curve_streams)
@@ -183,14 +183,10 @@ def _may_cut(source: Source, stream: bool, seq_len: int) -> bool:
         stream or int(source.totals.sum()) > seq_len * source.num_documents)
 
 
-def _packing_of(streams: Sequence[TokenStream | WholeStream]) -> str:
-    return "whole" if isinstance(streams[0], WholeStream) else "stream"
-
-
-def _continued(streams: Sequence[TokenStream], wanted: DataPhase, position: dict) -> tuple[
-        tuple[TokenStream, ...], DataPhase]:
+def _continued(streams: Sequence[TokenStream | WholeStream], wanted: DataPhase, position: dict,
+               packing: str) -> tuple[tuple[TokenStream | WholeStream, ...], DataPhase]:
     """Streams and phase that continue from a position."""
-    old_packing, packing = position.get("packing", "stream"), _packing_of(streams)
+    old_packing = position.get("packing", "stream")
     if old_packing != packing:
         raise ValueError(f'data.packing="{packing}", and the checkpoint was trained with "{old_packing}"; use that, '
                          'or a new run.dir with checkpoint.init_from')

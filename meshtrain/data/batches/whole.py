@@ -55,7 +55,7 @@ class _PackedWindow(NamedTuple):
     pieces: Pieces          # line: offset in its sequence
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class WholeStream:
     """As order.TokenStream, by sequences; positions count padding. seed None: own order."""
     part: SourcePart
@@ -64,13 +64,11 @@ class WholeStream:
     grids: tuple[Grid]
 
     def __post_init__(self):
-        object.__setattr__(self, "_order", TokenStream(self.part, self.seed, self.number, ()))
-        object.__setattr__(self, "_windows", order.Recent(WINDOWS_HELD))
-        object.__setattr__(self, "_epochs", order.Recent(order.EPOCHS_HELD))
-        # sequences before each window
-        object.__setattr__(self, "_counts", np.zeros(self._order.num_windows + 1, np.int64))
-        object.__setattr__(self, "_counted", 0)         # windows
-        object.__setattr__(self, "_lock", threading.Lock())
+        self._order = TokenStream(self.part, self.seed, self.number, ())
+        self._windows, self._epochs = order.Recent(WINDOWS_HELD), order.Recent(order.EPOCHS_HELD)
+        self._counts = np.zeros(self._order.num_windows + 1, np.int64)      # sequences before each window
+        self._counted = 0       # windows
+        self._lock = threading.Lock()
 
     @property
     def seq_len(self) -> int:
@@ -96,7 +94,7 @@ class WholeStream:
             while self._counts[self._counted] < sequences and self._counted < self._order.num_windows:
                 before, count = self._counts[self._counted], len(self._window(self._counted).firsts) - 1
                 self._counts[self._counted + 1] = before + count
-                object.__setattr__(self, "_counted", self._counted + 1)
+                self._counted += 1
             return bool(self._counts[self._counted] >= sequences)
 
     def regrid(self, position: int, seq_len: int) -> tuple[Grid]:

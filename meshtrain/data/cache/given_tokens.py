@@ -162,8 +162,8 @@ class Given(parts.Part):
     def _find_separators(self, tokens: np.ndarray, job: Job) -> tuple[int, int]:
         """(lead, tail): separators at the begin and end of each document in the file."""
         if self.ids.ends is None:
-            return int(len(tokens) > 0 and tokens[0] == self.separator), int(
-                (len(tokens) == 0 or tokens[0] != self.separator))
+            lead = int(len(tokens) > 0 and tokens[0] == self.separator)
+            return lead, 1 - lead
         documents = begin = end = short = before = 0
         for ends in self.ids.ends():
             job.check_stop()

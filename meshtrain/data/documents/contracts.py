@@ -24,8 +24,7 @@ def run_length(documents: int) -> int:
 def totals(num_documents: int, ends: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Source.totals, int64 [runs], by one strided pass over Source.ends."""
     run = run_length(num_documents)
-    last = np.append(np.arange(run - 1, num_documents - 1, run), num_documents - 1) if num_documents else np.zeros(
-        0, np.int64)
+    last = np.minimum(np.arange(run - 1, num_documents + run - 1, run), num_documents - 1)
     return np.diff(ends(last), prepend=0)
 
 

@@ -143,8 +143,9 @@ def read_messages(value, key: str) -> list[dict]:
 
 def _turns(line: dict, key: str, role: str) -> list[dict]:
     """Messages, or one from a text."""
-    return [_message({"role": role, "content": line[key]}, key)] if isinstance(line[key], str) else read_messages(
-        line[key], key)
+    if isinstance(line[key], str):
+        return [_message({"role": role, "content": line[key]}, key)]
+    return read_messages(line[key], key)
 
 
 def _message(value, place: str) -> dict:

@@ -160,9 +160,9 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
         special = [token.content for token in library.get_added_tokens_decoder().values()][:8]
         what = (f"data.bos_token={bos_token!r} is not a token" if bos_token else
                 "none of the usual separators is a token")
+        examples = f", e.g. one of its special tokens: {', '.join(special)}" if special else ""
         raise ValueError(f"{what} of data.tokenizer={path!r}; name the token that stands before every document as "
-                         f"data.bos_token" + (
-                             f", e.g. one of its special tokens: {', '.join(special)}" if special else ""))
+                         f"data.bos_token{examples}")
     return TokenizerFile(path, library, max(vocab.values()) + 1, bos,
                          hashlib.blake2b(content, digest_size=16).hexdigest())
 

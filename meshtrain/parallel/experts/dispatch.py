@@ -333,8 +333,8 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
 
     saved: outputs of gate and up of the first round, or None.
     """
-    balanced_rows, K, dtype = (region.balanced_rows(*tokens.chosen_TK.shape), tokens.chosen_TK.shape[1],
-                               tokens.x_TD.dtype)
+    balanced_rows = region.balanced_rows(*tokens.chosen_TK.shape)
+    K, dtype = tokens.chosen_TK.shape[1], tokens.x_TD.dtype
     x_AD, chosen_AK, weight_AK, dy_AD = map(region.gather_tokens, (*tokens, dy_TD))
     assignments = _sorted_assignments(experts, region, chosen_AK, matrices)
 

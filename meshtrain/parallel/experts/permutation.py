@@ -60,8 +60,8 @@ class SortedAssignments:
         self.order, self.sizes = order, jnp.sum(key[:, None] == jnp.arange(e), 0, dtype=jnp.int32)
         most = A * min(K, e)
         # At least K rows: few tokens may all choose the same experts, which must not take a round each.
-        self.rows = min(most,
-                        max(K, math.ceil(capacity_factor * (A * K * e // num_experts)))) if capacity_factor else most
+        wanted = max(K, math.ceil(capacity_factor * (A * K * e // num_experts)))
+        self.rows = min(most, wanted) if capacity_factor else most
         self.block = block(self.rows, e)
         self.num_blocks = -(-self.rows // self.block) + e
         self.one_round = self.rows >= most
