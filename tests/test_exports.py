@@ -144,11 +144,11 @@ def test_checkpoints_whose_exports_are_missing_stay_for_a_while_and_make_room_wh
 
 
 def test_a_second_writer_of_a_directory_is_refused_and_the_first_is_whole(tmp_path):
-    with export.whole(tmp_path / "out") as place:
+    with export.new_folder(tmp_path / "out") as place:
         (place / "weights").write_text("first")
-        with pytest.raises(ConfigError, match="is being written by another process"), export.whole(tmp_path / "out"):
+        with pytest.raises(ConfigError, match="is being written by another process"), export.new_folder(tmp_path / "out"):
             pass
-    with pytest.raises(ConfigError, match="is there already"), export.whole(tmp_path / "out"):
+    with pytest.raises(ConfigError, match="is there already"), export.new_folder(tmp_path / "out"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out/weights").read_text() == "first"
 
@@ -157,7 +157,7 @@ def test_what_a_killed_writer_left_is_taken_over_and_a_failed_one_leaves_nothing
     (tmp_path / ".out.saving").mkdir()
     (tmp_path / ".out.saving" / "old").touch()
     (tmp_path / ".out.lock").touch()
-    with pytest.raises(RuntimeError), export.whole(tmp_path / "out") as place:
+    with pytest.raises(RuntimeError), export.new_folder(tmp_path / "out") as place:
         assert list(place.iterdir()) == []
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
@@ -165,13 +165,13 @@ def test_what_a_killed_writer_left_is_taken_over_and_a_failed_one_leaves_nothing
     def without(*_):
         raise OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr(fcntl, "flock", without)
-    with export.whole(tmp_path / "out"):
+    with export.new_folder(tmp_path / "out"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_directory_that_comes_while_another_is_written_is_not_replaced(tmp_path):
-    with pytest.raises(OSError, match="could not be written"), export.whole(tmp_path / "out"):
+    with pytest.raises(OSError, match="could not be written"), export.new_folder(tmp_path / "out"):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mine").touch()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
@@ -183,7 +183,7 @@ def test_a_directory_that_cannot_be_made_is_a_mistake_or_the_file_system_s_momen
     def fails(*_, **more):
         raise OSError(number, os.strerror(number))
     monkeypatch.setattr(os, "mkdir", fails)
-    with pytest.raises(kind, match=os.strerror(number)) as found, export.whole(tmp_path / "out"):
+    with pytest.raises(kind, match=os.strerror(number)) as found, export.new_folder(tmp_path / "out"):
         pass
     assert isinstance(found.value, ConfigError) == (kind is ConfigError)
 
