@@ -38,8 +38,8 @@ def test_what_is_found_is_what_glob_finds(tmp_path, monkeypatch):
             assert mine == {os.path.normpath(path) for path in glob.glob(pattern, recursive=True)
                             # `a/` of a file a is none
                             if os.path.lexists(path) and not os.path.isdir(path)}, pattern
-            real = sources.Resolved()
-            assert all(real(path) == real.of_file(path) == os.path.realpath(path) for path in mine)
+            real = sources.resolver()
+            assert all(real(path) == os.path.realpath(path) for path in mine)
 
 
 def test_links_that_lead_round_in_circles_are_followed_once(tmp_path):

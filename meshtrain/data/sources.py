@@ -35,7 +35,7 @@ EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": 
             "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl",
             "preferences": "pairs/*.jsonl"}
 CHATS = ("chat", "preferences")     # conversations
-VALIDATION = ".validation"  # suffix of a component's section: its validation files
+TRAIN, VALIDATION, CURVE = "train", "validation", "curve"
 CACHE = ".meshtrain"    # directory of the token cache, beside the files
 
 # Directories of the standard library that differ between installs of one version: tests that distributions strip,
@@ -99,9 +99,12 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedFiles:
-    """One source of [data] and its files. where: its section, for errors; paths: path -> searched directory, in
-    document order."""
+    """One source of [data] and its files. where: its section, for errors; use: TRAIN, VALIDATION (in place of a
+    held-out share) or CURVE (a validation set of its own); paths: path -> searched directory, in document order."""
     where: str
+    use: str
+    name: str           # "" if it is the only one
+    weight: float
     source: str
     field: str
     paths: dict[str, str]
@@ -110,16 +113,12 @@ class NamedFiles:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Description:
     """The sources of a run file's [data], with files found and listed, but not read."""
-    components: tuple[NamedFiles, ...]   # the sources, then their validation files
-    names: tuple[str, ...]              # of the sources
-    validation: tuple[int | None, ...]  # per source, the component with its validation files
+    components: tuple[NamedFiles, ...]
     eos: int
-    weights: tuple[float, ...]
     tokenizer: Tokenizer
     vocab_size: int     # the model's
     cache: str          # data.cache
     chats: Chats | None     # how conversations become tokens, if any
-    curves: tuple[tuple[str, float], ...] = ()      # (name, weight) of the validation sets, the last components
 
     def open(self, cache_dir: Path, job: parts.Job) -> tuple[Source | None, ...]:
         """Open the sources, building the token cache where needed, which may take long the first time.
@@ -132,7 +131,7 @@ class Description:
             try:
                 opened.append(_open(self, component, cache_dir, job))
             except ValueError as error:
-                faults.append(_key_of_section(component.where, error))
+                faults.append(_key_of_section(component.where, str(error)))
         if faults:
             raise ValueError("\n".join(faults))
         return tuple(opened)
@@ -145,33 +144,36 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     vocab_size: the model's. folders: model folders that may have a chat template, if the tokenizer's has none. Raises:
     ValueError listing every fault of the tokenizer or the files, a line each.
     """
-    mixed = data.source == "mixture"
-    named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] if mixed else [("data", data)]
+    named = [(f"data.mixture[{i}]", one.name or str(i), one) for i, one in enumerate(data.mixture)] \
+        if data.source == "mixture" else [("data", "", data)]
     reader = _open_tokenizer(data, vocab_size)
     if reader.vocab_size > vocab_size:
         raise ValueError(f"data.tokenizer={data.tokenizer!r} has ids up to {reader.vocab_size - 1} (the separator is "
                          f"{reader.bos}), and model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; "
                          f"use model.vocab_size={reader.vocab_size} or more")
-    given = [(where, one, one.paths) for where, one in named]
-    given += [(f"{where}{VALIDATION}", one, one.validation_paths) for where, one in named if one.validation_paths]
-    given += [(f"data.validation_sources[{i}]", one, one.paths) for i, one in enumerate(data.validation_sources)]
+    given = [(where, TRAIN, name, one, one.paths) for where, name, one in named]
+    given += [(f"{where}.{VALIDATION}", VALIDATION, name, one, one.validation_paths)
+              for where, name, one in named if one.validation_paths]
+    given += [(f"data.validation_sources[{i}]", CURVE, one.name or str(i), one, one.paths)
+              for i, one in enumerate(data.validation_sources)]
     components, faults = [], []
-    for where, one, patterns in given:
+    for where, use, name, one, patterns in given:
         try:
             paths = list_paths(one.source, patterns, where)
             # broken links, no permission: reported together, before any work
             file_sizes(list(paths), where)
-            components.append(NamedFiles(where, one.source, one.field, paths))
+            weight = 1.0 if one is data else one.weight
+            components.append(NamedFiles(where, use, name, weight, one.source, one.field, paths))
         except ValueError as error:
-            faults.append(_key_of_section(where, error))
+            faults.append(_key_of_section(where, str(error)))
     if len(given) > len(named):     # there may be ten million names
-        real = Resolved()
-        trained = {real(path) for component in components[:len(named)] for path in component.paths}
-        faults += [f"{_key_of_section(component.where, ValueError(f'{component.where}.paths'))}: {path} is trained on, "
-                   f"too; take it out of one"
-                   for component in components[len(named):] for path in component.paths if real(path) in trained]
+        real = resolver()
+        trained = {real(path) for component in components if component.use == TRAIN for path in component.paths}
+        faults += [f"{_key_of_section(component.where, f'{component.where}.paths')}: {path} is trained on, "
+                   f"too; take it out of one" for component in components if component.use != TRAIN
+                   for path in component.paths if real(path) in trained]
     chats = None
-    if any(one.source in CHATS for _, one, _ in given):
+    if any(one.source in CHATS for *_, one, _ in given):
         try:
             chats = Chats(chat.open_template(reader, data.chat_template, folders), data.loss_on == "all",
                           data.source == "preferences")
@@ -179,14 +181,7 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
             faults.append(str(error))
     if faults:
         raise ValueError("\n".join(faults))
-    numbers = itertools.count(len(named))
-    validation = tuple(next(numbers) if one.validation_paths else None for _, one in named)
-    names = tuple(one.name or str(i) for i, one in enumerate(data.mixture)) if mixed else ("",)
-    weights = tuple(one.weight for _, one in named) if mixed else (1.0,)
-    return Description(tuple(components), names, validation, _find_eos(data, reader, vocab_size),
-                       weights, reader, vocab_size,
-                       data.cache, chats, tuple((one.name or str(i), one.weight)
-                                                for i, one in enumerate(data.validation_sources)))
+    return Description(tuple(components), _find_eos(data, reader, vocab_size), reader, vocab_size, data.cache, chats)
 
 
 def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
@@ -195,10 +190,10 @@ def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
     return reader, _find_eos(data, reader, vocab_size)
 
 
-def _key_of_section(where: str, error: ValueError) -> str:
-    """Rephrase an error about `where`.paths with the run file's key."""
-    return str(error).replace(f"{where}.paths", f"{where.removesuffix(VALIDATION)}.validation_paths") \
-        if where.endswith(VALIDATION) else str(error)
+def _key_of_section(where: str, text: str) -> str:
+    """Rephrase a message about `where`.paths with the run file's key."""
+    source = where.removesuffix(f".{VALIDATION}")
+    return text if source == where else text.replace(f"{where}.paths", f"{source}.validation_paths")
 
 
 def _find_eos(data, reader: Tokenizer, vocab_size: int) -> int:
@@ -232,12 +227,13 @@ def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str],
 
 
 def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
-    trained = tuple(opened[:len(described.weights)])
-    return Corpus(trained, described.weights, described.tokenizer, described.eos, described.names,
-                  tuple(opened[k] if k is not None else None for k in described.validation),
-                  _fingerprint(trained, described),
-                  tuple(ValidationSource(*curve, source)
-                        for curve, source in zip(described.curves, opened[len(opened) - len(described.curves):])))
+    found = list(zip(described.components, opened))
+    trained = {one: source for one, source in found if one.use == TRAIN}
+    validation = {one.name: source for one, source in found if one.use == VALIDATION}
+    sources, names = tuple(trained.values()), tuple(one.name for one in trained)
+    return Corpus(sources, tuple(one.weight for one in trained), described.tokenizer, described.eos, names,
+                  tuple(map(validation.get, names)), _fingerprint(sources, described),
+                  tuple(ValidationSource(one.name, one.weight, source) for one, source in found if one.use == CURVE))
 
 
 def _open_tokenizer(data, vocab_size: int) -> Tokenizer:
@@ -368,7 +364,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
                          f'e.g. ["{EXAMPLES[name]}"]')
-    found, faults, real = {}, [], Resolved()
+    found, faults, real = {}, [], resolver()
     for pattern in patterns:
         wanted = os.path.expanduser(pattern)
         literal = files.status(wanted) is not None
@@ -376,7 +372,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
         root = os.path.dirname(wanted if literal else re.split(r"[*?[]", wanted)[0]) or "."
         some = False
         for path in [wanted] if literal else expanded(wanted):
-            if (target := real.of_file(path)) is not None:
+            if (target := real(path)) is not None:
                 some, found[target] = True, (path, root)
         if files.is_dir(wanted):
             faults.append(f"{where}.paths: {pattern!r} is a directory; name its files, e.g. "
@@ -388,30 +384,22 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
     return dict(found[path] for path in sorted(found))
 
 
-class Resolved:
-    """os.path.realpath of many files: resolves each directory once, then one system call per file."""
+def resolver() -> Callable[[str], str | None]:
+    """os.path.realpath of many files, None for a directory: resolves each directory once, then one system call per
+    file."""
+    directory = functools.cache(os.path.realpath)
 
-    def __init__(self):
-        self._directory = functools.cache(os.path.realpath)
-
-    def __call__(self, path: str) -> str:
-        return self._place(path, os.path.islink(path))
-
-    def of_file(self, path: str) -> str | None:
-        """None for a directory."""
+    def resolved(path: str) -> str | None:
         try:
             mode = os.lstat(path).st_mode
         except OSError:
             mode = 0        # removed since: reported when its size is read
-        if stat.S_ISDIR(mode) or (link := stat.S_ISLNK(mode)) and os.path.isdir(path):
+        link = stat.S_ISLNK(mode)
+        if stat.S_ISDIR(mode) or link and os.path.isdir(path):
             return None
-        return self._place(path, link)
-
-    def _place(self, path: str, link: bool) -> str:
-        if link:
-            return os.path.realpath(path)
         folder, name = os.path.split(path)
-        return os.path.join(self._directory(folder), name) if name not in ("", ".", "..") else os.path.realpath(path)
+        return os.path.realpath(path) if link or name in ("", ".", "..") else os.path.join(directory(folder), name)
+    return resolved
 
 
 def expanded(pattern: str) -> Iterator[str]:
