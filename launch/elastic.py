@@ -69,11 +69,8 @@ def most(words: Sequence[str], processes: int, least: int, devices: int, full: i
     return int(found[0]), ""
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, _tell, argv, __doc__)
-
-
-def _tell(given: config.Arguments) -> None:
+@command.entry(COMMAND, __doc__)
+def main(given: config.Arguments) -> None:
     """Print the answer. Raises: ConfigError if no number of processes can train the run."""
     words, processes, least, devices = given.run, given["processes"], given["min-processes"], given["devices"]
     run = config.load(words)

@@ -22,11 +22,8 @@ from meshtrain.run import command, contents, say
 COMMAND = config.Command("launch.local", {**elastic.OPTIONS, **restart.OPTIONS}, launcher=True)
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, _launch, argv, __doc__)
-
-
-def _launch(given: config.Arguments) -> int:
+@command.entry(COMMAND, __doc__)
+def main(given: config.Arguments) -> int:
     if given["min-processes"] not in (0, given["processes"]) and given["max-restarts"] < 2:
         raise ConfigError("--min-processes needs --max-restarts of at least 2: a process is left out after it has "
                           "failed twice")

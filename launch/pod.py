@@ -15,7 +15,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from launch import restart, supervise
@@ -33,11 +32,8 @@ COMMAND = config.Command("launch.pod", {
 LOOK_S = 1.0        # between polls for the decision of process 0
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, _launch, argv, __doc__)
-
-
-def _launch(given: config.Arguments) -> int:
+@command.entry(COMMAND, __doc__)
+def main(given: config.Arguments) -> int:
     run, attempt = config.load(given.run), given["attempt"]
     place = find.cluster(run.distributed, os.environ)
     index = place.index if place else 0

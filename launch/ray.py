@@ -138,11 +138,8 @@ class Member(supervise.Child):
         return "its node is lost, or the worker of Ray's that held it was killed" if self.lost else super().ending
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, _launch, argv, __doc__)
-
-
-def _launch(given: config.Arguments) -> int:
+@command.entry(COMMAND, __doc__)
+def main(given: config.Arguments) -> int:
     run, rest = elastic.run_of(given), given.run
     bundle = bundle_of(run, given)
     if ray is None:

@@ -19,7 +19,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from launch import supervise
@@ -110,11 +110,8 @@ class Failures:
         return wait_s
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, _judge, argv, __doc__)
-
-
-def _judge(given: config.Arguments) -> int:
+@command.entry(COMMAND, __doc__)
+def main(given: config.Arguments) -> int:
     """Raises: ConfigError."""
     try:
         code = int(*given.names)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from meshtrain import config
-from meshtrain import hardware
+from meshtrain import config, hardware
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, footprint, price, rates, simulate
 from meshtrain.cost.formulas.placed import Options, Placed, place
@@ -77,7 +76,6 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         _check_float8(run, platform, gpu.name, gpu)
     with config.user_errors():
         loaded = rules.load(run.sharding.rules)
-    with config.user_errors():
         model = transformer.build(run.model, run.lora)
     layout, notes, faults = lay_out(run, sizes, loaded, model)
     if run.training.objective == "dpo" and sizes["stage"] > 1:

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain import config, devices, files
 from meshtrain.checkpoint import adapters, export, exports, peft, resume
-from meshtrain.checkpoint.checkpoint import CheckpointError
+from meshtrain.checkpoint.checkpoint import CheckpointError, Saved
 from meshtrain.cluster import agree, find
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError
@@ -42,11 +42,8 @@ COMMAND = config.Command("meshtrain.convert", {
 }, "HF_DIR | RUN_DIR OUT", (1, 2), keys=False)
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, _convert, argv, __doc__, (CheckpointError, PeerError), agree.told_by_first)
-
-
-def _convert(asked: config.Arguments) -> None:
+@command.entry(COMMAND, __doc__, (CheckpointError, PeerError), agree.told_by_first)
+def main(asked: config.Arguments) -> None:
     if any("://" in name for name in asked.names[1:]):
         raise ConfigError(f"{asked.names[1]} is an address, and only directories can be written; mount it, or copy the "
                           f"folder there afterwards")
@@ -56,8 +53,9 @@ def _convert(asked: config.Arguments) -> None:
     run_dir, out = map(Path, asked.names)
     cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     found = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
-    said = (_export_adapters(found, run_dir, out, asked["step"], asked["dtype"] or "float32") if asked["adapters"] else
-            _export(found, run_dir, out, asked["step"], asked["dtype"] or "bfloat16", int(asked["shard-gb"] * 1e9)))
+    saved = resume.source(run_dir, asked["step"], str(run_dir), "--step ")
+    said = (_export_adapters(found, saved, run_dir, out, asked["dtype"] or "float32") if asked["adapters"] else
+            _export(found, saved, run_dir, out, asked["dtype"] or "bfloat16", int(asked["shard-gb"] * 1e9)))
     if jax.process_index() == 0:
         say.out(said)
 
@@ -79,9 +77,8 @@ def _table(directory: Path) -> str:
             f"{config.shape_table(shape)}")
 
 
-def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dtype: str, shard_bytes: int) -> str:
+def _export(found: Sequence[jax.Device], saved: Saved, run_dir: Path, out: Path, dtype: str, shard_bytes: int) -> str:
     """Writes `out`, one parameter in memory at a time; returns the summary to print."""
-    saved = resume.source(run_dir, step, str(run_dir), "--step ")
     with config.user_errors():
         shape = config.Model(**saved.run["model"])
     model = transformer.build(shape)
@@ -92,9 +89,7 @@ def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dt
         info = infos[path]
         wanted = jax.ShapeDtypeStruct(info.shape, info.dtype,
                                       sharding=NamedSharding(mesh, _spread(info.shape, mesh.size)))
-        taken = adapters.restore(saved, trees.nested({path: wanted}), dtype=jnp.float32)
-        (array,) = jax.tree.leaves(taken)
-        return array
+        return jax.tree.leaves(adapters.restore(saved, trees.nested({path: wanted}), dtype=jnp.float32))[0]
 
     with config.user_errors():
         size = export.write(out, model, leaf, dtype=dtype, shard_bytes=shard_bytes, data=saved.run["data"],
@@ -102,9 +97,8 @@ def _export(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dt
     return f"{out}: the weights of step {saved.step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 
 
-def _export_adapters(found: Sequence[jax.Device], run_dir: Path, out: Path, step: int, dtype: str) -> str:
+def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: Path, out: Path, dtype: str) -> str:
     """Writes the adapters to `out`, as `_export` does."""
-    saved = resume.source(run_dir, step, str(run_dir), "--step ")
     section = adapters.section(saved)
     with config.user_errors():
         if not section:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import jax
 
-from meshtrain import known_bad
-from meshtrain import hardware
+from meshtrain import hardware, known_bad
 from meshtrain.cluster import agree, find, gpus, meet, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.names import AXES

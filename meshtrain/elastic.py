@@ -41,8 +41,9 @@ def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
     count = next((m for m in range(before, batch + 1) if batch % (m * num_shards) == 0
                   and batch // (m * num_shards) <= held), 0)
     if not count:
+        use = max(n for n in range(1, num_shards + 1) if batch % n == 0)
         raise ConfigError(f"data.global_batch={batch} cannot be split over {num_shards} devices, mesh.{shrunk}=-1 of "
-                          f"{num_devices} devices; use as many as divide it, e.g. {_divisor(batch, num_shards)}, or "
+                          f"{num_devices} devices; use as many as divide it, e.g. {use}, or "
                           f"another batch")
     told = (f"{num_devices} of {full} devices: mesh.{shrunk}={sizes[shrunk]} (of {wanted[shrunk]}), "
             f"training.microbatches={count} (of {before}); the batch stays {batch}, {batch // count // num_shards} "
@@ -58,7 +59,3 @@ def check(run: Run, num_devices: int) -> None:
     _, _, faults = assembly.lay_out(run, config.mesh_sizes(run, num_devices), loaded, model)
     if faults:
         raise ConfigError(*faults)
-
-
-def _divisor(batch: int, most: int) -> int:
-    return max(n for n in range(1, most + 1) if batch % n == 0)

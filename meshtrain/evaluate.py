@@ -38,7 +38,6 @@ from meshtrain.inference.score import Scorer
 from meshtrain.names import NO_TARGET
 
 
-
 def _tasks(text: str) -> list[str]:
     if names := [task for task in text.split(",") if task]:
         return names
@@ -80,11 +79,8 @@ class Sums:
                 "bits_per_byte": finite(bits)}
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, _evaluate, argv, __doc__, (CheckpointError, assembly.BrokenProgramError))
-
-
-def _evaluate(options: config.Arguments) -> None:
+@command.entry(COMMAND, __doc__, (CheckpointError, assembly.BrokenProgramError))
+def main(options: config.Arguments) -> None:
     if not options["tasks"] and (unused := options.given & {"num-fewshot", "limit"}):
         raise ConfigError(*(f"--{name} {options[name]} is of the harness's tasks, and none is asked for; add e.g. "
                             f"--tasks hellaswag, or leave it out" for name in sorted(unused)))
@@ -136,8 +132,7 @@ def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tupl
         if may_be_none:
             return None, ()
         raise ConfigError('data.source="preferences" has pairs of answers, and a loss is measured on texts; give some, '
-                          'e.g. '
-                          "--data.source text --data.paths '[\"corpus/*.txt\"]', or --tasks")
+                          "e.g. --data.source text --data.paths '[\"corpus/*.txt\"]', or --tasks")
     if found.of_folder and not any(key in found.given for key in GIVEN):
         if may_be_none:
             return None, ()
@@ -222,12 +217,9 @@ def _table(told: dict) -> str:
              for name, one in named.items()]
     tasks = [f"{task}: {', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}"
              for task, metrics in told["tasks"].items()]
-    return "\n".join(tasks if len(rows) == 1 else [*_aligned(rows), *tasks])
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    return "\n".join(tasks if len(rows) == 1 else [*lines, *tasks])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ on request · 1 anything else.
 """
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -19,12 +20,15 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
     command.begin()
 
 import jax
+import numpy as np
+import pydantic
 
-from meshtrain import assembly, config, devices, talk, trained
+from meshtrain import assembly, config, devices, trained
 from meshtrain.checkpoint.checkpoint import CheckpointError
 from meshtrain.config import ConfigError
+from meshtrain.data.documents import chat, tokenizer
 from meshtrain.inference.detokenizer import TextStream, Words
-from meshtrain.inference.generate import MOST_ROWS, Completion, GenerationLimits
+from meshtrain.inference.generate import MOST_ROWS, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.units import size
 
@@ -32,14 +36,11 @@ from meshtrain.units import size
 def _ids(text: str) -> list[list[int]]:
     """The prompts of --prompt-ids. Raises: ValueError."""
     try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
-        given = None
-    if isinstance(given, list) and given and all(type(one) is int for one in given):
+        given = pydantic.TypeAdapter(list[int] | list[list[int]]).validate_json(text, strict=True)
+    except ValueError:
+        raise ValueError("is not a list of lists of whole numbers; write e.g. '[[5, 6], [7]]'") from None
+    if given and isinstance(given[0], int):
         given = [given]
-    if not isinstance(given, list) or not all(
-            isinstance(one, list) and all(type(i) is int for i in one) for one in given):
-        raise ValueError("is not a list of lists of whole numbers; write e.g. '[[5, 6], [7]]'")
     if not given or not all(given):
         raise ValueError("has an empty prompt; give at least one token of each, e.g. '[[5, 6], [7]]'")
     return given
@@ -69,33 +70,29 @@ COMMAND = config.Command("meshtrain.generate", {
                           'or --prompts, of .jsonl also {"messages": [...]}, each is a conversation of its own'),
     "max-tokens": config.Option("tokens of an answer at most", "N", "256", config.whole(1, 10**7), 256),
     "temperature": config.Option("0: the most likely token, else drawn (default 0, and 1 with one of the next three)",
-                                 "T",
-                                 "0.8", config.number("0 for the most likely token, or more")),
+                                 "T", "0.8", config.number("0 for the most likely token, or more")),
     "top-k": config.Option("draw from the K most likely tokens, as in transformers", "K", "50", config.whole(1), 0),
     "top-p": config.Option("draw from the most likely tokens of together this probability", "P", "0.9",
                            config.number("a probability", 0, 1, positive=True), 1.0),
     "min-p": config.Option("draw from tokens of at least this share of the most likely one's probability", "P", "0.05",
                            config.number("a share", 0, 1), 0.0),
     "seed": config.Option("the same seed draws the same answer to a prompt, whatever else is asked and on any mesh",
-                          "N",
-                          "1", config.whole(0, 2**32 - 1), 0),
+                          "N", "1", config.whole(0, 2**32 - 1), 0),
     "stop": config.Option("a text that ends an answer, beside the model's own end tokens", "TEXT", "END", _text,
                           many=True),
     "json": config.Option('print JSON alone: {"completions": [{"prompt_ids", "token_ids", "text", "stopped": '
                           '"stop"|"length"}]}'),
 }, "RUN_DIR|HF_DIR", (1, 1))
 MOST_PROMPT_BYTES = 1 << 28     # of a file of prompts
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, _generate, argv, __doc__, (CheckpointError, assembly.BrokenProgramError))
-
-
-def _generate(options: config.Arguments) -> None:
+@command.entry(COMMAND, __doc__, (CheckpointError, assembly.BrokenProgramError))
+def main(options: config.Arguments) -> None:
     _check_options(options)
     found = trained.describe(*options.names, options["step"], options.keys, "generate",
                              keys=("data.tokenizer", "data.chat_template"))
-    talking = talk.open_talk(found) if options["chat"] else None
+    talking = open_talk(found) if options["chat"] else None
     words = _words(found, options, talking)
     prompts = _prompts(found, options, talking)
     ended = (lambda _, tokens: words.ended(tokens)) if words and words.stops else None
@@ -116,7 +113,9 @@ def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words
     """Makes the completions and says them: as JSON, or as text, of one prompt while it comes."""
     ask = lambda tell=None: generator.complete(prompts, limits, _picking(options), options["seed"], tell)
     if options["json"]:
-        say.out(json.dumps({"completions": [_as_json(one, words) for one in ask()]}))
+        say.out(json.dumps({"completions": [
+            {"prompt_ids": one.prompt, "token_ids": one.tokens, "text": words.text(one.tokens) if words else None,
+             "stopped": one.stopped} for one in ask()]}))
     elif words is None:
         for one in ask():
             say.out(" ".join(map(str, one.tokens)))
@@ -142,7 +141,7 @@ def _streamed(words: Words, ask) -> str:
     return words.text(one.tokens)
 
 
-def _converse(generator, found: trained.Trained, talking: talk.Talk, limits: GenerationLimits,
+def _converse(generator, found: trained.Trained, talking: Talk, limits: GenerationLimits,
               words: Words, options: config.Arguments) -> None:
     """Answers each line of stdin, the conversation so far before it; ends where stdin ends."""
     messages: list[dict] = []
@@ -172,11 +171,6 @@ def _converse(generator, found: trained.Trained, talking: talk.Talk, limits: Gen
         messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _as_json(one: Completion, words: Words | None) -> dict:
-    return {"prompt_ids": one.prompt, "token_ids": one.tokens, "text": words.text(one.tokens) if words else None,
-            "stopped": one.stopped}
-
-
 def _check(prompts: list[list[int]], found: trained.Trained, limits: GenerationLimits) -> None:
     """Raises: ConfigError with every prompt that the model cannot take."""
     vocab_size, faults = found.run.model.vocab_size, []
@@ -204,10 +198,62 @@ def _check_memory(placed: trained.LoadedModel, prompts: list[list[int]], limits:
                           f"at once")
 
 
+# ---- chat ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Talk:
+    """A chat template with its stop tokens and stop strings."""
+    template: chat.Template
+    stop_ids: tuple[int, ...]
+    stops: tuple[str, ...]
+
+    def prompt(self, messages: Sequence[dict]) -> list[int]:
+        """The ids of a conversation up to where the model answers. Raises: ValueError."""
+        return chat.prompt(self.template, messages).tolist()
+
+
+def open_talk(found: trained.Trained) -> Talk:
+    """Raises: ConfigError without a tokenizer or a template."""
+    text = found.text()
+    if text is None:
+        raise ConfigError(f"--chat needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path "
+                          f"of a tokenizer.json with a chat template beside it")
+    with config.user_errors():
+        template = chat.open_template(_chat_reader(found, text), found.run.data.chat_template,
+                                      [found.files] if found.files else [], today=True)
+        return Talk(template, *_endings(template))
+
+
+def _chat_reader(found: trained.Trained, text: trained.Text) -> tokenizer.Tokenizer:
+    """The tokenizer as `data` opens it. Raises: ValueError."""
+    if not isinstance(text.of, tokenizer.Published):
+        return text.of
+    ids = [one for one in (found.separator(), *found.stop_ids()) if one is not None]
+    name = next(filter(None, tokenizer.names_of(text.of.path, *ids)), "")
+    return tokenizer.open_file(text.of.path, name)
+
+
+def _endings(template: chat.Template) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """(stop tokens, stop strings): the first special token after an answer and the tokenizer's eos_token; for byte
+    tokenizers the text that the template writes after an answer."""
+    prompt = chat.prompt(template, _PROBE[:1]).tolist()
+    (whole,) = chat.encode(template, [chat.Conversation(_PROBE, [True, True])], learn_all=True)
+    ids = np.asarray(whole.ids).tolist()
+    behind = ids[len(prompt):] if ids[:len(prompt)] == prompt else []
+    if template.library is None:
+        written = bytes(behind).decode(errors="replace").partition(_PROBE[1]["content"])[2]
+        return (), tuple(filter(None, [written.strip() or (written if "\n" in written else "")]))
+    special = {number for number, token in template.library.get_added_tokens_decoder().items() if token.special}
+    ends = [next((one for one in behind if one in special), None),
+            template.library.token_to_id(template.tokens.get("eos_token", ""))]
+    return tuple(dict.fromkeys(one for one in ends if one is not None)), ()
+
+
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
-def _words(found: trained.Trained, options: config.Arguments, talking: talk.Talk | None) -> Words | None:
+def _words(found: trained.Trained, options: config.Arguments, talking: Talk | None) -> Words | None:
     """How answers become text; None without a tokenizer. Raises: ConfigError."""
     text, stops = found.text(), tuple(options["stop"])
     if text is None:
@@ -221,7 +267,7 @@ def _words(found: trained.Trained, options: config.Arguments, talking: talk.Talk
     return Words(text.decode, stops, stop_ids)
 
 
-def _prompts(found: trained.Trained, options: config.Arguments, talking: talk.Talk | None) -> list[list[int]]:
+def _prompts(found: trained.Trained, options: config.Arguments, talking: Talk | None) -> list[list[int]]:
     """The prompts as ids; none where a conversation is to be held. Raises: ConfigError."""
     if options["prompt-ids"]:
         return options["prompt-ids"]

@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain.run import command, say
@@ -45,11 +44,8 @@ COMMAND = config.Command("meshtrain.inspect", {
 }, "[RUN.toml]", (0, 1))
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, lambda own: _inspect(own, argv), argv, __doc__)
-
-
-def _inspect(own: config.Arguments, argv: Sequence[str]) -> int:
+@command.entry(COMMAND, __doc__)
+def main(own: config.Arguments) -> int:
     with config.user_errors():
         hardware.memory_share()         # what fits is measured against it
     as_json, given = own["json"], _assumed(own)
@@ -79,7 +75,7 @@ def _inspect(own: config.Arguments, argv: Sequence[str]) -> int:
     now = expect.of(made, step.program, step.held)
     if own["update"]:
         _write(own["expect"], expect.dumps(
-            now, f"python -m meshtrain.inspect {shlex.join(word for word in argv if word != '--update')}"))
+            now, f"python -m meshtrain.inspect {shlex.join(word for word in own.words if word != '--update')}"))
     if as_json or own["html"] or not own["expect"]:
         _tell(step, own)
     return 1 if step.program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
@@ -175,14 +171,9 @@ def _devices(run, topology: str | None):
         if run.mesh.simulated_devices:      # before they are started, which takes threads and memory for each
             elastic.check(run, run.mesh.simulated_devices)
         return local_devices.start(run)
-    try:
+    with config.user_errors(), say.without_noise():
         _topology_sizes(run, topology)
-        with say.without_noise():
-            return gpu_compile.topology(topology)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        return gpu_compile.topology(topology)
 
 
 def _topology_sizes(run, topology: str) -> dict[str, int]:
@@ -209,7 +200,7 @@ def _schedule(run, topology: str | None) -> simulate.Choice:
     """What `train` would choose on these GPUs; on this machine's where there is no --topology."""
     asked = {axis: getattr(run.mesh, axis) for axis in config.AXES}
     platform, gpu, sizes = "cpu", None, asked
-    try:
+    with config.user_errors():
         if topology is not None:
             platform, gpu = "gpu", hardware.get(gpu_compile.parse_topology(topology)[0])
             sizes = _topology_sizes(run, topology)
@@ -217,10 +208,6 @@ def _schedule(run, topology: str | None) -> simulate.Choice:
             devices = local_devices.start(run)
             platform, gpu = devices[0].platform, hardware.from_device_kind(devices[0].device_kind)
             sizes = config.mesh_sizes(run, len(devices)) if -1 in asked.values() else asked
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(*str(error).splitlines()) from None
     if sizes["stage"] == 1:
         raise ConfigError("mesh.stage=1 is no pipeline, so there is no schedule to draw; use e.g. --mesh.stage 4")
     return assembly.design(run, MeshSpec(sizes, run.mesh.placement), platform, gpu).choice

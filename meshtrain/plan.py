@@ -12,15 +12,13 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 
 from meshtrain.run import command, say
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
     command.begin()
 
-from meshtrain import assembly, config
-from meshtrain import hardware
+from meshtrain import assembly, config, hardware
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, rates
 from meshtrain.cost.formulas.placed import Options
@@ -80,11 +78,8 @@ TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million,
 TOLD, OTHERS = 20, 400      # plans in the answer; more of them in JSON as points alone
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, _plan, argv, __doc__)
-
-
-def _plan(options: config.Arguments) -> None:
+@command.entry(COMMAND, __doc__)
+def main(options: config.Arguments) -> None:
     if alone := [option for option in ("write", "verify") if option in options and len(options["gpus"]) > 1]:
         raise ConfigError(f"--{alone[0]} takes the best plans of one number of GPUs; give --gpus one")
     run = asked(options)
@@ -98,11 +93,10 @@ def _plan(options: config.Arguments) -> None:
     stands = gap.of(question, answer.plans[0], free) if free else None
     compiled = [verified(run, question, plan) for plan in answer.plans[:options["verify"]]]
     length = told.Length(options["tokens"], options["budget-hours"])
-    if "html" in options:
-        with config.user_errors():
+    with config.user_errors():
+        if "html" in options:
             skin.write("--html", options["html"], plans.page(as_json(run, answers, length, compiled, stands)))
-    if "write" in options and answer.plans:
-        with config.user_errors():
+        if "write" in options and answer.plans:
             skin.write("--write", options["write"], run_file(run, answer.plans[0], options["write"]))
     if options["json"]:
         say.out(json.dumps(as_json(run, answers, length, compiled, stands)))
@@ -127,15 +121,14 @@ def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], leng
              | ({"compiled": compiled[k]} if k < len(compiled) else {}) for k, (q, plan) in enumerate(of_each)]
     others = [] if several else answer.plans[TOLD:][:OTHERS]
     return {"plans": found, "model": run.model.model_dump(), "name": run.run.name,
-            "num_params": sum(info.size for info in question.rows), "gpus": [q.num_gpus for q, _ in answers] if several
-            else question.num_gpus, "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
+            "num_params": sum(info.size for info in question.rows),
+            "gpus": [q.num_gpus for q, _ in answers] if several else question.num_gpus,
+            "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
             "seq_len": question.options.seq_len, "global_batch": question.options.global_batch,
-            "tried": sum(a.tried for _, a in answers),
-            "attention": told.attended(question, answer).engine, "behind": stands and stands.as_json(),
-            "first": None if several else told.first(question, answer, stands),
-            "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path,
-                        "memory_bytes": plan.price.memory_bytes["total"],
-                        "step_time_s": plan.price.step_s} for plan in others],
+            "tried": sum(a.tried for _, a in answers), "attention": told.attended(question, answer).engine,
+            "behind": stands and stands.as_json(), "first": None if several else told.first(question, answer, stands),
+            "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "step_time_s": plan.price.step_s,
+                        "memory_bytes": plan.price.memory_bytes["total"]} for plan in others],
             "caveats": told.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True)}
 
 
@@ -167,11 +160,9 @@ def asked(options: config.Arguments) -> Run:
     preset = name in config.presets() and not os.path.exists(name)
     if preset:
         given |= {"model.preset": name, "run.name": f"{name}-{options['gpus'][0]}-{options['gpu']}",
-                  "run.sample_tokens": 0,
-                  "data.source": "text", "data.paths": '["data/*.txt"]', "training.steps": 10000,
-                  "optimizer.learning_rate": 3e-4,
-                  "optimizer.warmup_steps": 1000, "validation.every": 500, "data.global_batch": 1,
-                  "checkpoint.every": 500}
+                  "run.sample_tokens": 0, "data.source": "text", "data.paths": '["data/*.txt"]',
+                  "training.steps": 10000, "optimizer.learning_rate": 3e-4, "optimizer.warmup_steps": 1000,
+                  "validation.every": 500, "data.global_batch": 1, "checkpoint.every": 500}
         given.setdefault("model.compute_dtype", "bfloat16")
     elif not os.path.exists(name) and "." not in name:
         raise ConfigError(f"{name} is no run file and no model; models: {', '.join(config.presets())}")

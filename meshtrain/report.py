@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain.run import command, say
@@ -31,11 +30,8 @@ COMMAND = config.Command("meshtrain.report", {
 }, "RUN_DIR", (1, 1), keys=False)
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.answer(COMMAND, _report, argv, __doc__)
-
-
-def _report(asked: config.Arguments) -> None:
+@command.entry(COMMAND, __doc__)
+def main(asked: config.Arguments) -> None:
     html = asked["html"]
     with config.user_errors():
         if html:
@@ -73,8 +69,8 @@ def summary(told: dict) -> str:
             words += [f"validation {loss['validation']:.4f} after step {loss['validation_step']:,}"]
         lines += [", ".join(words) + (f"; {told['skipped']:,} steps skipped" if told["skipped"] else "")]
     if speed["tokens_per_s"]:
-        mfu = f", MFU {speed['mfu']:.1%} ({pages.beside(told, 'mfu')})" if speed["mfu"] else ""
-        lines += [f"{speed['tokens_per_s']:,.0f} tokens/s ({pages.beside(told, 'tokens_per_s')}){mfu}"]
+        mfu = f", MFU {speed['mfu']:.1%} ({pages.against_price(told, 'mfu')})" if speed["mfu"] else ""
+        lines += [f"{speed['tokens_per_s']:,.0f} tokens/s ({pages.against_price(told, 'tokens_per_s')}){mfu}"]
     if (found := told["experts"]) and None not in found["max"][-1]:
         busiest, idlest = max(found["max"][-1]), min(found["min"][-1])
         layers = found["layers"][found["max"][-1].index(busiest)], found["layers"][found["min"][-1].index(idlest)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain import config
@@ -39,12 +38,9 @@ COMMAND = config.Command("meshtrain.tokenize", {
 }, "[RUN.toml]", (0, 1))
 
 
-def main(argv: Sequence[str]) -> int:
+@command.entry(COMMAND, __doc__)
+def main(asked: config.Arguments) -> int:
     stop = _listen()
-    return command.answer(COMMAND, lambda asked: _tokenize(asked, stop), argv, __doc__)
-
-
-def _tokenize(asked: config.Arguments, stop: list[int]) -> int:
     try:
         share, run = asked["processes"], config.load(asked.names + asked.keys)
         if share is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import os
 import socket
 import sys
@@ -27,8 +28,7 @@ if __name__ == "__main__":
 
 import jax
 
-from meshtrain import assembly, config, devices, elastic, files, trained
-from meshtrain import hardware
+from meshtrain import assembly, config, devices, elastic, files, hardware, trained
 from meshtrain.checkpoint import exports, init_from, pretrained, resume
 from meshtrain.checkpoint.checkpoint import Checkpoints, Store
 from meshtrain.checkpoint.local import LocalTier
@@ -70,19 +70,19 @@ def main(argv: Sequence[str]) -> int:
         # Which process this is belongs to no run.
         run = run.model_copy(update={"distributed": run.distributed.without_place()})
         index, count = (cluster.index, cluster.count) if cluster else (0, 1)
-        with watch.on(_limits(run), index, count, say.err) as watchdog:
+        limits = watch.PhaseLimits(run.training.step_timeout_s, run.distributed.timeout_s,
+                                   *[run.training.phase_timeout_s] * 3)
+        with watch.on(limits, index, count, say.err) as watchdog:
             found, run = _devices(run, argv, cluster)
             run, fewer = elastic.fitted(run, len(found))
             return _run(run, found, fewer, account, watchdog)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
-    except PeerError as error:
-        return _fail(FAILED, f"error: {error}", error)
     except (TooManySkippedSteps, TooManyRollbacks) as error:   # of all processes: they read the same metrics
         if jax.process_index() == 0:
             say.err(f"stopped: {error}")
         return FAILED
-    except (FileSystemError, assembly.BrokenProgramError, ReplicasDiffer) as error:
+    except (PeerError, FileSystemError, assembly.BrokenProgramError, ReplicasDiffer) as error:
         return _fail(FAILED, f"error: {error}", error)
     except Exception as error:
         if files.is_moment(error):      # met where nobody had a word for it
@@ -96,11 +96,6 @@ def main(argv: Sequence[str]) -> int:
         raise
 
 
-def _limits(run: Run) -> watch.PhaseLimits:
-    t = run.training
-    return watch.PhaseLimits(t.step_timeout_s, run.distributed.timeout_s, *[t.phase_timeout_s] * 3)
-
-
 def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Account, watchdog: watch.Watchdog) -> int:
     stops.end_together(agree.part)
     stops.suspend_by(watch.suspend)
@@ -112,7 +107,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
     made = agree.everywhere(lambda: assembly.assemble(run, found))
     agree.everywhere(lambda: _check_memory(made))
     directory = Path(run.run.dir)
-    with rundir.claimed(run) as claim, watchdog.kept_in(directory / watch.STACKS), jax.set_mesh(made.mesh), \
+    with rundir.claimed(run) as claim, watchdog.kept_in(directory / contents.STACKS), jax.set_mesh(made.mesh), \
             Checkpoints(directory / contents.CHECKPOINTS, every=run.checkpoint.every, keep=run.checkpoint.keep,
                         check_claim=claim.check) as checkpoints:
         local = LocalTier(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
@@ -210,7 +205,10 @@ def _train(session: _Session, start: resume.Start) -> int:
         pretrained.keep_companions(run, session.directory)
     _write_cost(session.made, session.step, session.directory)
     if start.saved is None and run.experts.bias_warmup:     # before stops are deferred: nothing of it is worth saving
-        state = _evened_out(session, state, batches)
+        with account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED):
+            state = agree.everywhere(lambda: bias_warmup.balanced(
+                session.made.program, session.step, state, batches, run.experts.bias_warmup,
+                lambda: assembly.initialize(session.made)))
     with account.to("rest"), stops.deferred() as listener:
         spikes, stop = Spikes(run, start.kept("spikes")), loop.Stop(listener)
         while True:
@@ -272,13 +270,6 @@ def _compile(session: _Session, batches: Batches) -> None:
         session.replicas = _replicas(session.made)
 
 
-def _evened_out(session: _Session, state: State, batches: Batches) -> State:
-    made, passes = session.made, session.run.experts.bias_warmup
-    with session.attempt.account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED):
-        return agree.everywhere(lambda: bias_warmup.balanced(
-            made.program, session.step, state, batches, passes, lambda: assembly.initialize(made)))
-
-
 def _saved(session: _Session, done: int) -> str:
     """Waits for the last checkpoint and writes missing exports. Returns a description of those that failed."""
     with session.attempt.account.to("checkpoint"), watch.phase("last checkpoint", "save"):
@@ -326,9 +317,8 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
     with (metrics.open_writers(run, directory, start.step) as writer,
           Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace,
           account.to(goodput.LOOP)):
-        record = Record(run, writer, Progress(run.training.steps, _memory(made, session.step)),
-                        *_flops(made), account, spikes,
-                        agree.exchange(socket.gethostname()))
+        record = Record(run, writer, Progress(run.training.steps, _memory(made, session.step)), *_flops(made), account,
+                        spikes, agree.exchange(socket.gethostname()))
         if start.rollbacks:
             record.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
         shared = lambda number, ending: ending or checkpoints.due(number)
@@ -443,7 +433,7 @@ def _tell_the_end(session: _Session, state: State, val_loss: float | None, stopp
     run = session.run
     if val_loss is not None:
         say.out(f"validation loss {val_loss:.4f} a pair" if run.training.objective == "dpo" else
-                f"validation loss {val_loss:.4f} nats per token ({val_loss / 0.6931471805599453:.3f} bits)")
+                f"validation loss {val_loss:.4f} nats per token ({val_loss / math.log(2):.3f} bits)")
     if run.run.sample_tokens and not stopped:
         try:
             say.out(_sample(session.made, session.corpus, state))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -229,7 +230,5 @@ def _sizes(run: Run, given: frozenset[str], model: transformer.Transformer, coun
             except ValueError:
                 continue
     sizes = [getattr(run.mesh, axis) for axis in AXES]
-    taken = 1
-    for size in sizes:
-        taken *= size
+    taken = math.prod(sizes)
     return config.mesh_sizes(run, taken if -1 not in sizes and 0 < taken < count else count)

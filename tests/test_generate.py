@@ -17,7 +17,7 @@ import sampling
 from commands import call, home, in_a_directory_of_its_own, process, refused, tiny  # noqa: F401
 from folders import GOLDENS, NAMES, ROOT
 
-from meshtrain import assembly, config, devices, generate, talk, train, trained
+from meshtrain import assembly, config, devices, generate, train, trained
 from meshtrain.cost.program import audit, compile
 from meshtrain.inference import generate as inference
 from meshtrain.inference import detokenizer
@@ -305,7 +305,7 @@ def test_the_template_of_a_folder_makes_its_prompts_and_its_end_of_turn_ends_an_
     for name in ("config.json", "model.safetensors"):
         shutil.copy(GOLDENS / "qwen3" / name, home / name)
     found = trained.describe(str(home), 0, [], "generate")
-    made, library = talk.open_talk(found), found.text().of.library
+    made, library = generate.open_talk(found), found.text().of.library
     assert library.decode(made.prompt([{"role": "user", "content": "why?"}]), skip_special_tokens=False) == \
         "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
     assert library.token_to_id("<|im_end|>") in made.stop_ids and made.stops == ()

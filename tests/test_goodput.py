@@ -234,7 +234,7 @@ def test_a_clock_that_went_back_between_two_hosts_gives_no_negative_time(life):
 def test_a_try_that_was_stuck_before_it_was_killed_hung(life, idle_s, stacks, hang_s):
     life.try_(0, 8, idle_s=idle_s)
     for state in ("hangs", "runs") if stacks else ("runs",):        # a process that was killed leaves a file, too
-        place = life.directory / watch.STACKS / ("try-1" if state == "hangs" else "")
+        place = life.directory / history.STACKS / ("try-1" if state == "hangs" else "")
         place.mkdir(parents=True, exist_ok=True)
         told = ProcessState(1, 2, "host", 17, "a", "step 9", life.clocks.wall - idle_s, 9, "1", state, "too long")
         (place

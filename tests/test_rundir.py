@@ -328,7 +328,7 @@ def test_every_name_that_a_start_leaves_is_in_the_table(tmp_path):
     from meshtrain.data import sources
     from meshtrain.checkpoint import local, resume
     from meshtrain.run import dpo_reference, history
-    assert {history.HISTORY, history.ALIVE, watch.STACKS, sources.CACHE, dpo_reference.FILE,
+    assert {history.HISTORY, history.ALIVE, contents.STACKS, sources.CACHE, dpo_reference.FILE,
             resume.RECORD} <= contents.BEFORE_THE_FIRST_STEP
     assert (restart.LINEAGE, restart.INDEX) == (local.LINEAGE, local.INDEX)
     for name in (".lock", "reference.npy", "reference.npy.17.tmp", "rules.toml", "history.jsonl",

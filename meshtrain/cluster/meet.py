@@ -84,13 +84,15 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
         selector.register(listener, selectors.EVENT_READ)
         while len(arrived) < cluster.count - 1 and not fault:
             now = time.monotonic()
-            here = [_about(cluster), *(about for _, about in arrived.values())] if now >= min(deadline, tell_at) else []
             if now >= deadline:
+                here = [_about(cluster), *(about for _, about in arrived.values())]
                 fault = _missing(cluster, here, timeout_s, list(strangers.values()))
             elif now >= tell_at:
                 tell_at = now + TELL_AGAIN_S
-                _tell(f"still waiting, up to {deadline - now:.0f} s more: {_absent(cluster, here)} not come to "
-                      f"{cluster.coordinator} within {now - began:.0f} s")
+                missing = sorted(set(range(1, cluster.count)) - arrived.keys())
+                _tell(f"still waiting, up to {deadline - now:.0f} s more: {named(missing)} of {cluster.count} "
+                      f"ha{'s' if len(missing) == 1 else 've'} not come to {cluster.coordinator} within "
+                      f"{now - began:.0f} s")
             for connection in [key.fileobj for key, _ in selector.select(max(min(deadline, tell_at) - now, 0))]:
                 if connection is listener:
                     with contextlib.suppress(OSError):      # none left, or it disconnected
@@ -234,11 +236,6 @@ def _hello(line: bytes) -> dict | None:
 
 def _may_become(magic: bytes, line: bytes) -> bool:
     return line[:len(magic)] == magic[:len(line)] and b"\n" not in line and len(line) <= LINE_BYTES
-
-
-def _absent(cluster: Cluster, here: list[dict]) -> str:
-    missing = sorted(set(range(cluster.count)) - {about["index"] for about in here})
-    return f"{named(missing)} of {cluster.count} ha{'s' if len(missing) == 1 else 've'}"
 
 
 def _tell(words: str) -> None:

@@ -42,7 +42,6 @@ NOTED_S = 10.0      # maximum age of the step in the file, which is read if Pyth
 STUCK_DISK_S = 3.0
 AFTER_WATCHDOGS_S = 30.0
 CLOCK_JUMP_S, CLOCK_LOOK_S = 5.0, 0.1
-STACKS = "stacks"   # in run.dir
 READERS = 2         # processes that read all stacks to name the culprit
 
 

@@ -68,13 +68,15 @@ class Arguments:
     """A parsed command line.
 
     values: of all options, with defaults. given: the options on the command line. names: positional arguments.
-    keys: `--section.key value …`, for `config.load` and `config.resolve`. run: a launcher's arguments after --.
+    keys: `--section.key value …`, for `config.load` and `config.resolve`. run: a launcher's arguments after --. words:
+    all, as they were given.
     """
     values: dict[str, object]
     given: set[str] = dataclasses.field(default_factory=set)
     names: list[str] = dataclasses.field(default_factory=list)
     keys: list[str] = dataclasses.field(default_factory=list)
     run: list[str] = dataclasses.field(default_factory=list)
+    words: Sequence[str] = ()
 
     def __getitem__(self, option: str):
         return self.values[option]
@@ -121,7 +123,8 @@ class Command:
         """Parse `argv`. A value that begins with two dashes needs `--name=value`. Raises: ConfigError with every
         fault."""
         words, faults, texts = [str(word) for word in argv], [], {}
-        given = Arguments({name: [] if option.many else option.default for name, option in self.options.items()})
+        given = Arguments({name: [] if option.many else option.default for name, option in self.options.items()},
+                          words=tuple(words))
         if self.launcher and "--" in words:
             at = words.index("--")
             words, given.run = words[:at], words[at + 1:]

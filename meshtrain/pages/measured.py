@@ -47,9 +47,9 @@ def tiles(data: dict) -> list[Tile]:
     if found["validation"] is not None:
         rows += [Tile("validation", f"{found['validation']:.4f}", f"at step {found['validation_step']:,}")]
     if quick["tokens_per_s"]:
-        rows += [Tile("tokens/s", f"{quick['tokens_per_s']:,.0f}", beside(data, "tokens_per_s"))]
+        rows += [Tile("tokens/s", f"{quick['tokens_per_s']:,.0f}", against_price(data, "tokens_per_s"))]
     if quick["mfu"]:
-        rows += [Tile("MFU", f"{quick['mfu']:.1%}", beside(data, "mfu"))]
+        rows += [Tile("MFU", f"{quick['mfu']:.1%}", against_price(data, "mfu"))]
     if data["goodput"] is not None:
         rows += [Tile("goodput", f"{data['goodput']:.1%}", "time in steps that counted")]
     if data["skipped"]:
@@ -62,7 +62,7 @@ def priced(data: dict, key: str) -> float | None:
     return line.get(key) if line else None
 
 
-def beside(data: dict, key: str) -> str:
+def against_price(data: dict, key: str) -> str:
     one, measured = priced(data, key), data["speed"][key]
     return f"{measured / one:.0%} of what was priced" if one and measured else "median of all steps"
 

@@ -1,6 +1,7 @@
 """Start and end of every command: signals, streams, exit codes. Imported before jax."""
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -24,24 +25,30 @@ def begin(level: int = 2, platform: str = "") -> None:
         importlib.import_module("jax")
 
 
-def answer(command: Command, body: Callable[[Arguments], int | None], argv: Sequence[str], about: str | None,
-           failures: tuple[type[Exception], ...] = (), told: Callable[[Exception], bool] = lambda error: False) -> int:
-    """Runs `body` on the parsed command line; returns its exit code, 0 where it returns none.
+def entry(command: Command, about: str | None, failures: tuple[type[Exception], ...] = (),
+          reported: Callable[[Exception], bool] = lambda error: False):
+    """Decorator: makes of a function of the parsed command line, which returns an exit code or None, one of argv, which
+    returns the exit code.
 
     about: the module's docstring, shown by --help. failures: exceptions reported by their message alone, exit code 1.
-    told: whether another process reports this exception.
+    reported: whether another process reports this exception.
     """
-    words = [str(word) for word in argv]
-    own = words[:words.index("--")] if command.launcher and "--" in words else words
-    if {"--help", "-h"} & set(own):
-        say.out(command.help(about or ""))
-        return DONE
-    try:
-        return body(command.read(words)) or DONE
-    except ConfigError as error:
-        if not told(error):
-            say.err(f"error: {error}")
-        return USER_ERROR
-    except (FileSystemError, *failures) as error:
-        say.err(f"error: {error}")
-        return FAILED
+    def decorated(body: Callable[[Arguments], int | None]) -> Callable[[Sequence[str]], int]:
+        @functools.wraps(body)
+        def main(argv: Sequence[str]) -> int:
+            words = [str(word) for word in argv]
+            own = words[:words.index("--")] if command.launcher and "--" in words else words
+            if {"--help", "-h"} & set(own):
+                say.out(command.help(about or ""))
+                return DONE
+            try:
+                return body(command.read(words)) or DONE
+            except ConfigError as error:
+                if not reported(error):
+                    say.err(f"error: {error}")
+                return USER_ERROR
+            except (FileSystemError, *failures) as error:
+                say.err(f"error: {error}")
+                return FAILED
+        return main
+    return decorated

@@ -19,10 +19,10 @@ from pathlib import Path
 import jax
 
 from meshtrain import files
-from meshtrain.cluster import stacks, watch
+from meshtrain.cluster import stacks
 from meshtrain.config import ConfigError
 from meshtrain.run import goodput, rows, say, stops
-from meshtrain.run.contents import ALIVE, HISTORY
+from meshtrain.run.contents import ALIVE, HISTORY, STACKS
 
 BEAT_S = 5.0            # by so much the end of a killed try may be too early
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -140,7 +140,7 @@ def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) ->
 def unsaid(directory: Path, start: Mapping) -> tuple[str, bool]:
     """(how an attempt ended that recorded no end, whether it hung): from the stacks that a watchdog left, if there are
     any. This start has already moved those away."""
-    places = (directory / watch.STACKS, *(directory / watch.STACKS).glob("try-*"))
+    places = (directory / STACKS, *(directory / STACKS).glob("try-*"))
     if found := next(filter(None, (stacks.culprit(place, start["time"]) for place in places)), None):
         return f"process {found[0]} {found[1]}", True
     return goodput.UNKNOWN + " (killed, or the power went)", False
