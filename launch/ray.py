@@ -274,10 +274,10 @@ class Room:
 def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
     """Run one start of all processes to its end. left: the directory of hanging processes' stacks."""
     start, since = time.monotonic(), time.time()
-    group, count, bundle, asked = room.group, room.count, room.bundle, room.asked
+    count, bundle = room.count, room.bundle
     # Concurrent, because it is polled while it runs the process.
     kind = ray.remote(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4)(Process)
-    bundles = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(count)]
+    bundles = [PlacementGroupSchedulingStrategy(room.group, placement_group_bundle_index=i) for i in range(count)]
     actors = [kind.options(scheduling_strategy=one).remote() for one in bundles]
     try:
         places = ray.get([actor.place.remote() for actor in actors], timeout=ANSWER_S)
@@ -293,12 +293,12 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
         running = {member.actor.run.remote(["-m", "meshtrain.train", *rest, *place,
                                             *[f"--distributed.process_id={member.index}"] * (count > 1)],
                                            environ, os.getcwd()): member for member in members}
-        ended = supervise.wait(members, _polling(running, asked), start, supervise.GRACE_S, killed_s=ANSWER_S)
-        return dataclasses.replace(supervise.conclude(ended, left, since), asked=bool(asked))
+        ended = supervise.wait(members, _polling(running, room.asked), start, supervise.GRACE_S, killed_s=ANSWER_S)
+        return supervise.conclude(ended, left, since)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         words = f"Ray could not start the processes: {_first_line(error)}"
         say.err(words)
-        return supervise.Outcome(stops.FAILED, words=words, asked=bool(asked))
+        return supervise.Outcome(stops.FAILED, words=words)
     finally:
         for actor in actors:
             ray.kill(actor)

@@ -45,10 +45,10 @@ def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
         raise ConfigError(f"data.global_batch={batch} cannot be split over {num_shards} devices, mesh.{shrunk}=-1 of "
                           f"{num_devices} devices; use as many as divide it, e.g. {use}, or "
                           f"another batch")
-    told = (f"{num_devices} of {full} devices: mesh.{shrunk}={sizes[shrunk]} (of {wanted[shrunk]}), "
+    note = (f"{num_devices} of {full} devices: mesh.{shrunk}={sizes[shrunk]} (of {wanted[shrunk]}), "
             f"training.microbatches={count} (of {before}); the batch stays {batch}, {batch // count // num_shards} "
             f"sequences a device at a time")
-    return plain.replaced(training={"microbatches": count}), told
+    return plain.replaced(training={"microbatches": count}), note
 
 
 def check(run: Run, num_devices: int) -> None:

@@ -98,9 +98,9 @@ def main(options: config.Arguments) -> None:
             scorer = placed.scorer()
             each = {held.name or found.run.data.source: _measured(scorer, corpus, held) for held in sets}
             tasks = asked(scorer, placed.generator()) if asked else {}
-    told = sum(each.values(), Sums()).as_json() | {
+    scores = sum(each.values(), Sums()).as_json() | {
         "sources": {name: sums.as_json() for name, sums in each.items()}, "tasks": tasks}
-    say.out(json.dumps(told) if options["json"] else _table(told))
+    say.out(json.dumps(scores) if options["json"] else _table(scores))
 
 
 # ---- what is evaluated on --------------------------------------------------------------------------------------------
@@ -209,14 +209,14 @@ def _asked(found: trained.Trained, options: dict):
     return answered
 
 
-def _table(told: dict) -> str:
+def _table(scores: dict) -> str:
     show = lambda x: "-" if x is None else f"{x:.4f}"
     rows = [("", "loss", "perplexity", "bits per byte", "tokens")]
-    named = told["sources"] if len(told["sources"]) == 1 else {**told["sources"], "all": told}
+    named = scores["sources"] if len(scores["sources"]) == 1 else {**scores["sources"], "all": scores}
     rows += [(name, show(one["loss"]), show(one["perplexity"]), show(one["bits_per_byte"]), f"{one['tokens']:,}")
              for name, one in named.items()]
     tasks = [f"{task}: {', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}"
-             for task, metrics in told["tasks"].items()]
+             for task, metrics in scores["tasks"].items()]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
     return "\n".join(tasks if len(rows) == 1 else [*lines, *tasks])

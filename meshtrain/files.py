@@ -134,7 +134,7 @@ class Waiting:
     def __init__(self, what: str, tell: Callable[[str], None]):
         self.what, self.tell = what, tell
         self._sign: object = None
-        self._since = self._told = -float("inf")
+        self._since = self._told_at = -float("inf")
 
     def go_on(self, owner: str, sign: object = None) -> None:
         """After each look that found the lock held. owner: in words, to follow `what`. sign: anything that changes
@@ -145,8 +145,8 @@ class Waiting:
         if now - self._since > LOCK_WAIT_S:
             raise FileSystemError(f"{self.what}{owner}, and did not come free within {LOCK_WAIT_S:g} s; see whether "
                                   f"that host is lost or still at work, and start again")
-        if now - self._told >= TELL_AGAIN_S:
-            self._told = now
+        if now - self._told_at >= TELL_AGAIN_S:
+            self._told_at = now
             self.tell(f"{self.what}{owner}; waiting: if its host is lost, the file server frees the lock in some "
                       f"minutes")
 

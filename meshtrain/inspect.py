@@ -83,12 +83,12 @@ def main(own: config.Arguments) -> int:
 
 def _tell(step: Inspected, own: config.Arguments) -> None:
     """Raises: ConfigError where the page cannot be written."""
-    told = report.as_json(step)
+    data = report.as_json(step)
     if own["html"]:
         with config.user_errors():
-            skin.write("--html", own["html"], layout.page(told))
+            skin.write("--html", own["html"], layout.page(data))
     if own["json"]:
-        say.out(json.dumps(told))
+        say.out(json.dumps(data))
         for note in step.made.notes:
             say.err(f"note: {note}")
     elif not own["expect"]:

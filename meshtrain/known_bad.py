@@ -63,8 +63,8 @@ def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[
     version, wrong, warnings = version or installed, [], []
     for row in TABLE:
         if row.facts <= facts and _is(there := version(row.component), row.bad):
-            told = f"{row.component} {there}: {row.effect} ({row.source}); {row.remedy}"
-            (wrong if row.wrong else warnings).append(told)
+            message = f"{row.component} {there}: {row.effect} ({row.source}); {row.remedy}"
+            (wrong if row.wrong else warnings).append(message)
     if wrong:
         raise ConfigError(*wrong)
     return warnings
@@ -120,10 +120,10 @@ def _ptxas(environ: Mapping[str, str]) -> str:
     for place in places:
         if place and os.access(place, os.X_OK):
             try:
-                told = subprocess.run([place, "--version"], capture_output=True, text=True, timeout=30).stdout
+                printed = subprocess.run([place, "--version"], capture_output=True, text=True, timeout=30).stdout
             except (OSError, subprocess.SubprocessError):
                 continue
-            found = re.search(r"\bV(\d+\.\d+\.\d+)", told)
+            found = re.search(r"\bV(\d+\.\d+\.\d+)", printed)
             return found[1] if found else ""
     return ""
 

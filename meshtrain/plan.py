@@ -24,7 +24,7 @@ from meshtrain.cost.formulas import assumptions, rates
 from meshtrain.cost.formulas.placed import Options
 from meshtrain.cost.planner import gap, search
 from meshtrain.cost.program import compile as gpu_compile
-from meshtrain.inspection import plans as told
+from meshtrain.inspection import plans as texts
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import transformer
 from meshtrain.names import AXES
@@ -92,7 +92,7 @@ def main(options: config.Arguments) -> None:
     free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
     stands = gap.of(question, answer.plans[0], free) if free else None
     compiled = [verified(run, question, plan) for plan in answer.plans[:options["verify"]]]
-    length = told.Length(options["tokens"], options["budget-hours"])
+    length = texts.Length(options["tokens"], options["budget-hours"])
     with config.user_errors():
         if "html" in options:
             skin.write("--html", options["html"], plans.page(as_json(run, answers, length, compiled, stands)))
@@ -101,17 +101,17 @@ def main(options: config.Arguments) -> None:
     if options["json"]:
         say.out(json.dumps(as_json(run, answers, length, compiled, stands)))
     else:
-        say.out(told.scaling(answers, length) if len(answers) > 1 else
-                told.page(question, answer, TOLD, length, stands))
+        say.out(texts.scaling(answers, length) if len(answers) > 1 else
+                texts.page(question, answer, TOLD, length, stands))
         if compiled:
-            say.out("\n" + told.beside(question, answer.plans, compiled))
+            say.out("\n" + texts.beside(question, answer.plans, compiled))
     if "html" in options:
         say.err(f"written: {options['html']}")
     if "write" in options:
         say.err(f"written: {options['write']}" if answer.plans else "nothing fits, so nothing is written")
 
 
-def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], length: told.Length, compiled: list[dict],
+def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], length: texts.Length, compiled: list[dict],
             stands: gap.Gap | None) -> dict:
     """The output of `--json`: for one number of GPUs the best plans and near misses, for several the best plan of each.
     """
@@ -125,11 +125,11 @@ def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], leng
             "gpus": [q.num_gpus for q, _ in answers] if several else question.num_gpus,
             "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
             "seq_len": question.options.seq_len, "global_batch": question.options.global_batch,
-            "tried": sum(a.tried for _, a in answers), "attention": told.attended(question, answer).engine,
-            "behind": stands and stands.as_json(), "first": None if several else told.first(question, answer, stands),
+            "tried": sum(a.tried for _, a in answers), "attention": texts.attended(question, answer).engine,
+            "behind": stands and stands.as_json(), "first": None if several else texts.first(question, answer, stands),
             "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "step_time_s": plan.price.step_s,
                         "memory_bytes": plan.price.memory_bytes["total"]} for plan in others],
-            "caveats": told.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True)}
+            "caveats": texts.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True)}
 
 
 def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search.Question, search.Answer]:

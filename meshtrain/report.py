@@ -36,67 +36,67 @@ def main(asked: config.Arguments) -> None:
     with config.user_errors():
         if html:
             skin.check_free("--html", html)
-        told = _with_a_known_price(measured.of(Path(*asked.names)))
+        data = _with_a_known_price(measured.of(Path(*asked.names)))
         if html:
-            skin.write("--html", html, pages.page(told))
-    if told["no_rows"]:
-        say.err(f"{told['no_rows']:,} lines of {told['dir']}/{rows.NAME} are no rows of metrics; they are left out")
-    say.out(json.dumps(told) if asked["json"] else summary(told))
+            skin.write("--html", html, pages.page(data))
+    if data["no_rows"]:
+        say.err(f"{data['no_rows']:,} lines of {data['dir']}/{rows.NAME} are no rows of metrics; they are left out")
+    say.out(json.dumps(data) if asked["json"] else summary(data))
     if html:
         say.err(f"written: {html}")
 
 
-def _with_a_known_price(told: dict) -> dict:
+def _with_a_known_price(data: dict) -> dict:
     """Drops a predicted cost written by another version of meshtrain, whose parts have other names."""
     try:
-        pages.page(told)
-        return told
+        pages.page(data)
+        return data
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        if told["priced"] is None:
+        if data["priced"] is None:
             raise
-    say.err(f"note: {told['dir']}/{measured.COST} was written by another version of meshtrain, and is left out; train "
+    say.err(f"note: {data['dir']}/{measured.COST} was written by another version of meshtrain, and is left out; train "
             f"writes it anew with the next start")
-    return told | {"priced": None}
+    return data | {"priced": None}
 
 
-def summary(told: dict) -> str:
+def summary(data: dict) -> str:
     """A few lines of `measured.of`."""
-    loss, speed = told["loss"], told["speed"]
-    lines = [f"{told['name']}: step {told['step']:,} of {told['steps']:,}, {told['tokens']:,} tokens; {told['state']}"]
+    loss, speed = data["loss"], data["speed"]
+    lines = [f"{data['name']}: step {data['step']:,} of {data['steps']:,}, {data['tokens']:,} tokens; {data['state']}"]
     if loss["last"] is not None:
         words = [f"loss {loss['first']:.4f} at first", f"{loss['last']:.4f} now"]
         if loss["validation"] is not None:
             words += [f"validation {loss['validation']:.4f} after step {loss['validation_step']:,}"]
-        lines += [", ".join(words) + (f"; {told['skipped']:,} steps skipped" if told["skipped"] else "")]
+        lines += [", ".join(words) + (f"; {data['skipped']:,} steps skipped" if data["skipped"] else "")]
     if speed["tokens_per_s"]:
-        mfu = f", MFU {speed['mfu']:.1%} ({pages.against_price(told, 'mfu')})" if speed["mfu"] else ""
-        lines += [f"{speed['tokens_per_s']:,.0f} tokens/s ({pages.against_price(told, 'tokens_per_s')}){mfu}"]
-    if (found := told["experts"]) and None not in found["max"][-1]:
+        mfu = f", MFU {speed['mfu']:.1%} ({pages.against_price(data, 'mfu')})" if speed["mfu"] else ""
+        lines += [f"{speed['tokens_per_s']:,.0f} tokens/s ({pages.against_price(data, 'tokens_per_s')}){mfu}"]
+    if (found := data["experts"]) and None not in found["max"][-1]:
         busiest, idlest = max(found["max"][-1]), min(found["min"][-1])
         layers = found["layers"][found["max"][-1].index(busiest)], found["layers"][found["min"][-1].index(idlest)]
         lines += [f"experts: the busiest has {busiest:.2f} × the mean (layer {layers[0]}), the idlest {idlest:.2f} × "
                   f"(layer {layers[1]}), entropy {min(found['entropy'][-1]):.3f} or more"]
-    if told["goodput"] is not None:
-        lines += [goodput.line(told["time_s"])]
-    elif parts := {name: spent_s for name, spent_s in told["time_s"].items() if spent_s > 0}:
+    if data["goodput"] is not None:
+        lines += [goodput.line(data["time_s"])]
+    elif parts := {name: spent_s for name, spent_s in data["time_s"].items() if spent_s > 0}:
         total = sum(parts.values())
         lines += ["time: " + ", ".join(f"{name} {duration(spent_s)} ({spent_s / total:.1%})"
                                        for name, spent_s in parts.items())]
-    if len(told["starts"]) > 1:
-        lines += [f"{len(told['starts'])} starts; {sum(one['steps_again'] for one in told['starts']):,} steps taken "
+    if len(data["starts"]) > 1:
+        lines += [f"{len(data['starts'])} starts; {sum(one['steps_again'] for one in data['starts']):,} steps taken "
                   f"again"]
-    return "\n".join(lines + [_of_try(told, number)
-                              for number in range(max(1, len(told["starts"]) - TRIES + 1), len(told["starts"]) + 1)])
+    return "\n".join(lines + [_of_try(data, number)
+                              for number in range(max(1, len(data["starts"]) - TRIES + 1), len(data["starts"]) + 1)])
 
 
-def _of_try(told: dict, number: int) -> str:
-    one, last = told["starts"][number - 1], number == len(told["starts"])
+def _of_try(data: dict, number: int) -> str:
+    one, last = data["starts"][number - 1], number == len(data["starts"])
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["began"]))
     again = f", {one['steps_again']:,} steps again" if one["steps_again"] else ""
     clock = f"; the wall clock was set by {one['clock_s']:+,.0f} s meanwhile" if one["clock_s"] else ""
     return (f"start {number}: {began}, {one['cause'] or 'after step ' + format(one['from_step'], ',')}{again}; to step "
             f"{one['to_step'] or 0:,} in {duration(one['run_s'])}: "
-            f"{one['how'] or (told['state'] if last else goodput.UNKNOWN)}{clock}")
+            f"{one['how'] or (data['state'] if last else goodput.UNKNOWN)}{clock}")
 
 
 if __name__ == "__main__":

@@ -48,13 +48,12 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import measured, memory, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.run import bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, rundir
-from meshtrain.run.profiling import Trace
+from meshtrain.run.hooks import Trace, ValidationHook
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
 from meshtrain.run.replicas import Replicas, ReplicasDiffer
 from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
-from meshtrain.run.validation import ValidationHook
 from meshtrain.training.state import State
 from meshtrain.units import size
 
@@ -363,8 +362,8 @@ def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
     if jax.process_index():
         return
     try:
-        told = report.as_json(Inspected(made, step))        # what XLA logs is for `inspect` to hear
-        files.replace(directory / measured.COST, json.dumps(told))
+        costs = report.as_json(Inspected(made, step))        # what XLA logs is for `inspect` to hear
+        files.replace(directory / measured.COST, json.dumps(costs))
     except Exception as error:      # whatever it is, it is not worth a run
         say.err(f"{directory / measured.COST} is not written ({files.said(error)}); training goes on, and the report "
                 f"has no price")

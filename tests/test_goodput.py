@@ -98,7 +98,7 @@ class Life:
                         raise Killed
                     this.ended(ends)
                 except Killed:
-                    killed = this._told = True
+                    killed = this._end_recorded = True
                     this._done.set()
         except Exception as error:
             assert error is ends

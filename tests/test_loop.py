@@ -11,7 +11,7 @@ from meshtrain import config
 from meshtrain.run import loop
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
-from meshtrain.run.validation import ValidationHook
+from meshtrain.run.hooks import ValidationHook
 
 
 @dataclasses.dataclass

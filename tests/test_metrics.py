@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing import event_accumulator
 
 from meshtrain import config, train
-from meshtrain.run import goodput, metrics, profiling, rows
+from meshtrain.run import goodput, hooks, metrics, rows
 
 
 def test_rows_are_readable_while_the_run_goes_on(tmp_path):
@@ -314,7 +314,7 @@ def test_only_the_first_of_several_processes_writes(tmp_path, monkeypatch):
     with metrics.open_writers(run, tmp_path / "run", 0) as writers:
         writers.write({"step": 1, "loss": 2.0})
     assert list((tmp_path / "run").iterdir()) == []
-    assert profiling.Trace(run.metrics.profile_steps, tmp_path, 0).first == 0
+    assert hooks.Trace(run.metrics.profile_steps, tmp_path, 0).first == 0
 
 
 def test_tensorboard_can_be_switched_off(tmp_path):

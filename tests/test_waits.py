@@ -17,7 +17,7 @@ from meshtrain import train
 from meshtrain.checkpoint import checkpoint
 from meshtrain.data.batches import packing
 from meshtrain.data.documents import contracts
-from meshtrain.run import metrics, profiling
+from meshtrain.run import hooks, metrics
 from meshtrain.training import step
 from test_metrics import curves
 
@@ -146,7 +146,7 @@ def test_a_profile_holds_the_steps_asked_for_and_a_resume_in_the_middle_takes_th
     assert re.search(r"(\S+perfetto_trace.json.gz)", told)[1] == str(next(directory.rglob("perfetto_trace.json.gz")))
     trained(tiny, directory, "--training.steps", "8", "--metrics.profile_steps", "[5, 8]")
     assert profiles(directory)[1:] == [[7, 8]]
-    assert profiling.Trace([3, 5], directory, after=5).first == 0, "they lie behind: nothing to profile"
+    assert hooks.Trace([3, 5], directory, after=5).first == 0, "they lie behind: nothing to profile"
     assert curves(directory / "tensorboard")["train/loss"] == [
         (row["step"], np.float32(row["loss"])) for row in metrics.read(directory / "metrics.jsonl")]
 

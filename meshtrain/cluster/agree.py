@@ -32,22 +32,21 @@ def on_first(function: Callable):
     """
     if jax.process_count() == 1:
         return function()
-    told, raised = {}, None
+    outcome, raised = {}, None
     if jax.process_index() == 0:
         try:
-            told = {"value": function()}
-            json.dumps(told)
+            outcome = {"value": function()}
+            json.dumps(outcome)
         except Exception as error:
             value = isinstance(error, ValueError) and not isinstance(error, ConfigError)
-            raised, told = error, {"kind": "ValueError", "messages": [str(error)]} if value else _outcome(error)
-    told = _broadcast(told)
+            raised, outcome = error, {"kind": "ValueError", "messages": [str(error)]} if value else _outcome(error)
+    outcome = _broadcast(outcome)
     if raised is not None:
         raise agreed(raised)
-    if "kind" in told:
-        lone = told["kind"] == "PeerError"
-        raise _again(told | {"messages": [f"process 0: {message}" if lone else message
-                                          for message in told["messages"]]})
-    return told["value"]
+    if "kind" in outcome:
+        first = "process 0: " * (outcome["kind"] == "PeerError")
+        raise _again(outcome | {"messages": [f"{first}{message}" for message in outcome["messages"]]})
+    return outcome["value"]
 
 
 def everywhere(function: Callable):
@@ -89,10 +88,11 @@ def same_everywhere(name: str, text: str) -> None:
         holders.setdefault(other, []).append(index)
     if len(holders) > 1:
         common = set.intersection(*(set(other.splitlines()) for other in holders))
-        told = "; ".join(f"{named(indices)}: {', '.join(line for line in other.splitlines() if line not in common)}"
-                         for other, indices in holders.items())
+        differing = "; ".join(
+            f"{named(indices)}: {', '.join(line for line in other.splitlines() if line not in common)}"
+            for other, indices in holders.items())
         raise _again({"kind": "ConfigError", "messages": [
-            f"{name} is not the same in every process ({told}); give all of them the same files and flags"]})
+            f"{name} is not the same in every process ({differing}); give all of them the same files and flags"]})
 
 
 def told_by_first(error: BaseException) -> bool:
@@ -209,8 +209,8 @@ def _outcome(error: Exception) -> dict:
     """How the error is described to the other processes."""
     if isinstance(error, ConfigError):
         return {"kind": "ConfigError", "messages": error.messages}
-    told = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
-    return {"kind": "PeerError", "messages": [told]}
+    message = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
+    return {"kind": "PeerError", "messages": [message]}
 
 
 def _again(outcome: dict) -> Exception:

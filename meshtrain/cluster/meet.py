@@ -149,11 +149,11 @@ def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | 
 
 def _arrive(cluster: Cluster, timeout_s: float) -> None:
     """Every other process: report to process 0 and wait for its answer, which comes when all are present."""
-    began, why, told = time.monotonic(), "no connection", False
+    began, why, warned = time.monotonic(), "no connection", False
     deadline = began + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        if cluster.index == 1 and not told and timeout_s - left_s >= TELL_AFTER_S:      # one process reports for all
-            told = True
+        if cluster.index == 1 and not warned and timeout_s - left_s >= TELL_AFTER_S:      # one process reports for all
+            warned = True
             _tell(f"still waiting, up to {left_s:.0f} s more: process 0 of {cluster.count} has not come to "
                   f"{cluster.coordinator} within {timeout_s - left_s:.0f} s ({why})")
         try:

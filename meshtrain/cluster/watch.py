@@ -138,7 +138,7 @@ class Watchdog:
             try:
                 yield
             except Exception as error:
-                stays = self._told(error)
+                stays = self._record_error(error)
                 raise
             finally:
                 with self._firing:      # a watchdog that has fired ends the process
@@ -150,7 +150,7 @@ class Watchdog:
                         path.unlink()
                         directory.rmdir()     # succeeds for the last process, without earlier attempts' stacks
 
-    def _told(self, error: Exception) -> bool:
+    def _record_error(self, error: Exception) -> bool:
         """Record an error that this process met alone in its file; return whether it did."""
         if isinstance(error, ConfigError) or getattr(error, "agreed", False):
             return False

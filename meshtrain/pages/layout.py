@@ -226,10 +226,10 @@ def time(data: dict) -> str:
 def _exposed(line: dict) -> str:
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("runs", "n"), Column("sent", "n"),
                Column("time", "n"), Column("exposed", "n"), Column("hidden under")]
-    beside = lambda row: ", ".join(f"{part} {seconds(s)}" for part, s in
+    hidden_under = lambda row: ", ".join(f"{part} {seconds(s)}" for part, s in
                                    sorted(row["hidden_under"].items(), key=lambda pair: -pair[1]) if s >= 5e-4)
     rows = [(row["kind"], " × ".join(row["axes"]), of_count(row["runs"]), of_bytes(row["sent_bytes"]),
-             of_seconds(row["seconds"]), of_seconds(row["exposed_s"]), beside(row)) for row in line["traffic"]]
+             of_seconds(row["seconds"]), of_seconds(row["exposed_s"]), hidden_under(row)) for row in line["traffic"]]
     return "<h3>Collectives, and what they hide under</h3>" + skin.table(columns, rows, "exposed") if rows else ""
 
 

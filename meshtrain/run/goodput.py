@@ -7,6 +7,7 @@ writes no files.
 """
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import time
@@ -88,11 +89,12 @@ class Account:
 def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
     """The history line of an attempt's end. found: `so_far` at the end. stuck: it is known to have hung; else judged by
     time."""
-    spent, idle_s, steps = dict(found["spent_s"]), found["idle_s"], found["steps"]
+    spent, idle_s, steps = collections.Counter(found["spent_s"]), found["idle_s"], found["steps"]
     part = "rest" if found["part"] == LOOP else found["part"]
-    if stuck or part == "rest" and steps and idle_s > max(HANG_S, HANG_STEPS * spent.get("steps", 0.0) / steps):
-        hung_s = min(idle_s, spent.get(part, 0.0))
-        spent |= {part: spent.get(part, 0.0) - hung_s, "hang": spent.get("hang", 0.0) + hung_s}
+    if stuck or part == "rest" and steps and idle_s > max(HANG_S, HANG_STEPS * spent["steps"] / steps):
+        hung_s = min(idle_s, spent[part])
+        spent[part] -= hung_s
+        spent["hang"] += hung_s
         how = how if stuck else f"{how}, stuck for {duration(idle_s)} after step {found['step']}"
     return {"event": "end", "how": how, **{key: found[key] for key in ("time", "run_s", "step", "counted_s")},
             "spent_s": spent, **more}
@@ -109,9 +111,9 @@ def last_sign(start: Mapping, beat: Mapping | None, rows: Reversible[Mapping]) -
     later_s = row.get("elapsed_s", 0.0) - start["elapsed_s"] - found["run_s"]
     if later_s > 0:
         counts_s = max(0.0, row["goodput"] * row["elapsed_s"] - found["counted_s"])
-        spent = dict(found["spent_s"])
-        spent |= {"steps": spent.get("steps", 0.0) + counts_s,
-                  "rest": spent.get("rest", 0.0) + max(0.0, later_s - counts_s)}
+        spent = collections.Counter(found["spent_s"])
+        spent["steps"] += counts_s
+        spent["rest"] += max(0.0, later_s - counts_s)
         found |= {"time": row["time"], "run_s": found["run_s"] + later_s, "step": row["step"],
                   "counted_s": found["counted_s"] + counts_s,
                   "steps": found["steps"] + row["step"] - found["step"], "spent_s": spent, "idle_s": 0.0}

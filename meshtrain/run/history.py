@@ -34,7 +34,7 @@ class Try:
     def __init__(self, directory: Path, account: goodput.Account):
         self.path, self.account = directory / HISTORY, account
         self.alive, self.beating = directory / ALIVE, directory / f"{ALIVE}.tmp"
-        self.first, self.began, self._told, self._done = not self.path.exists(), 0.0, False, threading.Event()
+        self.first, self.began, self._end_recorded, self._done = not self.path.exists(), 0.0, False, threading.Event()
         self._lock = threading.Lock()
 
     def start(self, step: int, more: Mapping) -> None:
@@ -68,16 +68,16 @@ class Try:
     def ended(self, how: str, **more) -> None:
         """Record the end of this attempt. Only the first call has an effect."""
         with self._lock:
-            if self._told or not self.began:
+            if self._end_recorded or not self.began:
                 return
-            self._told = True
+            self._end_recorded = True
         self._done.set()
         self._append(goodput.ended(self.account.so_far(), how, **more))
         self._remove_beat()
 
     def forget(self) -> None:
         """Removes this start from the history: the user's mistake was found after it was recorded."""
-        self._told = True
+        self._end_recorded = True
         self._done.set()
         self._remove_beat()
         with contextlib.suppress(OSError):

@@ -177,7 +177,7 @@ class Appended(contextlib.AbstractContextManager):
     def __init__(self, path: Path, separator: bytes = b""):
         self.path, self.separator = path, separator
         self._waiting: collections.deque[bytes] = collections.deque()
-        self._file, self._end, self._told = None, -1, False     # end: of the last whole record; -1: never opened
+        self._file, self._end, self._warned = None, -1, False     # end: of the last whole record; -1: never opened
 
     def append(self, record: bytes) -> None:
         self._waiting.append(record)
@@ -204,10 +204,10 @@ class Appended(contextlib.AbstractContextManager):
                 self._end += len(self._waiting.popleft())
         except OSError as error:
             self._leave()
-            if not self._told:
+            if not self._warned:
                 say.err(f"{self.path} cannot be written: {error.strerror}; training goes on, and the rows wait in "
                         f"memory until it can")
-            self._told = True
+            self._warned = True
 
     def _opened(self):
         file = open(self.path, "ab", buffering=0)   # a buffer would lose track of how much of it a full disk took

@@ -132,9 +132,9 @@ def without_noise(warnings: list[str] | None = None):
         os.dup2(kept, 2)
         os.close(kept)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            told, _ = passing.communicate(timeout=DRAINED_S)
+            warned, _ = passing.communicate(timeout=DRAINED_S)
             if warnings is not None:
-                warnings += told.decode(errors="replace").splitlines(keepends=True)
+                warnings += warned.decode(errors="replace").splitlines(keepends=True)
 
 
 def end_live() -> None:
