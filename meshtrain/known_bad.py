@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import operator
 import os
 import platform
 import re
@@ -77,14 +78,9 @@ def installed(component: str) -> str:
 
 def _is(version: str, bad: str) -> bool:
     """Whether a version is one of `bad`: "<2.29.3", ">=0.11.0,<0.11.2"."""
-    if not version:
-        return False
-    for limit in bad.split(","):
-        than = limit.lstrip("<>=")
-        holds = {"<": _numbers(version) < _numbers(than), ">=": _numbers(version) >= _numbers(than)}
-        if not holds[limit.removesuffix(than)]:
-            return False
-    return True
+    compare = {"<": operator.lt, ">=": operator.ge}
+    return version != "" and all(compare[limit.rstrip(".0123456789")](_numbers(version), _numbers(limit))
+                                 for limit in bad.split(","))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -32,12 +32,9 @@ class Account:
     def __init__(self, began: float | None = None):
         self.began = self._mark = self._progress = time.perf_counter() if began is None else began
         self.part, self._spent, self._waited_s = "start", dict.fromkeys((*PARTS, LOOP), 0.0), 0.0
-        self.elapsed_s, self.counted_s, self.step, self.steps = 0.0, 0.0, 0, 0
-
-    def goes_on(self, elapsed_s: float, counted_s: float, step: int) -> None:
-        """Sets what the run had when this attempt began: its age, its seconds in steps that count, and the step it
-        resumes from."""
-        self.elapsed_s, self.counted_s, self.step = elapsed_s, counted_s, step
+        # what the run had when this attempt began: its age, its seconds in steps that count, its step
+        self.elapsed_s, self.counted_s, self.step = 0.0, 0.0, 0
+        self.steps = 0      # of this attempt
 
     def goes_back(self, step: int, counted_s: float) -> None:
         """This attempt repeats the steps after `step`. counted_s: seconds of the steps up to it."""

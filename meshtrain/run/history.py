@@ -42,20 +42,18 @@ class Try:
         """
         directory, run_s = self.path.parent, time.perf_counter() - self.account.began
         lines, metrics = read(directory), _rows(directory)
-        found = goodput.tries(lines, beat(directory), metrics)
         if lines and lines[-1]["event"] == "start":
             how, stuck = unsaid(directory, lines[-1])
             lines.append(goodput.ended(goodput.last_sign(lines[-1], beat(directory), metrics), how, stuck=stuck))
             self._append(lines[-1])
-            found = goodput.tries(lines, None, metrics)
         own = {"event": "start", "time": time.time() - run_s,
                "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME) - run_s,
                "boot": BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else "",
                "host": socket.gethostname(), "pid": os.getpid(),
                "step": step, "run_s": run_s, "spent_s": self.account.so_far()["spent_s"], **more}
-        own |= goodput.began_after(found, own, lines, metrics)
+        own |= goodput.began_after(goodput.tries(lines, None, metrics), own, lines, metrics)
         self.began = own["time"]
-        self.account.goes_on(own["elapsed_s"], own["counted_s"], step)
+        self.account.elapsed_s, self.account.counted_s, self.account.step = own["elapsed_s"], own["counted_s"], step
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._append(own)
         self.beat()

@@ -154,8 +154,8 @@ class Record:
         self._mark, waited_s, self._waited_s = ended, self._waited_s, 0.0
         self._step_time_s, named = step_time_s, self.stragglers.named
         self.account.took(step.number, step_time_s, min(waited_s, step_time_s))
-        return {"step": step.number, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"]),
-                "learning_rate": float(metrics["learning_rate"]), "tokens": step.tokens,
+        return {"step": step.number, **{name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")},
+                "tokens": step.tokens,
                 "step_time_s": step_time_s, "tokens_per_s": self.tokens_per_step / step_time_s,
                 "mfu": self.flops_per_step / step_time_s / self.peak_flops if self.peak_flops else None,
                 "skipped": bool(metrics["skipped"]),
