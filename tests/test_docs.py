@@ -144,3 +144,11 @@ def test_the_page_of_the_code_leads_to_the_scores_by_the_files_that_the_call_pas
                            for frame in stacks[0] if frame.filename.startswith(f"{package}/"))
     listed = re.findall(r"^\d+\. \[meshtrain/(\S+)\]", (ROOT / "docs" / "code.md").read_text(), re.MULTILINE)
     assert listed == ["train.py", *passed] and len(listed) <= 8
+
+
+def test_the_page_of_the_code_names_functions_that_its_files_have():
+    page = (ROOT / "docs" / "code.md").read_text()
+    named = re.findall(r"^\d+\. \[meshtrain/(\S+)\](.*(?:\n   .*)*)", page, re.MULTILINE)
+    wrong = {(path, name) for path, text in named for name in re.findall(r"`(\w+)`", text)
+             if not re.search(rf"(def|class) {name}\b", (ROOT / "meshtrain" / path).read_text())}
+    assert len(named) == 8 and wrong <= {("model/layers.py", "choose")}    # of the next file

@@ -106,7 +106,7 @@ class Given(parts.Part):
                                          note["largest"], self.ids.mask)
 
     def build(self, job: Job, progress: FileProgress) -> token_files.IndexedTokens:
-        """See parts.Part."""
+        """Build this part of the token cache; arguments as `parts.Part.build`."""
         path = self.ids.files[0]
         try:
             tokens = token_files.map_file(path, self.ids.dtype, self.ids.offset, self.ids.size)
