@@ -104,7 +104,7 @@ def main(options: config.Arguments) -> None:
         say.out(texts.scaling(answers, length) if len(answers) > 1 else
                 texts.page(question, answer, TOLD, length, stands))
         if compiled:
-            say.out("\n" + texts.beside(question, answer.plans, compiled))
+            say.out("\n" + texts.verified_table(question, answer.plans, compiled))
     if "html" in options:
         say.err(f"written: {options['html']}")
     if "write" in options:

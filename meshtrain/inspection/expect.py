@@ -24,7 +24,7 @@ COMPILER = ("jax", "jaxlib")
 KEYS = {"model": (), "pipeline": (), "context": (), "data": ("seq_len", "global_batch", "document_mask"),
         "training": ("microbatches", "remat", "loss_chunk", "deterministic"),
         "optimizer": ("name",)}     # (): all of the section
-NAMED = 4                   # tensors of one shape that are told by name
+NAMED = 4                   # names of tensors of one shape, at most
 
 
 @dataclasses.dataclass(frozen=True)

@@ -151,41 +151,41 @@ def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, list]:
                           key=lambda k: 0.0 if math.isnan(losses[k]) else losses[k])
             chosen |= {part[0], part[-1], *(k for k in part if not math.isnan(validated[k]))}
         kept = sorted(chosen)
-    told = {key: [None if math.isnan(columns[key][k]) else columns[key][k] for k in kept] for key in CURVES}
-    return told | {"step": [int(step) for step in told["step"]]}
+    found = {key: [None if math.isnan(columns[key][k]) else columns[key][k] for k in kept] for key in CURVES}
+    return found | {"step": [int(step) for step in found["step"]]}
 
 
 def _has_experts(row: Mapping) -> bool:
-    return all(isinstance(row.get(key), list)
-               for key in LOAD_BY_LAYER) and len({len(row[key]) for key in LOAD_BY_LAYER}) == 1
+    columns = [row.get(key) for key in LOAD_BY_LAYER]
+    return all(isinstance(column, list) for column in columns) and len(set(map(len, columns))) == 1
 
 
-def _experts(found: rows.MetricRows, count: int) -> dict | None:
+def _experts(metric_rows: rows.MetricRows, count: int) -> dict | None:
     """Expert load by layer: {"layers": those with experts, "steps": the last of each interval, "max", "min", "entropy":
     [interval][layer], the worst of the interval}. None without any. count: number of rows that have it."""
-    last = next(filter(_has_experts, reversed(found)), None) if count else None
+    last = next(filter(_has_experts, reversed(metric_rows)), None) if count else None
     layers = [i for i, value in enumerate(last[LOAD_BY_LAYER[0]]) if value is not None] if last else []
     if not layers:
         return None
     stretch = -(-count // MOST_STRETCHES)
-    told = {"layers": layers, "steps": [], "max": [], "min": [], "entropy": []}
-    for number, row in enumerate(filter(_has_experts, found), -count % stretch):      # the first stretch may be shorter
+    found = {"layers": layers, "steps": [], "max": [], "min": [], "entropy": []}
+    for number, row in enumerate(filter(_has_experts, metric_rows), -count % stretch):    # the first may be shorter
         if len(row[LOAD_BY_LAYER[0]]) != len(last[LOAD_BY_LAYER[0]]):
             continue
-        if number % stretch == 0 or not told["steps"]:
-            told["steps"].append(row["step"])
+        if number % stretch == 0 or not found["steps"]:
+            found["steps"].append(row["step"])
             for name in ("max", "min", "entropy"):
-                told[name].append([None] * len(layers))
-        told["steps"][-1] = row["step"]
+                found[name].append([None] * len(layers))
+        found["steps"][-1] = row["step"]
         for name, pick, key in zip(("max", "min", "entropy"), (max, min, min), LOAD_BY_LAYER):
-            values = [(had, row[key][i]) for had, i in zip(told[name][-1], layers)]
-            told[name][-1] = [pick((value for value in pair if value is not None), default=None) for pair in values]
-    return told
+            values = [(had, row[key][i]) for had, i in zip(found[name][-1], layers)]
+            found[name][-1] = [pick((value for value in pair if value is not None), default=None) for pair in values]
+    return found
 
 
 def _priced(directory: Path) -> dict | None:
     try:
-        told = json.loads((directory / COST).read_text(encoding="utf-8"))
+        found = json.loads((directory / COST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return told if isinstance(told, dict) and PRICED <= told.keys() else None
+    return found if isinstance(found, dict) and PRICED <= found.keys() else None

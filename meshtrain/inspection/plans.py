@@ -83,7 +83,7 @@ def no_digits(speed: tuple[str, ...]) -> tuple[str, ...]:
     return BELOW, *["–"] * (len(speed) - 1)
 
 
-def page(question: Question, answer: Answer, most: int, length: Length = Length(), behind: Gap | None = None) -> str:
+def page(question: Question, answer: Answer, most: int, length: Length = Length(), gap: Gap | None = None) -> str:
     gpu, assumed = question.rated.gpu, question.rated.assumed
     count = sum(info.size for info in question.rows)
     of = attended(question, answer)
@@ -92,8 +92,8 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
              f"step on {question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by "
              f"{of.engine}{documents}; {answer.tried:,} layouts tried", ""]
     if answer.plans:
-        told = [*sentences(question, answer.plans), *([standing(behind)] if behind else [])]
-        lines += [_table(question, answer.plans[:most], length), "", *told, ""]
+        notes = [*sentences(question, answer.plans), *([standing(gap)] if gap else [])]
+        lines += [_table(question, answer.plans[:most], length), "", *notes, ""]
     else:
         lines += ["no layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a microbatch would",
                   ""]
@@ -123,7 +123,7 @@ def caveats(question: Question, answer: Answer) -> list[str]:
     return lines
 
 
-def first(question: Question, answer: Answer, behind: Gap | None = None) -> dict | None:
+def first(question: Question, answer: Answer, gap: Gap | None = None) -> dict | None:
     """The first plan as JSON. time_s: the parts of its step."""
     if not answer.plans:
         return None
@@ -133,7 +133,7 @@ def first(question: Question, answer: Answer, behind: Gap | None = None) -> dict
                                 for name, lost_s in one.exposed.items()}
     time_s |= {"bubble": one.bubble_s, "optimizer": one.update_s, "host": one.host_s}
     time_s["ends of microbatches"] = max(0.0, one.step_s - sum(time_s.values()))
-    return {"sentences": sentences(question, answer.plans), "standing": standing(behind) if behind else "",
+    return {"sentences": sentences(question, answer.plans), "standing": standing(gap) if gap else "",
             "time_s": time_s, "mesh": summary.mesh(MeshSpec(plan.sizes, plan.placed.mesh.placement), gpu, gpu.name)}
 
 
@@ -141,16 +141,16 @@ def _short(plan: Plan) -> str:
     return " × ".join(f"{axis} {plan.sizes[axis]}" for axis in AXES if plan.sizes[axis] > 1) or "one GPU"
 
 
-def beside(question: Question, plans: list[Plan], compiled: list[dict]) -> str:
+def verified_table(question: Question, plans: list[Plan], compiled: list[dict]) -> str:
     """Compare formulas with the compiled programs of the best plans, see `meshtrain.plan.verified`."""
     rows = [("", "memory", "compiled", "step", "roofline", "sent by a GPU, by the formulas", "compiled")]
-    told_axes = lambda traffic: ", ".join(
+    by_axes = lambda traffic: ", ".join(
         f"{axes} {size(sent)}" for axes, sent in sorted(traffic.items()) if sent >= 2**20) or "–"
     for k, (plan, found) in enumerate(zip(plans, compiled), 1):
         one, held = plan.price, found["memory_bytes"]["total"]
         fits = "" if held <= question.usable_bytes else ", does not fit"
         rows.append((str(k), size(one.memory_bytes["total"]), size(held) + fits, seconds(one.step_s),
-                     seconds(found["step_time_s"]), told_axes(one.traffic_bytes), told_axes(found["traffic_bytes"])))
+                     seconds(found["step_time_s"]), by_axes(one.traffic_bytes), by_axes(found["traffic_bytes"])))
     return columns(rows)
 
 
@@ -176,17 +176,17 @@ def _table(question: Question, plans: list[Plan], length: Length) -> str:
     return columns([header, *rows])
 
 
-def standing(behind: Gap) -> str:
+def standing(gap: Gap) -> str:
     """The rank of the first plan among all, and the cost of what was fixed."""
-    fixed = ", ".join(f"{name} {value}" for name, value in behind.fixed.items())
-    if behind.rank == 1:
+    fixed = ", ".join(f"{name} {value}" for name, value in gap.fixed.items())
+    if gap.rank == 1:
         return f"No other layout is faster: what is fixed ({fixed}) costs nothing."
-    best, options = behind.best, behind.best.options
-    lines = [f"With {fixed} fixed the first plan is number {behind.rank} of {behind.count} and takes "
-             f"{behind.share:.1%} longer than the best: {_short(best)}, {_stem(best)}, {options.microbatches} "
+    best, options = gap.best, gap.best.options
+    lines = [f"With {fixed} fixed the first plan is number {gap.rank} of {gap.count} and takes "
+             f"{gap.share:.1%} longer than the best: {_short(best)}, {_stem(best)}, {options.microbatches} "
              f"microbatches, remat {options.remat}, {seconds(best.price.step_s)} a step"
-             + (". Why:" if behind.reasons else ".")]
-    return "\n".join([*lines, *(f"  - {reason}" for reason in behind.reasons)])
+             + (". Why:" if gap.reasons else ".")]
+    return "\n".join([*lines, *(f"  - {reason}" for reason in gap.reasons)])
 
 
 # ---- three sentences -------------------------------------------------------------------------------------------------

@@ -50,8 +50,8 @@ def replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
     """Find tensors that XLA replicates fully to reshard them."""
     named, found = expect.tensors(made), Counter()
     for line in logged:
-        if told := REPLICATED.search(line):
-            before, after, array = told.groups()
+        if match := REPLICATED.search(line):
+            before, after, array = match.groups()
             source = re.search(r'op_name="([^"]*)"', line)
             dims = tuple(int(n) for n in re.findall(r"\d+", array.partition("[")[2]))
             where = ", ".join(named(dims)) or audit.short_source(source.group(1) if source else "")

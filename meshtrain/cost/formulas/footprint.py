@@ -38,7 +38,7 @@ def _weights_and_grads(placed: Placed, options: Options) -> float:
         return (placed.itemsize * placed.held.cast + 8 * placed.layer.largest + zeros
                 - 4 * placed.held.ends_grads * alone)
     # XLA transposes shards that it concatenates along their last dim.
-    return placed.held.moved + placed.held.turned + placed.itemsize * placed.layer.largest
+    return placed.held.moved + placed.held.transposed + placed.itemsize * placed.layer.largest
 
 
 def _in_layers(placed: Placed, options: Options) -> float:
@@ -79,7 +79,7 @@ def kept_width(placed: Placed, options: Options) -> float:
     stream, (q, kv, f) = h / placed.stream_shards, placed.widths
     gates = 2 if placed.cfg.activation != "gelu" else 1
     again = q if placed.num_shards("seq") > 1 else 0          # context parallelism never recomputes attention
-    beside = _routing_width(placed) / placed.stream_shards
+    routing = _routing_width(placed) / placed.stream_shards
     # Norms after attention and MLP read the outputs of their last matmuls.
     placement = placed.cfg.norm_placement
     whole, chosen = 2 * stream * (placement == "both"), stream * (placement != "before" and not placed.cfg.num_experts)
@@ -87,9 +87,9 @@ def kept_width(placed: Placed, options: Options) -> float:
     # Without remat the inputs of matmuls are saved whole. The buffers of the microbatch loop hold attention's output
     # twice: in its own layout and in that of the matmul after it.
     twice = q * (options.microbatches > 1)
-    return {"none": 2 * stream + 2 * h + 2 * q + twice + 2 * kv + gates * f + _normed_width(placed) + beside
+    return {"none": 2 * stream + 2 * h + 2 * q + twice + 2 * kv + gates * f + _normed_width(placed) + routing
             + whole + sums,
-            "selective": 2 * stream + 2 * q + 2 * kv + gates * f + beside / 2 + chosen + sums, "full": stream + again,
+            "selective": 2 * stream + 2 * q + 2 * kv + gates * f + routing / 2 + chosen + sums, "full": stream + again,
             "offload": again}[options.remat]
 
 
@@ -97,11 +97,11 @@ def _transposed_width(placed: Placed, options: Options) -> float:
     """Elements of a token, over all layers with experts, that XLA transposes before the backward: without remat,
     residuals gathered from a sharded stream of several rows have the tokens first. Other layers use that order
     throughout (`parts.tokens_first`)."""
-    cfg, rows = placed.cfg, options.global_batch / options.microbatches / placed.layout.num_shards(
-        placed.layout.batch_axes)
-    turned = cfg.num_experts and options.remat == "none" and placed.stream_shards > 1 and rows > 1
-    return (cfg.num_layers - cfg.first_dense_layers) * (cfg.embed_dim + cfg.embed_dim / placed.stream_shards) * bool(
-        turned)
+    cfg, layout = placed.cfg, placed.layout
+    rows = options.global_batch / options.microbatches / layout.num_shards(layout.batch_axes)
+    if not cfg.num_experts or options.remat != "none" or placed.stream_shards == 1 or rows <= 1:
+        return 0
+    return (cfg.num_layers - cfg.first_dense_layers) * (cfg.embed_dim + cfg.embed_dim / placed.stream_shards)
 
 
 def _normed_width(placed: Placed) -> float:
@@ -191,18 +191,18 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
     stream, gates = h / placed.stream_shards, 2 if placed.cfg.activation != "gelu" else 1
     placement, normed = placed.cfg.norm_placement, _normed_width(placed)
-    both, behind, beside = placement == "both", placement != "before", _routing_width(placed) / placed.stream_shards
-    for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f + normed + 2 * h * both + beside,
-                    "selective": (2 + behind * (not placed.cfg.num_experts)) * stream
-                    + 2 * q + 2 * kv + gates * f + beside / 2,
+    both, after, routing = placement == "both", placement != "before", _routing_width(placed) / placed.stream_shards
+    for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f + normed + 2 * h * both + routing,
+                    "selective": (2 + after * (not placed.cfg.num_experts)) * stream
+                    + 2 * q + 2 * kv + gates * f + routing / 2,
                     "full": stream + (q if placed.num_shards("seq") > 1 else 0)}[options.remat]
     # Inputs of norms and their cotangents are always float32; some other float32 arrays are the same ones.
     biased = placed.cfg.norm == "layernorm"     # the bias has a gradient too
     apart = placed.itemsize == 2 or biased
     for_weights = 8 * (2 * h * (1 + both) + normed) / placed.itemsize + 2 * h * biased + {
         "none": q + 2 * kv + (gates + 1) * f + (2 * h if apart else -normed - 2 * h * both),
-        "selective": q + 2 * kv + (gates + 2) * f + (2 if apart else 1 + behind) * h,
-        "full": 2 * q + 2 * kv + (gates + 2 - behind) * f + 4 * h}[options.remat]
+        "selective": q + 2 * kv + (gates + 2) * f + (2 if apart else 1 + after) * h,
+        "full": 2 * q + 2 * kv + (gates + 2 - after) * f + 4 * h}[options.remat]
     if experts := routed.of(placed, options):
         for_weights += experts.weight_grad_bytes / placed.itemsize / placed.tokens(options)
     return for_backward, for_weights

@@ -99,8 +99,8 @@ class Held:
 
     stored: sharded as [optimizer]; updated: the trained ones among them; layers_stored: those of layers. layers_read:
     of layers, sharded as [params]. grads, ends_grads: gradient accumulators, of all parameters and of embedding and
-    head. turned: bytes of weights that XLA transposes because they are not gathered along their first dim. used: as the
-    matmuls of a stage, embedding and head read them; trained: the trained ones among them; cast: those that
+    head. transposed: bytes of weights that XLA transposes because they are not gathered along their first dim. used: as
+    the matmuls of a stage, embedding and head read them; trained: the trained ones among them; cast: those that
     microbatches read from a copy in the compute dtype. moved: bytes of the copy that [params] shards differently from
     [optimizer].
     """
@@ -111,7 +111,7 @@ class Held:
     layers_read: float = 0.0
     grads: float = 0.0
     ends_grads: float = 0.0
-    turned: float = 0.0
+    transposed: float = 0.0
     used: float = 0.0
     trained: float = 0.0
     cast: float = 0.0
@@ -350,7 +350,7 @@ def _held(info, cfg, layout: Layout, by_table, in_use: frozenset, whole: float, 
     gathered = "expert" in info.axes and bool(by_table["params"] - in_use)
     outer = info.shape[1] // layout.num_shards(layout.mesh_axes(GATHERED, "expert")) > 1
     if info.role == "matrix" and (info.axes[-1] == "embed" or gathered and (outer or info.axes[-1] == "expert_embed")):
-        found["turned"] = stored * info.dtype.itemsize
+        found["transposed"] = stored * info.dtype.itemsize
     return found | {"layers_read": read, "layers_stored": stored}
 
 

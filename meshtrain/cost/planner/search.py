@@ -106,7 +106,7 @@ def search(question: Question) -> Answer:
             faults.setdefault(wrong[0], None)
             continue
         num_shards = placed.layout.num_shards(placed.layout.mesh_axes("activations", "batch"))
-        counts = list(_microbatches(question, num_shards))
+        counts = _microbatches(question, num_shards)
         if not counts:
             faults.setdefault(f"a global batch of {question.options.global_batch} sequences cannot be split over "
                               f"{num_shards} replicas"
@@ -196,17 +196,14 @@ def _replicas(question: Question, rest: int, together: bool, experts: bool) -> I
             yield data, fsdp
 
 
-def _microbatches(question: Question, num_shards: int) -> Iterator[int]:
-    """Yield counts that leave each replica 1, 2, 4 … sequences in a microbatch, or all of them."""
-    fixed = question.fixed.get("microbatches")
-    if question.options.global_batch % num_shards:
-        return
-    share = question.options.global_batch // num_shards
-    if fixed:
-        if share % fixed == 0:
-            yield fixed
-        return
-    yield from {share // b: None for b in divisors(share) if b <= MOST_SEQUENCES and (b & (b - 1) == 0 or b == share)}
+def _microbatches(question: Question, num_shards: int) -> list[int]:
+    """Counts that leave each replica 1, 2, 4 … sequences in a microbatch, or all of them."""
+    share, rest = divmod(question.options.global_batch, num_shards)
+    if rest:
+        return []
+    if fixed := question.fixed.get("microbatches"):
+        return [] if share % fixed else [fixed]
+    return [share // b for b in divisors(share) if b <= MOST_SEQUENCES and (b & (b - 1) == 0 or b == share)]
 
 
 def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
@@ -235,15 +232,15 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
     for kind in (True, False):
         family = [pair for pair in order if (pair[0] in schedules.SPLIT) == kind]
         for remat in policies if family else ():
-            fits_first, beside_slots = False, None
+            fits_first, without_slots = False, None
             for name, chunks in family:
                 options = dataclasses.replace(
                     question.options, microbatches=m, remat=remat, schedule=name, chunks=chunks,
                     method=question.methods[0], visited=attended.visited, engine=attended.engine)
                 slots = footprint.slot_bytes(placed, options) if p > 1 else 0
-                if beside_slots is None:    # schedules differ in their slots alone
-                    beside_slots = footprint.memory(placed, options)["total"] - slots
-                needed = int(beside_slots + slots)
+                if without_slots is None:    # schedules differ in their slots alone
+                    without_slots = footprint.memory(placed, options)["total"] - slots
+                needed = int(without_slots + slots)
                 if least is None or needed < least[1]:
                     least = options, needed
                 if needed <= question.usable_bytes:

@@ -90,13 +90,10 @@ def read(text: str, mesh) -> ProgramAudit:
     collectives, dots, uncounted, broken, partial = [], [], [], [], []
     for visit in visits:
         ins = visit.instruction
-        if ins.further_rounds:
+        if ins.further_rounds or not (_kind(ins) or visit.trips):
             continue
         if not _kind(ins):
-            dot = _dot(module, visit)
-            if not visit.trips:
-                continue
-            if dot:
+            if dot := _dot(module, visit):
                 dots.append(dot)
             else:
                 uncounted.append(f"{ins.name} ({ins.target or ins.op}) {short_source(ins.op_name)}".strip())
@@ -360,12 +357,10 @@ def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) ->
 
     The microbatch loop also carries residuals. The order of dims is XLA's choice.
     """
-    module, most, key = hlo.parse(text), Counter(), lambda shape: tuple(sorted(n for n in shape if n > 1))
+    most, key = Counter(), lambda shape: tuple(sorted(n for n in shape if n > 1))
     expected = Counter(map(key, expected))
-    for ins in module.computations[module.entry].values():
-        if ins.op == "while" and hlo.known_trips(ins) == trips:
-            most |= Counter(key(shape[1]) for shape in hlo.changed(module, ins.attr("body"))
-                            if shape[0] == "f32") & expected
+    for carried in _carried(text, trips):
+        most |= Counter(map(key, carried)) & expected
     return sum(4 * math.prod(shape) * n for shape, n in most.items())
 
 
@@ -374,9 +369,15 @@ def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | N
 
     A pipeline's loops also carry activations, so shapes identify accumulators. None if one is in no loop.
     """
-    module, most = hlo.parse(text), Counter()
-    for ins in module.computations[module.entry].values():
-        if ins.op == "while":
-            most |= Counter(shape[1] for shape in hlo.changed(module, ins.attr("body")) if shape[0] == "f32")
-    expected = Counter(map(tuple, expected))
+    most, expected = Counter(), Counter(map(tuple, expected))
+    for carried in _carried(text):
+        most |= Counter(carried)
     return None if expected - most else sum(4 * math.prod(shape) * n for shape, n in expected.items())
+
+
+def _carried(text: str, trips: int | None = None) -> list[list[tuple[int, ...]]]:
+    """Dims of the float32 arrays that each outermost loop carries and changes; trips: only loops of so many."""
+    module = hlo.parse(text)
+    return [[dims for dtype, dims in hlo.changed(module, ins.attr("body")) if dtype == "f32"]
+            for ins in module.computations[module.entry].values()
+            if ins.op == "while" and trips in (None, hlo.known_trips(ins))]

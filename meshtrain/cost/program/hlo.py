@@ -218,18 +218,12 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
 
 def _holders(module: HloModule, wanted) -> set[str]:
     """Computations that contain a wanted instruction or call one that does."""
-    memo: dict[str, bool] = {}
+    @functools.cache
+    def holds(name):    # HLO calls do not recurse
+        instructions = module.computations.get(name, {}).values()
+        return any(wanted(i) for i in instructions) or any(holds(c) for i in instructions for c in i.called)
 
-    def holds(name):
-        if name not in memo:
-            memo[name] = False  # HLO calls do not recurse
-            instructions = module.computations.get(name, {}).values()
-            memo[name] = any(wanted(i) for i in instructions) or any([holds(c) for i in instructions for c in i.called])
-        return memo[name]
-
-    for name in module.computations:
-        holds(name)
-    return {name for name, yes in memo.items() if yes}
+    return set(filter(holds, module.computations))
 
 
 # ---- loop counters: a scalar interpreter -----------------------------------------------------------------------------

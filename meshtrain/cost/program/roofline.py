@@ -270,10 +270,8 @@ class _Program:
 
     def _transfer(self, computation: str, ins: hlo.Instruction):
         """(seconds, asynchronous, audit's rows), None if it is no collective."""
-        inside = computation
         started = ins.op.endswith("-start")
-        if ins.op == "async-start":         # a wrapper around the collective
-            inside = ins.called[0]
+        inside = ins.called[0] if ins.op == "async-start" else computation      # a wrapper around the collective
         held = [ins] if inside == computation else self.module.computations[inside].values()
         core = next((i for i in held if i.op.removesuffix("-start") in audit.KINDS), None)
         if core is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -74,16 +75,14 @@ class Prices:
 def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Played:
     """Simulate the entry computation. trips: of each loop, by the name of its `while`. A conditional counts its
     costliest branch, in the fraction of its executions that runs it."""
-    memo: dict[str, Played] = {}
-
+    @functools.cache
     def played(name: str) -> Played:
-        if name not in memo:
-            stream = _Streams()
-            for ins in module.computations[name].values():
-                if ins.op not in work.FREE:
-                    _issue(stream, name, ins, prices, trips, played)
-            memo[name] = stream.close()
-        return memo[name]
+        stream = _Streams()
+        for ins in module.computations[name].values():
+            if ins.op not in work.FREE:
+                _issue(stream, name, ins, prices, trips, played)
+        return stream.close()
+
     step = played(module.entry)
     # Branches that run in a fraction of the executions have made fractions of them.
     step.kernels = Counter({key: round(runs) for key, runs in step.kernels.items()})
