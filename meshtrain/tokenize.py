@@ -50,8 +50,7 @@ def main(asked: config.Arguments) -> int:
         with config.user_errors():
             described = sources.describe(run.data, vocab_size=run.model.vocab_size,
                                          folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
-            job = parts.Job(say.out, lambda: bool(stop), asked["verify"], share,
-                            say.live if say.on_terminal() else None)
+            job = parts.Job(say.out, lambda: bool(stop), asked["verify"], share)
             opened = described.open(Path(run.run.dir) / sources.CACHE, job)
         for component, source in zip(described.components, opened):
             say.out(f"{component.where}: {_sum_up(source)}")

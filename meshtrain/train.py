@@ -396,8 +396,7 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
         described = sources.describe(d, vocab_size=run.model.vocab_size,
                                      folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
         resume.check_tokenizer(run, start, described.tokenizer)     # before it is tokenized with another for hours
-        job = parts.Job(say.out, live=say.live if say.on_terminal() else None)
-        corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, job))
+        corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(say.out)))
         resume.check_data(run, start, corpus.fingerprint)
         for line in (preferences if d.source == "preferences" else packing).notes(d, corpus):
             say.out(line)

@@ -5,7 +5,6 @@ a process alone can show (imports, signals, the command line itself) starts anot
 """
 import json
 import os
-import re
 import shutil
 import signal
 import time

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshtrain import config, report
-from meshtrain.cluster import watch
 from meshtrain.cluster.stacks import ProcessState
 from meshtrain.config import ConfigError
 from meshtrain.inspection import measured

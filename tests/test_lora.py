@@ -15,7 +15,7 @@ from meshtrain import assembly, config
 from meshtrain.cost.formulas import flops, footprint, traffic
 from meshtrain.cost.formulas.placed import Options, place
 from meshtrain.inspection import memory
-from meshtrain.model import lora, params, transformer
+from meshtrain.model import lora, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.names import AXES
 from meshtrain.sharding import rules

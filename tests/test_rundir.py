@@ -324,7 +324,6 @@ def test_what_refuses_the_claim_is_a_mistake_or_a_moment(tmp_path, monkeypatch, 
 
 
 def test_every_name_that_a_start_leaves_is_in_the_table(tmp_path):
-    from meshtrain.cluster import watch
     from meshtrain.data import sources
     from meshtrain.checkpoint import local, resume
     from meshtrain.run import dpo_reference, history

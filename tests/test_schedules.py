@@ -3,7 +3,6 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import sys
 import xml.dom.minidom
 from pathlib import Path
 

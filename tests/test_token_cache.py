@@ -22,7 +22,7 @@ from corpora import TEXTS, Opened, bpe, fault, section, write, write_tokenizer  
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshtrain import config, files
+from meshtrain import files
 from meshtrain.data import progress, sources
 from meshtrain.data.cache import parts, token_cache
 from meshtrain.data.documents import formats
@@ -327,15 +327,6 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(tmp_path, mo
     assert re.fullmatch(rf"token cache: tokenizing 1 file, 0.0 MB, into {tmp_path}/.meshtrain/jsonl-\w+", *opened.built)
     assert any(re.fullmatch(r"tokenizing 1 file: 100%, [\d.]+ MB/s", line) for line in opened.told)
     assert Opened(data, tmp_path).built == []
-
-
-def test_progress_is_a_line_that_the_next_one_replaces_on_a_terminal(monkeypatch):
-    monkeypatch.setattr(progress, "LIVE_SECONDS", -1)
-    told, live = [], []
-    with progress.FileProgress("reading", 100, told.append, live.append) as bar:
-        bar.reach(50)
-        bar.finish(100)
-    assert told == ["reading: done in 0 s"] and [line.split(",")[0] for line in live] == ["reading: 50%", "reading: 100%"]
 
 
 def test_many_small_texts_share_parts_of_the_cache_and_stay_documents(tmp_path, bpe, monkeypatch):

@@ -45,7 +45,6 @@ class Job:
     should_stop: Callable[[], bool] = lambda: False
     verify: bool = False    # read everything, and compare checksums
     share: tuple[int, int] = (0, 1)
-    live: Callable[[str], None] | None = None       # prints a line that the next one replaces; None: no terminal
 
     def check_stop(self) -> None:
         """Raises: Stopped, if a stop was requested."""
@@ -191,7 +190,7 @@ class _Building:
         count = sum(len(part.inputs) for part in missing.values())
         what = f"{next(iter(missing.values())).verb} {count} file{'s' * (count > 1)}"
         said = False
-        with progress.FileProgress(what, total, self.job.tell, self.job.live) as bar:
+        with progress.FileProgress(what, total, self.job.tell) as bar:
             while missing:
                 for k, part in list(missing.items()):
                     self.job.check_stop()
