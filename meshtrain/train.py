@@ -31,7 +31,7 @@ import jax
 from meshtrain import assembly, config, devices, elastic, files, hardware, trained
 from meshtrain.checkpoint import exports, init_from, pretrained, resume
 from meshtrain.checkpoint.checkpoint import Checkpoints, Store
-from meshtrain.checkpoint.local import LocalTier
+from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.cluster import agree, find, meet, watch
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run
@@ -109,7 +109,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
     with rundir.claimed(run) as claim, watchdog.kept_in(directory / contents.STACKS), jax.set_mesh(made.mesh), \
             Checkpoints(directory / contents.CHECKPOINTS, every=run.checkpoint.every, keep=run.checkpoint.keep,
                         check_claim=claim.check) as checkpoints:
-        local = LocalTier(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
+        local = LocalCheckpoints(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
         with watch.phase("looking for a checkpoint", "restore"):
             start = resume.find(run, checkpoints, local, made.state_shapes)
         exporting = exports.Exports(run, made.model, checkpoints, made.state_shapes.params)
@@ -174,7 +174,7 @@ class _Session:
     made: assembly.Assembly
     directory: Path
     checkpoints: Checkpoints
-    local: LocalTier
+    local: LocalCheckpoints
     exporting: exports.Exports
     attempt: history.Try
     corpus: sources.Corpus | None = None
@@ -416,7 +416,7 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
         with config.user_errors():
             state = start.saved.restore(made.state_shapes)
         say.out(f"going on after step "
-                f"{start.step}{', kept in checkpoint.local_dir' * isinstance(start.saved.store, LocalTier)}")
+                f"{start.step}{', kept in checkpoint.local_dir' * isinstance(start.saved.store, LocalCheckpoints)}")
         return state
     state = assembly.initialize(made)
     if given:

@@ -1,8 +1,8 @@
 """python -m tests.disturbed [--places A,B] [--faults X,Y] [--cells N] [--seed S] [--cell TEXT]: places × faults, system
 call by system call.
 
-A place is a part of a run (PLACES): saves of the shared checkpoint and into the fast tier, exports, a start, one that
-goes on, the way back before a loss spike, DPO's reference. Each system call that the undisturbed run makes there on a
+A place is a part of a run (PLACES): saves of the shared and of the local checkpoint, exports, a start, one that goes
+on, the way back before a loss spike, DPO's reference. Each system call that the undisturbed run makes there on a
 file of its own is a cell with each fault that can meet it (FAULTS). A cell runs the command, with the fault at that
 call; then the same command again, undisturbed, until it ends; and compares: the exit code is the fault's, without a
 traceback; what was told as saved or stands whole on the disk is gone on from; rows, final state and exports are those
@@ -442,7 +442,7 @@ def outcome(home: pathlib.Path) -> dict:
     left = sorted(str(path.relative_to(home)) for path in (*(home / "run").rglob("*"), *(home / "local").rglob("*")))
     return {"rows": rows, "state": json.loads((home / "sums.json").read_text()), "exports": exports,
             "half made": [name for name in left if HALF_MADE.search(name)],
-            "left in the fast tier": [name for name in left if name.startswith("local")]}
+            "left in the local checkpoint": [name for name in left if name.startswith("local")]}
 
 
 def differences(got: dict, wanted: dict) -> list[str]:

@@ -54,7 +54,7 @@ class Wide(Layer):
 def model_of(*groups: tuple[str, tuple, int]) -> transformer.Transformer:
     cfg = config.Run(model=MODEL | dict(num_layers=sum(len(kinds) * n for _, kinds, n in groups))).model
     module = lambda kind: params.Module(lambda rngs: kind(cfg, rngs))
-    return transformer.Transformer(cfg, params.Module(lambda rngs: transformer.Ends(cfg, rngs)), tuple(
+    return transformer.Transformer(cfg, params.Module(lambda rngs: transformer.EmbeddingAndHead(cfg, rngs)), tuple(
         transformer.LayerGroup(name, tuple(map(module, kinds)), n) for name, kinds, n in groups))
 
 

@@ -12,7 +12,7 @@ from meshtrain.run.spikes import FEWEST, LAG, WINDOW, Spikes
 from meshtrain.training.step import Program
 from checkpoints import assert_same_bits, names
 from test_commands import call, home, in_a_directory_of_its_own, lasting, refused, rows, tiny  # noqa: F401
-from test_local_tier import crashing, state_of  # noqa: F401
+from test_local_checkpoints import crashing, state_of  # noqa: F401
 
 
 def spikes(*words, losses=(), saved=None):

@@ -59,7 +59,7 @@ class CheckpointError(files.FileSystemError):
 
 
 class Store(Protocol):
-    """Where a run saves its state: `Checkpoints` (shared) or `local.LocalTier` (per host). All processes make the same
+    """Where a run saves its state: `Checkpoints` (shared) or `LocalCheckpoints` (per host). All processes make the same
     calls."""
 
     def due(self, step: int) -> bool: ...

@@ -50,7 +50,7 @@ class _Part:
     sum: list
 
 
-class LocalTier:
+class LocalCheckpoints:
     """The local checkpoints of one run. All processes make the same calls. Without a directory it saves and finds
     nothing. Raises: ConfigError, in every process, if one cannot write to local_dir."""
 

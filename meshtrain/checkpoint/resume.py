@@ -18,7 +18,7 @@ import jax
 from meshtrain import files
 from meshtrain.checkpoint import exports
 from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints, Saved, Store
-from meshtrain.checkpoint.local import LocalTier
+from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.cluster import agree
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
@@ -95,7 +95,7 @@ def rule(key: str) -> str:
     return next(meaning for pattern, meaning in CHANGES if fnmatch.fnmatchcase(key, pattern))
 
 
-def find(run: Run, checkpoints: Checkpoints, local: LocalTier | None = None, wanted=None) -> Start:
+def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None, wanted=None) -> Start:
     """The checkpoint to resume from: the newest complete one, or that of checkpoint.step. All processes call it.
 
     local: may have a newer one than the shared `checkpoints`. wanted: what to restore, with shardings.
@@ -120,7 +120,8 @@ def find(run: Run, checkpoints: Checkpoints, local: LocalTier | None = None, wan
                  back=saved.step != newest)
 
 
-def before_spike(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local: LocalTier, wanted) -> Start:
+def before_spike(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local: LocalCheckpoints,
+                 wanted) -> Start:
     """Where a run that began at `start` goes back to after a loss spike at step `spiked`: its newest checkpoint,
     before the spike, skipping the batches up to it. Batches that `start` skips after the same checkpoint stay skipped.
     """
@@ -162,7 +163,7 @@ def data_metadata(corpus: Corpus, data: Batches, step: int) -> dict:
             "position": data.position(step)}
 
 
-def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalTier | None, rules_text: str) -> None:
+def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoints | None, rules_text: str) -> None:
     """Last action before the first step: set aside checkpoints after `start`, report and record changes, and drop
     metrics of steps to be repeated. Raises: ConfigError or FileSystemError if run.dir cannot be written."""
     directory, messages = Path(run.run.dir), []

@@ -31,7 +31,7 @@ VOCAB_MULTIPLE = 256
 LAYER_INPUT = "layer_input"     # what `offload` keeps on the host
 
 
-class Ends(nnx.Module):
+class EmbeddingAndHead(nnx.Module):
     """Token and position embeddings, final norm and output head: the parameters outside the layers."""
 
     def __init__(self, cfg, rngs):
@@ -297,7 +297,7 @@ class Transformer:
         return params.tree(params.infos(self.ends), lambda info: ex.layout.constrain(
             "params", ex.after(functools.reduce(dict.__getitem__, info.path, p), x_BTD), info.axes))
 
-    def _ends(self, p) -> Ends:
+    def _ends(self, p) -> EmbeddingAndHead:
         return self.ends.bind(without_layers(p))
 
     def head_logits(self, ex: Execution, p, x_BTD):
@@ -363,7 +363,7 @@ def build(cfg, adapters=None) -> Transformer:
     kind = {"make_moe": MoE} if cfg.num_experts else {}
     groups = (_groups(cfg, adapters, dense, leading=True) if dense else ()) + _groups(
         cfg, adapters, cfg.num_layers - dense, **kind)
-    return Transformer(cfg, params.Module(lambda rngs: Ends(cfg, rngs)), groups, adapters)
+    return Transformer(cfg, params.Module(lambda rngs: EmbeddingAndHead(cfg, rngs)), groups, adapters)
 
 
 def _groups(cfg, adapters, num_layers: int, leading: bool = False, **kind) -> tuple[LayerGroup, ...]:

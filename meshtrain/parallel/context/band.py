@@ -5,7 +5,7 @@ have the same mask at one distance: none, except for the last one or two, whose 
 after the keys. So every device computes two blocks for each distance below cp and one beyond, where early chunks have
 no predecessor; none idles. Engines skip what is outside the window. The first d chunks have no chunk at distance d, and
 their results are discarded: D (D + 1) / 2 of 2·cp·D blocks if D < cp. The method (`ring`, `gather`) brings keys to
-queries, as a `Journey`. Call it where `context` is manual. Lengths T are local: 2 chunks.
+queries, by a `ChunkExchange`. Call it where `context` is manual. Lengths T are local: 2 chunks.
 """
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Distances(NamedTuple):
     mask: Mask
 
 
-class Journey(NamedTuple):
+class ChunkExchange(NamedTuple):
     """How (early, late) pairs of chunk data move between devices.
 
-    begin(pair) -> travelling. meet(travelling, d, last) -> (data of the chunks at distance d, travelling to d + 1).
+    start(pair) -> travelling. receive(travelling, d, last) -> (data of the chunks at distance d, travelling to d + 1).
     add(sums, pair, d) -> sums with gradients for the chunks at distance d added, for d = 1, 2, …; sums begin as None.
-    home(sums, D) -> pair: the gradients of each device's own chunks. D: the last distance.
+    collect(sums, D) -> pair: the gradients of each device's own chunks. D: the last distance.
     """
-    begin: Callable
-    meet: Callable
+    start: Callable
+    receive: Callable
     add: Callable
-    home: Callable
+    collect: Callable
 
 
 def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
@@ -54,7 +54,7 @@ def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
     return [Distances(those[0], len(those), *key) for key, those in grouped]
 
 
-def forward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def forward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """o [B, T, N, H] and lse [B, T, N] of these queries over all visible keys, float32."""
     q, k, v, segments = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT))
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
@@ -62,21 +62,21 @@ def forward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segmen
 
     def visit(carry, d, of: Distances, last: bool):
         travelling, sums = carry
-        met, travelling = journey.meet(travelling, d, last)
+        received, travelling = exchange.receive(travelling, d, last)
 
         def merged(half):
-            k, v, z = met[half]
+            k, v, z = received[half]
             o, lse = engine.forward(q[half], k, v, segments[half], z, of.mask)
             return merge(*sums[half], o, jnp.where(_number(half, i, cp) >= d, lse, MASKED))
         return travelling, (merged(0) if of.early else sums[0], merged(1))
 
     steps = distances(mask, q[0].shape[1], cp)
-    begun = journey.begin(tuple(zip(k, v, segments))) if steps else None
+    begun = exchange.start(tuple(zip(k, v, segments))) if steps else None
     _, ((o0, l0), (o1, l1)) = _through(steps, visit, (begun, sums))
     return join(o0, o1), join(l0, l1)
 
 
-def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
+def backward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
     """dq, dk, dv of this device's tokens, float32."""
     q, k, v, segments, o, lse, do = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT, *out))
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
@@ -85,24 +85,24 @@ def backward(engine, mask: Mask, journey: Journey, q_BTNH, k_BTKH, v_BTKH, segme
 
     def visit(carry, d, of: Distances, last: bool):
         travelling, dq, sums = carry
-        met, travelling = journey.meet(travelling, d, last)
+        received, travelling = exchange.receive(travelling, d, last)
 
         def summands(half):
-            k, v, z = met[half]
+            k, v, z = received[half]
             grads = engine.backward(q[half], k, v, segments[half], z, o[half], lse[half], do[half], of.mask)
             # Select, do not multiply: keys that the forward never saw may give infinities.
             return jax.tree.map(lambda grad: jnp.where(_number(half, i, cp) >= d, grad, 0.0), grads)
         late = summands(1)
         early = summands(0) if of.early else jax.tree.map(jnp.zeros_like, late)
         return (travelling, tuple(total + grads[0] for total, grads in zip(dq, (early, late))),
-                journey.add(sums, (early[1:], late[1:]), d))
+                exchange.add(sums, (early[1:], late[1:]), d))
 
     steps = distances(mask, q[0].shape[1], cp)
     if not steps:
         return join(*dq), *(join(*pair) for pair in zip(*dkv))
-    _, dq, sums = _through(steps, visit, (journey.begin(tuple(zip(k, v, segments))), dq, None))
+    _, dq, sums = _through(steps, visit, (exchange.start(tuple(zip(k, v, segments))), dq, None))
     (dk0, dv0), (dk1, dv1) = jax.tree.map(jnp.add, tuple(dkv),
-                                          journey.home(sums, steps[-1].first + steps[-1].count - 1))
+                                          exchange.collect(sums, steps[-1].first + steps[-1].count - 1))
     return join(*dq), join(dk0, dk1), join(dv0, dv1)
 
 
@@ -129,23 +129,23 @@ def _through(steps: list[Distances], visit, carry):
 # ---- how keys come to queries ----------------------------------------------------------------------------------------
 
 
-def _meet_neighbour(travelling, d, last):
-    return travelling, travelling if last else _onward(travelling)
+def _receive_from_neighbour(travelling, d, last):
+    return travelling, travelling if last else _send_on(travelling)
 
 
 def _add_travelling(sums, pair, d):
-    return pair if sums is None else jax.tree.map(jnp.add, _onward(sums), pair)
+    return pair if sums is None else jax.tree.map(jnp.add, _send_on(sums), pair)
 
 
-def _travel_home(sums, D):
+def _return_sums(sums, D):
     back = 2 * lax.axis_size(AXIS) - D
-    hop, hops = (_onward, back) if back < D else (partial(_onward, back=True), D)
+    hop, hops = (_send_on, back) if back < D else (partial(_send_on, back=True), D)
     for _ in range(hops):
         sums = hop(sums)
     return sums
 
 
-def _onward(pair, back: bool = False):
+def _send_on(pair, back: bool = False):
     """Send each chunk's data to the device of the next (or previous) chunk; the sequence wraps around."""
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     send = lambda tree, by: jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(n, (n + by) % cp) for n in range(cp)]), tree)
@@ -158,7 +158,7 @@ def _onward(pair, back: bool = False):
 
 # Ring permutes: keys move to the device of the sequence's next chunk, early ones forward and late ones back, both
 # turning at the ends. Gradient sums travel with their keys and return the shorter way.
-RING = Journey(_onward, _meet_neighbour, _add_travelling, _travel_home)
+RING = ChunkExchange(_send_on, _receive_from_neighbour, _add_travelling, _return_sums)
 
 
 def _place(half, d):
@@ -170,7 +170,7 @@ def _gather_pair(pair):
     return jax.tree.map(lambda early, late: gather(join(early, late)), *pair)
 
 
-def _meet_gathered(whole, d, last):
+def _receive_gathered(whole, d, last):
     return tuple(jax.tree.map(lambda x: take(x, _place(half, d)), whole) for half in (0, 1)), whole
 
 
@@ -183,9 +183,9 @@ def _add_gathered(sums, pair, d):
     return sums
 
 
-def _scatter_home(sums, D):
+def _scatter_sums(sums, D):
     return tuple(zip(*jax.tree.map(lambda x: halves(scatter(x)), sums)))
 
 
 # All-gather the sequence; reduce-scatter its gradients.
-GATHERED = Journey(_gather_pair, _meet_gathered, _add_gathered, _scatter_home)
+GATHERED = ChunkExchange(_gather_pair, _receive_gathered, _add_gathered, _scatter_sums)

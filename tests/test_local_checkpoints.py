@@ -1,5 +1,5 @@
-"""The fast tier: what every host still has comes back bit for bit; anything less, or of another run or start, is never
-used."""
+"""Local checkpoints: what every host still has comes back bit for bit; anything less, or of another run or start, is
+never used."""
 import os
 import shutil
 import signal
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain import train
 from meshtrain.checkpoint.checkpoint import Checkpoints
-from meshtrain.checkpoint.local import LocalTier
+from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.config import ConfigError
 from meshtrain.run.record import Record
 # noqa: F401
@@ -26,7 +26,7 @@ def kept(directory, *steps, started_at=0, used=False):
     """A tier in directory/local of the run directory/run, that has kept these steps; what it told."""
     (directory / "run").mkdir(exist_ok=True)
     told = []
-    tier = LocalTier(str(directory / "local"), 2, directory / "run", told.append)
+    tier = LocalCheckpoints(str(directory / "local"), 2, directory / "run", told.append)
     tier.begin(started_at, used)
     for step in steps:
         tier.save(step, make_state(mesh(4, 2), P("a", "b"), seed=step), {"position": step})
@@ -36,7 +36,7 @@ def kept(directory, *steps, started_at=0, used=False):
 
 def found(directory, after=0, wanted=None):
     told = []
-    tier = LocalTier(str(directory / "local"), 2, directory / "run", told.append)
+    tier = LocalCheckpoints(str(directory / "local"), 2, directory / "run", told.append)
     newest = tier.newest(after, wanted or abstract(make_state(mesh(4, 2), P("a", "b"))))
     return tier, newest and (newest.step, {"position": newest.metadata.get("position")}), told
 
@@ -95,7 +95,7 @@ def test_another_start_another_run_and_a_copy_of_run_dir_find_nothing(tmp_path):
     assert found(tmp_path)[1] == (4, {"position": 4})
     kept(tmp_path / "copy", 10)     # in the same local_dir
     assert found(tmp_path)[1] == (4, {"position": 4}) and found(tmp_path / "copy")[1] == (10, {"position": 10})
-    LocalTier("", 0, tmp_path / "run").begin(3, False)      # steps are taken again by a start without the tier
+    LocalCheckpoints("", 0, tmp_path / "run").begin(3, False)      # steps are taken again by a start without the tier
     assert found(tmp_path)[1] is None
 
 
@@ -122,7 +122,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_step_before(tmp_path):
 import os, signal, sys
 sys.path[:0] = [sys.argv[2]]
 from pathlib import Path
-from test_local_tier import kept, make_state, mesh, P
+from test_local_checkpoints import kept, make_state, mesh, P
 tier, _ = kept(Path(sys.argv[1]), 2)
 Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 tier.save(4, make_state(mesh(4, 2), P("a", "b"), seed=4), {})
@@ -149,23 +149,23 @@ def test_a_full_disk_is_told_once_and_what_was_kept_before_stays(small_disk):  #
 
 def test_two_processes_agree_on_the_step_that_both_have_and_name_who_lacks_one(tmp_path):
     body = r"""
-from meshtrain.checkpoint.local import LocalTier
+from meshtrain.checkpoint.local import LocalCheckpoints
 root = __import__("pathlib").Path(directory)
-tier = LocalTier(directory + f"/host{index}", 2, root, lambda text: say("told", text))
+tier = LocalCheckpoints(directory + f"/host{index}", 2, root, lambda text: say("told", text))
 forms = lambda: {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in state(0).items()}
 tier.begin(0, False)
 tier.save(2, state(2), {"position": 2})
 tier.save(4, state(4), {"position": 4})
-write = LocalTier._write
+write = LocalCheckpoints._write
 if index == 1:
     def full(self, *args):
         self._failure = "No space left on device"
-    LocalTier._write = full
+    LocalCheckpoints._write = full
 tier.save(6, state(6), {})
-LocalTier._write = write
+LocalCheckpoints._write = write
 tier._settle()
 say("kept", sorted(os.listdir(tier._own())))
-again = lambda: LocalTier(directory + f"/host{index}", 2, root, lambda text: say("told", text))
+again = lambda: LocalCheckpoints(directory + f"/host{index}", 2, root, lambda text: say("told", text))
 tier = again()
 newest = tier.newest(0, forms())
 say("newest", (newest.step, newest.metadata))
@@ -259,5 +259,5 @@ def test_a_fast_tier_that_cannot_be_is_refused(tiny, tmp_path):  # noqa: F811
                  "--checkpoint.local_dir", tmp_path / "file" / "x"),
             "cannot be written: Not a directory")
     with pytest.raises(ConfigError):
-        LocalTier("/proc/nowhere", 5, tmp_path)
+        LocalCheckpoints("/proc/nowhere", 5, tmp_path)
     assert names(tmp_path) == ["file"]
