@@ -1,15 +1,21 @@
 """Folders that are not what they say: each is refused with one message, exit 2, and nothing of it is executed or
 trusted."""
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
 
+import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import assert_same_bits
 from commands import call, refused
+from folders import EIGHT, Loaded
+from folders import ONE as ONE_DEVICE
 from hypothesis import given, strategies
 from hypothesis import settings as examples
 
@@ -328,3 +334,66 @@ def test_a_form_and_its_way_back_are_the_identity():
     ours = form.to_ours(x.reshape(5, 6), sizes)
     assert ours.shape == form.our_shape(sizes) == (2, 3, 5) and ours[1, 2, 4] == x.reshape(5, 6)[4, 5]
     np.testing.assert_array_equal(form.to_theirs(ours, sizes), x.reshape(5, 6))
+
+
+# ---- float8 with scales by block -------------------------------------------------------------------------------------
+
+
+def float8_folder(tmp_path: Path, block: tuple[int, int], scale_dtype: str = "F32") -> tuple[Path, Path]:
+    """(a folder whose matrices are float8 with scales by block, the same with the products as float32 numbers)."""
+    rng, folders = np.random.default_rng(0), (tmp_path / "float8", tmp_path / "plain")
+    tensors = {folder: {} for folder in folders}
+    for name, entry in safetensors.read_header(GOLDENS / "qwen3" / "model.safetensors").items():
+        numbers = safetensors.read(entry, 0, math.prod(entry.shape)).reshape(entry.shape)
+        if len(entry.shape) == 1 or "proj" not in name:
+            tensors[folders[0]][name] = tensors[folders[1]][name] = "F32", numbers
+            continue
+        down, across = block
+        small = numbers.astype(ml_dtypes.float8_e4m3fn)
+        scales = np.exp2(rng.integers(-3, 3, (-(-entry.shape[0] // down), -(-entry.shape[1] // across))))
+        scales = scales.astype(safetensors.READABLE[scale_dtype])
+        each = scales.astype(np.float32).repeat(down, 0).repeat(across, 1)[:entry.shape[0], :entry.shape[1]]
+        tensors[folders[0]] |= {name: ("F8_E4M3", small), f"{name}_scale_inv": (scale_dtype, scales)}
+        tensors[folders[1]][name] = "F32", small.astype(np.float32) * each
+    config = json.loads((GOLDENS / "qwen3" / "config.json").read_text())
+    quantized = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                                         "weight_block_size": list(block)}}
+    for folder_, more in zip(folders, (quantized, {})):
+        folder_.mkdir()
+        (folder_ / "config.json").write_text(json.dumps(config | more))
+        at, given = 0, {}
+        for name, (dtype, numbers) in tensors[folder_].items():
+            given[name] = dtype, list(numbers.shape), [at, at + numbers.nbytes]
+            at += numbers.nbytes
+        data = b"".join(numbers.tobytes() for _, numbers in tensors[folder_].values())
+        (folder_ / "model.safetensors").write_bytes(raw(entries(**given), data))
+    return folders
+
+
+@pytest.mark.parametrize(("block", "scale_dtype", "rule", "mesh"), [
+    ((16, 16), "F32", *EIGHT), ((10, 7), "BF16", *ONE_DEVICE), ((128, 128), "F8_E8M0", *ONE_DEVICE)])
+def test_float8_weights_with_scales_by_block_are_read_as_their_products(tmp_path, block, scale_dtype, rule, mesh):
+    """Blocks that do not divide a matrix, and ones larger than it."""
+    quantized, plain = float8_folder(tmp_path, block, scale_dtype)
+    found, expected = (jax.device_get(Loaded(place, rule, mesh).params) for place in (quantized, plain))
+    assert_same_bits(found, expected)
+
+
+def test_what_is_read_from_float8_is_exported_without_it(tmp_path):
+    quantized, _ = float8_folder(tmp_path, (16, 16))
+    config = settings.read(quantized)
+    model = Model(**settings.model_keys(config, settings.family_of(config)))
+    assert "quantization_config" not in settings.config_of(model, families.FAMILIES["qwen3"], "bfloat16", 40, config)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"weight_block_size": [16, 8]}, "a scale for each block of weight_block_size"),
+    ({"weight_block_size": None}, "quantized weights cannot be read, but for float8"),
+    ({"quant_method": "compressed-tensors"}, "quantized weights cannot be read, but for float8"),
+    ({"fmt": "e5m2"}, "quantized weights cannot be read, but for float8")])
+def test_float8_weights_without_the_scales_that_they_need_are_refused(tmp_path, change, said):
+    quantized, _ = float8_folder(tmp_path, (16, 16))
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] |= change
+    (quantized / "config.json").write_text(json.dumps(config))
+    refused(call(convert.main, quantized), said)

@@ -7,6 +7,7 @@ matrix's columns reads all of it from disk.
 """
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from meshtrain import files
 from meshtrain.checkpoint.checkpoint import CheckpointError
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
-from meshtrain.huggingface import folder, forms, safetensors
+from meshtrain.huggingface import folder, forms, safetensors, settings
 from meshtrain.huggingface.folder import KEPT
 from meshtrain.names import LAYERS
 from meshtrain.run import say, trees
@@ -58,11 +59,14 @@ def load(found: folder.Folder, rows: Sequence[folder.WeightRow], model, places: 
         programs = {key: program for key, program in programs.items() if key[0] == row.kind}
         for layer, (stack, index) in enumerate(places if row.stacked else [("", 0)]):
             paths = paths_of(row, stack)
-            place = programs.setdefault((row.kind, stack), _program(row, sizes, [leaves[path] for path in paths], mesh))
-            flat = _shares(found.entries[row.of_layer(layer)], shares)
+            place = programs.setdefault((row.kind, stack), _program(
+                row, sizes, [leaves[path] for path in paths], mesh, settings.scale_block(found.config)))
+            name = row.of_layer(layer)
+            flat, scales = _shares(found.entries[name], shares), folder.scales_of(found, name)
+            whole = scales and _whole(scales, NamedSharding(mesh, P()))
             # Wait for the previous tensor, to bound memory and order the collectives.
             stacks = jax.block_until_ready([leaves[path] for path in paths])
-            leaves |= zip(paths, place(stacks, flat, np.array(row.at(index), np.int32)), strict=True)
+            leaves |= zip(paths, place(stacks, flat, np.array(row.at(index), np.int32), whole), strict=True)
     return trees.nested(jax.block_until_ready(leaves))
 
 
@@ -107,30 +111,45 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
     count, num_shards = int(np.prod(entry.shape, dtype=np.int64)), sharding.mesh.size
     each = -(-count // num_shards)
     # jax has no float64 here.
-    dtype = np.float32 if entry.dtype == "F64" else safetensors.DTYPES[entry.dtype]
+    dtype = np.float32 if entry.dtype == "F64" else safetensors.READABLE[entry.dtype]
 
     def share(index):
         start = index[0].start or 0
         found = np.zeros(each, dtype)
         stop = min(start + each, count)
         if stop > start:
-            try:
-                found[:stop - start] = files.patiently(lambda: safetensors.read(entry, start, stop))
-            except OSError as error:
-                raise CheckpointError(f"{entry.path} cannot be read: {files.said(error)}") from error
+            found[:stop - start] = _read(entry, start, stop)
         return found
     return jax.make_array_from_callback((each * num_shards,), sharding, share)
 
 
-def _program(row: folder.WeightRow, sizes, stacks, mesh):
-    """Jitted (stacks, shares of the row's tensor, index in the stacks) -> stacks with the tensor in place."""
+def _whole(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
+    """A small tensor in float32, replicated; every process reads it."""
+    numbers = _read(entry, 0, math.prod(entry.shape)).astype(np.float32).reshape(entry.shape)
+    return jax.make_array_from_callback(entry.shape, sharding, lambda index: numbers[index])
+
+
+def _read(entry: safetensors.Entry, start: int, stop: int) -> np.ndarray:
+    try:
+        return files.patiently(lambda: safetensors.read(entry, start, stop))
+    except OSError as error:
+        raise CheckpointError(f"{entry.path} cannot be read: {files.said(error)}") from error
+
+
+def _program(row: folder.WeightRow, sizes, stacks, mesh, block: tuple[int, int] | None):
+    """Jitted (stacks, shares of the row's tensor, index in the stacks, scales by block or None) -> stacks with the
+    tensor in place."""
     count, shardings = int(np.prod(row.shape, dtype=np.int64)), tuple(stack.sharding for stack in stacks)
 
     lead = len(row.at(0))
 
-    def place(stacks, flat, at):
+    def place(stacks, flat, at, scales):
         # One all-gather in the file's dtype; the rest is local.
         whole = jax.lax.with_sharding_constraint(flat, NamedSharding(mesh, P()))[:count].reshape(row.shape)
+        if scales is not None:
+            (rows, columns), (down, across) = row.shape, block
+            each = jnp.repeat(jnp.repeat(scales, down, 0)[:rows], across, 1)[:, :columns]
+            whole = whole.astype(jnp.float32) * each
         return tuple(written(piece, stack, whole, at) for piece, stack in zip(row.pieces, stacks))
 
     def written(piece, stack, whole, at):

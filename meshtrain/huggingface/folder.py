@@ -191,6 +191,18 @@ def rows(family: Family, model, paths, prefixes: tuple[str, str] | None = None) 
     return found
 
 
+def scales_of(folder: Folder, name: str) -> safetensors.Entry | None:
+    """The scales of a float8 tensor, one for each block; None: it has none."""
+    return folder.entries.get(f"{name}_scale_inv") if folder.entries[name].dtype == "F8_E4M3" else None
+
+
+def _has_scales(folder: Folder, name: str) -> bool:
+    """Whether a float8 tensor has the scales with which it can be read."""
+    entry, scales, block = folder.entries[name], scales_of(folder, name), settings.scale_block(folder.config)
+    return (scales is not None and block is not None and scales.dtype in safetensors.READABLE
+            and len(entry.shape) == 2 and scales.shape == tuple(-(-size // n) for size, n in zip(entry.shape, block)))
+
+
 def match(folder: Folder, model, paths) -> list[WeightRow]:
     """The rows of a model, each with a tensor of the folder, under the folder's names.
 
@@ -211,9 +223,12 @@ def match(folder: Folder, model, paths) -> list[WeightRow]:
             left.discard(name)
             if entry is None:
                 absent.append(name)
-            elif entry.dtype not in safetensors.DTYPES:
-                quantized.append(f"{name} is {entry.dtype}; only {', '.join(safetensors.DTYPES)} are read, quantized "
-                                 f"weights are not")
+                continue
+            if entry.dtype == "F8_E4M3":
+                left.discard(f"{name}_scale_inv")
+            if entry.dtype not in safetensors.DTYPES and not _has_scales(folder, name):
+                quantized.append(f"{name} is {entry.dtype}; only {', '.join(safetensors.DTYPES)} are read, and F8_E4M3 "
+                                 f"with {name}_scale_inv, a scale for each block of weight_block_size")
             elif entry.shape != row.shape:
                 wrong.append(f"{name} is {list(entry.shape)}; {settings.CONFIG} asks for {list(row.shape)}")
     if model.tie_embeddings:

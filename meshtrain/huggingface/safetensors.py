@@ -23,10 +23,11 @@ MOST_DIMS = 8       # multiplying 250,000 dims would block signals for minutes
 # Readable dtypes.
 DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
           "BF16": np.dtype(ml_dtypes.bfloat16)}
-# Known but unsupported: dtypes of quantized weights.
+# float8 of weights that have scales by block, and of such scales.
+READABLE = DTYPES | {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)}
+# Known but unsupported: dtypes of other quantized weights.
 OTHER_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1,
-               "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-               "F8_E8M0": 1}
+               "BOOL": 1, "F8_E5M2": 1}
 NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 
 
@@ -89,7 +90,7 @@ def _entry(path: Path, name: str, given, first: int) -> Entry:
     try:
         dtype, shape, (start, stop) = given["dtype"], given["shape"], given["data_offsets"]
         numbers = [*shape, start, stop]
-        bytes_each = DTYPES[dtype].itemsize if dtype in DTYPES else OTHER_BYTES[dtype]
+        bytes_each = READABLE[dtype].itemsize if dtype in READABLE else OTHER_BYTES[dtype]
         sound = (len(shape) <= MOST_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
                  and stop - start == math.prod(shape) * bytes_each)
     except (KeyError, TypeError, ValueError):
@@ -101,7 +102,7 @@ def _entry(path: Path, name: str, given, first: int) -> Entry:
 
 def read(entry: Entry, start: int, stop: int) -> np.ndarray:
     """Elements start to stop of a tensor in row-major order, in the file's dtype."""
-    dtype = DTYPES[entry.dtype]
+    dtype = READABLE[entry.dtype]
     with open(entry.path, "rb", buffering=0) as file:
         found = np.fromfile(file, dtype, stop - start, offset=entry.start + start * dtype.itemsize)
     if len(found) != stop - start:

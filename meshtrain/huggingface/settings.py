@@ -57,6 +57,20 @@ def text_of(config: Mapping) -> Mapping:
     return text | {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
 
 
+def scale_block(config: Mapping) -> tuple[int, int] | None:
+    """(rows, columns) of the blocks of float8 weights that share a scale; None: weights are not quantized. Raises:
+    ValueError for quantization of other kinds."""
+    given = text_of(config).get("quantization_config")
+    if not given:
+        return None
+    method, block = (given.get("quant_method"), given.get("weight_block_size")) if isinstance(given, dict) else ("", 0)
+    if method != "fp8" or given.get("fmt", "e4m3") != "e4m3" or not isinstance(block, list) or len(block) != 2 \
+            or not all(type(n) is int and n > 0 for n in block):
+        raise ValueError(f"{CONFIG}: quantization_config={_shown(given)}: quantized weights cannot be read, but for "
+                         f'float8 with scales by block: quant_method="fp8" with a weight_block_size')
+    return block[0], block[1]
+
+
 def stop_ids(directory: Path) -> tuple[int, ...]:
     """The tokens that end an answer: eos_token_id of generation_config.json, or else of config.json. Raises:
     ValueError."""
@@ -128,12 +142,15 @@ def model_keys(config: Mapping, family: Family) -> dict:
     if not family.every and "sliding_attention" in (kinds := config.get("layer_types")
                                                     or ()) and len(set(map(str, kinds))) > 1:
         faults.append(f"{CONFIG}: layer_types={_shown(kinds)}: [model] has one window for all layers")
-    known = {*family.keys, *family.only, *family.aliases, *HARMLESS, *WINDOW_KEYS, *(ROPE_KEYS if family.ropes else ())}
+    try:
+        scale_block(config)
+    except ValueError as error:
+        faults.append(str(error))
+    known = {"quantization_config", *family.keys, *family.only, *family.aliases, *HARMLESS, *WINDOW_KEYS, *(ROPE_KEYS if family.ropes else ())}
     for key in sorted(set(config) - known):
         if config[key] not in (None, False, [], {}) and not key.startswith("_"):
-            what = "quantized weights cannot be read" if key == "quantization_config" else \
-                "it is not known here, and may change what is computed; take it out of a copy if it does not"
-            faults.append(f"{CONFIG}: {key}={_shown(config[key])}: {what}")
+            faults.append(f"{CONFIG}: {key}={_shown(config[key])}: it is not known here, and may change what is "
+                          f"computed; take it out of a copy if it does not")
     if not faults:
         heads, width = keys["num_heads"], keys["embed_dim"]
         if heads % keys.get("num_kv_heads", heads):
@@ -152,9 +169,9 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
     original config.json, whose other keys are kept."""
     if (text := text_of(source)) is not source:
         made = config_of(model, family, dtype, longest, text)
-        whole = {key: value for key, value in source.items() if key != "dtype"}
+        whole = {key: value for key, value in source.items() if key not in ("dtype", "quantization_config")}
         return whole | {"text_config": made, "torch_dtype": dtype, "tie_word_embeddings": model.tie_embeddings}
-    kept = {key: value for key, value in source.items() if key not in ("rope_parameters", "dtype", *family.aliases)}
+    kept = {key: value for key, value in source.items() if key not in ("rope_parameters", "dtype", "quantization_config", *family.aliases)}
     made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
     if "attention_bias" in family.keys:
