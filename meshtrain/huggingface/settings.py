@@ -146,7 +146,8 @@ def model_keys(config: Mapping, family: Family) -> dict:
         scale_block(config)
     except ValueError as error:
         faults.append(str(error))
-    known = {"quantization_config", *family.keys, *family.only, *family.aliases, *HARMLESS, *WINDOW_KEYS, *(ROPE_KEYS if family.ropes else ())}
+    known = {"quantization_config", *family.keys, *family.only, *family.aliases, *HARMLESS, *WINDOW_KEYS,
+             *(ROPE_KEYS if family.ropes else ())}
     for key in sorted(set(config) - known):
         if config[key] not in (None, False, [], {}) and not key.startswith("_"):
             faults.append(f"{CONFIG}: {key}={_shown(config[key])}: it is not known here, and may change what is "
@@ -171,7 +172,8 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
         made = config_of(model, family, dtype, longest, text)
         whole = {key: value for key, value in source.items() if key not in ("dtype", "quantization_config")}
         return whole | {"text_config": made, "torch_dtype": dtype, "tie_word_embeddings": model.tie_embeddings}
-    kept = {key: value for key, value in source.items() if key not in ("rope_parameters", "dtype", "quantization_config", *family.aliases)}
+    kept = {key: value for key, value in source.items()
+            if key not in ("rope_parameters", "dtype", "quantization_config", *family.aliases)}
     made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
     if "attention_bias" in family.keys:
