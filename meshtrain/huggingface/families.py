@@ -147,6 +147,11 @@ MISTRAL = Family(
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", "model.", LLAMA_TENSORS, KEYS, DEFAULTS | {"num_key_value_heads": 32},
     FIXED | {"attention_bias": "qkv"}, ONLY | {"use_sliding_window": (False,)})
+SEED_OSS = Family(
+    "seed_oss", "SeedOssForCausalLM", "model.", LLAMA_TENSORS, KEYS,
+    DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    FIXED | {"attention_bias": "qkv"},
+    ONLY | {"attention_bias": (True,), "attention_out_bias": (False,), "mlp_bias": (False,)})
 QWEN3 = Family(
     "qwen3", "Qwen3ForCausalLM", "model.", LLAMA_TENSORS, KEYS, DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
     FIXED | {"qk_norm": "head"}, ONLY | {"use_sliding_window": (False,), "attention_bias": (False,)})
@@ -232,9 +237,8 @@ QWEN3_MOE = Family(
     aliases={"num_local_experts": "num_experts"})
 
 # If a model fits several families, the first is written.
-FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2,
-                                            OLMO3, GEMMA, GEMMA2, GEMMA3, GPT2,
-                                        MIXTRAL, OLMOE, QWEN3_MOE)}
+FAMILIES = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3,
+                                            GPT2, SEED_OSS, MIXTRAL, OLMOE, QWEN3_MOE)}
 
 # Known but unsupported: what [model] lacks for them.
 LACKING = {
@@ -257,7 +261,8 @@ HARMLESS = frozenset("""
     architectures model_type torch_dtype dtype transformers_version auto_map use_cache initializer_range
     max_position_embeddings bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
     forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens attention_dropout attn_pdrop
-    embd_pdrop resid_pdrop embedding_dropout hidden_dropout n_ctx original_max_position_embeddings max_window_layers
+    embd_pdrop resid_pdrop embedding_dropout hidden_dropout residual_dropout n_ctx original_max_position_embeddings
+    max_window_layers
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
     finetuning_task id2label label2id num_labels problem_type output_attentions output_hidden_states output_scores
     return_dict return_dict_in_generate torchscript chunk_size_feed_forward gradient_checkpointing
