@@ -126,45 +126,22 @@ def test_names_and_parameters_of_every_preset_cover_each_other(preset):
     assert theirs == sum(info.size for info in infos) - padding
 
 
-LLAMA = {"model_type": "llama", "hidden_act": "silu"}
-EXACT = {       # config.json of a published model -> its number of parameters, as the hub counts them
-    8_030_261_248: LLAMA | dict(vocab_size=128256, hidden_size=4096, num_hidden_layers=32,
-                                num_attention_heads=32, num_key_value_heads=8,
-                                intermediate_size=14336),
-    1_235_814_400: LLAMA | dict(vocab_size=128256, hidden_size=2048, num_hidden_layers=16,
-                                num_attention_heads=32, num_key_value_heads=8,
-                                intermediate_size=8192, tie_word_embeddings=True),
-    6_738_415_616: LLAMA | dict(vocab_size=32000, hidden_size=4096, num_hidden_layers=32,
-                                num_attention_heads=32, intermediate_size=11008),
-    7_241_732_096: dict(model_type="mistral", vocab_size=32000, hidden_size=4096, num_hidden_layers=32,
-                        num_attention_heads=32,
-                        intermediate_size=14336),
-    7_615_616_512: dict(model_type="qwen2", vocab_size=152064, hidden_size=3584, num_hidden_layers=28,
-                        num_attention_heads=28,
-                        num_key_value_heads=4, intermediate_size=18944),
-    8_190_735_360: dict(model_type="qwen3", vocab_size=151936, hidden_size=4096, num_hidden_layers=36,
-                        num_attention_heads=32,
-                        num_key_value_heads=8, intermediate_size=12288),
-    3_821_079_552: dict(model_type="phi3", vocab_size=32064, hidden_size=3072, num_hidden_layers=32,
-                        num_attention_heads=32,
-                        num_key_value_heads=32, intermediate_size=8192),
-    2_506_172_416: dict(model_type="gemma", vocab_size=256000, hidden_size=2048, num_hidden_layers=18,
-                        num_attention_heads=8,
-                        num_key_value_heads=1, intermediate_size=16384, hidden_act="gelu"),
-    3_880_263_168: dict(model_type="gemma3", vision_config={}, text_config=dict(    # 4B: the rest is its class's
-        model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34)),
-    124_439_808: dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12, n_positions=1024,
-                      activation_function="gelu_new"),
-}
+# The config.json of a published model, and its number of parameters as the hub counts them.
+PUBLISHED = json.loads((GOLDENS / "published_models.json").read_text())
 
 
-@pytest.mark.parametrize("count", EXACT)
-def test_published_models_have_as_many_parameters_as_published(count):
-    theirs = EXACT[count]
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_read_and_have_as_many_parameters_as_published(name):
+    theirs, count = PUBLISHED[name]["config"], PUBLISHED[name]["parameters"]
     family = settings.family_of(theirs)
     model = config.Model(**settings.model_keys(theirs, family))
     rows = folder.rows(family, model, transformer.build(model).names())
     assert sum(math.prod(row.shape) * (model.num_layers if row.stacked else 1) for row in rows) == count
+
+
+def test_every_family_has_a_published_model():
+    read = {one["config"]["model_type"] for one in PUBLISHED.values()}
+    assert read == {*families.FAMILIES, *families.MULTIMODAL}
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
