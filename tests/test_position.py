@@ -41,7 +41,7 @@ def test_after_any_changes_of_length_and_batch_every_token_comes_once_per_epoch(
         lengths = lengths + lengths
     per_epoch = sum(lengths) + len(lengths)
     with small(sizes):
-        plain = numbered(lengths, seq_len=per_epoch)    # one sequence an epoch: nothing is dealt
+        plain = numbered(lengths, seq_len=per_epoch)    # one sequence an epoch: nothing is shuffled
         flat = ids([plain.batch(epoch) for epoch in range(30)])
         position, done, places = None, 0, []
         for (seq_len, global_batch), batches in [*phases, (last, 0)]:
@@ -49,7 +49,7 @@ def test_after_any_changes_of_length_and_batch_every_token_comes_once_per_epoch(
             begin, end = packed.tokens(done), packed.tokens(done + batches)
             stream, = packed.train
             assert (stream.grids[-1].base - packed.phase.tokens[0]) % seq_len == 0      # whole sequences are whole rows
-            places.append(stream.deal(np.arange(begin, end)))
+            places.append(stream.stream_positions(np.arange(begin, end)))
             given = ids([packed.batch(done + i) for i in range(batches)])
             np.testing.assert_array_equal(np.sort(given), np.sort(flat[places[-1]]))
             position, done = packed.position(done + batches), done + batches
@@ -57,7 +57,7 @@ def test_after_any_changes_of_length_and_batch_every_token_comes_once_per_epoch(
         epoch = max(packed.tokens(done), grid.base) // per_epoch + 1
         _, after = stream._sequences(grid, epoch)      # where the sequences of an epoch end, nothing is begun
         end = grid.base + after * grid.seq_len
-        places.append(stream.deal(np.arange(packed.tokens(done), end)))
+        places.append(stream.stream_positions(np.arange(packed.tokens(done), end)))
         np.testing.assert_array_equal(np.sort(np.concatenate(places)), np.arange(end))
 
 
