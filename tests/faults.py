@@ -140,7 +140,8 @@ def plant(fault: Fault) -> tuple[bool, str, float]:
 
 
 def _outcome(done, report: Path) -> tuple[bool, str]:
-    """A test that failed by an assertion has caught the fault; an import that breaks proves nothing."""
+    """A test that failed by an assertion, or waited in vain for a process, has caught the fault; an import that breaks
+    proves nothing."""
     if done.returncode == 0:
         return False, "NOT CAUGHT: the test passes"
     if done.returncode != 1 or not report.is_file():
@@ -148,7 +149,8 @@ def _outcome(done, report: Path) -> tuple[bool, str]:
     cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
     messages = [failure.get("message", "") for case in cases for failure in case.iter("failure")]
     # A compiled-in assert of ours or of numpy, chex or pytest.raises.
-    if any(message.startswith(("AssertionError", "assert ", "Failed: ")) for message in messages):
+    if any(message.startswith(("AssertionError", "assert ", "Failed: ", "subprocess.TimeoutExpired"))
+           for message in messages):
         return True, "caught"
     said = messages or [error.get("message", "") for case in cases for error in case.iter("error")] or [
         done.stdout[-400:]]

@@ -105,6 +105,15 @@ def test_biases_stay_where_all_experts_are_equally_busy_however_much_is_clipped(
     assert (jax.device_get(state.params["layers"]["moe"]["bias"]) == 0).all()
 
 
+def test_biases_move_by_whole_tokens_however_much_is_clipped(tmp_path):
+    """Scaled with the gradients, counts of some tokens would be none."""
+    trained = Trained("", tmp_path / "rules.toml", dict(num_layers=1), clip=1e-4)
+    state, (metrics,) = trained.train(trained.fresh(), range(1))
+    assert metrics["grad_norm"] > 1e-3 and metrics["expert_load_max"] > 1
+    biases = jax.device_get(state.params["layers"]["moe"]["bias"])
+    assert (biases > 0).any() and (biases < 0).any()
+
+
 OTHERS = ("expert over tensor with sequence parallelism", "expert over fsdp and tensor", "no axis of experts, zero3")
 
 
