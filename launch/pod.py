@@ -84,7 +84,7 @@ def _place(run: Run) -> Path:
     return Path(run.run.dir) / LAST_WORDS
 
 
-def _leave_words(run: Run, attempt: int, index: int, outcome: supervise.Outcome) -> None:
+def _leave_words(run: Run, attempt: int, index: int, outcome: supervise.LaunchOutcome) -> None:
     left = {"code": outcome.code, "victim": outcome.secondary, "time": time.time(), "words": outcome.words}
     try:
         _place(run).mkdir(parents=True, exist_ok=True)

@@ -271,7 +271,7 @@ class Room:
         return count
 
 
-def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
+def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome:
     """Run one start of all processes to its end. left: the directory of hanging processes' stacks."""
     start, since = time.monotonic(), time.time()
     count, bundle = room.count, room.bundle
@@ -298,7 +298,7 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.Outcome:
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         words = f"Ray could not start the processes: {_first_line(error)}"
         say.err(words)
-        return supervise.Outcome(stops.FAILED, words=words)
+        return supervise.LaunchOutcome(stops.FAILED, words=words)
     finally:
         for actor in actors:
             ray.kill(actor)

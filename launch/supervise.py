@@ -38,7 +38,7 @@ FIRST_PORT, LAST_PORT = 10_000, 29_999
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class LaunchOutcome:
     """How a start ended. code: of the whole. culprit: the process that failed first, or None. words: one-line cause.
     secondary: the process ended because an unknown peer failed. asked: a signal requested the end."""
     code: int
@@ -132,7 +132,7 @@ class Child:
 
 
 def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S,
-              left: Path | None = None, called: str = "", still_s: float = math.inf) -> Outcome:
+              left: Path | None = None, called: str = "", still_s: float = math.inf) -> LaunchOutcome:
     """Run all commands until all have ended; call it from the main thread. left: directory of hanging processes'
     stacks. called: the name of a process whose peers are elsewhere.
 
@@ -235,14 +235,14 @@ def _polling(children: Sequence[Child]) -> Iterator[Callable[[float], Iterable[C
         yield poll
 
 
-def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.0) -> Outcome:
+def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.0) -> LaunchOutcome:
     """The outcome of the whole; unless all end with one of a run's exit codes, reports who failed first. A user's
     mistake (2) that only one process saw, and because of which the others failed, is the whole's: it would recur.
 
     left: the directory of their stacks, if any. since: wall-clock time of the start.
     """
     if len({child.code for child in ended}) == 1 and ended[0].code in AGREED:
-        return Outcome(ended[0].code)
+        return LaunchOutcome(ended[0].code)
     for child in [child for child in ended if child.reader is not None]:
         child.reader.join(1)        # bounded: its children may hold the pipe
     in_order = sorted(ended, key=lambda child: child.index)
@@ -251,7 +251,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
     if first is None:
         words = "the processes do not agree on how the run ended"
         _tell(words, *(f"{child.name}: {child.ending}" for child in in_order))
-        return Outcome(1, words=words)
+        return LaunchOutcome(1, words=words)
     if first.stopped:
         words = (f"{first.name} failed first: it was stopped (SIGSTOP, or a "
                  f"debugger){', and the others lost it' * (len(ended) > 1)}")
@@ -278,7 +278,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
               "split the backward, e.g. 1f1b (docs/limits.md). GPUs are not concerned")
     _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
     last = "" if first.secondary else next((_text(line) for line in reversed(first.lines) if line.strip()), "")
-    return Outcome(stops.USER_ERROR if mistake else stops.FAILED, first.index,
+    return LaunchOutcome(stops.USER_ERROR if mistake else stops.FAILED, first.index,
                    f"{words}{f'; its last line: {last}' if last else ''}",
                    first.secondary and not first.stopped)
 

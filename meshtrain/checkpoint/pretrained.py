@@ -147,7 +147,7 @@ def _program(row: folder.WeightRow, sizes, stacks, mesh, block: tuple[int, int] 
         # One all-gather in the file's dtype; the rest is local.
         whole = jax.lax.with_sharding_constraint(flat, NamedSharding(mesh, P()))[:count].reshape(row.shape)
         if scales is not None:
-            (rows, columns), (down, across) = row.shape, block
+            (rows, columns), (down, across) = row.shape, map(min, row.shape, block)     # a block may be larger
             each = jnp.repeat(jnp.repeat(scales, down, 0)[:rows], across, 1)[:, :columns]
             whole = whole.astype(jnp.float32) * each
         return tuple(written(piece, stack, whole, at) for piece, stack in zip(row.pieces, stacks))
