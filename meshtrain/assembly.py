@@ -122,24 +122,24 @@ class BrokenProgramError(RuntimeError):
 
 
 def compile_step(made: Assembly):
-    """The compiled training step of the run. Raises: as `searched`."""
-    return searched(made.mesh, "the training step", made.program.compile())
+    """The compiled training step of the run. Raises: as `checked_program`."""
+    return checked_program(made.mesh, "the training step", made.program.compile())
 
 
 def compile_evaluation(made: Assembly) -> Assembly:
-    """The run with its `evaluate` compiled. Raises: as `searched`."""
+    """The run with its `evaluate` compiled. Raises: as `checked_program`."""
     program = made.program
     executable = program.compiled(program.evaluate, made.state_shapes.params, program.step.batch)
     return dataclasses.replace(made, program=dataclasses.replace(
-        program, evaluate=searched(made.mesh, "the evaluation", executable)))
+        program, evaluate=checked_program(made.mesh, "the evaluation", executable)))
 
 
 def initialize(made: Assembly) -> state.State:
-    """The state before the first step. Raises: as `searched`."""
-    return searched(made.mesh, "the initialization", made.program.compiled(made.program.initialize))()
+    """Compute the state before the first step. Raises: as `checked_program`."""
+    return checked_program(made.mesh, "the initialization", made.program.compiled(made.program.initialize))()
 
 
-def searched(mesh: jax.sharding.Mesh, name: str, executable):
+def checked_program(mesh: jax.sharding.Mesh, name: str, executable):
     """Returns the executable if nothing in it is known to give wrong numbers. name: for the message.
 
     Raises: BrokenProgramError where a collective-permute would leave devices with zeros: a fault of XLA on GPUs

@@ -137,8 +137,8 @@ class Waiting:
         self._since = self._told_at = -float("inf")
 
     def go_on(self, owner: str, sign: object = None) -> None:
-        """After each look that found the lock held. owner: in words, to follow `what`. sign: anything that changes
-        while its owner works. Raises: FileSystemError after LOCK_WAIT_S without a change."""
+        """Call it after each attempt that found the lock held: it reports a long wait. owner: in words, after `what`.
+        sign: anything that changes while its owner works. Raises: FileSystemError after LOCK_WAIT_S without change."""
         now = time.monotonic()
         if self._since < 0 or sign != self._sign:
             self._sign, self._since = sign, now

@@ -150,7 +150,7 @@ class LoadedModel:
 
     def compiled(self, name: str, jitted, *args):
         """The function compiled for these arguments, checked as the programs of a run are."""
-        return assembly.searched(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
+        return assembly.checked_program(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
 
 
 def within(made: assembly.Assembly, weights: dict) -> LoadedModel:

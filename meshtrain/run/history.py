@@ -38,8 +38,8 @@ class Try:
         self._lock = threading.Lock()
 
     def start(self, step: int, more: Mapping) -> None:
-        """Records the end of the attempt before, if it did not, and the start of this one, which resumes after `step`.
-        """
+        """Records the start of this attempt, which resumes after `step`, and the end of the one before, if that
+        recorded none."""
         directory, run_s = self.path.parent, time.perf_counter() - self.account.began
         lines, metrics = read(directory), _rows(directory)
         if lines and lines[-1]["event"] == "start":

@@ -67,8 +67,8 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Outcome:
 
 
 def _walk(schedule: Schedule, op_s, costs: Costs):
-    """One clock serves all stages, because they run the same program. y and then dx are sent at the end of a tick,
-    overlapped with the loss."""
+    """Time every op of the table. One clock serves all stages: they run the same program. y and then dx are sent
+    at the end of a tick, overlapped with the loss."""
     used = (schedule.ops[..., 0] >= 0).any(1)
     begin, end = np.zeros((2, schedule.num_ticks, schedule.num_stages, 3))
     sends = sum(schedule.columns[name].any(1) * costs.link_s for name in ("y_out", "dx_out"))
