@@ -278,8 +278,9 @@ def test_experts_beside_float8_compute_what_one_device_does(rule, mesh):
 @pytest.mark.grid
 def test_a_step_in_float8_is_some_percent_from_float32():
     """Else the comparison above could be of two steps that are not quantised."""
-    params, numbers, state = parity.one_device(run_of("ddp", ONE, FLOAT8).model_dump_json(), 0)
-    plain_numbers, plain_state = parity.trained(parity.compiled(run_of("ddp", ONE)), params, 1)
+    quantized, plain = parity.compiled(run_of("ddp", ONE, FLOAT8)), parity.compiled(run_of("ddp", ONE))
+    params = jax.device_get(quantized.made.program.initialize().params)     # as a run begins
+    (numbers, state), (plain_numbers, plain_state) = (parity.trained(case, params, 1) for case in (quantized, plain))
     assert 0 < abs(plain_numbers[0, 0] - numbers[0, 0]) < 1e-2 * numbers[0, 0]
     far = relative(*(parity.first_moment(of)["layers"] for of in (state, plain_state)))
     assert 2 * NEAR < min(far) and max(far) < 0.3
