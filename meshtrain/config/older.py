@@ -38,6 +38,9 @@ def _model(table: dict) -> None:
         if table["attention_bias"] or not out:
             table.pop("attention_out_bias", None)
             table["attention_bias"] = ("all" if out else "qkv") if table["attention_bias"] else "none"
+    if type(table.get("router_bias")) is bool:
+        table["router_bias"] = "choice" if table["router_bias"] else "none"
+    _layers(table)
     if type(table.get("router_groups")) is int:
         groups, limit = table["router_groups"], table.pop("router_group_limit", 0)
         table["router_groups"] = [groups, limit or groups] if groups else []
@@ -51,6 +54,33 @@ def _model(table: dict) -> None:
             given["original_max_position_embeddings"] = table.pop("rope_original_seq_len")
         scaling = {"rope_type": kind, "factor": factor} | (given if kind != "linear" else {})
         table["rope_scaling"] = dict(RopeScaling(**scaling if factor != 1.0 else {}))
+
+
+def _layers(table: dict) -> None:
+    """Keys for which `mixers`, `mlps`, `kinds` and `multipliers` stand now."""
+    every, dense = table.get("global_every"), table.get("first_dense_layers")
+    if type(every) is int and every >= 0:
+        del table["global_every"]
+        if every:
+            table["mixers"] = "W" * (every - 1) + "F"
+    if type(dense) is int and dense >= 0:
+        del table["first_dense_layers"]
+        if dense:
+            table["mlps"] = "d" * dense + "e*"
+    theta = table.get("local_rope_theta")
+    if type(theta) in (int, float) and theta >= 0:
+        del table["local_rope_theta"]
+        if theta and every:
+            table["kinds"] = {"W": {"rope_theta": theta, "rope_scaling": {"rope_type": "default"}}}
+    factors = {}
+    if type(table.get("scale_embedding")) is bool and (
+            not table["scale_embedding"] or type(table.get("embed_dim")) is int):
+        factors |= {"embedding": table["embed_dim"] ** 0.5} if table.pop("scale_embedding") else {}
+    if type(table.get("attention_scale_dim")) is int and table["attention_scale_dim"] >= 0:
+        dim = table.pop("attention_scale_dim")
+        factors |= {"score": dim ** -0.5} if dim else {}
+    if factors:
+        table["multipliers"] = factors
 
 
 def _training(table: dict) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer, model_validator
 
+from meshtrain.config.layers import MIXERS, MLPS
 from meshtrain.names import LORA_TARGETS, PIPELINE_SCHEDULES, PLACEMENT
 
 
@@ -111,6 +112,81 @@ class RopeScaling(Section):
         return dict(self)
 
 
+class Table(Section):
+    """A key that is a table. Written are the keys that differ from their defaults."""
+
+    def __iter__(self):
+        yield from ((name, value) for name, field in type(self).model_fields.items()
+                    if (value := getattr(self, name)) != field.default)
+
+    @model_serializer
+    def _written(self) -> dict:
+        return dict(self)
+
+
+class MixerKeys(Table):
+    """model.kinds.LETTER: the keys of [model] that layers of one mixer have for themselves; as [model] where left
+    out."""
+
+    num_heads: int | None = key(None, "query heads", ge=1)
+    num_kv_heads: int | None = key(None, "key and value heads", ge=1)
+    head_dim: int | None = key(None, "width of a head", ge=1)
+    window: int | None = key(None, "tokens that attention looks back on", ge=1)
+    rope_theta: float | None = key(None, "base of the rotation frequencies", gt=0)
+    rope_scaling: RopeScaling | None = key(None, "scaled frequencies")
+    qk_norm: Literal["off", "head", "all_heads", "head_and_values", None] = key(None, "norm of queries and keys")
+    norm_placement: Literal["before", "after", "both", None] = key(None, "norms before mixer and MLP, after, or both")
+    attention_sinks: bool | None = key(None, "a learned score a head")
+    tie_values: bool | None = key(None, "values are the projected keys")
+
+
+class Kinds(Table):
+    """model.kinds: keys of [model] by mixer, e.g. {W = {rope_theta = 10000.0}}."""
+
+    F: MixerKeys = key(MixerKeys(), "layers that see all tokens")
+    W: MixerKeys = key(MixerKeys(), "layers with a window")
+    N: MixerKeys = key(MixerKeys(), "layers without rope that see all tokens")
+    V: MixerKeys = key(MixerKeys(), "layers without rope with a window")
+    G: MixerKeys = key(MixerKeys(), "layers of the gated delta rule")
+    K: MixerKeys = key(MixerKeys(), "layers of Kimi delta attention")
+    M: MixerKeys = key(MixerKeys(), "layers of Mamba-2")
+
+
+class Linear(Table):
+    """model.linear: the recurrent mixers (G, K, M): a state of key_dim × value_dim a value head. In Mamba-2 key heads
+    are groups, key_dim is the width of the state and value_dim that of a head."""
+
+    key_heads: int = key(0, "heads of queries and keys; 0 = no such layers", ge=0)
+    value_heads: int = key(0, "heads of values, a multiple of key_heads", ge=0)
+    key_dim: int = key(128, "width of queries and keys", ge=1)
+    value_dim: int = key(128, "width of values", ge=1)
+    conv_width: int = key(4, "tokens that the short convolution sees", ge=1)
+    conv_bias: bool = key(False, "biases of the convolution")
+    beta_scale: float = key(1.0, "update rates are within this; at 2 eigenvalues may be negative", gt=0, le=2)
+    norm_eps: float = key(0.0, "of the norm of the output; 0 = model.norm_eps", ge=0)
+    step_min: float = key(0.0, "M: smallest time step", ge=0)
+    step_max: float = key(0.0, "M: largest time step; 0 = no bound", ge=0)
+
+
+class Latent(Table):
+    """model.latent: attention whose queries, and keys and values, come from narrow latents (MLA, arXiv:2405.04434).
+    head_dim is the width of queries and keys, the rotated part with them."""
+
+    kv_dim: int = key(0, "width of the latent of keys and values; 0 = plain attention", ge=0)
+    query_dim: int = key(0, "width of the latent of queries; 0 = none", ge=0)
+    rope_dim: int = key(0, "width of the rotated part, of which all heads share one key", ge=0)
+    value_dim: int = key(0, "width of a value; 0 = head_dim", ge=0)
+
+
+class Multipliers(Table):
+    """model.multipliers: constants that activations are multiplied by."""
+
+    embedding: float = key(1.0, "the embedding", gt=0)
+    residual: float = key(1.0, "what mixer and MLP add to the residual stream", gt=0)
+    score: float = key(0.0, "products of queries and keys; 0 = 1 / root of head_dim", ge=0)
+    logits: float = key(1.0, "the logits", gt=0)
+
+
 class Model(Section):
     """[model]: the shape of the transformer; Llama-like unless told otherwise."""
 
@@ -118,17 +194,26 @@ class Model(Section):
     vocab_size: int = key(512, "rows of the embedding (bytes and one separator need 257)", ge=2, le=2**30)
     embed_dim: int = key(256, "width of the residual stream", ge=1)
     num_layers: int = key(4, "transformer layers", ge=1)
+    mixers: str = key(
+        "", "mixer of each layer, repeated to num_layers, * the last one: " + ", ".join(
+            f"{letter} {what}" for letter, what in MIXERS.items()) + "; empty = W with a window, else F")
+    mlps: str = key(
+        "", "MLP of each layer, likewise: " + ", ".join(f"{letter} {what}" for letter, what in MLPS.items())
+        + "; empty = e with experts, else d")
+    kinds: Kinds = key(Kinds(), "keys that differ by mixer, e.g. {W = {rope_theta = 10000.0}}")
     num_heads: int = key(4, "query heads", ge=1)
     num_kv_heads: int = key(0, "key and value heads; 0 = num_heads", ge=0)
     head_dim: int = key(0, "width of a head; 0 = embed_dim / num_heads", ge=0)
     mlp_dim: int = key(768, "width of the MLP", ge=1)
-    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalization around attention and MLP and before the head")
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalization around mixer and MLP and before the head")
     norm_placement: Literal["before", "after", "both"] = key(
-        "before", "norms before attention and MLP, after them, or both")
+        "before", "norms before mixer and MLP, after them, or both")
     norm_eps: float = key(1e-5, "added to the variance in a norm", gt=0)
     norm_offset: float = key(0.0, "added to a norm's weights; with Gemma's 1 they are around 0", ge=0, le=1)
-    activation: Literal["swiglu", "geglu", "gelu"] = key("swiglu", "swiglu and geglu have three matrices, gelu two")
-    scale_embedding: bool = key(False, "the embedding times the root of embed_dim")
+    activation: Literal["swiglu", "geglu", "swiglu_clamped", "gelu", "relu2"] = key(
+        "swiglu", "swiglu, geglu and swiglu_clamped have three matrices, gelu and relu2 two")
+    multipliers: Multipliers = key(Multipliers(), "constant factors, e.g. {residual = 0.22, logits = 0.1}")
+    layer_scale: bool = key(False, "each layer's output times a number of its own, which is not trained")
     embedding_std: float = key(0.02,
                                "deviation of the embedding's initial weights; 1 with experts and untied: their routers "
                                "then see tokens", gt=0)
@@ -137,23 +222,24 @@ class Model(Section):
     rope_theta: float = key(10000.0, "base of the rotation frequencies", gt=0)
     rope_scaling: RopeScaling = key(
         RopeScaling(), 'scaled frequencies, as config.json has them, e.g. {rope_type = "yarn", factor = 4.0}')
-    qk_norm: Literal["off", "head", "all_heads"] = key(
-        "off", "norm of queries and keys, over each head or over all heads together")
+    qk_norm: Literal["off", "head", "all_heads", "head_and_values"] = key(
+        "off", "norm of queries and keys, over each head or over all heads together; or of values, too, without weight")
     window: int = key(0, "tokens that attention looks back on, the token itself among them; 0 = all", ge=0)
-    global_every: int = key(0, "every n-th layer sees all tokens, the others those of window; 0 = none does", ge=0)
-    local_rope_theta: float = key(
-        0.0, "rope_theta, never scaled, of the layers with a window beside global ones; 0 = as theirs", ge=0)
-    attention_scale_dim: int = key(0, "scores are divided by its root; 0 = head_dim", ge=0)
     score_softcap: float = key(0.0, "scores stay within this, by tanh; 0 = off", ge=0)
     logit_softcap: float = key(0.0, "logits of the head stay within this, by tanh; 0 = off", ge=0)
     attention_bias: Literal["none", "qkv", "all"] = key(
         "none", "biases of queries, keys and values, or of the output too")
-    mlp_bias: bool = key(False, "biases of the MLP")
+    attention_gate: bool = key(False, "attention's output times a sigmoid of a projection of the layer's input")
+    attention_sinks: bool = key(False, "a learned score a head that takes part in the softmax and adds nothing")
+    tie_values: bool = key(False, "values are the projected keys, before norm and rope")
+    latent: Latent = key(Latent(), "attention by latents (MLA), e.g. {kv_dim = 512, rope_dim = 64, value_dim = 128}")
+    linear: Linear = key(Linear(), "the recurrent mixers, e.g. {key_heads = 16, value_heads = 32}")
+    mlp_bias: bool = key(False, "biases of the MLP and of experts")
     num_experts: int = key(0, "experts of a layer, in place of its MLP; 0 = a dense model", ge=0)
     experts_per_token: int = key(0, "experts that a token goes to; 0 = 2 of them, where there are experts", ge=0)
     expert_mlp_dim: int = key(0, "width of an expert; 0 = mlp_dim", ge=0)
     shared_expert_dim: int = key(0, "width of an MLP beside the experts that all tokens go through; 0 = none", ge=0)
-    first_dense_layers: int = key(0, "leading layers that keep a dense MLP, of mlp_dim", ge=0)
+    shared_expert_gate: bool = key(False, "the shared MLP's output times a sigmoid of a projection of its input")
     router_score: Literal["softmax", "sigmoid"] = key(
         "softmax", "scores of the experts, over all of them or each by itself")
     router_normalize: bool = key(
@@ -162,8 +248,9 @@ class Model(Section):
     router_groups: tuple[int, ...] = key(
         (), "[groups of experts, groups that a token may use], groups ranked by their two best experts; empty = none",
         strict=False)
-    router_bias: bool = key(
-        False, "biases that take part in the choice alone; experts.bias_rate turns them on, and moves them")
+    router_bias: Literal["none", "choice", "logits"] = key(
+        "none", "biases that take part in the choice alone (experts.bias_rate turns them on, and moves them), or "
+                "trained ones of the logits")
     tie_embeddings: bool = key(False, "the head is the transposed embedding")
     embedding_dropout: float = key(0.0, "dropout after the embedding", ge=0, lt=1)
     residual_dropout: float = key(0.0, "dropout of what attention and MLP add to the residual stream", ge=0, lt=1)
@@ -180,6 +267,8 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _fill_in(self):
+        _filled(self, mixers=self.mixers or ("W" if self.window else "F"),
+                mlps=self.mlps or ("e" if self.num_experts else "d"))
         # A head_dim that cannot be derived stays 0, which `problems` reports.
         if self.num_experts:
             _filled(self, experts_per_token=self.experts_per_token or min(2, self.num_experts),
@@ -187,6 +276,11 @@ class Model(Section):
         derived_head_dim = 0 if self.embed_dim % self.num_heads else self.embed_dim // self.num_heads
         return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads,
                        head_dim=self.head_dim or derived_head_dim)
+
+    def of(self, mixer: str) -> Model:
+        """The section with the keys that layers of this mixer have for themselves."""
+        given = dict(getattr(self.kinds, mixer, ()))
+        return self.model_copy(update=given) if given else self
 
 
 class Component(Section):

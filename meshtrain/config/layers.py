@@ -1,0 +1,127 @@
+"""Which layers a model has, in order: what `model.mixers` and `model.mlps` say, and how equal ones are grouped.
+
+A layer is a mixer (attention, a recurrence) and an MLP. Layers that repeat with a period are one scan over it, so a
+model compiles as many layers as its periods have, not as many as it has.
+"""
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+MIXERS = {"F": "attention to all tokens", "W": "attention within model.window", "N": "as F, without rope",
+          "V": "as W, without rope", "G": "gated delta rule", "K": "Kimi delta attention", "M": "Mamba-2", ".": "none"}
+MLPS = {"d": "dense", "e": "experts", ".": "none"}
+ATTENTION, WINDOWED, ROTATED, RECURRENT = "FWNV", "WV", "FW", "GKM"
+LONGEST_PERIOD = 12
+
+
+class Kind(NamedTuple):
+    """The letters of one layer, of MIXERS and MLPS."""
+    mixer: str
+    mlp: str
+
+
+class Stretch(NamedTuple):
+    """Consecutive layers: those of `period` in turn, `repeats` times. leading: before the stages of a pipeline."""
+    name: str
+    period: tuple[Kind, ...]
+    repeats: int
+    leading: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.period) * self.repeats
+
+
+def repeated(pattern: str, length: int) -> str:
+    """The pattern in turn up to this length; of one that ends in *, the letter before it to the end."""
+    if pattern.endswith("*"):
+        return (pattern[:-1] + pattern[-2] * length)[:length]
+    return (pattern * length)[:length]
+
+
+def kinds(cfg) -> tuple[Kind, ...]:
+    """The kind of each layer of a [model] section."""
+    return _kinds(cfg.mixers, cfg.mlps, cfg.num_layers)
+
+
+@functools.lru_cache(256)
+def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
+    return tuple(map(Kind, repeated(mixers, num_layers), repeated(mlps, num_layers)))
+
+
+def share(cfg, mixers: str = "", mlps: str = "") -> float:
+    """The share of the layers whose mixer, or whose MLP, is one of these letters."""
+    return sum(kind.mixer in mixers or kind.mlp in mlps for kind in kinds(cfg)) / cfg.num_layers
+
+
+def stretches(cfg) -> tuple[Stretch, ...]:
+    """The layers as leading ones, a repeating period and what is left of it; irregular ones as several periods.
+
+    Leading dense layers before experts, and whatever else comes before the period, lie in no stage of a pipeline.
+    """
+    return _stretches(kinds(cfg))
+
+
+@functools.lru_cache(256)
+def _stretches(layers: tuple[Kind, ...]) -> tuple[Stretch, ...]:
+    length, mlps = len(layers), "".join(kind.mlp for kind in layers)
+    dense = length - len(mlps.lstrip("d")) if mlps.lstrip("d").strip("e") == "" else length
+    dense = dense if dense < length else 0
+    found = [(lead + period, lead) for lead in range(dense, length) for period in _periods(layers[lead:])[:1]]
+    if not found:
+        return tuple(Stretch(f"part{i}", *part) for i, part in enumerate(_parts(layers)))
+    cost, lead = min(found)
+    period, rest = layers[lead:][:cost - lead], length - lead
+    whole, left = divmod(rest, len(period))
+    made = []
+    if lead:
+        tiled = _tile(layers[:lead])
+        made.append(Stretch("dense_layers" if len(tiled) == 1 else "dense_periods", tiled, lead // len(tiled), True))
+    made.append(Stretch("layers" if len(period) == 1 else "periods", period, whole))
+    if left:
+        tiled = _tile(period[:left])
+        made.append(Stretch("left", tiled, left // len(tiled)))
+    return tuple(made)
+
+
+def _periods(layers: tuple[Kind, ...]) -> list[int]:
+    """The lengths, the shortest first, of periods of these layers; the last repeat may be incomplete."""
+    return [p for p in range(1, min(len(layers), LONGEST_PERIOD) + 1) if layers[p:] == layers[:-p]]
+
+
+def _tile(layers: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    """The shortest period of which these layers are whole repeats."""
+    return next(layers[:p] for p in range(1, len(layers) + 1)
+                if len(layers) % p == 0 and layers[:p] * (len(layers) // p) == layers)
+
+
+def _parts(layers: tuple[Kind, ...]) -> list[tuple[tuple[Kind, ...], int]]:
+    """[(period, repeats)], the fewest different layers to compile."""
+    best: list = [(0, [])]
+    for end in range(1, len(layers) + 1):
+        options = []
+        for start in range(end):
+            tiled = _tile(layers[start:end])
+            if len(tiled) <= LONGEST_PERIOD:
+                cost, parts = best[start]
+                options.append((cost + len(tiled), len(parts) + 1, [*parts, (tiled, (end - start) // len(tiled))]))
+        cost, _, parts = min(options, key=lambda option: option[:2])
+        best.append((cost, parts))
+    return best[-1][1]
+
+
+def leading(cfg) -> int:
+    """The number of layers before the stages of a pipeline."""
+    return sum(stretch.num_layers for stretch in stretches(cfg) if stretch.leading)
+
+
+def staged(cfg) -> int:
+    """The number of layers in stages of a pipeline."""
+    return cfg.num_layers - leading(cfg)
+
+
+def period(cfg) -> int:
+    """The length of the period that stages of a pipeline hold whole; 0: the layers have none."""
+    first, *rest = (stretch for stretch in stretches(cfg) if not stretch.leading)
+    return 0 if first.name.startswith("part") else len(first.period)
