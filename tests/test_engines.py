@@ -76,7 +76,7 @@ def with_cudnn(monkeypatch):
     ("cudnn", dict(data=WHOLE, sizes=dict(context=2))),
     ("blockwise", dict(data=WHOLE, gpu="mi300x")),
     ("pallas", dict(data=WHOLE, model=dict(score_softcap=50.0))),
-    ("pallas", dict(model=dict(window=64, score_softcap=50.0, global_every=2))),
+    ("pallas", dict(model=dict(window=64, score_softcap=50.0, mixers="WF"))),
 ])
 def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, asked, with_cudnn):
     """And the price is that engine's, whatever is installed where a plan is made."""
@@ -95,7 +95,7 @@ def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch)
     assert "training.deterministic=true" in chosen(data=WHOLE, training=dict(deterministic=True))[1]
     assert chosen(platform="cpu")[1] == ""
     assert chosen(platform="cpu", model=dict(attention="blockwise"))[1].endswith("because model.attention=blockwise")
-    windowed = chosen(data=WHOLE, model=dict(window=64, global_every=6, num_layers=6), sizes=dict(context=2))[1]
+    windowed = chosen(data=WHOLE, model=dict(window=64, mixers="WWWWWF", num_layers=6), sizes=dict(context=2))[1]
     assert windowed.startswith("attention: Pallas kernels that visit only what documents reach, window 64 in 5 layers "
                                "of 6, because")
     assert 'no window over the chunks of context.method="ring" (model.window=64)' in windowed
@@ -219,7 +219,7 @@ def test_under_selective_remat_each_layer_runs_its_forward_once_on_a_devices_own
 def test_a_window_over_chunks_runs_its_kernels_where_it_reaches_and_no_further(method):
     """Of two layers one has a window of 100 tokens over chunks of 64: itself and the two before it, for both chunks of
     a device."""
-    made = gpu_step("zero3", dict(context=4, fsdp=2), dict(window=100, global_every=2), context=dict(method=method))
+    made = gpu_step("zero3", dict(context=4, fsdp=2), dict(window=100, mixers="WF"), context=dict(method=method))
     found = Counter()
     for (name, _), calls in kernels(made.program.compile().as_text()).items():
         found[name] += calls

@@ -5,16 +5,26 @@ Sources: arXiv:2104.09864 (rope); 2306.15595 (linear); 2309.00071 (YaRN); 2407.2
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 
-def local_angles(cfg, positions_BT):
-    """`angles` of sliding-window layers; None if they are those of the global layers."""
-    if not cfg.local_rope_theta:
-        return None
-    return angles(cfg.model_copy(update={"rope_theta": cfg.local_rope_theta, "rope_scaling": type(cfg.rope_scaling)()}),
-                  positions_BT)
+class Rope(NamedTuple):
+    cos: jax.Array
+    sin: jax.Array
+    query_scale: jax.Array | None = None
+
+
+def of(cfg, positions_BT):
+    if cfg.position != "rope":
+        return {}
+    return {m: Rope(*angles(cfg.of(m), positions_BT)) for m in "FW" if m in cfg.mixers}
+
+
+def scaled(q, rope):
+    return q
 
 
 def angles(cfg, positions_BT):
@@ -54,6 +64,6 @@ _FAST = {"llama3": _by_turns, "yarn": _by_dims, "linear": lambda cfg, freq: jnp.
 
 def rotate(x_BTNH, rope):
     """Rotary embedding on the two halves of H (Hugging Face's convention)."""
-    cos, sin = (a[:, :, None].astype(jnp.float32) for a in rope)
+    cos, sin = (a[:, :, None].astype(jnp.float32) for a in rope[:2])
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, -1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTNH.dtype)

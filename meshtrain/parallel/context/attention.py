@@ -28,7 +28,7 @@ LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only w
           "blockwise": "blockwise XLA engine"}
 
 
-def attend(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL):
+def attend(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL, scores=None, sinks_N=None):
     """Attention [B, T, N, H] within segments and the mask; N query heads are a multiple of the K key/value heads.
 
     method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do)
@@ -196,21 +196,19 @@ def _chosen(asked: str, against: Mapping[str, list[str]]) -> str:
     return name
 
 
-def _attend_whole_rows(method, layout, *args, mask: Mask = CAUSAL):
+def _attend_whole_rows(method, layout, *args, mask: Mask = CAUSAL, scores=None, sinks_N=None):
     """`attend` for rows of one document."""
     return attend(method, layout, *args, mask=mask._replace(documents=False))
 
 
 def _of(run) -> str:
     """The window, for the note; "" if all layers see all earlier tokens."""
-    within, every = window(run), run.model.global_every
-    if not within or every == 1:
-        return ""
-    return f", window {within:,}" + (f" in {every - 1} layers of {every}" if every else "")
+    within = window(run)
+    return f", window {within:,}" if within else ""
 
 
 def _engine(name: str, run, cp: int, gpu: str) -> Engine:
-    scores = Scores(run.model.attention_scale_dim, run.model.score_softcap)
+    scores = Scores(0, run.model.score_softcap)
     if name == "cudnn":
         return cudnn.engine(scores)
     if name == "pallas":
