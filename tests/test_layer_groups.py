@@ -29,7 +29,7 @@ from test_layouts import MODEL, run_of
 def execution(remat: str = "none") -> Execution:
     one = Layout(rules.parse(""), dict.fromkeys(AXES, 1))
     return Execution(one, jnp.dtype("float32"),
-                     functools.partial(attention.attend, attention.Local(blockwise.engine())), remat)
+                     attention.RunAttention(lambda H, V, scores: blockwise.engine(scores=scores)), remat)
 
 
 def batch_of(sequences: int = 4) -> dict:

@@ -76,7 +76,7 @@ def test_blocks_with_a_window_equal_plain_attention(T, block, window):
 
 
 def test_scores_of_another_scale_within_a_softcap_equal_plain_attention():
-    check("", 1, 40, 12, scores=Scores(3, 0.7))
+    check("", 1, 40, 12, scores=Scores(0.6, 0.7))
 
 
 # A window of one token, within a chunk, of a chunk and one more, odd ones over several chunks, and nearly the whole
