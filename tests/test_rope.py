@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from meshtrain import config
+from meshtrain import pattern
 from meshtrain.config import rope_scaling
 from meshtrain.model import rope
 

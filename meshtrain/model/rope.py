@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshtrain.config import rope_scaling
+from meshtrain import pattern
 
 
 class Rope(NamedTuple):
@@ -25,8 +25,8 @@ def of(cfg, positions_BT) -> dict[str, Rope]:
     """The rope of each mixer that rotates, by its letter; equal ones share their arrays. cfg: the [model] section."""
     made: dict = {}
     ropes = {}
-    for mixer, section in rope_scaling.rotated(cfg).items():
-        key = section.rope_theta, section.rope_scaling, rope_scaling.width(section)
+    for mixer, section in pattern.rotated(cfg).items():
+        key = section.rope_theta, section.rope_scaling, pattern.rotated_width(section)
         ropes[mixer] = made[key] = made.get(key) or _made(section, positions_BT)
     return ropes
 
@@ -42,7 +42,7 @@ def _made(cfg, positions_BT) -> Rope:
 
 def _frequencies(cfg):
     """(the angle per position of each pair of dims, the factor on cos and sin). A factor sharpens the softmax."""
-    scaling, width = cfg.rope_scaling, rope_scaling.width(cfg)
+    scaling, width = cfg.rope_scaling, pattern.rotated_width(cfg)
     pairs, original = width // 2, scaling.original_max_position_embeddings
     freq = cfg.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
     match scaling.rope_type:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.config import layers
+from meshtrain import pattern
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
 from meshtrain.kernels.engine import CAUSAL, Engine, Mask, Output, Scores
 from meshtrain.parallel.context import gather, ring, ulysses
@@ -230,7 +230,7 @@ def _chosen(asked: str, against: Mapping[str, list[str]]) -> str:
 
 def _of(run) -> str:
     """The window, for the note; "" if all layers see all earlier tokens."""
-    within, count = window(run), sum(kind.mixer in layers.WINDOWED for kind in layers.kinds(run.model))
+    within, count = window(run), sum(kind.mixer in pattern.WINDOWED for kind in pattern.kinds(run.model))
     if not within:
         return ""
     return f", window {within:,}" + (f" in {count} layers of {run.model.num_layers}" * (count < run.model.num_layers))
@@ -250,14 +250,14 @@ def _engine(name: str, run, cp: int, gpu: str, head_dim: int, value_dim: int, sc
 
 def attending(run) -> list:
     """The [model] sections of the run's kinds of attention, of each mixer once."""
-    present = {kind.mixer for kind in layers.kinds(run.model)}
-    return [run.model.of(mixer) for mixer in layers.ATTENTION if mixer in present]
+    present = {kind.mixer for kind in pattern.kinds(run.model)}
+    return [run.model.of(mixer) for mixer in pattern.ATTENTION if mixer in present]
 
 
 def window(run) -> int:
     """Tokens that a token sees in layers with a window, the most of any layer; 0: the whole sequence."""
-    present = {kind.mixer for kind in layers.kinds(run.model)}
-    found = [run.model.of(mixer).window for mixer in layers.WINDOWED if mixer in present]
+    present = {kind.mixer for kind in pattern.kinds(run.model)}
+    found = [run.model.of(mixer).window for mixer in pattern.WINDOWED if mixer in present]
     return max((within for within in found if within < run.data.seq_len), default=0)
 
 
