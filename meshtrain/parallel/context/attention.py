@@ -22,6 +22,7 @@ from meshtrain.config import layers
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
 from meshtrain.kernels.engine import CAUSAL, Engine, Mask, Output, Scores
 from meshtrain.parallel.context import gather, ring, ulysses
+from meshtrain.parallel.context.latents import Expansion, LatentMethod
 from meshtrain.parallel.context.zigzag import AXIS
 from meshtrain.sharding.mesh import automatic_axes
 from meshtrain.sharding.rules import Layout
@@ -85,11 +86,18 @@ class RunAttention:
     documents: bool = True
 
     def __call__(self, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, scores: Scores = Scores(),
-                 sinks_N=None):
-        engine = self.engine_of(q_BTNH.shape[-1], v_BSKV.shape[-1], scores)
+                 sinks_N=None, expansion: Expansion | None = None):
+        """As `attend`. With an expansion the second and third operand are latents [B, T, C] and rotated keys
+        [B, T, R]."""
+        mask = mask if self.documents else mask._replace(documents=False)
+        values = v_BSKV if expansion is None else expansion.value_CNV
+        engine = self.engine_of(q_BTNH.shape[-1], values.shape[-1], scores)
+        if expansion is not None:
+            key, value, *how = expansion
+            operands = q_BTNH, k_BSKH, v_BSKV, key, value, segments_BT
+            return _attend(LatentMethod(engine, self.method, *how), layout, mask, operands, sinks_N)
         method = Local(engine) if self.method is None else ContextParallel(self.method, engine)
-        return attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT,
-                      mask if self.documents else mask._replace(documents=False), sinks_N)
+        return attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask, sinks_N)
 
 
 class Local(NamedTuple):
@@ -174,6 +182,9 @@ def problems(run, layout: Layout) -> list[str]:
         faults.append(f"data.seq_len={T} cannot be split into {what} = {chunks} chunks of equal length{also}; use "
                       f"{near}")
     num_shards = layout.num_shards(layout.mesh_axes("activations", "heads"))
+    if window(run) and run.model.latent.kv_dim and method != "ulysses":
+        faults.append(f'model.window={window(run)} of attention by latents (model.latent) is not computed with '
+                      f'context.method="{method}"; use "ulysses", or mesh.context=1')
     for num_heads in sorted({cfg.num_heads for cfg in attending(run)}):
         if method == "ulysses" and (each := num_heads // num_shards) % cp:
             faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={num_heads} over tensor "

@@ -19,12 +19,16 @@ __all__ = ["backward", "forward", "order"]
 
 def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
-    cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
-    if (mask := mask.within(cp * q_BTNH.shape[1])).window:
+    if (mask := mask.within(lax.axis_size(AXIS) * q_BTNH.shape[1])).window:
         return band.forward(engine, mask, band.GATHERED, q_BTNH, k_BTKH, v_BTKH, segments_BT)
-    whole = mask._replace(causal=False)
+    whole = map(gather, (k_BTKH, v_BTKH, segments_BT))
+    return attend_gathered(engine, mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, *whole)
+
+
+def attend_gathered(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, K, V, Z):
+    """`forward` without a window, given keys, values and segments of the whole sequence in zigzag order."""
+    i, cp, whole = lax.axis_index(AXIS), lax.axis_size(AXIS), mask._replace(causal=False)
     (q0, q1), (s0, s1) = halves(q_BTNH), halves(segments_BT)
-    K, V, Z = map(gather, (k_BTKH, v_BTKH, segments_BT))
     (k0, k1), (v0, v1) = halves(k_BTKH), halves(v_BTKH)
     early = engine.forward(q0, k0, v0, s0, s0, mask)
     late = engine.forward(q1, k1, v1, s1, s1, mask)
@@ -43,11 +47,16 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
 
 def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
     """dq, dk, dv of this device's tokens, float32."""
-    cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
-    if (mask := mask.within(cp * q_BTNH.shape[1])).window:
+    if (mask := mask.within(lax.axis_size(AXIS) * q_BTNH.shape[1])).window:
         return band.backward(engine, mask, band.GATHERED, q_BTNH, k_BTKH, v_BTKH, segments_BT, out)
-    whole = mask._replace(causal=False)
-    K, V, Z = map(gather, (k_BTKH, v_BTKH, segments_BT))
+    whole = map(gather, (k_BTKH, v_BTKH, segments_BT))
+    dq, dK, dV = gradients_gathered(engine, mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out, *whole)
+    return dq, scatter(dK), scatter(dV)
+
+
+def gradients_gathered(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output, K, V, Z):
+    """The backward of `attend_gathered`: dq, and dK and dV of the whole sequence from these queries, float32."""
+    i, cp, whole = lax.axis_index(AXIS), lax.axis_size(AXIS), mask._replace(causal=False)
     early, late = zip(*map(halves, (q_BTNH, segments_BT, *out)))
     (k0, k1), (v0, v1) = halves(k_BTKH), halves(v_BTKH)
 
@@ -70,7 +79,7 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
                 add(dK, dk, at), add(dV, dv, at)), None
 
     (dq0, dq1, dK, dV), _ = lax.scan(step, (dq0, dq1, dK, dV), jnp.arange(2 * cp - 1))
-    return join(dq0, dq1), scatter(dK), scatter(dV)
+    return join(dq0, dq1), dK, dV
 
 
 def _nth(n, i):
