@@ -13,7 +13,6 @@ from meshtrain.cost.formulas import assumptions, footprint, price, rates, simula
 from meshtrain.cost.formulas.placed import Options, Placed, place
 from meshtrain.cost.program import audit
 from meshtrain.model import transformer
-from meshtrain.model.layers import kv_heads
 from meshtrain.parallel.context import attention
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import stages
@@ -158,8 +157,7 @@ def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Te
     """Every tensor that the rules shard, with full shapes: parameters in three rule tables, and the activations."""
     placed = [Tensor(table, info.name, info.shape, info.axes) for table in ("params", "grads", "optimizer")
               for info in model.parameters()]
-    return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len,
-                                      kv_heads(layout, run.model.num_kv_heads))
+    return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len, layout)
 
 
 def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) -> simulate.Choice:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer, model_validator
 
-from meshtrain.config.layers import MIXERS, MLPS
+from meshtrain.pattern import MIXERS, MLPS
 from meshtrain.names import LORA_TARGETS, PIPELINE_SCHEDULES, PLACEMENT
 
 
@@ -176,7 +176,7 @@ class Kinds(Table):
     M: MixerKeys = key(MixerKeys(), "layers of Mamba-2")
 
 
-class Linear(Table):
+class LinearKeys(Table):
     """model.linear: the recurrent mixers (G, K, M): a state of key_dim × value_dim a value head. In Mamba-2 key heads
     are groups, key_dim is the width of the state and value_dim that of a head."""
 
@@ -192,7 +192,7 @@ class Linear(Table):
     step_max: float = key(0.0, "M: largest time step; 0 = no bound", ge=0)
 
 
-class Latent(Table):
+class LatentKeys(Table):
     """model.latent: attention whose queries, and keys and values, come from narrow latents (MLA, arXiv:2405.04434).
     head_dim is the width of queries and keys, the rotated part with them."""
 
@@ -257,8 +257,9 @@ class Model(Section):
     attention_gate: bool = key(False, "attention's output times a sigmoid of a projection of the layer's input")
     attention_sinks: bool = key(False, "a learned score a head that takes part in the softmax and adds nothing")
     tie_values: bool = key(False, "values are the projected keys, before norm and rope")
-    latent: Latent = key(Latent(), "attention by latents (MLA), e.g. {kv_dim = 512, rope_dim = 64, value_dim = 128}")
-    linear: Linear = key(Linear(), "the recurrent mixers, e.g. {key_heads = 16, value_heads = 32}")
+    latent: LatentKeys = key(
+        LatentKeys(), "attention by latents (MLA), e.g. {kv_dim = 512, rope_dim = 64, value_dim = 128}")
+    linear: LinearKeys = key(LinearKeys(), "the recurrent mixers, e.g. {key_heads = 16, value_heads = 32}")
     mlp_bias: bool = key(False, "biases of the MLP and of experts")
     num_experts: int = key(0, "experts of a layer, in place of its MLP; 0 = a dense model", ge=0)
     experts_per_token: int = key(0, "experts that a token goes to; 0 = 2 of them, where there are experts", ge=0)
@@ -301,6 +302,11 @@ class Model(Section):
         derived_head_dim = 0 if self.embed_dim % self.num_heads else self.embed_dim // self.num_heads
         return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads,
                        head_dim=self.head_dim or derived_head_dim)
+
+    @property
+    def gated(self) -> bool:
+        """Whether MLPs and experts have two inward projections."""
+        return self.activation not in ("gelu", "relu2")
 
     def of(self, mixer: str) -> Model:
         """The section with the keys that layers of this mixer have for themselves."""
@@ -548,5 +554,5 @@ class Run(Section):
                 self.model.of(mixer).rope_scaling.rope_type == "longrope" for mixer in MIXERS)):
             _filled(self, model=self.model.model_copy(update={"max_seq_len": self.data.seq_len}))
         if self.model.num_experts and self.experts.bias_rate:
-            _filled(self, model=self.model.model_copy(update={"router_bias": True}))
+            _filled(self, model=self.model.model_copy(update={"router_bias": "choice"}))
         return self

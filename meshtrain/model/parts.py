@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from meshtrain.model import rope
 from meshtrain.model.layers import Execution, gathered
 from meshtrain.model.params import ParamInfo
 from meshtrain.sharding.rules import Layout
@@ -66,13 +67,12 @@ class Inputs(NamedTuple):
     segments_BT: jax.Array
     index_BT: jax.Array                          # index in the sequence, for dropout
     sequence_B: jax.Array                        # global sequence number, for dropout
-    rope: tuple[jax.Array, jax.Array] | None     # cos, sin [B, T, H/2]
+    rope: dict[str, rope.Rope]                   # of each mixer that rotates
     dropout_key: jax.Array | None
-    local_rope: tuple[jax.Array, jax.Array] | None = None    # of sliding-window layers, if they differ
 
     def turned(self) -> Inputs:
         """For activations [T, B, D]: segments stay [B, T], for attention, which takes rows; without dropout."""
-        return self._replace(rope=turned(self.rope), local_rope=turned(self.local_rope))
+        return self._replace(rope=turned(self.rope))
 
     def cut(self, shards: int, count: int) -> list[Inputs]:
         """Split the rows as `cut` does."""
@@ -90,7 +90,9 @@ def tokens_first(ex: Execution) -> Execution:
     """
     def attend(layout, q, k, v, segments_BT, **kind):
         return turned(ex.attend(ex.layout, *turned((q, k, v)), segments_BT, **kind))
-    return dataclasses.replace(ex, layout=dataclasses.replace(ex.layout, tokens_first=True), attend=attend)
+    recurrence = ex.recurrence and ex.recurrence.turned(ex.layout, turned)
+    return dataclasses.replace(ex, layout=dataclasses.replace(ex.layout, tokens_first=True), attend=attend,
+                               recurrence=recurrence)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

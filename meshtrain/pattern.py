@@ -1,4 +1,4 @@
-"""Which layers a model has, in order: what `model.mixers` and `model.mlps` say, and how equal ones are grouped.
+"""The kinds of a model's layers, in order: what `model.mixers` and `model.mlps` say, and how equal ones are grouped.
 
 A layer is a mixer (attention, a recurrence) and an MLP. Layers that repeat with a period are one scan over it, so a
 model compiles as many layers as its periods have, not as many as it has.
@@ -68,7 +68,9 @@ def _stretches(layers: tuple[Kind, ...]) -> tuple[Stretch, ...]:
     length, mlps = len(layers), "".join(kind.mlp for kind in layers)
     dense = length - len(mlps.lstrip("d")) if mlps.lstrip("d").strip("e") == "" else length
     dense = dense if dense < length else 0
-    found = [(lead + period, lead) for lead in range(dense, length) for period in _periods(layers[lead:])[:1]]
+    # More layers lie before the stages only where a period then repeats.
+    found = [(lead + period, lead) for lead in range(dense, min(length, dense + LONGEST_PERIOD + 1))
+             for period in _periods(layers[lead:])[:1] if lead == dense or 2 * period <= length - lead]
     if not found:
         return tuple(Stretch(f"part{i}", *part) for i, part in enumerate(_parts(layers)))
     cost, lead = min(found)
