@@ -50,6 +50,20 @@ def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
     return tuple(map(Kind, repeated(mixers, num_layers), repeated(mlps, num_layers)))
 
 
+def rotated(cfg) -> dict:
+    """The [model] sections of the mixers with rope that the model has, by letter."""
+    present = {kind.mixer for kind in kinds(cfg)} if cfg.position == "rope" else ()
+    return {mixer: cfg.of(mixer) for mixer in ROTATED if mixer in present}
+
+
+def rotary_dim(cfg) -> int:
+    """The dims of a head that have a rope frequency: the first ones, with latents the last. cfg: of one mixer."""
+    if cfg.latent.kv_dim:
+        return cfg.latent.rope_dim
+    whole = cfg.rope_scaling.rope_type == "proportional"        # the other pairs have frequency 0
+    return cfg.head_dim if whole else int(cfg.head_dim * cfg.rope_scaling.partial_rotary_factor)
+
+
 def share(cfg, mixers: str = "", mlps: str = "") -> float:
     """The share of the layers whose mixer, or whose MLP, is one of these letters."""
     return sum(kind.mixer in mixers or kind.mlp in mlps for kind in kinds(cfg)) / cfg.num_layers

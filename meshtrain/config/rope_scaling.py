@@ -1,32 +1,18 @@
-"""What model.rope_scaling means for a head, and its rules."""
+"""The rules of model.rope_scaling."""
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshtrain.config.layers import ROTATED, kinds
+from meshtrain import pattern
 from meshtrain.config.messages import join, toml
 from meshtrain.config.sections import ROPE_OPTIONS, ROPE_TYPES, Model, RopeScaling
 
 KEYS = tuple(RopeScaling.model_fields)[1:]
 
 
-def rotated(cfg: Model) -> dict[str, Model]:
-    """The sections of the mixers with rope that the model has."""
-    present = {kind.mixer for kind in kinds(cfg)} if cfg.position == "rope" else ()
-    return {mixer: cfg.of(mixer) for mixer in ROTATED if mixer in present}
-
-
-def width(cfg: Model) -> int:
-    """The dims of a head that have a frequency: the first, or the last with latents. cfg: of one mixer."""
-    if cfg.latent.kv_dim:
-        return cfg.latent.rope_dim
-    whole = cfg.rope_scaling.rope_type == "proportional"        # the other pairs have frequency 0
-    return cfg.head_dim if whole else int(cfg.head_dim * cfg.rope_scaling.partial_rotary_factor)
-
-
 def problems(cfg: Model) -> Iterator[str]:
     """What is wrong with the [model] section's ropes, those of its kinds included."""
-    sections = rotated(cfg)
+    sections = pattern.rotated(cfg)
     faults = [fault for section in (sections or {"": cfg}).values() for fault in _of_scaling(section.rope_scaling)]
     for mixer, section in sections.items():
         key = f"model.kinds.{mixer}.head_dim" if section.head_dim != cfg.head_dim else "model.head_dim"
@@ -49,7 +35,7 @@ def _of_scaling(rope: RopeScaling) -> Iterator[str]:
 
 
 def _of_width(cfg: Model, key: str) -> Iterator[str]:
-    rope, dims = cfg.rope_scaling, width(cfg)
+    rope, dims = cfg.rope_scaling, pattern.rotary_dim(cfg)
     if cfg.latent.kv_dim and rope.partial_rotary_factor != 1:
         yield (f"model.rope_scaling.partial_rotary_factor={rope.partial_rotary_factor} is of whole heads, and with "
                f"latents model.latent.rope_dim={dims} is rotated; leave it out")

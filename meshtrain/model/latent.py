@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshtrain.config import layers as patterns
-from meshtrain.kernels.engine import Mask, Scores
+from meshtrain import pattern
+from meshtrain.kernels.engine import Expansion, Mask, Scores
 from meshtrain.model import lora, rope
 from meshtrain.model.layers import Execution, Linear, Norm, gathered, together
-from meshtrain.parallel.context.latents import Expansion
 
 NORM_EPS = 1e-6         # of the latents' norms in all published models, whatever that of the others
 
@@ -31,7 +30,7 @@ class LatentAttention(nnx.Module):
         norm_cfg = cfg.model_copy(update={"norm": "rmsnorm", "norm_eps": NORM_EPS, "norm_offset": 0.0})
         norm, by_head = partial(Norm, norm_cfg, rngs), ("embed", "heads", "head_dim")
         self.mixer, self.rope_dim = mixer, R
-        self.mask = Mask(window=cfg.window if mixer in patterns.WINDOWED else 0)
+        self.mask = Mask(window=cfg.window if mixer in pattern.WINDOWED else 0)
         self.scores = Scores(cfg.multipliers.score, cfg.score_softcap)
         self.query_down = linear("BTD,DQ->BTQ", (D, Q), ("embed", None), bias=biased) if Q else None
         self.query_latent_norm = norm((Q,), (None,)) if Q else None
@@ -52,10 +51,9 @@ class LatentAttention(nnx.Module):
             q = self.query(ex, self.query_latent_norm(ex, act(q, "batch", "seq", None)))
         q_BTNH = act(q, "batch", "seq", "heads", "head_dim")
         c_BTC = act(self.latent_norm(ex, act(c_BTC, "batch", "seq", None)), "batch", "seq", None)
-        turning = inputs.rope.get(self.mixer) if inputs.rope else None
-        if turning is not None:
+        if turning := inputs.rope.get(self.mixer):
             plain_BTNH, turned_BTNR = jnp.split(q_BTNH, [q_BTNH.shape[-1] - self.rope_dim], -1)
-            q_BTNH = rope.grown(jnp.concatenate([plain_BTNH, rope.rotate(turned_BTNR, turning)], -1), turning)
+            q_BTNH = rope.scaled(jnp.concatenate([plain_BTNH, rope.rotate(turned_BTNR, turning)], -1), turning)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             r_BTR = rope.rotate(r_BTR[:, :, None], turning)[:, :, 0]
         r_BTR = act(r_BTR, "batch", "seq", None)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshtrain.config import rope_scaling
+from meshtrain import pattern
 
 
 class Rope(NamedTuple):
@@ -25,8 +25,8 @@ def of(cfg, positions_BT) -> dict[str, Rope]:
     """The rope of each mixer that rotates, by its letter; equal ones share their arrays. cfg: the [model] section."""
     made: dict = {}
     ropes = {}
-    for mixer, section in rope_scaling.rotated(cfg).items():
-        key = section.rope_theta, section.rope_scaling, rope_scaling.width(section)
+    for mixer, section in pattern.rotated(cfg).items():
+        key = section.rope_theta, section.rope_scaling, pattern.rotary_dim(section)
         ropes[mixer] = made[key] = made.get(key) or _made(section, positions_BT)
     return ropes
 
@@ -42,7 +42,7 @@ def _made(cfg, positions_BT) -> Rope:
 
 def _frequencies(cfg):
     """(the angle per position of each pair of dims, the factor on cos and sin). A factor sharpens the softmax."""
-    scaling, width = cfg.rope_scaling, rope_scaling.width(cfg)
+    scaling, width = cfg.rope_scaling, pattern.rotary_dim(cfg)
     pairs, original = width // 2, scaling.original_max_position_embeddings
     freq = cfg.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
     match scaling.rope_type:
@@ -102,7 +102,7 @@ def rotate(x_BTNH, rope: Rope):
     return turned if width == x_BTNH.shape[-1] else jnp.concatenate([turned, x_BTNH[..., width:]], -1)
 
 
-def grown(q_BTNH, rope: Rope):
+def scaled(q_BTNH, rope: Rope):
     """Queries times the scale of their position (Llama 4); the whole head, rotated or not."""
     if rope.query_scale_BT is None:
         return q_BTNH

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.config import layers
+from meshtrain import pattern
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
-from meshtrain.kernels.engine import CAUSAL, Engine, Mask, Output, Scores
+from meshtrain.kernels.engine import CAUSAL, Engine, Expansion, Mask, Output, Scores
 from meshtrain.parallel.context import gather, ring, ulysses
-from meshtrain.parallel.context.latents import Expansion, LatentMethod
+from meshtrain.parallel.context.latents import LatentMethod
 from meshtrain.parallel.context.zigzag import AXIS
 from meshtrain.sharding.mesh import automatic_axes
 from meshtrain.sharding.rules import Layout
@@ -68,7 +68,9 @@ def _attend_backward(method, layout, mask, saved, do_BTNV):
     if sinks_N is not None:
         along_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
         dsinks_N = -jnp.sum(jnp.exp(sinks_N - lse_BTN) * along_BTN, (0, 1))
-    return (*(grad.astype(x.dtype) for grad, x in zip(grads, operands)), None), dsinks_N
+    # Weights' gradients stay float32, as in `layers.project`.
+    grads = (*(grad.astype(x.dtype) for grad, x in zip(grads[:3], operands)), *grads[3:], None)
+    return grads, dsinks_N
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -241,7 +243,7 @@ def _chosen(asked: str, against: Mapping[str, list[str]]) -> str:
 
 def _of(run) -> str:
     """The window, for the note; "" if all layers see all earlier tokens."""
-    within, count = window(run), sum(kind.mixer in layers.WINDOWED for kind in layers.kinds(run.model))
+    within, count = window(run), sum(kind.mixer in pattern.WINDOWED for kind in pattern.kinds(run.model))
     if not within:
         return ""
     return f", window {within:,}" + (f" in {count} layers of {run.model.num_layers}" * (count < run.model.num_layers))
@@ -261,14 +263,14 @@ def _engine(name: str, run, cp: int, gpu: str, head_dim: int, value_dim: int, sc
 
 def attending(run) -> list:
     """The [model] sections of the run's kinds of attention, of each mixer once."""
-    present = {kind.mixer for kind in layers.kinds(run.model)}
-    return [run.model.of(mixer) for mixer in layers.ATTENTION if mixer in present]
+    present = {kind.mixer for kind in pattern.kinds(run.model)}
+    return [run.model.of(mixer) for mixer in pattern.ATTENTION if mixer in present]
 
 
 def window(run) -> int:
     """Tokens that a token sees in layers with a window, the most of any layer; 0: the whole sequence."""
-    present = {kind.mixer for kind in layers.kinds(run.model)}
-    found = [run.model.of(mixer).window for mixer in layers.WINDOWED if mixer in present]
+    present = {kind.mixer for kind in pattern.kinds(run.model)}
+    found = [run.model.of(mixer).window for mixer in pattern.WINDOWED if mixer in present]
     return max((within for within in found if within < run.data.seq_len), default=0)
 
 

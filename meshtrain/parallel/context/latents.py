@@ -26,19 +26,6 @@ from meshtrain.sharding.mesh import on_shards, psum
 from meshtrain.sharding.rules import GATHERED, Layout
 
 
-class Expansion(NamedTuple):
-    """The weights that make keys and values of latents, sharded as [params].
-
-    axes: logical axes of both. gather(w): w as a matmul reads it, in the compute dtype. place(dw): its float32 gradient
-    as the caller keeps it.
-    """
-    key_CNH: jax.Array          # H without the rotated dims
-    value_CNV: jax.Array
-    axes: tuple[str | None, ...]
-    gather: Callable
-    place: Callable
-
-
 class LatentMethod(NamedTuple):
     """A method for `attention.attend` whose operands are queries, latents, rotated keys, two weights and segments.
 
