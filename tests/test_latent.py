@@ -1,12 +1,12 @@
 """Attention by latents against whole scores of plainly expanded heads: every gradient leaf, on one device and wherever
 tokens, heads or the layer lie otherwise."""
-import dataclasses
 import functools
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity
 import plain_attention
 import pytest
 import sampling
@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 from test_context import laid_out
 
 from meshtrain import config
+from meshtrain.cost.program import audit
+from meshtrain.inference import cache
 from meshtrain.kernels import blockwise
 from meshtrain.kernels.engine import CAUSAL, Scores
-from meshtrain.model import latent, layers, params, rope
+from meshtrain.model import latent, layers, params, rope, transformer
 from meshtrain.model.parts import Inputs
 from meshtrain.parallel.context import attention
 
@@ -133,3 +135,82 @@ def test_latents_over_devices_equal_expanded_heads(sizes, more):
 def test_in_bfloat16_weight_gradients_are_summed_in_float32():
     """1.5% of the largest number: 8 bits of every factor."""
     check(dict(context=2), "ring", dtype="bfloat16", tolerance=3e-2)
+
+
+# ---- whole steps and generation --------------------------------------------------------------------------------------
+
+WHOLE = dict(vocab_size=259, embed_dim=32, num_layers=4, num_heads=4, head_dim=10, mlp_dim=48, compute_dtype="float32",
+             latent=dict(kv_dim=12, query_dim=16, rope_dim=4, value_dim=6))
+SINKS = dict(vocab_size=259, embed_dim=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48,
+             compute_dtype="float32", attention_sinks=True, mixers="WF", window=5,
+             rope_scaling=dict(partial_rotary_factor=0.5, llama_4_scaling_beta=0.3,
+                               original_max_position_embeddings=3))
+STAGED = dict(pipeline=dict(schedule="1f1b"))
+
+
+@pytest.mark.parametrize(("model", "rule", "mesh", "more"), [
+    (WHOLE, "zero3", dict(context=2, tensor=2), {}), (SINKS, "zero1", dict(stage=2, context=2), STAGED),
+    *(slow(*one) for one in (
+        (WHOLE, "zero3", dict(fsdp=2, tensor=2), dict(lora=dict(rank=2, alpha=3.0))),
+        (WHOLE, "zero1", dict(stage=2, tensor=2), STAGED),
+        (WHOLE, "zero3", dict(stage=2, context=2, tensor=2), dict(pipeline=dict(schedule="zero_bubble"))),
+        (WHOLE, "hsdp", dict(context=2, fsdp=2), dict(context=dict(method="ulysses"))),
+        (WHOLE | dict(param_dtype="bfloat16", compute_dtype="bfloat16"), "zero3", dict(fsdp=2, tensor=2), {}),
+        (SINKS, "zero3", dict(fsdp=2, tensor=2), {}), (SINKS, "zero3", dict(context=2, tensor=2), {})))])
+def test_steps_with_latents_or_sinks_equal_one_device(model, rule, mesh, more):
+    run = config.Run(mesh=mesh, sharding=dict(rules=str(parity.RULES / f"{rule}.toml")), model=model,
+                     training=dict(steps=9, microbatches=2, loss_chunk=24), data=dict(seq_len=16, global_batch=16),
+                     optimizer=dict(learning_rate=1e-3, schedule="constant"), **more)
+    exact = model["compute_dtype"] == "float32"
+    parity.check(run, tolerance=parity.FLOAT32 if exact else parity.BFLOAT16)
+
+
+@pytest.mark.parametrize("keys", [WHOLE, SINKS])
+def test_tokens_from_a_cache_are_those_without(keys):
+    """One row has three positions of padding before it; the last layer's output at every further token."""
+    model = transformer.build(config.Model(**keys))
+    draw = np.random.default_rng(0).standard_normal
+    p = jax.tree.map(lambda w: w + 0.2 * draw(w.shape).astype(w.dtype), model.init(jax.random.key(0)))
+    ex = layers.Execution(laid_out({})[1], jnp.dtype("float32"), attention.RunAttention(
+        lambda H, V, scores: blockwise.engine(5, scores)))
+    known, length, pad_B = 7, 12, np.asarray([3, 0])
+    at = np.tile(np.arange(length), (2, 1))
+    batch = dict(tokens=np.random.default_rng(1).integers(0, 259, (2, length)), index=at, sequence=np.zeros(2, int),
+                 segments=(at >= pad_B[:, None]).astype(int), positions=np.maximum(at - pad_B[:, None], 0))
+    part = lambda start, stop: {name: jnp.asarray(x[:, start:stop] if x.ndim > 1 else x) for name, x in batch.items()}
+
+    @jax.jit
+    def by_cache(p):
+        _, caches = cache.prefill(model, ex, p, part(0, known), length - known)
+        outputs = []
+        for i in range(known, length):
+            x, caches = cache.extend(model, ex, p, part(i, i + 1), caches, i, jnp.asarray(pad_B))
+            outputs.append(x)
+        return jnp.concatenate(outputs, 1), caches
+
+    whole, _ = jax.jit(lambda p: cache.prefill(model, ex, p, part(0, length), 0))(p)
+    got, caches = by_cache(p)
+    # float32: latents are multiplied in another order
+    np.testing.assert_allclose(got, whole[:, known:], rtol=1e-4, atol=1e-4)
+    if "latent" in keys:
+        assert [x.shape for layer in caches[0] for x in layer] == [(4, 2, length, 12), (4, 2, length, 4)]
+
+
+def test_devices_send_latents_and_no_heads():
+    """Per token forward C + R numbers and a segment; N·(H + V) would be 108."""
+    cfg, module, weights, x, _, segments = cell("F")
+    mesh, layout = laid_out(dict(context=4), "ddp")
+    ex = layers.Execution(layout, jnp.dtype("float32"), attention.RunAttention(
+        lambda H, V, scores: blockwise.engine(5, scores), attention.METHODS["ring"]))
+    positions = np.tile(np.arange(T), (B, 1))
+
+    def layer(weights, x):
+        return module.bind(weights)(ex, x, Inputs(segments, positions, jnp.arange(B), rope.of(cfg, positions), None))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, jax.NamedSharding(mesh, P(None, "context")))
+        program = audit.read(jax.jit(layer).lower(weights, rows).compile().as_text(), mesh)
+    sent = {(one.kind, one.dtype): 0 for one in program.collectives}
+    for one in program.collectives:
+        sent[one.kind, one.dtype] += one.bytes
+    assert set(sent) <= {("all-gather", "f32"), ("all-gather", "s32")}
+    assert sent["all-gather", "f32"] == B * T * 4 * (12 + 6) * 3 // 4, sent
