@@ -32,9 +32,10 @@ WITHOUT = dict(latent=dict(kv_dim=12, rope_dim=6))      # no latent of queries; 
 
 
 @functools.cache
-def cell(mixer: str = "F", whole_queries: bool = False, **more):
+def cell(mixer: str = "F", whole_queries: bool = False):
     """(section, module, parameters away from their initial values, x, dy, segments)."""
-    cfg = config.Model(**MODEL | dict(mixers=mixer, window=7 if mixer in "WV" else 0) | (WITHOUT if whole_queries else {}) | more)
+    keys = MODEL | dict(mixers=mixer, window=7 if mixer in "WV" else 0) | (WITHOUT if whole_queries else {})
+    cfg = config.Model(**keys)
     module = params.Module(lambda rngs: latent.LatentAttention(cfg, rngs, mixer))
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)
@@ -125,7 +126,8 @@ def test_latents_on_one_device_equal_expanded_heads(mixer, whole_queries):
     (dict(context=2, tensor=2), dict(method="ulysses")),
     *(slow(*one) for one in (
         (dict(data=2, tensor=2), dict(rule="ddp", remat="full")), (dict(context=4), dict(method="gather")),
-        (dict(context=4), dict(method="ulysses", mixer="W")), (dict(context=2, tensor=2), dict(method="ring", rule="tensor")),
+        (dict(context=4), dict(method="ulysses", mixer="W")),
+        (dict(context=2, tensor=2), dict(method="ring", rule="tensor")),
         (dict(context=2, tensor=2), dict(method="ring", manual=("context",))),
         (dict(context=2, tensor=2), dict(method="ulysses", manual=("context",)))))])
 def test_latents_over_devices_equal_expanded_heads(sizes, more):

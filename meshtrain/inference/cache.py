@@ -69,10 +69,10 @@ class _Reading:
     def __init__(self, cache, index, at, pad_B):
         self.cache, self.index, self.at, self.pad_B = cache, index, at, pad_B
 
-    def __call__(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask, scores, sinks_N=None,
-                 expansion: Expansion | None = None):
+    def __call__(self, layout: Layout, q_BTNH, *others, mask, scores, sinks_N=None, expansion: Expansion | None = None):
+        """others: what the cache holds of these tokens, and their segments."""
         B, T, N, H = q_BTNH.shape
-        self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, (k_BTKH, v_BTKH), strict=True))
+        self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, others[:2], strict=True))
         k, v = (_placed(layout, jax.lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False), "batch")
                 for x in self.cache)
         if expansion is None:

@@ -87,19 +87,19 @@ class RunAttention:
     method: ModuleType | None = None
     documents: bool = True
 
-    def __call__(self, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, scores: Scores = Scores(),
-                 sinks_N=None, expansion: Expansion | None = None):
-        """As `attend`. With an expansion the second and third operand are latents [B, T, C] and rotated keys
-        [B, T, R]."""
+    def __call__(self, layout, *operands, mask: Mask = CAUSAL, scores: Scores = Scores(), sinks_N=None,
+                 expansion: Expansion | None = None):
+        """As `attend`. operands: q_BTNH, k_BSKH, v_BSKV, segments_BT; with an expansion q_BTNH, latents [B, T, C],
+        rotated keys [B, T, R], segments_BT."""
+        q_BTNH, k, v, segments_BT = operands
         mask = mask if self.documents else mask._replace(documents=False)
-        values = v_BSKV if expansion is None else expansion.value_CNV
-        engine = self.engine_of(q_BTNH.shape[-1], values.shape[-1], scores)
-        if expansion is not None:
-            key, value, *how = expansion
-            operands = q_BTNH, k_BSKH, v_BSKV, key, value, segments_BT
-            return _attend(LatentMethod(engine, self.method, *how), layout, mask, operands, sinks_N)
-        method = Local(engine) if self.method is None else ContextParallel(self.method, engine)
-        return attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask, sinks_N)
+        if expansion is None:
+            engine = self.engine_of(q_BTNH.shape[-1], v.shape[-1], scores)
+            method = Local(engine) if self.method is None else ContextParallel(self.method, engine)
+            return attend(method, layout, *operands, mask, sinks_N)
+        key, value, *how = expansion
+        method = LatentMethod(self.engine_of(q_BTNH.shape[-1], value.shape[-1], scores), self.method, *how)
+        return _attend(method, layout, mask, (q_BTNH, k, v, key, value, segments_BT), sinks_N)
 
 
 class Local(NamedTuple):

@@ -41,29 +41,32 @@ class LatentMethod(NamedTuple):
         local = partial(_forward, self.engine, self.method, mask)
         operands, heads, _ = self._specs(layout)
         weights = self.gather(key_CNH), self.gather(value_CNV)
-        return on_shards(local, operands, (heads, heads))(q_BTNH, c_BTC, r_BTR, *weights, segments_BT)
+        return on_shards(local, operands, (heads, heads))(q_BTNH, (c_BTC, r_BTR), weights, segments_BT)
 
-    def backward(self, layout: Layout, mask: Mask, q_BTNH, c_BTC, r_BTR, key_CNH, value_CNV, segments_BT, *out):
-        sum_heads = partial(_sum_over, layout.mesh_axes("activations", "heads"))
-        local = partial(_backward, self.engine, self.method, mask, sum_heads)
+    def backward(self, layout: Layout, mask: Mask, q_BTNH, c_BTC, r_BTR, *rest):
+        *weights, segments_BT = rest[:3]
+        split_heads = layout.mesh_axes("activations", "heads")
+
+        def local(*args):
+            dq, latents, weights = _backward(self.engine, self.method, mask, *args)
+            # of this device's heads so far: B·T·(C + R) numbers, all-reduced in float32
+            latents = tuple(psum(d, split_heads) for d in latents) if split_heads else latents
+            return dq, latents, tuple(dw[None] for dw in weights)
         operands, heads, weight = self._specs(layout)
-        weights = self.gather(key_CNH), self.gather(value_CNV)
-        *grads, dkey, dvalue = on_shards(local, (*operands, heads, heads, heads), (*operands[:3], weight, weight))(
-            q_BTNH, c_BTC, r_BTR, *weights, segments_BT, *out)
+        dq, latents, dws = on_shards(local, (*operands, (heads,) * 3), (*operands[:2], (weight, weight)))(
+            q_BTNH, (c_BTC, r_BTR), tuple(map(self.gather, weights)), segments_BT, rest[3:])
         # One summand a device, added in float32 by XLA: a reduce-scatter where `place` shards the sum.
-        return *grads, self.place(dkey.sum(0)), self.place(dvalue.sum(0))
+        return dq, *latents, *(self.place(dw.sum(0)) for dw in dws)
 
     def _specs(self, layout: Layout):
-        """(of the operands, of arrays [B, T, N, …], of weight gradients with a leading dim of devices)."""
+        """(of queries, latents, weights and segments, of arrays [B, T, N, …], of weight gradients with a leading dim of
+        devices)."""
         seq = None if self.method is None else "seq"
         act = lambda *axes: layout.spec("activations", ("batch", seq, *axes))
         weight = layout.spec(GATHERED, self.axes)
         tokens = [axis for name in ("batch", seq) for axis in layout.mesh_axes("activations", name)]
-        return (act("heads"), act(), act(), weight, weight, act()), act("heads"), P(tuple(tokens) or None, *weight)
-
-
-def _sum_over(axes, x):
-    return psum(x, axes) if axes else x
+        operands = act("heads"), (act(), act()), (weight, weight), act()
+        return operands, act("heads"), P(tuple(tokens) or None, *weight)
 
 
 # ---- one device's part -----------------------------------------------------------------------------------------------
@@ -77,13 +80,13 @@ def _expanded(c_BSC, r_BSR, key_CNH, value_CNV):
 
 
 def _contracted(c_BSC, key_CNH, value_CNV, dk_BSNH, dv_BSNV):
-    """The backward of `_expanded`: dc, dr, dkey, dvalue, float32."""
+    """The backward of `_expanded`: (dc, dr), (dkey, dvalue), float32."""
     H, dtype = key_CNH.shape[2], c_BSC.dtype
     dr_BSR = dk_BSNH[..., H:].sum(2, dtype=jnp.float32)
     dk_BSNH, dv_BSNV = dk_BSNH[..., :H].astype(dtype), dv_BSNV.astype(dtype)    # operands in the compute dtype
     product = lambda eq, a, b: products.einsum(eq, a, b, jnp.float32)
     dc_BSC = product("BSNH,CNH->BSC", dk_BSNH, key_CNH) + product("BSNV,CNV->BSC", dv_BSNV, value_CNV)
-    return dc_BSC, dr_BSR, product("BSC,BSNH->CNH", c_BSC, dk_BSNH), product("BSC,BSNV->CNV", c_BSC, dv_BSNV)
+    return (dc_BSC, dr_BSR), (product("BSC,BSNH->CNH", c_BSC, dk_BSNH), product("BSC,BSNV->CNV", c_BSC, dv_BSNV))
 
 
 def _own_heads(w):
@@ -92,51 +95,48 @@ def _own_heads(w):
     return lax.dynamic_slice_in_dim(w, lax.axis_index(AXIS) * count, count, 1)
 
 
-def _own_tokens(x_BSNH, T: int):
-    return lax.dynamic_slice_in_dim(x_BSNH, lax.axis_index(AXIS) * T, T, 1)
+def _own_tokens(every: gather.Keys) -> gather.Keys:
+    """The part of the gathered keys that is this device's."""
+    T = every.segments_BS.shape[1] // lax.axis_size(AXIS)
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * T, T, 1), every)
 
 
-def _forward(engine, method, mask, q_BTNH, c_BTC, r_BTR, key_CNH, value_CNV, segments_BT):
+def _forward(engine, method, mask, q_BTNH, latents, weights, segments_BT):
     """o, lse of these queries over the keys of all devices, float32."""
     if method is None:
-        k, v = _expanded(c_BTC, r_BTR, key_CNH, value_CNV)
+        k, v = _expanded(*latents, *weights)
         return engine.forward(q_BTNH, k, v, segments_BT, segments_BT, mask.within(q_BTNH.shape[1]))
-    c, r, segments = map(zigzag.gather, (c_BTC, r_BTR, segments_BT))
-    mask = mask.within(c.shape[1])
+    *latents, segments = map(zigzag.gather, (*latents, segments_BT))
+    mask = mask.within(segments.shape[1])
     if method is ulysses:
-        q, (k, v) = ulysses.whole_sequence(q_BTNH), _expanded(c, r, _own_heads(key_CNH), _own_heads(value_CNV))
+        q, (k, v) = ulysses.whole_sequence(q_BTNH), _expanded(*latents, *map(_own_heads, weights))
         o, lse = engine.forward(q, k, v, segments, segments, mask)
         return ulysses.all_heads(o.astype(q.dtype)).astype(jnp.float32), ulysses.all_heads(lse)
-    assert not mask.window, mask
-    k, v = _expanded(c, r, key_CNH, value_CNV)
-    own = partial(_own_tokens, T=q_BTNH.shape[1])
-    return gather.attend_gathered(engine, mask, q_BTNH, own(k), own(v), segments_BT, k, v, segments)
+    every = gather.Keys(*_expanded(*latents, *weights), segments)
+    return gather.attend_gathered(engine, mask, q_BTNH, _own_tokens(every), every)
 
 
-def _backward(engine, method, mask, sum_heads, q_BTNH, c_BTC, r_BTR, key_CNH, value_CNV, segments_BT, *out):
-    """dq, dc, dr of this device's tokens; dkey, dvalue [1, C, N, …], a summand of the gradients."""
+def _backward(engine, method, mask, q_BTNH, latents, weights, segments_BT, out):
+    """dq, (dc, dr) of this device's tokens and (dkey, dvalue), which are to be summed over devices. out: o, lse,
+    do."""
     if method is None:
-        k, v = _expanded(c_BTC, r_BTR, key_CNH, value_CNV)
+        k, v = _expanded(*latents, *weights)
         dq, dk, dv = engine.backward(q_BTNH, k, v, segments_BT, segments_BT, *out, mask.within(q_BTNH.shape[1]))
-        dc, dr, *dws = _contracted(c_BTC, key_CNH, value_CNV, dk, dv)
+        return dq, *_contracted(latents[0], *weights, dk, dv)
+    *latents, segments = map(zigzag.gather, (*latents, segments_BT))
+    mask = mask.within(segments.shape[1])
+    if method is ulysses:
+        own = tuple(map(_own_heads, weights))
+        q, *out = (ulysses.whole_sequence(x) for x in (q_BTNH, *out))
+        dq, dk, dv = engine.backward(q, *_expanded(*latents, *own), segments, segments, *out, mask)
+        dq = ulysses.all_heads(dq.astype(q.dtype))
+        dlatents, dweights = _contracted(latents[0], *own, dk, dv)
+        # zeros for the heads of other devices, which have their own
+        first = lax.axis_index(AXIS) * own[0].shape[1]
+        dweights = tuple(lax.dynamic_update_slice_in_dim(jnp.zeros(w.shape, jnp.float32), dw, first, 1)
+                         for w, dw in zip(weights, dweights))
     else:
-        c, r, segments = map(zigzag.gather, (c_BTC, r_BTR, segments_BT))
-        mask = mask.within(c.shape[1])
-        if method is ulysses:
-            weights = key, value = _own_heads(key_CNH), _own_heads(value_CNV)
-            q, *whole = (ulysses.whole_sequence(x) for x in (q_BTNH, *out))
-            dq, dk, dv = engine.backward(q, *_expanded(c, r, *weights), segments, segments, *whole, mask)
-            dq = ulysses.all_heads(dq.astype(q.dtype))
-            dc, dr, *dws = _contracted(c, key, value, dk, dv)
-            # zeros for the heads of other devices, whose summands have them
-            first = lax.axis_index(AXIS) * key.shape[1]
-            dws = [lax.dynamic_update_slice_in_dim(jnp.zeros(w.shape, jnp.float32), dw, first, 1)
-                   for w, dw in zip((key_CNH, value_CNV), dws)]
-        else:
-            k, v = _expanded(c, r, key_CNH, value_CNV)
-            own = partial(_own_tokens, T=q_BTNH.shape[1])
-            dq, dk, dv = gather.gradients_gathered(
-                engine, mask, q_BTNH, own(k), own(v), segments_BT, Output(*out), k, v, segments)
-            dc, dr, *dws = _contracted(c, key_CNH, value_CNV, dk, dv)
-        dc, dr = zigzag.scatter(dc), zigzag.scatter(dr)
-    return dq, sum_heads(dc), sum_heads(dr), *(dw[None] for dw in dws)
+        every = gather.Keys(*_expanded(*latents, *weights), segments)
+        dq, dk, dv = gather.gradients_gathered(engine, mask, q_BTNH, _own_tokens(every), every, Output(*out))
+        dlatents, dweights = _contracted(latents[0], *weights, dk, dv)
+    return dq, tuple(map(zigzag.scatter, dlatents)), dweights
