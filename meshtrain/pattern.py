@@ -51,13 +51,13 @@ def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
 
 
 def rotated(cfg) -> dict:
-    """The [model] sections of the mixers with rope that the model has, by letter."""
+    """The keys of the mixers with rope that the model has, by their letters."""
     present = {kind.mixer for kind in kinds(cfg)} if cfg.position == "rope" else ()
     return {mixer: cfg.of(mixer) for mixer in ROTATED if mixer in present}
 
 
-def rotary_dim(cfg) -> int:
-    """The dims of a head that have a rope frequency: the first ones, with latents the last. cfg: of one mixer."""
+def rotated_width(cfg) -> int:
+    """The dims of a head that have a frequency: the first, or the last with latents. cfg: the keys of one mixer."""
     if cfg.latent.kv_dim:
         return cfg.latent.rope_dim
     whole = cfg.rope_scaling.rope_type == "proportional"        # the other pairs have frequency 0

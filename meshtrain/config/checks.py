@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from meshtrain import pattern
-from meshtrain.config import unused
+from meshtrain.config import rope_scaling, unused
 from meshtrain.pattern import MIXERS, MLPS
 from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
-from meshtrain.config.sections import Component, Data, Mesh, RopeScaling, Run
+from meshtrain.config.sections import Component, Data, Mesh, Run
 from meshtrain.huggingface import folder
 from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.shipped import names
@@ -25,7 +25,6 @@ SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.
              "head_dim": "model.head_dim", "mlp": "model.mlp_dim", "vocab": "model.vocab_size (padded to 256)",
              "layers": "model.num_layers", "expert": "model.num_experts", "expert_embed": "model.embed_dim",
              "expert_mlp": "model.expert_mlp_dim"}
-ROPE_KEYS = tuple(RopeScaling.model_fields)[1:]
 FIELD_SOURCES = ("jsonl", "parquet", "arrow")     # whose documents have a text in data.field
 BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
@@ -142,16 +141,6 @@ def _model_problems(run: Run):
     if model.position == "learned" and seq_len > model.max_seq_len:
         yield (f"data.seq_len={seq_len} is longer than the model.max_seq_len={model.max_seq_len} learned positions; "
                "shorten the sequences or lengthen the table")
-    rope = model.rope_scaling
-    slow, fast = ("beta_slow", "beta_fast") if rope.rope_type == "yarn" else ("low_freq_factor", "high_freq_factor")
-    if slow in dict(rope) and getattr(rope, fast) <= getattr(rope, slow):
-        yield (f"model.rope_scaling={toml(rope)}: {fast} must be larger than {slow}; use e.g. "
-               f"{toml(type(rope)(rope_type=rope.rope_type))}")
-    idle = [name for name in ROPE_KEYS if name not in dict(rope) and getattr(rope, name) != getattr(type(rope)(), name)]
-    if idle:
-        yield (f"model.rope_scaling has {join(idle, 'and')}, which rope_type={toml(rope.rope_type)} does not read; "
-               f"leave {'it' if len(idle) == 1 else 'them'} out, or use "
-               f"rope_type={toml('yarn' if 'beta' in idle[0] else 'llama3')}")
     yield from _layer_problems(model)
     if model.matmul_dtype == "bfloat16" != model.compute_dtype:
         yield (f'model.matmul_dtype="bfloat16" is not model.compute_dtype={toml(model.compute_dtype)}, in which '
@@ -186,6 +175,7 @@ def _layer_problems(model):
     if model.window and not windowed:
         yield (f"model.window={model.window} is of no layer of model.mixers={toml(model.mixers)}; use W or V in the "
                f"pattern, or leave the window out")
+    yield from rope_scaling.problems(model)
     for letter in present:
         if letter in pattern.ATTENTION:
             yield from _head_problems(model, of[letter], f'model.kinds.{letter}: ' * (of[letter] is not model))
@@ -224,11 +214,6 @@ def _head_problems(model, cfg, of: str):
                f"attention_bias; leave them out")
     if cfg.tie_values and cfg.qk_norm == "all_heads":
         yield f'{of}model.tie_values=true needs model.qk_norm="off", "head" or "head_and_values"'
-    width = latent.rope_dim if latent.kv_dim else cfg.head_dim
-    if model.position == "rope" and width % 2:
-        key = "model.latent.rope_dim" if latent.kv_dim else "model.head_dim"
-        yield (f'{of}{key}={width} (model.embed_dim={model.embed_dim}, model.num_heads={cfg.num_heads}) is odd, and '
-               f'model.position="rope" rotates pairs; use e.g. {width + 1}, or "learned" positions')
 
 
 def _recurrent_problems(model, letters):

@@ -35,7 +35,7 @@ def _of_scaling(rope: RopeScaling) -> Iterator[str]:
 
 
 def _of_width(cfg: Model, key: str) -> Iterator[str]:
-    rope, dims = cfg.rope_scaling, pattern.rotary_dim(cfg)
+    rope, dims = cfg.rope_scaling, pattern.rotated_width(cfg)
     if cfg.latent.kv_dim and rope.partial_rotary_factor != 1:
         yield (f"model.rope_scaling.partial_rotary_factor={rope.partial_rotary_factor} is of whole heads, and with "
                f"latents model.latent.rope_dim={dims} is rotated; leave it out")

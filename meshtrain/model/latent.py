@@ -53,7 +53,7 @@ class LatentAttention(nnx.Module):
         c_BTC = act(self.latent_norm(ex, act(c_BTC, "batch", "seq", None)), "batch", "seq", None)
         if turning := inputs.rope.get(self.mixer):
             plain_BTNH, turned_BTNR = jnp.split(q_BTNH, [q_BTNH.shape[-1] - self.rope_dim], -1)
-            q_BTNH = rope.scaled(jnp.concatenate([plain_BTNH, rope.rotate(turned_BTNR, turning)], -1), turning)
+            q_BTNH = rope.grown(jnp.concatenate([plain_BTNH, rope.rotate(turned_BTNR, turning)], -1), turning)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             r_BTR = rope.rotate(r_BTR[:, :, None], turning)[:, :, 0]
         r_BTR = act(r_BTR, "batch", "seq", None)

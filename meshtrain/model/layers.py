@@ -23,7 +23,7 @@ from meshtrain.kernels.activations import ACTIVATIONS
 from meshtrain.kernels.engine import Mask, Scores
 from meshtrain.model import float8
 from meshtrain.model.params import declare
-from meshtrain.model.rope import rotate, scaled
+from meshtrain.model.rope import grown, rotate
 from meshtrain.sharding import mesh
 from meshtrain.sharding.mesh import psum
 from meshtrain.sharding.rules import GATHERED, Layout
@@ -42,7 +42,7 @@ class Execution:
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
     # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: no experts
     experts: Callable | None = None
-    # `parallel.context.recurrence.Recurrence`; None: no recurrent mixers
+    # `parallel.context.recurrence.LinearAttention`; None: no recurrent mixers
     recurrence: object | None = None
 
     def after(self, values, done):
@@ -379,7 +379,7 @@ class Attention(nnx.Module):
         if self.value_eps:
             v_BTKH = recomputed(ex, partial(_unit, self.value_eps))(v_BTKH)
         if rope := inputs.rope.get(self.mixer):
-            q_BTNH, k_BTKH = scaled(rotate(q_BTNH, rope), rope), rotate(k_BTKH, rope)
+            q_BTNH, k_BTKH = grown(rotate(q_BTNH, rope), rope), rotate(k_BTKH, rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
         sinks_N = None if self.sinks is None else small(ex, self.sinks[...], ("heads",)).astype(jnp.float32)

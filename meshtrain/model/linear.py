@@ -13,7 +13,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.model.layers import Execution, Linear, add_bias, kv_heads, recomputed, repeated, small, together
 from meshtrain.model.params import declare
@@ -104,7 +103,7 @@ class RecurrentMixer(nnx.Module):
     def _recur(self, ex: Execution, q, k, v, g, beta, inputs):
         with jax.named_scope("recurrence"):
             o_BTNV = ex.recurrence.recur(ex.layout, q, k, v, g, beta, inputs.segments_BT)
-        return ex.layout.act(checkpoint_name(o_BTNV, "linear_o"), "batch", "seq", *HEADS)
+        return ex.layout.act(o_BTNV, "batch", "seq", *HEADS)
 
     def _out(self, ex: Execution, o_BTNV):
         return self.out(ex, ex.layout.act(o_BTNV, "batch", "seq", *HEADS), out_axes=("batch", "seq", None))

@@ -83,14 +83,19 @@ class Inputs(NamedTuple):
 
 
 def tokens_first(ex: Execution) -> Execution:
-    """`ex` for activations [T, B, D]; attention still takes rows.
+    """`ex` for activations [T, B, D]; attention and recurrences still take rows.
 
     Collectives over tokens then act on the first dim. On the second, XLA copies the whole gathered activations;
     queries, keys and values are smaller by the size of the tensor axis.
     """
     def attend(layout, q, k, v, segments_BT, **kind):
         return turned(ex.attend(ex.layout, *turned((q, k, v)), segments_BT, **kind))
-    recurrence = ex.recurrence and ex.recurrence.turned(ex.layout, turned)
+    def convolve(layout, xs, ws, segments_BT):
+        return turned(ex.recurrence.convolve(ex.layout, turned(xs), ws, segments_BT))
+
+    def recur(layout, *inputs):
+        return turned(ex.recurrence.recur(ex.layout, *turned(inputs[:-1]), inputs[-1]))
+    recurrence = ex.recurrence and ex.recurrence._replace(convolve=convolve, recur=recur)
     return dataclasses.replace(ex, layout=dataclasses.replace(ex.layout, tokens_first=True), attend=attend,
                                recurrence=recurrence)
 

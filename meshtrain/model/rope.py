@@ -26,7 +26,7 @@ def of(cfg, positions_BT) -> dict[str, Rope]:
     made: dict = {}
     ropes = {}
     for mixer, section in pattern.rotated(cfg).items():
-        key = section.rope_theta, section.rope_scaling, pattern.rotary_dim(section)
+        key = section.rope_theta, section.rope_scaling, pattern.rotated_width(section)
         ropes[mixer] = made[key] = made.get(key) or _made(section, positions_BT)
     return ropes
 
@@ -42,7 +42,7 @@ def _made(cfg, positions_BT) -> Rope:
 
 def _frequencies(cfg):
     """(the angle per position of each pair of dims, the factor on cos and sin). A factor sharpens the softmax."""
-    scaling, width = cfg.rope_scaling, pattern.rotary_dim(cfg)
+    scaling, width = cfg.rope_scaling, pattern.rotated_width(cfg)
     pairs, original = width // 2, scaling.original_max_position_embeddings
     freq = cfg.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
     match scaling.rope_type:
@@ -102,7 +102,7 @@ def rotate(x_BTNH, rope: Rope):
     return turned if width == x_BTNH.shape[-1] else jnp.concatenate([turned, x_BTNH[..., width:]], -1)
 
 
-def scaled(q_BTNH, rope: Rope):
+def grown(q_BTNH, rope: Rope):
     """Queries times the scale of their position (Llama 4); the whole head, rotated or not."""
     if rope.query_scale_BT is None:
         return q_BTNH

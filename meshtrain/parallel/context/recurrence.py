@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain import pattern
 from meshtrain.kernels import convolution, products, recurrence
 from meshtrain.kernels.convolution import Tail
 from meshtrain.kernels.recurrence import BEFORE_ALL, RecurrentState
@@ -27,7 +28,7 @@ CHANNEL_AXES = ("kv_heads", "kv_heads", "heads")        # of q, k and v
 
 
 class LinearAttention(NamedTuple):
-    """What layers of linear attention call.
+    """What recurrent mixers call.
 
     convolve(layout, xs, ws, segments_BT, axes=CHANNEL_AXES) -> ys; recur(layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN,
     segments_BT) -> o_BTNV.
@@ -36,16 +37,25 @@ class LinearAttention(NamedTuple):
     recur: Callable
 
 
-def choose(run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention:
-    """The functions for this run. platform: jax's name. gpu: its name in the hardware table."""
+def choose(run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention | None:
+    """The functions for this run; None without recurrent mixers. platform: jax's name. gpu: its name in the hardware table."""
     del platform, gpu
+    if not present(run):
+        return None
     runs = TokenRuns(0) if layout.sizes[AXIS] == 1 else TokenRuns(1 if run.context.method == "ulysses" else 2)
     return LinearAttention(partial(convolve, runs), partial(recur, Recurrence(recurrence.recurrence, runs)))
 
 
-def problems(run, layout: Layout, width: int) -> list[str]:
-    """Why this layout cannot run linear attention with a convolution of `width` taps; empty if it can."""
-    faults, cp, T = [], layout.sizes[AXIS], run.data.seq_len
+def present(run) -> bool:
+    """Whether the model has recurrent mixers."""
+    return pattern.share(run.model, mixers=pattern.RECURRENT) > 0
+
+
+def problems(run, layout: Layout) -> list[str]:
+    """Why this layout cannot run the model's recurrent mixers; empty if it can."""
+    faults, cp, T, width = [], layout.sizes[AXIS], run.data.seq_len, run.model.linear.conv_width
+    if not present(run):
+        return []
     heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
     if heads != kv_heads:
         faults.append(f"{layout.rules.path} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: in "
