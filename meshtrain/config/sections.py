@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer, model_validator
 
+from meshtrain.config import layers
 from meshtrain.config.layers import MIXERS, MLPS
 from meshtrain.names import LORA_TARGETS, PIPELINE_SCHEDULES, PLACEMENT
 
@@ -276,6 +277,11 @@ class Model(Section):
         derived_head_dim = 0 if self.embed_dim % self.num_heads else self.embed_dim // self.num_heads
         return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads,
                        head_dim=self.head_dim or derived_head_dim)
+
+    @property
+    def layer_kinds(self) -> tuple[layers.Kind, ...]:
+        """The kind of each layer."""
+        return layers.kinds(self)
 
     def of(self, mixer: str) -> Model:
         """The section with the keys that layers of this mixer have for themselves."""
