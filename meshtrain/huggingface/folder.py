@@ -211,13 +211,17 @@ def carried(directory: Path) -> Mapping[str, safetensors.Entry]:
     return open_folder(directory).carried
 
 
-def prefixes_of(directory: Path) -> tuple[str, str] | None:
-    """The TEXT_PREFIXES that an export takes from a multimodal folder or its companions; None: it is of text alone."""
-    config, kept = settings.read(directory), directory / CARRIED
+def carried_names(directory: Path) -> list[str]:
+    """The names of `carried` of a folder, or of its companions."""
+    kept = directory / CARRIED
+    return list(safetensors.read_header(kept) if files.is_file(kept) else carried(directory))
+
+
+def prefixes_of(config: Mapping, carried: Collection[str]) -> tuple[str, str] | None:
+    """The TEXT_PREFIXES of an export beside these tensors; None: it is of text alone."""
     if settings.text_of(config) is config:
         return None
-    names = safetensors.read_header(kept) if files.is_file(kept) else carried(directory)
-    return TEXT_PREFIXES[any(name.startswith("model.") for name in names)]
+    return TEXT_PREFIXES[any(name.startswith("model.") for name in carried)]
 
 
 def _named(family: Family, config: Mapping, model: Mapping, names: Collection[str]) -> dict[str, str | None]:
