@@ -59,7 +59,7 @@ def kernels(head_dim: int, shape: Shape, full: int = tiles.FULL, interpret: bool
     array = lambda heads: jnp.asarray(rng.standard_normal((B, T, heads, head_dim)), jnp.bfloat16)
     q, k, v, do = array(N), array(K), array(K), array(N)
     segments = jnp.asarray(1 + np.cumsum(rng.random((B, T)) < 1 / document, 1), jnp.int32)
-    base = tiles.COMPILED[9][min(width for width in tiles.WIDTHS if head_dim <= width)]
+    base = tiles.COMPILED[9][(min(width for width in tiles.WIDTHS if head_dim <= width),) * 2]
     o, lse = jax.jit(partial(pallas.engine(base, interpret=interpret).forward, mask=CAUSAL))(
         q, k, v, segments, segments)
     delta = (do * o).sum(-1)
@@ -115,7 +115,7 @@ def fastest(make, first: Blocks, others: list[Blocks], until: float, clock=secon
 def timed(head_dim: int, gpu: str, minutes: float, shape: Shape = PACKED) -> tuple[Tiles, str]:
     """The fastest tiles of a head_dim on this GPU, and their times in words. minutes: for all three kernels."""
     width = min(width for width in tiles.WIDTHS if head_dim <= width)
-    used, best, said, started = tiles.of(head_dim, gpu) or tiles.COMPILED[9][width], {}, [], time.monotonic()
+    used, best, said, started = tiles.of(head_dim, gpu) or tiles.COMPILED[9][width, width], {}, [], time.monotonic()
     for n, (kernel, make) in enumerate(kernels(width, shape).items(), 1):
         found = fastest(make, getattr(used, kernel), candidates(kernel),
                         started + 60 * minutes * n / len(Tiles._fields))
@@ -129,9 +129,9 @@ def timed(head_dim: int, gpu: str, minutes: float, shape: Shape = PACKED) -> tup
 
 def written(text: str, gpu: str, width: int, chosen: Tiles, said: str) -> str:
     """The text of tiles.py with this line in TIMED, in place of an older one."""
-    key = f'    ("{gpu}", {width}): '
+    key = f'    ("{gpu}", {width}, {width}): '
     line = f"{key}Tiles({', '.join(f'Blocks{tuple(blocks)}' for blocks in chosen)}),  # {said}\n"
-    head, start, rest = text.partition("TIMED: dict[tuple[str, int], Tiles] = {\n")
+    head, start, rest = text.partition("TIMED: dict[tuple[str, int, int], Tiles] = {\n")
     rows, end, tail = rest.partition("}\n")
     kept = [row for row in rows.splitlines(keepends=True) if not row.startswith(key)]
     return head + start + "".join(sorted([*kept, line])) + end + tail

@@ -13,8 +13,7 @@ from meshtrain.cost.formulas import assumptions, footprint, price, rates, simula
 from meshtrain.cost.formulas.placed import Options, Placed, place
 from meshtrain.cost.program import audit
 from meshtrain.model import transformer
-from meshtrain.model.layers import kv_heads
-from meshtrain.parallel.context import attention
+from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import stages
 from meshtrain.parallel.pipeline.schedules import Schedule
@@ -32,6 +31,7 @@ class Design:
     layout: Layout
     model: transformer.Transformer
     attend: Callable
+    recurrence: recurrence.LinearAttention | None
     choice: simulate.Choice | None      # the pipeline's schedule; None without stages
     notes: tuple[str, ...]              # what the user should be told once
 
@@ -61,7 +61,7 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
         _check_float8(run, device.platform, device.device_kind, None, getattr(device, "compute_capability", None))
     made = design(run, mesh_spec, device.platform, gpu)
     mesh, schedule = mesh_spec.build(devices), made.choice and made.choice.schedule
-    spec = accumulate.step_spec(run, made.model, made.layout, mesh, made.attend, schedule)
+    spec = accumulate.step_spec(run, made.model, made.layout, mesh, made.attend, made.recurrence, schedule)
     share = {} if device.platform == "cpu" else {"memory_share": hardware.memory_share()}
     return Assembly(**vars(made), mesh=mesh, program=step.build(spec, **share))
 
@@ -91,7 +91,8 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
     for axis, section in (("stage", run.pipeline), ("context", run.context)):
         if sizes[axis] == 1 and section != type(section)():
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
-    return Design(run, mesh_spec, layout, model, attend, choice,
+    linear = recurrence.choose(run, layout, platform, gpu.name if gpu else "")
+    return Design(run, mesh_spec, layout, model, attend, linear, choice,
                   tuple(filter(None, [note, dispatch.note(run, layout), *notes, *config.notes(run)])))
 
 
@@ -103,7 +104,7 @@ def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer
     layout = Layout(fitted, sizes)
     # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
     # Stages have checks of their own, and what they do not divide is no longer split over them.
-    faults = attention.problems(run, layout) + dispatch.problems(run, layout)
+    faults = attention.problems(run, layout) + recurrence.problems(run, layout) + dispatch.problems(run, layout)
     faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)
     idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
@@ -158,8 +159,7 @@ def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Te
     """Every tensor that the rules shard, with full shapes: parameters in three rule tables, and the activations."""
     placed = [Tensor(table, info.name, info.shape, info.axes) for table in ("params", "grads", "optimizer")
               for info in model.parameters()]
-    return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len,
-                                      kv_heads(layout, run.model.num_kv_heads))
+    return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len, layout)
 
 
 def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) -> simulate.Choice:

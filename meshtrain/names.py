@@ -38,9 +38,10 @@ AUX_LOSS = "aux_loss"  # the one entry of a layer's aux that is added to the obj
 EXPERT_LOAD = "expert_load"    # in a layer's aux: tokens by layer and expert [L, E]
 # Of a row of metrics, made of that: numbers of each layer [L], null where it has no experts.
 LOAD_BY_LAYER = ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert_load_entropy_by_layer")
-# Logical axes of the experts' matrices, by their names in the parameter tree.
+# Logical axes of the experts' matrices and of the biases of their inward ones, by their names in the parameter tree.
 EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert", "expert_embed", "expert_mlp"),
-               "down": ("expert", "expert_mlp", "expert_embed")}
+               "down": ("expert", "expert_mlp", "expert_embed"),
+               "gate_bias": ("expert", "expert_mlp"), "up_bias": ("expert", "expert_mlp")}
 # Scopes of what no compiler knows: around a condition, how often it holds in how many executions; around the matmuls of
 # experts, the rows that a device has where all experts are equally busy; around a loop, that it runs where they are
 # not.

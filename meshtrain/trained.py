@@ -28,7 +28,7 @@ from meshtrain.inference.score import Scorer
 from meshtrain.model import params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.names import AXES
-from meshtrain.parallel.context import attention
+from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
 from meshtrain.sharding.mesh import MeshSpec, by_gloo
 from meshtrain.sharding.rules import Layout
@@ -169,7 +169,8 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     platform = mesh.devices.flat[0].platform
     attend, _ = attention.choose(run, whole, platform)
     return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh),
-                     experts=dispatch.choose(run, layout, platform))
+                     experts=dispatch.choose(run, layout, platform),
+                     recurrence=recurrence.choose(run, whole, platform))
 
 
 def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = ()) -> Trained:

@@ -111,7 +111,7 @@ def _model(rng: random.Random, sizes: dict[str, int], T: int) -> dict:
         norm=rng.choice(("rmsnorm", "layernorm")), activation=rng.choice(("swiglu", "geglu", "gelu")),
         position=position,
         norm_placement=rng.choice(("before", "before", "after", "both")), norm_offset=rng.choice((0.0, 0.0, 1.0)),
-        scale_embedding=rng.random() < 0.2, qk_norm=rng.choice(("off", "off", "head", "all_heads")),
+        multipliers=rng.choice(({}, {}, {}, {"embedding": 5.0}, {"residual": 0.5, "logits": 0.25})), qk_norm=rng.choice(("off", "off", "head", "all_heads")),
         attention_bias=rng.choice(("none", "none", "none", "qkv", "all")), mlp_bias=rng.random() < 0.3,
         tie_embeddings=rng.random() < 0.4, residual_dropout=rng.choice((0.0, 0.0, 0.2)),
         embedding_dropout=rng.choice((0.0, 0.0, 0.1)), compute_dtype="float32",

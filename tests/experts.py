@@ -60,7 +60,7 @@ def moe(m, e, p, x, choice, real):
 
 
 def layer_weights(m, params, number):
-    layers, dense = params["layers"], m["first_dense_layers"]
+    layers, dense = params["layers"], m["mlps"].count("d")
     if dense:
         layers, number = (layers["dense_layers"], number) if number < dense else (layers["layers"], number - dense)
     return jax.tree.map(lambda leaf: leaf[number], layers)

@@ -200,7 +200,7 @@ MODELS = {
     "llama": dict(z_loss=1e-2),
     "gpt2": dict(norm="layernorm", activation="gelu", position="learned", max_seq_len=T, attention_bias="all",
                  num_kv_heads=4, tie_embeddings=True),
-    "gemma": dict(norm_placement="both", norm_offset=1.0, norm_eps=0.01, activation="geglu", scale_embedding=True,
+    "gemma": dict(norm_placement="both", norm_offset=1.0, norm_eps=0.01, activation="geglu", multipliers=dict(embedding=32 ** 0.5),
                   tie_embeddings=True, logit_softcap=2.0, score_softcap=0.5),
     "olmo": dict(norm_placement="after", norm_eps=0.01, qk_norm="all_heads", attention_bias="qkv"),
     "dropout": dict(embedding_dropout=0.1, residual_dropout=0.2, qk_norm="head"),
@@ -209,11 +209,11 @@ EXPERTS = {
     "none": {},
     "softmax": dict(num_experts=4, experts_per_token=2),
     "sigmoid": dict(num_experts=4, router_score="sigmoid", router_groups=(2, 1), shared_expert_dim=16,
-                    first_dense_layers=2),
+                    mlps="dde*"),
     "sent": dict(num_experts=8, experts_per_token=3, router_normalize=False),
 }
 WINDOWS = {"none": {}, "all": dict(window=5),
-           "period": dict(window=5, global_every=2, local_rope_theta=100.0, attention_scale_dim=16)}
+           "period": dict(window=5, mixers="WF", kinds=dict(W=dict(rope_theta=100.0)), multipliers=dict(score=0.25))}
 
 
 def run_of(cell: dict[str, str]) -> config.Run:

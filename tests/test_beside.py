@@ -23,7 +23,7 @@ GPT = dict(vocab_size=50304, embed_dim=1600, num_layers=12, num_heads=25, num_kv
 LONG = dict(seq_len=16384, rows=1)
 # Experts no power of two, and as wide as they are for products to be most of it.
 EXPERTS = MODEL | dict(num_layers=4, num_experts=24, experts_per_token=3, expert_mlp_dim=768)
-BEHIND_DENSE = EXPERTS | dict(num_layers=6, first_dense_layers=2)
+BEHIND_DENSE = EXPERTS | dict(num_layers=6, mlps="dde*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +81,10 @@ CELLS = {
     "a window round a ring": Cell("ddp", dict(data=2, context=4), "selective", memory=.1,
                                   **LONG, model=MODEL | dict(window=5000)),
     "windows and global layers round a ring": Cell("zero3", dict(fsdp=2, context=4), "full", **LONG, model=MODEL | dict(
-        window=2048, global_every=2)),
+        window=2048, mixers="WF")),
     "windows and global layers in stages": Cell("zero1", dict(stage=2, fsdp=4), "selective",
                                                 8, 1, memory=.1, model=MODEL | dict(
-        window=1024, global_every=2)),
+        window=1024, mixers="WF")),
     "a window, gathered": Cell("ddp", dict(data=2, context=4), "full", method="gather",
                                memory=.1, **LONG, model=MODEL | dict(
         window=3000)),
@@ -122,7 +122,7 @@ CELLS = {
     # Experts' layers hold less than a dense one, whose gradient is made by two parts of the microbatch.
     "experts over tensor behind a wide dense layer": Cell("zero3_experts_tensor", dict(fsdp=4, tensor=2), "full",
                                                           model=EXPERTS | dict(num_layers=5,
-                                                                               first_dense_layers=1, mlp_dim=24576)),
+                                                                               mlps="de*", mlp_dim=24576)),
     # Of several rows XLA turns what all layers keep.
     "experts over tensor behind dense layers, all kept": Cell("zero3_experts_tensor", dict(fsdp=4, tensor=2), "none",
                                                               model=BEHIND_DENSE),
@@ -147,7 +147,7 @@ CELLS = {
                                                   model=BEHIND_DENSE, memory=.1),
     "experts over tensor in stages behind dense layers": Cell(
         "zero3_experts_tensor", dict(fsdp=2, tensor=2, stage=2), "full", 6, 1, schedule="interleaved_zero_bubble",
-        chunks=2, model=EXPERTS | dict(num_layers=7, first_dense_layers=3), memory=.1),
+        chunks=2, model=EXPERTS | dict(num_layers=7, mlps="ddde*"), memory=.1),
     "64 GPUs": Cell("zero3", dict(data=2, fsdp=8, tensor=4), "full", **TINY),
     "1,024 GPUs": Cell("hsdp", dict(data=128, fsdp=8), "full"),
     "1,024 GPUs, tensor": Cell("zero3", dict(fsdp=128, tensor=8), "selective", **TINY),

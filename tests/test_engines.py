@@ -20,6 +20,7 @@ from meshtrain.cost.formulas import rates
 from meshtrain.cost.program import compile, hlo
 from meshtrain.inspection import report
 from meshtrain.kernels import pallas, tiles
+from meshtrain.kernels.engine import Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.parallel.context import attention
 from meshtrain.sharding import rules
@@ -47,7 +48,7 @@ def chosen(model={}, data={}, training={}, platform="gpu", gpu="h100", table=SPL
     """(name of the engine, note)."""
     run, layout = asked_for(model, data, training, table, sizes)
     attend, note = attention.choose(run, layout, platform, gpu)
-    made_in = attend.args[0].engine.forward
+    made_in = attend.engine_of(run.model.head_dim, attention.value_dim(run.model), Scores()).forward
     return getattr(made_in, "func", made_in).__module__.rpartition(".")[2], note
 
 
@@ -76,7 +77,13 @@ def with_cudnn(monkeypatch):
     ("cudnn", dict(data=WHOLE, sizes=dict(context=2))),
     ("blockwise", dict(data=WHOLE, gpu="mi300x")),
     ("pallas", dict(data=WHOLE, model=dict(score_softcap=50.0))),
-    ("pallas", dict(model=dict(window=64, score_softcap=50.0, global_every=2))),
+    ("pallas", dict(model=dict(window=64, score_softcap=50.0, mixers="WF"))),
+    # the widest head of any layer decides
+    ("pallas", dict(data=WHOLE, model=dict(window=64, mixers="WF", kinds=dict(F=dict(head_dim=256))))),
+    ("blockwise", dict(model=dict(window=64, mixers="WF", kinds=dict(F=dict(head_dim=512))))),
+    ("pallas", dict(model=dict(mixers="G*", kinds=dict(F=dict(head_dim=512))))),
+    ("pallas", dict(data=WHOLE, model=dict(head_dim=96, latent=dict(kv_dim=64, rope_dim=32, value_dim=64)))),
+    ("cudnn", dict(data=WHOLE, model=dict(head_dim=96, latent=dict(kv_dim=64, rope_dim=32)))),
 ])
 def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, asked, with_cudnn):
     """And the price is that engine's, whatever is installed where a plan is made."""
@@ -95,7 +102,7 @@ def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch)
     assert "training.deterministic=true" in chosen(data=WHOLE, training=dict(deterministic=True))[1]
     assert chosen(platform="cpu")[1] == ""
     assert chosen(platform="cpu", model=dict(attention="blockwise"))[1].endswith("because model.attention=blockwise")
-    windowed = chosen(data=WHOLE, model=dict(window=64, global_every=6, num_layers=6), sizes=dict(context=2))[1]
+    windowed = chosen(data=WHOLE, model=dict(window=64, mixers="WWWWWF", num_layers=6), sizes=dict(context=2))[1]
     assert windowed.startswith("attention: Pallas kernels that visit only what documents reach, window 64 in 5 layers "
                                "of 6, because")
     assert 'no window over the chunks of context.method="ring" (model.window=64)' in windowed
@@ -110,7 +117,7 @@ def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch)
 @pytest.mark.parametrize("asked, said", [
     (dict(model=dict(attention="cudnn")), 'cudnn" cannot serve this run: cuDNN\'s kernel has no document mask'),
     (dict(model=dict(attention="pallas"), platform="cpu"), "kernels run on GPUs, not on platform 'cpu'"),
-    (dict(model=dict(attention="pallas", head_dim=512)), "a head_dim of at most 256, not 512"),
+    (dict(model=dict(attention="pallas", head_dim=512)), "heads of a width of at most 256, not 512"),
     (dict(model=dict(attention="pallas"), table=HEADS_ALONE, sizes=dict(tensor=2)),
      "splits heads over ['tensor'] and kv_heads over []"),
 ])
@@ -219,7 +226,7 @@ def test_under_selective_remat_each_layer_runs_its_forward_once_on_a_devices_own
 def test_a_window_over_chunks_runs_its_kernels_where_it_reaches_and_no_further(method):
     """Of two layers one has a window of 100 tokens over chunks of 64: itself and the two before it, for both chunks of
     a device."""
-    made = gpu_step("zero3", dict(context=4, fsdp=2), dict(window=100, global_every=2), context=dict(method=method))
+    made = gpu_step("zero3", dict(context=4, fsdp=2), dict(window=100, mixers="WF"), context=dict(method=method))
     found = Counter()
     for (name, _), calls in kernels(made.program.compile().as_text()).items():
         found[name] += calls

@@ -77,7 +77,7 @@ MODELS = {
     "softmax": {},
     "sigmoid in groups, scaled, shared, a dense layer first": dict(
         router_score="sigmoid", router_groups=(4, 2), router_scale=2.5, shared_expert_dim=8, num_layers=3,
-        first_dense_layers=1),
+        mlps="de*"),
     "softmax, not normalized, three of six": dict(num_experts=6, experts_per_token=3,
                                                   router_normalize=False, expert_mlp_dim=10),
     "gelu, one of four": dict(num_experts=4, experts_per_token=1, activation="gelu", router_normalize=False),
@@ -149,7 +149,7 @@ def assert_equal(run, wanted, devices):
     worst = max((error, jax.tree_util.keystr(path)) for path, error in jax.tree_util.tree_leaves_with_path(errors))
     assert worst[0] < TOLERANCE, worst
     targets = (batch()["targets"] >= 0).sum()
-    dense = run.model.first_dense_layers
+    dense = run.model.mlps.count("d")
     np.testing.assert_allclose(aux["expert_load"][dense:] * targets, counts, rtol=1e-6)
     tokens = jax.tree_util.tree_leaves_with_path(got)
     biases = [leaf for path, leaf in tokens if path[-1].key == "bias"]

@@ -55,7 +55,7 @@ def drawn(rng, path) -> config.Run:
     chunks, layers = 1 + (stage > 1 and schedule in schedules.INTERLEAVED), rng.randint(stage, stage + 3)
     microbatches = rng.choice((1, 2)) * stage if chunks > 1 else rng.choice((1, 2, 3))
     swiglu = dict(activation="swiglu", shared_expert_dim=rng.choice((0, 5)),
-                  first_dense_layers=rng.choice((0, 1, layers - 1)))
+                  mlps="d" * rng.choice((0, 1, layers - 1)) + "e*")
     groups = rng.choice([n for n in range(1, E + 1) if E % n == 0])
     model = dict(
         vocab_size=rng.choice((61, 257, 300)), embed_dim=math.prod(sizes.values()) // stage * rng.choice((3, 5, 8)),

@@ -320,7 +320,7 @@ def test_experts_answer_alike_on_every_mesh(tiny, tmp_path):
     """Their width, 36, is not divided by tensor 8; the run's own sample is made on its own devices."""
     ran = call(train.main, *tiny, "--model.num_experts=4", "--model.experts_per_token=2",
                "--model.expert_mlp_dim=36", "--model.num_layers=2",
-               "--model.first_dense_layers=1", "--model.num_heads=8", "--training.steps=2",
+               "--model.mlps=de*", "--model.num_heads=8", "--training.steps=2",
                "--model.compute_dtype=float32", "--run.dir", tmp_path)
     assert (ran.code, ran.err) == (0, "") and "a sample:" in ran.out, ran
     asked = (tmp_path, "--prompt=line 1", "--prompt=7", "--max-tokens=6", "--json")

@@ -31,7 +31,7 @@ OPEN_TO = {
     "inspection": {"assembly", "cost/formulas", "cost/planner", "cost/program", "parallel/pipeline", "run", "sharding"},
     "checkpoint": {"cluster", "config", "data", "data/documents", "huggingface", "model", "run", "training"},
 }
-EVERYONE = {"names", "shipped", "jax_private", "units", "files", "hardware"}
+EVERYONE = {"names", "pattern", "shipped", "jax_private", "units", "files", "hardware"}
 
 
 def room(name: str) -> str:
@@ -80,7 +80,7 @@ def test_the_import_test_sees_an_import(tmp_path):
 
 # ---- concepts --------------------------------------------------------------------------------------------------------
 
-MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 135, 9
+MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 142, 9
 
 
 def concepts(*packages: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:

@@ -13,11 +13,13 @@ import pytest
 import sampling
 
 from meshtrain import config
+from meshtrain import pattern
 from meshtrain.kernels import blockwise
 from meshtrain.model import params, transformer
-from meshtrain.model.layers import MLP, Execution, Layer
+from meshtrain.model.layers import MLP, Attention, Execution, Layer
 from meshtrain.names import AUX_LOSS, AXES, LAYERS
 from meshtrain.parallel.context import attention
+from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import optimizer
@@ -27,7 +29,7 @@ from test_layouts import MODEL, run_of
 def execution(remat: str = "none") -> Execution:
     one = Layout(rules.parse(""), dict.fromkeys(AXES, 1))
     return Execution(one, jnp.dtype("float32"),
-                     functools.partial(attention.attend, attention.Local(blockwise.engine())), remat)
+                     attention.RunAttention(lambda H, V, scores: blockwise.engine(scores=scores)), remat)
 
 
 def batch_of(sequences: int = 4) -> dict:
@@ -35,10 +37,15 @@ def batch_of(sequences: int = 4) -> dict:
     return {name: jnp.asarray(x) for name, x in parity.batch_of(run, 0).items()}
 
 
-class Wide(Layer):
+class Plain(Layer):
+    def __init__(self, cfg, rngs, *kind):
+        super().__init__(cfg, rngs, ("attention", lambda *args: Attention(*args, "F")), ("mlp", MLP))
+
+
+class Wide(Plain):
     """Another kind of layer: an MLP of twice the size, and two sums beside the stream."""
 
-    def __init__(self, cfg, rngs):
+    def __init__(self, cfg, rngs, *kind):
         super().__init__(cfg, rngs)
         self.mlp = MLP(cfg.model_copy(update={"mlp_dim": 2 * cfg.mlp_dim}), rngs)
 
@@ -75,8 +82,8 @@ def one_by_one(model, ex, p, batch, layers):
     return objective + sums[AUX_LOSS], (nll, sums)
 
 
-PERIOD = (("layers", (Layer, Wide), 2),)
-LEADING = (("dense", (Layer,), 2), ("others", (Wide, Layer), 1))
+PERIOD = (("layers", (Plain, Wide), 2),)
+LEADING = (("dense", (Plain,), 2), ("others", (Wide, Plain), 1))
 
 
 @pytest.mark.parametrize("groups, paths", [
@@ -109,7 +116,7 @@ def test_groups_compute_what_their_layers_compute_one_by_one(groups, paths):
 
 def test_parameters_are_listed_as_the_tree_has_its_leaves_in_a_period_of_eleven():
     """A step pairs the two: roles with gradients. "10" stands before "2"."""
-    model = model_of(("layers", (Layer,) * 11, 1))
+    model = model_of(("layers", (Plain,) * 11, 1))
     p = jax.eval_shape(model.init, jax.random.key(0))
     leaves = [tuple(key.key for key in path) for path, _ in jax.tree.leaves_with_path(p)]
     assert leaves == [info.path for info in model.parameters()] and (LAYERS,
@@ -142,9 +149,15 @@ def test_equal_layers_stand_in_the_tree_as_one_stack():
     assert set(stacked) == {"attention", "attention_norm", "mlp", "mlp_norm"}
 
 
-def test_layers_of_several_kinds_are_refused_by_a_pipeline():
-    with pytest.raises(ValueError, match="dense: 2 × 1, others: 1 × 2.*mesh.stage to 1"):
-        model_of(*LEADING).period
+def test_layers_without_a_period_are_refused_by_a_pipeline_and_computed_without_stages():
+    """Layers without a period: parts that repeat are groups of their own."""
+    mixers = "FFNFNNFFFNNNFNFFNN"
+    run = run_of("ddp", {}, dict(num_layers=18, mixers=mixers))
+    groups = transformer.build(run.model).groups
+    assert "".join(kind.mixer for part in pattern.stretches(run.model) for kind in part.period * part.repeats) == mixers
+    assert sum(group.num_layers for group in groups) == 18 and sum(len(group.period) for group in groups) < 12
+    faults = stages.problems(run, rules.load(run.sharding.rules), dict.fromkeys(AXES, 1) | dict(stage=2))
+    assert len(faults) == 1 and "set mesh.stage to 1" in faults[0]
 
 
 # ---- aux -------------------------------------------------------------------------------------------------------------

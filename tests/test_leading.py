@@ -27,10 +27,10 @@ from test_pipeline import unordered
 
 TWO = "two dense layers, then four"
 MODELS |= {
-    TWO: dict(num_layers=6, first_dense_layers=2),
-    "one dense layer, then five, sigmoid, shared": dict(num_layers=6, first_dense_layers=1,
+    TWO: dict(num_layers=6, mlps="dde*"),
+    "one dense layer, then five, sigmoid, shared": dict(num_layers=6, mlps="de*",
                                                         router_score="sigmoid", shared_expert_dim=8),
-    "periods of two, two of them dense": dict(num_layers=7, first_dense_layers=4, global_every=2,
+    "periods of two, two of them dense": dict(num_layers=7, mlps="dddde*", mixers="WF",
                                               window=5, qk_norm="head")}
 MESHES = PIPELINES | {
     "three stages, experts over data, 1f1b": (STAGED.replace('vocab = "stage"\n', "") + 'expert = "data"\n' + BATCH,
@@ -91,7 +91,7 @@ def test_a_stage_computes_leading_layers_for_its_share_of_the_microbatches_alone
     multiplied = lambda case: sum(dot.flops for dot in case.audit.dots)
     plain = dict(num_layers=6)
     case, without = (parity.compiled(made_of(tmp_path, name, plain | more, microbatches))
-                     for more in (dict(num_layers=8, first_dense_layers=2), {}))
+                     for more in (dict(num_layers=8, mlps="dde*"), {}))
     sizes = case.made.mesh_spec.sizes
     linear = sum(info.size for info in case.made.model.parameters() if info.axes[0] == LEADING
                  and info.role == "matrix") // 2
@@ -111,7 +111,7 @@ def test_leading_layers_lie_whole_on_every_stage_and_the_others_are_split(tmp_pa
     over_stages = lambda group: {spec[0] for spec in jax.tree.leaves(
         specs[group], is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))}
     assert over_stages("dense_layers") == {None} and over_stages("layers") == {"stage"}
-    (note,) = [note for note in made.notes if "first_dense_layers" in note]
+    (note,) = [note for note in made.notes if "before the stages" in note]
     assert "every stage has them whole" in note and "idle" not in note
     (note,) = [note for note in assembly.assemble(made_of(tmp_path, THREE, MODELS[TWO], 4), jax.devices()[:6]).notes
                if "idle" in note]
@@ -132,7 +132,7 @@ def test_a_checkpoint_goes_from_stages_to_none_and_to_other_stages(tmp_path):
 
 
 @pytest.mark.parametrize("model, pipeline, said", [
-    (dict(num_layers=7, first_dense_layers=3), dict(chunks=3), "into chunks without a layer; use at most 2")])
+    (dict(num_layers=7, mlps="ddde*"), dict(chunks=3), "into chunks without a layer; use at most 2")])
 def test_what_does_not_fit_behind_leading_layers_is_refused(tmp_path, model, pipeline, said):
     run = made_of(tmp_path, SPLIT, MODELS[TWO] | model, 4)
     run = run.replaced(pipeline=pipeline)
@@ -143,7 +143,7 @@ def test_what_does_not_fit_behind_leading_layers_is_refused(tmp_path, model, pip
 def test_formulas_count_the_rounds_of_leading_layers_and_those_in_which_stages_idle():
     """What the compiled program holds, sends and multiplies beside them: `test_beside`."""
     cfg = config.load(["configs/quickstart.toml", "--model.preset", "qwen3-30b-a3b",
-                       "--model.first_dense_layers", "2", "--model.mlp_dim", "6144",
+                       "--model.mlps", "dde*", "--model.mlp_dim", "6144",
                        "--model.compute_dtype", "bfloat16"]).model
     sizes = MeshSpec(dict(stage=4, fsdp=8))
     layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_experts_fsdp.toml")), sizes.sizes)

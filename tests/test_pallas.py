@@ -100,7 +100,7 @@ def plain_backward(q, k, v, seen, o, lse, do, softcap):
     p = np.exp(np.where(seen[:, None], s - lse.swapaxes(1, 2)[..., None], -np.inf))
     ds = p * (np.einsum("btnh,bsnh->bnts", do, many(v)) - (do * o).sum(-1).swapaxes(1, 2)[..., None]) * H ** -0.5
     ds = ds * (1 - (s / softcap) ** 2) if softcap else ds
-    once = lambda x: x.reshape(B, S, K, G, H).sum(3)
+    once = lambda x: x.reshape(B, S, K, G, -1).sum(3)
     return (np.einsum("bnts,bsnh->btnh", ds, many(k)), once(np.einsum("bnts,btnh->bsnh", ds, q)),
             once(np.einsum("bnts,btnh->bsnh", p, do)))
 
@@ -108,11 +108,14 @@ def plain_backward(q, k, v, seen, o, lse, do, softcap):
 SQUARE, FLAT, TALL = (Tiles(*[Blocks(rows, columns, 4, 2)] * 3) for rows, columns in ((16, 16), (16, 32), (32, 16)))
 near = lambda window: CAUSAL._replace(window=window)
 edge = lambda window, ahead: Mask(False, window, ahead)
-# T, S, N, K, H, mask, tiles, programs that fill the GPU (1: the heads of a group are summed inside dkv), softcap
+# T, S, N, K, H, mask, tiles, programs that fill the GPU (1: the heads of a group are summed inside dkv), softcap; for
+# values of another width H is (width of keys, of values)
 CELLS = {
     "causal, heads summed inside": (70, 70, 4, 2, 16, CAUSAL, TALL, 1, 0),
     "keys before queries, one kv head, S > T": (40, 72, 2, 1, 24, WHOLE, FLAT, 10**6, 0),
     "a window, a softcap": (70, 70, 2, 1, 16, near(21), TALL, 1, 0.7),
+    "values narrower than keys": (50, 50, 4, 2, (40, 20), CAUSAL, TALL, 1, 0),
+    "values wider than keys, summed outside": (40, 72, 2, 1, (16, 40), WHOLE, FLAT, 10**6, 0),
 }
 SLOW = {
     "S < T, no group": (90, 33, 2, 2, 16, WHOLE, TALL, 1, 0),
@@ -121,6 +124,7 @@ SLOW = {
     "eight heads of one": (48, 48, 8, 1, 32, CAUSAL, TALL, 1, 0),
     "the tiles of H100": (256, 256, 2, 1, 128, CAUSAL, tiles.of(128, "h100"), 1, 0),
     "the tiles of heads of 256": (96, 128, 2, 2, 256, WHOLE, tiles.of(256, "b200"), 1, 0),
+    "the tiles of latents": (96, 128, 2, 2, (192, 128), WHOLE, tiles.of(192, "h100", value_dim=128), 1, 0),
     "a window of one token": (50, 50, 2, 1, 16, near(1), FLAT, 1, 0),
     "a window of a block": (64, 64, 4, 2, 16, near(16), SQUARE, 10**6, 0),
     "a chunk at the window's edge": (48, 48, 2, 1, 16, edge(70, 48), SQUARE, 1, 0.7),
@@ -143,10 +147,10 @@ def both_ways(mask: Mask, tiles: Tiles, full: int, softcap: float):
 def check(cell, kind: str, dtype: str, seed: int):
     """The backward is given o and lse as if the queries saw other keys as well, elsewhere."""
     T, S, N, K, H, mask, tiles, full, softcap = cell
-    rng, B = np.random.default_rng(seed), 2
+    (H, V), rng, B = H if isinstance(H, tuple) else (H, H), np.random.default_rng(seed), 2
     exact = lambda x: np.asarray(jnp.asarray(x, dtype), np.float64)     # numbers that the dtype has
-    q, k, v, do = (exact(rng.standard_normal((B, length, heads, H)))
-                   for length, heads in ((T, N), (S, K), (S, K), (T, N)))
+    q, k, v, do = (exact(rng.standard_normal((B, length, heads, width)))
+                   for length, heads, width in ((T, N, H), (S, K, H), (S, K, V), (T, N, V)))
     segments = drawn_segments(kind, rng, B, T, S, mask.causal)
     seen = seen_pairs(*segments, mask)
     o, lse = plain_forward(q, k, v, seen, softcap)
@@ -219,20 +223,21 @@ def ptxas() -> Path:
     return next(path for root in roots if (path := root / "bin" / "ptxas").is_file())
 
 
-def resources(gpu: str, head_dim: int, mask: Mask, scores: Scores, folder: Path) -> dict[str, tuple[int, int]]:
+def resources(gpu: str, widths: tuple[int, int], mask: Mask, scores: Scores,
+              folder: Path) -> dict[str, tuple[int, int]]:
     """{kernel: (spilled bytes of a thread, shared memory of a block)} of forward and backward, at the shape of Llama 3
-    8B."""
+    8B. widths: of keys and of values."""
     B, T, N, K = 1, 8192, 32, 8
     mesh = MeshSpec({}).build(compile.topology(f"{gpu}:1"))
-    engine = pallas.engine(tiles.of(head_dim, gpu, bool(scores.softcap)), scores)
+    engine = pallas.engine(tiles.of(widths[0], gpu, bool(scores.softcap), widths[1]), scores)
 
     def both(q, k, v, segments, o, lse, do):
         return engine.forward(q, k, v, segments, segments, mask), engine.backward(
             q, k, v, segments, segments, o, lse, do, mask)
 
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P()))
-    q, k = (array(jnp.bfloat16, B, T, heads, head_dim) for heads in (N, K))
-    args = q, k, k, array(jnp.int32, B, T), q, array(jnp.float32, B, T, N), q
+    q, k, o, v = (array(jnp.bfloat16, B, T, heads, width) for width in widths for heads in (N, K))
+    args = q, k, v, array(jnp.int32, B, T), o, array(jnp.float32, B, T, N), o
     with jax.set_mesh(mesh):
         step = jax.jit(jax.shard_map(both, in_specs=P(), out_specs=P(), check_vma=False)).lower(*args)
         # Optimized as in a run; the other programs of the tests are not.
@@ -253,19 +258,19 @@ def resources(gpu: str, head_dim: int, mask: Mask, scores: Scores, folder: Path)
     return found
 
 
-CAPPED = Scores(224, 50.0)      # Gemma 2's
-COMPILED = [(gpu, head_dim, mask, scores) for gpu in ("a100-80gb", "h100", "h200", "b200")
-            for head_dim in tiles.WIDTHS for mask, scores in (
+CAPPED = Scores(224 ** -0.5, 50.0)      # Gemma 2's
+COMPILED = [(gpu, widths, mask, scores) for gpu in ("a100-80gb", "h100", "h200", "b200")
+            for widths in tiles.COMPILED[9] for mask, scores in (
     (CAUSAL, Scores()), (WHOLE, Scores()), (near(4096), CAPPED), (edge(4096, 2048), Scores()))]
-FAST = [("h100", 128, near(4096), Scores()), ("b200", 256, WHOLE, Scores())]
+FAST = [("h100", (128, 128), near(4096), Scores()), ("b200", (256, 256), WHOLE, Scores())]
 
 
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
-@pytest.mark.parametrize("gpu, head_dim, mask, scores",
+@pytest.mark.parametrize("gpu, widths, mask, scores",
                          [*FAST, *(slow(*cell) for cell in COMPILED if cell not in FAST)])
 def test_kernels_compiled_for_a_gpu_spill_next_to_nothing_and_fit_its_shared_memory(
-        gpu, head_dim, mask, scores, tmp_path):
-    found = resources(gpu, head_dim, mask, scores, tmp_path)
+        gpu, widths, mask, scores, tmp_path):
+    found = resources(gpu, widths, mask, scores, tmp_path)
     assert set(found) == {f"{pallas.NAME}_{what}{mask.label}" for what in ("forward", "dq", "dkv")}
     for name, (spilled, shared) in found.items():
         assert spilled <= MAX_SPILLED_BYTES, (name, found)
@@ -275,5 +280,6 @@ def test_kernels_compiled_for_a_gpu_spill_next_to_nothing_and_fit_its_shared_mem
 def test_every_gpu_that_can_be_compiled_for_has_tiles_of_every_width():
     for gpu in compile.targets():
         assert all(tiles.of(head_dim, gpu) for head_dim in (16, 64, 65, 128, 200, 256)) and tiles.of(257, gpu) is None
+        assert tiles.of(192, gpu, value_dim=128) and tiles.of(64, gpu, value_dim=257) is None
     assert tiles.of(64, "") is None and tiles.of(64, "mi300x") is None
-    assert {gpu for gpu, _ in tiles.TIMED} <= set(hardware.GPUS)
+    assert {gpu for gpu, *_ in tiles.TIMED} <= set(hardware.GPUS)

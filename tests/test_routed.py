@@ -85,7 +85,7 @@ def test_all_layouts_multiply_the_same_rows_but_for_those_that_fill_up_blocks(ru
 
 def test_without_stages_a_step_works_through_leading_dense_layers_like_through_others():
     """Formulas of a layer are then of the mean of both kinds."""
-    cfg = config.load(["configs/quickstart.toml", "--model.preset", QWEN, "--model.first_dense_layers", "8"]).model
+    cfg = config.load(["configs/quickstart.toml", "--model.preset", QWEN, "--model.mlps", "dddddddde*"]).model
     spec, options = MeshSpec(dict(fsdp=4, tensor=2)), Options(4096, 8, microbatches=2)
     layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_experts_tensor.toml")), spec.sizes)
     found = place(transformer.build(cfg).parameters(), cfg, layout, spec)
@@ -117,7 +117,7 @@ def test_plans_of_experts_are_run_files_that_load_with_every_kind_of_layout_amon
 
 
 @pytest.mark.parametrize("words", [
-    f"{QWEN} --gpus 8 --gpu h200 --model.first_dense_layers 1",
+    f"{QWEN} --gpus 8 --gpu h200 --model.mlps de*",
     f"{MIXTRAL} --gpus 64 --gpu h100 --model.shared_expert_dim 1024",
     f"{QWEN} --gpus 12 --gpu h200 --model.num_experts 24 --model.experts_per_token 1 --global-batch 48",
     "olmoe-1b-7b --gpus 8 --gpu a100-80gb --experts.dispatch all_to_all"])

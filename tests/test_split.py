@@ -24,7 +24,7 @@ def layer_case(remat: str, dtype: str = "float32"):
     model = transformer.build(cfg)
     one = Layout(rules.parse(""), dict.fromkeys(("data", "fsdp", "tensor", "stage", "context"), 1))
     ex = Execution(one, jnp.dtype(dtype),
-                   functools.partial(attention.attend, attention.Local(blockwise.engine())), remat)
+                   attention.RunAttention(lambda H, V, scores: blockwise.engine(scores=scores)), remat)
     ids = jnp.tile(jnp.arange(T), (2, 1))
     batch = {"segments": ids // 9, "positions": ids, "index": ids, "sequence": jnp.arange(2)}
     e = model.inputs(batch, jax.random.key(3))

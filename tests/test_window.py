@@ -76,7 +76,7 @@ def test_blocks_with_a_window_equal_plain_attention(T, block, window):
 
 
 def test_scores_of_another_scale_within_a_softcap_equal_plain_attention():
-    check("", 1, 40, 12, scores=Scores(3, 0.7))
+    check("", 1, 40, 12, scores=Scores(0.6, 0.7))
 
 
 # A window of one token, within a chunk, of a chunk and one more, odd ones over several chunks, and nearly the whole
@@ -198,7 +198,7 @@ def test_a_window_over_chunks_multiplies_little_more_than_it_sees(method):
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
-EVERY = dict(window=12, global_every=2, local_rope_theta=100.0, attention_scale_dim=16)
+EVERY = dict(window=12, mixers="WF", kinds=dict(W=dict(rope_theta=100.0)), multipliers=dict(score=0.25))
 
 
 def test_places_name_every_stack_once():
@@ -211,14 +211,14 @@ def test_places_name_every_stack_once():
         paths = {name + path.removeprefix("layers") for name, _ in model.places()
                  for path in model.names() if path.startswith("layers/")}
         assert paths == {info.name for info in model.parameters() if info.name.startswith("layers/")}
-    with pytest.raises(config.ConfigError, match="model.global_every=2 has no model.window"):
-        config.load(["--model.global_every=2"])
+    with pytest.raises(config.ConfigError, match="and no model.window"):
+        config.load(["--model.mixers=WF"])
 
 
 @pytest.mark.parametrize(("num_layers", "stages", "chunks", "padded"),
                          [(4, 2, 1, 4), (5, 2, 1, 8), (3, 2, 2, 8), (1, 2, 1, 2), (9, 4, 1, 16)])
 def test_stages_hold_whole_periods(num_layers, stages, chunks, padded):
-    model = dict(window=4, global_every=2, num_layers=num_layers)
+    model = dict(window=4, mixers="WF", num_layers=num_layers)
     assert parallel_stages.padded(config.Model(**model), stages * chunks) == padded
 
 

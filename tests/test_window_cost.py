@@ -73,21 +73,21 @@ def test_a_models_flops_are_those_of_the_pairs_that_its_layers_see():
     seen = sum(min(t + 1, 2048) for t in range(S)) / S
     pair = 12 * 8 * 128                                  # forward and backward of a layer
     assert of() - of(window=2048) == pytest.approx(8 * pair * (S / 2 - seen), rel=1e-3)
-    assert of() - of(window=2048, global_every=4) == pytest.approx(6 * pair * (S / 2 - seen), rel=1e-3)
+    assert of() - of(window=2048, mixers="WWWF") == pytest.approx(6 * pair * (S / 2 - seen), rel=1e-3)
     # of 8 layers the third and sixth
-    assert of() - of(window=2048, global_every=3) == pytest.approx(6 * pair * (S / 2 - seen), rel=1e-3)
-    assert of(window=S) == of() == of(window=S - 1, global_every=1)
+    assert of() - of(window=2048, mixers="WWF") == pytest.approx(6 * pair * (S / 2 - seen), rel=1e-3)
+    assert of(window=S) == of() == of(window=S - 1, mixers="F")
 
 
 def test_a_layer_of_a_period_has_the_products_of_one_layer():
     """And of whole rows the price has the pairs of windows, of packed ones what their documents leave of them."""
     layout, mesh = Layout(rules.parse(""), dict.fromkeys(AXES, 1)), MeshSpec({})
     placed = {every: place(transformer.build(cfg := config.Model(**GEMMA, window=1024,
-                                                                 global_every=every)).parameters(), cfg, layout, mesh)
+                                                                 mixers="W" * max(0, every - 1) + ("F" if every else "W"))).parameters(), cfg, layout, mesh)
               for every in (0, 3)}
     assert placed[3].layer.products == placed[0].layer.products and placed[3].layer.largest == placed[0].layer.largest
     assert placed[3].layer.used == pytest.approx(placed[0].layer.used) and placed[3].held.stored == placed[0].held.stored
-    run = config.Run(model=dict(**GEMMA, window=1024, global_every=4),
+    run = config.Run(model=dict(**GEMMA, window=1024, mixers="WWWF"),
                      data=dict(seq_len=8192, global_batch=1, document_mask=False))
     assumed = Assumptions("h100")
     attended = lambda run: rates.attended(run, layout, assumed)
@@ -102,7 +102,7 @@ def test_a_layer_of_a_period_has_the_products_of_one_layer():
 
 
 def test_stages_are_priced_by_whole_periods():
-    run = config.Run(model=dict(**GEMMA | dict(num_layers=10), window=64, global_every=4), mesh=dict(stage=2),
+    run = config.Run(model=dict(**GEMMA | dict(num_layers=10), window=64, mixers="WWWF"), mesh=dict(stage=2),
                      sharding=dict(rules="sharding_rules/ddp.toml"), data=dict(seq_len=256, global_batch=4),
                      training=dict(microbatches=4))
     spec = MeshSpec(dict(stage=2))

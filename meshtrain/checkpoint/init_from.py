@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from meshtrain import config
 from meshtrain.checkpoint import adapters, resume
 from meshtrain.checkpoint.checkpoint import Saved
-from meshtrain.config import Run
+from meshtrain.config import Run, layers
 from meshtrain.model import params, transformer
 from meshtrain.names import LAYERS
 from meshtrain.run import say
@@ -22,7 +22,7 @@ from meshtrain.run.trees import leaves_of, nested
 from meshtrain.training import state
 from meshtrain.training.state import State
 
-DENSE = dict(num_experts=0, shared_expert_dim=0, first_dense_layers=0)
+DENSE = dict(num_experts=0, shared_expert_dim=0, mlps="d")
 
 
 def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes: State, fresh: State) -> State:
@@ -72,21 +72,21 @@ def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
         raise ValueError(f'model.activation="{cfg.activation}": the dense run has MLPs of "{activation}", as which '
                          f'experts start; use it, too')
     if source_model.get("mlp_bias"):
-        raise ValueError("the MLPs of the dense run have biases (model.mlp_bias=true), and experts have none; begin "
-                         "from a run without")
+        raise ValueError("the MLPs of the dense run have biases (model.mlp_bias=true), of which no experts are made; "
+                         "begin from a run without")
     wrong = [f"model.{key}={have}" for key, have in (("expert_mlp_dim", cfg.expert_mlp_dim), ("mlp_dim", cfg.mlp_dim))
-             if have != width and (key == "expert_mlp_dim" or cfg.first_dense_layers)]
+             if have != width and (key == "expert_mlp_dim" or pattern.share(cfg, mlps="d"))]
     if wrong:
         raise ValueError(f"{' and '.join(wrong)}: the dense run has MLPs of model.mlp_dim={width}, as which experts "
                          f"start; use {width}")
-    if cfg.global_every:
-        raise ValueError(f"model.global_every={cfg.global_every}: layers of two kinds are not made into experts; leave "
-                         f"it out")
+    first = pattern.leading(cfg)
+    if len(set(pattern.kinds(cfg))) > 1 + bool(first):
+        raise ValueError(f'model.mixers="{cfg.mixers}" and mlps="{cfg.mlps}": of layers of several kinds no experts '
+                         f"are made; leave the patterns out")
     dense = transformer.build(cfg.model_copy(update=DENSE | {"mlp_dim": width}))
     wanted = state.stored(dense, layout, mesh)
     restored = leaves_of(adapters.restore(source, wanted))
     adapters.warn_left_out(source, wanted)
-    first = cfg.first_dense_layers
 
     def expanded(restored, fresh):
         made = {}

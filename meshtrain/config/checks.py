@@ -9,9 +9,11 @@ import re
 import sys
 from pathlib import Path
 
-from meshtrain.config import unused
+from meshtrain import pattern
+from meshtrain.config import rope_scaling, unused
+from meshtrain.pattern import MIXERS, MLPS
 from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
-from meshtrain.config.sections import Component, Data, Mesh, RopeScaling, Run
+from meshtrain.config.sections import Component, Data, Mesh, Run
 from meshtrain.huggingface import folder
 from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.shipped import names
@@ -23,7 +25,6 @@ SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.
              "head_dim": "model.head_dim", "mlp": "model.mlp_dim", "vocab": "model.vocab_size (padded to 256)",
              "layers": "model.num_layers", "expert": "model.num_experts", "expert_embed": "model.embed_dim",
              "expert_mlp": "model.expert_mlp_dim"}
-ROPE_KEYS = tuple(RopeScaling.model_fields)[1:]
 FIELD_SOURCES = ("jsonl", "parquet", "arrow")     # whose documents have a text in data.field
 BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
@@ -137,36 +138,10 @@ def _mesh_problems(run: Run):
 
 def _model_problems(run: Run):
     model, seq_len = run.model, run.data.seq_len
-    if model.num_heads % model.num_kv_heads:
-        divisors = [n for n in range(1, min(model.num_heads, 1024) + 1) if model.num_heads % n == 0]
-        yield (f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}; "
-               f"use {join(map(str, divisors), 'or')}")
-    if model.head_dim == 0:
-        yield (f"model.embed_dim={model.embed_dim} cannot be split over model.num_heads={model.num_heads}; "
-               f"use a multiple, e.g. {next_multiple(model.embed_dim, model.num_heads)}, or give model.head_dim")
-    if model.position == "rope" and model.head_dim % 2:
-        yield (f'model.head_dim={model.head_dim} (model.embed_dim={model.embed_dim}, '
-               f'model.num_heads={model.num_heads}) is odd, and model.position="rope" rotates pairs; use e.g. '
-               f'{model.head_dim + 1}, or "learned" positions')
     if model.position == "learned" and seq_len > model.max_seq_len:
         yield (f"data.seq_len={seq_len} is longer than the model.max_seq_len={model.max_seq_len} learned positions; "
                "shorten the sequences or lengthen the table")
-    rope = model.rope_scaling
-    slow, fast = ("beta_slow", "beta_fast") if rope.rope_type == "yarn" else ("low_freq_factor", "high_freq_factor")
-    if slow in dict(rope) and getattr(rope, fast) <= getattr(rope, slow):
-        yield (f"model.rope_scaling={toml(rope)}: {fast} must be larger than {slow}; use e.g. "
-               f"{toml(type(rope)(rope_type=rope.rope_type))}")
-    idle = [name for name in ROPE_KEYS if name not in dict(rope) and getattr(rope, name) != getattr(type(rope)(), name)]
-    if idle:
-        yield (f"model.rope_scaling has {join(idle, 'and')}, which rope_type={toml(rope.rope_type)} does not read; "
-               f"leave {'it' if len(idle) == 1 else 'them'} out, or use "
-               f"rope_type={toml('yarn' if 'beta' in idle[0] else 'llama3')}")
-    if model.global_every and not model.window:
-        yield (f"model.global_every={model.global_every} has no model.window that the other layers could keep to; give "
-               f"one, or leave global_every out")
-    if model.local_rope_theta and not model.global_every:
-        yield (f"model.local_rope_theta={model.local_rope_theta} is for layers with a window beside global ones; use "
-               f"model.rope_theta, or model.global_every")
+    yield from _layer_problems(model)
     if model.matmul_dtype == "bfloat16" != model.compute_dtype:
         yield (f'model.matmul_dtype="bfloat16" is not model.compute_dtype={toml(model.compute_dtype)}, in which '
                f'whatever is not float8 is multiplied; use model.compute_dtype="bfloat16", or "auto"')
@@ -175,7 +150,83 @@ def _model_problems(run: Run):
                f"which has 256 bytes and a separator; use at least {BYTE_VOCAB}")
 
 
-EXPERT_KEYS = ("experts_per_token", "expert_mlp_dim", "shared_expert_dim", "first_dense_layers",
+def _layer_problems(model):
+    """Faults of the layers' patterns and of what their mixers need."""
+    known = {"mixers": MIXERS, "mlps": MLPS}
+    for key, letters in known.items():
+        given = getattr(model, key)
+        if not given.rstrip("*") or set(given.removesuffix("*")) - set(letters):
+            yield (f"model.{key}={toml(given)} is not a pattern of {join(map(toml, letters), 'and')}, with * at its "
+                   f"end to repeat the last one; use e.g. {toml('WWWF' if key == 'mixers' else 'de*')}")
+            return
+    kinds = pattern.kinds(model)
+    present = [letter for letter in MIXERS if any(kind.mixer == letter for kind in kinds)]
+    if ("..") in map("".join, kinds):
+        yield (f"model.mixers={toml(model.mixers)} and model.mlps={toml(model.mlps)} leave a layer without mixer and "
+               f"MLP; use fewer model.num_layers")
+    of = {letter: model.of(letter) for letter in present}
+    windowed = [letter for letter in present if letter in pattern.WINDOWED]
+    if idle := [letter for letter, _ in model.kinds if letter not in present]:
+        yield (f"model.kinds has {join(map(toml, idle), 'and')}, and no layer of model.mixers={toml(model.mixers)} is "
+               f"of that kind; leave it out")
+    if any(not of[letter].window for letter in windowed):
+        yield (f"model.mixers={toml(model.mixers)} has layers with a window ({join(windowed, 'and')}) and no "
+               f"model.window; give one, or use F and N")
+    if model.window and not windowed:
+        yield (f"model.window={model.window} is of no layer of model.mixers={toml(model.mixers)}; use W or V in the "
+               f"pattern, or leave the window out")
+    yield from rope_scaling.problems(model)
+    for letter in present:
+        if letter in pattern.ATTENTION:
+            yield from _head_problems(model, of[letter], f'model.kinds.{letter}: ' * (of[letter] is not model))
+    if recurrent := [letter for letter in present if letter in pattern.RECURRENT]:
+        yield from _recurrent_problems(model, recurrent)
+    elif model.linear != type(model.linear)():
+        yield (f"model.linear={toml(model.linear)} is of no layer of model.mixers={toml(model.mixers)}; use G, K or M "
+               f"in the pattern, or leave it out")
+    experts = any(kind.mlp == "e" for kind in kinds)
+    if experts and not model.num_experts:
+        yield (f"model.mlps={toml(model.mlps)} has layers with experts, and model.num_experts=0; give them, e.g. 8, or "
+               f"use d")
+    if model.num_experts and not experts:
+        yield (f"model.num_experts={model.num_experts}: no layer of model.mlps={toml(model.mlps)} has experts; use e "
+               f"in the pattern, or leave them out")
+
+
+def _head_problems(model, cfg, of: str):
+    """cfg: the keys of one mixer; of: its name, for messages."""
+    if cfg.num_heads % cfg.num_kv_heads:
+        divisors = [n for n in range(1, min(cfg.num_heads, 1024) + 1) if cfg.num_heads % n == 0]
+        yield (f"{of}model.num_kv_heads={cfg.num_kv_heads} does not divide model.num_heads={cfg.num_heads}; use "
+               f"{join(map(str, divisors), 'or')}")
+    if cfg.head_dim == 0:
+        yield (f"{of}model.embed_dim={cfg.embed_dim} cannot be split over model.num_heads={cfg.num_heads}; "
+               f"use a multiple, e.g. {next_multiple(cfg.embed_dim, cfg.num_heads)}, or give model.head_dim")
+    latent = cfg.latent
+    if latent.kv_dim and cfg.num_kv_heads != cfg.num_heads:
+        yield (f"{of}model.num_kv_heads={cfg.num_kv_heads}: with model.latent every query head has its own keys and "
+               f"values; leave it out")
+    if latent.kv_dim and not latent.rope_dim < cfg.head_dim:
+        yield (f"{of}model.latent.rope_dim={latent.rope_dim} is the rotated part of model.head_dim={cfg.head_dim}; use "
+               f"less")
+    if latent.kv_dim and (cfg.qk_norm != "off" or cfg.attention_gate or cfg.tie_values or cfg.attention_bias != "none"):
+        yield (f"{of}model.latent={toml(latent)} stands beside none of model.qk_norm, attention_gate, tie_values and "
+               f"attention_bias; leave them out")
+    if cfg.tie_values and cfg.qk_norm == "all_heads":
+        yield f'{of}model.tie_values=true needs model.qk_norm="off", "head" or "head_and_values"'
+
+
+def _recurrent_problems(model, letters):
+    linear, named = model.linear, f"model.mixers={toml(model.mixers)} has recurrent layers ({join(letters, 'and')})"
+    if not linear.key_heads or not linear.value_heads:
+        yield (f"{named} without heads; give model.linear, e.g. "
+               f"{{key_heads = 2, value_heads = 4, key_dim = 64, value_dim = 64}}")
+    elif linear.value_heads % linear.key_heads or "K" in letters and linear.value_heads != linear.key_heads:
+        yield (f"{named} with model.linear.key_heads={linear.key_heads} and value_heads={linear.value_heads}; value "
+               f"heads are a multiple of key heads, and of K as many")
+
+
+EXPERT_KEYS = ("experts_per_token", "expert_mlp_dim", "shared_expert_dim", "shared_expert_gate",
                "router_score", "router_normalize",
                "router_scale", "router_groups", "router_bias")
 
@@ -194,23 +245,18 @@ def _expert_problems(run: Run):
         return
     if K > E:
         yield f"model.experts_per_token={K} is more than model.num_experts={E}; use at most {E}"
-    if model.first_dense_layers >= model.num_layers:
-        yield (f"model.first_dense_layers={model.first_dense_layers} leaves none of "
-               f"model.num_layers={model.num_layers} with experts; use at most {model.num_layers - 1}, or "
-               f"model.num_experts=0")
-    if model.global_every and model.first_dense_layers % model.global_every:
-        yield (f"model.first_dense_layers={model.first_dense_layers} is no multiple of "
-               f"model.global_every={model.global_every}, in which layers repeat; use e.g. "
-               f"{next_multiple(model.first_dense_layers, model.global_every)}, or 0")
     if model.router_groups:
         yield from _group_problems(model)
-    if model.mlp_bias:
-        yield "model.mlp_bias=true: experts have no biases; leave it out"
+    if model.shared_expert_gate and not model.shared_expert_dim:
+        yield "model.shared_expert_gate=true: there is no shared MLP; give model.shared_expert_dim, or leave it out"
+    if run.experts.bias_rate and model.router_bias == "logits":
+        yield (f'experts.bias_rate={run.experts.bias_rate} moves biases that take part in the choice alone, and '
+               f'model.router_bias="logits"; leave one out')
     if run.experts.bias_rule != "sign" and not run.experts.bias_rate:
         yield (f'experts.bias_rule="{run.experts.bias_rule}": no bias moves with experts.bias_rate=0; give it, e.g. '
                f'0.02, or leave this out')
     if source := folder.is_one(run.checkpoint.init_from) and run.checkpoint.init_from:
-        if run.experts.bias_rate:
+        if run.experts.bias_rate and model.router_bias == "none":
             yield (f"experts.bias_rate={run.experts.bias_rate} moves biases of the routers, and "
                    f"checkpoint.init_from={toml(source)}, a model folder, has none; leave it out")
     if run.experts.bias_warmup and not run.experts.bias_rate:

@@ -61,7 +61,9 @@ def _layers(table: dict) -> None:
     every, dense = table.get("global_every"), table.get("first_dense_layers")
     if type(every) is int and every >= 0:
         del table["global_every"]
-        if every:
+        if every == 1:
+            table.pop("window", None)       # no layer had it
+        if every > 1:
             table["mixers"] = "W" * (every - 1) + "F"
     if type(dense) is int and dense >= 0:
         del table["first_dense_layers"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from meshtrain import files
+from meshtrain import pattern
 from meshtrain.config import older
 from meshtrain.config.checks import problems
 from meshtrain.config.messages import (
@@ -224,7 +225,7 @@ def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
     except ValidationError:
         return table, []      # `_build` reports it
     # mlp_dim is unused in this model, and some families do not set it
-    if decided.num_experts and not decided.first_dense_layers:
+    if not pattern.share(decided, mlps="d"):
         free |= {key: table[key] for key in ("mlp_dim",) if key in table}
     wrong = [key for key in table if key not in free and getattr(given, key) != getattr(decided, key)]
     return keys | free, [

@@ -12,8 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer, model_validator
 
-from meshtrain.config import layers
-from meshtrain.config.layers import MIXERS, MLPS
+from meshtrain.pattern import MIXERS, MLPS
 from meshtrain.names import LORA_TARGETS, PIPELINE_SCHEDULES, PLACEMENT
 
 
@@ -36,10 +35,16 @@ def at_home(path: str) -> str:
         return path
 
 
-# The keys of model.rope_scaling that each of its types reads.
+# The keys of model.rope_scaling that each of its types reads, and those of them that are written only where they differ
+# from their defaults. EVERY_ROPE: of every type.
 ROPE_TYPES = {"default": (), "linear": ("factor",),
               "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-              "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings")}
+              "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings"),
+              "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings"),
+              "proportional": ()}
+EVERY_ROPE = ("partial_rotary_factor", "llama_4_scaling_beta")
+ROPE_OPTIONS = {"yarn": ("truncate", "attention_factor", "mscale", "mscale_all_dim"), "longrope": ("attention_factor",),
+                "proportional": ("factor",)}
 # Path of a file or directory. ~ is expanded here, because a shell does not expand it in `--run.dir=~/…`.
 PathKey = Annotated[str, AfterValidator(at_home)]
 
@@ -93,20 +98,38 @@ class RopeScaling(Section):
     """model.rope_scaling, with the keys of Hugging Face's config.json. Keys that the type does not read keep their
     defaults."""
 
-    rope_type: Literal["default", "linear", "llama3", "yarn"] = key(
-        "default", "which frequencies are scaled: none, all, the low ones")
-    factor: float = key(1.0, "frequencies are divided by this", ge=1)
+    rope_type: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = key(
+        "default", "which frequencies are scaled: none, all, the low ones, each by its own number; proportional: none, "
+                   "of a part as wide as the whole head's")
+    partial_rotary_factor: float = key(1.0, "share of the head that is rotated, from its start", gt=0, le=1)
+    factor: float = key(1.0, "frequencies are divided by this; longrope: the longest sequence over the original", ge=1)
     low_freq_factor: float = key(1.0, "llama3: wavelengths beyond the original length / this are scaled in full", gt=0)
     high_freq_factor: float = key(4.0, "llama3: wavelengths below the original length / this stay as they are", gt=0)
     beta_slow: float = key(
         1.0, "yarn: pairs that turn less often than this over the original length are scaled in full", gt=0)
     beta_fast: float = key(
         32.0, "yarn: pairs that turn more often than this over the original length stay as they are", gt=0)
+    truncate: bool = key(True, "yarn: the two bounds are rounded to whole pairs")
+    attention_factor: float = key(
+        0.0, "yarn, longrope: queries and keys are multiplied by this; 0 = by a function of factor", ge=0)
+    mscale: float = key(0.0, "yarn, with mscale_all_dim: a weight in that function; 0 = none", ge=0)
+    mscale_all_dim: float = key(0.0, "yarn, with mscale: that of what it is divided by; 0 = none", ge=0)
+    short_factor: tuple[float, ...] = key(
+        (), "longrope: what each frequency is divided by up to the original length", strict=False)
+    long_factor: tuple[float, ...] = key(
+        (), "longrope: the same in runs whose data.seq_len is longer", strict=False)
     original_max_position_embeddings: int = key(
-        8192, "llama3, yarn: sequence length before the scaling", ge=1, lt=2**31)
+        8192, "llama3, yarn, longrope, llama_4_scaling_beta: sequence length before the scaling", ge=1, lt=2**31)
+    llama_4_scaling_beta: float = key(
+        0.0, "queries grow with the log of their position over the original length, times this; 0 = off", ge=0)
 
     def __iter__(self):
-        yield from ((name, getattr(self, name)) for name in ("rope_type", *ROPE_TYPES[self.rope_type]))
+        fixed, options = ("rope_type", *ROPE_TYPES[self.rope_type]), [*EVERY_ROPE, *ROPE_OPTIONS.get(self.rope_type, ())]
+        if self.llama_4_scaling_beta and "original_max_position_embeddings" not in fixed:
+            options.append("original_max_position_embeddings")
+        fields = type(self).model_fields
+        yield from ((name, getattr(self, name)) for name in fields
+                    if name in fixed or name in options and getattr(self, name) != fields[name].default)
 
     @model_serializer
     def _written(self) -> dict:
@@ -153,7 +176,7 @@ class Kinds(Table):
     M: MixerKeys = key(MixerKeys(), "layers of Mamba-2")
 
 
-class Linear(Table):
+class LinearKeys(Table):
     """model.linear: the recurrent mixers (G, K, M): a state of key_dim × value_dim a value head. In Mamba-2 key heads
     are groups, key_dim is the width of the state and value_dim that of a head."""
 
@@ -169,7 +192,7 @@ class Linear(Table):
     step_max: float = key(0.0, "M: largest time step; 0 = no bound", ge=0)
 
 
-class Latent(Table):
+class LatentKeys(Table):
     """model.latent: attention whose queries, and keys and values, come from narrow latents (MLA, arXiv:2405.04434).
     head_dim is the width of queries and keys, the rotated part with them."""
 
@@ -219,7 +242,8 @@ class Model(Section):
                                "deviation of the embedding's initial weights; 1 with experts and untied: their routers "
                                "then see tokens", gt=0)
     position: Literal["rope", "learned"] = key("rope", "rotated queries and keys, or a learned table")
-    max_seq_len: int = key(0, "rows of the table of learned positions; 0 = data.seq_len; unused with rope", ge=0)
+    max_seq_len: int = key(0, "rows of the table of learned positions, or the length that longrope is for; 0 = data.seq_len",
+                          ge=0)
     rope_theta: float = key(10000.0, "base of the rotation frequencies", gt=0)
     rope_scaling: RopeScaling = key(
         RopeScaling(), 'scaled frequencies, as config.json has them, e.g. {rope_type = "yarn", factor = 4.0}')
@@ -233,8 +257,9 @@ class Model(Section):
     attention_gate: bool = key(False, "attention's output times a sigmoid of a projection of the layer's input")
     attention_sinks: bool = key(False, "a learned score a head that takes part in the softmax and adds nothing")
     tie_values: bool = key(False, "values are the projected keys, before norm and rope")
-    latent: Latent = key(Latent(), "attention by latents (MLA), e.g. {kv_dim = 512, rope_dim = 64, value_dim = 128}")
-    linear: Linear = key(Linear(), "the recurrent mixers, e.g. {key_heads = 16, value_heads = 32}")
+    latent: LatentKeys = key(
+        LatentKeys(), "attention by latents (MLA), e.g. {kv_dim = 512, rope_dim = 64, value_dim = 128}")
+    linear: LinearKeys = key(LinearKeys(), "the recurrent mixers, e.g. {key_heads = 16, value_heads = 32}")
     mlp_bias: bool = key(False, "biases of the MLP and of experts")
     num_experts: int = key(0, "experts of a layer, in place of its MLP; 0 = a dense model", ge=0)
     experts_per_token: int = key(0, "experts that a token goes to; 0 = 2 of them, where there are experts", ge=0)
@@ -279,9 +304,9 @@ class Model(Section):
                        head_dim=self.head_dim or derived_head_dim)
 
     @property
-    def layer_kinds(self) -> tuple[layers.Kind, ...]:
-        """The kind of each layer."""
-        return layers.kinds(self)
+    def gated(self) -> bool:
+        """Whether MLPs and experts have two inward projections."""
+        return self.activation not in ("gelu", "relu2")
 
     def of(self, mixer: str) -> Model:
         """The section with the keys that layers of this mixer have for themselves."""
@@ -525,8 +550,9 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _fill_in(self):
-        if self.model.position == "learned" and self.model.max_seq_len == 0:
+        if self.model.max_seq_len == 0 and (self.model.position == "learned" or any(
+                self.model.of(mixer).rope_scaling.rope_type == "longrope" for mixer in MIXERS)):
             _filled(self, model=self.model.model_copy(update={"max_seq_len": self.data.seq_len}))
         if self.model.num_experts and self.experts.bias_rate:
-            _filled(self, model=self.model.model_copy(update={"router_bias": True}))
+            _filled(self, model=self.model.model_copy(update={"router_bias": "choice"}))
         return self

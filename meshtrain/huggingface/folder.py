@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshtrain import files
+from meshtrain import files, pattern
 from meshtrain.huggingface import forms, safetensors, settings
 from meshtrain.huggingface.families import MTP, TEXT_PREFIXES, Family
 from meshtrain.names import LAYERS, LORA
@@ -267,7 +267,7 @@ def rows(family: Family, model, paths: Paths, prefixes: tuple[str, str] | None =
              for name in family.tensors}
     table = sorted(family.tensors.items(), key=lambda row: alike[row[0]] not in there)
     kinds: dict = {}        # (mixer, its parameters) -> layers
-    for layer, (kind, have) in enumerate(zip(model.layer_kinds, paths.layers, strict=True)):
+    for layer, (kind, have) in enumerate(zip(pattern.kinds(model), paths.layers, strict=True)):
         kinds.setdefault((kind.mixer, have), []).append(layer)
     sizes = {mixer: forms.sizes_of(model.of(mixer)) for mixer in {mixer for mixer, _ in kinds} | {""}}
     found: dict = {}        # (name, mixer) -> [row, its layers]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshtrain import files
+from meshtrain import files, pattern
 from meshtrain.huggingface import safetensors
 from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, MULTIMODAL, Family
 
@@ -330,7 +330,7 @@ def _written_layers(model, family: Family, get) -> dict:
     """Keys on the kinds of the layers."""
     names = {mixer: name for name, mixer in reversed(family.layers.items())}
     names = {"F": "full_attention", "N": "full_attention", "W": "sliding_attention"} | names
-    mixers, mlps = ([kind[i] for kind in model.layer_kinds] for i in (0, 1))
+    mixers, mlps = ([kind[i] for kind in pattern.kinds(model)] for i in (0, 1))
     made, dense = {}, len(mlps) - len("".join(mlps).lstrip("d"))
     if "layers_block_type" in family.defaults:
         sublayers = [(names.get(mixer), {"e": "moe", "d": "mlp"}.get(mlp)) for mixer, mlp in zip(mixers, mlps)]
@@ -359,7 +359,7 @@ def _written_rope(model, family: Family, source: Mapping) -> dict:
     given, scaling = source.get("rope_parameters"), dict(model.rope_scaling)
     local, nested = model.of("W"), isinstance(family.defaults.get("rope_parameters"), dict)
     if isinstance(given, dict) and (nested or any(key in given for key in IDLE_ROPE_KEYS)):
-        mixers = "".join(mixer for mixer, _ in model.layer_kinds)
+        mixers = "".join(mixer for mixer, _ in pattern.kinds(model))
         flat = {"mixers": mixers, "head_dim": model.head_dim}
         keys, faults = _rope(source, lambda key: source.get(key, family.defaults.get(key)), family, flat)
         if not faults and _nested(keys).items() <= _nested({"rope_theta": model.rope_theta, "rope_scaling": scaling}
@@ -406,8 +406,8 @@ def family_for(model) -> Family:
 
 def _computed(model) -> dict:
     """What a model computes: the keys that its layers read, those of each mixer apart."""
-    mixers, mlps = ({kind[i] for kind in model.layer_kinds} for i in (0, 1))
-    found = {"layers": model.layer_kinds} | {key: getattr(model, key) for key in (
+    mixers, mlps = ({kind[i] for kind in pattern.kinds(model)} for i in (0, 1))
+    found = {"layers": pattern.kinds(model)} | {key: getattr(model, key) for key in (
         *COMPUTED, *(OF_EXPERTS if "e" in mlps else ()), *(("mlp_dim",) if "d" in mlps else ()),
         *(OF_ATTENTION if mixers & set("FWNV") else ()), *(("linear",) if mixers & set("GKM") else ()),
         *(("max_seq_len",) if model.position == "learned" else ()))}
@@ -530,7 +530,7 @@ def shortest(letters: Sequence[str]) -> str:
 def sublayers(model) -> tuple[list[int], list[int]]:
     """For each layer the numbers of its mixer and of its MLP, where each is a layer of its own."""
     numbers = itertools.count()
-    pairs = [tuple(next(numbers) if letter != "." else -1 for letter in kind) for kind in model.layer_kinds]
+    pairs = [tuple(next(numbers) if letter != "." else -1 for letter in kind) for kind in pattern.kinds(model)]
     return [mixer for mixer, _ in pairs], [mlp for _, mlp in pairs]
 
 

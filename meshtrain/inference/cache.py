@@ -68,7 +68,7 @@ class _Reading:
     def __init__(self, cfg, cache, index, at, pad_B):
         self.cfg, self.cache, self.index, self.at, self.pad_B = cfg, cache, index, at, pad_B
 
-    def __call__(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask):
+    def __call__(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask, scores, sinks_N=None):
         B, T, N, H = q_BTNH.shape
         S, K = self.cache[0].shape[2:4]
         self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, (k_BTKH, v_BTKH), strict=True))
@@ -78,7 +78,7 @@ class _Reading:
         seen_BS = mask.sees(self.at, place_S) & (place_S >= self.pad_B[:, None])
         s = products.einsum("BTKGH,BSKH->BKGTS", q_BTNH.reshape(B, T, K, N // K, H), k_BSKH, jnp.float32)
         s = jnp.where(seen_BS[:, None, None, None],
-                      capped(s * (self.cfg.attention_scale_dim or H) ** -0.5, self.cfg.score_softcap), MASKED)
+                      capped(s * scores.scale(H), self.cfg.score_softcap), MASKED)
         o = products.einsum("BKGTS,BSKH->BTKGH", jax.nn.softmax(s, -1).astype(v_BSKH.dtype), v_BSKH, jnp.float32)
         return o.reshape(B, T, N, H).astype(q_BTNH.dtype)
 

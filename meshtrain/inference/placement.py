@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from meshtrain.model.layers import kv_heads
+from meshtrain.model import transformer
 from meshtrain.model.transformer import Transformer
 from meshtrain.sharding.rules import TABLES, Layout, Rules
 
@@ -68,7 +69,7 @@ def _undivided(model: Transformer, layout: Layout, logicals: Sequence[str]) -> l
     """Descriptions of the dims of weights and heads that their mesh axes do not divide."""
     dims = {(logical, dim) for info in model.parameters() for dim, logical in zip(info.shape, info.axes, strict=True)
             if logical in logicals and dim % layout.num_shards(layout.mesh_axes("params", logical))}
-    heads = kv_heads(layout, model.cfg.num_kv_heads)
-    if "kv_heads" in logicals and heads % layout.num_shards(layout.mesh_axes("activations", "kv_heads")):
-        dims.add(("kv_heads", heads))
+    for heads in (kv_heads(layout, n) for n in transformer.kv_heads_of(model.cfg).values()):
+        if "kv_heads" in logicals and heads % layout.num_shards(layout.mesh_axes("activations", "kv_heads")):
+            dims.add(("kv_heads", heads))
     return [f"{dim} ({WHAT[logical]})" for logical, dim in sorted(dims)]

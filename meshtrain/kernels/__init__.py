@@ -1,1 +1,1 @@
-"""Attention and grouped matmuls on one device. Knows no mesh."""
+"""Attention, linear attention and grouped matmuls on one device. Knows no mesh."""

@@ -22,9 +22,9 @@ def engine(block: int = BLOCK, scores: Scores = Scores()) -> Engine:
     return Engine(partial(_forward, block=block, scores=scores), partial(_backward, block=block, scores=scores))
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, block, scores):
+def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, block, scores):
     B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
+    K, V = v_BSKV.shape[2:]
     queries, keys = _Blocks(T, block), _Blocks(k_BSKH.shape[1], block)
     # Without the barrier, differentiating a scan over layers hoists what does not depend on the layer and saves it: the
     # masks of all block pairs, B·N·T·S bytes.
@@ -32,7 +32,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, bloc
     q_BTNH, q_segments_BT, k_segments_BS, pairs = jax.lax.optimization_barrier(
         (q_BTNH, q_segments_BT, k_segments_BS, pairs))
     q = queries.pad(q_BTNH.reshape(B, T, K, N // K, H))
-    k, v = keys.pad(k_BSKH), keys.pad(v_BSKH)
+    k, v = keys.pad(k_BSKH), keys.pad(v_BSKV)
     q_seg, k_seg = _segments(queries, keys, q_segments_BT, k_segments_BS, mask)
 
     def visit(carry, pair):
@@ -47,26 +47,27 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, bloc
         p = jnp.where(s > MASKED / 2, p, 0.0)
         keep = jnp.exp(m_old - m_new)
         l_new = l_old * keep + p.sum(-1).transpose(0, 3, 1, 2)
-        pv = products.einsum("BKGTS,BSKH->BTKGH", p.astype(v.dtype), v_j, jnp.float32)
+        pv = products.einsum("BKGTS,BSKV->BTKGV", p.astype(v.dtype), v_j, jnp.float32)
         o_new = o_old * keep[..., None] + pv
         return (queries.put(o, o_new, i), queries.put(l, l_new, i), queries.put(m, m_new, i)), None
 
-    zeros = jnp.zeros_like(q, jnp.float32)
-    start = zeros, zeros[..., 0], zeros[..., 0] + MASKED
+    # of q: under varying-axes checks (`check_vma`) carries must vary as results do
+    zeros = jnp.zeros_like(q[..., 0], jnp.float32)
+    start = jnp.broadcast_to(zeros[..., None], (*zeros.shape, V)), zeros, zeros + MASKED
     (o, l, m), _ = jax.lax.scan(visit, start, pairs)
     o = jnp.where(l[..., None] > 0, o / jnp.where(l > 0, l, 1.0)[..., None], 0.0)
     lse = jnp.where(l > 0, m + jnp.log(jnp.where(l > 0, l, 1.0)), MASKED)
-    return o[:, :T].reshape(B, T, N, H), lse[:, :T].reshape(B, T, N)
+    return o[:, :T].reshape(B, T, N, V), lse[:, :T].reshape(B, T, N)
 
 
-def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, mask, *, block, scores):
+def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_BTN, do_BTNV, mask, *, block, scores):
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     queries, keys = _Blocks(T, block), _Blocks(S, block)
-    delta_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * o_BTNH.astype(jnp.float32), -1)
+    delta_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
     grouped = lambda x: queries.pad(x.reshape(B, T, K, N // K, *x.shape[3:]))
-    q, do, lse, delta = grouped(q_BTNH), grouped(do_BTNH.astype(q_BTNH.dtype)), grouped(lse_BTN), grouped(delta_BTN)
-    k, v = keys.pad(k_BSKH), keys.pad(v_BSKH)
+    q, do, lse, delta = grouped(q_BTNH), grouped(do_BTNV.astype(q_BTNH.dtype)), grouped(lse_BTN), grouped(delta_BTN)
+    k, v = keys.pad(k_BSKH), keys.pad(v_BSKV)
     q_seg, k_seg = _segments(queries, keys, q_segments_BT, k_segments_BS, mask)
 
     def visit(carry, pair):
@@ -77,14 +78,14 @@ def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_
         seen = _seen(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
         s = _scores(q_i, k_j, seen, scores)
         p = jnp.where(s > MASKED / 2, jnp.exp(s - lead(lse)), 0.0)
-        dp = products.einsum("BTKGH,BSKH->BKGTS", do_i, v_j, jnp.float32)
+        dp = products.einsum("BTKGV,BSKV->BKGTS", do_i, v_j, jnp.float32)
         # Cast to the compute dtype: a float32 cotangent would make both matmuls float32.
         slope = jnp.where(s > MASKED / 2, 1 - jnp.square(s / scores.softcap), 0.0) if scores.softcap else 1.0
-        ds = (p * (dp - lead(delta)) * (slope * scores.scale(H))).astype(q.dtype)
+        ds = (p * (dp - lead(delta)) * (slope * scores.scaled_for(H))).astype(q.dtype)
         product = lambda eq, a, b: products.einsum(eq, a, b, jnp.float32)
         dq = queries.put(dq, queries.take(dq, i) + product("BKGTS,BSKH->BTKGH", ds, k_j), i)
         dk = keys.put(dk, keys.take(dk, j) + product("BKGTS,BTKGH->BSKH", ds, q_i), j)
-        dv = keys.put(dv, keys.take(dv, j) + product("BKGTS,BTKGH->BSKH", p.astype(v.dtype), do_i), j)
+        dv = keys.put(dv, keys.take(dv, j) + product("BKGTS,BTKGV->BSKV", p.astype(v.dtype), do_i), j)
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
@@ -133,7 +134,7 @@ def _seen(q_seg, k_seg, q_first, k_first, mask: Mask):
 
 def _scores(q_i, k_j, seen, scores: Scores):
     """float32 scores [B, K, G, T, S] of one block pair; MASKED for invisible pairs."""
-    s = products.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, jnp.float32) * scores.scale(q_i.shape[-1])
+    s = products.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, jnp.float32) * scores.scaled_for(q_i.shape[-1])
     if scores.softcap:
         s = scores.softcap * jnp.tanh(s / scores.softcap)
     return jnp.where(seen[:, None, None], s, MASKED)

@@ -8,8 +8,8 @@ from meshtrain.kernels.engine import Engine, Scores
 
 
 def engine(scores: Scores = Scores()) -> Engine | None:
-    """The cuDNN engine, or None if this jax does not offer it. Needs a GPU, bfloat16, H a multiple of 8 up to 128, and
-    masks without documents; a window needs as many queries as keys."""
+    """The cuDNN engine, or None if this jax does not offer it. Needs a GPU, bfloat16, H a multiple of 8 up to 128,
+    values of that width, and masks without documents; a window needs as many queries as keys."""
     kernel = jax_private.cudnn_attention()
     assert not scores.softcap, "cuDNN has none here"
     if kernel is None:
@@ -17,7 +17,7 @@ def engine(scores: Scores = Scores()) -> Engine | None:
 
     def asked(mask, head_dim):
         assert not mask.documents and not mask.ahead and (mask.causal or not mask.window), mask
-        return mask.causal, mask.window, scores.scale(head_dim)
+        return mask.causal, mask.window, scores.scaled_for(head_dim)
 
     def forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask):
         o_BTNH, lse_BNT = kernel.forward(q_BTNH, k_BSKH, v_BSKH, *asked(mask, q_BTNH.shape[-1]))

@@ -58,27 +58,29 @@ CAUSAL, WHOLE = Mask(), Mask(causal=False)
 
 
 class Scores(NamedTuple):
-    """The score of a query-key product. width: divide by its square root; 0: head_dim. softcap: tanh bound, 0: none
+    """The score of a query-key product. scale: its factor; 0: 1 / root of head_dim. softcap: tanh bound, 0: none
     (Gemma 2, arXiv:2408.00118)."""
-    width: int = 0
+    scale: float = 0.0
     softcap: float = 0.0
 
-    def scale(self, head_dim: int) -> float:
-        return (self.width or head_dim) ** -0.5
+    def scaled_for(self, head_dim: int) -> float:
+        """The factor for queries and keys of this width."""
+        return self.scale or head_dim ** -0.5
 
 
 class Output(NamedTuple):
     """The forward's output for some queries over all keys, local or remote, and the cotangent of o."""
-    o_BTNH: jax.Array
+    o_BTNV: jax.Array
     lse_BTN: jax.Array
-    do_BTNH: jax.Array
+    do_BTNV: jax.Array
 
 
 class Engine(NamedTuple):
     """Attention of T queries to S keys within segments and a `Mask`; fully masked blocks are skipped.
 
-    forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask) -> o_BTNH, lse_BTN, both float32. lse is the
-    natural log-sum-exp of the scores. A query without visible keys gives o = 0 and lse = MASKED.
+    forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask) -> o_BTNV, lse_BTN, both float32. V is the width
+    of values, here as in all of attention. lse is the natural log-sum-exp of the scores. A query without visible keys
+    gives o = 0 and lse = MASKED.
 
     backward(q, k, v, q_segments, k_segments, o, lse, do, mask) -> dq, dk, dv, float32, of these pairs alone; o and lse
     are over all keys, local or remote.

@@ -75,6 +75,20 @@ def groups_of(sizes_G, num_blocks: int, block: int) -> Groups:
                   as_int(blocks))
 
 
+def owners(groups: Groups, rows) -> tuple[jax.Array, jax.Array]:
+    """([R] group of each of these rows, [R] whether its block is used)."""
+    num_rows = (rows.number if isinstance(rows, Taken) else rows).shape[0]
+    block = jnp.arange(num_rows) // (num_rows // groups.owner.shape[0])
+    return groups.owner[block], block < groups.count[0]
+
+
+def sums(x_RN, groups: Groups):
+    """The sum of each group's rows, [G, N] float32, as a matmul: G is small beside a matrix's rows."""
+    owner, used = owners(groups, x_RN)
+    mine_RG = (owner[:, None] == jnp.arange(groups.first.shape[0])) & used[:, None]
+    return products.einsum("RG,RN->GN", mine_RG.astype(x_RN.dtype), jnp.where(used[:, None], x_RN, 0), jnp.float32)
+
+
 def executed_rows(rows: float, groups: float, block: int) -> float:
     """Rows in the blocks of equally large groups: half of a last block is padding on average, at least one each."""
     each = rows / groups

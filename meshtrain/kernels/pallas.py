@@ -28,7 +28,8 @@ NAME = "meshtrain_attention"            # kernel name in profiles and in the com
 
 
 def engine(tiles: Tiles, scores: Scores = Scores(), full: int = tile_table.FULL, interpret: bool = False) -> Engine:
-    """The Pallas engine with these tiles; bfloat16 or float16, float32 slowly. head_dim is padded to a power of two.
+    """The Pallas engine with these tiles; bfloat16 or float16, float32 slowly. The widths of keys and of values are
+    padded to powers of two, each to its own.
 
     full: programs that fill the GPU. interpret: run by XLA on any device, for tests.
     """
@@ -112,27 +113,30 @@ def _padded(q, k, v, q_segments, k_segments, mask: Mask, rows: int, columns: int
     """Pad lengths to whole blocks and heads to a power of two; padding matches no segment."""
     if not mask.documents:
         q_segments, k_segments = jnp.ones_like(q_segments), jnp.ones_like(k_segments)
-    H = max(MIN_WIDTH, pl.next_power_of_2(q.shape[3]))
-    return (_pad(_pad(q, rows, 1), H, 3), _pad(_pad(k, columns, 1), H, 3), _pad(_pad(v, columns, 1), H, 3),
+    return (_padded_heads(q, rows), _padded_heads(k, columns), _padded_heads(v, columns),
             _pad(q_segments, rows, 1, -1), _pad(k_segments, columns, 1, -2))
+
+
+def _padded_heads(x, multiple: int):
+    return _pad(_pad(x, multiple, 1), max(MIN_WIDTH, pl.next_power_of_2(x.shape[3])), 3)
 
 
 def _over_queries(kernel, what: str, mask: Mask, blocks: Blocks, interpret: bool, out_shape, q, k, v, q_segments,
                   k_segments, *more):
     """The results of a kernel of which each program has one block of queries of one head, and all keys. more, results:
-    arrays like q, or [B, N, T]."""
-    (B, T, N, H), S = q.shape, k.shape[1]
+    arrays like q, of any width, or [B, N, T]."""
+    (B, T, N, _), S = q.shape, k.shape[1]
     block, step = blocks[:2]
     count, group = T // block, N // k.shape[2]
     # longest rows first if causal, so that no program runs alone at the end
     flip = lambda i: count - 1 - i
-    own = pl.BlockSpec((None, block, None, H), lambda i, n, b: (b, flip(i), n, 0))
+    own = lambda x: pl.BlockSpec((None, block, None, x.shape[3]), lambda i, n, b: (b, flip(i), n, 0))
     row = pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, flip(i)))
-    whole = pl.BlockSpec((None, S, None, H), lambda i, n, b: (b, 0, n // group, 0))
-    of = lambda x: own if x.ndim == 4 else row
+    whole = lambda x: pl.BlockSpec((None, S, None, x.shape[3]), lambda i, n, b: (b, 0, n // group, 0))
+    of = lambda x: own(x) if len(x.shape) == 4 else row
     return _call(
         partial(kernel, step=step), what, mask, blocks, interpret, grid=(count, N, B),
-        in_specs=[pl.BlockSpec((None, count, 4), lambda i, n, b: (b, 0, 0)), own, whole, whole,
+        in_specs=[pl.BlockSpec((None, count, 4), lambda i, n, b: (b, 0, 0)), own(q), whole(k), whole(v),
                   pl.BlockSpec((None, block), lambda i, n, b: (b, flip(i))),
                   pl.BlockSpec((None, S), lambda i, n, b: (b, 0)), *map(of, more)],
         out_specs=jax.tree.map(of, out_shape), out_shape=out_shape,
@@ -144,7 +148,7 @@ def _over_queries(kernel, what: str, mask: Mask, blocks: Blocks, interpret: bool
 
 def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, o_ref,
                     lse_ref, *, mask, scale, softcap, step):
-    block, H = q_ref.shape
+    block, V = o_ref.shape
     i = pl.num_programs(0) - 1 - pl.program_id(0)
     q, q_segments = q_ref[...], q_segments_ref[...]
     q_at = i * block + jnp.arange(block)
@@ -163,7 +167,7 @@ def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_r
         v = v_ref[keys, :]
         return o * keep[:, None] + _dot(p.astype(v.dtype), v), l * keep + p.sum(1), m_new
 
-    start = jnp.zeros((block, H), jnp.float32), jnp.zeros(block, jnp.float32), jnp.full(block, MASKED, jnp.float32)
+    start = jnp.zeros((block, V), jnp.float32), jnp.zeros(block, jnp.float32), jnp.full(block, MASKED, jnp.float32)
     o, l, m = _visit_all(spans_ref, i, partial(visit, masked=True), partial(visit, masked=False), start)
     some = m > MASKED / 2           # a row without visible keys has summed exp2(0)
     l = jnp.where(some, l, 1.0)
@@ -171,15 +175,16 @@ def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_r
     lse_ref[...] = jnp.where(some, m / LOG2E + jnp.log(l), MASKED)
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *, tiles, scores, interpret):
-    B, T, N, H = q_BTNH.shape
-    q, *others = _padded(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, *tiles.forward[:2])
+def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, tiles, scores, interpret):
+    (B, T, N, H), V = q_BTNH.shape, v_BSKV.shape[3]
+    q, k, v, *segments = _padded(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *tiles.forward[:2])
+    shapes = [jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
+              jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)]
     o, lse = _over_queries(
-        partial(_forward_kernel, scale=scores.scale(H), softcap=scores.softcap), "forward", mask, tiles.forward,
-        interpret, [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)],
-        q, *others)
+        partial(_forward_kernel, scale=scores.scaled_for(H), softcap=scores.softcap), "forward", mask, tiles.forward,
+        interpret, shapes, q, k, v, *segments)
     # float32 by contract; if the caller rounds again, XLA drops both casts.
-    return o[:, :T, :, :H].astype(jnp.float32), lse[:, :, :T].swapaxes(1, 2)
+    return o[:, :T, :, :V].astype(jnp.float32), lse[:, :, :T].swapaxes(1, 2)
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -240,26 +245,27 @@ def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, 
             return dk + _dot(ds.astype(q.dtype), q), dv
         return _visit_all(spans_ref, j, partial(visit, masked=True), partial(visit, masked=False), sums)
 
-    zeros = jnp.zeros(k_ref.shape, jnp.float32)
-    dk, dv = lax.fori_loop(0, heads, head, (zeros, zeros)) if heads > 1 else head(0, (zeros, zeros))
+    zeros = jnp.zeros(k_ref.shape, jnp.float32), jnp.zeros(v_ref.shape, jnp.float32)
+    dk, dv = lax.fori_loop(0, heads, head, zeros) if heads > 1 else head(0, zeros)
     dk_ref[...] = (dk * scale).astype(dk_ref.dtype)
     dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
-def _backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN,
-              do_BTNH, mask, *, tiles, scores, full, interpret):
-    T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
-    delta_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * o_BTNH.astype(jnp.float32), -1)
+def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_BTN,
+              do_BTNV, mask, *, tiles, scores, full, interpret):
+    H = q_BTNH.shape[3]
+    delta_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
     # One padding for both kernels.
     rows, columns = math.lcm(tiles.dq.rows, tiles.dkv.columns), math.lcm(tiles.dq.columns, tiles.dkv.rows)
-    q, k, v, q_segments, k_segments = _padded(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask, rows, columns)
-    do = _pad(_pad(do_BTNH.astype(q.dtype), rows, 1), q.shape[3], 3)
+    q, k, v, q_segments, k_segments = _padded(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, rows, columns)
+    do = _padded_heads(do_BTNV.astype(q.dtype), rows)
     lse, delta = (_pad(x.swapaxes(1, 2), rows, 2) for x in (lse_BTN, delta_BTN))
     args = q, k, v, q_segments, k_segments, do, lse, delta
-    common = dict(mask=mask, scale=scores.scale(H), softcap=scores.softcap, interpret=interpret)
+    common = dict(mask=mask, scale=scores.scaled_for(H), softcap=scores.softcap, interpret=interpret)
     dq = dq_of(*args, blocks=tiles.dq, **common)
     dk, dv = dkv_of(*args, blocks=tiles.dkv, full=full, **common)
-    return tuple(x[:, :length, :, :H].astype(jnp.float32) for x, length in ((dq, T), (dk, S), (dv, S)))
+    cut = lambda x, like: x[:, :like.shape[1], :, :like.shape[3]].astype(jnp.float32)
+    return cut(dq, q_BTNH), cut(dk, k_BSKH), cut(dv, v_BSKV)
 
 
 def dq_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0,
@@ -271,25 +277,25 @@ def dq_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softc
 
 def dkv_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0,
            blocks: Blocks, full: int, interpret=False):
-    """(dk, dv), padded like k; arguments as in `dq_of`."""
-    B, T, N, H = q.shape
+    """(dk, dv), padded like k and v; arguments as in `dq_of`."""
+    B, T, N, _ = q.shape
     S, K = k.shape[1:3]
     block, step = blocks[:2]
     count = S // block
     heads = N // K if B * K * count >= full else 1      # query heads per program
     outer = N // heads
     per_kv = outer // K
-    own = pl.BlockSpec((None, block, None, H), lambda j, n, b: (b, j, n // per_kv, 0))
-    whole = pl.BlockSpec((None, T, heads, H), lambda j, n, b: (b, 0, n, 0))
+    own = lambda x: pl.BlockSpec((None, block, None, x.shape[3]), lambda j, n, b: (b, j, n // per_kv, 0))
+    whole = lambda x: pl.BlockSpec((None, T, heads, x.shape[3]), lambda j, n, b: (b, 0, n, 0))
     row = pl.BlockSpec((None, heads, T), lambda j, n, b: (b, n, 0))
-    out = pl.BlockSpec((None, block, None, H), lambda j, n, b: (b, j, n, 0))
-    shape = jax.ShapeDtypeStruct((B, S, outer, H), k.dtype if per_kv == 1 else jnp.float32)
+    out = lambda x: pl.BlockSpec((None, block, None, x.shape[3]), lambda j, n, b: (b, j, n, 0))
+    shape = lambda x: jax.ShapeDtypeStruct((B, S, outer, x.shape[3]), k.dtype if per_kv == 1 else jnp.float32)
     dk, dv = _call(
         partial(_dkv_kernel, scale=scale, softcap=softcap, step=step, heads=heads), "dkv", mask, blocks, interpret,
         grid=(count, outer, B),
-        in_specs=[pl.BlockSpec((None, count, 4), lambda j, n, b: (b, 0, 0)), whole, own, own,
+        in_specs=[pl.BlockSpec((None, count, 4), lambda j, n, b: (b, 0, 0)), whole(q), own(k), own(v),
                   pl.BlockSpec((None, T), lambda j, n, b: (b, 0)), pl.BlockSpec((None, block), lambda j, n, b: (b, j)),
-                  whole, row, row],
-        out_specs=[out, out], out_shape=[shape, shape],
+                  whole(do), row, row],
+        out_specs=[out(k), out(v)], out_shape=[shape(k), shape(v)],
     )(spans(k_segments, q_segments, block, step, mask, False), q, k, v, q_segments, k_segments, do, lse, delta)
-    return (dk, dv) if per_kv == 1 else tuple(x.reshape(B, S, K, per_kv, H).sum(3) for x in (dk, dv))
+    return (dk, dv) if per_kv == 1 else tuple(x.reshape(B, S, K, per_kv, -1).sum(3) for x in (dk, dv))

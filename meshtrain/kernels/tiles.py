@@ -1,4 +1,4 @@
-"""Tile sizes of the Pallas kernels, by GPU or its chip, and head_dim.
+"""Tile sizes of the Pallas kernels, by GPU or its chip, and the widths of keys and values.
 
 No tile spills more than 128 bytes of registers per thread, and all fit the GPU's shared memory. `python -m
 benchmarks.tiles --write` times candidates on the GPU at hand and writes the fastest into TIMED.
@@ -25,21 +25,22 @@ class Tiles(NamedTuple):
     dkv: Blocks
 
 
-# By the largest head_dim they serve. Larger backward tiles spill kilobytes (ptxas); heads of 256 need twice the
-# registers and shared memory of 128.
+# By the largest widths of keys and values that they serve. Larger backward tiles spill kilobytes (ptxas); heads of 256
+# need twice the registers and shared memory of 128.
 _AMPERE = _HOPPER = {
-    64: Tiles(Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    128: Tiles(Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    256: Tiles(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
+    (64, 64): Tiles(Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    (128, 128): Tiles(Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    (256, 128): Tiles(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
+    (256, 256): Tiles(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
 }
 # dkv with two stages spills 292 bytes on sm_100a, whose tensor memory holds no block of 128 keys.
-_BLACKWELL = _HOPPER | {256: Tiles(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 1))}
+_BLACKWELL = _HOPPER | {(256, 256): Tiles(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 1))}
 # By the major compute capability of the GPU's chip. Compiled for sm_80, sm_90a and sm_100a. assumption: b300 and gb300
 # (sm_103a) have b200's registers and memory.
 COMPILED = {8: _AMPERE, 9: _HOPPER, 10: _BLACKWELL}
 
-# (GPU, head_dim) -> the fastest tiles measured; one line each, written by benchmarks.tiles.
-TIMED: dict[tuple[str, int], Tiles] = {
+# (GPU, width of keys, of values) -> the fastest tiles measured; one line each, written by benchmarks.tiles.
+TIMED: dict[tuple[str, int, int], Tiles] = {
 }
 
 
@@ -61,18 +62,19 @@ class GroupedTile(NamedTuple):
 # gradients 1.4 KB. These tiles do not spill on sm_80, sm_90a and sm_100a. Larger blocks would pad small groups more.
 GROUPED = {2: GroupedTile(128, 128, 64, 64, 8, 3), 4: GroupedTile(128, 64, 32, 32, 8, 2)}
 
-WIDTHS = tuple(_HOPPER)
+WIDTHS = tuple(keys for keys, values in _HOPPER if keys == values)
 # Programs that fill a GPU: two for each of an H100's 132 SMs. With fewer, the dkv kernel does not sum the query heads
 # of a group: more programs, and float32 sums through memory.
 FULL = 264
 
 
-def of(head_dim: int, gpu: str, softcap: bool = False) -> Tiles | None:
-    """Tiles for this head_dim and GPU (its name in the hardware table); None if none is known to fit.
+def of(head_dim: int, gpu: str, softcap: bool = False, value_dim: int = 0) -> Tiles | None:
+    """Tiles for this GPU (its name in the hardware table), head_dim and width of values (0: head_dim); None if none is
+    known to fit.
 
     softcap: its derivative needs registers: dkv at 128 spills 240 bytes in four warps, none in eight.
     """
-    width = next((width for width in WIDTHS if head_dim <= width), None)
+    widths = next((one for one in _HOPPER if head_dim <= one[0] and (value_dim or head_dim) <= one[1]), (0, 0))
     chip = hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
-    found = TIMED.get((gpu, width)) or COMPILED.get(chip and chip.compute_capability, {}).get(width)
-    return found._replace(dkv=found.dkv._replace(warps=8)) if found and softcap and width == 128 else found
+    found = TIMED.get((gpu, *widths)) or COMPILED.get(chip and chip.compute_capability, {}).get(widths)
+    return found._replace(dkv=found.dkv._replace(warps=8)) if found and softcap and widths == (128, 128) else found

@@ -65,9 +65,10 @@ def adapt(layer: nnx.Module, rngs: nnx.Rngs, lora) -> nnx.Module:
 
 def projections(layer: nnx.Module) -> dict[str, Linear]:
     """A layer's projections by name, in the order of LORA_TARGETS; of experts only the shared ones."""
-    parts = [part for part in (layer.attention, layer.mlp, layer.moe and layer.moe.shared) if part is not None]
-    found = {name: linear for part in parts for name, linear in vars(part).items() if isinstance(linear, Linear)}
-    return {name: found[name] for name in LORA_TARGETS if name in found}
+    mixers, mlps = (layer.attention, layer.linear), (layer.mlp, layer.moe and layer.moe.shared)
+    found = {name: getattr(part, name, None) for parts, names in ((mixers, LORA_TARGETS[:4]), (mlps, LORA_TARGETS[4:]))
+             for part in parts if part is not None for name in names}
+    return {name: linear for name, linear in found.items() if linear is not None}
 
 
 def merged(kernel: jax.Array, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:

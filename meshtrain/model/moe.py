@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.model.layers import MLP, Execution, project, recomputed
+from meshtrain.model.layers import MLP, Execution, Linear, add_bias, gated, project, recomputed
 from meshtrain.model.params import declare
 from meshtrain.model.parts import Inputs
 from meshtrain.names import AUX_LOSS, EXPERT_AXES, EXPERT_LOAD, LOAD_BY_LAYER, PADDING
@@ -26,6 +26,7 @@ from meshtrain.sharding.mesh import on_shards
 from meshtrain.sharding.rules import Layout
 
 ROUTER_AXES = ("embed", None)
+DOWN_BIAS_AXES = (None, "embed")        # whole on the devices of all experts: it is added outside of their region
 TINY = 1e-20        # added to a sum of sigmoids, which may be zero; as in DeepSeek-V3
 
 
@@ -144,12 +145,19 @@ class MoE(nnx.Module):
         D, E, F, dtype = cfg.embed_dim, cfg.num_experts, cfg.expert_mlp_dim, jnp.dtype(cfg.param_dtype)
         self.routing, self.num_layers = Routing.of(cfg), cfg.num_layers
         self.router = declare(rngs, dtype, (D, E), ROUTER_AXES, "router", std=D ** -0.5)
-        self.bias = declare(rngs, dtype, (E,), (None,), "balance", value=0.0) if cfg.router_bias else None
+        self.bias = declare(rngs, dtype, (E,), (None,), "balance", value=0.0) if cfg.router_bias == "choice" else None
+        self.router_bias = declare(rngs, dtype, (E,), (None,), "bias",
+                                   value=0.0) if cfg.router_bias == "logits" else None
         inward = lambda name: declare(rngs, dtype, (E, D, F), EXPERT_AXES[name], "matrix", std=D ** -0.5)
-        self.gate = inward("gate") if cfg.activation != "gelu" else None
+        bias = lambda size, axes, wanted=True: declare(rngs, dtype, (E, size), axes, "bias",
+                                                       value=0.0) if cfg.mlp_bias and wanted else None
+        self.gate = inward("gate") if cfg.gated else None
         self.up = inward("up")
         self.down = declare(rngs, dtype, (E, F, D), EXPERT_AXES["down"], "matrix", std=(F * 2 * cfg.num_layers) ** -0.5)
+        self.gate_bias, self.up_bias = bias(F, EXPERT_AXES["gate_bias"], cfg.gated), bias(F, EXPERT_AXES["up_bias"])
+        self.down_bias = bias(D, DOWN_BIAS_AXES)
         self.shared = MLP(cfg, rngs, cfg.shared_expert_dim) if cfg.shared_expert_dim else None
+        self.shared_gate = Linear(cfg, rngs, "BTD,DX->BTX", (D, 1), ROUTER_AXES) if cfg.shared_expert_gate else None
 
     def __call__(self, ex: Execution, x_BTD, inputs: Inputs, number):
         """(y, aux) of x, both sharded like the residual stream; number: of the layer."""
@@ -159,9 +167,15 @@ class MoE(nnx.Module):
         chosen_BTK, weight_BTK, counts_BE = route(ex.layout, self.routing, logits_BTE, bias_E, real_BT)
         weights = {name: getattr(self, name)[...] for name in EXPERT_AXES if getattr(self, name) is not None}
         y_BTD = ex.experts(ex.layout, x_BTD, chosen_BTK, weight_BTK, weights)
+        if self.down_bias is not None:
+            y_BTD = y_BTD + self._down_biases(ex, chosen_BTK, weight_BTK)
         if self.shared is not None:
             whole_BTD = x_BTD if ex.float8 else ex.layout.act(x_BTD, "batch", "seq", None)
-            y_BTD = y_BTD + ex.layout.act(self.shared(ex, whole_BTD), "batch", "residual_seq", None)
+            shared_BTD = ex.layout.act(self.shared(ex, whole_BTD), "batch", "residual_seq", None)
+            if self.shared_gate is not None:
+                gate_BT1 = self.shared_gate(dataclasses.replace(ex, float8=None), x_BTD)
+                shared_BTD = recomputed(ex, gated)(shared_BTD, gate_BT1)
+            y_BTD = y_BTD + shared_BTD
         layer = jnp.arange(self.num_layers)[:, None] == number
         # divided by the devices that share a sequence over manual axes, since those are summed later
         load_E = counts_BE.sum(0) / ex.layout.num_shards(ex.layout.manual_axes("activations", "residual_seq"))
@@ -170,6 +184,14 @@ class MoE(nnx.Module):
             losses = ex.experts.aux_loss, ex.experts.z_loss
             aux[AUX_LOSS] = balance_loss(self.routing, *losses, logits_BTE, counts_BE, real_BT)
         return y_BTD, aux
+
+    def _down_biases(self, ex: Execution, chosen_BTK, weight_BTK):
+        """Σ_k weight · bias of the expert: one small matmul, beside the experts' own."""
+        experts = jnp.arange(self.routing.num_experts)
+        weight_BTE = jnp.sum(jnp.where(chosen_BTK[..., None] == experts, weight_BTK[..., None], 0.0), 2)
+        weight_BTE = ex.layout.act(weight_BTE, "batch", "residual_seq", None).astype(ex.dtype)
+        y_BTD = project(ex, (("BTE,ED->BTD", DOWN_BIAS_AXES),), None, False, weight_BTE, (self.down_bias[...],))[0]
+        return ex.layout.act(y_BTD, "batch", "residual_seq", None)
 
     def _logits(self, ex: Execution, x_BTD):
         """float32 logits of a float32 product: bfloat16 would change the choice of one token in a hundred. The backward
@@ -180,6 +202,8 @@ class MoE(nnx.Module):
             return project(wide, (("BTD,DE->BTE", ROUTER_AXES),), None, False, x_BTD.astype(jnp.float32),
                            (router_DE,))[0]
         logits_BTE = recomputed(ex, product)(x_BTD, self.router[...])
+        if self.router_bias is not None:
+            logits_BTE = add_bias(wide, (None,), logits_BTE, self.router_bias[...])
         return ex.layout.act(logits_BTE, "batch", "residual_seq", None)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from meshtrain.model import rope
 from meshtrain.model.layers import Execution, gathered
 from meshtrain.model.params import ParamInfo
 from meshtrain.sharding.rules import Layout
@@ -66,13 +67,12 @@ class Inputs(NamedTuple):
     segments_BT: jax.Array
     index_BT: jax.Array                          # index in the sequence, for dropout
     sequence_B: jax.Array                        # global sequence number, for dropout
-    rope: tuple[jax.Array, jax.Array] | None     # cos, sin [B, T, H/2]
+    rope: dict[str, rope.Rope]                   # of each mixer that rotates
     dropout_key: jax.Array | None
-    local_rope: tuple[jax.Array, jax.Array] | None = None    # of sliding-window layers, if they differ
 
     def turned(self) -> Inputs:
         """For activations [T, B, D]: segments stay [B, T], for attention, which takes rows; without dropout."""
-        return self._replace(rope=turned(self.rope), local_rope=turned(self.local_rope))
+        return self._replace(rope=turned(self.rope))
 
     def cut(self, shards: int, count: int) -> list[Inputs]:
         """Split the rows as `cut` does."""
@@ -83,14 +83,21 @@ class Inputs(NamedTuple):
 
 
 def tokens_first(ex: Execution) -> Execution:
-    """`ex` for activations [T, B, D]; attention still takes rows.
+    """`ex` for activations [T, B, D]; attention and recurrences still take rows.
 
     Collectives over tokens then act on the first dim. On the second, XLA copies the whole gathered activations;
     queries, keys and values are smaller by the size of the tensor axis.
     """
     def attend(layout, q, k, v, segments_BT, **kind):
         return turned(ex.attend(ex.layout, *turned((q, k, v)), segments_BT, **kind))
-    return dataclasses.replace(ex, layout=dataclasses.replace(ex.layout, tokens_first=True), attend=attend)
+    def convolve(layout, xs, ws, segments_BT):
+        return turned(ex.recurrence.convolve(ex.layout, turned(xs), ws, segments_BT))
+
+    def recur(layout, *inputs):
+        return turned(ex.recurrence.recur(ex.layout, *turned(inputs[:-1]), inputs[-1]))
+    recurrence = ex.recurrence and ex.recurrence._replace(convolve=convolve, recur=recur)
+    return dataclasses.replace(ex, layout=dataclasses.replace(ex.layout, tokens_first=True), attend=attend,
+                               recurrence=recurrence)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,59 +1,109 @@
-"""Rotary position embedding and its frequency scaling.
+"""Rotary position embedding, its frequency scaling, and queries that grow with their position.
 
-Sources: arXiv:2104.09864 (rope); 2306.15595 (linear); 2309.00071 (YaRN); 2407.21783 and the published Llama 3.1 code.
+Sources: arXiv:2104.09864 (rope); 2306.15595 (linear); 2309.00071 (YaRN); 2402.13753 (LongRoPE); 2407.21783 and the
+published Llama 3.1 code; `modeling_rope_utils` of transformers for proportional, partial rotation and attention_factor.
 """
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-
-def local_angles(cfg, positions_BT):
-    """`angles` of sliding-window layers; None if they are those of the global layers."""
-    if not cfg.local_rope_theta:
-        return None
-    return angles(cfg.model_copy(update={"rope_theta": cfg.local_rope_theta, "rope_scaling": type(cfg.rope_scaling)()}),
-                  positions_BT)
+from meshtrain import pattern
 
 
-def angles(cfg, positions_BT):
-    """(cos, sin), each [B, T, H/2] float32, with the config's frequency scaling."""
-    half = cfg.head_dim // 2
-    freq = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    scaling = cfg.rope_scaling
-    if scaling.rope_type != "default":
-        fast = _FAST[scaling.rope_type](cfg, freq)
-        freq = freq * (fast + (1 - fast) / scaling.factor)
-    angle = positions_BT[..., None].astype(jnp.float32) * freq
-    if scaling.rope_type == "yarn":     # a sharper softmax: a factor on queries and keys
-        sharper = 0.1 * math.log(scaling.factor) + 1
-        return sharper * jnp.cos(angle), sharper * jnp.sin(angle)
-    return jnp.cos(angle), jnp.sin(angle)
+class Rope(NamedTuple):
+    """cos, sin [B, T, rotated dims / 2] float32. query_scale_BT: a factor on queries; None: 1."""
+    cos: jax.Array
+    sin: jax.Array
+    query_scale_BT: jax.Array | None = None
 
 
-def _by_turns(cfg, freq):
-    """Per pair: 0 slow, interpolated; 1 fast, unchanged; between, a ramp over rotations in the original length."""
-    low, high = cfg.rope_scaling.low_freq_factor, cfg.rope_scaling.high_freq_factor
-    turns = cfg.rope_scaling.original_max_position_embeddings * freq / (2 * jnp.pi)
+def of(cfg, positions_BT) -> dict[str, Rope]:
+    """The rope of each mixer that rotates, by its letter; equal ones share their arrays. cfg: the [model] section."""
+    made: dict = {}
+    ropes = {}
+    for mixer, section in pattern.rotated(cfg).items():
+        key = section.rope_theta, section.rope_scaling, pattern.rotated_width(section)
+        ropes[mixer] = made[key] = made.get(key) or _made(section, positions_BT)
+    return ropes
+
+
+def _made(cfg, positions_BT) -> Rope:
+    scaling, position_BT = cfg.rope_scaling, positions_BT.astype(jnp.float32)
+    freq, factor = _frequencies(cfg)
+    angle = position_BT[..., None] * freq
+    beta, original = scaling.llama_4_scaling_beta, scaling.original_max_position_embeddings
+    grown_BT = 1 + beta * jnp.log(1 + jnp.floor(position_BT / original)) if beta else None
+    return Rope(factor * jnp.cos(angle), factor * jnp.sin(angle), grown_BT)
+
+
+def _frequencies(cfg):
+    """(the angle per position of each pair of dims, the factor on cos and sin). A factor sharpens the softmax."""
+    scaling, width = cfg.rope_scaling, pattern.rotated_width(cfg)
+    pairs, original = width // 2, scaling.original_max_position_embeddings
+    freq = cfg.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
+    match scaling.rope_type:
+        case "linear":
+            return freq / scaling.factor, 1.0
+        case "llama3":
+            return _slowed(freq, _by_turns(scaling, freq), scaling.factor), 1.0
+        case "yarn":
+            return _slowed(freq, _by_dims(cfg, width), scaling.factor), scaling.attention_factor or _sharpness(scaling)
+        case "longrope":
+            # By the run's length, not by a batch's longest position: a model never changes from batch to batch.
+            divisors = scaling.long_factor if cfg.max_seq_len > original else scaling.short_factor
+            sharper = math.sqrt(1 + math.log(scaling.factor) / math.log(original))
+            return freq / jnp.asarray(divisors, jnp.float32), scaling.attention_factor or sharper
+        case "proportional":
+            turning = int(scaling.partial_rotary_factor * width // 2)
+            return jnp.where(jnp.arange(pairs) < turning, freq / scaling.factor, 0.0), 1.0
+    return freq, 1.0
+
+
+def _sharpness(scaling) -> float:
+    """YaRN's factor on queries and keys; DeepSeek divides it by one that is part of model.multipliers.score instead."""
+    of = lambda weight: 0.1 * weight * math.log(scaling.factor) + 1
+    return of(scaling.mscale) / of(scaling.mscale_all_dim) if scaling.mscale and scaling.mscale_all_dim else of(1)
+
+
+def _slowed(freq, fast, factor: float):
+    """fast: per pair 0, divided by factor; 1, unchanged; or between."""
+    return freq * (fast + (1 - fast) / factor)
+
+
+def _by_turns(scaling, freq):
+    """A ramp over rotations in the original length."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_position_embeddings * freq / (2 * jnp.pi)
     return jnp.clip((turns - low) / (high - low), 0.0, 1.0)
 
 
-def _by_dims(cfg, freq):
-    """As `_by_turns`, but the ramp is over pair indices, between the integers around those of the two bounds."""
+def _by_dims(cfg, width: int):
+    """A ramp over pair indices, between those of the two bounds, or the integers around them."""
     scaling = cfg.rope_scaling
     original = scaling.original_max_position_embeddings
-    pair = lambda turns: freq.size * math.log(original / (2 * math.pi * turns)) / math.log(cfg.rope_theta)
-    first, last = math.floor(pair(scaling.beta_fast)), math.ceil(pair(scaling.beta_slow))
-    first, last = max(first, 0), min(last, cfg.head_dim - 1)
-    return 1 - jnp.clip((jnp.arange(freq.size) - first) / max(last - first, 0.001), 0.0, 1.0)
+    pair = lambda turns: width * math.log(original / (2 * math.pi * turns)) / (2 * math.log(cfg.rope_theta))
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    return 1 - jnp.clip((jnp.arange(width // 2) - first) / max(last - first, 0.001), 0.0, 1.0)
 
 
-_FAST = {"llama3": _by_turns, "yarn": _by_dims, "linear": lambda cfg, freq: jnp.zeros_like(freq)}
+def rotate(x_BTNH, rope: Rope):
+    """Rotary embedding on the two halves (Hugging Face's convention) of the first dims; the rest passes."""
+    cos, sin = (a[:, :, None].astype(jnp.float32) for a in (rope.cos, rope.sin))
+    width = 2 * cos.shape[-1]
+    first, second = jnp.split(x_BTNH[..., :width].astype(jnp.float32), 2, -1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTNH.dtype)
+    return turned if width == x_BTNH.shape[-1] else jnp.concatenate([turned, x_BTNH[..., width:]], -1)
 
 
-def rotate(x_BTNH, rope):
-    """Rotary embedding on the two halves of H (Hugging Face's convention)."""
-    cos, sin = (a[:, :, None].astype(jnp.float32) for a in rope)
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTNH.dtype)
+def grown(q_BTNH, rope: Rope):
+    """Queries times the scale of their position (Llama 4); the whole head, rotated or not."""
+    if rope.query_scale_BT is None:
+        return q_BTNH
+    return (q_BTNH.astype(jnp.float32) * rope.query_scale_BT[:, :, None, None]).astype(q_BTNH.dtype)

@@ -1,7 +1,8 @@
 """The decoder: tokens -> embedding -> layer groups -> norm -> head and loss.
 
 Llama-like by default, GPT-2-like by fields of `[model]`. A group is a scan over a repeating period of layers (leading
-dense layers, then the others; five layers with a window and one without): mostly there is one group of equal layers.
+dense layers, then the others; five layers with a window and one without), as `pattern` divides them: mostly there
+is one group of equal layers.
 Parameters are one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}, where LAYERS holds stacked
 weights [L, …] if all layers are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}.
 Only `ex.layout` depends on the run's layout; initialization depends on the seed alone.
@@ -18,9 +19,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain import pattern
 from meshtrain.kernels import products
 from meshtrain.model import float8, lora, params, parts, rope
-from meshtrain.model.layers import Embedding, Layer, Linear, Norm, Execution, dropout, kv_heads
+from meshtrain.model.latent import LatentAttention
+from meshtrain.model.layers import MLP, Attention, Embedding, Execution, Layer, Linear, Norm, dropout, kv_heads
+from meshtrain.model.linear import RecurrentMixer
 from meshtrain.model.loss import LossSpec, capped, loss_sums, token_nll
 from meshtrain.model.moe import MoE
 from meshtrain.model.parts import Inputs
@@ -168,13 +172,9 @@ class Transformer:
 
     @property
     def period(self) -> tuple[params.Module, ...]:
-        """The period of all staged layers; the last repeat may be incomplete. Raises: ValueError if there is none."""
-        first, *left = self.staged
-        if len(left) > 1 or any(group.period * group.repeats != first.period[:group.repeats] for group in left):
-            described = ", ".join(f"{group.name}: {group.repeats} × {len(group.period)}" for group in self.groups)
-            raise ValueError(f"this model has layers of several kinds ({described}), and stages of a pipeline must be "
-                             f"equal; set mesh.stage to 1")
-        return first.period
+        """The period of all staged layers; the last repeat may be incomplete. `pipeline.stages` refuses models that
+        have none."""
+        return self.staged[0].period
 
     def first(self, layers):
         """The subtree of the whole periods; layers: a tree like LAYERS."""
@@ -189,9 +189,10 @@ class Transformer:
         first, *left = self.staged
         found = [[weights] for weights in self.weights({LAYERS: layers}, first)]
         for group in left:
-            (stack,) = self.weights({LAYERS: layers}, group)
-            for i in range(group.repeats):
-                found[i].append(jax.tree.map(lambda a, i=i: a[i:i + 1], stack))
+            stacks = self.weights({LAYERS: layers}, group)
+            for i in range(group.num_layers):
+                of, at = i % len(stacks), i // len(stacks)
+                found[i].append(jax.tree.map(lambda a, at=at: a[at:at + 1], stacks[of]))
 
         def stacked(*arrays):
             a = jnp.concatenate(arrays) if len(arrays) > 1 else arrays[0]
@@ -205,8 +206,10 @@ class Transformer:
         places = first.weights(tree)
         trees = {first.name: first.subtree(tuple(entries(0, first.repeats, place) for place in places))}
         for group in left:
-            alone = [entries(first.repeats, first.repeats + 1, place) for place in places[:group.repeats]]
-            trees[group.name] = group.subtree((jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *alone),))
+            alone = [entries(first.repeats, first.repeats + 1, place) for place in places[:group.num_layers]]
+            trees[group.name] = group.subtree(tuple(
+                jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *alone[i::len(group.period)])
+                for i in range(len(group.period))))
         return trees | ({self.leading.name: before} if self.leading else {}) if len(self.groups) > 1 else trees[
             first.name]
 
@@ -243,16 +246,15 @@ class Transformer:
     # For pipelines, too; in embed and head_loss p needs no LAYERS.
 
     def inputs(self, batch, dropout_key=None) -> Inputs:
-        turns = rope.angles(self.cfg, batch["positions"]) if self.cfg.position == "rope" else None
-        local = None if turns is None else rope.local_angles(self.cfg, batch["positions"])
-        return Inputs(batch["segments"], batch["index"], batch["sequence"], turns, dropout_key, local)
+        return Inputs(batch["segments"], batch["index"], batch["sequence"], rope.of(self.cfg, batch["positions"]),
+                      dropout_key)
 
     def embed(self, ex: Execution, p, batch, dropout_key=None):
         """The input of the first layer [B, T, D]."""
         ends = self._ends(p)
         x_BTD = ends.embedding(ex, batch["tokens"])
-        if self.cfg.scale_embedding:
-            x_BTD = x_BTD * jnp.asarray(self.cfg.embed_dim ** 0.5, x_BTD.dtype)
+        if (factor := self.cfg.multipliers.embedding) != 1:
+            x_BTD = x_BTD * jnp.asarray(factor, x_BTD.dtype)
         if self.cfg.position == "learned":
             x_BTD = x_BTD + ends.position(ex, batch["positions"])
         x_BTD = dropout(ex, x_BTD, self.cfg.embedding_dropout, self.inputs(batch, dropout_key), 2 * self.cfg.num_layers)
@@ -287,6 +289,8 @@ class Transformer:
 
     def _normed(self, ex: Execution, p, x_BTD):
         x_BTD = self._ends(p).final_norm(ex, x_BTD)
+        if (factor := self.cfg.multipliers.logits) != 1:
+            x_BTD = (factor * x_BTD.astype(jnp.float32)).astype(x_BTD.dtype)
         return ex.layout.act(x_BTD, "batch", "residual_seq", None)
 
     def _read_after(self, ex: Execution, p, x_BTD):
@@ -319,17 +323,18 @@ class Transformer:
 
         Their weights and states are then whole on every tensor rank.
         """
-        num_kv_heads, split = self.cfg.num_kv_heads, loaded.mesh_axes("activations", "kv_heads")
-        computed = kv_heads(Layout(loaded, sizes), num_kv_heads)
-        if computed == num_kv_heads:
+        layout, split = Layout(loaded, sizes), loaded.mesh_axes("activations", "kv_heads")
+        few = {what: (n, computed) for what, n in kv_heads_of(self.cfg).items()
+               if (computed := kv_heads(layout, n)) != n}
+        if not few:
             return loaded, []
         without = lambda axes: tuple(axis for axis in axes if axis not in split)
         tables = {name: table if name == "activations" or "kv_heads" not in table
                   else {**table, "kv_heads": without(table["kv_heads"])} for name, table in loaded.tables.items()}
         num_shards = " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in split if sizes[axis] > 1)
         return dataclasses.replace(loaded, tables=tables), [
-            f"attention: {num_kv_heads} key and value heads over {num_shards}: each is computed by "
-            f"{computed // num_kv_heads} ranks, and the weights and states of all of them lie on every rank"]
+            f"{what}: {n} key and value heads over {num_shards}: each is computed by {computed // n} ranks, and the "
+            f"weights and states of all of them lie on every rank" for what, (n, computed) in few.items()]
 
     def products(self) -> list[Tensor]:
         """The weights of a step's matmuls, except routers and adapters, which are small."""
@@ -337,47 +342,61 @@ class Transformer:
         return [Tensor("params", info.name, info.shape, info.axes) for info in self.parameters()
                 if info.role in multiplied and LORA not in info.path]
 
-    def activations(self, batch: int, seq_len: int, num_kv_heads: int) -> list[Tensor]:
-        """The activations that rules shard, with full shapes, for the checks at load.
-
-        num_kv_heads: from `layers.kv_heads`.
-        """
-        cfg = self.cfg
+    def activations(self, batch: int, seq_len: int, layout: Layout) -> list[Tensor]:
+        """The activations that rules shard, with full shapes, for the checks at load."""
+        cfg, of = self.cfg, {kind.mixer for kind in pattern.kinds(self.cfg)}
+        mlps = {kind.mlp for kind in pattern.kinds(self.cfg)}
         # of the MLPs that all tokens pass through
-        widths = [cfg.mlp_dim] * bool(not cfg.num_experts or cfg.first_dense_layers) + [
-            cfg.shared_expert_dim] * bool(cfg.num_experts and cfg.shared_expert_dim)
+        widths = [cfg.mlp_dim] * ("d" in mlps) + [cfg.shared_expert_dim] * bool("e" in mlps and cfg.shared_expert_dim)
         tensor = lambda name, axis, *dims: Tensor("activations", name, (batch, seq_len, *dims), (
             "batch", "residual_seq" if axis is None else "seq", axis, "head_dim")[:2 + len(dims)])
-        return [tensor("residual stream", None, cfg.embed_dim), tensor("queries", "heads", cfg.num_heads, cfg.head_dim),
-                tensor("keys", "kv_heads", num_kv_heads, cfg.head_dim), *(tensor("mlp", "mlp", n) for n in widths),
-                tensor("logits", "vocab", padded_vocab(cfg))]
+        heads = {(one.num_heads, one.num_kv_heads, one.head_dim): "" for one in (
+            cfg.of(mixer) for mixer in sorted(of) if mixer in pattern.ATTENTION)}
+        if of & set(pattern.RECURRENT):
+            heads[cfg.linear.value_heads, cfg.linear.key_heads, cfg.linear.key_dim] = "recurrent "
+        found = [tensor("residual stream", None, cfg.embed_dim)]
+        for (queries, keys, width), word in heads.items():
+            found += [tensor(f"{word}values" if word else "queries", "heads", queries, width),
+                      tensor(f"{word}keys", "kv_heads", kv_heads(layout, keys), width)]
+        return found + [*(tensor("mlp", "mlp", n) for n in widths), tensor("logits", "vocab", padded_vocab(cfg))]
+
+
+def kv_heads_of(cfg) -> dict[str, int]:
+    """The number of key and value heads of each kind of mixer that the model has."""
+    present = {kind.mixer for kind in pattern.kinds(cfg)}
+    found = {"attention": cfg.of(mixer).num_kv_heads for mixer in sorted(present & set(pattern.ATTENTION))
+             if not cfg.latent.kv_dim}
+    return found | ({"recurrence": cfg.linear.key_heads} if present & set(pattern.RECURRENT) else {})
 
 
 def build(cfg, adapters=None) -> Transformer:
-    """A run file's model. One group of equal layers, or, with global_every, one of whole periods and one of the rest;
-    leading dense layers before experts are a group by themselves.
+    """A run file's model, in the groups of `pattern.stretches`.
 
     adapters: the section [lora]. Raises: ValueError as `lora.adapt`.
     """
-    dense, adapters = cfg.first_dense_layers, adapters if adapters is not None and adapters.rank else None
-    kind = {"make_moe": MoE} if cfg.num_experts else {}
-    groups = (_groups(cfg, adapters, dense, leading=True) if dense else ()) + _groups(
-        cfg, adapters, cfg.num_layers - dense, **kind)
+    adapters = adapters if adapters is not None and adapters.rank else None
+
+    @functools.cache
+    def module(kind: pattern.Kind) -> params.Module:
+        def layer(rngs):
+            made = Layer(cfg.of(kind.mixer), rngs, _mixer(cfg, kind.mixer), _MLPS[kind.mlp])
+            return made if adapters is None else lora.adapt(made, rngs, adapters)
+        return params.Module(layer)
+    groups = tuple(LayerGroup(part.name, tuple(map(module, part.period)), part.repeats, part.leading)
+                   for part in pattern.stretches(cfg))
     return Transformer(cfg, params.Module(lambda rngs: EmbeddingAndHead(cfg, rngs)), groups, adapters)
 
 
-def _groups(cfg, adapters, num_layers: int, leading: bool = False, **kind) -> tuple[LayerGroup, ...]:
-    def layer(**more):
-        plain = lambda rngs: Layer(cfg, rngs, **kind, **more)
-        return params.Module(plain if adapters is None else lambda rngs: lora.adapt(plain(rngs), rngs, adapters))
-    every, local, group = cfg.global_every, layer(), lambda name, *of: LayerGroup(
-        "dense_" * leading + name, *of, leading)
-    if not every:
-        found = (group("layers", (local,), num_layers),)
-    else:
-        period = (*(local for _ in range(every - 1)), layer(everywhere=True))
-        found = group("periods", period, num_layers // every), group("left", (local,), num_layers % every)
-    return tuple(group for group in found if group.repeats)
+_MLPS = {"d": ("mlp", MLP), "e": ("moe", MoE), ".": None}
+
+
+def _mixer(cfg, mixer: str):
+    """(name in the parameter tree, (cfg, rngs) -> module); None without a mixer."""
+    if mixer == ".":
+        return None
+    name, make = ("linear", RecurrentMixer) if mixer in pattern.RECURRENT else (
+        "attention", LatentAttention if cfg.latent.kv_dim else Attention)
+    return name, lambda cfg, rngs: make(cfg, rngs, mixer)
 
 
 def without_layers(tree: dict) -> dict:
@@ -428,7 +447,7 @@ def rematerialized(layer, ex: Execution):
     full: only the layer's input; offload: only the input, on the host (B·T·D each way, overlapped with a layer's
     matmuls).
 
-    If sequences are split over devices, full and offload save o and lse, too (B·T·N·H), so the backward repeats no
+    If sequences are split over devices, full and offload save these, too (B·T·N·H), so the backward repeats no
     ring. All save the forward's float8 scales, each of which costs a pass over a tensor and an all-reduce.
     """
     policies = jax.checkpoint_policies
@@ -436,7 +455,8 @@ def rematerialized(layer, ex: Execution):
         return layer
     names = [float8.SCALE]
     if ex.layout.sizes["context"] > 1 or ex.remat == "selective":
-        names += ["attention_o", "attention_lse"] + ["attention_stream"] * (ex.remat == "selective")
+        names += ["attention_o", "attention_lse", "linear_o", "linear_states"]
+        names += ["attention_stream"] * (ex.remat == "selective")
     keep = policies.save_only_these_names(*names)
     if ex.remat == "offload":
         # The name must be the input's: a layer's output with it silently stays on the device.

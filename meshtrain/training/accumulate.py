@@ -63,15 +63,17 @@ class Normalizers(NamedTuple):
     tokens: jax.Array
 
 
-def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, schedule: Schedule | None) -> StepSpec:
-    """A pipeline sums gradients after its loop whatever [grads] says; [grads] then shards the sums."""
+def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, recurrence,
+              schedule: Schedule | None) -> StepSpec:
+    """attend, recurrence: of `Execution`. A pipeline sums gradients after its loop whatever [grads] says; [grads] then shards the sums."""
     training, data = run.training, run.data
     deferred = layout.batch_axes if schedule else layout.deferred_axes(info.axes for info in model.parameters())
     replicas = layout.num_shards(deferred)
     platform = mesh.devices.flat[0].platform
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
-                   in_order=not schedule and by_gloo(mesh), experts=dispatch.choose(run, layout, platform))
+                   in_order=not schedule and by_gloo(mesh), experts=dispatch.choose(run, layout, platform),
+                   recurrence=recurrence)
 
     def placed(dims: int) -> NamedSharding:
         logical = ("batch", "seq")[:1 + dims]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
+from meshtrain import pattern
 from meshtrain.cost.formulas import routed
 from meshtrain.cost.formulas.placed import Options, Placed, Product
 
@@ -31,7 +32,7 @@ def local_layers(cfg, seq_len: int) -> float:
     """Fraction of the layers whose window is shorter than the sequence."""
     if not 0 < cfg.window < seq_len:
         return 0.0
-    return 1 - (cfg.num_layers // cfg.global_every if cfg.global_every else 0) / cfg.num_layers
+    return pattern.share(cfg, mixers=pattern.WINDOWED)
 
 
 def attended(cfg, seq_len: int) -> float:

@@ -7,6 +7,7 @@ read off the buffers of programs compiled for GPUs.
 """
 from __future__ import annotations
 
+from meshtrain import pattern
 from meshtrain.cost.formulas import routed
 from meshtrain.cost.formulas.placed import GATHER, SCATTER, Options, Placed
 from meshtrain.model import parts
@@ -77,7 +78,7 @@ def kept_width(placed: Placed, options: Options) -> float:
     """Elements of a token that a layer saves for its backward."""
     h = placed.cfg.embed_dim
     stream, (q, kv, f) = h / placed.stream_shards, placed.widths
-    gates = 2 if placed.cfg.activation != "gelu" else 1
+    gates = 1 + placed.cfg.gated
     again = q if placed.num_shards("seq") > 1 else 0          # context parallelism never recomputes attention
     routing = _routing_width(placed) / placed.stream_shards
     # Norms after attention and MLP read the outputs of their last matmuls.
@@ -101,7 +102,7 @@ def _transposed_width(placed: Placed, options: Options) -> float:
     rows = options.global_batch / options.microbatches / layout.num_shards(layout.batch_axes)
     if not cfg.num_experts or options.remat != "none" or placed.stream_shards == 1 or rows <= 1:
         return 0
-    return (cfg.num_layers - cfg.first_dense_layers) * (cfg.embed_dim + cfg.embed_dim / placed.stream_shards)
+    return cfg.num_layers * pattern.share(cfg, mlps="e") * (cfg.embed_dim + cfg.embed_dim / placed.stream_shards)
 
 
 def _normed_width(placed: Placed) -> float:
@@ -113,8 +114,7 @@ def _normed_width(placed: Placed) -> float:
 def _routing_width(placed: Placed) -> float:
     """Width of the router's float32 logits and of what the balance loss saves of them, mean over layers."""
     cfg = placed.cfg
-    return 2 * cfg.num_experts * (1 - cfg.first_dense_layers
-                                  / cfg.num_layers) * 4 / placed.itemsize if cfg.num_experts else 0
+    return 2 * cfg.num_experts * pattern.share(cfg, mlps="e") * 4 / placed.itemsize
 
 
 def _working_width(placed: Placed, options: Options) -> float:
@@ -132,7 +132,7 @@ def _working_width(placed: Placed, options: Options) -> float:
 def _widest_mlp(placed: Placed) -> float:
     """Largest MLP width on one device, experts apart."""
     cfg = placed.cfg
-    dense = cfg.mlp_dim if cfg.first_dense_layers or not cfg.num_experts else 0
+    dense = cfg.mlp_dim if pattern.share(cfg, mlps="d") else 0
     return max(dense, cfg.shared_expert_dim if cfg.num_experts else 0) / placed.num_shards("mlp")
 
 
@@ -156,11 +156,11 @@ def _part_grads_bytes(placed: Placed, options: Options) -> float:
     """Bytes of a layer's float32 gradient from one part of a microbatch, beside the other part's. Layers with experts
     are not cut into parts."""
     cfg, rows = placed.cfg, options.global_batch // options.microbatches
-    dense = not cfg.num_experts or cfg.first_dense_layers
+    dense = pattern.share(cfg, mlps="d")
     alone = parts.of_rows(placed.layout, (rows, options.seq_len))[1] == 1
     if not dense or alone or options.remat == "none" and placed.by_layer:
         return 0
-    (q, kv, _), gates = placed.widths, 2 if cfg.activation != "gelu" else 1
+    (q, kv, _), gates = placed.widths, 1 + cfg.gated
     of_dense = cfg.embed_dim * (2 * q + 2 * kv + (gates + 1) * _widest_mlp(placed))
     return 4 * (of_dense if cfg.num_experts else placed.layer.used)
 
@@ -189,7 +189,7 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     """Elements of a token that a layer saves in slots: (for its backward, from there for a separate W). assumption:
     without remat, and for W, arrays as wide as the residual stream are whole on each device."""
     h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
-    stream, gates = h / placed.stream_shards, 2 if placed.cfg.activation != "gelu" else 1
+    stream, gates = h / placed.stream_shards, 1 + placed.cfg.gated
     placement, normed = placed.cfg.norm_placement, _normed_width(placed)
     both, after, routing = placement == "both", placement != "before", _routing_width(placed) / placed.stream_shards
     for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f + normed + 2 * h * both + routing,

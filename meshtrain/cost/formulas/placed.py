@@ -12,6 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from meshtrain import pattern
 from meshtrain.model import layers
 from meshtrain.names import AXES, LAYERS, LEADING, LORA, MATMUL_ROLES
 from meshtrain.parallel.pipeline import schedules, stages
@@ -256,8 +257,8 @@ class Placed:
         cfg = self.cfg
         kv_heads = layers.kv_heads(self.layout, cfg.num_kv_heads) / self.num_shards("kv_heads")
         # With experts: the mean over layers.
-        dense = cfg.first_dense_layers / cfg.num_layers if cfg.num_experts else 1.0
-        mlp = dense * cfg.mlp_dim + (1 - dense) * cfg.shared_expert_dim
+        of = functools.partial(pattern.share, cfg)
+        mlp = of(mlps="d") * cfg.mlp_dim + of(mlps="e") * cfg.shared_expert_dim
         return cfg.num_heads * cfg.head_dim / self.num_shards("heads"), kv_heads * cfg.head_dim, mlp / self.num_shards(
             "mlp")
 
@@ -265,13 +266,12 @@ class Placed:
 def place(rows, cfg, layout: Layout, mesh: MeshSpec) -> Placed:
     """Compute the sizes and moves of a model under a layout. rows: the parameter table (ParamInfo); cfg: the [model]
     section; the layout has the sizes of the mesh."""
-    if layout.sizes["stage"] == 1 or not cfg.first_dense_layers:
+    first = pattern.leading(cfg)
+    if layout.sizes["stage"] == 1 or not first:
         return _place(rows, cfg, layout, mesh)
     split = {wanted: [info for info in rows if (info.axes[0] == LEADING) == wanted] for wanted in (True, False)}
-    dense = dict(num_layers=cfg.first_dense_layers, num_experts=0, shared_expert_dim=0, first_dense_layers=0)
-    leading = _place(split[True], cfg.model_copy(update=dense), layout, mesh, is_leading=True)
-    others = dict(num_layers=cfg.num_layers - cfg.first_dense_layers, first_dense_layers=0)
-    staged = _place(split[False], cfg.model_copy(update=others), layout, mesh)
+    leading = _place(split[True], _cut(cfg, slice(first)), layout, mesh, is_leading=True)
+    staged = _place(split[False], _cut(cfg, slice(first, None)), layout, mesh)
     update = Counter()
     for move in (*staged.moves, *leading.moves):
         if move.part == "update":
@@ -279,6 +279,14 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec) -> Placed:
     moves = (*(move for move in staged.moves if move.part != "update"),
              *(WeightMove(*key, n) for key, n in update.items()))
     return dataclasses.replace(staged, leading=leading, held=staged.held.with_leading(leading.held), moves=moves)
+
+
+def _cut(cfg, part: slice):
+    """The model of some of the layers."""
+    kinds = pattern.kinds(cfg)[part]
+    mixers, mlps = ("".join(letters) for letters in zip(*kinds))
+    without = {} if "e" in mlps else dict(num_experts=0, shared_expert_dim=0)
+    return cfg.model_copy(update=dict(num_layers=len(kinds), mixers=mixers, mlps=mlps) | without)
 
 
 def _place(rows, cfg, layout: Layout, mesh: MeshSpec, is_leading: bool = False) -> Placed:
@@ -324,7 +332,7 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, is_leading: bool = False) 
                                     info.trainable, layers_with[info.path[-3:]] / cfg.num_layers)
         elif info.role == "router" and first:
             products["router"] = Product(*info.shape[-2:], trained=info.trainable, router=True,
-                                         share=1 - cfg.first_dense_layers / cfg.num_layers)
+                                         share=pattern.share(cfg, mlps="e"))
         elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):
             num_shards = layout.num_shards(local.uses("vocab"))
             head = Product(cfg.embed_dim, info.size // cfg.embed_dim // num_shards, trained=info.trainable)

@@ -204,7 +204,7 @@ class _LayerTimes:
         attention, attention_b = attend("forward", pairs), attend("backward", products_b * pairs)
         fixed_bytes = 16 * cfg.embed_dim / placed.stream_shards + 4 * (query + key)
         moved = lambda times, norm: tokens * (fixed_bytes + times * mlp + norm * (cfg.qk_norm != "off") * (query + key))
-        gated = cfg.activation != "gelu"
+        gated = cfg.gated
         fused = rated.assumed["elementwise.eager"] if placed.framework and placed.framework.eager else 1.0
         fused *= placed.itemsize / 2
         small = fused * rated.stream_s(moved(6 if gated else 4, QK_NORM[0]))

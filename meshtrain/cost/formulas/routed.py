@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from meshtrain import pattern
 from meshtrain.cost.formulas.placed import GATHER, Options, Placed, ordered
 from meshtrain.kernels import grouped, tiles
 from meshtrain.parallel.experts import all_to_all, dispatch
@@ -162,7 +163,7 @@ def of(placed: Placed, options: Options) -> Routed | None:
         seen, choices = tokens * layout.num_shards(region.gathered), K
         even, most = seen * K / num_shards, seen * min(K, e)
         rows = min(most, math.ceil(dispatch.CAPACITY_FACTOR * even))
-    inward = 1 if cfg.activation == "gelu" else 2
+    inward = 1 + cfg.gated
     trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
     sizes = ExpertSizes(e, cfg.embed_dim, cfg.expert_mlp_dim / layout.num_shards(region.inner), inward, trained,
                         placed.itemsize)
@@ -171,4 +172,4 @@ def of(placed: Placed, options: Options) -> Routed | None:
     return Routed(by_all_to_all, region, tokens, seen, choices, counts, sizes, by_all_to_all or rows < most,
                   placed.mesh.sizes["stage"] > 1, gathered if placed.moving(GATHER, "experts") else 1,
                   dispatch.saves_inward(options.remat, placed.mesh.sizes["stage"]),
-                  1 - cfg.first_dense_layers / cfg.num_layers)
+                  pattern.share(cfg, mlps="e"))

@@ -170,7 +170,7 @@ def _meshes(question: Question) -> Iterator[dict[str, int]]:
     allowed = {
         "tensor": lambda k: k <= min(domain, cfg.num_heads),
         "stage": lambda k: k <= min(MOST_STAGES, stages.staged(cfg))
-        and stages.padded(cfg, k) <= PADDED * stages.staged(cfg),
+        and stages.padded(cfg, k) <= PADDED * stages.staged(cfg) and (k == 1 or bool(stages.period(cfg))),
         "context": lambda k: k == 1 or k <= MOST_CONTEXT and question.options.seq_len // k >= SHORTEST}
     choices = [[question.fixed[axis]] if axis in question.fixed else [k for k in divisors(n) if allows(k)]
                for axis, allows in allowed.items()]

@@ -5,6 +5,8 @@ with `order` (of the tokens over the devices), `forward` and `backward`; both ar
 """
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
@@ -13,8 +15,10 @@ from types import ModuleType
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain import pattern
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
 from meshtrain.kernels.engine import CAUSAL, Engine, Mask, Output, Scores
 from meshtrain.parallel.context import gather, ring, ulysses
@@ -28,35 +32,64 @@ LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only w
           "blockwise": "blockwise XLA engine"}
 
 
-def attend(method, layout, q_BTNH, k_BSKH, v_BSKH, segments_BT, mask: Mask = CAUSAL):
-    """Attention [B, T, N, H] within segments and the mask; N query heads are a multiple of the K key/value heads.
+def attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, sinks_N=None):
+    """Attention [B, T, N, V] within segments and the mask; N query heads are a multiple of the K key/value heads.
 
     method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do)
-    -> dq, dk, dv.
+    -> dq, dk, dv. sinks_N: a score of each head that takes part in the softmax and has no value.
     """
-    return _attend(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)
+    return _attend(method, layout, mask, (q_BTNH, k_BSKH, v_BSKV, segments_BT), sinks_N)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT):
-    return method.forward(layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)[0].astype(q_BTNH.dtype)
+def _attend(method, layout, mask, operands, sinks_N):
+    """operands: queries first, segments last."""
+    return _attend_forward(method, layout, mask, operands, sinks_N)[0]
 
 
-def _attend_forward(method, layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT):
-    o_BTNH, lse_BTN = method.forward(layout, mask, q_BTNH, k_BSKH, v_BSKH, segments_BT)
+def _attend_forward(method, layout, mask, operands, sinks_N):
+    o_BTNV, lse_BTN = method.forward(layout, mask, *operands)
+    if sinks_N is not None:
+        # A further key of value 0. Backwards of methods need only o and lse over all keys, this one included.
+        sinks_N = sinks_N.astype(jnp.float32)
+        o_BTNV = o_BTNV * jax.nn.sigmoid(lse_BTN - sinks_N)[..., None]
+        lse_BTN = jnp.logaddexp(lse_BTN, sinks_N)
     # Named, so that selective remat saves them and the backward does not repeat the forward.
-    o_BTNH = checkpoint_name(o_BTNH.astype(q_BTNH.dtype), "attention_o")
+    o_BTNV = checkpoint_name(o_BTNV.astype(operands[0].dtype), "attention_o")
     lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
-    return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, segments_BT, o_BTNH, lse_BTN)
+    return o_BTNV, (operands, sinks_N, o_BTNV, lse_BTN)
 
 
-def _attend_backward(method, layout, mask, saved, do_BTNH):
-    q, k, v = saved[:3]
-    dq, dk, dv = method.backward(layout, mask, *saved, do_BTNH)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+def _attend_backward(method, layout, mask, saved, do_BTNV):
+    operands, sinks_N, o_BTNV, lse_BTN = saved
+    grads = method.backward(layout, mask, *operands, o_BTNV, lse_BTN, do_BTNV)
+    dsinks_N = None
+    if sinks_N is not None:
+        along_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
+        dsinks_N = -jnp.sum(jnp.exp(sinks_N - lse_BTN) * along_BTN, (0, 1))
+    return (*(grad.astype(x.dtype) for grad, x in zip(grads, operands)), None), dsinks_N
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunAttention:
+    """The attention of a run, whose layers may differ in widths and scores.
+
+    engine_of: (head_dim, width of values, scores) -> Engine. method: None without context parallelism. documents:
+    whether rows have several.
+    """
+    engine_of: Callable
+    method: ModuleType | None = None
+    documents: bool = True
+
+    def __call__(self, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, scores: Scores = Scores(),
+                 sinks_N=None):
+        engine = self.engine_of(q_BTNH.shape[-1], v_BSKV.shape[-1], scores)
+        method = Local(engine) if self.method is None else ContextParallel(self.method, engine)
+        return attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT,
+                      mask if self.documents else mask._replace(documents=False), sinks_N)
 
 
 class Local(NamedTuple):
@@ -128,7 +161,7 @@ def problems(run, layout: Layout) -> list[str]:
         faults.append(f"{rules_file} [activations] residual_seq = {list(residual)} does not begin with context, which "
                       f"splits seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
     heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
-    if heads != kv_heads and run.model.num_kv_heads > 1:
+    if heads != kv_heads and any(cfg.num_kv_heads > 1 for cfg in attending(run)):
         faults.append(f"{rules_file} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: where "
                       f"sequences are split, a device's query heads need its own key/value heads; give both the same "
                       f"mesh axes")
@@ -141,11 +174,11 @@ def problems(run, layout: Layout) -> list[str]:
         faults.append(f"data.seq_len={T} cannot be split into {what} = {chunks} chunks of equal length{also}; use "
                       f"{near}")
     num_shards = layout.num_shards(layout.mesh_axes("activations", "heads"))
-    if method == "ulysses" and run.model.num_heads // num_shards % cp:
-        each = run.model.num_heads // num_shards
-        faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={run.model.num_heads} over "
-                      f"tensor {num_shards}) over mesh.context={cp}, which does not divide; use ring or gather, or a "
-                      f"mesh.context that divides {each}")
+    for num_heads in sorted({cfg.num_heads for cfg in attending(run)}):
+        if method == "ulysses" and (each := num_heads // num_shards) % cp:
+            faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={num_heads} over tensor "
+                          f"{num_shards}) over mesh.context={cp}, which does not divide; use ring or gather, or a "
+                          f"mesh.context that divides {each}")
     return faults
 
 
@@ -167,10 +200,9 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     if platform not in GPU_PLATFORMS and asked == "auto":
         why = []                # no note is shown there
     note = f"attention: {LABELS[name]}{_of(run)}" + (f", because {'; '.join(why)}" if why else "")
-    engine = _engine(name, run, cp, gpu)
-    method = Local(engine) if cp == 1 else ContextParallel(METHODS[run.context.method], engine)
-    of_rows = partial(attend, method) if run.data.document_mask else partial(_attend_whole_rows, method)
-    return of_rows, note if platform in GPU_PLATFORMS or asked != "auto" or window(run) else ""
+    made = RunAttention(functools.cache(partial(_engine, name, run, cp, gpu)),
+                        METHODS[run.context.method] if cp > 1 else None, run.data.document_mask)
+    return made, note if platform in GPU_PLATFORMS or asked != "auto" or window(run) else ""
 
 
 def engine_name(run, layout: Layout, gpu: str) -> str:
@@ -196,25 +228,19 @@ def _chosen(asked: str, against: Mapping[str, list[str]]) -> str:
     return name
 
 
-def _attend_whole_rows(method, layout, *args, mask: Mask = CAUSAL):
-    """`attend` for rows of one document."""
-    return attend(method, layout, *args, mask=mask._replace(documents=False))
-
-
 def _of(run) -> str:
     """The window, for the note; "" if all layers see all earlier tokens."""
-    within, every = window(run), run.model.global_every
-    if not within or every == 1:
+    within, count = window(run), sum(kind.mixer in pattern.WINDOWED for kind in pattern.kinds(run.model))
+    if not within:
         return ""
-    return f", window {within:,}" + (f" in {every - 1} layers of {every}" if every else "")
+    return f", window {within:,}" + (f" in {count} layers of {run.model.num_layers}" * (count < run.model.num_layers))
 
 
-def _engine(name: str, run, cp: int, gpu: str) -> Engine:
-    scores = Scores(run.model.attention_scale_dim, run.model.score_softcap)
+def _engine(name: str, run, cp: int, gpu: str, head_dim: int, value_dim: int, scores: Scores) -> Engine:
     if name == "cudnn":
         return cudnn.engine(scores)
     if name == "pallas":
-        return pallas.engine(tiles.of(run.model.head_dim, gpu, bool(scores.softcap)), scores)
+        return pallas.engine(tiles.of(head_dim, gpu, bool(scores.softcap), value_dim), scores)
     if cp == 1 or run.context.method == "ulysses":
         return blockwise.engine(scores=scores)
     # At least four blocks per chunk: the half-masked diagonal blocks are then 1/8 of the causal area of two chunks.
@@ -222,9 +248,22 @@ def _engine(name: str, run, cp: int, gpu: str) -> Engine:
     return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))), scores)
 
 
+def attending(run) -> list:
+    """The [model] sections of the run's kinds of attention, of each mixer once."""
+    present = {kind.mixer for kind in pattern.kinds(run.model)}
+    return [run.model.of(mixer) for mixer in pattern.ATTENTION if mixer in present]
+
+
 def window(run) -> int:
-    """Tokens that a token sees; 0: the whole sequence."""
-    return run.model.window if run.model.window < run.data.seq_len else 0
+    """Tokens that a token sees in layers with a window, the most of any layer; 0: the whole sequence."""
+    present = {kind.mixer for kind in pattern.kinds(run.model)}
+    found = [run.model.of(mixer).window for mixer in pattern.WINDOWED if mixer in present]
+    return max((within for within in found if within < run.data.seq_len), default=0)
+
+
+def value_dim(cfg) -> int:
+    """The width of values of a [model] section."""
+    return cfg.latent.kv_dim and cfg.latent.value_dim or cfg.head_dim
 
 
 def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
@@ -235,7 +274,7 @@ def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
     if run.model.compute_dtype != "bfloat16":
         reasons.append(f"kernels take bfloat16, not model.compute_dtype={run.model.compute_dtype}")
     heads, kv_heads, seq = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads", "seq"))
-    if heads != kv_heads and run.model.num_kv_heads > 1:
+    if heads != kv_heads and any(cfg.num_kv_heads > 1 for cfg in attending(run)):
         reasons.append(f"{layout.rules.path} [activations] splits heads over {list(heads)} and kv_heads over "
                        f"{list(kv_heads)}")
     if seq and layout.sizes[AXIS] == 1:
@@ -255,8 +294,13 @@ def _against_cudnn(run, layout: Layout, platform: str, gpu: str) -> list[str]:
     if window(run) and layout.sizes[AXIS] > 1 and run.context.method != "ulysses":
         reasons.append(f'cuDNN\'s kernel has no window over the chunks of context.method="{run.context.method}" '
                        f"(model.window={run.model.window})")
-    if run.model.head_dim % 8 or run.model.head_dim > 128:
-        reasons.append(f"cuDNN's kernel needs a head_dim that is a multiple of 8 up to 128, not {run.model.head_dim}")
+    for head_dim in sorted({cfg.head_dim for cfg in attending(run)}):
+        if head_dim % 8 or head_dim > 128:
+            reasons.append(f"cuDNN's kernel needs a head_dim that is a multiple of 8 up to 128, not {head_dim}")
+    for cfg in attending(run):
+        if (width := value_dim(cfg)) != cfg.head_dim:
+            reasons.append(f"cuDNN's kernel has values of head_dim={cfg.head_dim}, not of {width} "
+                           f"(model.latent.value_dim)")
     if run.training.deterministic:
         reasons.append("cuDNN's backward adds in no fixed order (training.deterministic=true)")
     return reasons
@@ -272,9 +316,11 @@ def _without_cudnn() -> list[str]:
 def _against_pallas(run, layout: Layout, platform: str, gpu: str) -> list[str]:
     """Why the Pallas kernels cannot serve this run; empty if they can."""
     reasons = _against_kernels(run, layout, platform)
-    if run.model.head_dim > (widest := max(tiles.WIDTHS)):
-        reasons.append(f"the Pallas kernels take a head_dim of at most {widest}, not {run.model.head_dim}")
-    elif platform in GPU_PLATFORMS and tiles.of(run.model.head_dim, gpu) is None:
+    widths = [(cfg.head_dim, value_dim(cfg)) for cfg in attending(run)]
+    most = max((max(pair) for pair in widths), default=0)
+    if most > (widest := max(tiles.WIDTHS)):
+        reasons.append(f"the Pallas kernels take heads of a width of at most {widest}, not {most}")
+    elif platform in GPU_PLATFORMS and not all(tiles.of(keys, gpu, value_dim=values) for keys, values in widths):
         reasons.append(f"no tiles are known to fit this GPU ({gpu or 'not in the table of GPUs'})")
     return reasons
 

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.kernels import grouped
+from meshtrain.kernels.activations import ACTIVATIONS
 from meshtrain.names import BALANCED_ROWS, EXPERT_AXES
 from meshtrain.parallel.experts import all_to_all
 from meshtrain.parallel.experts.permutation import ExpertRows, SortedAssignments
@@ -35,7 +36,7 @@ CAPACITY_FACTOR = 1.25
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoutedExperts:
-    """Execution settings of a run's experts.
+    """Execution settings of a run's experts. Biases of their outputs are added by the caller.
 
     activation: outputs of the inward matrices (gate, up) -> h. aux_loss, z_loss: weights of the router's losses.
     capacity_factor: see CAPACITY_FACTOR; 0: the buffer holds any load. saves_inward: see the function.
@@ -50,8 +51,8 @@ class RoutedExperts:
     by_all_to_all: bool = False
 
     def __call__(self, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
-        """Σ_k weight · expert(x), sharded like the residual stream. weights: {gate?, up, down}, sharded as
-        [params]."""
+        """Σ_k weight · expert(x), sharded like the residual stream. weights: {gate?, up, down, gate_bias?, up_bias?},
+        sharded as [params]."""
         return apply(self, layout, x_BTD, chosen_BTK, weight_BTK, weights)
 
 
@@ -204,8 +205,8 @@ class ExpertShards:
             region, layout.spec("activations", ("batch", "residual_seq", None)),
             stored={name: layout.spec("params", EXPERT_AXES[name]) for name in names},
             grads={name: P(*(own(axis) + others(axis) or None for axis in EXPERT_AXES[name])) for name in names},
-            axes={name: ("expert_embed", "expert", "expert_mlp") if embed_first else EXPERT_AXES[name]
-                  for name in names},
+            axes={name: ("expert_embed", "expert", "expert_mlp")
+                  if embed_first and "expert_embed" in EXPERT_AXES[name] else EXPERT_AXES[name] for name in names},
             gathers={name: by_axis(name, gathered) for name in names}, scatters=scatters,
             rest={name: unscattered(name) for name in names})
 
@@ -259,6 +260,15 @@ class ExpertMatrices:
                  for name, x in by_name.items()]
         return self.engine.rows(pairs, groups, *epilogue)
 
+    def inward_rows(self, name: str, x_RD, groups: grouped.Groups, then: Callable = grouped.as_it_is, beside=()):
+        """`rows` of one inward matrix, with the bias of each row's expert added before `then`."""
+        bias = self.arrays.get(f"{name}_bias")
+        if bias is None:
+            return self.rows({name: x_RD}, "expert_embed", groups, then, beside)
+        owner_R, _ = grouped.owners(groups, x_RD)
+        biased = lambda y, bias, *beside: then(y + bias.astype(y.dtype), *beside)
+        return self.rows({name: x_RD}, "expert_embed", groups, biased, [bias[owner_R], *beside])
+
     def zeros(self) -> dict:
         return {name: jnp.zeros(w.shape, jnp.float32) for name, w in self.arrays.items()}
 
@@ -295,8 +305,8 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
 
     def one_round(rows: ExpertRows):
         x_RD, groups, (*others, last) = experts.engine.take(x_AD, rows.token(K)), rows.groups, matrices.inward
-        inward = [matrices.rows({name: x_RD}, "expert_embed", groups)[0] for name in others]
-        hw_RF, *saved = matrices.rows({last: x_RD}, "expert_embed", groups, weighted, [rows.weight(weight_AK), *inward])
+        inward = [matrices.inward_rows(name, x_RD, groups)[0] for name in others]
+        hw_RF, *saved = matrices.inward_rows(last, x_RD, groups, weighted, [rows.weight(weight_AK), *inward])
         (y_RD,) = matrices.rows({"down": hw_RF}, "expert_mlp", groups)
         return rows.sum(y_RD, x_AD.dtype), [*inward, *saved]
     with jax.named_scope(BALANCED_ROWS.format(region.balanced_rows(*tokens.chosen_TK.shape))):
@@ -324,6 +334,8 @@ class WeightGradOperands:
             outer = lambda x_RD, d_RF, name: engine.outer(x_RD, d_RF, self.groups, _letters(axes[name], "expert_embed"))
             dw = {name: outer(self.x_RD, d, name) for name, d in self.d_inward.items()} | {
                 "down": outer(self.dy_RD, self.hw_RF, "down")}
+            dw |= {f"{name}_bias": grouped.sums(d, self.groups) for name, d in self.d_inward.items()
+                   if f"{name}_bias" in axes}
         return dw if self.more is None else jax.tree.map(jnp.add, dw, self.more)
 
 
@@ -346,7 +358,7 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
     def one_round(rows: ExpertRows, inward=None):
         x_RD, dy_RD = (experts.engine.take(a, rows.token(K)) for a in (x_AD, dy_AD))
         names, groups = matrices.inward, rows.groups
-        inward = inward or [matrices.rows({name: x_RD}, "expert_embed", groups)[0] for name in names]
+        inward = inward or [matrices.inward_rows(name, x_RD, groups)[0] for name in names]
         epilogue_inputs = [rows.weight(weight_AK), *inward]
         hw_RF, dweight_R, *d_inward = matrices.rows({"down": dy_RD}, "expert_embed", groups, gradients, epilogue_inputs)
         d_inward = dict(zip(names, d_inward, strict=True))
@@ -418,9 +430,6 @@ def _backward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens
 
 
 # ---- settings of a run -----------------------------------------------------------------------------------------------
-
-ACTIVATIONS = {"swiglu": lambda gate, up: jax.nn.silu(gate) * up, "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
-               "gelu": jax.nn.gelu}
 
 
 def choose(run, layout: Layout, platform: str) -> RoutedExperts | None:

@@ -4,33 +4,28 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from meshtrain.pattern import LONGEST_PERIOD, leading, period, staged
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.rules import Rules
 
 
-def staged(cfg) -> int:
-    """Number of layers in stages: all but the leading ones. cfg: the [model] section."""
-    return cfg.num_layers - cfg.first_dense_layers
-
-
-def period(cfg) -> int:
-    """Length of the repeating pattern of layers; a stage holds whole ones."""
-    return cfg.global_every if 0 < cfg.global_every <= staged(cfg) else 1
-
-
 def padded(cfg, virtual_stages: int) -> int:
     """Number of layers in stages, padded with identity layers to equal stages of whole periods."""
-    together = period(cfg) * virtual_stages
+    together = max(1, period(cfg)) * virtual_stages
     return -(-staged(cfg) // together) * together
 
 
 def problems(run, loaded: Rules, sizes) -> list[str]:
     """Why this run cannot be pipelined, one message each, in the run file's terms; empty if it can."""
-    num_stages, chunks, first = sizes["stage"], run.pipeline.chunks, run.model.first_dense_layers
+    num_stages, chunks, first = sizes["stage"], run.pipeline.chunks, leading(run.model)
     if num_stages == 1:
         return []
+    if not period(run.model):
+        return [f'mesh.stage={num_stages} needs layers that repeat with a period, and model.mixers='
+                f'"{run.model.mixers}" with model.mlps="{run.model.mlps}" has none of up to {LONGEST_PERIOD} layers; '
+                f'set mesh.stage to 1']
     num_layers, layers = staged(run.model), f"model.num_layers={run.model.num_layers}"
-    layers += f", of which model.first_dense_layers={first} lie in no stage," if first else ""
+    layers += f", of which the first {first} lie in no stage," if first else ""
     faults = schedules.problems(schedule_name(run), num_stages, run.training.microbatches, chunks)
     together = period(run.model)
     most = max(1, -(-num_layers // (num_stages * together)))
@@ -87,11 +82,11 @@ def notes(run, schedule: schedules.Schedule) -> list[str]:
     """Costs of this schedule besides its bubble, if any."""
     num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, staged(run.model)
     said, extra = [], padded(run.model, num_stages * chunks) - num_layers
-    if first := run.model.first_dense_layers:
+    if first := leading(run.model):
         idle = -schedule.num_microbatches % num_stages
-        said.append(f"pipeline: model.first_dense_layers={first}: every stage has them whole, with their states, and "
-                    f"takes one microbatch in {num_stages} through them before the first tick and back behind the last "
-                    f"one" + (
+        said.append(f"pipeline: the {first} layers before the stages: every stage has them whole, with their states, "
+                    f"and takes one microbatch in {num_stages} through them before the first tick and back behind the "
+                    f"last one" + (
                         f"; training.microbatches={schedule.num_microbatches} leave {idle} of {num_stages} stages idle "
                         f"in the last round, a multiple of {num_stages} none" if idle else ""))
     if extra:

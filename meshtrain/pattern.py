@@ -1,4 +1,4 @@
-"""Which layers a model has, in order: what `model.mixers` and `model.mlps` say, and how equal ones are grouped.
+"""The kinds of a model's layers, in order: what `model.mixers` and `model.mlps` say, and how equal ones are grouped.
 
 A layer is a mixer (attention, a recurrence) and an MLP. Layers that repeat with a period are one scan over it, so a
 model compiles as many layers as its periods have, not as many as it has.
@@ -50,6 +50,20 @@ def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
     return tuple(map(Kind, repeated(mixers, num_layers), repeated(mlps, num_layers)))
 
 
+def rotated(cfg) -> dict:
+    """The keys of the mixers with rope that the model has, by their letters."""
+    present = {kind.mixer for kind in kinds(cfg)} if cfg.position == "rope" else ()
+    return {mixer: cfg.of(mixer) for mixer in ROTATED if mixer in present}
+
+
+def rotated_width(cfg) -> int:
+    """The dims of a head that have a frequency: the first, or the last with latents. cfg: the keys of one mixer."""
+    if cfg.latent.kv_dim:
+        return cfg.latent.rope_dim
+    whole = cfg.rope_scaling.rope_type == "proportional"        # the other pairs have frequency 0
+    return cfg.head_dim if whole else int(cfg.head_dim * cfg.rope_scaling.partial_rotary_factor)
+
+
 def share(cfg, mixers: str = "", mlps: str = "") -> float:
     """The share of the layers whose mixer, or whose MLP, is one of these letters."""
     return sum(kind.mixer in mixers or kind.mlp in mlps for kind in kinds(cfg)) / cfg.num_layers
@@ -68,7 +82,9 @@ def _stretches(layers: tuple[Kind, ...]) -> tuple[Stretch, ...]:
     length, mlps = len(layers), "".join(kind.mlp for kind in layers)
     dense = length - len(mlps.lstrip("d")) if mlps.lstrip("d").strip("e") == "" else length
     dense = dense if dense < length else 0
-    found = [(lead + period, lead) for lead in range(dense, length) for period in _periods(layers[lead:])[:1]]
+    # More layers lie before the stages only where a period then repeats.
+    found = [(lead + period, lead) for lead in range(dense, min(length, dense + LONGEST_PERIOD + 1))
+             for period in _periods(layers[lead:])[:1] if lead == dense or 2 * period <= length - lead]
     if not found:
         return tuple(Stretch(f"part{i}", *part) for i, part in enumerate(_parts(layers)))
     cost, lead = min(found)

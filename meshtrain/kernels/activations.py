@@ -1,0 +1,23 @@
+"""Activations of MLPs and experts by their names in `model.activation`: of the inward projections (gate, up), or up."""
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+SLOPE, LIMIT = 1.702, 7.0      # of swiglu_clamped
+
+
+def _swiglu_clamped(gate, up):
+    """SwiGLU of bounded inputs (gpt-oss, arXiv:2508.10925): (up + 1) · gate · sigmoid(1.702 gate)."""
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return (up + 1) * gate * jax.nn.sigmoid(SLOPE * gate)
+
+
+# GLU variants: arXiv:2002.05202; relu2: arXiv:2109.08668. Every GELU is by tanh.
+ACTIVATIONS = {
+    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
+    "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
+    "swiglu_clamped": _swiglu_clamped,
+    "gelu": jax.nn.gelu,
+    "relu2": lambda up: jnp.square(jax.nn.relu(up)),
+}

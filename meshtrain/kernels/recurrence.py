@@ -1,0 +1,357 @@
+"""Linear attention on one device: gated delta rule, KDA and Mamba-2 as one recurrence over chunks of packed documents.
+
+    S_t = e^{g_t} S_{t-1} + k_t u_t^T        o_t = S_t^T q_t        u_t = beta_t (v_t - (e^{g_t} S_{t-1})^T k_t), or v_t
+
+Within a chunk all tokens are computed together; between chunks one linear recurrence of the states is left, which all
+kinds share, and whose backward is the same recurrence from the right. Documents are masks, and S begins with zeros in
+each. Sources: gated delta rule arXiv:2412.06464, its chunked form arXiv:2406.06484; KDA arXiv:2510.26692; Mamba-2
+arXiv:2405.21060. Knows no mesh.
+
+Dims: B rows, Z chunks of a row, C tokens of a chunk (I of a reader, J of a writer), N value heads, K key heads, G=N/K,
+H key width, V value width.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshtrain.kernels import products
+
+# Fastest of 32 … 256 in the roofline of a layer of 8,192 tokens on an H100: longer chunks multiply more, shorter ones
+# launch more kernels and write more states. Any power of two gives the same result.
+DELTA_CHUNK, SUM_CHUNK = 128, 256
+LEAF = 4            # tokens of the blocks whose decays per channel are written out
+BEFORE_ALL = -1     # the segment of the token before the first
+
+
+class RecurrentState(NamedTuple):
+    """The state after a token, [B, N, H, V] float32, and the token's segment [B]: what the next tokens begin with.
+
+    S_BNHV None: zeros, or what `across` of `recurrence` gives.
+    """
+    S_BNHV: jax.Array | None
+    segment_B: jax.Array
+
+
+class Recurred(NamedTuple):
+    """o in v's dtype; the state after the last token, float32 (None if states were given); the states before each
+    chunk, in v's dtype: all that the backward needs besides the inputs."""
+    o_BTNV: jax.Array
+    end_BNHV: jax.Array | None
+    states_ZBNHV: jax.Array
+
+
+def recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: RecurrentState | None = None, *,
+               across: Callable | None = None, states_ZBNHV=None, chunk: int = 0) -> Recurred:
+    """The recurrence over each row, within segments.
+
+    q: normalized and scaled by the caller; value head n has key head n // G. g: log decays, float32, at most 0: [B, T,
+    N], or [B, T, N, H] per channel, with N = K. beta: None without the delta rule. start: of rows that go on.
+    across(M, X, reverse) -> S: the states before each row, if rows are runs of tokens whose neighbours are elsewhere;
+    S' = M S + X over a row, from its end if reverse. states: those of an earlier call, which are not computed again.
+    chunk: tokens, a power of two; 0: the default. Products have operands in v's dtype; the decays, the inverse and what
+    it multiplies, and the carried state are float32.
+    """
+    (B, T, K, H), (N, V) = k_BTKH.shape, v_BTNV.shape[2:]
+    G, C = N // K, min(chunk or (SUM_CHUNK if beta_BTN is None else DELTA_CHUNK), 1 << (T - 1).bit_length())
+    if start is None:
+        start = RecurrentState(None, jnp.full(B, BEFORE_ALL, segments_BT.dtype))
+    documents = _documents(_padded(segments_BT, C, "edge").reshape(B, -1, C).swapaxes(0, 1), start.segment_B)
+    q, k = (_chunks(x, C, K) for x in (q_BTKH, k_BTKH))
+    v, beta = _chunks(v_BTNV, C, K, G), None if beta_BTN is None else _chunks(beta_BTN.astype(jnp.float32), C, K, G)
+    decay = _since_document(_chunks(g.astype(jnp.float32), C, K, G), documents)
+    parts = (_by_channel if g.ndim == 4 else _by_head)(q, k, v, decay, beta, documents)
+    S0, kept = (x if x is None else x.reshape(*x.shape[:-3], K, G, H, V) for x in (start.S_BNHV, states_ZBNHV))
+    S, end = _states(across, parts.through, parts.left, parts.right, parts.X, S0, kept)
+    new = parts.u if parts.w is None else parts.u - _product("ZBKGCH,ZBKGHV->ZBKGCV", parts.w.astype(v.dtype), S)
+    o = parts.read(S) + _product("ZBKGIJ,ZBKGJV->ZBKGIV", parts.scores.astype(v.dtype), new.astype(v.dtype))
+    o_BTNV = o.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, N, V)[:, :T].astype(v.dtype)
+    merged = lambda x: x if x is None else x.reshape(*x.shape[:-4], N, H, V)
+    return Recurred(o_BTNV, merged(end), merged(S))
+
+
+def step(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: RecurrentState) -> tuple[jax.Array, jax.Array]:
+    """`recurrence` of one token per row (T = 1), for generation: (o_BTNV, the state after it). All float32."""
+    G = v_BTNV.shape[2] // k_BTKH.shape[2]
+    q_BNH, k_BNH = (jnp.repeat(x[:, 0].astype(jnp.float32), G, 1) for x in (q_BTKH, k_BTKH))
+    decay = jnp.exp(g[:, 0] if g.ndim == 4 else g[:, 0, :, None])
+    goes_on = (segments_BT[:, 0] == start.segment_B)[:, None, None, None]
+    S_BNHV = jnp.where(goes_on, decay[..., None] * start.S_BNHV, 0)
+    u_BNV = v_BTNV[:, 0].astype(jnp.float32)
+    if beta_BTN is not None:
+        u_BNV = beta_BTN[:, 0, :, None] * (u_BNV - _product("BNH,BNHV->BNV", k_BNH, S_BNHV))
+    S_BNHV = S_BNHV + k_BNH[..., None] * u_BNV[..., None, :]
+    return _product("BNH,BNHV->BNV", q_BNH, S_BNHV)[:, None].astype(v_BTNV.dtype), S_BNHV
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(eq: str, x, y):
+    """einsum of two arrays of one dtype, summed in float32. Its backward has operands in that dtype, too, where
+    autodiff would multiply the float32 cotangent."""
+    return products.einsum(eq, x, y, jnp.float32)
+
+
+def _product_backward(eq, saved, dz):
+    x, y = saved
+    operands, out = eq.split("->")
+    left, right = operands.split(",")
+    dz = dz.astype(x.dtype)
+    return (products.einsum(f"{out},{right}->{left}", dz, y, jnp.float32).astype(x.dtype),
+            products.einsum(f"{left},{out}->{right}", x, dz, jnp.float32).astype(y.dtype))
+
+
+_product.defvjp(lambda eq, x, y: (_product(eq, x, y), (x, y)), _product_backward)
+
+
+# ---- chunks and documents --------------------------------------------------------------------------------------------
+
+
+def _padded(x, C: int, mode: str = "constant"):
+    """Pad T to whole chunks. Tokens of zeros in the last segment leave the state after the last token unchanged."""
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % C)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+
+
+def _chunks(x, C: int, *heads: int):
+    """[B, T, heads, …] -> [Z, B, *heads, C, …]."""
+    x = _padded(x, C)
+    x = x.reshape(x.shape[0], -1, C, *heads, *x.shape[3:])
+    order = [1, 0, *range(3, 3 + len(heads)), 2, *range(3 + len(heads), x.ndim)]
+    return x.transpose(order)
+
+
+class _Documents(NamedTuple):
+    """Masks that broadcast over [Z, B, K, G, …]: which tokens are of the same document as others."""
+    segments: jax.Array     # [Z, B, 1, 1, C]
+    pairs: jax.Array        # [Z, B, 1, 1, I, J], J not after I
+    of_start: jax.Array     # [Z, B, 1, 1, C], of the last token before the chunk
+    of_end: jax.Array       # [Z, B, 1, 1, C], of the chunk's last token
+    through: jax.Array      # [Z, B, 1, 1, 1], whether those two tokens are of the same
+
+
+def _documents(segments_ZBC, before_B) -> _Documents:
+    ends = segments_ZBC[..., -1:]
+    starts = jnp.concatenate([before_B[None, :, None], ends[:-1]])
+    C = segments_ZBC.shape[-1]
+    pairs = (segments_ZBC[..., :, None] == segments_ZBC[..., None, :]) & np.tril(np.ones((C, C), bool))
+    return _Documents(*(x[:, :, None, None] for x in (segments_ZBC, pairs, segments_ZBC == starts,
+                                                      segments_ZBC == ends, ends == starts)))
+
+
+def _since_document(g, documents: _Documents):
+    """Sums of g over a document's tokens of the chunk up to each token. One product with the mask: differences of plain
+    cumulative sums would carry the rounding of other documents' decays."""
+    mask = documents.pairs[:, :, 0, 0].astype(jnp.float32)
+    return products.einsum("ZBIJ,ZBKGJ->ZBKGI" if g.ndim == 5 else "ZBIJ,ZBKGJH->ZBKGIH", mask, g)
+
+
+def _exp(mask, x):
+    """e^x where the mask is true, else 0; masked before exp, so that its gradient is finite."""
+    return jnp.exp(jnp.where(mask, x, -jnp.inf))
+
+
+# ---- inside a chunk --------------------------------------------------------------------------------------------------
+
+
+class _Parts(NamedTuple):
+    """All of a chunk that does not depend on its state S. left, right, X, through: of `_states`. New values are u - w
+    S; outputs are read(S) + scores (u - w S). w, right: None without the delta rule."""
+    through: jax.Array
+    left: jax.Array
+    right: jax.Array | None
+    X: jax.Array
+    u: jax.Array
+    w: jax.Array | None
+    scores: jax.Array
+    read: Callable
+
+
+def _by_head(q, k, v, decay, beta, documents: _Documents) -> _Parts:
+    """Decays per head [Z, B, K, G, C]. They multiply values and scores, so that keys stay at K heads."""
+    last = decay[..., -1:]
+    since_start, until_end = _exp(documents.of_start, decay), _exp(documents.of_end, last - decay)
+    between = _exp(documents.pairs, decay[..., :, None] - decay[..., None, :])
+    of_pairs = lambda x, y: _product("ZBKIH,ZBKJH->ZBKIJ", x, y)[:, :, :, None] * between
+    u, w, right = v.astype(jnp.float32), None, None
+    if beta is not None:
+        T = _delta(of_pairs(k, k), beta)
+        u = _product("ZBKGIJ,ZBKGJV->ZBKGIV", T, u)
+        w = _product("ZBKGIJ,ZBKJH->ZBKGIH", T * since_start[..., None, :], k.astype(jnp.float32))
+        right = (w * until_end[..., None]).astype(k.dtype)
+    X = _product("ZBKCH,ZBKGCV->ZBKGHV", k, (u * until_end[..., None]).astype(k.dtype))
+    read = lambda S: _product("ZBKCH,ZBKGHV->ZBKGCV", q, S) * since_start[..., None]
+    return _Parts(_exp(documents.through, last), k, right, X, u, w, of_pairs(q, k), read)
+
+
+def _by_channel(q, k, v, decay, beta, documents: _Documents) -> _Parts:
+    """Decays per channel [Z, B, K, 1, C, H]. They multiply queries and keys."""
+    q, k = (x.astype(jnp.float32)[:, :, :, None] for x in (q, k))
+    last = decay[..., -1:, :]
+    since_start = _exp(documents.of_start[..., None], decay)
+    left = (k * _exp(documents.of_end[..., None], last - decay)).astype(v.dtype)
+    of_pairs = lambda x, y: _decayed_pairs(x, y, decay, documents.segments, v.dtype)
+    u, w, right = v.astype(jnp.float32), None, None
+    if beta is not None:
+        T = _delta(of_pairs(k, k), beta)
+        u = _product("ZBKGIJ,ZBKGJV->ZBKGIV", T, u)
+        w = _product("ZBKGIJ,ZBKGJH->ZBKGIH", T, k * since_start)
+        right = w.astype(v.dtype)
+    X = _product("ZBKGCH,ZBKGCV->ZBKGHV", left, u.astype(v.dtype))
+    read = lambda S: _product("ZBKGCH,ZBKGHV->ZBKGCV", (q * since_start).astype(v.dtype), S)
+    return _Parts(_exp(documents.through, last[..., 0, :]), left, right, X, u, w, of_pairs(q, k), read)
+
+
+def _delta(pairs, beta):
+    """(I + A)^-1 diag(beta), A = beta_i pairs_ij below the diagonal: what turns values into updates of the state."""
+    below = np.tril(np.ones(pairs.shape[-2:], bool), -1)
+    return inverse(jnp.where(below, pairs * beta[..., None], 0)) * beta[..., None, :]
+
+
+@jax.custom_vjp
+def inverse(A):
+    """(I + A)^-1 of strictly lower triangular A [..., C, C], float32; C is a power of two.
+
+    By block substitution: exact however alike keys are. A product of powers of A would lose all digits.
+    """
+    C, b = A.shape[-1], 1
+    T = jnp.ones((*A.shape[:-2], C, 1, 1), A.dtype)
+    while b < C:
+        below, first, second = _below(A, b), T[..., 0::2, :, :], T[..., 1::2, :, :]
+        T, b = _joined(-_small_product(_small_product(second, below), first), first, second), 2 * b
+    return T[..., 0, :, :]
+
+
+def _inverse_backward(T, dT):
+    dA = products.einsum("...ji,...jk->...ik", T, products.einsum("...ij,...kj->...ik", dT, T))
+    return -jnp.tril(dA, -1),
+
+
+inverse.defvjp(lambda A: (T := inverse(A),) * 2, _inverse_backward)
+
+
+def _small_product(x, y):
+    if x.shape[-1] < 8:         # too small for a matmul
+        return jnp.sum(x[..., :, :, None] * y[..., None, :, :], -2)
+    return products.einsum("...ij,...jk->...ik", x, y)
+
+
+def _below(A, b: int):
+    """The blocks [..., C/2b, b, b] below the pairs of diagonal blocks that a merge joins."""
+    m = A.shape[-1] // (2 * b)
+    return jnp.einsum("...mimj->...mij", A.reshape(*A.shape[:-2], m, 2, b, m, 2, b)[..., :, 1, :, :, 0, :])
+
+
+def _joined(below, first, second):
+    """[[first, 0], [below, second]] of blocks [..., m, b, b]."""
+    upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+    return jnp.concatenate([upper, jnp.concatenate([below, second], -1)], -2)
+
+
+def _decayed_pairs(x, y, decay, segments, dtype):
+    """Σ_h x_ih y_jh e^{decay_ih - decay_jh} of [..., C, H] where i >= j are of one document, else 0.
+
+    Every exponent is at most 0, however strong the decay: blocks off the diagonal take both decays from the first
+    token of the later half, which a document that reaches both halves contains; blocks of LEAF tokens on the diagonal
+    are written out.
+    """
+    C, H = decay.shape[-2:]
+    cut = lambda b: (a.reshape(*a.shape[:-2], C // b, b, a.shape[-1]) for a in (x, y, decay, segments[..., None]))
+    b = min(LEAF, C)
+    x_, y_, d, document = cut(b)
+    same = (document == document.swapaxes(-1, -2)) & np.tril(np.ones((b, b), bool))
+    between = _exp(same[..., None], d[..., :, None, :] - d[..., None, :, :])
+    out = jnp.sum(x_[..., :, None, :] * y_[..., None, :, :] * between, -1)
+    while b < C:
+        (x_, y_, d, document), early, late = cut(b), np.s_[..., 0::2, :, :], np.s_[..., 1::2, :, :]
+        anchor, there = d[late][..., :1, :], document[late][..., :1, :]
+        reader = x_[late] * _exp(document[late] == there, d[late] - anchor)
+        writer = y_[early] * _exp(document[early] == there, anchor - d[early])
+        below = _product("ZBKGmIH,ZBKGmJH->ZBKGmIJ", reader.astype(dtype), writer.astype(dtype))
+        out, b = _joined(below, out[early], out[late]), 2 * b
+    return out[..., 0, :, :]
+
+
+# ---- from chunk to chunk ---------------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _states(across, through, left, right, X, S0, kept):
+    """(states before each chunk [Z, B, K, G, H, V] in left's dtype, the one after the last) of S' = through S - left^T
+    (right S) + X.
+
+    through [Z, B, K, G, 1 or H]; left [Z, B, K, (G,) C, H]; right [Z, B, K, G, C, H] or None. kept: the states, if
+    they are known.
+    """
+    if kept is not None:
+        return kept, None
+    return _scanned(across, through, left, right, X, S0, left.dtype)
+
+
+def _states_forward(across, through, left, right, X, S0, kept):
+    S, end = _states(across, through, left, right, X, S0, kept)
+    return (S, end), (through, left, right, S, S0)
+
+
+def _states_backward(across, saved, cotangents):
+    through, left, right, S, S0 = saved
+    dS, dend = cotangents
+    # The same recurrence from the right, with left and right exchanged. Its state before a chunk is the gradient of the
+    # one after it, and of X.
+    dX, dS0 = _scanned(across, through, *((left, None) if right is None else (right, left)), dS, dend, left.dtype,
+                       reverse=True)
+    dthrough = jnp.sum(S.astype(jnp.float32) * dX, -1)
+    dthrough = dthrough if through.shape[-1] > 1 else jnp.sum(dthrough, -1, keepdims=True)
+    dleft, dright = jnp.zeros_like(left), None
+    if right is not None:           # without, left is not read
+        heads = "ZBKG"[:left.ndim - 2]
+        read = products.einsum("ZBKGCH,ZBKGHV->ZBKGCV", right, S).astype(left.dtype)
+        dread = products.einsum(f"{heads}CH,ZBKGHV->ZBKGCV", left, dX)
+        dleft = -products.einsum(f"ZBKGCV,ZBKGHV->{heads}CH", read, dX, jnp.float32).astype(left.dtype)
+        dright = -products.einsum("ZBKGCV,ZBKGHV->ZBKGCH", dread, S, jnp.float32).astype(right.dtype)
+    return dthrough, dleft, dright, dX.astype(jnp.float32), None if S0 is None else dS0, None
+
+
+_states.defvjp(_states_forward, _states_backward)
+
+
+def _scanned(across, through, left, right, X, S0, dtype, reverse: bool = False):
+    """`_states` from the left, or from the right if reverse."""
+    def after(S, through, left, right):
+        new = through[..., None] * S
+        if right is None:
+            return new
+        heads = {4: "BK", 5: "BKG"}
+        read = products.einsum(f"{heads[right.ndim]}CH,BKGHV->BKGCV", right, S.astype(dtype), jnp.float32)
+        return new - products.einsum(f"{heads[left.ndim]}CH,BKGCV->BKGHV", left, read.astype(dtype), jnp.float32)
+
+    def one(S, chunk):
+        *linear, X = chunk
+        return after(S, *linear) + X, S.astype(dtype)
+
+    zeros = jnp.zeros(X.shape[1:], jnp.float32)
+    chunks = through, left, right, X
+    if across is not None:
+        S0 = across(*_summary(after, chunks, zeros, reverse), reverse)
+    end, S = lax.scan(one, zeros if S0 is None else S0, chunks, reverse=reverse)
+    return S, end
+
+
+def _summary(after, chunks, zeros, reverse: bool):
+    """(M, X) of a row, S' = M S + X. M [B, K, G, H, H], or what multiplies S [B, K, G, 1 or H] without right."""
+    through, _, right, _ = chunks
+    if right is None:
+        one = lambda S, chunk: (after(S, *chunk[:3]) + chunk[3], None)
+        return jnp.prod(through, 0), lax.scan(one, zeros, chunks, reverse=reverse)[0]
+    V, H = zeros.shape[-1], zeros.shape[-2]
+    eye = jnp.broadcast_to(jnp.eye(H, dtype=jnp.float32), (*zeros.shape[:-1], H))
+
+    def one(wide, chunk):       # X beside M: one product for both
+        *linear, X = chunk
+        return after(wide, *linear).at[..., :V].add(X), None
+    wide, _ = lax.scan(one, jnp.concatenate([zeros, eye], -1), chunks, reverse=reverse)
+    return wide[..., V:], wide[..., :V]

@@ -1,0 +1,163 @@
+"""Recurrent mixers: gated delta rule (G), Kimi delta attention (K) and Mamba-2 (M).
+
+All three project, convolve over a few tokens, run one recurrence S' = decay · S + … with a state per value head, and
+norm and gate what is read from it. They see the past through `ex.recurrence` alone, which keeps documents apart. A_log,
+decays and the norms are float32. Dims beside those of `layers`: K key heads (Mamba-2's groups), H their width (its
+state), N value heads, V their width, W tokens of the convolution, R inner width of a narrow projection. Sources:
+arXiv:2412.06464 (gated delta rule), 2510.26692 (Kimi delta attention), 2405.21060 (Mamba-2).
+"""
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshtrain.model.layers import Execution, Linear, add_bias, kv_heads, recomputed, repeated, small, together
+from meshtrain.model.params import declare
+
+EPS = 1e-6      # under the root of the norm of queries and keys
+HEADS, KEY_HEADS = ("heads", "head_dim"), ("kv_heads", "head_dim")
+
+
+class Convolution(nnx.Module):
+    """The weights of a causal convolution of each channel, [W, heads, width]."""
+
+    def __init__(self, cfg, rngs, heads: int, width: int, axes):
+        dtype, W = jnp.dtype(cfg.param_dtype), cfg.linear.conv_width
+        self.axes = (None, *axes)
+        self.kernel = declare(rngs, dtype, (W, heads, width), self.axes, "bias", std=W ** -0.5)
+        self.bias = declare(rngs, dtype, (heads, width), axes, "bias", value=0.0) if cfg.linear.conv_bias else None
+
+
+class RecurrentMixer(nnx.Module):
+    """mixer: the letter of the layer's mixer."""
+
+    def __init__(self, cfg, rngs, mixer: str):
+        linear, D, dtype = cfg.linear, cfg.embed_dim, jnp.dtype(cfg.param_dtype)
+        K, N, H, V = linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim
+        self.mixer, self.num_key_heads, self.num_heads = mixer, K, N
+        self.beta_scale, self.steps = linear.beta_scale, (linear.step_min, linear.step_max)
+        inward = lambda heads, width, axes: Linear(cfg, rngs, "BTD,DNH->BTNH", (D, heads, width), ("embed", *axes))
+        self.query, self.key = inward(K, H, KEY_HEADS), inward(K, H, KEY_HEADS)
+        self.value = inward(N, V, HEADS)
+        self.query_conv, self.key_conv = (Convolution(cfg, rngs, K, H, KEY_HEADS) for _ in range(2))
+        self.value_conv = Convolution(cfg, rngs, N, V, HEADS)
+        # narrow projections are as wide as a value, as published
+        narrow = lambda width: (Linear(cfg, rngs, "BTD,DR->BTR", (D, V), ("embed", None)),
+                                Linear(cfg, rngs, "BTR,RNH->BTNH", (V, N, width), (None, *HEADS)))
+        by_head = lambda: Linear(cfg, rngs, "BTD,DN->BTN", (D, N), ("embed", "heads"))
+        channels = mixer == "K"     # the decay has channels
+        self.decay_down, self.decay = narrow(H) if channels else (None, by_head())
+        self.gate_down, self.gate = narrow(V) if channels else (None, inward(N, V, HEADS))
+        self.beta = None if mixer == "M" else by_head()
+        # as in the published code: decay rates from 1 to 16, time steps from 0.001 to 0.1
+        spread = lambda low, high, shape: jnp.exp(jnp.linspace(jnp.log(low), jnp.log(high), N)).reshape(
+            N, *[1] * (len(shape) - 1)) * jnp.ones(shape)
+        self.A_log = _given(dtype, jnp.log(spread(1.0, 16.0, (N,))), ("heads",))
+        shape, axes = ((N, H), HEADS) if channels else ((N,), ("heads",))
+        self.dt_bias = _given(dtype, jnp.log(jnp.expm1(spread(1e-3, 0.1, shape))), axes)
+        self.skip = declare(rngs, dtype, (N,), ("heads",), "bias", value=1.0) if mixer == "M" else None
+        self.norm = OutputNorm(cfg, rngs, (N, V) if mixer == "M" else (V,))
+        self.out = Linear(cfg, rngs, "BTNH,NHD->BTD", (N, V, D), ("heads", "head_dim", "embed"),
+                          std=(N * V * 2 * cfg.num_layers) ** -0.5)
+
+    def __call__(self, ex: Execution, x_BTD, inputs):
+        repeats = kv_heads(ex.layout, self.num_key_heads) // self.num_key_heads
+        inward = [(self.query, repeats), (self.key, repeats), (self.value, 1), (self.beta, 1),
+                  (self.gate_down or self.gate, 1), (self.decay_down or self.decay, 1)]
+        q, k, v, *beta, gate, decay = together(ex, x_BTD, *(one for one in inward if one[0] is not None))
+        if self.gate_down is not None:
+            (gate,), (decay,) = together(ex, gate, (self.gate, 1)), together(ex, decay, (self.decay, 1))
+        gate_BTNV = ex.layout.act(gate, "batch", "seq", "heads", "head_dim")
+        q, k, v = self._convolved(ex, (q, k, v), repeats, inputs.segments_BT)
+        A_log, dt_bias = (small(ex, w[...], axes).astype(jnp.float32) for w, axes in (
+            (self.A_log, ("heads",)), (self.dt_bias, HEADS if self.mixer == "K" else ("heads",))))
+        if self.mixer == "M":
+            g, scaled_v = recomputed(ex, partial(_steps, self.steps))(decay, A_log, dt_bias, v)
+            o_BTNV = self._recur(ex, q, k, scaled_v, g, None, inputs)
+            skip = small(ex, self.skip[...], ("heads",)).astype(jnp.float32)
+            o_BTNV = recomputed(ex, _skipped)(o_BTNV, v, skip)
+            return self._out(ex, recomputed(ex, partial(self._gate_first))(
+                o_BTNV, gate_BTNV, small(ex, self.norm.scale[...], HEADS)))
+        q, k = recomputed(ex, _directions)(q, k)
+        g, beta = recomputed(ex, partial(_rates, self.beta_scale))(decay, A_log, dt_bias, *beta)
+        o_BTNV = self._recur(ex, q, k, v, g, beta, inputs)
+        return self._out(ex, recomputed(ex, self._norm_first)(
+            o_BTNV, gate_BTNV, small(ex, self.norm.scale[...], ("head_dim",))))
+
+    def _convolved(self, ex: Execution, qkv, repeats: int, segments_BT):
+        convolutions = (self.query_conv, repeats), (self.key_conv, repeats), (self.value_conv, 1)
+        of = lambda w, axes, repeats: repeated(ex, w, axes, repeats)
+        axes = [KEY_HEADS if repeats == 1 else HEADS] * 2 + [HEADS]
+        qkv = tuple(ex.layout.act(x, "batch", "seq", *one) for x, one in zip(qkv, axes))
+        kernels = [of(conv.kernel[...], conv.axes, n) for conv, n in convolutions]
+        ws = tuple(small(ex, w, axes).astype(jnp.float32) for w, axes in kernels)
+        ys = ex.recurrence.convolve(ex.layout, qkv, ws, segments_BT)
+        if self.query_conv.bias is not None:
+            biases = [of(conv.bias[...], conv.axes[1:], n) for conv, n in convolutions]
+            ys = [add_bias(ex, axes, y, bias) for y, (bias, axes) in zip(ys, biases, strict=True)]
+        return recomputed(ex, lambda ys: tuple(map(jax.nn.silu, ys)))(tuple(ys))
+
+    def _recur(self, ex: Execution, q, k, v, g, beta, inputs):
+        with jax.named_scope("recurrence"):
+            o_BTNV = ex.recurrence.recur(ex.layout, q, k, v, g, beta, inputs.segments_BT)
+        return ex.layout.act(o_BTNV, "batch", "seq", *HEADS)
+
+    def _out(self, ex: Execution, o_BTNV):
+        return self.out(ex, ex.layout.act(o_BTNV, "batch", "seq", *HEADS), out_axes=("batch", "seq", None))
+
+    def _norm_first(self, o, gate, scale):
+        gating = jax.nn.sigmoid if self.mixer == "K" else jax.nn.silu
+        y = self.norm.unit(o.astype(jnp.float32)) * scale * gating(gate.astype(jnp.float32))
+        return y.astype(o.dtype)
+
+    def _gate_first(self, o, gate, scale):
+        """Normed over the value heads of a group together."""
+        y = o.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        groups = y.reshape(*y.shape[:-2], self.num_key_heads, -1)
+        return (self.norm.unit(groups).reshape(y.shape) * scale).astype(o.dtype)
+
+
+class OutputNorm(nnx.Module):
+    """The weight of the norm of what is read from the state; without the offset of other norms."""
+
+    def __init__(self, cfg, rngs, shape):
+        self.eps = cfg.linear.norm_eps or cfg.norm_eps
+        axes = HEADS[-len(shape):]
+        self.scale = declare(rngs, jnp.dtype(cfg.param_dtype), shape, axes, "norm", value=1.0)
+
+    def unit(self, y):
+        return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+
+
+def _given(dtype, value, axes) -> nnx.Param:
+    return nnx.Param(value.astype(dtype), logical_axes=axes, role="bias", fan_in_dims=1)
+
+
+def _directions(q, k):
+    """Queries and keys of length 1, and queries divided by the root of their width."""
+    unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + EPS)
+    q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
+    return (unit(q32) * q.shape[-1] ** -0.5).astype(q.dtype), unit(k32).astype(k.dtype)
+
+
+def _rates(beta_scale: float, decay, A_log, dt_bias, beta):
+    """(log decays, at most 0, of each head or of each channel; update rates), float32."""
+    A = jnp.exp(A_log) if decay.ndim == 3 else jnp.exp(A_log)[:, None]
+    return -A * jax.nn.softplus(decay.astype(jnp.float32) + dt_bias), beta_scale * jax.nn.sigmoid(
+        beta.astype(jnp.float32))
+
+
+def _steps(limits: tuple[float, float], decay, A_log, dt_bias, v):
+    """(log decays, values times the time step)."""
+    steps = jax.nn.softplus(decay.astype(jnp.float32) + dt_bias)
+    low, high = limits
+    steps = jnp.maximum(steps, low) if low else steps
+    steps = jnp.minimum(steps, high) if high else steps
+    return -jnp.exp(A_log) * steps, (v.astype(jnp.float32) * steps[..., None]).astype(v.dtype)
+
+
+def _skipped(o, v, skip):
+    return (o.astype(jnp.float32) + skip[:, None] * v.astype(jnp.float32)).astype(o.dtype)

@@ -1,0 +1,235 @@
+"""Linear attention on a mesh: the recurrence and its short convolution, of sequences that `context` may split.
+
+A device has runs of consecutive tokens: two in zigzag order, one in natural order. What a run does to a state is a
+matrix M and a summand X, which do not grow with its length; each device gathers those of all runs and composes the ones
+before its own (as LASP-2, arXiv:2502.07563, but with M, which the delta rule needs). The convolution needs the W - 1
+tokens before each run. Both directions are explicit; nothing is differentiated through a shard_map.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from meshtrain import pattern
+from meshtrain.kernels import convolution, products, recurrence
+from meshtrain.kernels.convolution import Tail
+from meshtrain.kernels.recurrence import BEFORE_ALL, RecurrentState
+from meshtrain.parallel.context.zigzag import AXIS
+from meshtrain.sharding.mesh import on_shards, psum
+from meshtrain.sharding.rules import Layout
+
+CHANNEL_AXES = ("kv_heads", "kv_heads", "heads")        # of q, k and v
+
+
+class LinearAttention(NamedTuple):
+    """What recurrent mixers call.
+
+    convolve(layout, xs, ws, segments_BT, axes=CHANNEL_AXES) -> ys; recur(layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN,
+    segments_BT) -> o_BTNV.
+    """
+    convolve: Callable
+    recur: Callable
+
+
+def choose(run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention | None:
+    """The functions for this run; None without recurrent mixers. platform: jax's name. gpu: its name in the hardware table."""
+    del platform, gpu
+    if not present(run):
+        return None
+    runs = TokenRuns(0) if layout.sizes[AXIS] == 1 else TokenRuns(1 if run.context.method == "ulysses" else 2)
+    return LinearAttention(partial(convolve, runs), partial(recur, Recurrence(recurrence.recurrence, runs)))
+
+
+def present(run) -> bool:
+    """Whether the model has recurrent mixers."""
+    return pattern.share(run.model, mixers=pattern.RECURRENT) > 0
+
+
+def problems(run, layout: Layout) -> list[str]:
+    """Why this layout cannot run the model's recurrent mixers; empty if it can."""
+    faults, cp, T, width = [], layout.sizes[AXIS], run.data.seq_len, run.model.linear.conv_width
+    if not present(run):
+        return []
+    heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
+    if heads != kv_heads:
+        faults.append(f"{layout.rules.path} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: in "
+                      f"linear attention a device's value heads need their own key heads; give both the same mesh axes")
+    chunks = cp * (1 if run.context.method == "ulysses" else 2) if cp > 1 else 1
+    if cp > 1 and T // chunks < width - 1:
+        faults.append(f"data.seq_len={T} in {chunks} chunks of {T // chunks} tokens is too short for a convolution of "
+                      f"{width} taps over mesh.context={cp}; use at least {chunks * (width - 1)}, or a smaller "
+                      f"mesh.context")
+    return faults
+
+
+# ---- runs of a sequence that is split over `context` -----------------------------------------------------------------
+
+
+class TokenRuns(NamedTuple):
+    """The runs of a sequence on each device, in the order of its tokens: 0: no context axis, 1: run i on device i, 2:
+    runs i and 2·cp-1-i (zigzag). Inside, each run is a row: [B, T, …] <-> [B·runs, T / runs, …]."""
+    per_device: int
+
+    def rows(self, x):
+        return x if self.per_device < 2 else x.reshape(-1, x.shape[1] // self.per_device, *x.shape[2:])
+
+    def joined(self, x):
+        return x if self.per_device < 2 else x.reshape(-1, x.shape[1] * self.per_device, *x.shape[2:])
+
+    def tails_before(self, x, fill):
+        """From the last tokens of each row [B·runs, S, …] those of the run before it, `fill` before the first.
+
+        Sends S tokens to each neighbour.
+        """
+        if not self.per_device:
+            return jnp.full_like(x, fill)
+        cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
+        early, *late = jnp.moveaxis(self._of_runs(x), 1, 0)
+        before = [jnp.where(i == 0, jnp.full_like(x[0], fill), lax.ppermute(early, AXIS, [
+            (j, j + 1) for j in range(cp - 1)]))]
+        for own in late:        # run 2·cp-1-i follows one of device i + 1; the last device's follows its early one
+            sent = lax.ppermute(own, AXIS, [(j + 1, j) for j in range(cp - 1)])
+            before.append(jnp.where(i == cp - 1, early, sent))
+        return jnp.stack(before, 1).reshape(x.shape)
+
+    def across(self, M, X, reverse: bool):
+        """The state before each row of this device, or after it if reverse, from all runs' S' = M S + X, float32.
+
+        Gathers M and X of a sequence's runs: 2·cp·B·N·H·(H + V)·4 bytes in zigzag order, whatever its length.
+        """
+        cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
+        matrix = M.ndim == X.ndim
+        M, X = (self._in_order(lax.all_gather(self._of_runs(x), AXIS), cp) for x in (M, X))
+
+        def step(S, run):
+            M, X = run
+            return (products.einsum("...hg,...gv->...hv", M, S) if matrix else M[..., None] * S) + X, S
+        _, before = lax.scan(step, jnp.zeros_like(X[0]), (M, X), reverse=reverse)
+        mine = [i, 2 * cp - 1 - i][:self.per_device]
+        S = jnp.stack([lax.dynamic_index_in_dim(before, j, 0, keepdims=False) for j in mine], 1)
+        return S.reshape(-1, *S.shape[2:])
+
+    def _of_runs(self, x):
+        return x.reshape(-1, self.per_device, *x.shape[1:])
+
+    def _in_order(self, x, cp: int):
+        """[cp, B, runs, …] of all devices -> [runs of the sequence, B, …]."""
+        first, *second = jnp.moveaxis(x, 2, 0)
+        return jnp.concatenate([first, *(half[::-1] for half in second)])
+
+
+# ---- the convolution -------------------------------------------------------------------------------------------------
+
+
+def convolve(runs: TokenRuns, layout: Layout, xs, ws, segments_BT, axes=CHANNEL_AXES):
+    """Each x [B, T, heads, d] with its weights [W, heads, d], causal and within segments; no bias, no activation.
+
+    axes: logical axis of each x's heads. Sums and weight gradients are float32; each y has its x's dtype.
+    """
+    return _convolve(runs, layout, axes, xs, ws, segments_BT)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _convolve(runs, layout, axes, xs, ws, segments_BT):
+    tokens, weights, rows = _convolution_specs(layout, axes)
+    return on_shards(partial(_convolve_shard, runs), (tokens, weights, rows), tokens)(xs, ws, segments_BT)
+
+
+def _convolve_shard(runs, xs, ws, segments_BT):
+    W, segments = ws[0].shape[0], runs.rows(segments_BT)
+    segments_before = runs.tails_before(segments[:, segments.shape[1] - (W - 1):], BEFORE_ALL)
+    ys = []
+    for x, w in zip(xs, ws, strict=True):
+        x = runs.rows(x)
+        before = Tail(runs.tails_before(x[:, x.shape[1] - (W - 1):], 0), segments_before)
+        ys.append(runs.joined(convolution.convolve(x, w, segments, before if runs.per_device else None)))
+    return tuple(ys)
+
+
+def _convolve_forward(runs, layout, axes, xs, ws, segments_BT):
+    return _convolve(runs, layout, axes, xs, ws, segments_BT), (xs, ws, segments_BT)
+
+
+def _convolve_backward(runs, layout, axes, saved, dys):
+    tokens, weights, rows = _convolution_specs(layout, axes)
+    over = (*layout.mesh_axes("activations", "batch"), *layout.mesh_axes("activations", "seq"))
+
+    def local(xs, ws, segments_BT, dys):
+        dxs, dws = jax.vjp(lambda xs, ws: _convolve_shard(runs, xs, ws, segments_BT), xs, ws)[1](dys)
+        # W·heads·d float32 each; over manual axes the caller of the manual region sums, as for all weights.
+        return dxs, tuple(psum(dw, over) for dw in dws) if over else dws
+    return *on_shards(local, (tokens, weights, rows, tokens), (tokens, weights))(*saved, dys), None
+
+
+_convolve.defvjp(_convolve_forward, _convolve_backward)
+
+
+def _convolution_specs(layout: Layout, axes):
+    return (tuple(layout.spec("activations", ("batch", "seq", axis)) for axis in axes),
+            tuple(layout.spec("activations", (None, axis)) for axis in axes),
+            layout.spec("activations", ("batch", "seq")))
+
+
+# ---- the recurrence --------------------------------------------------------------------------------------------------
+
+
+class Recurrence(NamedTuple):
+    """engine: `kernels.recurrence.recurrence`, or a function like it, on the runs of each device."""
+    engine: Callable
+    runs: TokenRuns
+
+    def shard(self, inputs, segments_BT, states_ZBNHV=None):
+        """(o, the states before chunks) of this device's inputs (q, k, v, g, beta)."""
+        runs, start, across = self.runs, None, None
+        segments = runs.rows(segments_BT)
+        if runs.per_device:
+            start = RecurrentState(None, runs.tails_before(segments[:, -1], BEFORE_ALL))
+            across = runs.across
+        found = self.engine(*(x if x is None else runs.rows(x) for x in inputs), segments, start, across=across,
+                            states_ZBNHV=states_ZBNHV)
+        return runs.joined(found.o_BTNV), found.states_ZBNHV
+
+
+def recur(of: Recurrence, layout: Layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT):
+    """The recurrence over whole sequences, within segments -> o_BTNV; arguments as of `kernels.recurrence`."""
+    return _recur(of, layout, (q_BTKH, k_BTKH, v_BTNV, g, beta_BTN), segments_BT)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _recur(of, layout, inputs, segments_BT):
+    return _recur_with_states(of, layout, inputs, segments_BT)[0]
+
+
+def _recur_with_states(of, layout, inputs, segments_BT):
+    by_input, rows, heads, states = _recurrence_specs(layout)
+    return on_shards(of.shard, (by_input, rows), (heads, states))(inputs, segments_BT)
+
+
+def _recur_forward(of, layout, inputs, segments_BT):
+    o_BTNV, states_ZBNHV = _recur_with_states(of, layout, inputs, segments_BT)
+    # Named, so that remat can save them: with the states the backward repeats neither the scan nor its gathers.
+    states_ZBNHV = checkpoint_name(states_ZBNHV, "linear_states")
+    return checkpoint_name(o_BTNV, "linear_o"), (inputs, segments_BT, states_ZBNHV)
+
+
+def _recur_backward(of, layout, saved, do_BTNV):
+    def local(inputs, segments_BT, states_ZBNHV, do_BTNV):
+        return jax.vjp(lambda inputs: of.shard(inputs, segments_BT, states_ZBNHV)[0], inputs)[1](do_BTNV)[0]
+    by_input, rows, heads, states = _recurrence_specs(layout)
+    return on_shards(local, (by_input, rows, states, heads), by_input)(*saved, do_BTNV), None
+
+
+_recur.defvjp(_recur_forward, _recur_backward)
+
+
+def _recurrence_specs(layout: Layout):
+    """Specs of (q, k, v, g, beta), segments, o, and the states [Z, B, N, H, V]."""
+    of = partial(layout.spec, "activations")
+    kv, heads, rows = of(("batch", "seq", "kv_heads")), of(("batch", "seq", "heads")), of(("batch", "seq"))
+    return (kv, kv, heads, heads, heads), rows, heads, of(("seq", "batch", "heads"))
