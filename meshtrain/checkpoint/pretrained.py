@@ -174,7 +174,8 @@ def _program(row: folder.WeightRow, stacks, mesh, block: tuple[int, int] | None)
 
     def written(stack, x, at):
         x, shape = x.astype(stack.dtype), stack.shape[lead:]
-        x = jnp.pad(x, [(0, ours - theirs) for ours, theirs in zip(shape, x.shape, strict=True)])   # pad the vocabulary
+        if shape != x.shape:    # pad the vocabulary
+            x = jnp.pad(x, [(0, ours - theirs) for ours, theirs in zip(shape, x.shape, strict=True)])
         begin = (*at, *(0 for _ in shape))
         return jax.lax.dynamic_update_slice(stack, x.reshape((1,) * lead + shape), begin) if lead else x
 
