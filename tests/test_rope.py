@@ -41,7 +41,8 @@ def test_the_first_dims_are_rotated_by_halves_and_the_rest_passes():
     y = np.asarray(rope.rotate(jnp.asarray(x), made))
     cos, sin = (np.asarray(a)[:, :, None] for a in made[:2])
     assert cos.shape[-1] == 4
-    expected = np.concatenate([x[..., :4] * cos - x[..., 4:8] * sin, x[..., 4:8] * cos + x[..., :4] * sin, x[..., 8:]], -1)
+    first, second, rest = np.split(x, [4, 8], -1)
+    expected = np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
     np.testing.assert_allclose(y, expected, atol=1e-6)
     assert (y[..., 8:] == x[..., 8:]).all()
 

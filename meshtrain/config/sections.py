@@ -124,7 +124,8 @@ class RopeScaling(Section):
         0.0, "queries grow with the log of their position over the original length, times this; 0 = off", ge=0)
 
     def __iter__(self):
-        fixed, options = ("rope_type", *ROPE_TYPES[self.rope_type]), [*EVERY_ROPE, *ROPE_OPTIONS.get(self.rope_type, ())]
+        fixed = ("rope_type", *ROPE_TYPES[self.rope_type])
+        options = [*EVERY_ROPE, *ROPE_OPTIONS.get(self.rope_type, ())]
         if self.llama_4_scaling_beta and "original_max_position_embeddings" not in fixed:
             options.append("original_max_position_embeddings")
         fields = type(self).model_fields
@@ -242,8 +243,8 @@ class Model(Section):
                                "deviation of the embedding's initial weights; 1 with experts and untied: their routers "
                                "then see tokens", gt=0)
     position: Literal["rope", "learned"] = key("rope", "rotated queries and keys, or a learned table")
-    max_seq_len: int = key(0, "rows of the table of learned positions, or the length that longrope is for; 0 = data.seq_len",
-                          ge=0)
+    max_seq_len: int = key(
+        0, "rows of the table of learned positions, or the length that longrope is for; 0 = data.seq_len", ge=0)
     rope_theta: float = key(10000.0, "base of the rotation frequencies", gt=0)
     rope_scaling: RopeScaling = key(
         RopeScaling(), 'scaled frequencies, as config.json has them, e.g. {rope_type = "yarn", factor = 4.0}')

@@ -75,6 +75,19 @@ class Output(NamedTuple):
     do_BTNV: jax.Array
 
 
+class Expansion(NamedTuple):
+    """The weights that make keys and values of latents (`parallel.context.latents`), sharded as [params].
+
+    axes: logical axes of both. gather(w): w as a matmul reads it, in the compute dtype. place(dw): its float32 gradient
+    as the caller keeps it.
+    """
+    key_CNH: jax.Array          # H without the rotated dims
+    value_CNV: jax.Array
+    axes: tuple[str | None, ...]
+    gather: Callable
+    place: Callable
+
+
 class Engine(NamedTuple):
     """Attention of T queries to S keys within segments and a `Mask`; fully masked blocks are skipped.
 

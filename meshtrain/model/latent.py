@@ -1,1 +1,74 @@
-class LatentAttention: pass
+"""Attention by latents (MLA): queries, keys and values are products of narrow, normed latents.
+
+Only c [B, T, C] and the rotated keys r [B, T, R] that all heads share reach `ex.attend`, which expands them into heads
+where it needs them (`parallel.context.latents`); a cache holds no more. In training the scores are those of expanded
+keys. Source: DeepSeek-V2, arXiv:2405.04434. Latents are not split over tensor, what is made of them is, by heads.
+"""
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshtrain import pattern
+from meshtrain.kernels.engine import Expansion, Mask, Scores
+from meshtrain.model import lora, rope
+from meshtrain.model.layers import Execution, Linear, Norm, gathered, together
+
+NORM_EPS = 1e-6         # of the latents' norms in all published models, whatever that of the others
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention of a layer. cfg: the [model] section of this mixer."""
+
+    def __init__(self, cfg, rngs, mixer: str):
+        D, N, H, latent = cfg.embed_dim, cfg.num_heads, cfg.head_dim, cfg.latent
+        Q, C, R, V = latent.query_dim, latent.kv_dim, latent.rope_dim, latent.value_dim or cfg.head_dim
+        linear, biased = partial(Linear, cfg, rngs), cfg.attention_bias != "none"
+        norm_cfg = cfg.model_copy(update={"norm": "rmsnorm", "norm_eps": NORM_EPS, "norm_offset": 0.0})
+        norm, by_head = partial(Norm, norm_cfg, rngs), ("embed", "heads", "head_dim")
+        self.mixer, self.rope_dim = mixer, R
+        self.mask = Mask(window=cfg.window if mixer in pattern.WINDOWED else 0)
+        self.scores = Scores(cfg.multipliers.score, cfg.score_softcap)
+        self.query_down = linear("BTD,DQ->BTQ", (D, Q), ("embed", None), bias=biased) if Q else None
+        self.query_latent_norm = norm((Q,), (None,)) if Q else None
+        self.query = linear("BTD,DNH->BTNH", (Q or D, N, H), by_head, bias=biased and not Q)
+        self.latent = linear("BTD,DC->BTC", (D, C), ("embed", None), bias=biased)
+        self.latent_norm = norm((C,), (None,))
+        self.key_rope = linear("BTD,DR->BTR", (D, R), ("embed", None), bias=biased)
+        self.key = linear("BTC,CNH->BTNH", (C, N, H - R), by_head)
+        self.value = linear("BTC,CNH->BTNH", (C, N, V), by_head)
+        self.out = linear("BTNH,NHD->BTD", (N, V, D), ("heads", "head_dim", "embed"),
+                          bias=cfg.attention_bias == "all", std=(N * V * 2 * cfg.num_layers) ** -0.5)
+
+    def __call__(self, ex: Execution, x_BTD, inputs):
+        act = ex.layout.act
+        first = self.query if self.query_down is None else self.query_down
+        q, c_BTC, r_BTR = together(ex, x_BTD, (first, 1), (self.latent, 1), (self.key_rope, 1))
+        if self.query_down is not None:
+            q = self.query(ex, self.query_latent_norm(ex, act(q, "batch", "seq", None)))
+        q_BTNH = act(q, "batch", "seq", "heads", "head_dim")
+        c_BTC = act(self.latent_norm(ex, act(c_BTC, "batch", "seq", None)), "batch", "seq", None)
+        if turning := inputs.rope.get(self.mixer):
+            plain_BTNH, turned_BTNR = jnp.split(q_BTNH, [q_BTNH.shape[-1] - self.rope_dim], -1)
+            q_BTNH = rope.grown(jnp.concatenate([plain_BTNH, rope.rotate(turned_BTNR, turning)], -1), turning)
+            q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
+            r_BTR = rope.rotate(r_BTR[:, :, None], turning)[:, :, 0]
+        r_BTR = act(r_BTR, "batch", "seq", None)
+        with jax.named_scope("attention"):      # its kernels are found by this name in the compiled program
+            o_BTNV = ex.attend(ex.layout, q_BTNH, c_BTC, r_BTR, inputs.segments_BT, mask=self.mask, scores=self.scores,
+                               expansion=self._expansion(ex))
+        o_BTNV = act(o_BTNV, "batch", "seq", "heads", "head_dim")
+        return self.out(ex, o_BTNV, out_axes=("batch", "seq", None))
+
+    def _expansion(self, ex: Execution) -> Expansion:
+        # With adapters their sum: the weights are multiplied inside, and where, depends on how sequences are split.
+        key, value = (linear.kernel[...] if linear.lora is None else lora.merged(
+            linear.kernel[...][None], {"a": linear.lora.a[...][None], "b": linear.lora.b[...][None]},
+            linear.lora.scale)[0] for linear in (self.key, self.value))
+
+        def place(dw):
+            return dw if ex.in_parts else ex.layout.constrain("grads", dw, self.key.axes)
+        return Expansion(key, value, self.key.axes, partial(gathered, ex, axes=self.key.axes), place)

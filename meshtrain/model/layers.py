@@ -449,7 +449,7 @@ class Layer(nnx.Module):
         self.attention_post_norm = norm(mixer, "after")
         self.mlp_norm, self.mlp_post_norm = norm(mlp, "before"), norm(mlp, "after")
         self.mlp, self.moe = part(mlp, "mlp"), part(mlp, "moe")
-        self.layer_scale = declare(rngs, jnp.dtype(cfg.param_dtype), (), (), "norm",
+        self.layer_scale = declare(rngs, jnp.dtype(cfg.param_dtype), (1,), (None,), "norm",
                                    value=1.0) if cfg.layer_scale else None
 
     def __call__(self, ex: Execution, x_BTD, inputs, number):
@@ -472,7 +472,7 @@ class Layer(nnx.Module):
             x_BTD = residual(self._added(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)))
         if self.layer_scale is not None:
             # A constant of the model: it gets no gradient, so no optimizer moves it.
-            scale = jax.lax.stop_gradient(small(ex, self.layer_scale[...], ()))
+            scale = jax.lax.stop_gradient(small(ex, self.layer_scale[...], (None,)))
             x_BTD = (x_BTD.astype(jnp.float32) * scale).astype(x_BTD.dtype)
         return x_BTD, aux
 

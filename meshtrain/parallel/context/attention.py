@@ -20,8 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain import pattern
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
-from meshtrain.kernels.engine import CAUSAL, Engine, Mask, Output, Scores
+from meshtrain.kernels.engine import CAUSAL, Engine, Expansion, Mask, Output, Scores
 from meshtrain.parallel.context import gather, ring, ulysses
+from meshtrain.parallel.context.latents import LatentMethod
 from meshtrain.parallel.context.zigzag import AXIS
 from meshtrain.sharding.mesh import automatic_axes
 from meshtrain.sharding.rules import Layout
@@ -67,7 +68,9 @@ def _attend_backward(method, layout, mask, saved, do_BTNV):
     if sinks_N is not None:
         along_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
         dsinks_N = -jnp.sum(jnp.exp(sinks_N - lse_BTN) * along_BTN, (0, 1))
-    return (*(grad.astype(x.dtype) for grad, x in zip(grads, operands)), None), dsinks_N
+    # Weights' gradients stay float32, as in `layers.project`.
+    grads = (*(grad.astype(x.dtype) for grad, x in zip(grads[:3], operands)), *grads[3:], None)
+    return grads, dsinks_N
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -84,12 +87,19 @@ class RunAttention:
     method: ModuleType | None = None
     documents: bool = True
 
-    def __call__(self, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, scores: Scores = Scores(),
-                 sinks_N=None):
-        engine = self.engine_of(q_BTNH.shape[-1], v_BSKV.shape[-1], scores)
-        method = Local(engine) if self.method is None else ContextParallel(self.method, engine)
-        return attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT,
-                      mask if self.documents else mask._replace(documents=False), sinks_N)
+    def __call__(self, layout, *operands, mask: Mask = CAUSAL, scores: Scores = Scores(), sinks_N=None,
+                 expansion: Expansion | None = None):
+        """As `attend`. operands: q_BTNH, k_BSKH, v_BSKV, segments_BT; with an expansion q_BTNH, latents [B, T, C],
+        rotated keys [B, T, R], segments_BT."""
+        q_BTNH, k, v, segments_BT = operands
+        mask = mask if self.documents else mask._replace(documents=False)
+        if expansion is None:
+            engine = self.engine_of(q_BTNH.shape[-1], v.shape[-1], scores)
+            method = Local(engine) if self.method is None else ContextParallel(self.method, engine)
+            return attend(method, layout, *operands, mask, sinks_N)
+        key, value, *how = expansion
+        method = LatentMethod(self.engine_of(q_BTNH.shape[-1], value.shape[-1], scores), self.method, *how)
+        return _attend(method, layout, mask, (q_BTNH, k, v, key, value, segments_BT), sinks_N)
 
 
 class Local(NamedTuple):
@@ -174,6 +184,9 @@ def problems(run, layout: Layout) -> list[str]:
         faults.append(f"data.seq_len={T} cannot be split into {what} = {chunks} chunks of equal length{also}; use "
                       f"{near}")
     num_shards = layout.num_shards(layout.mesh_axes("activations", "heads"))
+    if window(run) and run.model.latent.kv_dim and method != "ulysses":
+        faults.append(f'model.window={window(run)} of attention by latents (model.latent) is not computed with '
+                      f'context.method="{method}"; use "ulysses", or mesh.context=1')
     for num_heads in sorted({cfg.num_heads for cfg in attending(run)}):
         if method == "ulysses" and (each := num_heads // num_shards) % cp:
             faults.append(f"context.method=\"ulysses\" splits {each} heads (model.num_heads={num_heads} over tensor "

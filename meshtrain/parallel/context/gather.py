@@ -6,6 +6,9 @@ of the whole sequence are held for one layer at a time. Call it where `context` 
 """
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,13 +22,24 @@ __all__ = ["backward", "forward", "order"]
 
 def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
-    cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
-    if (mask := mask.within(cp * q_BTNH.shape[1])).window:
+    if (mask := mask.within(lax.axis_size(AXIS) * q_BTNH.shape[1])).window:
         return band.forward(engine, mask, band.GATHERED, q_BTNH, k_BTKH, v_BTKH, segments_BT)
-    whole = mask._replace(causal=False)
-    (q0, q1), (s0, s1) = halves(q_BTNH), halves(segments_BT)
-    K, V, Z = map(gather, (k_BTKH, v_BTKH, segments_BT))
-    (k0, k1), (v0, v1) = halves(k_BTKH), halves(v_BTKH)
+    own = Keys(k_BTKH, v_BTKH, segments_BT)
+    return attend_gathered(engine, mask, q_BTNH, own, Keys(*map(gather, own)))
+
+
+class Keys(NamedTuple):
+    """Keys, values and segments of this device's tokens, or of the whole sequence in zigzag order."""
+    k_BSKH: jax.Array
+    v_BSKV: jax.Array
+    segments_BS: jax.Array
+
+
+def attend_gathered(engine, mask: Mask, q_BTNH, own: Keys, every: Keys):
+    """`forward` without a window, given the keys of the whole sequence, too."""
+    i, cp, whole = lax.axis_index(AXIS), lax.axis_size(AXIS), mask._replace(causal=False)
+    (q0, q1), (k0, k1), (v0, v1), (s0, s1) = map(halves, (q_BTNH, *own))
+    K, V, Z = every
     early = engine.forward(q0, k0, v0, s0, s0, mask)
     late = engine.forward(q1, k1, v1, s1, s1, mask)
 
@@ -43,13 +57,19 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
 
 def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
     """dq, dk, dv of this device's tokens, float32."""
-    cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
-    if (mask := mask.within(cp * q_BTNH.shape[1])).window:
+    if (mask := mask.within(lax.axis_size(AXIS) * q_BTNH.shape[1])).window:
         return band.backward(engine, mask, band.GATHERED, q_BTNH, k_BTKH, v_BTKH, segments_BT, out)
-    whole = mask._replace(causal=False)
-    K, V, Z = map(gather, (k_BTKH, v_BTKH, segments_BT))
-    early, late = zip(*map(halves, (q_BTNH, segments_BT, *out)))
-    (k0, k1), (v0, v1) = halves(k_BTKH), halves(v_BTKH)
+    own = Keys(k_BTKH, v_BTKH, segments_BT)
+    dq, dK, dV = gradients_gathered(engine, mask, q_BTNH, own, Keys(*map(gather, own)), out)
+    return dq, scatter(dK), scatter(dV)
+
+
+def gradients_gathered(engine, mask: Mask, q_BTNH, own: Keys, every: Keys, out: Output):
+    """The backward of `attend_gathered`: dq, and dK and dV of the whole sequence from these queries, float32."""
+    i, cp, whole = lax.axis_index(AXIS), lax.axis_size(AXIS), mask._replace(causal=False)
+    early, late = zip(*map(halves, (q_BTNH, own.segments_BS, *out)))
+    (k0, k1), (v0, v1) = halves(own.k_BSKH), halves(own.v_BSKV)
+    K, V, Z = every
 
     def diagonal(chunk, k, v):
         q, s, *out = chunk
@@ -70,7 +90,7 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
                 add(dK, dk, at), add(dV, dv, at)), None
 
     (dq0, dq1, dK, dV), _ = lax.scan(step, (dq0, dq1, dK, dV), jnp.arange(2 * cp - 1))
-    return join(dq0, dq1), scatter(dK), scatter(dV)
+    return join(dq0, dq1), dK, dV
 
 
 def _nth(n, i):

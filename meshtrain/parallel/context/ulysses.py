@@ -28,10 +28,10 @@ def order(length: int, cp: int) -> np.ndarray:
 def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
     k_BTKH, v_BTKH = (_repeated(x, lax.axis_size(AXIS)) for x in (k_BTKH, v_BTKH))
-    q, k, v = (_whole_sequence(x) for x in (q_BTNH, k_BTKH, v_BTKH))
+    q, k, v = (whole_sequence(x) for x in (q_BTNH, k_BTKH, v_BTKH))
     segments = gather(segments_BT)
     o, lse = engine.forward(q, k, v, segments, segments, mask.within(q.shape[1]))
-    return _all_heads(o.astype(q.dtype)).astype(jnp.float32), _all_heads(lse)
+    return all_heads(o.astype(q.dtype)).astype(jnp.float32), all_heads(lse)
 
 
 def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
@@ -39,10 +39,10 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
     cp = lax.axis_size(AXIS)
     K = k_BTKH.shape[2]
     sent = (q_BTNH, _repeated(k_BTKH, cp), _repeated(v_BTKH, cp), *out)
-    q, k, v, *out = (_whole_sequence(x) for x in sent)
+    q, k, v, *out = (whole_sequence(x) for x in sent)
     segments = gather(segments_BT)
     dq, dk, dv = engine.backward(q, k, v, segments, segments, *out, mask.within(q.shape[1]))
-    dq, dk, dv = (_all_heads(x.astype(q.dtype)) for x in (dq, dk, dv))
+    dq, dk, dv = (all_heads(x.astype(q.dtype)) for x in (dq, dk, dv))
     once = lambda x: x.astype(jnp.float32).reshape(*x.shape[:2], K, -1, x.shape[-1]).sum(3)
     return dq, once(dk), once(dv)
 
@@ -53,9 +53,11 @@ def _repeated(x_BTKH, cp: int):
     return jnp.repeat(x_BTKH, cp // math.gcd(K, cp), axis=2)
 
 
-def _whole_sequence(x):
+def whole_sequence(x):
+    """[B, T, N, …] of this device's tokens -> [B, cp·T, N/cp, …] of its heads."""
     return lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
 
 
-def _all_heads(x):
+def all_heads(x):
+    """Inverse of `whole_sequence`."""
     return lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)

@@ -1,0 +1,142 @@
+"""Attention by latents: keys and values are expanded from a narrow latent by the devices that attend to them.
+
+Each token has a latent of C numbers, from which every head's key and value are products, and R rotated numbers that end
+the keys of all heads (MLA, arXiv:2405.04434). Where sequences are split, latents are gathered whatever the method,
+C + R numbers a token (576 in DeepSeek-V3) instead of N·(H + V) (40,960). In zigzag order every device then expands the
+whole sequence for its queries, as in `gather`; with `ulysses` only for the heads that it attends to. The forward keeps
+the latents alone, and the backward expands again. dc and dr are reduce-scattered in float32. Knows no model.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.kernels import products
+from meshtrain.kernels.engine import Engine, Mask, Output
+from meshtrain.parallel.context import gather, ulysses, zigzag
+from meshtrain.parallel.context.zigzag import AXIS
+from meshtrain.sharding.mesh import on_shards, psum
+from meshtrain.sharding.rules import GATHERED, Layout
+
+
+class LatentMethod(NamedTuple):
+    """A method for `attention.attend` whose operands are queries, latents, rotated keys, two weights and segments.
+
+    method: a module of `attention.METHODS`; None: sequences are whole.
+    """
+    engine: Engine
+    method: ModuleType | None
+    axes: tuple[str | None, ...]
+    gather: Callable
+    place: Callable
+
+    def forward(self, layout: Layout, mask: Mask, q_BTNH, c_BTC, r_BTR, key_CNH, value_CNV, segments_BT):
+        local = partial(_forward, self.engine, self.method, mask)
+        operands, heads, _ = self._specs(layout)
+        weights = self.gather(key_CNH), self.gather(value_CNV)
+        return on_shards(local, operands, (heads, heads))(q_BTNH, (c_BTC, r_BTR), weights, segments_BT)
+
+    def backward(self, layout: Layout, mask: Mask, q_BTNH, c_BTC, r_BTR, *rest):
+        *weights, segments_BT = rest[:3]
+        split_heads = layout.mesh_axes("activations", "heads")
+
+        def local(*args):
+            dq, latents, weights = _backward(self.engine, self.method, mask, *args)
+            # of this device's heads so far: B·T·(C + R) numbers, all-reduced in float32
+            latents = tuple(psum(d, split_heads) for d in latents) if split_heads else latents
+            return dq, latents, tuple(dw[None] for dw in weights)
+        operands, heads, weight = self._specs(layout)
+        dq, latents, dws = on_shards(local, (*operands, (heads,) * 3), (*operands[:2], (weight, weight)))(
+            q_BTNH, (c_BTC, r_BTR), tuple(map(self.gather, weights)), segments_BT, rest[3:])
+        # One summand a device, added in float32 by XLA: a reduce-scatter where `place` shards the sum.
+        return dq, *latents, *(self.place(dw.sum(0)) for dw in dws)
+
+    def _specs(self, layout: Layout):
+        """(of queries, latents, weights and segments, of arrays [B, T, N, …], of weight gradients with a leading dim of
+        devices)."""
+        seq = None if self.method is None else "seq"
+        act = lambda *axes: layout.spec("activations", ("batch", seq, *axes))
+        weight = layout.spec(GATHERED, self.axes)
+        tokens = [axis for name in ("batch", seq) for axis in layout.mesh_axes("activations", name)]
+        operands = act("heads"), (act(), act()), (weight, weight), act()
+        return operands, act("heads"), P(tuple(tokens) or None, *weight)
+
+
+# ---- one device's part -----------------------------------------------------------------------------------------------
+
+
+def _expanded(c_BSC, r_BSR, key_CNH, value_CNV):
+    """Keys, which end in r, and values of all heads of the weights."""
+    k_BSNH = products.einsum("BSC,CNH->BSNH", c_BSC, key_CNH)
+    r_BSNR = jnp.broadcast_to(r_BSR[:, :, None], (*k_BSNH.shape[:3], r_BSR.shape[2]))
+    return jnp.concatenate([k_BSNH, r_BSNR], -1), products.einsum("BSC,CNV->BSNV", c_BSC, value_CNV)
+
+
+def _contracted(c_BSC, key_CNH, value_CNV, dk_BSNH, dv_BSNV):
+    """The backward of `_expanded`: (dc, dr), (dkey, dvalue), float32."""
+    H, dtype = key_CNH.shape[2], c_BSC.dtype
+    dr_BSR = dk_BSNH[..., H:].sum(2, dtype=jnp.float32)
+    dk_BSNH, dv_BSNV = dk_BSNH[..., :H].astype(dtype), dv_BSNV.astype(dtype)    # operands in the compute dtype
+    product = lambda eq, a, b: products.einsum(eq, a, b, jnp.float32)
+    dc_BSC = product("BSNH,CNH->BSC", dk_BSNH, key_CNH) + product("BSNV,CNV->BSC", dv_BSNV, value_CNV)
+    return (dc_BSC, dr_BSR), (product("BSC,BSNH->CNH", c_BSC, dk_BSNH), product("BSC,BSNV->CNV", c_BSC, dv_BSNV))
+
+
+def _own_heads(w):
+    """The share of the heads that `ulysses.whole_sequence` leaves on this device."""
+    count = w.shape[1] // lax.axis_size(AXIS)
+    return lax.dynamic_slice_in_dim(w, lax.axis_index(AXIS) * count, count, 1)
+
+
+def _own_tokens(every: gather.Keys) -> gather.Keys:
+    """The part of the gathered keys that is this device's."""
+    T = every.segments_BS.shape[1] // lax.axis_size(AXIS)
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * T, T, 1), every)
+
+
+def _forward(engine, method, mask, q_BTNH, latents, weights, segments_BT):
+    """o, lse of these queries over the keys of all devices, float32."""
+    if method is None:
+        k, v = _expanded(*latents, *weights)
+        return engine.forward(q_BTNH, k, v, segments_BT, segments_BT, mask.within(q_BTNH.shape[1]))
+    *latents, segments = map(zigzag.gather, (*latents, segments_BT))
+    mask = mask.within(segments.shape[1])
+    if method is ulysses:
+        q, (k, v) = ulysses.whole_sequence(q_BTNH), _expanded(*latents, *map(_own_heads, weights))
+        o, lse = engine.forward(q, k, v, segments, segments, mask)
+        return ulysses.all_heads(o.astype(q.dtype)).astype(jnp.float32), ulysses.all_heads(lse)
+    every = gather.Keys(*_expanded(*latents, *weights), segments)
+    return gather.attend_gathered(engine, mask, q_BTNH, _own_tokens(every), every)
+
+
+def _backward(engine, method, mask, q_BTNH, latents, weights, segments_BT, out):
+    """dq, (dc, dr) of this device's tokens and (dkey, dvalue), which are to be summed over devices. out: o, lse,
+    do."""
+    if method is None:
+        k, v = _expanded(*latents, *weights)
+        dq, dk, dv = engine.backward(q_BTNH, k, v, segments_BT, segments_BT, *out, mask.within(q_BTNH.shape[1]))
+        return dq, *_contracted(latents[0], *weights, dk, dv)
+    *latents, segments = map(zigzag.gather, (*latents, segments_BT))
+    mask = mask.within(segments.shape[1])
+    if method is ulysses:
+        own = tuple(map(_own_heads, weights))
+        q, *out = (ulysses.whole_sequence(x) for x in (q_BTNH, *out))
+        dq, dk, dv = engine.backward(q, *_expanded(*latents, *own), segments, segments, *out, mask)
+        dq = ulysses.all_heads(dq.astype(q.dtype))
+        dlatents, dweights = _contracted(latents[0], *own, dk, dv)
+        # zeros for the heads of other devices, which have their own
+        first = lax.axis_index(AXIS) * own[0].shape[1]
+        dweights = tuple(lax.dynamic_update_slice_in_dim(jnp.zeros(w.shape, jnp.float32), dw, first, 1)
+                         for w, dw in zip(weights, dweights))
+    else:
+        every = gather.Keys(*_expanded(*latents, *weights), segments)
+        dq, dk, dv = gather.gradients_gathered(engine, mask, q_BTNH, _own_tokens(every), every, Output(*out))
+        dlatents, dweights = _contracted(latents[0], *weights, dk, dv)
+    return dq, tuple(map(zigzag.scatter, dlatents)), dweights

@@ -1,0 +1,218 @@
+"""Attention by latents against whole scores of plainly expanded heads: every gradient leaf, on one device and wherever
+tokens, heads or the layer lie otherwise."""
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity
+import plain_attention
+import pytest
+import sampling
+from jax.sharding import PartitionSpec as P
+from test_context import laid_out
+
+from meshtrain import config
+from meshtrain.cost.program import audit
+from meshtrain.inference import cache
+from meshtrain.kernels import blockwise
+from meshtrain.kernels.engine import CAUSAL, Scores
+from meshtrain.model import latent, layers, params, rope, transformer
+from meshtrain.model.parts import Inputs
+from meshtrain.parallel.context import attention
+
+slow = partial(pytest.param, marks=sampling.GRID)
+B, T = 2, 24
+# All widths differ, so that none can stand in for another: H = 11 + 6, V = 10.
+MODEL = dict(embed_dim=20, num_heads=4, head_dim=17, num_layers=1, norm_eps=1e-3, compute_dtype="float32",
+             latent=dict(kv_dim=12, query_dim=14, rope_dim=6, value_dim=10), multipliers=dict(score=0.31),
+             rope_scaling=dict(llama_4_scaling_beta=0.2, original_max_position_embeddings=9))
+WITHOUT = dict(latent=dict(kv_dim=12, rope_dim=6))      # no latent of queries; values as wide as keys
+
+
+@functools.cache
+def cell(mixer: str = "F", whole_queries: bool = False):
+    """(section, module, parameters away from their initial values, x, dy, segments)."""
+    keys = MODEL | dict(mixers=mixer, window=7 if mixer in "WV" else 0) | (WITHOUT if whole_queries else {})
+    cfg = config.Model(**keys)
+    module = params.Module(lambda rngs: latent.LatentAttention(cfg, rngs, mixer))
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape, np.float32)
+    weights = jax.tree.map(lambda w: jnp.asarray(w + 0.2 * draw(*w.shape)), module.init(jax.random.key(0)))
+    segments = 1 + np.cumsum(rng.random((B, T)) < 0.1, 1).astype(np.int32)
+    return cfg, module, weights, draw(B, T, 20), draw(B, T, 20), segments
+
+
+def plain(cfg, mixer: str, w, x, segments):
+    """y [B, T, D]."""
+    R, C = cfg.latent.rope_dim, cfg.latent.kv_dim
+    kernel = lambda name: w[name]["kernel"]
+    normed = lambda y, name: y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6) * w[name]["scale"]
+    exact = partial(jnp.einsum, precision="highest")
+    h = normed(exact("btd,dq->btq", x, kernel("query_down")), "query_latent_norm") if "query_down" in w else x
+    q = exact("btd,dnh->btnh", h, kernel("query"))
+    c = normed(exact("btd,dc->btc", x, kernel("latent")), "latent_norm")
+    r = exact("btd,dr->btr", x, kernel("key_rope"))[:, :, None]
+    position = np.tile(np.arange(T), (B, 1))
+    if mixer in "FW":
+        angle = position[..., None, None] * 10000.0 ** (-np.arange(R // 2) / (R // 2))
+        turn = lambda y: jnp.concatenate([y[..., :R // 2] * np.cos(angle) - y[..., R // 2:] * np.sin(angle),
+                                          y[..., R // 2:] * np.cos(angle) + y[..., :R // 2] * np.sin(angle)], -1)
+        q = jnp.concatenate([q[..., :-R], turn(q[..., -R:])], -1)
+        q, r = q * (1 + 0.2 * np.log(1 + position // 9))[..., None, None], turn(r)
+    k = exact("btc,cnh->btnh", c, kernel("key"))
+    k = jnp.concatenate([k, jnp.broadcast_to(r, (*k.shape[:3], R))], -1)
+    o = plain_attention.attend(q, k, exact("btc,cnv->btnv", c, kernel("value")), segments, CAUSAL._replace(
+        window=cfg.window), Scores(0.31))
+    return exact("btnv,nvd->btd", o, kernel("out"))
+
+
+def with_gradients(f, weights, x, dy):
+    y, back = jax.vjp(f, weights, x)
+    return y, back(dy)
+
+
+@functools.cache
+def expected(mixer: str, whole_queries: bool):
+    cfg, _, weights, x, dy, segments = cell(mixer, whole_queries)
+    return jax.jit(partial(with_gradients, lambda w, x: plain(cfg, mixer, w, x, jnp.asarray(segments))))(weights, x, dy)
+
+
+def check(sizes: dict, method: str = "", rule: str = "zero3", mixer: str = "F", whole_queries: bool = False,
+          manual: tuple = (), dtype: str = "float32", tolerance: float = 1e-5, **more):
+    cfg, module, weights, x, dy, segments = cell(mixer, whole_queries)
+    mesh, layout = laid_out(sizes, rule)
+    order = attention.METHODS[method].order(T, sizes["context"]) if method else np.arange(T)
+    attend = attention.RunAttention(lambda H, V, scores: blockwise.engine(5, scores), attention.METHODS.get(method))
+    ex = layers.Execution(layout, jnp.dtype(dtype), attend, **more)
+
+    def layer(weights, x, segments, positions):
+        inputs = Inputs(segments, positions, jnp.arange(B), rope.of(cfg, positions), None)
+        return module.bind(weights)(ex, x, inputs)
+
+    def body(weights, x, dy, segments, positions):
+        y, (dw, dx) = with_gradients(lambda w, x: layer(w, x, segments, positions), weights, x, dy)
+        return y, dx, jax.tree.map(lambda d: jax.lax.psum(d, manual), dw) if manual else dw
+
+    @jax.jit
+    def run(weights, x, dy):
+        rows = P(None, "context")
+        specs = dict(in_specs=(P(), *[rows] * 4), out_specs=(rows, rows, P()))
+        inside = jax.shard_map(body, axis_names=set(manual), check_vma=False, **specs) if manual else body
+        sharded = jax.tree.map(lambda w, info: layout.constrain("params", w, info.axes), weights, infos)
+        y, dx, dw = inside(sharded, *(a[:, order] for a in (x, dy, segments, np.tile(np.arange(T), (B, 1)))))
+        return y[:, np.argsort(order)], (dw, dx[:, np.argsort(order)])
+
+    infos = params.tree(params.infos(module), lambda info: info)
+    with jax.set_mesh(mesh):
+        got = run(weights, x.astype(dtype), dy.astype(dtype))
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected(mixer, whole_queries)),
+                            strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b)
+        assert a.shape == b.shape and np.abs(b).max() > 1e-3, path
+        # of the largest number of a leaf
+        assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), (jax.tree_util.keystr(path), np.abs(a - b).max())
+
+
+@pytest.mark.parametrize(("mixer", "whole_queries"), [("F", False), ("V", True)])
+def test_latents_on_one_device_equal_expanded_heads(mixer, whole_queries):
+    """F: with rope and queries that grow. V: a window, no rope, queries without a latent."""
+    check({}, mixer=mixer, whole_queries=whole_queries)
+
+
+@pytest.mark.parametrize(("sizes", "more"), [
+    (dict(fsdp=2, tensor=2), {}), (dict(context=2), dict(method="ring")),
+    (dict(context=2, tensor=2), dict(method="ulysses")),
+    *(slow(*one) for one in (
+        (dict(data=2, tensor=2), dict(rule="ddp", remat="full")), (dict(context=4), dict(method="gather")),
+        (dict(context=4), dict(method="ulysses", mixer="W")),
+        (dict(context=2, tensor=2), dict(method="ring", rule="tensor")),
+        (dict(context=2, tensor=2), dict(method="ring", manual=("context",))),
+        (dict(context=2, tensor=2), dict(method="ulysses", manual=("context",)))))])
+def test_latents_over_devices_equal_expanded_heads(sizes, more):
+    check(sizes, **more)
+
+
+def test_in_bfloat16_weight_gradients_are_summed_in_float32():
+    """1.5% of the largest number: 8 bits of every factor."""
+    check(dict(context=2), "ring", dtype="bfloat16", tolerance=3e-2)
+
+
+# ---- whole steps and generation --------------------------------------------------------------------------------------
+
+WHOLE = dict(vocab_size=259, embed_dim=32, num_layers=4, num_heads=4, head_dim=10, mlp_dim=48, compute_dtype="float32",
+             latent=dict(kv_dim=12, query_dim=16, rope_dim=4, value_dim=6))
+SINKS = dict(vocab_size=259, embed_dim=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48,
+             compute_dtype="float32", attention_sinks=True, mixers="WF", window=5,
+             rope_scaling=dict(partial_rotary_factor=0.5, llama_4_scaling_beta=0.3,
+                               original_max_position_embeddings=3))
+STAGED = dict(pipeline=dict(schedule="1f1b"))
+
+
+@pytest.mark.parametrize(("model", "rule", "mesh", "more"), [
+    (WHOLE, "zero3", dict(context=2, tensor=2), {}), (SINKS, "zero1", dict(stage=2, context=2), STAGED),
+    *(slow(*one) for one in (
+        (WHOLE, "zero3", dict(fsdp=2, tensor=2), dict(lora=dict(rank=2, alpha=3.0))),
+        (WHOLE, "zero1", dict(stage=2, tensor=2), STAGED),
+        (WHOLE, "zero3", dict(stage=2, context=2, tensor=2), dict(pipeline=dict(schedule="zero_bubble"))),
+        (WHOLE, "hsdp", dict(context=2, fsdp=2), dict(context=dict(method="ulysses"))),
+        (WHOLE | dict(param_dtype="bfloat16", compute_dtype="bfloat16"), "zero3", dict(fsdp=2, tensor=2), {}),
+        (SINKS, "zero3", dict(fsdp=2, tensor=2), {}), (SINKS, "zero3", dict(context=2, tensor=2), {})))])
+def test_steps_with_latents_or_sinks_equal_one_device(model, rule, mesh, more):
+    run = config.Run(mesh=mesh, sharding=dict(rules=str(parity.RULES / f"{rule}.toml")), model=model,
+                     training=dict(steps=9, microbatches=2, loss_chunk=24), data=dict(seq_len=16, global_batch=16),
+                     optimizer=dict(learning_rate=1e-3, schedule="constant"), **more)
+    exact = model["compute_dtype"] == "float32"
+    parity.check(run, tolerance=parity.FLOAT32 if exact else parity.BFLOAT16)
+
+
+@pytest.mark.parametrize("keys", [WHOLE, SINKS])
+def test_tokens_from_a_cache_are_those_without(keys):
+    """One row has three positions of padding before it; the last layer's output at every further token."""
+    model = transformer.build(config.Model(**keys))
+    draw = np.random.default_rng(0).standard_normal
+    p = jax.tree.map(lambda w: w + 0.2 * draw(w.shape).astype(w.dtype), model.init(jax.random.key(0)))
+    ex = layers.Execution(laid_out({})[1], jnp.dtype("float32"), attention.RunAttention(
+        lambda H, V, scores: blockwise.engine(5, scores)))
+    known, length, pad_B = 7, 12, np.asarray([3, 0])
+    at = np.tile(np.arange(length), (2, 1))
+    batch = dict(tokens=np.random.default_rng(1).integers(0, 259, (2, length)), index=at, sequence=np.zeros(2, int),
+                 segments=(at >= pad_B[:, None]).astype(int), positions=np.maximum(at - pad_B[:, None], 0))
+    part = lambda start, stop: {name: jnp.asarray(x[:, start:stop] if x.ndim > 1 else x) for name, x in batch.items()}
+
+    @jax.jit
+    def by_cache(p):
+        _, caches = cache.prefill(model, ex, p, part(0, known), length - known)
+        outputs = []
+        for i in range(known, length):
+            x, caches = cache.extend(model, ex, p, part(i, i + 1), caches, i, jnp.asarray(pad_B))
+            outputs.append(x)
+        return jnp.concatenate(outputs, 1), caches
+
+    whole, _ = jax.jit(lambda p: cache.prefill(model, ex, p, part(0, length), 0))(p)
+    got, caches = by_cache(p)
+    # float32: latents are multiplied in another order
+    np.testing.assert_allclose(got, whole[:, known:], rtol=1e-4, atol=1e-4)
+    if "latent" in keys:
+        assert [x.shape for layer in caches[0] for x in layer] == [(4, 2, length, 12), (4, 2, length, 4)]
+
+
+def test_devices_send_latents_and_no_heads():
+    """Per token forward C + R numbers and a segment; N·(H + V) would be 108."""
+    cfg, module, weights, x, _, segments = cell("F")
+    mesh, layout = laid_out(dict(context=4), "ddp")
+    ex = layers.Execution(layout, jnp.dtype("float32"), attention.RunAttention(
+        lambda H, V, scores: blockwise.engine(5, scores), attention.METHODS["ring"]))
+    positions = np.tile(np.arange(T), (B, 1))
+
+    def layer(weights, x):
+        return module.bind(weights)(ex, x, Inputs(segments, positions, jnp.arange(B), rope.of(cfg, positions), None))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, jax.NamedSharding(mesh, P(None, "context")))
+        program = audit.read(jax.jit(layer).lower(weights, rows).compile().as_text(), mesh)
+    sent = {(one.kind, one.dtype): 0 for one in program.collectives}
+    for one in program.collectives:
+        sent[one.kind, one.dtype] += one.bytes
+    assert set(sent) <= {("all-gather", "f32"), ("all-gather", "s32")}
+    assert sent["all-gather", "f32"] == B * T * 4 * (12 + 6) * 3 // 4, sent
