@@ -628,5 +628,6 @@ HARMLESS = frozenset("""
     unsloth_version unsloth_fixed pretraining_tp output_router_logits router_aux_loss_coef router_jitter_noise
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp mtp_num_hidden_layers
     mtp_use_dedicated_embeddings mtp_loss_scaling_factor mamba_ssm_dtype
+    aux_loss_alpha seq_aux full_attn_mod interpolate_factor init_method
     is_llama_config max_sequence_length is_decoder use_flash_attn cache_implementation transformers.js_config
 """.split())
