@@ -242,7 +242,7 @@ NEMOTRON_TENSORS = _rows(
     "backbone.layers.{f}.mixer.gate.weight": ("layers/moe/router: E D -> D E",),
     "backbone.layers.{f}.mixer.gate.e_score_correction_bias": ("layers/moe/bias: E -> E",)}
 GEMMA3_TENSORS = ENDS | ATTENTION | HEAD_NORMS | BOTH_NORMS | DENSE
-GEMMA4_TENSORS = GEMMA3_TENSORS | {LAYER + "layer_scalar": ("layers/layer_scale: 1 -> ",)}
+GEMMA4_TENSORS = GEMMA3_TENSORS | {LAYER + "layer_scalar": ("layers/layer_scale: 1 -> 1",)}
 OLMO2_TENSORS = ENDS | ATTENTION | DENSE | NORMS_OVER_HEADS | POST_NORMS
 BLOCK = "transformer.h.{l}."
 GPT2_TENSORS = {
