@@ -27,6 +27,7 @@ from meshtrain import assembly, config, devices, trained
 from meshtrain.checkpoint.checkpoint import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import chat, tokenizer
+from meshtrain.inference import cache
 from meshtrain.inference.detokenizer import TextStream, Words
 from meshtrain.inference.generate import MOST_ROWS, GenerationLimits
 from meshtrain.inference.sampling import Picking
@@ -191,7 +192,7 @@ def _check_memory(placed: trained.LoadedModel, prompts: list[list[int]], limits:
     """Raises: ConfigError where the keys and values alone are more than the devices hold."""
     cfg, rows, longest = placed.model.cfg, min(len(prompts), MOST_ROWS), max(map(len, prompts))
     tokens = longest + (min(limits.tokens, limits.length) if limits.length else limits.tokens)
-    held = 2 * rows * tokens * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * placed.ex.dtype.itemsize
+    held = rows * tokens * cache.token_width(cfg) * placed.ex.dtype.itemsize
     if held > (has := devices.memory_bytes(placed.mesh.devices.flatten())):
         raise ConfigError(f"--max-tokens {limits.tokens}: the keys and values of {rows} × {tokens} tokens take "
                           f"{size(held)}, and the devices have {size(has)}; ask for fewer tokens, or of fewer prompts "

@@ -17,7 +17,7 @@ MODELS = {
                          shared_expert_gate=True),
     # Kimi delta attention beside latents without rope.
     "kda": BASE | dict(mixers="KN", linear=dict(key_heads=4, value_heads=4, key_dim=8, value_dim=8, norm_eps=1e-2),
-                       num_kv_heads=4, head_dim=14, latent=dict(kv_dim=12, query_dim=10, rope_dim=6, value_dim=10)),
+                       num_kv_heads=4, head_dim=14, latent=dict(kv_dim=12, query_dim=20, rope_dim=6, value_dim=10)),
     # Mamba-2, a layer without an MLP, windows with rope of their own and partial rotation.
     "mamba": BASE | dict(mixers="MMW", mlps="d.e", linear=LINEAR | dict(conv_bias=True), activation="relu2", window=7,
                          multipliers=dict(residual=0.5, logits=0.5), layer_scale=True, head_dim=12, num_layers=6,

@@ -16,8 +16,9 @@ from test_context import laid_out
 from meshtrain import config
 from meshtrain.cost.program import audit
 from meshtrain.inference import cache
-from meshtrain.kernels import blockwise
+from meshtrain.kernels import blockwise, pallas
 from meshtrain.kernels.engine import CAUSAL, Scores
+from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.model import latent, layers, params, rope, transformer
 from meshtrain.model.parts import Inputs
 from meshtrain.parallel.context import attention
@@ -79,12 +80,17 @@ def expected(mixer: str, whole_queries: bool):
     return jax.jit(partial(with_gradients, lambda w, x: plain(cfg, mixer, w, x, jnp.asarray(segments))))(weights, x, dy)
 
 
+KERNELS = Tiles(*[Blocks(16, 16, 4, 2)] * 3)
+
+
 def check(sizes: dict, method: str = "", rule: str = "zero3", mixer: str = "F", whole_queries: bool = False,
-          manual: tuple = (), dtype: str = "float32", tolerance: float = 1e-5, **more):
+          manual: tuple = (), dtype: str = "float32", tolerance: float = 1e-5, kernels: bool = False, **more):
     cfg, module, weights, x, dy, segments = cell(mixer, whole_queries)
     mesh, layout = laid_out(sizes, rule)
     order = attention.METHODS[method].order(T, sizes["context"]) if method else np.arange(T)
-    attend = attention.RunAttention(lambda H, V, scores: blockwise.engine(5, scores), attention.METHODS.get(method))
+    engine_of = lambda H, V, scores: pallas.engine(KERNELS, scores, interpret=True) if kernels else blockwise.engine(
+        5, scores)
+    attend = attention.RunAttention(engine_of, attention.METHODS.get(method))
     ex = layers.Execution(layout, jnp.dtype(dtype), attend, **more)
 
     def layer(weights, x, segments, positions):
@@ -127,6 +133,7 @@ def test_latents_on_one_device_equal_expanded_heads(mixer, whole_queries):
     *(slow(*one) for one in (
         (dict(data=2, tensor=2), dict(rule="ddp", remat="full")), (dict(context=4), dict(method="gather")),
         (dict(context=4), dict(method="ulysses", mixer="W")),
+        (dict(context=2, tensor=2), dict(method="gather", kernels=True)), (dict(tensor=2), dict(kernels=True)),
         (dict(context=2, tensor=2), dict(method="ring", rule="tensor")),
         (dict(context=2, tensor=2), dict(method="ring", manual=("context",))),
         (dict(context=2, tensor=2), dict(method="ulysses", manual=("context",)))))])

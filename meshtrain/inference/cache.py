@@ -1,9 +1,10 @@
 """The forward pass with a KV cache: prefill of whole prompts, then one token at a time.
 
-The layers are those of training; `ex.attend` writes and reads the cache. All rows end at the same position: prompts are
-padded on the left, padding is segment 0. A cache is, for each group of layers, (keys, values) of each layer of its
-period, [repeats, B, S, K, H], sharded as rows and kv_heads; of attention by latents (latents, rotated keys), [repeats,
-B, S, C] and [repeats, B, S, R]. Positions and windows follow from cache positions.
+The layers are those of training; `ex.attend` and `ex.recurrence` write and read the cache. All rows end at the same
+position: prompts are padded on the left, padding is segment 0. A cache is, for each group of layers, the arrays of each
+layer of its period, [repeats, B, …]: of attention keys and values [S, K, H], sharded as rows and kv_heads; of attention
+by latents these [S, C] and rotated keys [S, R]; of a recurrent mixer the last tokens before its convolutions [W - 1,
+heads, width] and its state [N, H, V], whatever the length. Positions and windows follow from cache positions.
 """
 from __future__ import annotations
 
@@ -12,30 +13,34 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from meshtrain.kernels import products
+from meshtrain import pattern
+from meshtrain.kernels import convolution, products, recurrence
 from meshtrain.kernels.engine import MASKED, Expansion
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import capped
 from meshtrain.model.transformer import Transformer
+from meshtrain.names import PADDING
 from meshtrain.sharding.rules import Layout
+
+
+def token_width(cfg) -> int:
+    """Numbers that the caches of all layers hold for each token; states of recurrent mixers do not grow."""
+    def of(keys) -> int:
+        latent = keys.latent
+        return latent.kv_dim + latent.rope_dim if latent.kv_dim else 2 * keys.num_kv_heads * keys.head_dim
+    return sum(of(cfg.of(kind.mixer)) for kind in pattern.kinds(cfg) if kind.mixer in pattern.ATTENTION)
 
 
 def prefill(model: Transformer, ex: Execution, p, batch, room: int) -> tuple[jax.Array, list]:
     """(output of the last layer [B, T, D], the cache with space for `room` tokens after the prompts)."""
-    def attend(kept, layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, **kind):
-        kept.append(tuple(_placed(layout, jnp.pad(x, [(0, 0), (0, room)] + [(0, 0)] * (x.ndim - 2)), "batch")
-                          for x in (k_BTKH, v_BTKH)))
-        return ex.attend(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, **kind)
-
     x_BTD, inputs, caches = model.embed(ex, p, batch), model.inputs(batch), []
     for first, group in model.numbered():
         def repeat(x_BTD, scanned, group=group):
             weights, number = scanned
-            kept: list = []
+            kept = [_Writing(ex, room) for _ in group.period]
             for i, layer in enumerate(group.period):
-                attending = dataclasses.replace(ex, attend=lambda *args, **kind: attend(kept, *args, **kind))
-                x_BTD, _ = layer.bind(weights[i])(attending, x_BTD, inputs, number + i)
-            return x_BTD, tuple(kept)
+                x_BTD, _ = layer.bind(weights[i])(_through(ex, kept[i]), x_BTD, inputs, number + i)
+            return x_BTD, tuple(layer.cache for layer in kept)
         x_BTD, cache = jax.lax.scan(repeat, x_BTD, (model.weights(p, group), group.numbers(first)))
         caches.append(cache)
     return x_BTD, caches
@@ -54,7 +59,7 @@ def extend(model: Transformer, ex: Execution, p, batch, caches: list, at, pad_B)
             weights, number, index = scanned
             for i, layer in enumerate(group.period):
                 engine = _Reading(cache[i], index, at, pad_B)
-                x_BTD, _ = layer.bind(weights[i])(dataclasses.replace(ex, attend=engine), x_BTD, inputs, number + i)
+                x_BTD, _ = layer.bind(weights[i])(_through(ex, engine), x_BTD, inputs, number + i)
                 cache = (*cache[:i], engine.cache, *cache[i + 1:])
             return (x_BTD, cache), None
         scanned = (model.weights(p, group), group.numbers(first), jnp.arange(group.repeats))
@@ -63,18 +68,68 @@ def extend(model: Transformer, ex: Execution, p, batch, caches: list, at, pad_B)
     return x_BTD, new
 
 
+def _through(ex: Execution, cached) -> Execution:
+    recurrence = ex.recurrence and ex.recurrence._replace(convolve=cached.convolve, recur=cached.recur)
+    return dataclasses.replace(ex, attend=cached.attend, recurrence=recurrence)
+
+
+class _Writing:
+    """The mixer of a layer over prompts, whose `cache` it makes."""
+
+    def __init__(self, ex: Execution, room: int):
+        self.ex, self.room, self.cache = ex, room, ()
+
+    def attend(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, **kind):
+        self.cache = tuple(_placed(layout, jnp.pad(x, [(0, 0), (0, self.room)] + [(0, 0)] * (x.ndim - 2)), "batch")
+                           for x in (k_BTKH, v_BTKH))
+        return self.ex.attend(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, **kind)
+
+    def convolve(self, layout: Layout, xs, ws, segments_BT):
+        tails = (convolution.tail(x, segments_BT, ws[0].shape[0]) for x in xs)
+        # Padding is no token of the prompt. Whatever follows is then taken as one document.
+        self.cache = tuple(jnp.where((tail.segments_BS == PADDING)[..., None, None], 0, tail.x_BSND) for tail in tails)
+        return self.ex.recurrence.convolve(layout, xs, ws, segments_BT)
+
+    def recur(self, layout: Layout, *inputs):
+        found = recurrence.recurrence(*inputs)
+        self.cache += (layout.act(found.end_BNHV, "batch", "heads", None, None),)
+        return found.o_BTNV
+
+
 class _Reading:
-    """Attention of one token over the cache of a layer, after writing its key and value there."""
+    """The mixer of a layer for one token, which it writes into the layer's entry of the stacked cache."""
 
     def __init__(self, cache, index, at, pad_B):
         self.cache, self.index, self.at, self.pad_B = cache, index, at, pad_B
 
-    def __call__(self, layout: Layout, q_BTNH, *others, mask, scores, sinks_N=None, expansion: Expansion | None = None):
+    def convolve(self, layout: Layout, xs, ws, segments_BT):
+        """segments: of rows that are done 0, what is then computed is not read."""
+        width, ys, tails = ws[0].shape[0], [], []
+        for x, w, before in zip(xs, ws, map(self._own, self.cache[:3]), strict=True):
+            before = convolution.Tail(before, jnp.ones(before.shape[:2], segments_BT.dtype))
+            ys.append(convolution.convolve(x, w, jnp.ones_like(segments_BT), before))
+            tails.append(convolution.tail(x, segments_BT, width, before).x_BSND)
+        self.cache = (*map(self._replaced, self.cache[:3], tails), self.cache[3])
+        return tuple(ys)
+
+    def recur(self, layout: Layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT):
+        one = jnp.ones_like(segments_BT)
+        o_BTNV, S_BNHV = recurrence.step(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, one, recurrence.RecurrentState(
+            self._own(self.cache[3]), one[:, 0]))
+        self.cache = (*self.cache[:3], self._replaced(self.cache[3], layout.act(S_BNHV, "batch", "heads", None, None)))
+        return o_BTNV
+
+    def _own(self, stack):
+        return jax.lax.dynamic_index_in_dim(stack, self.index, 0, keepdims=False)
+
+    def _replaced(self, stack, new):
+        return jax.lax.dynamic_update_index_in_dim(stack, new.astype(stack.dtype), self.index, 0)
+
+    def attend(self, layout: Layout, q_BTNH, *others, mask, scores, sinks_N=None, expansion: Expansion | None = None):
         """others: what the cache holds of these tokens, and their segments."""
         B, T, N, H = q_BTNH.shape
         self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, others[:2], strict=True))
-        k, v = (_placed(layout, jax.lax.dynamic_index_in_dim(x, self.index, 0, keepdims=False), "batch")
-                for x in self.cache)
+        k, v = (_placed(layout, self._own(x), "batch") for x in self.cache)
         if expansion is None:
             q_BTKGH = q_BTNH.reshape(B, T, k.shape[2], -1, H)
             s_BKGTS = products.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k, jnp.float32)

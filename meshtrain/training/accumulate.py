@@ -65,7 +65,8 @@ class Normalizers(NamedTuple):
 
 def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, recurrence,
               schedule: Schedule | None) -> StepSpec:
-    """attend, recurrence: of `Execution`. A pipeline sums gradients after its loop whatever [grads] says; [grads] then shards the sums."""
+    """attend, recurrence: of `Execution`. A pipeline sums gradients after its loop whatever [grads] says; [grads] then
+    shards the sums."""
     training, data = run.training, run.data
     deferred = layout.batch_axes if schedule else layout.deferred_axes(info.axes for info in model.parameters())
     replicas = layout.num_shards(deferred)
