@@ -242,7 +242,7 @@ NEMOTRON_TENSORS = _rows(
     "backbone.layers.{f}.mixer.gate.weight": ("layers/moe/router: E D -> D E",),
     "backbone.layers.{f}.mixer.gate.e_score_correction_bias": ("layers/moe/bias: E -> E",)}
 GEMMA3_TENSORS = ENDS | ATTENTION | HEAD_NORMS | BOTH_NORMS | DENSE
-GEMMA4_TENSORS = GEMMA3_TENSORS | {LAYER + "layer_scalar": ("layers/layer_scale: 1 -> ",)}
+GEMMA4_TENSORS = GEMMA3_TENSORS | {LAYER + "layer_scalar": ("layers/layer_scale: 1 -> 1",)}
 OLMO2_TENSORS = ENDS | ATTENTION | DENSE | NORMS_OVER_HEADS | POST_NORMS
 BLOCK = "transformer.h.{l}."
 GPT2_TENSORS = {
@@ -628,5 +628,6 @@ HARMLESS = frozenset("""
     unsloth_version unsloth_fixed pretraining_tp output_router_logits router_aux_loss_coef router_jitter_noise
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp mtp_num_hidden_layers
     mtp_use_dedicated_embeddings mtp_loss_scaling_factor mamba_ssm_dtype
+    aux_loss_alpha seq_aux full_attn_mod interpolate_factor init_method
     is_llama_config max_sequence_length is_decoder use_flash_attn cache_implementation transformers.js_config
 """.split())

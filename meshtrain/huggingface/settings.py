@@ -33,7 +33,7 @@ WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "_slid
 EVERY_KEYS = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern",
               "global_attn_every_n_layers")
 MLP_KEYS = ("mlp_layer_types", "first_k_dense_replace", "num_dense_layers", "mlp_only_layers", "decoder_sparse_step")
-ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
+ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 # Of which config.json is written anew: other forms of the same.
 WRITTEN_ANEW = ("rope_parameters", "rope_scaling", "dtype", "quantization_config", "linear_attn_config",
                 "per_layer_config", "hybrid_override_pattern", "rotary_dim", *EVERY_KEYS, "no_rope_layer_interval")
