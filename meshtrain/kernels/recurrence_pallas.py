@@ -1,0 +1,387 @@
+"""`recurrence` with decays per head as Pallas GPU kernels, lowered through Triton.
+
+Forward: one kernel inverts every chunk's triangular matrix (delta rule only), one visits a row's chunks in order with a
+block of the state's columns in registers. Backward: the first again, one that visits the chunks from the right for the
+states' gradients, and one for all other gradients, of all chunks at once. Between them only u, w, the states and their
+gradients go through memory, in v's dtype. No atomics: deterministic. As with `pallas`, all mesh axes must be manual.
+Sources: the split into kernels is that of flash-linear-attention (arXiv:2406.06484, 3.3). Knows no mesh.
+"""
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from meshtrain.kernels import products
+from meshtrain.kernels.recurrence import (BEFORE_ALL, Recurred, RecurrentState, chunks_of, documents_of, padded,
+                                          recurrence, since_document)
+
+NAME = "meshtrain_recurrence"           # kernel names in profiles and in the compiled program
+CHUNK = 64
+COLUMNS = 32            # of the state in one program: four programs for each head of 128
+MIN_WIDTH = 16          # smallest width that tensor cores contract
+
+
+class Launch(NamedTuple):
+    """How the kernels run. interpret: by XLA on any device, for tests."""
+    chunk: int = CHUNK
+    columns: int = COLUMNS
+    interpret: bool = False
+
+
+def engine(launch: Launch = Launch()):
+    """A function like `recurrence.recurrence`; decays per channel are left to that one."""
+    return partial(_recurrence, launch)
+
+
+def _recurrence(launch: Launch, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT,
+                start: RecurrentState | None = None, *, across=None, states_ZBNHV=None, chunk: int = 0) -> Recurred:
+    if g.ndim == 4:
+        return recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start, across=across,
+                          states_ZBNHV=states_ZBNHV, chunk=chunk)
+    (B, T, K, H), (N, V), C = k_BTKH.shape, v_BTNV.shape[2:], chunk or launch.chunk
+    launch, wide = launch._replace(chunk=C), lambda n: max(MIN_WIDTH, pl.next_power_of_2(n))
+    if start is None:
+        start = RecurrentState(None, jnp.full(B, BEFORE_ALL, segments_BT.dtype))
+    segments_BT = padded(segments_BT, C, "edge").astype(jnp.int32)
+    segments_ZBC = segments_BT.reshape(B, -1, C).swapaxes(0, 1)
+    documents = documents_of(segments_ZBC, start.segment_B)
+    ends_BZ = segments_ZBC[..., -1].T
+    starts_BZ = jnp.concatenate([start.segment_B[:, None].astype(jnp.int32), ends_BZ[:, :-1]], 1)
+    decay = since_document(chunks_of(g.astype(jnp.float32), C, N, 1), documents)        # [Z, B, N, 1, C]
+    decay_BNT = decay.transpose(1, 2, 3, 0, 4).reshape(B, N, -1)
+    beta_BNT = None if beta_BTN is None else padded(beta_BTN.astype(jnp.float32), C).swapaxes(1, 2)
+    q, k, v = (_widened(padded(x, C), wide(x.shape[-1])) for x in (q_BTKH, k_BTKH, v_BTNV))
+    S0, kept = (x if x is None else _widened(_widened(x, wide(V)).swapaxes(-1, -2), wide(H)).swapaxes(-1, -2)
+                for x in (start.S_BNHV, states_ZBNHV))
+    o, states, end = _core(launch, across, q, k, v, decay_BNT, beta_BNT, (segments_BT, starts_BZ, ends_BZ), S0, kept)
+    return Recurred(o[:, :T, :, :V], end if end is None else end[..., :H, :V], states[..., :H, :V])
+
+
+def _widened(x, width: int):
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _core(launch, across, q, k, v, decay, beta, segments, S0, kept):
+    """(o, states, end) of whole chunks; q, k [B, T, K, H], v [B, T, N, V], decay since the document's or chunk's start
+    and beta [B, N, T]; segments: of tokens, of the token before each chunk, of each chunk's last."""
+    u, w = (v, None) if beta is None else _inside(launch, k, v, decay, beta, segments)
+    if across is not None and kept is None:
+        S0 = across(*_summary(launch, k, u, w, decay, segments), False)
+    return _forward(launch, q, k, u, w, decay, segments, S0, kept)
+
+
+def _core_forward(launch, across, q, k, v, decay, beta, segments, S0, kept):
+    o, states, end = _core(launch, across, q, k, v, decay, beta, segments, S0, kept)
+    return (o, states, end), (q, k, v, decay, beta, segments, S0, states)
+
+
+def _core_backward(launch, across, saved, cotangents):
+    q, k, v, decay, beta, segments, S0, states = saved
+    do, _, dend = cotangents            # states are no output of the model
+    u, w, T = (v, None, None) if beta is None else _inside(launch, k, v, decay, beta, segments, keep_inverse=True)
+    if across is not None:
+        M, _ = _summary(launch, k, u, w, decay, segments)       # from the right it is transposed
+        M = M if w is None else M.swapaxes(-1, -2)
+        _, _, dX = _reverse(launch, q, k, w, decay, do, segments, None, only_end=True)
+        dend = across(M, dX[:, :, None], True)[:, :, 0]
+    dnew, dstates, dS0 = _reverse(launch, q, k, w, decay, do, segments, dend)
+    dq, dk, dv, ddecay, dbeta = _gradients(launch, q, k, v, decay, beta, segments, do, u, w, T, dnew, states, dstates)
+    return dq, dk, dv, ddecay, dbeta, None, None if S0 is None else dS0, None
+
+
+_core.defvjp(_core_forward, _core_backward)
+
+
+def _summary(launch, k, u, w, decay, segments):
+    """(M, X) of each row for `across`, with dims [B, N, 1, …] instead of [B, K, G, …]."""
+    _, _, X = _forward(launch, None, k, u, w, decay, segments, None, None)
+    if w is None:
+        _, starts_BZ, ends_BZ = segments
+        M = jnp.prod(jnp.where((starts_BZ == ends_BZ)[:, None], jnp.exp(decay[..., launch.chunk - 1::launch.chunk]),
+                               0), -1, keepdims=True)
+    else:
+        eye = jnp.broadcast_to(jnp.eye(k.shape[3], dtype=jnp.float32), (*X.shape[:3], k.shape[3]))
+        _, _, M = _forward(launch, None, k, None, w, decay, segments, eye, None)
+    return M[:, :, None], X[:, :, None]
+
+
+# ---- what the kernels share: refs are of one row and one head --------------------------------------------------------
+
+
+def _call(launch: Launch, kernel, what: str, warps: int, stages: int, **kwargs):
+    return pl.pallas_call(kernel, name=f"{NAME}_{what}", interpret=launch.interpret,
+                          compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages), **kwargs)
+
+
+def _dot(x, y):
+    """x y, summed in float32."""
+    return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=products.precision(x.dtype))
+
+
+class _Chunk(NamedTuple):
+    """A chunk's decays, 0 between documents."""
+    between: jax.Array      # [I, J] from token j to token i
+    since: jax.Array        # [C] from the state before the chunk
+    until: jax.Array        # [C] to the chunk's end
+    through: jax.Array      # from the state before to the chunk's end
+
+
+def _chunk(decay, last, segment, start, end) -> _Chunk:
+    """decay [C]; last: its last element; segment [C]; start, end: those before the chunk and at its end."""
+    C = decay.shape[0]
+    i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
+    visible = (segment[:, None] == segment[None, :]) & (i >= j)
+    # Masked before exp: other differences may be positive.
+    between = jnp.exp(jnp.where(visible, decay[:, None] - decay[None, :], -jnp.inf))
+    until = jnp.exp(jnp.where(segment == end, last - decay, -jnp.inf))
+    return _Chunk(between, jnp.where(segment == start, jnp.exp(decay), 0.0), until,
+                  jnp.where(start == end, jnp.exp(last), 0.0))
+
+
+def _of_row(z, C: int, decay_ref, segments) -> tuple:
+    """(the tokens, `_Chunk`) of chunk z of refs of whole rows."""
+    segment_ref, start_ref, end_ref = segments
+    at = pl.ds(z * C, C)
+    return at, _chunk(decay_ref[at], decay_ref[z * C + C - 1], segment_ref[at], start_ref[z], end_ref[z])
+
+
+def _inverse(A):
+    """(I + A)^-1 of strictly lower A [C, C] float32, by block substitution on whole matrices: with blocks of b on the
+    diagonal inverted, T - T L T inverts those of 2b, L the blocks of A between them."""
+    C = A.shape[0]
+    i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
+    T = jnp.where(i == j, 1.0, jnp.where((i >> 1) == (j >> 1), -A, 0.0))
+    for level in range(1, C.bit_length() - 1):
+        between = ((i >> level + 1) == (j >> level + 1)) & ((i >> level) != (j >> level))
+        T -= _dot(T, _dot(jnp.where(between, A, 0.0), T))
+    return T
+
+
+def _split_dot(x, y):
+    """x y of float32 x, which is split in two parts of y's dtype if that is narrower."""
+    if y.dtype == jnp.float32:
+        return _dot(x, y)
+    high = x.astype(y.dtype)
+    return _dot(high, y) + _dot((x - high.astype(jnp.float32)).astype(y.dtype), y)
+
+
+def _rows(launch: Launch, k, N: int, columns: int):
+    """Specs of whole rows for a grid (blocks of columns, N, B): of keys, of `columns` of the values, of decays, of
+    segments, and of states [B, N, H, V]."""
+    (B, T, K, H), G = k.shape, N // k.shape[2]
+    Z = T // launch.chunk
+    by_chunk = pl.BlockSpec((None, Z), lambda i, n, b: (b, 0))
+    return (pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n // G, 0)),
+            pl.BlockSpec((None, T, None, columns), lambda i, n, b: (b, 0, n, i)),
+            pl.BlockSpec((None, None, T), lambda i, n, b: (b, n, 0)),
+            (pl.BlockSpec((None, T), lambda i, n, b: (b, 0)), by_chunk, by_chunk),
+            pl.BlockSpec((None, None, H, columns), lambda i, n, b: (b, n, 0, i)))
+
+
+def _given(x, spec):
+    """The spec of an argument that may be missing."""
+    return None if x is None else spec
+
+
+# ---- the triangular matrix of every chunk ----------------------------------------------------------------------------
+
+
+def _inside_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, u_ref, w_ref, T_ref):
+    segment_ref, start_ref, end_ref = segments
+    z, C = pl.program_id(0), k_ref.shape[0]
+    k, beta = k_ref[...], beta_ref[...]
+    chunk = _chunk(decay_ref[...], decay_ref[C - 1], segment_ref[...], start_ref[z], end_ref[z])
+    below = jnp.arange(C)[:, None] > jnp.arange(C)[None, :]
+    T = _inverse(jnp.where(below, _dot(k, k.T) * chunk.between * beta[:, None], 0.0))
+    if T_ref is not None:
+        T_ref[...] = T
+    T *= beta[None, :]
+    u_ref[...] = _split_dot(T, v_ref[...]).astype(u_ref.dtype)
+    w_ref[...] = _split_dot(T * chunk.since[None, :], k).astype(w_ref.dtype)
+
+
+def _inside(launch: Launch, k, v, decay, beta, segments, keep_inverse: bool = False):
+    """u [B, T, N, V] and w [B, T, N, H], and if asked the inverses [B, N, Z, C, C] float32."""
+    (B, T, K, H), (N, V), C = k.shape, v.shape[2:], launch.chunk
+    Z, G = T // C, N // K
+    row = pl.BlockSpec((None, None, C), lambda z, n, b: (b, n, z))
+    by_chunk = pl.BlockSpec((None, Z), lambda z, n, b: (b, 0))
+    of = lambda width, group: pl.BlockSpec((None, C, None, width), lambda z, n, b: (b, z, n // group, 0))
+    array = jax.ShapeDtypeStruct
+    shapes = (array(v.shape, v.dtype), array((B, T, N, H), v.dtype),
+              array((B, N, Z, C, C), jnp.float32) if keep_inverse else None)
+    found = _call(
+        launch, _inside_kernel, "inside", 4, 2, grid=(Z, N, B),
+        in_specs=[of(H, G), of(V, 1), row, row,
+                  (pl.BlockSpec((None, C), lambda z, n, b: (b, z)), by_chunk, by_chunk)],
+        out_specs=(of(V, 1), of(H, 1), _given(shapes[2], pl.BlockSpec(
+            (None, None, None, C, C), lambda z, n, b: (b, n, z, 0, 0)))), out_shape=shapes,
+    )(k, v, decay, beta, segments)
+    return found if keep_inverse else found[:2]
+
+
+# ---- from chunk to chunk ---------------------------------------------------------------------------------------------
+
+
+def _forward_kernel(q_ref, k_ref, u_ref, w_ref, decay_ref, segments, S0_ref, o_ref, states_ref, end_ref, *, C: int):
+    def visit(z, S):
+        at, chunk = _of_row(z, C, decay_ref, segments)
+        k = k_ref[at, :]
+        low = S.astype(k.dtype)
+        new = u_ref[at, :].astype(jnp.float32) if u_ref is not None else 0.0
+        if w_ref is not None:
+            new -= _dot(w_ref[at, :], low)
+        if q_ref is not None:
+            q = q_ref[at, :]
+            scores = (_dot(q, k.T) * chunk.between).astype(k.dtype)
+            o = _dot(q, low) * chunk.since[:, None] + _dot(scores, new.astype(k.dtype))
+            o_ref[at, :] = o.astype(o_ref.dtype)
+            states_ref[z] = low
+        return chunk.through * S + _dot(k.T, (new * chunk.until[:, None]).astype(k.dtype))
+
+    S0 = jnp.zeros(end_ref.shape, jnp.float32) if S0_ref is None else S0_ref[...]
+    end_ref[...] = lax.fori_loop(0, k_ref.shape[0] // C, visit, S0)
+
+
+def _forward(launch: Launch, q, k, u, w, decay, segments, S0, kept):
+    """(o, states [Z, B, N, H, V], end [B, N, H, V]); without q only the end, without u as of zeros."""
+    (B, T, _, H), N = k.shape, decay.shape[1]
+    V, Z = (H if u is None else u.shape[3]), T // launch.chunk
+    columns = min(launch.columns, V)
+    key, value, row, rows, state = _rows(launch, k, N, columns)
+    by_value_head = pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n, 0))
+    array, o = jax.ShapeDtypeStruct, None if q is None else jax.ShapeDtypeStruct((B, T, N, V), k.dtype)
+    states = pl.BlockSpec((Z, None, None, H, columns), lambda i, n, b: (0, b, n, 0, i))
+    o, found, end = _call(
+        launch, partial(_forward_kernel, C=launch.chunk), "forward" if q is not None else "summary", 4, 2,
+        grid=(V // columns, N, B),
+        in_specs=[_given(q, key), key, _given(u, value), _given(w, by_value_head), row, rows, _given(S0, state)],
+        out_specs=(_given(q, value), _given(q, states), state),
+        out_shape=(o, o and array((Z, B, N, H, V), k.dtype), array((B, N, H, V), jnp.float32)),
+    )(q, k, u, w, decay, segments, S0)
+    return (o, found, end) if kept is None else (o, kept, None)
+
+
+def _reverse_kernel(q_ref, k_ref, w_ref, decay_ref, do_ref, segments, dend_ref, dnew_ref, dstates_ref, dS_ref, *,
+                    C: int):
+    Z = k_ref.shape[0] // C
+
+    def visit(n, dS):
+        z = Z - 1 - n
+        at, chunk = _of_row(z, C, decay_ref, segments)
+        q, k, do = q_ref[at, :], k_ref[at, :], do_ref[at, :]
+        low = dS.astype(k.dtype)
+        scores = (_dot(q, k.T) * chunk.between).astype(k.dtype)
+        dnew = (_dot(scores.T, do) + _dot(k, low) * chunk.until[:, None]).astype(k.dtype)
+        if dnew_ref is not None:
+            dnew_ref[at, :] = dnew
+            dstates_ref[z] = low
+        dS = chunk.through * dS + _dot(q.T, (do * chunk.since[:, None]).astype(k.dtype))
+        return dS if w_ref is None else dS - _dot(w_ref[at, :].T, dnew)
+
+    dS = jnp.zeros(dS_ref.shape, jnp.float32) if dend_ref is None else dend_ref[...]
+    dS_ref[...] = lax.fori_loop(0, Z, visit, dS)
+
+
+def _reverse(launch: Launch, q, k, w, decay, do, segments, dend, only_end: bool = False):
+    """Gradients of the new values [B, T, N, V], of the states after each chunk [Z, B, N, H, V], of S0 [B, N, H, V]."""
+    (B, T, _, H), (N, V) = k.shape, do.shape[2:]
+    Z, columns, array = T // launch.chunk, min(launch.columns, V), jax.ShapeDtypeStruct
+    key, value, row, rows, state = _rows(launch, k, N, columns)
+    by_value_head = pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n, 0))
+    states = pl.BlockSpec((Z, None, None, H, columns), lambda i, n, b: (0, b, n, 0, i))
+    outputs = ((value, array(do.shape, k.dtype)), (states, array((Z, B, N, H, V), k.dtype)))
+    outputs = ((None, None),) * 2 if only_end else outputs
+    specs, shapes = zip(*outputs, (state, array((B, N, H, V), jnp.float32)))
+    return _call(
+        launch, partial(_reverse_kernel, C=launch.chunk), "summary" if only_end else "reverse", 4, 2,
+        grid=(V // columns, N, B),
+        in_specs=[key, key, _given(w, by_value_head), row, value, rows, _given(dend, state)], out_specs=specs,
+        out_shape=shapes)(q, k, w, decay, do.astype(k.dtype), segments, dend)
+
+
+# ---- all other gradients ---------------------------------------------------------------------------------------------
+
+
+def _gradients_kernel(q_ref, k_ref, v_ref, decay_ref, beta_ref, segments, do_ref, u_ref, w_ref, T_ref, dnew_ref,
+                      states_ref, dstates_ref, dq_ref, dk_ref, dv_ref, ddecay_ref, dbeta_ref, *, heads: int):
+    """One chunk of one key head, and all of its value heads."""
+    segment_ref, start_ref, end_ref = segments
+    z, (C, _) = pl.program_id(0), k_ref.shape
+    q, k, at = q_ref[...], k_ref[...], jnp.arange(C)
+    below, dtype, total = at[:, None] > at[None, :], k.dtype, lambda x, axis: jnp.sum(x, axis)
+    qk, kk = _dot(q, k.T), _dot(k, k.T)
+    start, end, segment = start_ref[z], end_ref[z], segment_ref[...]
+
+    def head(n, sums):
+        dq, dk = sums
+        chunk = _chunk(decay_ref[n, :], decay_ref[n, C - 1], segment, start, end)
+        do, dnew, S, dS = do_ref[:, n, :], dnew_ref[:, n, :], states_ref[n], dstates_ref[n]
+        new = u_ref[:, n, :]
+        if w_ref is not None:
+            new = (new.astype(jnp.float32) - _dot(w_ref[:, n, :], S)).astype(dtype)
+        # o = since · q S + (q k^T between) new
+        dqk = _dot(do, new.T) * chunk.between
+        dread = _dot(do, S.T) * chunk.since[:, None]
+        # S' = through S + k^T (until · new)
+        dwritten = _dot(new, dS.T) * chunk.until[:, None]
+        dq += dread + _dot(dqk.astype(dtype), k)
+        dk += dwritten + _dot(dqk.T.astype(dtype), q)
+        of_until = total(k * dwritten, 1)
+        dpairs = dqk * qk
+        ddecay = total(q * dread, 1) - of_until
+        dlast = total(of_until, 0) + chunk.through * total(
+            total(S.astype(jnp.float32) * dS.astype(jnp.float32), 1), 0)
+        if T_ref is None:
+            dv_ref[:, n, :] = dnew
+        else:
+            # new = u - w S; u = T beta v; w = T beta since k; T = (I + beta k k^T between)^-1
+            T, beta = T_ref[n], beta_ref[n, :]
+            scaled = T * beta[None, :]
+            dv_ref[:, n, :] = _split_dot(scaled.T, dnew).astype(dv_ref.dtype)
+            dw = (-_dot(dnew, S.T)).astype(dtype)
+            dscaled_since = _dot(dw, k.T)
+            dscaled = _dot(dnew, v_ref[:, n, :].T) + dscaled_since * chunk.since[None, :]
+            scaled_since = scaled * chunk.since[None, :]
+            dA = -_dot(_dot(T.T, dscaled * beta[None, :]), T.T)
+            dA = jnp.where(below, dA, 0.0) * chunk.between
+            dkk = dA * beta[:, None]
+            dk += _dot(scaled_since.T.astype(dtype), dw) + _dot((dkk + dkk.T).astype(dtype), k)
+            dpairs += dkk * kk
+            ddecay += total(dscaled_since * scaled_since, 0)
+            dbeta_ref[n, :] = total(dscaled * T, 0) + total(dA * kk, 1)
+        ddecay += total(dpairs, 1) - total(dpairs, 0)
+        ddecay_ref[n, :] = ddecay + jnp.where(at == C - 1, dlast, 0.0)
+        return dq, dk
+
+    zeros = jnp.zeros(k_ref.shape, jnp.float32)
+    dq, dk = lax.fori_loop(0, heads, head, (zeros, zeros)) if heads > 1 else head(0, (zeros, zeros))
+    dq_ref[...], dk_ref[...] = dq.astype(dq_ref.dtype), dk.astype(dk_ref.dtype)
+
+
+def _gradients(launch: Launch, q, k, v, decay, beta, segments, do, u, w, T, dnew, states, dstates):
+    """dq, dk, dv, ddecay, dbeta."""
+    (B, length, K, H), (N, V), C = k.shape, v.shape[2:], launch.chunk
+    Z, G, array = length // C, N // K, jax.ShapeDtypeStruct
+    key = pl.BlockSpec((None, C, None, H), lambda z, n, b: (b, z, n, 0))
+    of = lambda width: pl.BlockSpec((None, C, G, width), lambda z, n, b: (b, z, n, 0))
+    row = pl.BlockSpec((None, G, C), lambda z, n, b: (b, n, z))
+    by_chunk = pl.BlockSpec((None, Z), lambda z, n, b: (b, 0))
+    state = pl.BlockSpec((None, None, G, H, V), lambda z, n, b: (z, b, n, 0, 0))
+    inverse = pl.BlockSpec((None, G, None, C, C), lambda z, n, b: (b, n, z, 0, 0))
+    has = partial(_given, w)
+    return _call(
+        launch, partial(_gradients_kernel, heads=G), "gradients", 8, 1, grid=(Z, K, B),
+        in_specs=[key, key, of(V), row, has(row), (pl.BlockSpec((None, C), lambda z, n, b: (b, z)), by_chunk, by_chunk),
+                  of(V), of(V), has(of(H)), has(inverse), of(V), state, state],
+        out_specs=(key, key, of(V), row, has(row)),
+        out_shape=(array(q.shape, q.dtype), array(k.shape, k.dtype), array(v.shape, v.dtype),
+                   array(decay.shape, jnp.float32), has(array(decay.shape, jnp.float32))),
+    )(q, k, v, decay, beta, segments, do.astype(k.dtype), u, w, T, dnew, states, dstates)
