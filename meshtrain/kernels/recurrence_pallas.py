@@ -2,8 +2,9 @@
 
 Forward: one kernel inverts every chunk's triangular matrix (delta rule only), one visits a row's chunks in order with a
 block of the state's columns in registers. Backward: the first again, one that visits the chunks from the right for the
-states' gradients, and one for all other gradients, of all chunks at once. Between them only u, w, the states and their
-gradients go through memory, in v's dtype. No atomics: deterministic. As with `pallas`, all mesh axes must be manual.
+states' gradients, and two for all other gradients, of all chunks at once: those of what the second kernel reads, then
+those of what the first does. What goes through memory between them is in v's dtype, but for the inverses in the
+backward, float32. No atomics: deterministic. As with `pallas`, all mesh axes must be manual.
 Sources: the split into kernels is that of flash-linear-attention (arXiv:2406.06484, 3.3). Knows no mesh.
 """
 from __future__ import annotations
@@ -17,13 +18,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from meshtrain.kernels import products
 from meshtrain.kernels.recurrence import (BEFORE_ALL, Recurred, RecurrentState, chunks_of, documents_of, padded,
                                           recurrence, since_document)
 
 NAME = "meshtrain_recurrence"           # kernel names in profiles and in the compiled program
 CHUNK = 64
-COLUMNS = 32            # of the state in one program: four programs for each head of 128
+COLUMNS = 32            # of the state in one program that visits all chunks: four programs for each head of 128
+KEY_COLUMNS = 64        # of keys in one program of `_gradients`; with 128 it spills
 MIN_WIDTH = 16          # smallest width that tensor cores contract
 
 
@@ -31,6 +32,7 @@ class Launch(NamedTuple):
     """How the kernels run. interpret: by XLA on any device, for tests."""
     chunk: int = CHUNK
     columns: int = COLUMNS
+    key_columns: int = KEY_COLUMNS
     interpret: bool = False
 
 
@@ -85,14 +87,18 @@ def _core_forward(launch, across, q, k, v, decay, beta, segments, S0, kept):
 def _core_backward(launch, across, saved, cotangents):
     q, k, v, decay, beta, segments, S0, states = saved
     do, _, dend = cotangents            # states are no output of the model
-    u, w, T = (v, None, None) if beta is None else _inside(launch, k, v, decay, beta, segments, keep_inverse=True)
+    new, w, T = (v, None, None) if beta is None else _inside(launch, k, v, decay, beta, segments, states)
     if across is not None:
-        M, _ = _summary(launch, k, u, w, decay, segments)       # from the right it is transposed
+        M = _multiplier(launch, k, w, decay, segments)      # from the right it is transposed
         M = M if w is None else M.swapaxes(-1, -2)
         _, _, dX = _reverse(launch, q, k, w, decay, do, segments, None, only_end=True)
         dend = across(M, dX[:, :, None], True)[:, :, 0]
     dnew, dstates, dS0 = _reverse(launch, q, k, w, decay, do, segments, dend)
-    dq, dk, dv, ddecay, dbeta = _gradients(launch, q, k, v, decay, beta, segments, do, u, w, T, dnew, states, dstates)
+    dq, dk, dw, ddecay = _gradients(launch, q, k, decay, segments, do, new, dnew, states, dstates, beta is not None)
+    dv, dbeta = dnew, None
+    if beta is not None:
+        dk, dv, ddecay_inside, dbeta = _inside_gradients(launch, k, v, decay, beta, segments, T, dnew, dw, dk)
+        ddecay += ddecay_inside
     return dq, dk, dv, ddecay, dbeta, None, None if S0 is None else dS0, None
 
 
@@ -102,14 +108,18 @@ _core.defvjp(_core_forward, _core_backward)
 def _summary(launch, k, u, w, decay, segments):
     """(M, X) of each row for `across`, with dims [B, N, 1, …] instead of [B, K, G, …]."""
     _, _, X = _forward(launch, None, k, u, w, decay, segments, None, None)
+    return _multiplier(launch, k, w, decay, segments), X[:, :, None]
+
+
+def _multiplier(launch, k, w, decay, segments):
     if w is None:
         _, starts_BZ, ends_BZ = segments
-        M = jnp.prod(jnp.where((starts_BZ == ends_BZ)[:, None], jnp.exp(decay[..., launch.chunk - 1::launch.chunk]),
-                               0), -1, keepdims=True)
-    else:
-        eye = jnp.broadcast_to(jnp.eye(k.shape[3], dtype=jnp.float32), (*X.shape[:3], k.shape[3]))
-        _, _, M = _forward(launch, None, k, None, w, decay, segments, eye, None)
-    return M[:, :, None], X[:, :, None]
+        through = jnp.where((starts_BZ == ends_BZ)[:, None], jnp.exp(decay[..., launch.chunk - 1::launch.chunk]), 0)
+        return jnp.prod(through, -1)[:, :, None, None]
+    (B, N, _), H = decay.shape, k.shape[3]
+    eye = jnp.broadcast_to(jnp.eye(H, dtype=jnp.float32), (B, N, H, H))
+    _, _, M = _forward(launch, None, k, None, w, decay, segments, eye, None)
+    return M[:, :, None]
 
 
 # ---- what the kernels share: refs are of one row and one head --------------------------------------------------------
@@ -121,8 +131,10 @@ def _call(launch: Launch, kernel, what: str, warps: int, stages: int, **kwargs):
 
 
 def _dot(x, y):
-    """x y, summed in float32."""
-    return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=products.precision(x.dtype))
+    """x y, summed in float32. Float32 operands are split into three bfloat16 parts, which is exact to 2^-24: without
+    tensor cores the compiler would spill 19 kB a thread."""
+    exact = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+    return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=exact if x.dtype == jnp.float32 else None)
 
 
 class _Chunk(NamedTuple):
@@ -185,6 +197,23 @@ def _rows(launch: Launch, k, N: int, columns: int):
             pl.BlockSpec((None, None, H, columns), lambda i, n, b: (b, n, 0, i)))
 
 
+def _chunks(launch: Launch, k, N: int, heads: int | None = None, blocks: int = 1):
+    """Specs of one chunk for a grid (Z, blocks × N, B): of values by width, or keys; of decays; of segments; of states
+    [Z, B, N, H, V]; of inverses [B, N, Z, C, C]. heads: value heads in one program; None: one, without a dim. blocks:
+    programs that share a head's keys."""
+    (_, T, K, _), C, G = k.shape, launch.chunk, N // k.shape[2]
+    by_chunk = pl.BlockSpec((None, T // C), lambda z, n, b: (b, 0))
+
+    def of(width: int, key: bool = False, part: bool = False):
+        group = G if key and heads is None else 1
+        return pl.BlockSpec((None, C, None if key else heads, width),
+                            lambda z, n, b: (b, z, n // blocks // group, n % blocks if part else 0))
+    return (of, pl.BlockSpec((None, heads, C), lambda z, n, b: (b, n // blocks, z)),
+            (pl.BlockSpec((None, C), lambda z, n, b: (b, z)), by_chunk, by_chunk),
+            lambda H, V: pl.BlockSpec((None, None, heads, H, V), lambda z, n, b: (z, b, n // blocks, n % blocks, 0)),
+            pl.BlockSpec((None, heads, None, C, C), lambda z, n, b: (b, n // blocks, z, 0, 0)))
+
+
 def _given(x, spec):
     """The spec of an argument that may be missing."""
     return None if x is None else spec
@@ -193,7 +222,8 @@ def _given(x, spec):
 # ---- the triangular matrix of every chunk ----------------------------------------------------------------------------
 
 
-def _inside_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, u_ref, w_ref, T_ref):
+def _inside_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, states_ref, u_ref, w_ref, T_ref):
+    """u and w of one chunk and head. With its state: u - w S instead of u, and the inverse."""
     segment_ref, start_ref, end_ref = segments
     z, C = pl.program_id(0), k_ref.shape[0]
     k, beta = k_ref[...], beta_ref[...]
@@ -203,28 +233,25 @@ def _inside_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, u_ref, w_ref, T_
     if T_ref is not None:
         T_ref[...] = T
     T *= beta[None, :]
-    u_ref[...] = _split_dot(T, v_ref[...]).astype(u_ref.dtype)
-    w_ref[...] = _split_dot(T * chunk.since[None, :], k).astype(w_ref.dtype)
+    w = _split_dot(T * chunk.since[None, :], k).astype(w_ref.dtype)
+    w_ref[...] = w
+    u = _split_dot(T, v_ref[...])
+    u = u if states_ref is None else u - _dot(w, states_ref[...])
+    u_ref[...] = u.astype(u_ref.dtype)
 
 
-def _inside(launch: Launch, k, v, decay, beta, segments, keep_inverse: bool = False):
-    """u [B, T, N, V] and w [B, T, N, H], and if asked the inverses [B, N, Z, C, C] float32."""
-    (B, T, K, H), (N, V), C = k.shape, v.shape[2:], launch.chunk
-    Z, G = T // C, N // K
-    row = pl.BlockSpec((None, None, C), lambda z, n, b: (b, n, z))
-    by_chunk = pl.BlockSpec((None, Z), lambda z, n, b: (b, 0))
-    of = lambda width, group: pl.BlockSpec((None, C, None, width), lambda z, n, b: (b, z, n // group, 0))
-    array = jax.ShapeDtypeStruct
-    shapes = (array(v.shape, v.dtype), array((B, T, N, H), v.dtype),
-              array((B, N, Z, C, C), jnp.float32) if keep_inverse else None)
+def _inside(launch: Launch, k, v, decay, beta, segments, states=None):
+    """u [B, T, N, V] and w [B, T, N, H]; of known states u - w S, w, and the inverses [B, N, Z, C, C] float32."""
+    (B, T, _, H), (N, V), C, array = k.shape, v.shape[2:], launch.chunk, jax.ShapeDtypeStruct
+    of, row, rows, state, inverse = _chunks(launch, k, N)
+    known = partial(_given, states)
     found = _call(
-        launch, _inside_kernel, "inside", 4, 2, grid=(Z, N, B),
-        in_specs=[of(H, G), of(V, 1), row, row,
-                  (pl.BlockSpec((None, C), lambda z, n, b: (b, z)), by_chunk, by_chunk)],
-        out_specs=(of(V, 1), of(H, 1), _given(shapes[2], pl.BlockSpec(
-            (None, None, None, C, C), lambda z, n, b: (b, n, z, 0, 0)))), out_shape=shapes,
-    )(k, v, decay, beta, segments)
-    return found if keep_inverse else found[:2]
+        launch, _inside_kernel, "inside" if states is None else "inside_again", 4 if states is None else 8, 1,
+        grid=(T // C, N, B), in_specs=[of(H, True), of(V), row, row, rows, known(state(H, V))],
+        out_specs=(of(V), of(H), known(inverse)),
+        out_shape=(array(v.shape, v.dtype), array((B, T, N, H), v.dtype),
+                   known(array((B, N, T // C, C, C), jnp.float32))))(k, v, decay, beta, segments, states)
+    return found[:2] if states is None else found
 
 
 # ---- from chunk to chunk ---------------------------------------------------------------------------------------------
@@ -307,81 +334,98 @@ def _reverse(launch: Launch, q, k, w, decay, do, segments, dend, only_end: bool 
         out_shape=shapes)(q, k, w, decay, do.astype(k.dtype), segments, dend)
 
 
-# ---- all other gradients ---------------------------------------------------------------------------------------------
+# ---- all other gradients: of one chunk of one key head, and all of its value heads -----------------------------------
 
 
-def _gradients_kernel(q_ref, k_ref, v_ref, decay_ref, beta_ref, segments, do_ref, u_ref, w_ref, T_ref, dnew_ref,
-                      states_ref, dstates_ref, dq_ref, dk_ref, dv_ref, ddecay_ref, dbeta_ref, *, heads: int):
-    """One chunk of one key head, and all of its value heads."""
+def _over_heads(heads: int, head, sums):
+    return lax.fori_loop(0, heads, head, sums) if heads > 1 else head(0, sums)
+
+
+def _gradients_kernel(q_ref, k_ref, decay_ref, segments, do_ref, new_ref, dnew_ref, states_ref, dstates_ref, dq_ref,
+                      dk_ref, dw_ref, ddecay_ref, *, heads: int):
+    """Of o = since · q S + (q k^T between) new and S' = through S + k^T (until · new), new = u - w S; of some columns
+    of q, k and w."""
     segment_ref, start_ref, end_ref = segments
-    z, (C, _) = pl.program_id(0), k_ref.shape
+    z, C = pl.program_id(0), k_ref.shape[0]
     q, k, at = q_ref[...], k_ref[...], jnp.arange(C)
-    below, dtype, total = at[:, None] > at[None, :], k.dtype, lambda x, axis: jnp.sum(x, axis)
-    qk, kk = _dot(q, k.T), _dot(k, k.T)
     start, end, segment = start_ref[z], end_ref[z], segment_ref[...]
 
     def head(n, sums):
-        dq, dk = sums
+        dq_sum, dk_sum = sums
         chunk = _chunk(decay_ref[n, :], decay_ref[n, C - 1], segment, start, end)
-        do, dnew, S, dS = do_ref[:, n, :], dnew_ref[:, n, :], states_ref[n], dstates_ref[n]
-        new = u_ref[:, n, :]
-        if w_ref is not None:
-            new = (new.astype(jnp.float32) - _dot(w_ref[:, n, :], S)).astype(dtype)
-        # o = since · q S + (q k^T between) new
-        dqk = _dot(do, new.T) * chunk.between
-        dread = _dot(do, S.T) * chunk.since[:, None]
-        # S' = through S + k^T (until · new)
+        do, new, S, dS = do_ref[:, n, :], new_ref[:, n, :], states_ref[n], dstates_ref[n]
+        through = chunk.through * jnp.sum(jnp.sum(S.astype(jnp.float32) * dS.astype(jnp.float32), 1), 0)
+        dqk = (_dot(do, new.T) * chunk.between).astype(k.dtype)
+        dq = _dot(do, S.T) * chunk.since[:, None] + _dot(dqk, k)
         dwritten = _dot(new, dS.T) * chunk.until[:, None]
-        dq += dread + _dot(dqk.astype(dtype), k)
-        dk += dwritten + _dot(dqk.T.astype(dtype), q)
-        of_until = total(k * dwritten, 1)
-        dpairs = dqk * qk
-        ddecay = total(q * dread, 1) - of_until
-        dlast = total(of_until, 0) + chunk.through * total(
-            total(S.astype(jnp.float32) * dS.astype(jnp.float32), 1), 0)
-        if T_ref is None:
-            dv_ref[:, n, :] = dnew
-        else:
-            # new = u - w S; u = T beta v; w = T beta since k; T = (I + beta k k^T between)^-1
-            T, beta = T_ref[n], beta_ref[n, :]
-            scaled = T * beta[None, :]
-            dv_ref[:, n, :] = _split_dot(scaled.T, dnew).astype(dv_ref.dtype)
-            dw = (-_dot(dnew, S.T)).astype(dtype)
-            dscaled_since = _dot(dw, k.T)
-            dscaled = _dot(dnew, v_ref[:, n, :].T) + dscaled_since * chunk.since[None, :]
-            scaled_since = scaled * chunk.since[None, :]
-            dA = -_dot(_dot(T.T, dscaled * beta[None, :]), T.T)
-            dA = jnp.where(below, dA, 0.0) * chunk.between
-            dkk = dA * beta[:, None]
-            dk += _dot(scaled_since.T.astype(dtype), dw) + _dot((dkk + dkk.T).astype(dtype), k)
-            dpairs += dkk * kk
-            ddecay += total(dscaled_since * scaled_since, 0)
-            dbeta_ref[n, :] = total(dscaled * T, 0) + total(dA * kk, 1)
-        ddecay += total(dpairs, 1) - total(dpairs, 0)
-        ddecay_ref[n, :] = ddecay + jnp.where(at == C - 1, dlast, 0.0)
-        return dq, dk
+        dlast = through + jnp.sum(jnp.sum(k * dwritten, 1), 0)
+        dk = dwritten + _dot(dqk.T, q)
+        if dw_ref is not None:
+            dw_ref[:, n, :] = (-_dot(dnew_ref[:, n, :], S.T)).astype(dw_ref.dtype)
+        # A token's decay multiplies all that it reads and divides all that it writes.
+        ddecay_ref[n, :] = jnp.sum(q * dq, 1) - jnp.sum(k * dk, 1) + jnp.where(at == C - 1, dlast, 0.0)
+        return dq_sum + dq, dk_sum + dk
 
     zeros = jnp.zeros(k_ref.shape, jnp.float32)
-    dq, dk = lax.fori_loop(0, heads, head, (zeros, zeros)) if heads > 1 else head(0, (zeros, zeros))
+    dq, dk = _over_heads(heads, head, (zeros, zeros))
     dq_ref[...], dk_ref[...] = dq.astype(dq_ref.dtype), dk.astype(dk_ref.dtype)
 
 
-def _gradients(launch: Launch, q, k, v, decay, beta, segments, do, u, w, T, dnew, states, dstates):
-    """dq, dk, dv, ddecay, dbeta."""
-    (B, length, K, H), (N, V), C = k.shape, v.shape[2:], launch.chunk
-    Z, G, array = length // C, N // K, jax.ShapeDtypeStruct
-    key = pl.BlockSpec((None, C, None, H), lambda z, n, b: (b, z, n, 0))
-    of = lambda width: pl.BlockSpec((None, C, G, width), lambda z, n, b: (b, z, n, 0))
-    row = pl.BlockSpec((None, G, C), lambda z, n, b: (b, n, z))
-    by_chunk = pl.BlockSpec((None, Z), lambda z, n, b: (b, 0))
-    state = pl.BlockSpec((None, None, G, H, V), lambda z, n, b: (z, b, n, 0, 0))
-    inverse = pl.BlockSpec((None, G, None, C, C), lambda z, n, b: (b, n, z, 0, 0))
-    has = partial(_given, w)
+def _gradients(launch: Launch, q, k, decay, segments, do, new, dnew, states, dstates, delta: bool):
+    """dq, dk, dw (None without the delta rule) and ddecay, but for those through u and w."""
+    (B, T, K, H), (N, V), array = k.shape, do.shape[2:], jax.ShapeDtypeStruct
+    G, width = N // K, min(H, launch.key_columns)
+    blocks = H // width
+    of, row, rows, state, _ = _chunks(launch, k, N, G, blocks)
+    by_block = pl.BlockSpec((None, None, *row.block_shape[1:]), lambda z, n, b: (n % blocks, b, n // blocks, z))
+    key = of(width, True, True)
+    dq, dk, dw, ddecay = _call(
+        launch, partial(_gradients_kernel, heads=G), "gradients", 8, 1, grid=(T // launch.chunk, K * blocks, B),
+        in_specs=[key, key, row, rows, of(V), of(V), of(V) if delta else None, state(width, V), state(width, V)],
+        out_specs=(key, key, of(width, part=True) if delta else None, by_block),
+        out_shape=(array(q.shape, q.dtype), array(k.shape, k.dtype),
+                   array((B, T, N, H), k.dtype) if delta else None, array((blocks, *decay.shape), jnp.float32)),
+    )(q, k, decay, segments, do.astype(k.dtype), new, dnew if delta else None, states, dstates)
+    return dq, dk, dw, ddecay.sum(0)
+
+
+def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, T_ref, du_ref, dw_ref, dk_before_ref, dk_ref,
+                             dv_ref, ddecay_ref, dbeta_ref, *, heads: int):
+    """Of u = T beta v and w = T beta since k, T = (I + A)^-1, A = beta k k^T between below the diagonal."""
+    segment_ref, start_ref, end_ref = segments
+    z, C = pl.program_id(0), k_ref.shape[0]
+    k, at = k_ref[...], jnp.arange(C)
+    start, end, segment = start_ref[z], end_ref[z], segment_ref[...]
+    kk = jnp.where(at[:, None] > at[None, :], _dot(k, k.T), 0.0)
+
+    def head(n, dk):
+        chunk = _chunk(decay_ref[n, :], decay_ref[n, C - 1], segment, start, end)
+        beta, T, du, dw = beta_ref[n, :], T_ref[n], du_ref[:, n, :], dw_ref[:, n, :]
+        scaled = T * beta[None, :]
+        dv_ref[:, n, :] = _split_dot(scaled.T, du).astype(dv_ref.dtype)
+        since = scaled * chunk.since[None, :]
+        dk += _dot(since.T.astype(k.dtype), dw)
+        dsince = _dot(dw, k.T)
+        dscaled = _dot(du, v_ref[:, n, :].T) + dsince * chunk.since[None, :]
+        dA = -_dot(_dot(T.T, dscaled * beta[None, :]), T.T) * chunk.between     # but for kk's mask
+        dA_kk = dA * kk
+        dbeta_ref[n, :] = jnp.sum(dscaled * T, 0) + jnp.sum(dA_kk, 1)
+        dA_kk *= beta[:, None]
+        ddecay_ref[n, :] = jnp.sum(dsince * since, 0) + jnp.sum(dA_kk, 1) - jnp.sum(dA_kk, 0)
+        dkk = jnp.where(at[:, None] > at[None, :], dA * beta[:, None], 0.0)
+        return dk + _dot((dkk + dkk.T).astype(k.dtype), k)
+
+    dk_ref[...] = _over_heads(heads, head, dk_before_ref[...].astype(jnp.float32)).astype(dk_ref.dtype)
+
+
+def _inside_gradients(launch: Launch, k, v, decay, beta, segments, T, du, dw, dk):
+    """dk, added to the one given; dv; what is to be added to ddecay; dbeta."""
+    (B, length, K, H), (N, V), array = k.shape, v.shape[2:], jax.ShapeDtypeStruct
+    of, row, rows, _, inverse = _chunks(launch, k, N, N // K)
+    key, decays = of(H, True), array(decay.shape, jnp.float32)
     return _call(
-        launch, partial(_gradients_kernel, heads=G), "gradients", 8, 1, grid=(Z, K, B),
-        in_specs=[key, key, of(V), row, has(row), (pl.BlockSpec((None, C), lambda z, n, b: (b, z)), by_chunk, by_chunk),
-                  of(V), of(V), has(of(H)), has(inverse), of(V), state, state],
-        out_specs=(key, key, of(V), row, has(row)),
-        out_shape=(array(q.shape, q.dtype), array(k.shape, k.dtype), array(v.shape, v.dtype),
-                   array(decay.shape, jnp.float32), has(array(decay.shape, jnp.float32))),
-    )(q, k, v, decay, beta, segments, do.astype(k.dtype), u, w, T, dnew, states, dstates)
+        launch, partial(_inside_gradients_kernel, heads=N // K), "inside_gradients", 8, 1,
+        grid=(length // launch.chunk, K, B),
+        in_specs=[key, of(V), row, row, rows, inverse, of(V), of(H), key], out_specs=(key, of(V), row, row),
+        out_shape=(array(k.shape, k.dtype), array(v.shape, v.dtype), decays, decays),
+    )(k, v, decay, beta, segments, T, du, dw, dk)
