@@ -97,8 +97,9 @@ def _core_backward(launch, across, saved, cotangents):
     dq, dk, dw, ddecay = _gradients(launch, q, k, decay, segments, do, new, dnew, states, dstates, beta is not None)
     dv, dbeta = dnew, None
     if beta is not None:
-        dk, dv, ddecay_inside, dbeta = _inside_gradients(launch, k, v, decay, beta, segments, T, dnew, dw, dk)
-        ddecay += ddecay_inside
+        more_dk, dv, more_ddecay, dbeta = _inside_gradients(launch, k, v, decay, beta, segments, T, dnew, dw)
+        more_dk = more_dk.reshape(*k.shape[:3], -1, k.shape[3]).sum(3, dtype=jnp.float32)
+        dk, ddecay = (dk + more_dk).astype(k.dtype), ddecay + more_ddecay
     return dq, dk, dv, ddecay, dbeta, None, None if S0 is None else dS0, None
 
 
@@ -130,11 +131,14 @@ def _call(launch: Launch, kernel, what: str, warps: int, stages: int, **kwargs):
                           compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages), **kwargs)
 
 
-def _dot(x, y):
-    """x y, summed in float32. Float32 operands are split into three bfloat16 parts, which is exact to 2^-24: without
-    tensor cores the compiler would spill 19 kB a thread."""
-    exact = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
-    return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=exact if x.dtype == jnp.float32 else None)
+EXACT, CLOSE = lax.DotAlgorithmPreset.BF16_BF16_F32_X6, lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+
+
+def _dot(x, y, of_float32=EXACT):
+    """x y, summed in float32. Float32 operands are split into bfloat16 parts, whose products are exact to 2^-24, or to
+    2^-16 if CLOSE: without tensor cores the compiler would spill 19 kB a thread."""
+    precision = of_float32 if x.dtype == jnp.float32 else None
+    return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=precision)
 
 
 class _Chunk(NamedTuple):
@@ -246,7 +250,7 @@ def _inside(launch: Launch, k, v, decay, beta, segments, states=None):
     of, row, rows, state, inverse = _chunks(launch, k, N)
     known = partial(_given, states)
     found = _call(
-        launch, _inside_kernel, "inside" if states is None else "inside_again", 4 if states is None else 8, 1,
+        launch, _inside_kernel, "inside" if states is None else "inside_again", 4, 1,
         grid=(T // C, N, B), in_specs=[of(H, True), of(V), row, row, rows, known(state(H, V))],
         out_specs=(of(V), of(H), known(inverse)),
         out_shape=(array(v.shape, v.dtype), array((B, T, N, H), v.dtype),
@@ -334,17 +338,13 @@ def _reverse(launch: Launch, q, k, w, decay, do, segments, dend, only_end: bool 
         out_shape=shapes)(q, k, w, decay, do.astype(k.dtype), segments, dend)
 
 
-# ---- all other gradients: of one chunk of one key head, and all of its value heads -----------------------------------
-
-
-def _over_heads(heads: int, head, sums):
-    return lax.fori_loop(0, heads, head, sums) if heads > 1 else head(0, sums)
+# ---- all other gradients ---------------------------------------------------------------------------------------------
 
 
 def _gradients_kernel(q_ref, k_ref, decay_ref, segments, do_ref, new_ref, dnew_ref, states_ref, dstates_ref, dq_ref,
                       dk_ref, dw_ref, ddecay_ref, *, heads: int):
-    """Of o = since · q S + (q k^T between) new and S' = through S + k^T (until · new), new = u - w S; of some columns
-    of q, k and w."""
+    """Of o = since · q S + (q k^T between) new and S' = through S + k^T (until · new), new = u - w S: of some columns
+    of q, k and w of one key head and all its value heads."""
     segment_ref, start_ref, end_ref = segments
     z, C = pl.program_id(0), k_ref.shape[0]
     q, k, at = q_ref[...], k_ref[...], jnp.arange(C)
@@ -367,7 +367,7 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, segments, do_ref, new_ref, dnew_r
         return dq_sum + dq, dk_sum + dk
 
     zeros = jnp.zeros(k_ref.shape, jnp.float32)
-    dq, dk = _over_heads(heads, head, (zeros, zeros))
+    dq, dk = lax.fori_loop(0, heads, head, (zeros, zeros)) if heads > 1 else head(0, (zeros, zeros))
     dq_ref[...], dk_ref[...] = dq.astype(dq_ref.dtype), dk.astype(dk_ref.dtype)
 
 
@@ -389,43 +389,39 @@ def _gradients(launch: Launch, q, k, decay, segments, do, new, dnew, states, dst
     return dq, dk, dw, ddecay.sum(0)
 
 
-def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, T_ref, du_ref, dw_ref, dk_before_ref, dk_ref,
-                             dv_ref, ddecay_ref, dbeta_ref, *, heads: int):
+def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, T_ref, du_ref, dw_ref, dk_ref, dv_ref,
+                             ddecay_ref, dbeta_ref):
     """Of u = T beta v and w = T beta since k, T = (I + A)^-1, A = beta k k^T between below the diagonal."""
     segment_ref, start_ref, end_ref = segments
     z, C = pl.program_id(0), k_ref.shape[0]
-    k, at = k_ref[...], jnp.arange(C)
-    start, end, segment = start_ref[z], end_ref[z], segment_ref[...]
-    kk = jnp.where(at[:, None] > at[None, :], _dot(k, k.T), 0.0)
-
-    def head(n, dk):
-        chunk = _chunk(decay_ref[n, :], decay_ref[n, C - 1], segment, start, end)
-        beta, T, du, dw = beta_ref[n, :], T_ref[n], du_ref[:, n, :], dw_ref[:, n, :]
-        scaled = T * beta[None, :]
-        dv_ref[:, n, :] = _split_dot(scaled.T, du).astype(dv_ref.dtype)
-        since = scaled * chunk.since[None, :]
-        dk += _dot(since.T.astype(k.dtype), dw)
-        dsince = _dot(dw, k.T)
-        dscaled = _dot(du, v_ref[:, n, :].T) + dsince * chunk.since[None, :]
-        dA = -_dot(_dot(T.T, dscaled * beta[None, :]), T.T) * chunk.between     # but for kk's mask
-        dA_kk = dA * kk
-        dbeta_ref[n, :] = jnp.sum(dscaled * T, 0) + jnp.sum(dA_kk, 1)
-        dA_kk *= beta[:, None]
-        ddecay_ref[n, :] = jnp.sum(dsince * since, 0) + jnp.sum(dA_kk, 1) - jnp.sum(dA_kk, 0)
-        dkk = jnp.where(at[:, None] > at[None, :], dA * beta[:, None], 0.0)
-        return dk + _dot((dkk + dkk.T).astype(k.dtype), k)
-
-    dk_ref[...] = _over_heads(heads, head, dk_before_ref[...].astype(jnp.float32)).astype(dk_ref.dtype)
+    k, beta, T, dw, at = k_ref[...], beta_ref[...], T_ref[...], dw_ref[...], jnp.arange(C)
+    chunk = _chunk(decay_ref[...], decay_ref[C - 1], segment_ref[...], start_ref[z], end_ref[z])
+    scaled = T * beta[None, :]
+    since = scaled * chunk.since[None, :]
+    dk = _dot(since.T.astype(k.dtype), dw)
+    dsince = _dot(dw, k.T)
+    ddecay = jnp.sum(dsince * since, 0)
+    du = du_ref[...]
+    dscaled = _dot(du, v_ref[...].T) + dsince * chunk.since[None, :]
+    dbeta = jnp.sum(dscaled * T, 0)
+    dv_ref[...] = _split_dot(scaled.T, du).astype(dv_ref.dtype)
+    dA = -_dot(_dot(T.T, dscaled * beta[None, :], CLOSE), T.T, CLOSE) * chunk.between
+    dA = jnp.where(at[:, None] > at[None, :], dA, 0.0)
+    dA_kk = dA * _dot(k, k.T)
+    dbeta_ref[...] = dbeta + jnp.sum(dA_kk, 1)
+    dA_kk *= beta[:, None]
+    ddecay_ref[...] = ddecay + jnp.sum(dA_kk, 1) - jnp.sum(dA_kk, 0)
+    dkk = dA * beta[:, None]
+    dk_ref[...] = (dk + _dot((dkk + dkk.T).astype(k.dtype), k)).astype(dk_ref.dtype)
 
 
-def _inside_gradients(launch: Launch, k, v, decay, beta, segments, T, du, dw, dk):
-    """dk, added to the one given; dv; what is to be added to ddecay; dbeta."""
-    (B, length, K, H), (N, V), array = k.shape, v.shape[2:], jax.ShapeDtypeStruct
-    of, row, rows, _, inverse = _chunks(launch, k, N, N // K)
-    key, decays = of(H, True), array(decay.shape, jnp.float32)
+def _inside_gradients(launch: Launch, k, v, decay, beta, segments, T, du, dw):
+    """What is to be added to dk, of each value head [B, T, N, H]; dv; what is to be added to ddecay; dbeta."""
+    (B, length, _, H), (N, V), array = k.shape, v.shape[2:], jax.ShapeDtypeStruct
+    of, row, rows, _, inverse = _chunks(launch, k, N)
+    decays = array(decay.shape, jnp.float32)
     return _call(
-        launch, partial(_inside_gradients_kernel, heads=N // K), "inside_gradients", 8, 1,
-        grid=(length // launch.chunk, K, B),
-        in_specs=[key, of(V), row, row, rows, inverse, of(V), of(H), key], out_specs=(key, of(V), row, row),
-        out_shape=(array(k.shape, k.dtype), array(v.shape, v.dtype), decays, decays),
-    )(k, v, decay, beta, segments, T, du, dw, dk)
+        launch, _inside_gradients_kernel, "inside_gradients", 8, 1, grid=(length // launch.chunk, N, B),
+        in_specs=[of(H, True), of(V), row, row, rows, inverse, of(V), of(H)], out_specs=(of(H), of(V), row, row),
+        out_shape=(array((B, length, N, H), k.dtype), array(v.shape, v.dtype), decays, decays),
+    )(k, v, decay, beta, segments, T, du, dw)
