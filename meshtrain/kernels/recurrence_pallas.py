@@ -25,6 +25,7 @@ NAME = "meshtrain_recurrence"           # kernel names in profiles and in the co
 CHUNK = 64
 COLUMNS = 32            # of the state in one program that visits all chunks: four programs for each head of 128
 KEY_COLUMNS = 64        # of keys in one program of `_gradients`; with 128 it spills
+ROWS = 16               # of a diagonal block that is inverted row by row
 MIN_WIDTH = 16          # smallest width that tensor cores contract
 
 
@@ -75,7 +76,7 @@ def _core(launch, across, q, k, v, decay, beta, segments, S0, kept):
     and beta [B, N, T]; segments: of tokens, of the token before each chunk, of each chunk's last."""
     u, w = (v, None) if beta is None else _inside(launch, k, v, decay, beta, segments)
     if across is not None and kept is None:
-        S0 = across(*_summary(launch, k, u, w, decay, segments), False)
+        S0 = across(*_summary(launch, k, u, w, decay, segments), False)[:, :, 0]
     return _forward(launch, q, k, u, w, decay, segments, S0, kept)
 
 
@@ -169,14 +170,26 @@ def _of_row(z, C: int, decay_ref, segments) -> tuple:
 
 
 def _inverse(A):
-    """(I + A)^-1 of strictly lower A [C, C] float32, by block substitution on whole matrices: with blocks of b on the
-    diagonal inverted, T - T L T inverts those of 2b, L the blocks of A between them."""
+    """(I + A)^-1 of strictly lower A [C, C] float32, by substitution.
+
+    Row by row in all diagonal blocks of ROWS at once; then by blocks, on whole matrices: if T has the inverses of blocks
+    of b, T - T L T has those of 2b, where L is A between the two blocks.
+    """
     C = A.shape[0]
     i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
-    T = jnp.where(i == j, 1.0, jnp.where((i >> 1) == (j >> 1), -A, 0.0))
-    for level in range(1, C.bit_length() - 1):
+    block = min(C, ROWS)
+    level = block.bit_length() - 1
+    own = (i >> level) == (j >> level)
+
+    def substitute(row, T):
+        now = own & ((i & block - 1) == row)        # this row of every block
+        a = jnp.sum(jnp.where(now, A, 0.0), 0)
+        return T - jnp.where(now, jnp.sum(a[:, None] * T, 0)[None, :], 0.0)
+    T = lax.fori_loop(1, block, substitute, jnp.where(i == j, 1.0, 0.0))
+    while 1 << level < C:
         between = ((i >> level + 1) == (j >> level + 1)) & ((i >> level) != (j >> level))
         T -= _dot(T, _dot(jnp.where(between, A, 0.0), T))
+        level += 1
     return T
 
 
