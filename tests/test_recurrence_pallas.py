@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 from test_pallas import ptxas
 from test_recurrence import rounded
 
-from meshtrain import hardware
-from meshtrain.cost.program import compile
+from meshtrain import config, hardware
+from meshtrain.cost.formulas import rates
+from meshtrain.cost.formulas.assumptions import Assumptions
+from meshtrain.cost.program import compile, roofline
 from meshtrain.kernels import recurrence, recurrence_pallas
 from meshtrain.kernels.recurrence import RecurrentState
 from meshtrain.kernels.recurrence_pallas import Launch
@@ -98,20 +100,27 @@ def test_split_sequences_match_one_device(kind, method):
 MAX_SPILLED_BYTES = 512     # of a thread; the inverse holds three parts of two matrices
 
 
-def resources(gpu: str, kind: str, folder: Path) -> dict[str, tuple[int, int]]:
-    """{kernel: (spilled bytes of a thread, shared memory of a block)}, of layers as in published models."""
-    B, T, K, N, H, V = 1, 1024, 8, 16, 128, 128 if kind == "delta" else 64
+B, T, K, N, H = 1, 1024, 8, 16, 128
+V = {"delta": 128, "sum": 64}
+
+
+def compiled(gpu: str, kind: str, folder: Path) -> str:
+    """The program of forward and backward of a layer with widths as in published models; its PTX is in the folder."""
     mesh = MeshSpec({}).build(compile.topology(f"{gpu}:1"))
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P()))
-    q, v, g = array(jnp.bfloat16, B, T, K, H), array(jnp.bfloat16, B, T, N, V), array(jnp.float32, B, T, N)
+    q, v, g = array(jnp.bfloat16, B, T, K, H), array(jnp.bfloat16, B, T, N, V[kind]), array(jnp.float32, B, T, N)
     inputs = q, q, v, g, g if kind == "delta" else None
     step = lambda inputs, segments, do: plain.with_gradients(
         lambda *args: recurrence_pallas.engine()(*args).o_BTNV, inputs, segments, do=do)
     with jax.set_mesh(mesh):
         lowered = jax.jit(jax.shard_map(step, in_specs=P(), out_specs=P(), check_vma=False)).lower(
             inputs, array(jnp.int32, B, T), v)
-        lowered.compile(compiler_options={"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx",
-                                          "xla_backend_optimization_level": 3})
+        return lowered.compile(compiler_options={
+            "xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}).as_text()
+
+
+def resources(gpu: str, folder: Path) -> dict[str, tuple[int, int]]:
+    """{kernel: (spilled bytes of a thread, shared memory of a block)}."""
     launches = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
     shared = {name: int(size) for name, size in re.findall(
         rf"({recurrence_pallas.NAME}\w*) grid:.*shared_memory: (\d+) bytes", launches)}
@@ -129,10 +138,27 @@ def resources(gpu: str, kind: str, folder: Path) -> dict[str, tuple[int, int]]:
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 @pytest.mark.parametrize("gpu, kind", [("h100", "delta"), slow("b200", "delta"), slow("h100", "sum"),
                                        slow("b200", "sum")])
-def test_kernels_compiled_for_a_gpu_spill_little_and_fit_its_shared_memory(gpu, kind, tmp_path):
-    found = resources(gpu, kind, tmp_path)
-    kernels = ["forward", "reverse", "gradients"] + ["inside", "inside_again", "inside_gradients"] * (kind == "delta")
+def test_kernels_compiled_for_a_gpu_spill_little_fit_its_shared_memory_and_are_priced(gpu, kind, tmp_path):
+    text = compiled(gpu, kind, tmp_path)
+    found = resources(gpu, tmp_path)
+    kernels = ["forward", "reverse", "gradients"]
+    if kind == "delta":
+        kernels = [what + recurrence_pallas.DELTA for what in kernels] + ["inside", "inside_again", "inside_gradients"]
     assert set(found) == {f"{recurrence_pallas.NAME}_{what}" for what in kernels}
     for name, (spilled, shared) in found.items():
         assert spilled <= MAX_SPILLED_BYTES, (name, found)
         assert 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block, (name, found)
+    priced = roofline.read(text, MeshSpec({}), rates.Rates(hardware.get(gpu), Assumptions(gpu, {})), T, 1.0)
+    (forward,) = [kernel for kernel in priced.kernels if f"{recurrence_pallas.NAME}_forward" in kernel.source]
+    C, columns, products = 64, V[kind] // 32, 3 if kind == "delta" else 2       # with the state; q k^T for all columns
+    assert forward.flops == N * T * 2 * (C * H * columns + products * H * V[kind] + C * V[kind])
+    assert priced.uncounted == () and sum("pallas_call" in kernel.source for kernel in priced.kernels) >= len(kernels)
+
+
+def test_kernels_are_chosen_where_they_are_compiled_for_and_the_reason_is_said_elsewhere():
+    run, (_, layout) = config.Run(model=dict(compute_dtype="bfloat16")), context.laid_out({})
+    engine = lambda *args: linear.choose(*args).recur.args[0].engine
+    assert engine(run, layout, "cuda", "h100").func is recurrence_pallas.engine().func
+    for platform, gpu, said in (("cpu", "", ""), ("cuda", "a100-80gb", "a100-80gb"), ("cuda", "", "not in the table")):
+        assert engine(run, layout, platform, gpu) is recurrence.recurrence
+        assert said in linear.choose(run, layout, platform, gpu).note

@@ -22,9 +22,12 @@ from meshtrain.kernels.recurrence import (BEFORE_ALL, Recurred, RecurrentState, 
                                           recurrence, since_document)
 
 NAME = "meshtrain_recurrence"           # kernel names in profiles and in the compiled program
+DELTA = "_delta"        # suffix of those that may also run without the delta rule
 CHUNK = 64
 COLUMNS = 32            # of the state in one program that visits all chunks: four programs for each head of 128
 KEY_COLUMNS = 64        # of keys in one program of `_gradients`; with 128 it spills
+COMPILED = (9, 10)      # major compute capabilities of the chips for which registers and memory were counted
+WIDEST = 128            # head for which the kernels are compiled and their registers counted
 ROWS = 16               # of a diagonal block that is inverted row by row
 MIN_WIDTH = 16          # smallest width that tensor cores contract
 
@@ -38,13 +41,32 @@ class Launch(NamedTuple):
 
 
 def engine(launch: Launch = Launch()):
-    """A function like `recurrence.recurrence`; decays per channel are left to that one."""
+    """A function like `recurrence.recurrence`, for bfloat16. It leaves decays per channel and heads wider than WIDEST
+    to that one."""
     return partial(_recurrence, launch)
+
+
+def products_of(what: str, H: int, V: int, delta: bool, launch: Launch = Launch()) -> list[tuple[int, int, int]]:
+    """(m, n, k) of each product of bfloat16 that a kernel executes for a chunk of a value head; for cost estimates.
+
+    what: the kernel's name without NAME and DELTA. H, V: widths as padded. delta: with the delta rule.
+    """
+    C, exact, close, split = launch.chunk, 6, 3, 2      # products for one of float32
+    pairs, of_pairs, read, written, by_key = (C, C, H), (C, V, C), (C, V, H), (H, V, C), (C, H, C)
+    levels, by_columns = (C // ROWS).bit_length() - 1, -(-V // launch.columns)
+    inside = [pairs, *[(C, C, C)] * (2 * exact * levels), *[of_pairs] * split, *[by_key] * split]
+    reverse = [*[pairs] * by_columns, of_pairs, read, written, *[written] * delta]
+    return {"inside": inside, "inside_again": [*inside, read],
+            "forward": [*[pairs] * by_columns, read, of_pairs, written, *[read] * delta],
+            "summary": [written, *[read] * delta], "reverse": reverse, "reverse_end": reverse,
+            "gradients": [*[(C, C, V)] * -(-H // launch.key_columns), *[(C, H, V)] * (2 + delta), by_key, by_key],
+            "inside_gradients": [pairs, pairs, (C, C, V), *[of_pairs] * split, *[(C, C, C)] * (2 * close), by_key,
+                                 by_key]}[what]
 
 
 def _recurrence(launch: Launch, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT,
                 start: RecurrentState | None = None, *, across=None, states_ZBNHV=None, chunk: int = 0) -> Recurred:
-    if g.ndim == 4:
+    if g.ndim == 4 or max(k_BTKH.shape[3], v_BTNV.shape[3]) > WIDEST:
         return recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start, across=across,
                           states_ZBNHV=states_ZBNHV, chunk=chunk)
     (B, T, K, H), (N, V), C = k_BTKH.shape, v_BTNV.shape[2:], chunk or launch.chunk
@@ -127,8 +149,8 @@ def _multiplier(launch, k, w, decay, segments):
 # ---- what the kernels share: refs are of one row and one head --------------------------------------------------------
 
 
-def _call(launch: Launch, kernel, what: str, warps: int, stages: int, **kwargs):
-    return pl.pallas_call(kernel, name=f"{NAME}_{what}", interpret=launch.interpret,
+def _call(launch: Launch, kernel, what: str, warps: int, stages: int, delta: bool = False, **kwargs):
+    return pl.pallas_call(kernel, name=f"{NAME}_{what}{DELTA * delta}", interpret=launch.interpret,
                           compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages), **kwargs)
 
 
@@ -172,8 +194,8 @@ def _of_row(z, C: int, decay_ref, segments) -> tuple:
 def _inverse(A):
     """(I + A)^-1 of strictly lower A [C, C] float32, by substitution.
 
-    Row by row in all diagonal blocks of ROWS at once; then by blocks, on whole matrices: if T has the inverses of blocks
-    of b, T - T L T has those of 2b, where L is A between the two blocks.
+    Row by row in all diagonal blocks of ROWS at once; then by blocks, on whole matrices: if T has the inverses of
+    blocks of b, T - T L T has those of 2b, where L is A between the two blocks.
     """
     C = A.shape[0]
     i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
@@ -303,8 +325,9 @@ def _forward(launch: Launch, q, k, u, w, decay, segments, S0, kept):
     by_value_head = pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n, 0))
     array, o = jax.ShapeDtypeStruct, None if q is None else jax.ShapeDtypeStruct((B, T, N, V), k.dtype)
     states = pl.BlockSpec((Z, None, None, H, columns), lambda i, n, b: (0, b, n, 0, i))
+    what = "summary" if q is None else "forward"
     o, found, end = _call(
-        launch, partial(_forward_kernel, C=launch.chunk), "forward" if q is not None else "summary", 4, 2,
+        launch, partial(_forward_kernel, C=launch.chunk), what, 4, 2, w is not None,
         grid=(V // columns, N, B),
         in_specs=[_given(q, key), key, _given(u, value), _given(w, by_value_head), row, rows, _given(S0, state)],
         out_specs=(_given(q, value), _given(q, states), state),
@@ -345,7 +368,7 @@ def _reverse(launch: Launch, q, k, w, decay, do, segments, dend, only_end: bool 
     outputs = ((None, None),) * 2 if only_end else outputs
     specs, shapes = zip(*outputs, (state, array((B, N, H, V), jnp.float32)))
     return _call(
-        launch, partial(_reverse_kernel, C=launch.chunk), "summary" if only_end else "reverse", 4, 2,
+        launch, partial(_reverse_kernel, C=launch.chunk), "reverse_end" if only_end else "reverse", 4, 2, w is not None,
         grid=(V // columns, N, B),
         in_specs=[key, key, _given(w, by_value_head), row, value, rows, _given(dend, state)], out_specs=specs,
         out_shape=shapes)(q, k, w, decay, do.astype(k.dtype), segments, dend)
@@ -393,7 +416,7 @@ def _gradients(launch: Launch, q, k, decay, segments, do, new, dnew, states, dst
     by_block = pl.BlockSpec((None, None, *row.block_shape[1:]), lambda z, n, b: (n % blocks, b, n // blocks, z))
     key = of(width, True, True)
     dq, dk, dw, ddecay = _call(
-        launch, partial(_gradients_kernel, heads=G), "gradients", 8, 1, grid=(T // launch.chunk, K * blocks, B),
+        launch, partial(_gradients_kernel, heads=G), "gradients", 8, 1, delta, grid=(T // launch.chunk, K * blocks, B),
         in_specs=[key, key, row, rows, of(V), of(V), of(V) if delta else None, state(width, V), state(width, V)],
         out_specs=(key, key, of(width, part=True) if delta else None, by_block),
         out_shape=(array(q.shape, q.dtype), array(k.shape, k.dtype),
