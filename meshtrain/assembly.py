@@ -93,7 +93,8 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
     linear = recurrence.choose(run, layout, platform, gpu.name if gpu else "")
     return Design(run, mesh_spec, layout, model, attend, linear, choice,
-                  tuple(filter(None, [note, dispatch.note(run, layout), *notes, *config.notes(run)])))
+                  tuple(filter(None, [note, linear and linear.note, dispatch.note(run, layout), *notes,
+                                      *config.notes(run)])))
 
 
 def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer) -> tuple[

@@ -1,4 +1,4 @@
-"""Linear attention as plainly as it stands, for comparison: token by token, the state dropped where a document begins."""
+"""Linear attention as plainly as it stands, for comparison: token by token, the state dropped at each document."""
 import jax
 import jax.numpy as jnp
 import numpy as np

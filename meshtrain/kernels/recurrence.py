@@ -62,10 +62,10 @@ def recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: Recurren
     G, C = N // K, min(chunk or (SUM_CHUNK if beta_BTN is None else DELTA_CHUNK), 1 << (T - 1).bit_length())
     if start is None:
         start = RecurrentState(None, jnp.full(B, BEFORE_ALL, segments_BT.dtype))
-    documents = _documents(_padded(segments_BT, C, "edge").reshape(B, -1, C).swapaxes(0, 1), start.segment_B)
-    q, k = (_chunks(x, C, K) for x in (q_BTKH, k_BTKH))
-    v, beta = _chunks(v_BTNV, C, K, G), None if beta_BTN is None else _chunks(beta_BTN.astype(jnp.float32), C, K, G)
-    decay = _since_document(_chunks(g.astype(jnp.float32), C, K, G), documents)
+    documents = documents_of(padded(segments_BT, C, "edge").reshape(B, -1, C).swapaxes(0, 1), start.segment_B)
+    q, k = (chunks_of(x, C, K) for x in (q_BTKH, k_BTKH))
+    v, beta = chunks_of(v_BTNV, C, K, G), None if beta_BTN is None else chunks_of(beta_BTN.astype(jnp.float32), C, K, G)
+    decay = since_document(chunks_of(g.astype(jnp.float32), C, K, G), documents)
     parts = (_by_channel if g.ndim == 4 else _by_head)(q, k, v, decay, beta, documents)
     S0, kept = (x if x is None else x.reshape(*x.shape[:-3], K, G, H, V) for x in (start.S_BNHV, states_ZBNHV))
     S, end = _states(across, parts.through, parts.left, parts.right, parts.X, S0, kept)
@@ -112,20 +112,20 @@ _product.defvjp(lambda eq, x, y: (_product(eq, x, y), (x, y)), _product_backward
 # ---- chunks and documents --------------------------------------------------------------------------------------------
 
 
-def _padded(x, C: int, mode: str = "constant"):
+def padded(x, C: int, mode: str = "constant"):
     """Pad T to whole chunks. Tokens of zeros in the last segment leave the state after the last token unchanged."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % C)] + [(0, 0)] * (x.ndim - 2), mode=mode)
 
 
-def _chunks(x, C: int, *heads: int):
+def chunks_of(x, C: int, *heads: int):
     """[B, T, heads, …] -> [Z, B, *heads, C, …]."""
-    x = _padded(x, C)
+    x = padded(x, C)
     x = x.reshape(x.shape[0], -1, C, *heads, *x.shape[3:])
     order = [1, 0, *range(3, 3 + len(heads)), 2, *range(3 + len(heads), x.ndim)]
     return x.transpose(order)
 
 
-class _Documents(NamedTuple):
+class Documents(NamedTuple):
     """Masks that broadcast over [Z, B, K, G, …]: which tokens are of the same document as others."""
     segments: jax.Array     # [Z, B, 1, 1, C]
     pairs: jax.Array        # [Z, B, 1, 1, I, J], J not after I
@@ -134,23 +134,23 @@ class _Documents(NamedTuple):
     through: jax.Array      # [Z, B, 1, 1, 1], whether those two tokens are of the same
 
 
-def _documents(segments_ZBC, before_B) -> _Documents:
+def documents_of(segments_ZBC, before_B) -> Documents:
     ends = segments_ZBC[..., -1:]
     starts = jnp.concatenate([before_B[None, :, None], ends[:-1]])
     C = segments_ZBC.shape[-1]
     pairs = (segments_ZBC[..., :, None] == segments_ZBC[..., None, :]) & np.tril(np.ones((C, C), bool))
-    return _Documents(*(x[:, :, None, None] for x in (segments_ZBC, pairs, segments_ZBC == starts,
+    return Documents(*(x[:, :, None, None] for x in (segments_ZBC, pairs, segments_ZBC == starts,
                                                       segments_ZBC == ends, ends == starts)))
 
 
-def _since_document(g, documents: _Documents):
+def since_document(g, documents: Documents):
     """Sums of g over a document's tokens of the chunk up to each token. One product with the mask: differences of plain
     cumulative sums would carry the rounding of other documents' decays."""
     mask = documents.pairs[:, :, 0, 0].astype(jnp.float32)
     return products.einsum("ZBIJ,ZBKGJ->ZBKGI" if g.ndim == 5 else "ZBIJ,ZBKGJH->ZBKGIH", mask, g)
 
 
-def _exp(mask, x):
+def masked_exp(mask, x):
     """e^x where the mask is true, else 0; masked before exp, so that its gradient is finite."""
     return jnp.exp(jnp.where(mask, x, -jnp.inf))
 
@@ -171,11 +171,11 @@ class _Parts(NamedTuple):
     read: Callable
 
 
-def _by_head(q, k, v, decay, beta, documents: _Documents) -> _Parts:
+def _by_head(q, k, v, decay, beta, documents: Documents) -> _Parts:
     """Decays per head [Z, B, K, G, C]. They multiply values and scores, so that keys stay at K heads."""
     last = decay[..., -1:]
-    since_start, until_end = _exp(documents.of_start, decay), _exp(documents.of_end, last - decay)
-    between = _exp(documents.pairs, decay[..., :, None] - decay[..., None, :])
+    since_start, until_end = masked_exp(documents.of_start, decay), masked_exp(documents.of_end, last - decay)
+    between = masked_exp(documents.pairs, decay[..., :, None] - decay[..., None, :])
     of_pairs = lambda x, y: _product("ZBKIH,ZBKJH->ZBKIJ", x, y)[:, :, :, None] * between
     u, w, right = v.astype(jnp.float32), None, None
     if beta is not None:
@@ -185,15 +185,15 @@ def _by_head(q, k, v, decay, beta, documents: _Documents) -> _Parts:
         right = (w * until_end[..., None]).astype(k.dtype)
     X = _product("ZBKCH,ZBKGCV->ZBKGHV", k, (u * until_end[..., None]).astype(k.dtype))
     read = lambda S: _product("ZBKCH,ZBKGHV->ZBKGCV", q, S) * since_start[..., None]
-    return _Parts(_exp(documents.through, last), k, right, X, u, w, of_pairs(q, k), read)
+    return _Parts(masked_exp(documents.through, last), k, right, X, u, w, of_pairs(q, k), read)
 
 
-def _by_channel(q, k, v, decay, beta, documents: _Documents) -> _Parts:
+def _by_channel(q, k, v, decay, beta, documents: Documents) -> _Parts:
     """Decays per channel [Z, B, K, 1, C, H]. They multiply queries and keys."""
     q, k = (x.astype(jnp.float32)[:, :, :, None] for x in (q, k))
     last = decay[..., -1:, :]
-    since_start = _exp(documents.of_start[..., None], decay)
-    left = (k * _exp(documents.of_end[..., None], last - decay)).astype(v.dtype)
+    since_start = masked_exp(documents.of_start[..., None], decay)
+    left = (k * masked_exp(documents.of_end[..., None], last - decay)).astype(v.dtype)
     of_pairs = lambda x, y: _decayed_pairs(x, y, decay, documents.segments, v.dtype)
     u, w, right = v.astype(jnp.float32), None, None
     if beta is not None:
@@ -203,7 +203,7 @@ def _by_channel(q, k, v, decay, beta, documents: _Documents) -> _Parts:
         right = w.astype(v.dtype)
     X = _product("ZBKGCH,ZBKGCV->ZBKGHV", left, u.astype(v.dtype))
     read = lambda S: _product("ZBKGCH,ZBKGHV->ZBKGCV", (q * since_start).astype(v.dtype), S)
-    return _Parts(_exp(documents.through, last[..., 0, :]), left, right, X, u, w, of_pairs(q, k), read)
+    return _Parts(masked_exp(documents.through, last[..., 0, :]), left, right, X, u, w, of_pairs(q, k), read)
 
 
 def _delta(pairs, beta):
@@ -264,13 +264,13 @@ def _decayed_pairs(x, y, decay, segments, dtype):
     b = min(LEAF, C)
     x_, y_, d, document = cut(b)
     same = (document == document.swapaxes(-1, -2)) & np.tril(np.ones((b, b), bool))
-    between = _exp(same[..., None], d[..., :, None, :] - d[..., None, :, :])
+    between = masked_exp(same[..., None], d[..., :, None, :] - d[..., None, :, :])
     out = jnp.sum(x_[..., :, None, :] * y_[..., None, :, :] * between, -1)
     while b < C:
         (x_, y_, d, document), early, late = cut(b), np.s_[..., 0::2, :, :], np.s_[..., 1::2, :, :]
         anchor, there = d[late][..., :1, :], document[late][..., :1, :]
-        reader = x_[late] * _exp(document[late] == there, d[late] - anchor)
-        writer = y_[early] * _exp(document[early] == there, anchor - d[early])
+        reader = x_[late] * masked_exp(document[late] == there, d[late] - anchor)
+        writer = y_[early] * masked_exp(document[early] == there, anchor - d[early])
         below = _product("ZBKGmIH,ZBKGmJH->ZBKGmIJ", reader.astype(dtype), writer.astype(dtype))
         out, b = _joined(below, out[early], out[late]), 2 * b
     return out[..., 0, :, :]

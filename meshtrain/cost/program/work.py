@@ -14,7 +14,7 @@ from collections import Counter
 from meshtrain.cost.program import hlo
 from meshtrain.cost.formulas.rates import AttentionKernel, GroupedMatmul, Matmul
 from meshtrain.kernels import grouped as kernels
-from meshtrain.kernels import tiles
+from meshtrain.kernels import recurrence_pallas, tiles
 from meshtrain.names import BALANCED_ROWS
 
 # Names of existing arrays, without a kernel.
@@ -28,6 +28,7 @@ PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas kernel, per visite
 _PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")
 # `kernels.grouped`, with the order of a matrix's dims
 _GROUPED = re.compile(r"\bgrouped_(rows|outer)_([gkn]{3})\b")
+_RECURRENCE = re.compile(rf"\b{recurrence_pallas.NAME}_([a-z_]+?)({recurrence_pallas.DELTA})?\b")
 _BALANCED_ROWS = re.compile(BALANCED_ROWS.format(r"(\d+)"))
 _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 
@@ -53,6 +54,7 @@ def of(module: hlo.HloModule, computation: str, ins: hlo.Instruction, visited) -
     """
     attention = _attention(module, computation, ins, visited)
     matmuls, routed = tuple(_matmuls(module, computation, ins)), grouped(module, computation, ins)
+    matmuls = matmuls or tuple(_recurrence(module, computation, ins))
     known = bool(attention or matmuls or routed or not multiplies(ins))
     return Work(matmuls, attention, sum(traffic(module, computation, ins)), known, routed)
 
@@ -93,6 +95,24 @@ def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Gr
     block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, _BALANCED_ROWS.findall(ins.op_name)
     rows = min(held, kernels.executed_rows(int(even[-1]), groups, block)) if even else held
     return GroupedMatmul(rows, groups, summed, n, dtype, outer)
+
+
+def _recurrence(module: hlo.HloModule, computation: str, ins: hlo.Instruction):
+    """The matmuls of a kernel of `kernels.recurrence_pallas`: those of a chunk of a head, for all chunks and heads.
+
+    Its operands are among others keys [B, T, K, H], values [B, T, N, V], decays [B, N, T], and two integers of each
+    chunk [B, Z].
+    """
+    found = _RECURRENCE.search(ins.op_name) if ins.op == "custom-call" else None
+    if not found:
+        return
+    what, arrays = found[1], module.operand_shapes(computation, ins)
+    of = lambda dtype, dims: [shape for name, shape in arrays if name == dtype and len(shape) == dims]
+    (B, Z), (_, N, _), H = of("s32", 2)[-1], of("f32", 3)[0], of("bf16", 4)[0][-1]
+    first_result = hlo.shapes(ins.type_text)[0][1]      # o, dnew or the last state
+    V = {"gradients": of("bf16", 4)[2:], "inside": of("bf16", 4)[1:]}.get(what.partition("_")[0], [first_result])[0][-1]
+    for shape, count in Counter(recurrence_pallas.products_of(what, H, V, bool(found[2]))).items():
+        yield Matmul(*shape, count * B * Z * N, "bf16")
 
 
 def _row_gathers(arrays):

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain import pattern
-from meshtrain.kernels import convolution, products, recurrence
+from meshtrain import hardware, pattern
+from meshtrain.kernels import convolution, products, recurrence, recurrence_pallas
 from meshtrain.kernels.convolution import Tail
 from meshtrain.kernels.recurrence import BEFORE_ALL, RecurrentState
+from meshtrain.parallel.context.attention import GPU_PLATFORMS
 from meshtrain.parallel.context.zigzag import AXIS
 from meshtrain.sharding.mesh import on_shards, psum
 from meshtrain.sharding.rules import Layout
@@ -31,20 +32,38 @@ class LinearAttention(NamedTuple):
     """What recurrent mixers call.
 
     convolve(layout, xs, ws, segments_BT, axes=CHANNEL_AXES) -> ys; recur(layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN,
-    segments_BT) -> o_BTNV.
+    segments_BT) -> o_BTNV. note: on the choice, for the log; "" on CPUs.
     """
     convolve: Callable
     recur: Callable
+    note: str
 
 
 def choose(run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention | None:
     """The functions for this run; None without recurrent mixers. platform: jax's name. gpu: its name in the hardware
     table."""
-    del platform, gpu
     if not present(run):
         return None
     runs = TokenRuns(0) if layout.sizes[AXIS] == 1 else TokenRuns(1 if run.context.method == "ulysses" else 2)
-    return LinearAttention(partial(convolve, runs), partial(recur, Recurrence(recurrence.recurrence, runs)))
+    against = _against_kernels(run, platform, gpu)
+    engine = recurrence.recurrence if against else recurrence_pallas.engine()
+    note = "linear attention: " + (f"XLA, because {'; '.join(against)}" if against else "Pallas kernels")
+    return LinearAttention(partial(convolve, runs), partial(recur, Recurrence(engine, runs)),
+                           note if platform in GPU_PLATFORMS else "")
+
+
+def _against_kernels(run, platform: str, gpu: str) -> list[str]:
+    """Why the Pallas kernels cannot serve this run; empty if they can."""
+    reasons, chip = [], hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
+    if platform not in GPU_PLATFORMS:
+        reasons.append(f"kernels run on GPUs, not on platform {platform!r}")
+    elif chip is None or chip.compute_capability not in recurrence_pallas.COMPILED:
+        reasons.append(f"they are not compiled for this GPU ({gpu or 'not in the table of GPUs'})")
+    if run.model.compute_dtype != "bfloat16":
+        reasons.append(f"kernels take bfloat16, not model.compute_dtype={run.model.compute_dtype}")
+    if run.model.attention == "blockwise":
+        reasons.append("model.attention=blockwise")
+    return reasons
 
 
 def present(run) -> bool:

@@ -1,0 +1,463 @@
+"""`recurrence` with decays per head as Pallas GPU kernels, lowered through Triton.
+
+Forward: one kernel inverts every chunk's triangular matrix (delta rule only), one visits a row's chunks in order with a
+block of the state's columns in registers. Backward: the first again, one that visits the chunks from the right for the
+states' gradients, and two for all other gradients, of all chunks at once: those of what the second kernel reads, then
+those of what the first does. What goes through memory between them is in v's dtype, but for the inverses in the
+backward, float32. No atomics: deterministic. As with `pallas`, all mesh axes must be manual.
+Sources: the split into kernels is that of flash-linear-attention (arXiv:2406.06484, 3.3). Knows no mesh.
+"""
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from meshtrain.kernels.recurrence import (BEFORE_ALL, Recurred, RecurrentState, chunks_of, documents_of, padded,
+                                          recurrence, since_document)
+
+NAME = "meshtrain_recurrence"           # kernel names in profiles and in the compiled program
+DELTA = "_delta"        # suffix of those that may also run without the delta rule
+CHUNK = 64
+COLUMNS = 32            # of the state in one program that visits all chunks: four programs for each head of 128
+KEY_COLUMNS = 64        # of keys in one program of `_gradients`; with 128 it spills
+COMPILED = (9, 10)      # major compute capabilities of the chips for which registers and memory were counted
+WIDEST = 128            # head for which the kernels are compiled and their registers counted
+ROWS = 16               # of a diagonal block that is inverted row by row
+MIN_WIDTH = 16          # smallest width that tensor cores contract
+
+
+class Launch(NamedTuple):
+    """How the kernels run. interpret: by XLA on any device, for tests."""
+    chunk: int = CHUNK
+    columns: int = COLUMNS
+    key_columns: int = KEY_COLUMNS
+    interpret: bool = False
+
+
+def engine(launch: Launch = Launch()):
+    """A function like `recurrence.recurrence`, for bfloat16. It leaves decays per channel and heads wider than WIDEST
+    to that one."""
+    return partial(_recurrence, launch)
+
+
+def products_of(what: str, H: int, V: int, delta: bool, launch: Launch = Launch()) -> list[tuple[int, int, int]]:
+    """(m, n, k) of each product of bfloat16 that a kernel executes for a chunk of a value head; for cost estimates.
+
+    what: the kernel's name without NAME and DELTA. H, V: widths as padded. delta: with the delta rule.
+    """
+    C, exact, close, split = launch.chunk, 6, 3, 2      # products for one of float32
+    pairs, of_pairs, read, written, by_key = (C, C, H), (C, V, C), (C, V, H), (H, V, C), (C, H, C)
+    levels, by_columns = (C // ROWS).bit_length() - 1, -(-V // launch.columns)
+    inside = [pairs, *[(C, C, C)] * (2 * exact * levels), *[of_pairs] * split, *[by_key] * split]
+    reverse = [*[pairs] * by_columns, of_pairs, read, written, *[written] * delta]
+    return {"inside": inside, "inside_again": [*inside, read],
+            "forward": [*[pairs] * by_columns, read, of_pairs, written, *[read] * delta],
+            "summary": [written, *[read] * delta], "reverse": reverse, "reverse_end": reverse,
+            "gradients": [*[(C, C, V)] * -(-H // launch.key_columns), *[(C, H, V)] * (2 + delta), by_key, by_key],
+            "inside_gradients": [pairs, pairs, (C, C, V), *[of_pairs] * split, *[(C, C, C)] * (2 * close), by_key,
+                                 by_key]}[what]
+
+
+def _recurrence(launch: Launch, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT,
+                start: RecurrentState | None = None, *, across=None, states_ZBNHV=None, chunk: int = 0) -> Recurred:
+    if g.ndim == 4 or max(k_BTKH.shape[3], v_BTNV.shape[3]) > WIDEST:
+        return recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start, across=across,
+                          states_ZBNHV=states_ZBNHV, chunk=chunk)
+    (B, T, K, H), (N, V), C = k_BTKH.shape, v_BTNV.shape[2:], chunk or launch.chunk
+    launch, wide = launch._replace(chunk=C), lambda n: max(MIN_WIDTH, pl.next_power_of_2(n))
+    if start is None:
+        start = RecurrentState(None, jnp.full(B, BEFORE_ALL, segments_BT.dtype))
+    segments_BT = padded(segments_BT, C, "edge").astype(jnp.int32)
+    segments_ZBC = segments_BT.reshape(B, -1, C).swapaxes(0, 1)
+    documents = documents_of(segments_ZBC, start.segment_B)
+    ends_BZ = segments_ZBC[..., -1].T
+    starts_BZ = jnp.concatenate([start.segment_B[:, None].astype(jnp.int32), ends_BZ[:, :-1]], 1)
+    decay = since_document(chunks_of(g.astype(jnp.float32), C, N, 1), documents)        # [Z, B, N, 1, C]
+    decay_BNT = decay.transpose(1, 2, 3, 0, 4).reshape(B, N, -1)
+    beta_BNT = None if beta_BTN is None else padded(beta_BTN.astype(jnp.float32), C).swapaxes(1, 2)
+    q, k, v = (_widened(padded(x, C), wide(x.shape[-1])) for x in (q_BTKH, k_BTKH, v_BTNV))
+    S0, kept = (x if x is None else _widened(_widened(x, wide(V)).swapaxes(-1, -2), wide(H)).swapaxes(-1, -2)
+                for x in (start.S_BNHV, states_ZBNHV))
+    o, states, end = _core(launch, across, q, k, v, decay_BNT, beta_BNT, (segments_BT, starts_BZ, ends_BZ), S0, kept)
+    return Recurred(o[:, :T, :, :V], end if end is None else end[..., :H, :V], states[..., :H, :V])
+
+
+def _widened(x, width: int):
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _core(launch, across, q, k, v, decay, beta, segments, S0, kept):
+    """(o, states, end) of whole chunks; q, k [B, T, K, H], v [B, T, N, V], decay since the document's or chunk's start
+    and beta [B, N, T]; segments: of tokens, of the token before each chunk, of each chunk's last."""
+    u, w = (v, None) if beta is None else _inside(launch, k, v, decay, beta, segments)
+    if across is not None and kept is None:
+        S0 = across(*_summary(launch, k, u, w, decay, segments), False)[:, :, 0]
+    return _forward(launch, q, k, u, w, decay, segments, S0, kept)
+
+
+def _core_forward(launch, across, q, k, v, decay, beta, segments, S0, kept):
+    o, states, end = _core(launch, across, q, k, v, decay, beta, segments, S0, kept)
+    return (o, states, end), (q, k, v, decay, beta, segments, S0, states)
+
+
+def _core_backward(launch, across, saved, cotangents):
+    q, k, v, decay, beta, segments, S0, states = saved
+    do, _, dend = cotangents            # states are no output of the model
+    new, w, T = (v, None, None) if beta is None else _inside(launch, k, v, decay, beta, segments, states)
+    if across is not None:
+        M = _multiplier(launch, k, w, decay, segments)      # from the right it is transposed
+        M = M if w is None else M.swapaxes(-1, -2)
+        _, _, dX = _reverse(launch, q, k, w, decay, do, segments, None, only_end=True)
+        dend = across(M, dX[:, :, None], True)[:, :, 0]
+    dnew, dstates, dS0 = _reverse(launch, q, k, w, decay, do, segments, dend)
+    dq, dk, dw, ddecay = _gradients(launch, q, k, decay, segments, do, new, dnew, states, dstates, beta is not None)
+    dv, dbeta = dnew, None
+    if beta is not None:
+        more_dk, dv, more_ddecay, dbeta = _inside_gradients(launch, k, v, decay, beta, segments, T, dnew, dw)
+        more_dk = more_dk.reshape(*k.shape[:3], -1, k.shape[3]).sum(3, dtype=jnp.float32)
+        dk, ddecay = (dk + more_dk).astype(k.dtype), ddecay + more_ddecay
+    return dq, dk, dv, ddecay, dbeta, None, None if S0 is None else dS0, None
+
+
+_core.defvjp(_core_forward, _core_backward)
+
+
+def _summary(launch, k, u, w, decay, segments):
+    """(M, X) of each row for `across`, with dims [B, N, 1, …] instead of [B, K, G, …]."""
+    _, _, X = _forward(launch, None, k, u, w, decay, segments, None, None)
+    return _multiplier(launch, k, w, decay, segments), X[:, :, None]
+
+
+def _multiplier(launch, k, w, decay, segments):
+    if w is None:
+        _, starts_BZ, ends_BZ = segments
+        through = jnp.where((starts_BZ == ends_BZ)[:, None], jnp.exp(decay[..., launch.chunk - 1::launch.chunk]), 0)
+        return jnp.prod(through, -1)[:, :, None, None]
+    (B, N, _), H = decay.shape, k.shape[3]
+    eye = jnp.broadcast_to(jnp.eye(H, dtype=jnp.float32), (B, N, H, H))
+    _, _, M = _forward(launch, None, k, None, w, decay, segments, eye, None)
+    return M[:, :, None]
+
+
+# ---- what the kernels share: refs are of one row and one head --------------------------------------------------------
+
+
+def _call(launch: Launch, kernel, what: str, warps: int, stages: int, delta: bool = False, **kwargs):
+    return pl.pallas_call(kernel, name=f"{NAME}_{what}{DELTA * delta}", interpret=launch.interpret,
+                          compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages), **kwargs)
+
+
+EXACT, CLOSE = lax.DotAlgorithmPreset.BF16_BF16_F32_X6, lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+
+
+def _dot(x, y, of_float32=EXACT):
+    """x y, summed in float32. Float32 operands are split into bfloat16 parts, whose products are exact to 2^-24, or to
+    2^-16 if CLOSE: without tensor cores the compiler would spill 19 kB a thread."""
+    precision = of_float32 if x.dtype == jnp.float32 else None
+    return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=precision)
+
+
+class _Chunk(NamedTuple):
+    """A chunk's decays, 0 between documents."""
+    between: jax.Array      # [I, J] from token j to token i
+    since: jax.Array        # [C] from the state before the chunk
+    until: jax.Array        # [C] to the chunk's end
+    through: jax.Array      # from the state before to the chunk's end
+
+
+def _chunk(decay, last, segment, start, end) -> _Chunk:
+    """decay [C]; last: its last element; segment [C]; start, end: those before the chunk and at its end."""
+    C = decay.shape[0]
+    i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
+    visible = (segment[:, None] == segment[None, :]) & (i >= j)
+    # Masked before exp: other differences may be positive.
+    between = jnp.exp(jnp.where(visible, decay[:, None] - decay[None, :], -jnp.inf))
+    until = jnp.exp(jnp.where(segment == end, last - decay, -jnp.inf))
+    return _Chunk(between, jnp.where(segment == start, jnp.exp(decay), 0.0), until,
+                  jnp.where(start == end, jnp.exp(last), 0.0))
+
+
+def _of_row(z, C: int, decay_ref, segments) -> tuple:
+    """(the tokens, `_Chunk`) of chunk z of refs of whole rows."""
+    segment_ref, start_ref, end_ref = segments
+    at = pl.ds(z * C, C)
+    return at, _chunk(decay_ref[at], decay_ref[z * C + C - 1], segment_ref[at], start_ref[z], end_ref[z])
+
+
+def _inverse(A):
+    """(I + A)^-1 of strictly lower A [C, C] float32, by substitution.
+
+    Row by row in all diagonal blocks of ROWS at once; then by blocks, on whole matrices: if T has the inverses of
+    blocks of b, T - T L T has those of 2b, where L is A between the two blocks.
+    """
+    C = A.shape[0]
+    i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
+    block = min(C, ROWS)
+    level = block.bit_length() - 1
+    own = (i >> level) == (j >> level)
+
+    def substitute(row, T):
+        now = own & ((i & block - 1) == row)        # this row of every block
+        a = jnp.sum(jnp.where(now, A, 0.0), 0)
+        return T - jnp.where(now, jnp.sum(a[:, None] * T, 0)[None, :], 0.0)
+    T = lax.fori_loop(1, block, substitute, jnp.where(i == j, 1.0, 0.0))
+    while 1 << level < C:
+        between = ((i >> level + 1) == (j >> level + 1)) & ((i >> level) != (j >> level))
+        T -= _dot(T, _dot(jnp.where(between, A, 0.0), T))
+        level += 1
+    return T
+
+
+def _split_dot(x, y):
+    """x y of float32 x, which is split in two parts of y's dtype if that is narrower."""
+    if y.dtype == jnp.float32:
+        return _dot(x, y)
+    high = x.astype(y.dtype)
+    return _dot(high, y) + _dot((x - high.astype(jnp.float32)).astype(y.dtype), y)
+
+
+def _rows(launch: Launch, k, N: int, columns: int):
+    """Specs of whole rows for a grid (blocks of columns, N, B): of keys, of `columns` of the values, of decays, of
+    segments, and of states [B, N, H, V]."""
+    (B, T, K, H), G = k.shape, N // k.shape[2]
+    Z = T // launch.chunk
+    by_chunk = pl.BlockSpec((None, Z), lambda i, n, b: (b, 0))
+    return (pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n // G, 0)),
+            pl.BlockSpec((None, T, None, columns), lambda i, n, b: (b, 0, n, i)),
+            pl.BlockSpec((None, None, T), lambda i, n, b: (b, n, 0)),
+            (pl.BlockSpec((None, T), lambda i, n, b: (b, 0)), by_chunk, by_chunk),
+            pl.BlockSpec((None, None, H, columns), lambda i, n, b: (b, n, 0, i)))
+
+
+def _chunks(launch: Launch, k, N: int, heads: int | None = None, blocks: int = 1):
+    """Specs of one chunk for a grid (Z, blocks × N, B): of values by width, or keys; of decays; of segments; of states
+    [Z, B, N, H, V]; of inverses [B, N, Z, C, C]. heads: value heads in one program; None: one, without a dim. blocks:
+    programs that share a head's keys."""
+    (_, T, K, _), C, G = k.shape, launch.chunk, N // k.shape[2]
+    by_chunk = pl.BlockSpec((None, T // C), lambda z, n, b: (b, 0))
+
+    def of(width: int, key: bool = False, part: bool = False):
+        group = G if key and heads is None else 1
+        return pl.BlockSpec((None, C, None if key else heads, width),
+                            lambda z, n, b: (b, z, n // blocks // group, n % blocks if part else 0))
+    return (of, pl.BlockSpec((None, heads, C), lambda z, n, b: (b, n // blocks, z)),
+            (pl.BlockSpec((None, C), lambda z, n, b: (b, z)), by_chunk, by_chunk),
+            lambda H, V: pl.BlockSpec((None, None, heads, H, V), lambda z, n, b: (z, b, n // blocks, n % blocks, 0)),
+            pl.BlockSpec((None, heads, None, C, C), lambda z, n, b: (b, n // blocks, z, 0, 0)))
+
+
+def _given(x, spec):
+    """The spec of an argument that may be missing."""
+    return None if x is None else spec
+
+
+# ---- the triangular matrix of every chunk ----------------------------------------------------------------------------
+
+
+def _inside_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, states_ref, u_ref, w_ref, T_ref):
+    """u and w of one chunk and head. With its state: u - w S instead of u, and the inverse."""
+    segment_ref, start_ref, end_ref = segments
+    z, C = pl.program_id(0), k_ref.shape[0]
+    k, beta = k_ref[...], beta_ref[...]
+    chunk = _chunk(decay_ref[...], decay_ref[C - 1], segment_ref[...], start_ref[z], end_ref[z])
+    below = jnp.arange(C)[:, None] > jnp.arange(C)[None, :]
+    T = _inverse(jnp.where(below, _dot(k, k.T) * chunk.between * beta[:, None], 0.0))
+    if T_ref is not None:
+        T_ref[...] = T
+    T *= beta[None, :]
+    w = _split_dot(T * chunk.since[None, :], k).astype(w_ref.dtype)
+    w_ref[...] = w
+    u = _split_dot(T, v_ref[...])
+    u = u if states_ref is None else u - _dot(w, states_ref[...])
+    u_ref[...] = u.astype(u_ref.dtype)
+
+
+def _inside(launch: Launch, k, v, decay, beta, segments, states=None):
+    """u [B, T, N, V] and w [B, T, N, H]; of known states u - w S, w, and the inverses [B, N, Z, C, C] float32."""
+    (B, T, _, H), (N, V), C, array = k.shape, v.shape[2:], launch.chunk, jax.ShapeDtypeStruct
+    of, row, rows, state, inverse = _chunks(launch, k, N)
+    known = partial(_given, states)
+    found = _call(
+        launch, _inside_kernel, "inside" if states is None else "inside_again", 4, 1,
+        grid=(T // C, N, B), in_specs=[of(H, True), of(V), row, row, rows, known(state(H, V))],
+        out_specs=(of(V), of(H), known(inverse)),
+        out_shape=(array(v.shape, v.dtype), array((B, T, N, H), v.dtype),
+                   known(array((B, N, T // C, C, C), jnp.float32))))(k, v, decay, beta, segments, states)
+    return found[:2] if states is None else found
+
+
+# ---- from chunk to chunk ---------------------------------------------------------------------------------------------
+
+
+def _forward_kernel(q_ref, k_ref, u_ref, w_ref, decay_ref, segments, S0_ref, o_ref, states_ref, end_ref, *, C: int):
+    def visit(z, S):
+        at, chunk = _of_row(z, C, decay_ref, segments)
+        k = k_ref[at, :]
+        low = S.astype(k.dtype)
+        new = u_ref[at, :].astype(jnp.float32) if u_ref is not None else 0.0
+        if w_ref is not None:
+            new -= _dot(w_ref[at, :], low)
+        if q_ref is not None:
+            q = q_ref[at, :]
+            scores = (_dot(q, k.T) * chunk.between).astype(k.dtype)
+            o = _dot(q, low) * chunk.since[:, None] + _dot(scores, new.astype(k.dtype))
+            o_ref[at, :] = o.astype(o_ref.dtype)
+            states_ref[z] = low
+        return chunk.through * S + _dot(k.T, (new * chunk.until[:, None]).astype(k.dtype))
+
+    S0 = jnp.zeros(end_ref.shape, jnp.float32) if S0_ref is None else S0_ref[...]
+    end_ref[...] = lax.fori_loop(0, k_ref.shape[0] // C, visit, S0)
+
+
+def _forward(launch: Launch, q, k, u, w, decay, segments, S0, kept):
+    """(o, states [Z, B, N, H, V], end [B, N, H, V]); without q only the end, without u as of zeros."""
+    (B, T, _, H), N = k.shape, decay.shape[1]
+    V, Z = (H if u is None else u.shape[3]), T // launch.chunk
+    columns = min(launch.columns, V)
+    key, value, row, rows, state = _rows(launch, k, N, columns)
+    by_value_head = pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n, 0))
+    array, o = jax.ShapeDtypeStruct, None if q is None else jax.ShapeDtypeStruct((B, T, N, V), k.dtype)
+    states = pl.BlockSpec((Z, None, None, H, columns), lambda i, n, b: (0, b, n, 0, i))
+    what = "summary" if q is None else "forward"
+    o, found, end = _call(
+        launch, partial(_forward_kernel, C=launch.chunk), what, 4, 2, w is not None,
+        grid=(V // columns, N, B),
+        in_specs=[_given(q, key), key, _given(u, value), _given(w, by_value_head), row, rows, _given(S0, state)],
+        out_specs=(_given(q, value), _given(q, states), state),
+        out_shape=(o, o and array((Z, B, N, H, V), k.dtype), array((B, N, H, V), jnp.float32)),
+    )(q, k, u, w, decay, segments, S0)
+    return (o, found, end) if kept is None else (o, kept, None)
+
+
+def _reverse_kernel(q_ref, k_ref, w_ref, decay_ref, do_ref, segments, dend_ref, dnew_ref, dstates_ref, dS_ref, *,
+                    C: int):
+    Z = k_ref.shape[0] // C
+
+    def visit(n, dS):
+        z = Z - 1 - n
+        at, chunk = _of_row(z, C, decay_ref, segments)
+        q, k, do = q_ref[at, :], k_ref[at, :], do_ref[at, :]
+        low = dS.astype(k.dtype)
+        scores = (_dot(q, k.T) * chunk.between).astype(k.dtype)
+        dnew = (_dot(scores.T, do) + _dot(k, low) * chunk.until[:, None]).astype(k.dtype)
+        if dnew_ref is not None:
+            dnew_ref[at, :] = dnew
+            dstates_ref[z] = low
+        dS = chunk.through * dS + _dot(q.T, (do * chunk.since[:, None]).astype(k.dtype))
+        return dS if w_ref is None else dS - _dot(w_ref[at, :].T, dnew)
+
+    dS = jnp.zeros(dS_ref.shape, jnp.float32) if dend_ref is None else dend_ref[...]
+    dS_ref[...] = lax.fori_loop(0, Z, visit, dS)
+
+
+def _reverse(launch: Launch, q, k, w, decay, do, segments, dend, only_end: bool = False):
+    """Gradients of the new values [B, T, N, V], of the states after each chunk [Z, B, N, H, V], of S0 [B, N, H, V]."""
+    (B, T, _, H), (N, V) = k.shape, do.shape[2:]
+    Z, columns, array = T // launch.chunk, min(launch.columns, V), jax.ShapeDtypeStruct
+    key, value, row, rows, state = _rows(launch, k, N, columns)
+    by_value_head = pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n, 0))
+    states = pl.BlockSpec((Z, None, None, H, columns), lambda i, n, b: (0, b, n, 0, i))
+    outputs = ((value, array(do.shape, k.dtype)), (states, array((Z, B, N, H, V), k.dtype)))
+    outputs = ((None, None),) * 2 if only_end else outputs
+    specs, shapes = zip(*outputs, (state, array((B, N, H, V), jnp.float32)))
+    return _call(
+        launch, partial(_reverse_kernel, C=launch.chunk), "reverse_end" if only_end else "reverse", 4, 2, w is not None,
+        grid=(V // columns, N, B),
+        in_specs=[key, key, _given(w, by_value_head), row, value, rows, _given(dend, state)], out_specs=specs,
+        out_shape=shapes)(q, k, w, decay, do.astype(k.dtype), segments, dend)
+
+
+# ---- all other gradients ---------------------------------------------------------------------------------------------
+
+
+def _gradients_kernel(q_ref, k_ref, decay_ref, segments, do_ref, new_ref, dnew_ref, states_ref, dstates_ref, dq_ref,
+                      dk_ref, dw_ref, ddecay_ref, *, heads: int):
+    """Of o = since · q S + (q k^T between) new and S' = through S + k^T (until · new), new = u - w S: of some columns
+    of q, k and w of one key head and all its value heads."""
+    segment_ref, start_ref, end_ref = segments
+    z, C = pl.program_id(0), k_ref.shape[0]
+    q, k, at = q_ref[...], k_ref[...], jnp.arange(C)
+    start, end, segment = start_ref[z], end_ref[z], segment_ref[...]
+
+    def head(n, sums):
+        dq_sum, dk_sum = sums
+        chunk = _chunk(decay_ref[n, :], decay_ref[n, C - 1], segment, start, end)
+        do, new, S, dS = do_ref[:, n, :], new_ref[:, n, :], states_ref[n], dstates_ref[n]
+        through = chunk.through * jnp.sum(jnp.sum(S.astype(jnp.float32) * dS.astype(jnp.float32), 1), 0)
+        dqk = (_dot(do, new.T) * chunk.between).astype(k.dtype)
+        dq = _dot(do, S.T) * chunk.since[:, None] + _dot(dqk, k)
+        dwritten = _dot(new, dS.T) * chunk.until[:, None]
+        dlast = through + jnp.sum(jnp.sum(k * dwritten, 1), 0)
+        dk = dwritten + _dot(dqk.T, q)
+        if dw_ref is not None:
+            dw_ref[:, n, :] = (-_dot(dnew_ref[:, n, :], S.T)).astype(dw_ref.dtype)
+        # A token's decay multiplies all that it reads and divides all that it writes.
+        ddecay_ref[n, :] = jnp.sum(q * dq, 1) - jnp.sum(k * dk, 1) + jnp.where(at == C - 1, dlast, 0.0)
+        return dq_sum + dq, dk_sum + dk
+
+    zeros = jnp.zeros(k_ref.shape, jnp.float32)
+    dq, dk = lax.fori_loop(0, heads, head, (zeros, zeros)) if heads > 1 else head(0, (zeros, zeros))
+    dq_ref[...], dk_ref[...] = dq.astype(dq_ref.dtype), dk.astype(dk_ref.dtype)
+
+
+def _gradients(launch: Launch, q, k, decay, segments, do, new, dnew, states, dstates, delta: bool):
+    """dq, dk, dw (None without the delta rule) and ddecay, but for those through u and w."""
+    (B, T, K, H), (N, V), array = k.shape, do.shape[2:], jax.ShapeDtypeStruct
+    G, width = N // K, min(H, launch.key_columns)
+    blocks = H // width
+    of, row, rows, state, _ = _chunks(launch, k, N, G, blocks)
+    by_block = pl.BlockSpec((None, None, *row.block_shape[1:]), lambda z, n, b: (n % blocks, b, n // blocks, z))
+    key = of(width, True, True)
+    dq, dk, dw, ddecay = _call(
+        launch, partial(_gradients_kernel, heads=G), "gradients", 8, 1, delta, grid=(T // launch.chunk, K * blocks, B),
+        in_specs=[key, key, row, rows, of(V), of(V), of(V) if delta else None, state(width, V), state(width, V)],
+        out_specs=(key, key, of(width, part=True) if delta else None, by_block),
+        out_shape=(array(q.shape, q.dtype), array(k.shape, k.dtype),
+                   array((B, T, N, H), k.dtype) if delta else None, array((blocks, *decay.shape), jnp.float32)),
+    )(q, k, decay, segments, do.astype(k.dtype), new, dnew if delta else None, states, dstates)
+    return dq, dk, dw, ddecay.sum(0)
+
+
+def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, T_ref, du_ref, dw_ref, dk_ref, dv_ref,
+                             ddecay_ref, dbeta_ref):
+    """Of u = T beta v and w = T beta since k, T = (I + A)^-1, A = beta k k^T between below the diagonal."""
+    segment_ref, start_ref, end_ref = segments
+    z, C = pl.program_id(0), k_ref.shape[0]
+    k, beta, T, dw, at = k_ref[...], beta_ref[...], T_ref[...], dw_ref[...], jnp.arange(C)
+    chunk = _chunk(decay_ref[...], decay_ref[C - 1], segment_ref[...], start_ref[z], end_ref[z])
+    scaled = T * beta[None, :]
+    since = scaled * chunk.since[None, :]
+    dk = _dot(since.T.astype(k.dtype), dw)
+    dsince = _dot(dw, k.T)
+    ddecay = jnp.sum(dsince * since, 0)
+    du = du_ref[...]
+    dscaled = _dot(du, v_ref[...].T) + dsince * chunk.since[None, :]
+    dbeta = jnp.sum(dscaled * T, 0)
+    dv_ref[...] = _split_dot(scaled.T, du).astype(dv_ref.dtype)
+    dA = -_dot(_dot(T.T, dscaled * beta[None, :], CLOSE), T.T, CLOSE) * chunk.between
+    dA = jnp.where(at[:, None] > at[None, :], dA, 0.0)
+    dA_kk = dA * _dot(k, k.T)
+    dbeta_ref[...] = dbeta + jnp.sum(dA_kk, 1)
+    dA_kk *= beta[:, None]
+    ddecay_ref[...] = ddecay + jnp.sum(dA_kk, 1) - jnp.sum(dA_kk, 0)
+    dkk = dA * beta[:, None]
+    dk_ref[...] = (dk + _dot((dkk + dkk.T).astype(k.dtype), k)).astype(dk_ref.dtype)
+
+
+def _inside_gradients(launch: Launch, k, v, decay, beta, segments, T, du, dw):
+    """What is to be added to dk, of each value head [B, T, N, H]; dv; what is to be added to ddecay; dbeta."""
+    (B, length, _, H), (N, V), array = k.shape, v.shape[2:], jax.ShapeDtypeStruct
+    of, row, rows, _, inverse = _chunks(launch, k, N)
+    decays = array(decay.shape, jnp.float32)
+    return _call(
+        launch, _inside_gradients_kernel, "inside_gradients", 8, 1, grid=(length // launch.chunk, N, B),
+        in_specs=[of(H, True), of(V), row, row, rows, inverse, of(V), of(H)], out_specs=(of(H), of(V), row, row),
+        out_shape=(array((B, length, N, H), k.dtype), array(v.shape, v.dtype), decays, decays),
+    )(k, v, decay, beta, segments, T, du, dw)
