@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain import config, devices, files
-from meshtrain.checkpoint import adapters, export, exports, peft, resume
+from meshtrain.checkpoint import adapters, export, exports, peft, pretrained, resume
 from meshtrain.checkpoint.checkpoint import CheckpointError, Saved
 from meshtrain.cluster import agree, find
 from meshtrain.cluster.lost import PeerError
@@ -71,7 +71,7 @@ def _table(directory: Path) -> str:
                               f"directory and OUT")
         found = folder.open_folder(directory)
         shape = config.Model(**found.model)
-        folder.match(found, shape, transformer.build(shape).names())
+        folder.match(found, shape, pretrained.parameter_paths(transformer.build(shape)))
     size = sum(entry.stop - entry.start for entry in found.entries.values())
     return (f"# {found.directory}: {found.family.architecture}, {len(found.entries)} tensors of {size / 1e9:.2f} GB\n"
             f"{config.shape_table(shape)}")

@@ -237,7 +237,7 @@ def _open(session: _Session, start: resume.Start):
     run, made = session.run, session.made
     # tokenizing may take hours
     with session.attempt.account.to("data"), watch.phase("opening the data", watch.UNLIMITED):
-        given = None if start.saved else agree.everywhere(lambda: pretrained.opened(run, made.model.names()))
+        given = None if start.saved else agree.everywhere(lambda: pretrained.opened(run, made.model))
         session.corpus, batches = agree.everywhere(lambda: _open_data(run, session.directory, start))
     agree.same_everywhere("the data", session.corpus.fingerprint)
     return given, batches
@@ -421,7 +421,7 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
     state = assembly.initialize(made)
     if given:
         pretrained.tell(given[0])
-        return State(state.step, pretrained.load(*given, run.model, made.model.places(), state.params), state.opt_state)
+        return State(state.step, pretrained.load(*given, made.model.places(), state.params), state.opt_state)
     if run.checkpoint.init_from:
         return init_from.initial_state(run, made.model, made.layout, made.mesh, made.state_shapes, state)
     return state

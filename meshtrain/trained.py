@@ -113,8 +113,8 @@ class Trained:
             if self.of_folder:
                 zeros = jax.jit(lambda: params.tree(model.parameters(), lambda info: jnp.zeros(info.shape, info.dtype)),
                                 out_shardings=params.tree(model.parameters(), placed))
-                rows = folder.match(self.weights, self.run.model, model.names())
-                weights = pretrained.load(self.weights, rows, self.run.model, model.places(), zeros())
+                rows = folder.match(self.weights, self.run.model, pretrained.parameter_paths(model))
+                weights = pretrained.load(self.weights, rows, model.places(), zeros())
             else:
                 wanted = params.tree(model.parameters(),
                                      lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
@@ -201,7 +201,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         # Weights are kept as they are computed with: what a float32 copy of them would hold beside is never read.
         run = run.replaced(model={"param_dtype": run.model.compute_dtype})
         with config.user_errors():
-            folder.match(found, run.model, transformer.build(run.model).names())
+            folder.match(found, run.model, pretrained.parameter_paths(transformer.build(run.model)))
         return Trained(path, run, given, found, path)
     # Whoever asks for checkpoints asks how many processes there are, and that starts the backend: with these devices.
     devices.start(_resolved({}, words, allowed, command)[0])

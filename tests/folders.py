@@ -36,12 +36,12 @@ class Loaded:
         self.run = run_of(source, rule, mesh, *words)
         self.made = assembly.assemble(self.run, jax.devices()[:math.prod(mesh.values())])
         spec = self.made.program.step.state
-        self.found, self.rows = pretrained.opened(self.run, self.made.model.names())
+        self.found, self.rows = pretrained.opened(self.run, self.made.model)
         # Other numbers than zeros: what is not overwritten shows.
         full = jax.jit(lambda: jax.tree.map(lambda a: jnp.full(a.shape, 7, a.dtype), spec.abstract.params),
                        out_shardings=spec.sharding.params)
         with jax.set_mesh(self.made.mesh):
-            self.params = pretrained.load(self.found, self.rows, self.run.model, self.made.model.places(), full())
+            self.params = pretrained.load(self.found, self.rows, self.made.model.places(), full())
 
     def logits(self, tokens_BT, documents: int = 1) -> np.ndarray:
         """[B, T·documents, V] of rows that hold each sequence so many times, as documents of their own."""

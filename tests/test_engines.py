@@ -222,6 +222,16 @@ def test_under_selective_remat_each_layer_runs_its_forward_once_on_a_devices_own
 
 
 @needs_gpu_compiler
+@pytest.mark.parametrize("mesh", [dict(fsdp=4, tensor=2), slow(dict(context=4, tensor=2))])
+def test_kernels_of_latents_have_values_of_their_own_width(mesh):
+    """Keys of 192 are padded to 256, values stay 128."""
+    model = dict(head_dim=192, num_kv_heads=N, latent=dict(kv_dim=64, query_dim=96, rope_dim=64, value_dim=128))
+    found = kernels(gpu_step("zero3", mesh, model).program.compile().as_text())
+    assert {(name.split("_")[0], *shape[2:]) for name, shape in found} == {
+        ("forward", N // 2, 128), ("dq", N // 2, 256), ("dkv", N // 2, 256)}
+
+
+@needs_gpu_compiler
 @pytest.mark.parametrize("method", [slow("ring"), slow("gather")])
 def test_a_window_over_chunks_runs_its_kernels_where_it_reaches_and_no_further(method):
     """Of two layers one has a window of 100 tokens over chunks of 64: itself and the two before it, for both chunks of

@@ -16,8 +16,9 @@ from test_context import laid_out
 from meshtrain import config
 from meshtrain.cost.program import audit
 from meshtrain.inference import cache
-from meshtrain.kernels import blockwise
+from meshtrain.kernels import blockwise, pallas
 from meshtrain.kernels.engine import CAUSAL, Scores
+from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.model import latent, layers, params, rope, transformer
 from meshtrain.model.parts import Inputs
 from meshtrain.parallel.context import attention
@@ -79,12 +80,17 @@ def expected(mixer: str, whole_queries: bool):
     return jax.jit(partial(with_gradients, lambda w, x: plain(cfg, mixer, w, x, jnp.asarray(segments))))(weights, x, dy)
 
 
+KERNELS = Tiles(*[Blocks(16, 16, 4, 2)] * 3)
+
+
 def check(sizes: dict, method: str = "", rule: str = "zero3", mixer: str = "F", whole_queries: bool = False,
-          manual: tuple = (), dtype: str = "float32", tolerance: float = 1e-5, **more):
+          manual: tuple = (), dtype: str = "float32", tolerance: float = 1e-5, kernels: bool = False, **more):
     cfg, module, weights, x, dy, segments = cell(mixer, whole_queries)
     mesh, layout = laid_out(sizes, rule)
     order = attention.METHODS[method].order(T, sizes["context"]) if method else np.arange(T)
-    attend = attention.RunAttention(lambda H, V, scores: blockwise.engine(5, scores), attention.METHODS.get(method))
+    engine_of = lambda H, V, scores: pallas.engine(KERNELS, scores, interpret=True) if kernels else blockwise.engine(
+        5, scores)
+    attend = attention.RunAttention(engine_of, attention.METHODS.get(method))
     ex = layers.Execution(layout, jnp.dtype(dtype), attend, **more)
 
     def layer(weights, x, segments, positions):
@@ -127,6 +133,7 @@ def test_latents_on_one_device_equal_expanded_heads(mixer, whole_queries):
     *(slow(*one) for one in (
         (dict(data=2, tensor=2), dict(rule="ddp", remat="full")), (dict(context=4), dict(method="gather")),
         (dict(context=4), dict(method="ulysses", mixer="W")),
+        (dict(context=2, tensor=2), dict(method="gather", kernels=True)), (dict(tensor=2), dict(kernels=True)),
         (dict(context=2, tensor=2), dict(method="ring", rule="tensor")),
         (dict(context=2, tensor=2), dict(method="ring", manual=("context",))),
         (dict(context=2, tensor=2), dict(method="ulysses", manual=("context",)))))])
@@ -134,8 +141,8 @@ def test_latents_over_devices_equal_expanded_heads(sizes, more):
     check(sizes, **more)
 
 
-def test_in_bfloat16_weight_gradients_are_summed_in_float32():
-    """1.5% of the largest number: 8 bits of every factor."""
+def test_in_bfloat16_latents_equal_expanded_heads_to_its_precision():
+    """Up to 2% of a leaf's largest number: 8 bits of every factor."""
     check(dict(context=2), "ring", dtype="bfloat16", tolerance=3e-2)
 
 
@@ -216,3 +223,14 @@ def test_devices_send_latents_and_no_heads():
         sent[one.kind, one.dtype] += one.bytes
     assert set(sent) <= {("all-gather", "f32"), ("all-gather", "s32")}
     assert sent["all-gather", "f32"] == B * T * 4 * (12 + 6) * 3 // 4, sent
+
+
+def test_a_window_over_split_latents_is_refused_where_it_is_not_computed():
+    model = WHOLE | dict(mixers="W", window=5)
+    fault = lambda method, window: attention.problems(
+        config.Run(mesh=dict(context=2), model=model | dict(window=window), data=dict(seq_len=16),
+                   context=dict(method=method)), laid_out(dict(context=2))[1])
+    (said,) = fault("ring", 5)
+    assert said == ('model.window=5 of attention by latents (model.latent) is not computed with context.method="ring"; '
+                    'use "ulysses", or mesh.context=1')
+    assert fault("ulysses", 5) == fault("ring", 16) == []

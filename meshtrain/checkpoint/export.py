@@ -23,11 +23,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
 from meshtrain.checkpoint.checkpoint import CheckpointError
-from meshtrain.checkpoint.pretrained import copy_companions, paths_of
+from meshtrain.checkpoint.pretrained import copy_companions, parameter_paths, paths_of
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Data, user_errors
 from meshtrain.data import sources
-from meshtrain.huggingface import folder, forms, safetensors, settings
+from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.model.transformer import Transformer
 from meshtrain.run.rundir import NO_LOCKS
 
@@ -46,22 +46,22 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     """
     model, places = transformer.cfg, transformer.places()
     with user_errors():
-        theirs, prefixes = agree.on_first(lambda: (settings.read(source), folder.prefixes_of(source)) if source
-                                          else ({}, None))
+        theirs, beside = agree.on_first(lambda: (settings.read(source), folder.carried_names(source)) if source
+                                        else ({}, []))
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
         theirs = theirs or {"bos_token_id": bos, "eos_token_id": end_of(data, bos, model.vocab_size)}
-        rows = folder.rows(family, model, transformer.names(), prefixes)
-    parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes, whole=not prefixes)
+        rows = folder.rows(family, model, parameter_paths(transformer), folder.prefixes_of(theirs, beside))
+    parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes, whole=not beside)
     with new_folder(directory) as place:
         written = Files(place, parts, safetensors.NAMES[dtype])
         for _, alike in itertools.groupby(rows, lambda row: row.kind):
             row, *more = alike      # one row per expert
             # All layers of one stack before the next, so that only one is in memory.
-            for stack in dict.fromkeys(name for name, _ in places) if row.stacked else [""]:
-                layers = [(layer, index) for layer, (name, index) in enumerate(places)
-                          if name == stack] if row.stacked else [(0, 0)]
+            for stack in dict.fromkeys(places[layer][0] for layer in row.layers) if row.stacked else [""]:
+                layers = [(layer, places[layer][1]) for layer in row.layers
+                          if places[layer][0] == stack] if row.stacked else [(None, 0)]
                 leaves = [leaf(path) for path in paths_of(row, stack)]
-                _write_rows([row, *more], leaves, layers, forms.sizes_of(model), written)
+                _write_rows([row, *more], leaves, layers, written)
         written.close()
         config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
         on_first(directory, lambda: _complete(place, parts, written.size, config, source, Path(data["tokenizer"])))
@@ -109,32 +109,42 @@ def end_of(data: Mapping, bos: int, vocab_size: int) -> int | None:
         return None
 
 
-def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array], layers, sizes, written: Files) -> None:
+def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array], layers, written: Files) -> None:
     """rows: of one kind. layers: [(number, index in the leaves)]."""
-    program, before = _program(rows[0], leaves, sizes, written.dtype), None
+    program, before = _program(rows[0], leaves, written.dtype), None
     for (layer, index), row in itertools.product(layers, rows):
         # Overlap: write the previous tensor while this one is gathered; at most one in flight.
-        now = row.of_layer(layer), program(leaves, np.int32(index), np.int32(row.expert or 0))
+        now = row, layer, program(leaves, np.int32(index), np.int32(row.expert or 0))
         if before:
-            written.put(*before)
-        jax.block_until_ready(now[1])
+            _put(*before, written)
+        jax.block_until_ready(now[2])
         before = now
-    written.put(*before)
+    _put(*before, written)
 
 
-def _program(row: folder.WeightRow, leaves: list[jax.Array], sizes: Mapping[str, int], dtype: np.dtype):
+def _put(row: folder.WeightRow, layer: int | None, array: jax.Array, written: Files) -> None:
+    """Write a row's tensor, its part of one, or the several that it is stored as."""
+    begin, tensors = 0, row.tensors(layer)
+    for name, shape in tensors.items():
+        if len(tensors) == 1:
+            written.put(name, array, row.expert or 0 if shape != row.shape else 0)
+        else:
+            written.put(name, array[begin:begin + shape[0]])
+            begin += shape[0]
+
+
+def _program(row: folder.WeightRow, leaves: list[jax.Array], dtype: np.dtype):
     """Jitted (leaves, layer, expert) -> the row's tensor, replicated on every device."""
     mesh, num_shards = leaves[0].sharding.mesh, [layer_shards(leaf) if row.stacked else 1 for leaf in leaves]
 
     def gather(leaves, layer, expert):
-        parts = []
-        for piece, leaf, over in zip(row.pieces, leaves, num_shards, strict=True):
+        ours = {}
+        for path, leaf, over in zip(row.paths, leaves, num_shards, strict=True):
             x = layer_of(leaf, layer, over, dtype) if row.stacked else leaf.astype(dtype)
             if row.expert is not None:
                 x = jax.lax.dynamic_index_in_dim(x, expert, 0, keepdims=False)
-            x = x[tuple(slice(0, n) for n in piece.form.our_shape(sizes))]      # strip the padding of the vocabulary
-            parts.append(piece.form.to_theirs(x, sizes))
-        return jnp.concatenate(parts, row.pieces[0].form.star) if len(parts) > 1 else parts[0]
+            ours[path] = x[tuple(slice(0, n) for n in row.our_shape(path))]     # strip the padding of the vocabulary
+        return row.to_theirs(ours, jnp.concatenate).reshape(row.shape)
     return jax.jit(gather, out_shardings=NamedSharding(mesh, P()))
 
 
@@ -174,10 +184,12 @@ class Files:
         self.open[path.name] = open(path, "xb", buffering=0)
         self._write(self.open[path.name], text, 0)
 
-    def put(self, tensor: str, array: jax.Array) -> None:
+    def put(self, tensor: str, array: jax.Array, part: int = 0) -> None:
+        """Write a tensor, or that of its equal parts."""
         if tensor in self.at and not self.failed:
             name, begin = self.at[tensor]
             numbers = np.ascontiguousarray(array.addressable_data(0))
+            begin += part * numbers.nbytes
             self._try(lambda: self._write(self.open[name], memoryview(numbers.reshape(-1).view(np.uint8)), begin))
 
     @staticmethod
@@ -207,11 +219,10 @@ class Files:
 def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_bytes: int,
            whole: bool) -> dict[str, dict[str, tuple[int, ...]]]:
     """File -> tensor -> shape: tensors before, in and after the layers; none is split. whole: there are no others."""
-    first = [(row.name, row.shape) for row in rows if not row.stacked][:1]
-    layers = [(row.of_layer(layer), row.shape) for layer in range(num_layers) for row in rows if row.stacked]
-    last = [(row.name, row.shape) for row in rows if not row.stacked][1:]
+    first, *last = ({row.name: row.shape} for row in rows if not row.stacked)
+    layers = (row.tensors(layer) for layer in range(num_layers) for row in rows if layer in row.layers)
     files, size = [{}], 0
-    for name, shape in (*first, *layers, *last):
+    for name, shape in {name: shape for some in (first, *layers, *last) for name, shape in some.items()}.items():
         more = math.prod(shape) * safetensors.DTYPES[kind].itemsize
         if files[-1] and size + more > shard_bytes:
             files.append({})

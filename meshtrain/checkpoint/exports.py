@@ -15,6 +15,7 @@ import jax
 from meshtrain import files
 from meshtrain.checkpoint import adapters, export, peft
 from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints, Saved
+from meshtrain.checkpoint.pretrained import parameter_paths
 from meshtrain.cluster import agree
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
@@ -129,7 +130,7 @@ class Exports:
                              folder.companions_of(self.run.run.dir, self.run.checkpoint.init_from)), None)
         model = self.transformer.cfg
         family = settings.family_of(settings.read(source)) if source else settings.family_for(model)
-        folder.rows(family, model, self.transformer.names())
+        folder.rows(family, model, parameter_paths(self.transformer))
 
 
 GONE = "; and its checkpoint is no longer there"

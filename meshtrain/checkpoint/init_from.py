@@ -11,10 +11,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from meshtrain import config
+from meshtrain import config, pattern
 from meshtrain.checkpoint import adapters, resume
 from meshtrain.checkpoint.checkpoint import Saved
-from meshtrain.config import Run, layers
+from meshtrain.config import Run
 from meshtrain.model import params, transformer
 from meshtrain.names import LAYERS
 from meshtrain.run import say

@@ -6,7 +6,9 @@ ranks. Written as `run.export` writes a model.
 """
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
 from meshtrain.checkpoint import export
-from meshtrain.checkpoint.pretrained import paths_of
+from meshtrain.checkpoint.pretrained import parameter_paths, paths_of
 from meshtrain.cluster import agree
 from meshtrain.config import user_errors
-from meshtrain.huggingface import folder, forms, safetensors, settings
+from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.huggingface.families import TEXT_PREFIXES
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
@@ -36,29 +38,30 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     leaf: path of an adapter's A or B -> parameter; None if the projection has no adapter. base: name or path of the
     base model. source: a folder that gives its family. Raises: as `export.write`.
     """
-    model, places, of, sizes = transformer.cfg, transformer.places(), transformer.lora, forms.sizes_of(transformer.cfg)
+    model, places, of = transformer.cfg, transformer.places(), transformer.lora
     with user_errors():
         theirs = agree.on_first(lambda: settings.read(source) if source else {})
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
         # a multimodal model's modules, as transformers names them in memory
         prefixes = None if settings.text_of(theirs) is theirs else TEXT_PREFIXES[1]
-        rows = [row for row in folder.rows(family, model, transformer.names(), prefixes) if _adapted(transformer, row)]
+        rows = [row for row in folder.rows(family, model, parameter_paths(transformer), prefixes)
+                if _adapted(transformer, row)]
     ranks = {row.name: of.rank * len(_adapted(transformer, row)) for row in rows}
-    module = lambda row: row.name.removesuffix(".weight")
-    tensors = {PREFIX + module(row).replace("{l}", str(layer)) + f".lora_{one}.weight": shape
-               for layer in range(model.num_layers) for row in rows
-               for one, shape in zip("AB", _shapes(row, ranks[row.name], sizes))}
-    names = {row.name: _short(module(row), [module(other) for other in rows]) for row in rows}
+    adapter = lambda row, layer, one: f"{PREFIX}{row.of_layer(layer).removesuffix('.weight')}.lora_{one}.weight"
+    tensors = {adapter(row, layer, one): shape for layer in range(model.num_layers) for row in rows
+               if layer in row.layers for one, shape in zip("AB", _shapes(row, ranks[row.name]))}
+    modules = {row.name: row.name.removesuffix(".weight") for row in rows}
+    names = {name: _short(module, [*modules.values()]) for name, module in modules.items()}
     config = _config(of, base, {names[name]: rank for name, rank in ranks.items()}, conv1d=family.model_type == "gpt2")
     with export.new_folder(directory) as place:
         written = export.Files(place, {WEIGHTS: tensors}, safetensors.NAMES[dtype])
         for row in rows:
-            for stack in dict.fromkeys(name for name, _ in places):
+            for stack in dict.fromkeys(places[layer][0] for layer in row.layers):
                 leaves = [(leaf(_path(path, "a")), leaf(_path(path, "b"))) for path in paths_of(row, stack)]
-                program = _program(row, leaves, sizes, written.dtype)
-                for layer, index in [(layer, index) for layer, (name, index) in enumerate(places) if name == stack]:
+                program = _program(row, leaves, written.dtype)
+                for layer, index in [(layer, places[layer][1]) for layer in row.layers if places[layer][0] == stack]:
                     for one, array in zip("AB", program(leaves, np.int32(index)), strict=True):
-                        written.put(PREFIX + module(row).replace("{l}", str(layer)) + f".lora_{one}.weight", array)
+                        written.put(adapter(row, layer, one), array)
         written.close()
         export.on_first(directory, lambda: files.write(place / CONFIG, json.dumps(config, indent=1)))
     return written.size
@@ -67,8 +70,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
 def _adapted(transformer: Transformer, row: folder.WeightRow) -> list[str]:
     """The parameters of a row that have adapters."""
     found = {info.name for info in transformer.parameters() if info.trainable}
-    stacks = dict.fromkeys(name for name, _ in transformer.places())
-    return [path for stack in list(stacks)[:1] if row.stacked for path in paths_of(row, stack)
+    stacks = [transformer.places()[layer][0] for layer in row.layers][:1]
+    return [path for stack in stacks for path in paths_of(row, stack)
             if path.endswith("/kernel") and _path(path, "a") in found]
 
 
@@ -76,40 +79,42 @@ def _path(kernel: str, name: str) -> str:
     return f"{kernel.rpartition('/')[0]}/{LORA}/{name}"
 
 
-def _shapes(row: folder.WeightRow, rank: int, sizes) -> tuple[tuple[int, int], tuple[int, int]]:
+def _shapes(row: folder.WeightRow, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shapes of a row's lora_A and lora_B."""
+    inputs = row.shape[_inputs(row)]
+    return (rank, inputs), (math.prod(row.shape) // inputs, rank)
+
+
+def _inputs(row: folder.WeightRow) -> int:
+    """The dim of theirs that is the input of a matrix: the one with the first of ours."""
     form = row.pieces[0].form
-    inputs = _num_inputs(form, sizes)
-    return (rank, inputs), (int(np.prod(row.shape)) // inputs, rank)
+    return next(i for i, words in enumerate(form.theirs.dims) if form.ours.dims[0][0] in words)
 
 
-def _num_inputs(form: forms.Form, sizes) -> int:
-    """Input size of a matrix: the dim of theirs that is the first of ours."""
-    (group,) = [group for group in form.groups if form.ours[0] in group]
-    return int(np.prod([sizes[letter] for letter in group]))
-
-
-def _program(row: folder.WeightRow, leaves, sizes, dtype: np.dtype):
+def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
     """Jitted (leaves, layer) -> (lora_A, lora_B), replicated on every device. leaves: (A, B) or (None, None) per
-    piece."""
+    parameter."""
     arrays = jax.tree.leaves(leaves)
     num_shards = {export.layer_shards(array) for array in arrays}
     assert len(num_shards) == 1, "all of a stack lie alike over the stages"
     one = lambda leaf, layer: export.layer_of(leaf, layer, min(num_shards), dtype)
-    widths = [int(np.prod(piece.form.our_shape(sizes))) // _num_inputs(piece.form, sizes) for piece in row.pieces]
+    inputs = _inputs(row)
+    first, *others = row.pieces[0].form.theirs.dims[inputs]
 
     def both(leaves, layer):
         downs, ups = [], []
-        total = sum(a.shape[-1] for a, _ in leaves if a is not None)
-        for (a, b), width in zip(leaves, widths, strict=True):
-            before = sum(down.shape[0] for down in downs)
+        for path, (a, b) in zip(row.paths, leaves, strict=True):
             if a is None:
-                ups.append(jnp.zeros((width, total), dtype))
                 continue
             rank = a.shape[-1]
+            # B as the row's matrix with `rank` inputs, zero where other parameters are.
+            small = dataclasses.replace(row, sizes={**row.sizes, **dict.fromkeys(others, 1), first: rank})
+            parts = {other: jnp.zeros(small.our_shape(other), dtype) for other in row.paths}
+            parts[path] = one(b, layer).reshape(small.our_shape(path))
+            up = small.to_theirs(parts, jnp.concatenate)
+            ups.append(up if inputs else up.T)
             downs.append(one(a, layer).reshape(-1, rank).T)
-            ups.append(jnp.pad(one(b, layer).reshape(rank, -1).T, [(0, 0), (before, total - before - rank)]))
-        return jnp.concatenate(downs), jnp.concatenate(ups)
+        return jnp.concatenate(downs), jnp.concatenate(ups, 1)
     return jax.jit(both, out_shardings=NamedSharding(arrays[0].sharding.mesh, P()))
 
 

@@ -23,15 +23,23 @@ from meshtrain import files
 from meshtrain.checkpoint.checkpoint import CheckpointError
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
-from meshtrain.huggingface import folder, forms, safetensors, settings
+from meshtrain.huggingface import folder, safetensors, settings
+from meshtrain.huggingface.families import MTP
 from meshtrain.huggingface.folder import KEPT
 from meshtrain.names import LAYERS
 from meshtrain.run import say, trees
 
+E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)    # by code
 
-def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.WeightRow]] | None:
-    """The model folder of checkpoint.init_from with its rows; None if it is not a model folder. names:
-    `Transformer.names`. Raises: ConfigError with every fault of the folder."""
+
+def parameter_paths(transformer) -> folder.Paths:
+    """The paths of a Transformer's parameters, by layer."""
+    return folder.Paths.of([info.name for info in transformer.parameters()], transformer.places())
+
+
+def opened(run: Run, transformer) -> tuple[folder.Folder, list[folder.WeightRow]] | None:
+    """The model folder of checkpoint.init_from with its rows; None if it is not a model folder. Raises: ConfigError
+    with every fault of the folder."""
     source = run.checkpoint.init_from
     if not source or not folder.is_one(source):
         return None
@@ -41,28 +49,28 @@ def opened(run: Run, names: Sequence[str]) -> tuple[folder.Folder, list[folder.W
     with user_errors("checkpoint.init_from: "):
         found = folder.open_folder(Path(source))
         folder.companions(Path(source))     # checked now rather than after the compile
-        return found, folder.match(found, run.model, names)
+        return found, folder.match(found, run.model, parameter_paths(transformer))
 
 
-def load(found: folder.Folder, rows: Sequence[folder.WeightRow], model, places: Sequence[tuple[str, int]],
+def load(found: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequence[tuple[str, int]],
          params: dict) -> dict:
     """Return the parameters with the folder's values; `params` is donated.
 
-    model: keys of [model] as attributes. places: of the layers, `Transformer.places`. params: nested dicts of arrays
-    on one mesh, which give shape, dtype and sharding. Raises: CheckpointError if a file fails.
+    places: of the layers, `Transformer.places`. params: nested dicts of arrays on one mesh, which give shape, dtype
+    and sharding. Raises: CheckpointError if a file fails.
     """
     leaves = trees.leaves_of(params)
     (mesh,) = {leaf.sharding.mesh for leaf in leaves.values()}
-    sizes, shares = forms.sizes_of(model), NamedSharding(mesh, P(mesh.axis_names))
+    shares, block = NamedSharding(mesh, P(mesh.axis_names)), settings.scale_block(found.config)
     programs: dict = {}         # kind of row -> program
     for row in rows:
         programs = {key: program for key, program in programs.items() if key[0] == row.kind}
-        for layer, (stack, index) in enumerate(places if row.stacked else [("", 0)]):
+        for layer in row.layers or (None,):
+            stack, index = places[layer] if row.stacked else ("", 0)
             paths = paths_of(row, stack)
             place = programs.setdefault((row.kind, stack), _program(
-                row, sizes, [leaves[path] for path in paths], mesh, settings.scale_block(found.config)))
-            name = row.of_layer(layer)
-            flat, scales = _shares(found.entries[name], shares), folder.scales_of(found, name)
+                row, [leaves[path] for path in paths], mesh, block))
+            flat, scales = _shares(folder.entry_of(found, row, layer), shares), folder.scales_of(found, row, layer)
             whole = scales and _whole(scales, NamedSharding(mesh, P()))
             # Wait for the previous tensor, to bound memory and order the collectives.
             stacks = jax.block_until_ready([leaves[path] for path in paths])
@@ -72,7 +80,7 @@ def load(found: folder.Folder, rows: Sequence[folder.WeightRow], model, places: 
 
 def paths_of(row: folder.WeightRow, stack: str) -> list[str]:
     """The paths of a row's parameters. stack: the stack of a layer's row."""
-    return [stack + piece.path.removeprefix(LAYERS) if row.stacked else piece.path for piece in row.pieces]
+    return [stack + path.removeprefix(LAYERS) if row.stacked else path for path in row.paths]
 
 
 def keep_companions(run: Run, directory: Path) -> None:
@@ -86,7 +94,7 @@ def keep_companions(run: Run, directory: Path) -> None:
 def copy_companions(source: Path, target: Path) -> None:
     """Copy a folder's companion files to `target`, made if needed. Raises: ValueError.
 
-    The tensors of a multimodal model beside its text model are one file among them: folder.CARRIED.
+    The tensors beside those of the text model are one file among them: folder.CARRIED.
     """
     found = {path.name: partial(shutil.copyfile, path) for path in folder.companions(source)}
     if folder.CARRIED not in found and (carried := folder.carried(source)):
@@ -100,10 +108,14 @@ def copy_companions(source: Path, target: Path) -> None:
 
 def tell(found: folder.Folder) -> None:
     files = {entry.path for entry in found.entries.values()}
+    further = " (what predicts further tokens is not trained with the model)" if any(
+        name.startswith(MTP) or ".layers." in name and name.startswith(found.family.prefix) and "visual" not in name
+        for name in found.carried) else ""
     size = sum(entry.stop - entry.start for entry in found.entries.values())
     say.out(f"weights from {found.directory}: {found.family.model_type}, {len(found.entries)} tensors of "
             f"{size / 1e9:.2f} GB in {len(files)} file{'s' * (len(files) > 1)}"
-            + (f"; {len(found.carried)} tensors beside the text model are carried to exports" if found.carried else ""))
+            + (f"; {len(found.carried)} tensors beside the text model are carried to exports{further}"
+               if found.carried else ""))
 
 
 def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
@@ -125,7 +137,10 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
 
 def _whole(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
     """A small tensor in float32, replicated; every process reads it."""
-    numbers = _read(entry, 0, math.prod(entry.shape)).astype(np.float32).reshape(entry.shape)
+    numbers = _read(entry, 0, math.prod(entry.shape))
+    if entry.dtype == "U8":     # exponents
+        numbers = numbers.view(safetensors.READABLE["F8_E8M0"])
+    numbers = numbers.astype(np.float32).reshape(entry.shape)
     return jax.make_array_from_callback(entry.shape, sharding, lambda index: numbers[index])
 
 
@@ -136,30 +151,39 @@ def _read(entry: safetensors.Entry, start: int, stop: int) -> np.ndarray:
         raise CheckpointError(f"{entry.path} cannot be read: {files.said(error)}") from error
 
 
-def _program(row: folder.WeightRow, sizes, stacks, mesh, block: tuple[int, int] | None):
+def _program(row: folder.WeightRow, stacks, mesh, block: tuple[int, int] | None):
     """Jitted (stacks, shares of the row's tensor, index in the stacks, scales by block or None) -> stacks with the
     tensor in place."""
-    count, shardings = int(np.prod(row.shape, dtype=np.int64)), tuple(stack.sharding for stack in stacks)
+    count, shardings = math.prod(row.shape) // (2 if row.in_blocks else 1), tuple(stack.sharding for stack in stacks)
 
     lead = len(row.at(0))
 
     def place(stacks, flat, at, scales):
         # One all-gather in the file's dtype; the rest is local.
-        whole = jax.lax.with_sharding_constraint(flat, NamedSharding(mesh, P()))[:count].reshape(row.shape)
-        if scales is not None:
+        whole = jax.lax.with_sharding_constraint(flat, NamedSharding(mesh, P()))[:count]
+        if row.in_blocks:
+            whole = _from_blocks(whole, scales)
+        whole = whole.reshape(row.shape)
+        if scales is not None and not row.in_blocks:
             (rows, columns), (down, across) = row.shape, map(min, row.shape, block)     # a block may be larger
+            scales = scales.reshape(-(-rows // down), -(-columns // across))
             each = jnp.repeat(jnp.repeat(scales, down, 0)[:rows], across, 1)[:, :columns]
             whole = whole.astype(jnp.float32) * each
-        return tuple(written(piece, stack, whole, at) for piece, stack in zip(row.pieces, stacks))
+        ours = row.to_ours(whole, jnp.concatenate)
+        return tuple(written(stack, ours[path], at) for path, stack in zip(row.paths, stacks, strict=True))
 
-    def written(piece, stack, whole, at):
-        if piece.form.star is not None:
-            length = piece.form.their_shape(sizes)[piece.form.star]
-            whole = jax.lax.slice_in_dim(whole, piece.first, piece.first + length, axis=piece.form.star)
-        x = piece.form.to_ours(whole, sizes).astype(stack.dtype)
-        shape = stack.shape[lead:]
-        x = jnp.pad(x, [(0, ours - theirs) for ours, theirs in zip(shape, x.shape, strict=True)])   # pad the vocabulary
+    def written(stack, x, at):
+        x, shape = x.astype(stack.dtype), stack.shape[lead:]
+        if shape != x.shape:    # pad the vocabulary
+            x = jnp.pad(x, [(0, ours - theirs) for ours, theirs in zip(shape, x.shape, strict=True)])
         begin = (*at, *(0 for _ in shape))
         return jax.lax.dynamic_update_slice(stack, x.reshape((1,) * lead + shape), begin) if lead else x
 
     return jax.jit(place, donate_argnums=0, out_shardings=shardings)
+
+
+def _from_blocks(codes, scales):
+    """The numbers of MXFP4 in float32: codes of two a byte, the low half first; a scale for each `folder.BLOCK` of
+    them. Source: OCP Microscaling Formats 1.0, E2M1."""
+    halves = jnp.stack([codes & 15, codes >> 4], -1).reshape(-1, folder.BLOCK)
+    return jnp.asarray(E2M1)[halves] * scales.reshape(-1, 1)

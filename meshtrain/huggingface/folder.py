@@ -10,20 +10,23 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from meshtrain import files
+from meshtrain import files, pattern
 from meshtrain.huggingface import forms, safetensors, settings
-from meshtrain.huggingface.families import TEXT_PREFIXES, Family
+from meshtrain.huggingface.families import MTP, TEXT_PREFIXES, Family
+from meshtrain.names import LAYERS, LORA
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEPT = "hf"     # in run.dir: companions of the initial weights
-CARRIED = "carried.safetensors"     # among companions: tensors of a multimodal model beside those of its text model
+CARRIED = "carried.safetensors"     # among companions: tensors beside those of the text model
+BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32    # of MXFP4: names, and how many numbers of a row share a scale
 MOST_INDEX_BYTES = 100_000_000
 TOLD = 8        # faults of one kind reported individually
 # Buffers that some writers save; not parameters.
-BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.activation_scale")
 # Companion files, copied along with the weights.
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
               "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
@@ -31,43 +34,112 @@ COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
               "processor_config.json", CARRIED)
 
 
+class Paths(NamedTuple):
+    """The parameters of a model of ours. ends: outside the layers. layers: of each layer, as LAYERS/…"""
+    ends: frozenset[str]
+    layers: tuple[frozenset[str], ...]
+
+    @staticmethod
+    def of(names: Collection[str], places: Sequence[tuple[str, int]]) -> Paths:
+        """names: paths of all parameters. places: of the layers, `Transformer.places`."""
+        names = [name for name in names if f"/{LORA}/" not in name]
+        stacks = {stack: frozenset(LAYERS + name.removeprefix(stack) for name in names if name.startswith(f"{stack}/"))
+                  for stack, _ in dict.fromkeys(places)}
+        return Paths(frozenset(name for name in names if not name.startswith(f"{LAYERS}/")),
+                     tuple(stacks[stack] for stack, _ in places))
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightPiece:
-    """One parameter of ours within a Hugging Face tensor. first: its offset along the form's star."""
+    """One parameter of ours, or a part of it, within a Hugging Face tensor. first: its offset along the form's star in
+    theirs. our_first: in ours."""
     path: str
     form: forms.Form
     first: int
+    our_first: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class WeightRow:
     """A Hugging Face tensor (or one per layer) and its parameters of ours. Each expert has a row, though ours are
     stacked.
 
-    kind: equal for all experts' rows. expert: its number.
+    name: with {l}, {m} or {f} for a layer's number. layers: our layers that have it -> their number; empty outside the
+    layers. shape: of the expert's part, where a tensor has all of them. kind: equal for all experts' rows. expert: its
+    number. sizes: of `forms`.
     """
-    name: str       # with {l} for a layer's number
+    name: str
     pieces: tuple[WeightPiece, ...]
     shape: tuple[int, ...]
     kind: str
+    layers: Mapping[int, int]
+    sizes: Mapping[str, int]
     expert: int | None = None
 
     @property
     def stacked(self) -> bool:
-        return "{l}" in self.name
+        return bool(self.layers)
+
+    @property
+    def paths(self) -> list[str]:
+        """The parameters of ours, each once."""
+        return list(dict.fromkeys(piece.path for piece in self.pieces))
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it is read from MXFP4."""
+        return self.name.removesuffix("[{e}]").endswith(BLOCKS)
 
     def at(self, index: int) -> tuple[int, ...]:
         """Indices of the row in our stack. index: of the layer in the stack."""
         return (index,) * self.stacked + (() if self.expert is None else (self.expert,))
 
-    def of_layer(self, layer: int) -> str:
-        return self.name.replace("{l}", str(layer))
+    def of_layer(self, layer: int | None) -> str:
+        name = self.name.removesuffix("[{e}]")
+        return NUMBER.sub(str(self.layers[layer]), name) if self.layers else name
+
+    def tensors(self, layer: int | None) -> dict[str, tuple[int, ...]]:
+        """The tensors of a layer and their shapes: mostly one."""
+        name = self.of_layer(layer)
+        if "{qkv}" in name:
+            return {name.replace("{qkv}", one): piece.form.theirs.shape(self.sizes)
+                    for one, piece in zip("qkv", self.pieces, strict=True)}
+        sliced = self.name.endswith("[{e}]")
+        return {name: (self.sizes["E"], *self.shape) if sliced else self.shape}
+
+    def to_ours(self, whole, concatenate) -> dict:
+        """Path -> array of ours."""
+        found: dict = {path: [] for path in self.paths}
+        length = sum(piece.form.theirs.part(self.sizes) for piece in self.pieces)
+        for piece in self.pieces:
+            part = piece.form.theirs.taken(whole, self.sizes, piece.first, length)
+            found[piece.path].append((piece.form, piece.form.to_ours(part, self.sizes)))
+        return {path: parts[0][0].ours.joined([x for _, x in parts], self.sizes, concatenate)
+                for path, parts in found.items()}
+
+    def to_theirs(self, arrays: Mapping, concatenate):
+        """Inverse of `to_ours`."""
+        parts = []
+        for piece in self.pieces:
+            whole = sum(one.form.ours.part(self.sizes) for one in self.pieces if one.path == piece.path)
+            parts.append(piece.form.to_theirs(
+                piece.form.ours.taken(arrays[piece.path], self.sizes, piece.our_first, whole), self.sizes))
+        return self.pieces[0].form.theirs.joined(parts, self.sizes, concatenate)
+
+    def our_shape(self, path: str) -> tuple[int, ...]:
+        """The shape of a parameter of ours, of one layer and expert, without the padding of the vocabulary."""
+        pieces = [piece for piece in self.pieces if piece.path == path]
+        side = pieces[0].form.ours
+        return side.of_whole(self.sizes, sum(piece.form.ours.part(self.sizes) for piece in pieces))
+
+
+NUMBER = re.compile(r"\{[lmf]\}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
     """An opened folder. model: the keys of [model] that it fixes. entries: of the text model, under its family's names.
-    carried: the other tensors of a multimodal model, under the folder's names."""
+    carried: the others, of a multimodal model or for predicting further tokens, under the folder's names."""
     directory: Path
     family: Family
     config: Mapping
@@ -126,29 +198,43 @@ def open_folder(directory: Path) -> Folder:
     if faults:
         raise _at(directory, faults)
     family, config, model, entries = found
-    carried = {}
-    if settings.text_of(config) is not config:
-        named = {name: _name_in_text(family, name) for name in entries}
-        carried = {name: entry for name, entry in entries.items() if named[name] is None}
-        entries = {named[name]: entry for name, entry in entries.items() if named[name] is not None}
+    named = _named(family, config, model, entries)
+    carried = {name: entry for name, entry in entries.items() if named[name] is None}
+    entries = {named[name]: entry for name, entry in entries.items() if named[name] is not None}
     return Folder(directory, family, config, model, entries, carried)
 
 
 def carried(directory: Path) -> Mapping[str, safetensors.Entry]:
-    """The tensors of a multimodal folder beside those of its text model; none without weights. Raises: ValueError."""
+    """The tensors of a folder beside those of its text model; none without weights. Raises: ValueError."""
     if not is_one(directory) or not any(os.path.lexists(directory / name) for name in (INDEX, SINGLE)):
         return {}
-    config = settings.read(directory)
-    return {} if settings.text_of(config) is config else open_folder(directory).carried
+    return open_folder(directory).carried
 
 
-def prefixes_of(directory: Path) -> tuple[str, str] | None:
-    """The TEXT_PREFIXES that an export takes from a multimodal folder or its companions; None: it is of text alone."""
-    config, kept = settings.read(directory), directory / CARRIED
+def carried_names(directory: Path) -> list[str]:
+    """The names of `carried` of a folder, or of its companions."""
+    kept = directory / CARRIED
+    return list(safetensors.read_header(kept) if files.is_file(kept) else carried(directory))
+
+
+def prefixes_of(config: Mapping, carried: Collection[str]) -> tuple[str, str] | None:
+    """The TEXT_PREFIXES of an export beside these tensors; None: it is of text alone."""
     if settings.text_of(config) is config:
         return None
-    names = safetensors.read_header(kept) if files.is_file(kept) else carried(directory)
-    return TEXT_PREFIXES[any(name.startswith("model.") for name in names)]
+    return TEXT_PREFIXES[any(name.startswith("model.") for name in carried)]
+
+
+def _named(family: Family, config: Mapping, model: Mapping, names: Collection[str]) -> dict[str, str | None]:
+    """A folder's names -> its family's; None for tensors that are not of the text model."""
+    if settings.text_of(config) is not config:
+        found = {name: _name_in_text(family, name) for name in names}
+    elif not any(name.startswith(family.prefix) for name in names):     # a bare model, without head
+        found = {name: name if name == "lm_head.weight" else family.prefix + name for name in names}
+    else:
+        found = {name: None if name.startswith(MTP) else name for name in names}
+    first = model["num_layers"]
+    further = tuple(f"{family.prefix}layers.{first + i}." for i in range(min(settings.further_layers(config), 100)))
+    return {name: None if named and named.startswith(further) else named for name, named in found.items()}
 
 
 def _name_in_text(family: Family, name: str) -> str | None:
@@ -166,71 +252,133 @@ def _name_in_whole(family: Family, name: str, base: str, head: str) -> str:
     return base + name.removeprefix(family.prefix) if name.startswith(family.prefix) else head + name
 
 
-def rows(family: Family, model, paths, prefixes: tuple[str, str] | None = None) -> list[WeightRow]:
-    """The tensors of a model under a family's names. model: keys of [model] as attributes. paths: its parameters.
-    prefixes: of TEXT_PREFIXES, for the names in a multimodal folder.
+def rows(family: Family, model, paths: Paths, prefixes: tuple[str, str] | None = None,
+         names: Collection[str] = ()) -> list[WeightRow]:
+    """The tensors of a model under a family's names. model: the section [model]. prefixes: of TEXT_PREFIXES, for the
+    names in a multimodal folder. names: of a folder's tensors, which decide where a parameter has several.
 
     Raises: ValueError if the family has no name for a parameter.
     """
-    sizes, found, covered = forms.sizes_of(model), [], set()
-    for name, texts in family.tensors.items():
-        parsed = [(path, forms.parse(form)) for path, _, form in (text.partition(": ") for text in texts)]
-        if not all(path in paths for path, _ in parsed):
-            continue
-        star, shape = parsed[0][1].star, list(parsed[0][1].their_shape(sizes))
-        lengths = [form.their_shape(sizes)[star or 0] for _, form in parsed]
-        firsts = [0, *itertools.accumulate(lengths)]
-        shape[star or 0] = firsts[-1] if star is not None else shape[0]
-        pieces = tuple(WeightPiece(path, form, first) for (path, form), first in zip(parsed, firsts))
-        named = _name_in_whole(family, name, *prefixes) if prefixes else name
-        for expert in range(model.num_experts) if "{e}" in name else (None,):
-            found.append(WeightRow(named.replace("{e}", str(expert)), pieces, tuple(shape), name, expert))
-        covered |= {path for path, _ in parsed}
-    if missing := set(paths) - covered:
+    numbers = dict.fromkeys("lmf", list(range(model.num_layers)))
+    if "layers_block_type" in family.defaults:
+        numbers |= zip("mf", settings.sublayers(model))
+    there = {re.sub(r"\.\d+\.", ".#.", name) for name in names}
+    alike = {name: re.sub(r"\.\{[lmfe]\}\.", ".#.", name).replace("{qkv}", "q").removesuffix("[{e}]")
+             for name in family.tensors}
+    table = sorted(family.tensors.items(), key=lambda row: alike[row[0]] not in there)
+    kinds: dict = {}        # (mixer, its parameters) -> layers
+    for layer, (kind, have) in enumerate(zip(pattern.kinds(model), paths.layers, strict=True)):
+        kinds.setdefault((kind.mixer, have), []).append(layer)
+    sizes = {mixer: forms.sizes_of(model.of(mixer)) for mixer in {mixer for mixer, _ in kinds} | {""}}
+    found: dict = {}        # (name, mixer) -> [row, its layers]
+    covered = {kind: set() for kind in (*kinds, ("", paths.ends))}
+    for name, texts in table:
+        for (mixer, have), done in covered.items():
+            paths_here = {text.partition(": ")[0] for text in texts}
+            if paths_here <= have and not paths_here & done and (row := _row(name, texts, sizes[mixer])):
+                done |= paths_here
+                layers = kinds.get((mixer, have), ())
+                found.setdefault((name, mixer), (row, {}))[1].update(
+                    {layer: numbers[NUMBER.search(name)[0][1]][layer] for layer in layers})
+    if missing := {path for (_, have), done in covered.items() for path in have - done}:
         raise ValueError(f"{family.model_type} has no name for {', '.join(sorted(missing))}")
-    return found
+    made = []
+    for (name, mixer), (row, layers) in sorted(found.items(), key=lambda one: list(family.tensors).index(one[0][0])):
+        named = _name_in_whole(family, name, *prefixes) if prefixes else name
+        row = dataclasses.replace(row, name=named, layers=layers, kind=f"{name} {mixer}")
+        made += [row] if "{e}" not in name else [
+            dataclasses.replace(row, name=re.sub(r"\{e\}(?!\])", str(expert), named), expert=expert)
+            for expert in range(model.num_experts)]
+    return made
 
 
-def scales_of(folder: Folder, name: str) -> safetensors.Entry | None:
-    """The scales of a float8 tensor, one for each block; None: it has none."""
+def _row(name: str, texts: tuple[str, ...], sizes: Mapping[str, int]) -> WeightRow | None:
+    """The row of a line of a family's table; None if the tensor would be empty."""
+    pieces: list[WeightPiece] = []
+    for path, _, text in (text.partition(": ") for text in texts):
+        form = forms.parse(text)
+        pieces.append(WeightPiece(path, form, sum(piece.form.theirs.part(sizes) for piece in pieces), sum(
+            piece.form.ours.part(sizes) for piece in pieces if piece.path == path)))
+    shape = pieces[0].form.theirs.of_whole(sizes, sum(piece.form.theirs.part(sizes) for piece in pieces))
+    return WeightRow(name, tuple(pieces), shape, name, {}, sizes) if all(shape) else None
+
+
+def entry_of(folder: Folder, row: WeightRow, layer: int | None) -> safetensors.Entry:
+    """What a row reads of its tensor, or of its tensors."""
+    names = list(row.tensors(layer))
+    if len(names) > 1:
+        return safetensors.joined([folder.entries[name] for name in names])
+    entry = folder.entries[names[0]]
+    return entry.part(row.expert) if row.name.endswith("[{e}]") else entry
+
+
+def scales_of(folder: Folder, row: WeightRow, layer: int | None) -> safetensors.Entry | None:
+    """The scales of a quantized tensor, one for each block; None: it has none."""
+    (name, *_) = row.tensors(layer)
+    if row.in_blocks:
+        return folder.entries[name.removesuffix(BLOCKS) + SCALES].part(row.expert)
     return folder.entries.get(f"{name}_scale_inv") if folder.entries[name].dtype == "F8_E4M3" else None
 
 
 def _has_scales(folder: Folder, name: str) -> bool:
     """Whether a float8 tensor has the scales with which it can be read."""
-    entry, scales, block = folder.entries[name], scales_of(folder, name), settings.scale_block(folder.config)
-    return (scales is not None and block is not None and scales.dtype in safetensors.READABLE
-            and len(entry.shape) == 2 and scales.shape == tuple(-(-size // n) for size, n in zip(entry.shape, block)))
+    entry, block, scales = folder.entries[name], settings.scale_block(folder.config), folder.entries.get(
+        f"{name}_scale_inv")
+    if entry.dtype != "F8_E4M3" or scales is None or block is None or scales.dtype not in safetensors.READABLE:
+        return False
+    shape = tuple(-(-size // n) for size, n in zip(entry.shape, block))
+    return len(entry.shape) == 2 and (scales.shape == shape or scales.shape in ((), (1,)) and shape == (1, 1))
 
 
-def match(folder: Folder, model, paths) -> list[WeightRow]:
-    """The rows of a model, each with a tensor of the folder, under the folder's names.
+def _are_blocks(folder: Folder, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor and its scales are MXFP4 of this shape."""
+    *lead, columns = shape
+    scales = folder.entries.get(name.removesuffix(BLOCKS) + SCALES)
+    wanted = (*lead, columns // BLOCK)
+    return columns % BLOCK == 0 and scales is not None and scales.dtype == folder.entries[name].dtype == "U8" \
+        and scales.shape == wanted and folder.entries[name].shape == (*wanted, BLOCK // 2)
+
+
+def match(folder: Folder, model, paths: Paths) -> list[WeightRow]:
+    """The rows of a model, each with a tensor of the folder. paths: of its parameters.
 
     Raises: ValueError listing all missing, unexpected, misshapen tensors and unsupported dtypes.
     """
-    if model.num_experts > len(folder.entries) and any("{e}" in name for name in folder.family.tensors):
+    most = max([len(folder.entries), *(max(entry.shape, default=0) for entry in folder.entries.values())])
+    if model.num_experts > most:
         raise _at(folder.directory, [f"{settings.CONFIG} says {model.num_experts:,} experts, and there are "
-                                     f"{len(folder.entries):,} tensors; an expert has at least one"])
-    wanted, left = rows(folder.family, model, paths), set(folder.entries)
-    if not any(name.startswith(folder.family.prefix) for name in left):     # a bare model, without head
-        wanted = [dataclasses.replace(row, name=row.name.removeprefix(folder.family.prefix)) for row in wanted]
+                                     f"{len(folder.entries):,} tensors"])
+    wanted, left = rows(folder.family, model, paths, names=folder.entries), set(folder.entries)
     absent, wrong, quantized = [], [], []
-    # No more layers than tensors, whatever config.json says.
-    layers = range(min(model.num_layers, len(left) + 1))
     for row in wanted:
-        for name in map(row.of_layer, layers) if row.stacked else [row.name]:
-            entry = folder.entries.get(name)
-            left.discard(name)
-            if entry is None:
-                absent.append(name)
+        if row.expert and row.name.endswith("[{e}]"):
+            continue        # in the tensor of expert 0
+        for layer in row.layers or (None,):
+            tensors = row.tensors(layer)
+            left -= tensors.keys()
+            if missing := [name for name in tensors if name not in folder.entries]:
+                absent += missing
                 continue
-            if entry.dtype == "F8_E4M3":
+            found = [folder.entries[name] for name in tensors]
+            (name, shape), *more = tensors.items()
+            if row.in_blocks:
+                left.discard(name.removesuffix(BLOCKS) + SCALES)
+                if not _are_blocks(folder, name, shape):
+                    wrong.append(f"{name} is {list(found[0].shape)} of {found[0].dtype}; with its {SCALES} it must be "
+                                 f"MXFP4 of {list(shape)}")
+                continue
+            if found[0].dtype == "F8_E4M3":
                 left.discard(f"{name}_scale_inv")
-            if entry.dtype not in safetensors.DTYPES and not _has_scales(folder, name):
-                quantized.append(f"{name} is {entry.dtype}; only {', '.join(safetensors.DTYPES)} are read, and F8_E4M3 "
-                                 f"with {name}_scale_inv, a scale for each block of weight_block_size")
-            elif entry.shape != row.shape:
-                wrong.append(f"{name} is {list(entry.shape)}; {settings.CONFIG} asks for {list(row.shape)}")
+            if found[0].dtype not in safetensors.DTYPES and not _has_scales(folder, name):
+                quantized.append(f"{name} is {found[0].dtype}; only {', '.join(safetensors.DTYPES)} are read, and "
+                                 f"F8_E4M3 with {name}_scale_inv, a scale for each block of weight_block_size")
+            elif more and ({entry.dtype for entry in found} != {found[0].dtype} or {
+                    entry.shape[1:] for entry in found} != {shape[1:]}
+                    or sum(entry.shape[0] for entry in found) != row.shape[0]):
+                wrong.append(f"{', '.join(tensors)} are {', '.join(str(list(entry.shape)) for entry in found)}; "
+                             f"{settings.CONFIG} asks for {list(row.shape)} of all")
+            elif not more and found[0].shape != shape:
+                wrong.append(f"{name} is {list(found[0].shape)}; {settings.CONFIG} asks for {list(shape)}")
     if model.tie_embeddings:
         left.discard("lm_head.weight")      # tied to the embedding
     extra = sorted(name for name in left if not BUFFERS.fullmatch(name))

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -23,22 +23,30 @@ MOST_DIMS = 8       # multiplying 250,000 dims would block signals for minutes
 # Readable dtypes.
 DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
           "BF16": np.dtype(ml_dtypes.bfloat16)}
-# float8 of weights that have scales by block, and of such scales.
-READABLE = DTYPES | {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)}
+# float8 of weights that have scales by block, and of such scales; bytes of MXFP4.
+READABLE = DTYPES | {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+                     "U8": np.dtype(np.uint8)}
 # Known but unsupported: dtypes of other quantized weights.
-OTHER_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1,
+OTHER_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1,
                "BOOL": 1, "F8_E5M2": 1}
 NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor's location: bytes start to stop of the file."""
+    """A tensor's location: bytes start to stop of the file, with those of `more` behind them."""
     path: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    more: tuple[Entry, ...] = ()
+
+    def part(self, number: int) -> Entry:
+        """One of the tensors that are stacked in this one."""
+        size = (self.stop - self.start) // self.shape[0]
+        begin = self.start + number * size
+        return Entry(self.path, self.dtype, self.shape[1:], begin, begin + size)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -100,9 +108,24 @@ def _entry(path: Path, name: str, given, first: int) -> Entry:
     return Entry(path, dtype, tuple(shape), first + start, first + stop)
 
 
+def joined(entries: Sequence[Entry]) -> Entry:
+    """Tensors of one dtype behind each other, along their first dim."""
+    first, *more = entries
+    shape = (sum(entry.shape[0] for entry in entries), *first.shape[1:])
+    return dataclasses.replace(first, shape=shape, more=tuple(more))
+
+
 def read(entry: Entry, start: int, stop: int) -> np.ndarray:
     """Elements start to stop of a tensor in row-major order, in the file's dtype."""
     dtype = READABLE[entry.dtype]
+    if entry.more:
+        found, begin = [], 0
+        for one in (dataclasses.replace(entry, more=()), *entry.more):
+            end = begin + (one.stop - one.start) // dtype.itemsize
+            if max(start, begin) < min(stop, end):
+                found.append(read(one, max(start, begin) - begin, min(stop, end) - begin))
+            begin = end
+        return np.concatenate(found) if found else np.empty(0, dtype)
     with open(entry.path, "rb", buffering=0) as file:
         found = np.fromfile(file, dtype, stop - start, offset=entry.start + start * dtype.itemsize)
     if len(found) != stop - start:

@@ -5,31 +5,61 @@ the latter, which both read. Unknown keys, and keys that change the computation 
 """
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import itertools
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshtrain import files
+from meshtrain import files, pattern
 from meshtrain.huggingface import safetensors
 from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, MULTIMODAL, Family
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _KNOWN = ", ".join([*FAMILIES, *MULTIMODAL])
 MOST_BYTES = 1 << 24    # of a config.json
-FLAGS = ("tie_embeddings", "mlp_bias", "attention_bias", "router_normalize")
-NUMBERS = ("norm_eps", "score_softcap", "logit_softcap")
-BIASES = {"all": True, "none": False}      # model.attention_bias, where attention_bias is a key of theirs
-WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "rope_local_base_freq")
-ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
+MOST_LAYERS = 10_000
+FLAGS = ("tie_embeddings", "mlp_bias", "router_normalize", "linear.conv_bias", "kinds.F.tie_values")
+NUMBERS = ("norm_eps", "score_softcap", "logit_softcap", "router_scale", "linear.step_min", "linear.step_max")
+# May be null or 0, which is none of it, or derived.
+OPTIONAL = ("num_kv_heads", "head_dim", "window", "score_softcap", "logit_softcap", "latent.query_dim",
+            "router_groups.0", "router_groups.1", "kinds.F.num_kv_heads", "kinds.F.head_dim", "num_experts",
+            "shared_expert_dim", "mlp_dim", "linear.step_min", "linear.step_max")
+WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern",
+               "rope_local_base_freq")
+EVERY_KEYS = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern",
+              "global_attn_every_n_layers")
+MLP_KEYS = ("mlp_layer_types", "first_k_dense_replace", "num_dense_layers", "mlp_only_layers", "decoder_sparse_step")
+ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+# Of which config.json is written anew: other forms of the same.
+WRITTEN_ANEW = ("rope_parameters", "rope_scaling", "dtype", "quantization_config", "linear_attn_config",
+                "per_layer_config", "hybrid_override_pattern", "rotary_dim", *EVERY_KEYS, "no_rope_layer_interval")
+LAYER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "M": "linear_attention",
+               "*": "full_attention", "E": "moe", "-": "mlp"}
 # Rope type -> keys and their defaults; None: required.
+YARN = {"factor": None, "beta_slow": 1.0, "beta_fast": 32.0, "original_max_position_embeddings": None}
 SCALED = {
+    "default": {}, "proportional": {"factor": 1.0},
     "llama3": dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
-    "linear": {"factor": None},
-    "yarn": {"factor": None, "beta_slow": 1.0, "beta_fast": 32.0, "original_max_position_embeddings": None},
+    "linear": {"factor": None}, "yarn": YARN,
+    "longrope": dict.fromkeys(("factor", "original_max_position_embeddings", "short_factor", "long_factor")),
 }
+OF_YARN = ("attention_factor", "mscale", "mscale_all_dim", "truncate")
 WHOLE = ("original_max_position_embeddings",)
+# Of positions in images, or said elsewhere.
+IDLE_ROPE_KEYS = ("mrope_section", "mrope_interleaved", "max_position_embeddings")
+WORD = re.compile(r"([\w.]+?)(?:\^([-\d.]+)|([*+])([\w.]+)|\?([\w.]+):([\w.]+))?")
+# What a model computes: keys of [model] that are read always, with experts, with attention, with recurrences. The rest
+# belongs to a run, or is said by mixer.
+COMPUTED = ("vocab_size", "embed_dim", "num_layers", "norm", "norm_eps", "norm_offset", "activation", "multipliers",
+            "layer_scale", "position", "logit_softcap", "tie_embeddings", "mlp_bias")
+OF_EXPERTS = ("num_experts", "experts_per_token", "expert_mlp_dim", "shared_expert_dim", "shared_expert_gate",
+              "router_score", "router_normalize", "router_scale", "router_groups", "router_bias")
+OF_ATTENTION = ("attention_bias", "attention_gate", "score_softcap", "latent")
+BY_MIXER = ("num_heads", "num_kv_heads", "head_dim", "qk_norm", "attention_sinks", "tie_values")
 
 
 def read(directory: Path, name: str = CONFIG) -> dict:
@@ -58,16 +88,17 @@ def text_of(config: Mapping) -> Mapping:
 
 
 def scale_block(config: Mapping) -> tuple[int, int] | None:
-    """(rows, columns) of the blocks of float8 weights that share a scale; None: weights are not quantized. Raises:
-    ValueError for quantization of other kinds."""
+    """(rows, columns) of the blocks of float8 weights that share a scale, larger than any matrix if it has one alone;
+    None: no float8. Raises: ValueError for quantization of other kinds than this and MXFP4."""
     given = text_of(config).get("quantization_config")
-    if not given:
+    if not given or isinstance(given, dict) and given.get("quant_method") == "mxfp4":
         return None
     method, block = (given.get("quant_method"), given.get("weight_block_size")) if isinstance(given, dict) else ("", 0)
-    if method != "fp8" or given.get("fmt", "e4m3") != "e4m3" or not isinstance(block, list) or len(block) != 2 \
-            or not all(type(n) is int and n > 0 for n in block):
+    block = [2**31, 2**31] if block is None and given.get("activation_scheme") == "static" else block
+    if method != "fp8" or given.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn") or not isinstance(block, list) \
+            or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         raise ValueError(f"{CONFIG}: quantization_config={_shown(given)}: quantized weights cannot be read, but for "
-                         f'float8 with scales by block: quant_method="fp8" with a weight_block_size')
+                         f'float8 with scales by block: quant_method="fp8" with a weight_block_size, and for mxfp4')
     return block[0], block[1]
 
 
@@ -110,182 +141,521 @@ def family_of(config: Mapping) -> Family:
     raise ValueError(f'{CONFIG}: model_type="{kind}"{inside} is not a family that can be read; {guess} are {_KNOWN}')
 
 
+@dataclasses.dataclass(frozen=True)
+class Word:
+    """How a key of config.json decides one of ours, of `Family.keys`."""
+    path: str
+    power: float = 1.0
+    sign: str = ""          # with `other`: times or plus another key of ours
+    other: str = ""
+    choice: tuple = ()      # for true, for false
+
+    @staticmethod
+    def of(text: str) -> Word:
+        path, power, sign, other, yes, no = WORD.fullmatch(text).groups()
+        plain = lambda one: float(one) if re.fullmatch(r"[\d.]+", one) else one
+        return Word(path, float(power or 1), sign or "", other or "", (plain(yes), plain(no)) if yes else ())
+
+    def ours(self, value, flat: Mapping):
+        if self.choice:
+            return self.choice[not value]
+        if self.sign:
+            return value * flat[self.other] if self.sign == "*" else value + flat[self.other]
+        if self.power != 1:
+            return float(value) ** self.power
+        return float(value) if self.is_number else value
+
+    def theirs(self, value, model):
+        if self.choice:
+            return self.choice.index(value) == 0
+        if self.path == "multipliers.score":
+            value = value or model.head_dim ** -0.5
+        if self.sign:
+            other = _value(model, self.other)
+            return value // other if self.sign == "*" else value - other
+        if self.power != 1:
+            value = value ** (1 / self.power)
+            return round(value) if math.isclose(value, round(value), rel_tol=1e-9) else value
+        return None if self.path in OPTIONAL and not value and self.path not in ("num_experts", "shared_expert_dim") \
+            and not self.path.startswith("linear.") else value
+
+    @property
+    def is_number(self) -> bool:
+        return self.path in NUMBERS or self.path.startswith("multipliers.")
+
+
+def _value(model, path: str):
+    """A key of [model], of tables within it, or of a tuple; one of a mixer is the layer's where it has none of its
+    own."""
+    first, _, rest = path.partition(".")
+    if first == "kinds":
+        letter, _, rest = rest.partition(".")
+        return getattr(model.of(letter), rest)
+    found = getattr(model, first)
+    if first == "router_groups":
+        return found[int(rest)] if found else 1
+    return getattr(found, rest) if rest else found
+
+
 def model_keys(config: Mapping, family: Family) -> dict:
     """The keys of [model] that a config.json fixes. Raises: ValueError, a line for each difference to transformers."""
-    config = text_of(config)
-    config = {**config, **{key: config[alias] for alias, key in family.aliases.items() if alias in config
-                           and key not in config}}
-    get = lambda key: config[key] if key in config else family.defaults.get(key)
-    keys, faults = dict(family.fixed), []
-    for theirs, ours in family.keys.items():
+    given = config = text_of(config)
+    config, get = _in_one_form(config, family)
+    flat, faults, last = dict(family.fixed), [], []
+    for theirs, texts in family.keys.items():
         value = get(theirs)
         if value is None and theirs in family.multiples:
             source, times = family.multiples[theirs]
             value = get(source) * times if type(get(source)) is int else None
-        if value is None and ours[0] in ("num_kv_heads", "head_dim", "window", "score_softcap", "logit_softcap"):
-            continue        # derived, or disabled
-        faults += _fault(theirs, value, ours[0])
-        keys |= {one: float(value) if one in NUMBERS and type(value) is int else value for one in ours}
-    if "attention_bias" in family.keys:
-        keys["attention_bias"] = next((ours for ours, theirs in BIASES.items()
-                                       if theirs is keys["attention_bias"]), "none")
+        for word in map(Word.of, texts.split()):
+            if value is None and word.path in OPTIONAL:
+                continue
+            fault = _fault(theirs, value, word)
+            faults += fault
+            if word.sign:
+                last.append((word, value))
+            elif not fault:
+                flat[word.path] = word.ours(value, flat)
     for key, allowed in family.only.items():
         value = get(key)
-        if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
+        if value is not None and allowed and not any(type(value) is type(one) and value == one for one in allowed):
             faults.append(f"{CONFIG}: {key}={_shown(value)} cannot be computed; only "
                           f"{' or '.join(map(_shown, allowed))} can")
-    rope, wrong = _rope(config, family)
-    if family.every and not faults:
-        kinds, more = _kinds(config, family, keys)
-        keys |= kinds
-        wrong += more
-    if not family.every and "sliding_attention" in (kinds := config.get("layer_types")
-                                                    or ()) and len(set(map(str, kinds))) > 1:
-        faults.append(f"{CONFIG}: layer_types={_shown(kinds)}: [model] has one window for all layers")
+    wrong = []
+    if not faults:
+        flat |= {word.path: word.ours(value, flat) for word, value in last}
+        layers, wrong = _layers(config, get, family, flat)
+        flat |= layers
+        rope, more = _rope(config, get, family, flat) if not wrong else ({}, [])
+        flat, wrong = flat | rope, wrong + more
     try:
-        scale_block(config)
+        scale_block(given)
     except ValueError as error:
         faults.append(str(error))
-    known = {"quantization_config", *family.keys, *family.only, *family.aliases, *HARMLESS, *WINDOW_KEYS,
-             *(ROPE_KEYS if family.ropes else ())}
-    for key in sorted(set(config) - known):
-        if config[key] not in (None, False, [], {}) and not key.startswith("_"):
-            faults.append(f"{CONFIG}: {key}={_shown(config[key])}: it is not known here, and may change what is "
+    for key in sorted(set(given) - _known(family)):
+        if given[key] not in (None, False, [], {}) and not key.startswith("_"):
+            faults.append(f"{CONFIG}: {key}={_shown(given[key])}: it is not known here, and may change what is "
                           f"computed; take it out of a copy if it does not")
-    if not faults:
-        heads, width = keys["num_heads"], keys["embed_dim"]
-        if heads % keys.get("num_kv_heads", heads):
-            faults.append(f"{CONFIG}: {keys['num_kv_heads']} key and value heads do not divide {heads} heads")
-        if "head_dim" not in keys and width % heads:
+    if not faults + wrong:
+        heads, width = flat["num_heads"], flat["embed_dim"]
+        if heads % flat.get("num_kv_heads", heads):
+            faults.append(f"{CONFIG}: {flat['num_kv_heads']} key and value heads do not divide {heads} heads")
+        if "head_dim" not in flat and width % heads:
             faults.append(f"{CONFIG}: {heads} heads do not divide the width of {width}, and there is no head_dim")
     if faults := faults + wrong:
         raise ValueError("\n".join(faults))
-    if not keys.get("global_every"):
-        rope.pop("local_rope_theta", None)
-    return keys | rope
+    return _nested(_plain(flat))
+
+
+def _known(family: Family) -> set[str]:
+    several = len(family.layers) > 1
+    return {"quantization_config", *family.keys, *family.only, *family.aliases, *family.defaults, *HARMLESS,
+            *WINDOW_KEYS, *(EVERY_KEYS if several else ()), *(("no_rope_layer_interval",) if "no_rope_layers" in
+                                                              family.defaults else ()),
+            *(MLP_KEYS if any(key in family.defaults for key in MLP_KEYS) else ()),
+            *(("rotary_dim",) if "partial_rotary_factor" in family.defaults else ()),
+            *(("per_layer_config",) if "global_head_dim" in family.keys else ()),
+            *(ROPE_KEYS if family.fixed["position"] == "rope" else ())}
+
+
+def _in_one_form(config: Mapping, family: Family):
+    """(config.json with other forms of the same settings translated, a look-up with the class's defaults)."""
+    config = dict(config)
+    for alias, key in family.aliases.items():
+        if alias in config:
+            config.setdefault(key, config[alias])
+    if isinstance(linear := config.get("linear_attn_config"), dict):
+        config |= {key: linear[theirs] for key, theirs in (
+            ("linear_num_heads", "num_heads"), ("linear_head_dim", "head_dim"),
+            ("linear_conv_kernel_dim", "short_conv_kernel_size")) if theirs in linear}
+        full, linear = linear.get("full_attn_layers"), linear.get("kda_layers")
+        if isinstance(full, list) and isinstance(linear, list) and not config.get("layer_types"):
+            config["layer_types"] = [_LINEAR_OR_FULL[i + 1 in full] for i in range(len(full + linear))]  # from 1
+    if isinstance(pattern := config.get("hybrid_override_pattern"), str) and not config.get("layers_block_type"):
+        config["layers_block_type"] = list(pattern)
+    if "global_head_dim" in family.keys:
+        of_layers = config.get("per_layer_config")
+        alike = list(of_layers.values()) if isinstance(of_layers, dict) else []
+        if alike and isinstance(alike[0], dict) and all(one == alike[0] for one in alike):
+            names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+            config |= {names.get(key, f"per_layer_config.{key}"): value for key, value in alike[0].items()}
+        if not config.get("attention_k_eq_v"):
+            config.pop("num_global_key_value_heads", None)
+    if type(config.get("rotary_dim")) is int and type(config.get("head_dim")) is int:
+        config.setdefault("partial_rotary_factor", config["rotary_dim"] / config["head_dim"])
+
+    def get(key):
+        return config[key] if key in config else family.defaults.get(key)
+
+    if "time_step_least" in family.keys and isinstance(limit := get("time_step_limit"), list) and len(limit) == 2:
+        least, most = limit         # without bound: Infinity, or as transformers 5 writes it
+        config |= {"time_step_least": least or None,
+                   "time_step_most": None if isinstance(most, dict) or most == math.inf else most}
+    return config, get
+
+
+_LINEAR_OR_FULL = ("linear_attention", "full_attention")
 
 
 def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
-    """config.json of a model. model: the keys of [model] as attributes. longest: trained sequence length. source: the
-    original config.json, whose other keys are kept."""
+    """config.json of a model. model: the section [model]. longest: trained sequence length. source: the original
+    config.json, whose other keys are kept, as are those that say the same."""
     if (text := text_of(source)) is not source:
         made = config_of(model, family, dtype, longest, text)
         whole = {key: value for key, value in source.items() if key not in ("dtype", "quantization_config")}
         return whole | {"text_config": made, "torch_dtype": dtype, "tie_word_embeddings": model.tie_embeddings}
-    kept = {key: value for key, value in source.items()
-            if key not in ("rope_parameters", "dtype", "quantization_config", *family.aliases)}
-    made = kept | {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
-    made |= {theirs: getattr(model, ours[0]) for theirs, ours in family.keys.items()}
-    if "attention_bias" in family.keys:
-        made["attention_bias"] = BIASES[model.attention_bias]
-    made |= {key: allowed[0] for key, allowed in family.only.items() if source.get(key) not in allowed}
-    if family.every:
-        every = (model.global_every or model.num_layers + 1) if model.window else 1
-        made["layer_types"] = [_KINDS[(i + 1) % every == 0] for i in range(model.num_layers)]
-        made["rope_local_base_freq"] = model.local_rope_theta or model.rope_theta
-    made |= {key: made[key] or None for key in made if key.endswith("_softcapping")}
-    if "sliding_window" in made:
-        made["sliding_window"] = made["sliding_window"] or None     # null, because some classes have a default window
-    if not family.ropes:
-        return made
-    made |= {"max_position_embeddings": max(longest, source.get("max_position_embeddings") or 0),
-             "rope_theta": model.rope_theta}
-    made["rope_scaling"] = None if model.rope_scaling.rope_type == "default" else dict(model.rope_scaling)
+    old, get = _in_one_form(source, family)
+    made = {key: value for key, value in source.items() if key not in (*WRITTEN_ANEW, *family.aliases)}
+    made |= {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
+    for theirs, texts in family.keys.items():
+        word = Word.of(texts.split()[0])
+        said, value = get(theirs), word.theirs(_value(model, word.path), model)
+        same = theirs in old and not _fault(theirs, said, word) and not word.sign and word.theirs(
+            word.ours(said, {}), model) == value
+        if theirs.startswith("time_step_") and theirs not in family.defaults:
+            continue        # said by time_step_limit
+        made[theirs] = said if same else value
+    made |= {key: allowed[0] for key, allowed in family.only.items()
+             if allowed and (key not in source or source[key] not in allowed)}
+    made |= _written_layers(model, family, get)
+    if "time_step_least" in family.keys:
+        made["time_step_limit"] = [model.linear.step_min, model.linear.step_max or math.inf]
+    if family.fixed["position"] == "rope":
+        made |= {"max_position_embeddings": max(longest, source.get("max_position_embeddings") or 0)}
+        made |= _written_rope(model, family, source)
     return made
 
 
+def _written_layers(model, family: Family, get) -> dict:
+    """Keys on the kinds of the layers."""
+    names = {mixer: name for name, mixer in reversed(family.layers.items())}
+    names = {"F": "full_attention", "N": "full_attention", "W": "sliding_attention"} | names
+    mixers, mlps = ([kind[i] for kind in pattern.kinds(model)] for i in (0, 1))
+    made, dense = {}, len(mlps) - len("".join(mlps).lstrip("d"))
+    if "layers_block_type" in family.defaults:
+        sublayers = [(names.get(mixer), {"e": "moe", "d": "mlp"}.get(mlp)) for mixer, mlp in zip(mixers, mlps)]
+        kinds = [name for pair in sublayers for name in pair if name]
+        return {"layers_block_type": kinds, "num_hidden_layers": len(kinds)}
+    if len(family.layers) > 1:
+        made["layer_types"] = [names.get(mixer, mixer) for mixer in mixers]
+    if "no_rope_layers" in family.defaults:
+        made |= {"no_rope_layers": [int(mixer == "F") for mixer in mixers], "layer_types": ["full_attention"] * len(
+            mixers)}
+    if "position_embedding_type" in family.defaults:
+        made["position_embedding_type"] = "rope" if "F" in mixers else "nope"
+    for key in ("first_k_dense_replace", "num_dense_layers"):
+        made |= {key: dense} if key in family.defaults else {}
+    if "mlp_layer_types" in family.defaults:
+        made["mlp_layer_types"] = ["dense" if mlp == "d" else "sparse" for mlp in mlps]
+        made |= {"first_k_dense_replace": dense} if get("first_k_dense_replace") is not None else {}
+    if "mlp_only_layers" in family.defaults:
+        made |= {"mlp_only_layers": [i for i, mlp in enumerate(mlps) if mlp == "d"], "decoder_sparse_step": 1}
+    return made
+
+
+def _written_rope(model, family: Family, source: Mapping) -> dict:
+    """Keys on the rope, in the form of transformers 4, which 5 reads, too; as the source has them where it says more.
+    """
+    given, scaling = source.get("rope_parameters"), dict(model.rope_scaling)
+    local, nested = model.of("W"), isinstance(family.defaults.get("rope_parameters"), dict)
+    if isinstance(given, dict) and (nested or any(key in given for key in IDLE_ROPE_KEYS)):
+        mixers = "".join(mixer for mixer, _ in pattern.kinds(model))
+        flat = {"mixers": mixers, "head_dim": model.head_dim}
+        keys, faults = _rope(source, lambda key: source.get(key, family.defaults.get(key)), family, flat)
+        if not faults and _nested(keys).items() <= _nested({"rope_theta": model.rope_theta, "rope_scaling": scaling}
+                                                           | _of_window(local, model)).items():
+            return {"rope_parameters": given}
+    scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in scaling.items()}
+    if nested:
+        parts = {"full_attention": scaling | {"rope_theta": model.rope_theta},
+                 "sliding_attention": dict(local.rope_scaling) | {"rope_theta": local.rope_theta}}
+        return {"rope_parameters": parts}
+    made = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    if "partial_rotary_factor" in family.defaults:
+        made["partial_rotary_factor"] = scaling.pop("partial_rotary_factor", 1.0)
+    if scaling["rope_type"] == "longrope":
+        made["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    if scaling == {"rope_type": "default"}:
+        made["rope_scaling"] = None
+    if "rope_local_base_freq" in family.defaults:
+        made["rope_local_base_freq"] = local.rope_theta
+    return made
+
+
+def _of_window(local, model) -> dict:
+    """Keys of the rope of layers with a window, where it differs."""
+    found = {"rope_theta": local.rope_theta, "rope_scaling": dict(local.rope_scaling)}
+    same = found == {"rope_theta": model.rope_theta, "rope_scaling": dict(model.rope_scaling)}
+    return {} if same else {f"kinds.W.{key}": value for key, value in found.items()}
+
+
 def family_for(model) -> Family:
-    """The first family that computes what a model does. Raises: ValueError if there is none."""
+    """The first family whose config.json is read as this model. Raises: ValueError if there is none."""
     for family in FAMILIES.values():
-        sizes = {one for ours in family.keys.values() for one in ours}
-        heads = "num_kv_heads" in sizes or model.num_kv_heads == model.num_heads
-        width = "head_dim" in sizes or model.head_dim * model.num_heads == model.embed_dim
-        rope = model.rope_scaling.rope_type in ("default", *family.ropes) or model.position != "rope"
-        biases = "attention_bias" not in family.keys or model.attention_bias in BIASES
-        if heads and width and rope and biases and all(
-                getattr(model, key) == value for key, value in family.fixed.items()):
+        try:
+            back = type(model)(**model_keys(config_of(model, family, "float32", 0, {}), family))
+        except (ValueError, ArithmeticError, AttributeError):     # some key has a value that it cannot say
+            continue
+        if _near(_computed(back), _computed(model)):
             return family
     asked = dict.fromkeys([*FAMILIES["llama"].fixed, *(FAMILIES["mixtral"].fixed if model.num_experts else ())])
     given = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in asked)
-    raise ValueError(f"no family of Hugging Face's computes this model ({given}); known are {_KNOWN}")
+    raise ValueError(f"no family of Hugging Face's computes this model ({given}, model.mixers={_shown(model.mixers)}, "
+                     f"model.mlps={_shown(model.mlps)}); known are {_KNOWN}")
 
 
-def _rope(config: Mapping, family: Family) -> tuple[dict, list[str]]:
+def _computed(model) -> dict:
+    """What a model computes: the keys that its layers read, those of each mixer apart."""
+    mixers, mlps = ({kind[i] for kind in pattern.kinds(model)} for i in (0, 1))
+    found = {"layers": pattern.kinds(model)} | {key: getattr(model, key) for key in (
+        *COMPUTED, *(OF_EXPERTS if "e" in mlps else ()), *(("mlp_dim",) if "d" in mlps else ()),
+        *(OF_ATTENTION if mixers & set("FWNV") else ()), *(("linear",) if mixers & set("GKM") else ()),
+        *(("max_seq_len",) if model.position == "learned" else ()))}
+    for letter in mixers - {"."}:
+        own = model.of(letter)
+        keys = ("norm_placement", *(BY_MIXER if letter in "FWNV" else ()), *(("window",) if letter in "WV" else ()), *(
+            ("rope_theta", "rope_scaling") if letter in "FW" and model.position == "rope" else ()))
+        found |= {f"{letter}.{key}": getattr(own, key) for key in keys}
+    score = found["multipliers"].score or model.head_dim ** -0.5
+    return found | {"multipliers": dict(found["multipliers"]) | {"score": score}}
+
+
+def _near(a, b) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-9)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_near(a[key], b[key]) for key in a)
+    return a == b
+
+
+def _layers(config: Mapping, get, family: Family, flat: dict) -> tuple[dict, list[str]]:
+    """(keys of [model] on the kinds of the layers, faults)."""
+    keys, faults = {}, []
+    if "layers_block_type" in family.defaults:
+        mixers, mlps, faults = _pairs(get("layers_block_type"), family)
+        keys["num_layers"] = len(mixers)
+    else:
+        mixers, faults = _mixers(get, family, flat)
+        mlps, more = _mlps(get, family, flat)
+        faults += more
+    if faults:
+        return {}, faults
+    if "e" not in mlps:
+        keys |= {key: 0 for key in ("num_experts", "shared_expert_dim")} | {"shared_expert_gate": False}
+    if not any(mixer in "WV" for mixer in mixers):
+        keys["window"] = 0
+    elif not flat.get("window"):
+        faults = [f"{CONFIG}: layers with a window, and sliding_window={_shown(get('sliding_window'))}"]
+    return keys | {"mixers": shortest(mixers), "mlps": shortest(mlps)}, faults
+
+
+def _mixers(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
+    """(letter of each layer's mixer, faults)."""
+    count, names, window = flat["num_layers"], get("layer_types"), flat.get("window")
+    usual, *_, other = *family.layers, *family.layers
+    if not names:
+        every = next((get(key) for key in EVERY_KEYS if get(key)), family.every)
+        every = len(every) if isinstance(every, str) else every if type(every) is int else 0
+        names = [other if every and (i + 1) % every == 0 else usual for i in range(count)]
+        if "W" in family.layers.values() and not window:
+            names = ["full_attention"] * count
+    if not isinstance(names, list) or len(names) != count:
+        return [], [f"{CONFIG}: layer_types={_shown(names)} does not name each of {count} layers"]
+    names = [LAYER_NAMES.get(str(name), str(name)) for name in names]
+    letters = dict(family.layers)
+    if len(letters) == 1:       # one kind for all layers
+        letters = {"full_attention": "W" if window else "F", "sliding_attention": "W"}
+        if len(set(names)) > 1 and set(names) <= set(letters):
+            return [], [f"{CONFIG}: layer_types={_shown(names)}: this family has one window for all layers"]
+    elif letters.get("full_attention") == "N" and "sliding_attention" in letters and not window:
+        letters["full_attention"] = "F"     # rope only if no layer has a window
+    if "position_embedding_type" in family.defaults and get("position_embedding_type") != "rope":
+        letters["full_attention"] = "N"
+    if strange := sorted(set(names) - set(letters)):
+        return [], [f"{CONFIG}: layer_types: {_shown(strange[0])} cannot be computed in this family; only "
+                    f"{' and '.join(letters)} can"]
+    mixers = [letters[name] for name in names]
+    if "no_rope_layers" in family.defaults:
+        every = get("no_rope_layer_interval") or 4
+        rotated = get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
+        if not isinstance(rotated, list) or len(rotated) != len(mixers):
+            return [], [f"{CONFIG}: no_rope_layers={_shown(rotated)} does not name each of {count} layers"]
+        mixers = [mixer if turned else "N" for mixer, turned in zip(mixers, rotated)]
+    return mixers, []
+
+
+def _mlps(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
+    """(letter of each layer's MLP, faults)."""
+    count, kinds, step = flat["num_layers"], get("mlp_layer_types"), get("decoder_sparse_step")
+    first = get("first_k_dense_replace") if get("first_k_dense_replace") is not None else get("num_dense_layers")
+    if not flat.get("num_experts"):
+        return ["d"] * count, []
+    if not any(key in family.defaults for key in MLP_KEYS):
+        return ["e"] * count, []
+    if isinstance(kinds, list) and len(kinds) == count and set(kinds) <= {"dense", "sparse"}:
+        return ["d" if kind == "dense" else "e" for kind in kinds], []
+    first = 1 if first is None and kinds == family.defaults.get("mlp_layer_types", ()) else first
+    if type(first) is int and first >= 0:
+        return ["d" if i < first else "e" for i in range(count)], []
+    if isinstance(dense := get("mlp_only_layers") or [], list) and type(step) is int and step > 0:
+        return ["d" if i in dense or (i + 1) % step else "e" for i in range(count)], []
+    return [], [f"{CONFIG}: which layers have experts is not said: " + ", ".join(
+        f"{key}={_shown(get(key))}" for key in MLP_KEYS if key in family.defaults)]
+
+
+def _pairs(names, family: Family) -> tuple[list[str], list[str], list[str]]:
+    """(mixers, MLPs, faults) of layers that are a mixer or an MLP each: one of ours is a mixer with the MLP behind it.
+    """
+    mixers, mlps = [], []
+    letters = {name: (0, mixer) for name, mixer in family.layers.items()} | {"moe": (1, "e"), "mlp": (1, "d")}
+    for name in names if isinstance(names, list) and names else [None]:
+        side, letter = letters.get(LAYER_NAMES.get(str(name), str(name)), (2, ""))
+        if side == 2:
+            return [], [], [f"{CONFIG}: layers_block_type={_shown(names)}: only {', '.join(letters)} can be computed"]
+        if side == 0 or not mlps or mlps[-1] != ".":
+            mixers.append(".")
+            mlps.append(".")
+        (mixers, mlps)[side][-1] = letter
+    return mixers, mlps, []
+
+
+def shortest(letters: Sequence[str]) -> str:
+    """The shortest pattern of `model.mixers` or `model.mlps` that says this."""
+    whole = "".join(letters)
+    period = next(whole[:p] for p in range(1, len(whole) + 1) if (whole[:p] * len(whole))[:len(whole)] == whole)
+    ended = whole.rstrip(whole[-1]) + whole[-1] + "*"
+    return min(period, ended, key=len)
+
+
+def sublayers(model) -> tuple[list[int], list[int]]:
+    """For each layer the numbers of its mixer and of its MLP, where each is a layer of its own."""
+    numbers = itertools.count()
+    pairs = [tuple(next(numbers) if letter != "." else -1 for letter in kind) for kind in pattern.kinds(model)]
+    return [mixer for mixer, _ in pairs], [mlp for _, mlp in pairs]
+
+
+def further_layers(config: Mapping) -> int:
+    """The number of layers behind the model's that predict further tokens (MTP)."""
+    text = text_of(config)
+    found = text.get("num_nextn_predict_layers", text.get("num_mtp_layers"))
+    return found if type(found) is int and found > 0 else 0
+
+
+def _rope(config: Mapping, get, family: Family, flat: Mapping) -> tuple[dict, list[str]]:
     """(keys of [model], faults)."""
-    if not family.ropes:
+    if family.fixed["position"] != "rope" or not set("FW") & set(flat["mixers"]):
         return {}, []
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    local = {}
-    if isinstance(given, dict) and "full_attention" in given:
-        given, local = given["full_attention"], given.get("sliding_attention", {})
-    if not isinstance(given, dict) or not isinstance(local, dict):
+    given = get("rope_parameters") or config.get("rope_scaling") or {}
+    local, base = None, get("rope_local_base_freq")
+    if isinstance(given, dict) and ("full_attention" in given or "sliding_attention" in given):
+        given, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
+    if not isinstance(given, dict) or not isinstance(local or {}, dict):
         return {}, [f"{CONFIG}: rope_parameters={_shown(given)} is no object"]
-    given = {key: value for key, value in given.items() if value is not None}
-    theta = given.pop("rope_theta", config.get("rope_theta") or family.defaults["rope_theta"])
-    kind = given.pop("rope_type", given.pop("type", "default"))
-    given.pop("type", None)
-    faults = [] if _is_number(theta) else [f"{CONFIG}: rope_theta={_shown(theta)} is not a number larger than 0"]
-    if kind not in family.ropes:
-        return {}, [*faults,
-                    f"{CONFIG}: rope_type={_shown(kind)} cannot be computed; only {' or '.join(family.ropes)} can"]
-    keys = {"rope_theta": float(theta)} if not faults else {}
-    for key, harmless in (("partial_rotary_factor", 1.0), ("truncate", True)):
-        if given.get(key) == harmless:
-            del given[key]
-    scaling = {"rope_type": kind}
-    for key, absent in SCALED.get(kind, {}).items():
-        value = given.pop(key, absent)
-        if not _is_number(value) or (key in WHOLE and type(value) is not int):
-            faults.append(f"{CONFIG}: {key}={_shown(value)} of the rope is not a number larger than 0")
-        scaling[key] = value if key in WHOLE or not _is_number(value) else float(value)
-    sharpness = given.get("attention_factor")       # of YaRN, where it is the one that `model.rope.angles` applies
-    if kind == "yarn" and not faults and _is_number(sharpness) and math.isclose(
-            sharpness, 0.1 * math.log(scaling["factor"]) + 1, rel_tol=1e-6):
-        del given["attention_factor"]
-    keys |= {"rope_scaling": scaling} if kind in SCALED else {}
-    if family.every and not faults:
-        base = local.get("rope_theta", config.get("rope_local_base_freq")
-                         or family.defaults.get("rope_local_base_freq") or theta)
-        if not _is_number(base) or local.get("rope_type", "default") != "default":
-            faults.append(f"{CONFIG}: the rope of layers with a window, {_shown(local or base)}, cannot be computed; "
-                          f"only default can")
-        elif base != theta or kind in SCALED:
-            keys["local_rope_theta"] = float(base)
-    if given:
-        faults += [f"{CONFIG}: {key}={_shown(value)} of the rope cannot be computed" for key, value in given.items()]
+    keys, faults = _one_rope(given, config, get, family)
+    if local is None and "rope_local_base_freq" in family.defaults:
+        local = {"rope_theta": base or keys.get("rope_theta")}
+    if "W" in flat["mixers"] and local is not None and not faults:
+        if local.get("rope_type", "default") != "default":
+            return {}, [f"{CONFIG}: the rope of layers with a window, {_shown(local)}, cannot be computed; only "
+                        f"default can"]
+        of_window, faults = _one_rope(local, {key: value for key, value in config.items() if key != "rope_theta"} | {
+            "rope_theta": keys["rope_theta"]}, get, family)
+        if of_window != keys:
+            keys |= {f"kinds.W.{key}": value for key, value in of_window.items()}
+    sharpened = family.fixed.get("multipliers.score") == "mscale" and not faults
+    scaling = keys.get("rope_scaling", {})
+    if sharpened and scaling.get("mscale_all_dim"):
+        m = 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1
+        keys["multipliers.score"] = flat["head_dim"] ** -0.5 * m * m
     return keys, faults
 
 
-def _kinds(config: Mapping, family: Family, keys: Mapping) -> tuple[dict, list[str]]:
-    """(keys of [model] on which layers have a window, faults)."""
-    count = keys["num_layers"]
-    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or family.every
-    every = every if type(every) is int and every > 0 else family.every
-    kinds = config.get("layer_types") or [_KINDS[(i + 1) % every == 0] for i in range(min(count, 10_000))]
-    if not isinstance(kinds, list) or len(kinds) != count:
-        return {}, [f"{CONFIG}: layer_types={_shown(kinds)} does not name each of {count} layers"]
-    every = kinds.index(_KINDS[True]) + 1 if _KINDS[True] in kinds else count + 1
-    if set(map(str, kinds)) == {_KINDS[True]}:
-        return {"window": 0}, []
-    if any(kind != _KINDS[(i + 1) % every == 0] for i, kind in enumerate(kinds)):
-        return {}, [f"{CONFIG}: layer_types={_shown(kinds)}: only {_KINDS[False]} with {_KINDS[True]} as every n-th "
-                    f"can be computed"]
-    return {"global_every": every}, []
+def _one_rope(given: Mapping, config: Mapping, get, family: Family) -> tuple[dict, list[str]]:
+    """({rope_theta, rope_scaling}, faults) of one object of rope_parameters or rope_scaling."""
+    given = {key: value for key, value in given.items() if value is not None and key not in IDLE_ROPE_KEYS}
+    theta = given.pop("rope_theta", config.get("rope_theta") or family.defaults["rope_theta"])
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    if kind == "su" or kind == "yarn" and "short_factor" in given:
+        kind = "longrope"       # as the first releases call it
+    faults = [] if _is_number(theta) else [f"{CONFIG}: rope_theta={_shown(theta)} is not a number larger than 0"]
+    if not isinstance(kind, str) or kind not in SCALED:
+        return {}, [*faults, f"{CONFIG}: rope_type={_shown(kind)} cannot be computed; only {' or '.join(SCALED)} can"]
+    if kind == "longrope":
+        longest, original = get("max_position_embeddings"), get("original_max_position_embeddings")
+        given.setdefault("original_max_position_embeddings", original)
+        original = given["original_max_position_embeddings"]
+        if _is_number(longest) and _is_number(original):
+            given.setdefault("factor", longest / original)
+    scaling = {"rope_type": kind}
+    for key, absent in SCALED[kind].items():
+        value = given.pop(key, absent)
+        if key.endswith("_factor") and isinstance(value, list) and value and all(map(_is_number, value)):
+            scaling[key] = tuple(map(float, value))
+            continue
+        if not _is_number(value) or key in ("short_factor", "long_factor") or (
+                key in WHOLE and type(value) is not int):
+            faults.append(f"{CONFIG}: {key}={_shown(value)} of the rope, {kind}, is not a number larger than 0")
+        scaling[key] = value if key in WHOLE or not _is_number(value) else float(value)
+    turned = given.pop("partial_rotary_factor", get("partial_rotary_factor"))
+    if turned not in (None, 1.0):
+        if not _is_number(turned) or turned > 1 or kind != "proportional" and "partial_rotary_factor" not in \
+                family.defaults:
+            faults.append(f"{CONFIG}: partial_rotary_factor={_shown(turned)} of the rope cannot be computed")
+        scaling["partial_rotary_factor"] = turned
+    for key in (*OF_YARN, "llama_4_scaling_beta"):
+        value = given.get(key)
+        allowed = kind in ("yarn", "longrope") if key in OF_YARN else key in family.defaults
+        if allowed and key in given and (type(value) is bool if key == "truncate" else _is_number(value)):
+            scaling[key] = given.pop(key) if key == "truncate" else float(given.pop(key))
+    given = {key: value for key, value in given.items() if key != "truncate" or value is not True}
+    if kind == "yarn" and not faults and math.isclose(
+            scaling.get("attention_factor", 0.0), 0.1 * math.log(scaling["factor"]) + 1, rel_tol=1e-6):
+        del scaling["attention_factor"]     # the one that is computed
+    faults += [f"{CONFIG}: {key}={_shown(value)} of the rope cannot be computed" for key, value in given.items()]
+    return {"rope_theta": float(theta), "rope_scaling": scaling} if not faults else {}, faults
 
 
-_KINDS = {False: "sliding_attention", True: "full_attention"}
+def _plain(flat: dict) -> dict:
+    """Without keys that the layers do not read and overrides that override nothing."""
+    groups = [flat.pop(f"router_groups.{i}", 1) for i in (0, 1)]
+    if "router_groups" not in flat and "num_experts" in flat:
+        flat["router_groups"] = ()
+    if flat["num_experts"] and groups[0] > 1:
+        flat["router_groups"] = tuple(groups)
+    if not flat["num_experts"]:
+        flat = {key: value for key, value in flat.items() if key not in OF_EXPERTS or key == "num_experts"}
+    if flat.get("multipliers.score") == "mscale":
+        del flat["multipliers.score"]
+    return {key: value for key, value in flat.items() if not key.startswith("kinds.F.") or value != flat.get(
+        key.split(".")[2], ())}
 
 
-def _fault(theirs: str, value, ours: str) -> list[str]:
+def _nested(flat: Mapping) -> dict:
+    """Tables of dotted keys; all tables are there, as what is not in them is decided, too."""
+    made = {table: {} for table in ("kinds", "linear", "latent", "multipliers")}
+    for path, value in flat.items():
+        *tables, last = path.split(".")
+        place = made
+        for table in tables:
+            place = place.setdefault(table, {})
+        place[last] = value
+    return made
+
+
+def _fault(theirs: str, value, word: Word) -> list[str]:
     if value is None:
         return [f"{CONFIG}: {theirs} is not there; every family needs it"]
-    if ours in FLAGS:
+    if word.path in FLAGS or word.choice:
         return [] if type(value) is bool else [f"{CONFIG}: {theirs}={_shown(value)} is not true or false"]
-    if ours in NUMBERS:
-        return [] if _is_number(value) else [f"{CONFIG}: {theirs}={_shown(value)} is not a number larger than 0"]
-    least = 2 if ours == "vocab_size" else 1
-    if type(value) is not int or not least <= value < 2**31:
-        return [f"{CONFIG}: {theirs}={_shown(value)} is not a whole number from {least} to {2**31 - 1}"]
+    if word.is_number:
+        least = 0 if word.path in ("linear.step_min", "linear.step_max") else math.ulp(0)
+        return [] if type(value) in (int, float) and least <= value < math.inf else [
+            f"{CONFIG}: {theirs}={_shown(value)} is not a number larger than 0"]
+    least = 2 if word.path == "vocab_size" else 0 if word.path in ("num_experts", "shared_expert_dim") else 1
+    most = MOST_LAYERS if word.path == "num_layers" else 2**31 - 1
+    if type(value) is not int or not least <= value <= most:
+        return [f"{CONFIG}: {theirs}={_shown(value)} is not a whole number from {least} to {most}"]
     return []
 
 

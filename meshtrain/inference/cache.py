@@ -26,7 +26,8 @@ from meshtrain.sharding.rules import Layout
 def token_width(cfg) -> int:
     """Numbers that the caches of all layers hold for each token; states of recurrent mixers do not grow."""
     def of(keys) -> int:
-        return keys.latent.kv_dim + keys.latent.rope_dim if keys.latent.kv_dim else 2 * keys.num_kv_heads * keys.head_dim
+        latent = keys.latent
+        return latent.kv_dim + latent.rope_dim if latent.kv_dim else 2 * keys.num_kv_heads * keys.head_dim
     return sum(of(cfg.of(kind.mixer)) for kind in pattern.kinds(cfg) if kind.mixer in pattern.ATTENTION)
 
 

@@ -63,7 +63,8 @@ class LatentMethod(NamedTuple):
         devices)."""
         seq = None if self.method is None else "seq"
         act = lambda *axes: layout.spec("activations", ("batch", seq, *axes))
-        weight = layout.spec(GATHERED, self.axes)
+        # Latents are whole: what splits them in a weight (generation splits the embedding dim) is gathered here.
+        weight = layout.spec(GATHERED, (None, *self.axes[1:]))
         tokens = [axis for name in ("batch", seq) for axis in layout.mesh_axes("activations", name)]
         operands = act("heads"), (act(), act()), (weight, weight), act()
         return operands, act("heads"), P(tuple(tokens) or None, *weight)

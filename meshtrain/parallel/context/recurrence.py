@@ -38,7 +38,8 @@ class LinearAttention(NamedTuple):
 
 
 def choose(run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention | None:
-    """The functions for this run; None without recurrent mixers. platform: jax's name. gpu: its name in the hardware table."""
+    """The functions for this run; None without recurrent mixers. platform: jax's name. gpu: its name in the hardware
+    table."""
     del platform, gpu
     if not present(run):
         return None
