@@ -372,7 +372,7 @@ def kv_heads_of(cfg) -> dict[str, int]:
 def build(cfg, adapters=None) -> Transformer:
     """A run file's model, in the groups of `pattern.stretches`.
 
-    adapters: the section [lora]. Raises: ValueError as `lora.adapt`.
+    adapters: the section [lora]. Raises: ValueError as `lora.check`.
     """
     adapters = adapters if adapters is not None and adapters.rank else None
 
@@ -384,6 +384,8 @@ def build(cfg, adapters=None) -> Transformer:
         return params.Module(layer)
     groups = tuple(LayerGroup(part.name, tuple(map(module, part.period)), part.repeats, part.leading)
                    for part in pattern.stretches(cfg))
+    if adapters is not None:
+        lora.check((layer.bind(layer.state) for group in groups for layer in group.period), adapters)
     return Transformer(cfg, params.Module(lambda rngs: EmbeddingAndHead(cfg, rngs)), groups, adapters)
 
 
