@@ -36,7 +36,10 @@ PADDING = 0            # segment of what fills a sequence up: no token sees it, 
 NO_TARGET = -1         # in a batch's targets: no loss at this token
 AUX_LOSS = "aux_loss"  # the one entry of a layer's aux that is added to the objective
 EXPERT_LOAD = "expert_load"    # in a layer's aux: tokens by layer and expert [L, E]
-# Of a row of metrics, made of that: numbers of each layer [L], null where it has no experts.
+# In a layer's aux, with optimizer.qk_clip: by layer and head [L, N], zero in other layers' rows, a bound of the scores:
+# the largest log-sum-exp of a token's, not below 0. Maxima are taken of it, not sums.
+SCORE_BOUND = "score_bound"
+# Of a row of metrics, made of EXPERT_LOAD: numbers of each layer [L], null where it has no experts.
 LOAD_BY_LAYER = ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert_load_entropy_by_layer")
 # Logical axes of the experts' matrices and of the biases of their inward ones, by their names in the parameter tree.
 EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert", "expert_embed", "expert_mlp"),

@@ -33,7 +33,7 @@ def problems(run: Run) -> list[str]:
     """Messages about keys that contradict each other or the files they name; empty if the run is valid."""
     return [*_text_problems(run), *_run_problems(run), *_mesh_problems(run), *_model_problems(run),
             *_expert_problems(run), *_data_problems(run),
-            *_training_problems(run), *_lora_problems(run), *_preference_problems(run),
+            *_training_problems(run), *_clip_problems(run), *_lora_problems(run), *_preference_problems(run),
             *_distributed_problems(run), *_metrics_problems(run)]
 
 
@@ -388,6 +388,26 @@ def _training_problems(run: Run):
     if run.optimizer.schedule == "wsd" and not run.optimizer.decay_steps:
         yield ('optimizer.schedule="wsd" ends with a decay, and optimizer.decay_steps=0 gives it no steps; '
                f"use e.g. {max(1, training.steps // 10)}")
+
+
+def _clip_problems(run: Run):
+    if not run.optimizer.qk_clip:
+        return
+    key, model = f"optimizer.qk_clip={run.optimizer.qk_clip:g}", run.model
+    present = {kind.mixer for kind in pattern.kinds(model)} & {*pattern.ATTENTION}
+    normed = sorted(mixer for mixer in present if model.of(mixer).qk_norm != "off")
+    if not present:
+        yield f"{key} clips attention's scores, and model.mixers={toml(model.mixers)} has no attention; leave it out"
+    elif normed:
+        yield (f"{key} scales the weights of queries and keys, and model.qk_norm={toml(model.of(normed[0]).qk_norm)} "
+               f"divides by their length: it would do nothing; leave one of them out")
+    if model.score_softcap:
+        yield f"{key}: scores are bounded already by model.score_softcap={model.score_softcap:g}; leave one of them out"
+    if run.lora.rank:
+        yield f"{key} scales weights that lora.rank={run.lora.rank} freezes; leave one of them out"
+    if run.mesh.stage != 1:
+        yield (f"{key} needs the largest score of all microbatches, which the stages of a pipeline do not keep; use "
+               f"mesh.stage=1, or leave qk_clip out")
 
 
 def _lora_problems(run: Run):

@@ -418,6 +418,9 @@ class Optimizer(Section):
     b2: float = key(0.95, "decay of the second moment", ge=0, lt=1)
     eps: float = key(1e-8, "added to the root of the second moment", gt=0)
     weight_decay: float = key(0.1, "decoupled weight decay of matrices", ge=0)
+    qk_clip: float = key(
+        0.0, "after a step, scale the queries and keys of heads whose scores may exceed this, by a bound: the "
+        "log-sum-exp of a token's scores is at least their maximum; e.g. 100; 0 = off", ge=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "learning rate after the warm-up")
     warmup_steps: int = key(0, "steps of linear warm-up; may be longer than the run", ge=0)
     decay_steps: int = key(0, "steps of the final decay of wsd; cosine and linear fall until the last step", ge=0)

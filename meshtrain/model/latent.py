@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from meshtrain import pattern
 from meshtrain.kernels.engine import Expansion, Mask, Scores
 from meshtrain.model import lora, rope
-from meshtrain.model.layers import Execution, Linear, Norm, gathered, together
+from meshtrain.model.layers import Execution, Linear, Norm, attend, gathered, together
 
 NORM_EPS = 1e-6         # of the latents' norms in all published models, whatever that of the others
 
@@ -57,11 +56,10 @@ class LatentAttention(nnx.Module):
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             r_BTR = rope.rotate(r_BTR[:, :, None], turning)[:, :, 0]
         r_BTR = act(r_BTR, "batch", "seq", None)
-        with jax.named_scope("attention"):      # its kernels are found by this name in the compiled program
-            o_BTNV = ex.attend(ex.layout, q_BTNH, c_BTC, r_BTR, inputs.segments_BT, mask=self.mask, scores=self.scores,
-                               expansion=self._expansion(ex))
+        o_BTNV, bound_N = attend(ex, q_BTNH, c_BTC, r_BTR, inputs.segments_BT, mask=self.mask, scores=self.scores,
+                                 expansion=self._expansion(ex))
         o_BTNV = act(o_BTNV, "batch", "seq", "heads", "head_dim")
-        return self.out(ex, o_BTNV, out_axes=("batch", "seq", None))
+        return self.out(ex, o_BTNV, out_axes=("batch", "seq", None)), bound_N
 
     def _expansion(self, ex: Execution) -> Expansion:
         # With adapters their sum: the weights are multiplied inside, and where, depends on how sequences are split.

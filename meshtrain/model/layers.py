@@ -24,6 +24,7 @@ from meshtrain.kernels.engine import Mask, Scores
 from meshtrain.model import float8
 from meshtrain.model.params import declare
 from meshtrain.model.rope import grown, rotate
+from meshtrain.names import SCORE_BOUND
 from meshtrain.sharding import mesh
 from meshtrain.sharding.mesh import psum
 from meshtrain.sharding.rules import GATHERED, Layout
@@ -44,6 +45,8 @@ class Execution:
     experts: Callable | None = None
     # `parallel.context.recurrence.LinearAttention`; None: no recurrent mixers
     recurrence: object | None = None
+    # (layers, most heads of a layer): the layers' aux has SCORE_BOUND; None: it has not
+    bounds: tuple[int, int] | None = None
 
     def after(self, values, done):
         """`values`, made to depend on `done` if that order matters; both are pytrees."""
@@ -383,14 +386,21 @@ class Attention(nnx.Module):
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
         sinks_N = None if self.sinks is None else small(ex, self.sinks[...], ("heads",)).astype(jnp.float32)
-        with jax.named_scope("attention"):      # its kernels are found by this name in the compiled program
-            o_BTNH = ex.attend(ex.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT, mask=self.mask,
-                               scores=self.scores, sinks_N=sinks_N)
+        o_BTNH, bound_N = attend(ex, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT, mask=self.mask, scores=self.scores,
+                                 sinks_N=sinks_N)
         o_BTNH = act(o_BTNH, "batch", "seq", "heads", "head_dim")
         if gate_BTNH is not None:
             gate_BTNH = act(gate_BTNH, "batch", "seq", "heads", "head_dim")
             o_BTNH = recomputed(ex, gated)(o_BTNH, gate_BTNH)
-        return self.out(ex, o_BTNH, out_axes=("batch", "seq", None))
+        return self.out(ex, o_BTNH, out_axes=("batch", "seq", None)), bound_N
+
+
+def attend(ex: Execution, *operands, **kind):
+    """(attention's output, with ex.bounds the bound of each head's scores [N], else None)."""
+    with jax.named_scope("attention"):      # its kernels are found by this name in the compiled program
+        if ex.bounds:
+            return ex.attend(ex.layout, *operands, **kind, bounded=True)
+        return ex.attend(ex.layout, *operands, **kind), None
 
 
 def gated(o, gate):
@@ -436,7 +446,7 @@ class Layer(nnx.Module):
 
     Returns (x_BTD, aux). aux: {name: float32 array}, sums over the microbatch's tokens, which are added over layers and
     microbatches; the step divides them by its number of targets and reports them by name. The scalar AUX_LOSS is also
-    part of the objective, and divided by the step's tokens. A layer with an MLP has none.
+    part of the objective, and divided by the step's tokens. Of SCORE_BOUND the maximum is taken instead.
     """
 
     def __init__(self, cfg, rngs, mixer: tuple[str, Callable] | None, mlp: tuple[str, Callable] | None):
@@ -458,7 +468,11 @@ class Layer(nnx.Module):
         mixer, aux = self.linear if self.attention is None else self.attention, {}
         if mixer is not None:
             h_BTD = self._full(ex, normed(self.attention_norm, x_BTD))
-            y_BTD = normed(self.attention_post_norm, residual(mixer(ex, h_BTD, inputs)))
+            y_BTD = mixer(ex, h_BTD, inputs)
+            if self.attention is not None:
+                y_BTD, bound_N = y_BTD
+                aux = {} if bound_N is None else {SCORE_BOUND: in_row(number, bound_N, *ex.bounds)}
+            y_BTD = normed(self.attention_post_norm, residual(y_BTD))
             x_BTD = residual(self._added(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number)))
             if self.attention_post_norm is None:
                 x_BTD = checkpoint_name(x_BTD, "attention_stream")
@@ -467,7 +481,8 @@ class Layer(nnx.Module):
             if self.moe is None:
                 y_BTD = self.mlp(ex, self._full(ex, h_BTD))
             else:
-                y_BTD, aux = self.moe(ex, residual(h_BTD), inputs, number)
+                y_BTD, of_experts = self.moe(ex, residual(h_BTD), inputs, number)
+                aux = aux | of_experts
             y_BTD = normed(self.mlp_post_norm, residual(y_BTD))
             x_BTD = residual(self._added(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)))
         if self.layer_scale is not None:
@@ -491,6 +506,12 @@ class Layer(nnx.Module):
         """
         h_BTD = ex.layout.act(h_BTD, "batch", "residual_seq", None)
         return h_BTD if ex.float8 else ex.layout.act(h_BTD, "batch", "seq", None)
+
+
+def in_row(number, values_N, rows: int, width: int):
+    """[rows, width]: the values in row `number`, zeros elsewhere."""
+    mine = jnp.arange(rows)[:, None] == number
+    return jnp.where(mine, jnp.pad(values_N, (0, width - values_N.shape[0])), 0.0)
 
 
 # --- dropout --------------------------------------------------------------------------------------------------------

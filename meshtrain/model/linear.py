@@ -55,9 +55,9 @@ class RecurrentMixer(nnx.Module):
         # as in the published code: decay rates from 1 to 16, time steps from 0.001 to 0.1
         spread = lambda low, high, shape: jnp.exp(jnp.linspace(jnp.log(low), jnp.log(high), N)).reshape(
             N, *[1] * (len(shape) - 1)) * jnp.ones(shape)
-        self.A_log = _given(dtype, jnp.log(spread(1.0, 16.0, (N,))), ("heads",))
+        self.A_log = _given(jnp.log(spread(1.0, 16.0, (N,))), ("heads",))
         shape, axes = ((N, H), HEADS) if channels else ((N,), ("heads",))
-        self.dt_bias = _given(dtype, jnp.log(jnp.expm1(spread(1e-3, 0.1, shape))), axes)
+        self.dt_bias = _given(jnp.log(jnp.expm1(spread(1e-3, 0.1, shape))), axes)
         self.skip = declare(rngs, dtype, (N,), ("heads",), "bias", value=1.0) if mixer == "M" else None
         self.norm = OutputNorm(cfg, rngs, (N, V) if mixer == "M" else (V,))
         self.out = Linear(cfg, rngs, "BTNH,NHD->BTD", (N, V, D), ("heads", "head_dim", "embed"),
@@ -132,8 +132,9 @@ class OutputNorm(nnx.Module):
         return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
 
 
-def _given(dtype, value, axes) -> nnx.Param:
-    return nnx.Param(value.astype(dtype), logical_axes=axes, role="bias", fan_in_dims=1)
+def _given(value, axes) -> nnx.Param:
+    """float32 whatever [model].param_dtype: bfloat16 would change decay rates by 1%, and lose an optimizer's steps."""
+    return nnx.Param(value.astype(jnp.float32), logical_axes=axes, role="bias", fan_in_dims=1)
 
 
 def _directions(q, k):

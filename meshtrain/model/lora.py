@@ -7,7 +7,7 @@ never split; the other dims are sharded like the projection's. Source: arXiv:210
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -45,26 +45,32 @@ class Adapter(nnx.Module):
 
 
 def adapt(layer: nnx.Module, rngs: nnx.Rngs, lora) -> nnx.Module:
-    """The layer, frozen, with adapters on its projections. lora: the section [lora], rank at least 1.
-
-    Raises: ValueError if it lacks one that lora.targets names.
-    """
-    found = projections(layer)
-    if missing := [name for name in lora.targets if name not in found]:
-        raise ValueError(f"lora.targets names {', '.join(missing)}, and a layer of this model has "
-                         f"{', '.join(found)}; leave {'them' if len(missing) > 1 else 'it'} out"
-                         + " (experts have no adapters)" * (layer.moe is not None))
-    for name, linear in found.items():
-        linear.frozen = True
-        if name in (lora.targets or found):
+    """The layer, frozen, with adapters on those of its projections that lora.targets names. lora: the section [lora],
+    rank at least 1."""
+    for _, module in nnx.iter_modules(layer):
+        if isinstance(module, Linear):
+            module.frozen = True
+    for name, linear in projections(layer).items():
+        if name in (lora.targets or LORA_TARGETS):
             # It was None, which flax treats as a static attribute.
             linear.lora = nnx.data(Adapter(rngs, linear, len(linear.axes) - len(linear.bias_axes),
                                            lora.rank, lora.alpha))
     return layer
 
 
+def check(layers: Iterable[nnx.Module], lora) -> None:
+    """Raises: ValueError if no layer has a projection that lora.targets names."""
+    layers = list(layers)
+    found = [name for name in LORA_TARGETS if any(name in projections(layer) for layer in layers)]
+    if missing := [name for name in lora.targets if name not in found]:
+        raise ValueError(f"lora.targets names {', '.join(missing)}, and the layers of this model have "
+                         f"{', '.join(found)}; leave {'them' if len(missing) > 1 else 'it'} out"
+                         + " (experts have no adapters)" * any(layer.moe is not None for layer in layers))
+
+
 def projections(layer: nnx.Module) -> dict[str, Linear]:
-    """A layer's projections by name, in the order of LORA_TARGETS; of experts only the shared ones."""
+    """A layer's projections by name, in the order of LORA_TARGETS: those of its mixer that have heads, and those of its
+    MLP, of experts only the shared ones'."""
     mixers, mlps = (layer.attention, layer.linear), (layer.mlp, layer.moe and layer.moe.shared)
     found = {name: getattr(part, name, None) for parts, names in ((mixers, LORA_TARGETS[:4]), (mlps, LORA_TARGETS[4:]))
              for part in parts if part is not None for name in names}

@@ -89,7 +89,8 @@ def tokens_first(ex: Execution) -> Execution:
     queries, keys and values are smaller by the size of the tensor axis.
     """
     def attend(layout, q, k, v, segments_BT, **kind):
-        return turned(ex.attend(ex.layout, *turned((q, k, v)), segments_BT, **kind))
+        found = ex.attend(ex.layout, *turned((q, k, v)), segments_BT, **kind)
+        return (turned(found[0]), found[1]) if kind.get("bounded") else turned(found)
     def convolve(layout, xs, ws, segments_BT):
         return turned(ex.recurrence.convolve(ex.layout, turned(xs), ws, segments_BT))
 

@@ -28,7 +28,7 @@ from meshtrain.model.linear import RecurrentMixer
 from meshtrain.model.loss import LossSpec, capped, loss_sums, token_nll
 from meshtrain.model.moe import MoE
 from meshtrain.model.parts import Inputs
-from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES
+from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES, SCORE_BOUND
 from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 
 VOCAB_MULTIPLE = 256
@@ -284,7 +284,7 @@ class Transformer:
         for first, group in self.numbered():
             repeat = lambda x_BTD, scanned, group=group: group.apply(ex, scanned[0], x_BTD, (scanned[1], inputs))
             x_BTD, by_repeat = jax.lax.scan(repeat, x_BTD, (self.weights(p, group), group.numbers(first)))
-            aux = add_aux(aux, jax.tree.map(lambda a: a.sum(0), by_repeat))
+            aux = add_aux(aux, {name: summed(name, a) for name, a in by_repeat.items()})
         return x_BTD, aux
 
     def _normed(self, ex: Execution, p, x_BTD):
@@ -372,7 +372,7 @@ def kv_heads_of(cfg) -> dict[str, int]:
 def build(cfg, adapters=None) -> Transformer:
     """A run file's model, in the groups of `pattern.stretches`.
 
-    adapters: the section [lora]. Raises: ValueError as `lora.adapt`.
+    adapters: the section [lora]. Raises: ValueError as `lora.check`.
     """
     adapters = adapters if adapters is not None and adapters.rank else None
 
@@ -384,6 +384,8 @@ def build(cfg, adapters=None) -> Transformer:
         return params.Module(layer)
     groups = tuple(LayerGroup(part.name, tuple(map(module, part.period)), part.repeats, part.leading)
                    for part in pattern.stretches(cfg))
+    if adapters is not None:
+        lora.check((layer.bind(layer.state) for group in groups for layer in group.period), adapters)
     return Transformer(cfg, params.Module(lambda rngs: EmbeddingAndHead(cfg, rngs)), groups, adapters)
 
 
@@ -438,8 +440,14 @@ def _can_share(ex: Execution, infos) -> bool:
 
 
 def add_aux(a: dict, b: dict) -> dict:
-    """The sums of two layers, by name; a missing name counts as zero."""
-    return a | {name: a[name] + value if name in a else value for name, value in b.items()}
+    """The sums of two layers, by name; a missing name counts as zero. Of SCORE_BOUND the maximum."""
+    add = lambda name: jnp.maximum if name == SCORE_BOUND else jnp.add
+    return a | {name: add(name)(a[name], value) if name in a else value for name, value in b.items()}
+
+
+def summed(name: str, a):
+    """The sum of an aux over the leading dim; of SCORE_BOUND the maximum."""
+    return a.max(0) if name == SCORE_BOUND else a.sum(0)
 
 
 def rematerialized(layer, ex: Execution):

@@ -22,7 +22,7 @@ from meshtrain.model import float8, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
-from meshtrain.names import AUX_LOSS
+from meshtrain.names import AUX_LOSS, SCORE_BOUND
 from meshtrain.parallel.context import attention
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import layer_vjp
@@ -30,7 +30,7 @@ from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import by_gloo
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import objective, state
+from meshtrain.training import objective, qk_clip, state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, r
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
                    in_order=not schedule and by_gloo(mesh), experts=dispatch.choose(run, layout, platform),
-                   recurrence=recurrence)
+                   recurrence=recurrence, bounds=qk_clip.bounds(run))
 
     def placed(dims: int) -> NamedSharding:
         logical = ("batch", "seq")[:1 + dims]
@@ -135,7 +135,8 @@ def scanned(step: StepSpec):
             return reduce_deferred(layout, deferred, axes, _unsummed(layout, deferred, axes, g))
         grads = jax.tree.map(reduced, trained_axes, grads, is_leaf=rules.is_axes)
         return grads, nll.sum() / count, count, {
-            name: a.sum(0) / normalizers[name == AUX_LOSS] for name, a in aux.items()}
+            name: transformer.summed(name, a) / (1 if name == SCORE_BOUND else normalizers[name == AUX_LOSS])
+            for name, a in aux.items()}
 
     def unsummed(batch, weights, normalizers, key):
         stacks, buffers = _layer_stacks(step, weights, jax.tree.map(lambda x: x[0], batch), normalizers, key)
@@ -150,7 +151,8 @@ def scanned(step: StepSpec):
             return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype or a.dtype), tree)
         start = pin(zeros(weights.trained, jnp.float32)), jnp.float32(0), zeros(buffers)
         (grads, nll, _), aux = jax.lax.scan(add, start, batch)
-        return jax.tree.map(lambda x: x[None], (grads, nll, jax.tree.map(lambda a: a.sum(0), aux)))
+        aux = {name: transformer.summed(name, a) for name, a in aux.items()}
+        return jax.tree.map(lambda x: x[None], (grads, nll, aux))
 
     def evaluate(p, batch):
         def losses(batch, p):

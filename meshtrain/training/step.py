@@ -16,7 +16,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.model import float8, moe, params
-from meshtrain.training import accumulate, pipelined
+from meshtrain.names import SCORE_BOUND
+from meshtrain.training import accumulate, pipelined, qk_clip
 from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State
 
@@ -186,13 +187,17 @@ def build(step: accumulate.StepSpec, memory_share: float = XLA_MEMORY_SHARE) -> 
         # follows. The old values and no updates of zero: XLA would make these where it makes the accumulators' zeros,
         # and keep them.
         kept = lambda new, old: jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
-        trained, opt_state = kept(optax.apply_updates(trained, updates), trained), kept(opt_state, state.opt_state)
+        moved = optax.apply_updates(trained, updates)
+        if step.ex.bounds:      # not before the first step, where only the balance moves
+            bound_LN = jnp.where(state.step < 0, 0.0, aux[SCORE_BOUND])
+            moved = qk_clip.clipped(model, moved, bound_LN, run.optimizer.qk_clip)
+        trained, opt_state = kept(moved, trained), kept(opt_state, state.opt_state)
         new = State(state.step + 1, params.joined(trained, frozen), opt_state)
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32),
                    "tokens": count,
                    "skipped": ~finite}
-        return new, metrics | moe.reported(aux)
+        return new, metrics | qk_clip.reported(moe.reported(aux), run.optimizer.qk_clip)
 
     def evaluate(p, batch):
         total = loss_sum(p, batch)

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain import pattern
 from meshtrain.kernels import blockwise, cudnn, pallas, tiles
 from meshtrain.kernels.engine import CAUSAL, Engine, Expansion, Mask, Output, Scores
+from meshtrain.names import PADDING
 from meshtrain.parallel.context import gather, ring, ulysses
 from meshtrain.parallel.context.latents import LatentMethod
 from meshtrain.parallel.context.zigzag import AXIS
@@ -39,17 +40,24 @@ def attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAU
     method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do)
     -> dq, dk, dv. sinks_N: a score of each head that takes part in the softmax and has no value.
     """
-    return _attend(method, layout, mask, (q_BTNH, k_BSKH, v_BSKV, segments_BT), sinks_N)
+    return _attend(method, layout, mask, False, (q_BTNH, k_BSKH, v_BSKV, segments_BT), sinks_N)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(method, layout, mask, operands, sinks_N):
-    """operands: queries first, segments last."""
-    return _attend_forward(method, layout, mask, operands, sinks_N)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _attend(method, layout, mask, bounded, operands, sinks_N):
+    """operands: queries first, segments last. bounded: (the output, a bound of each head's scores [N]).
+
+    The log-sum-exp of a token's scores, without sinks, is at least their maximum. The bound is the largest of real
+    tokens, not below 0, and is not differentiated.
+    """
+    return _attend_forward(method, layout, mask, bounded, operands, sinks_N)[0]
 
 
-def _attend_forward(method, layout, mask, operands, sinks_N):
+def _attend_forward(method, layout, mask, bounded, operands, sinks_N):
     o_BTNV, lse_BTN = method.forward(layout, mask, *operands)
+    if bounded:     # over devices, an all-reduce of N numbers
+        real_BT1 = operands[-1][..., None] != PADDING
+        bound_N = jnp.max(jnp.where(real_BT1, lse_BTN, 0.0), (0, 1), initial=0.0)
     if sinks_N is not None:
         # A further key of value 0. Backwards of methods need only o and lse over all keys, this one included.
         sinks_N = sinks_N.astype(jnp.float32)
@@ -58,11 +66,12 @@ def _attend_forward(method, layout, mask, operands, sinks_N):
     # Named, so that selective remat saves them and the backward does not repeat the forward.
     o_BTNV = checkpoint_name(o_BTNV.astype(operands[0].dtype), "attention_o")
     lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
-    return o_BTNV, (operands, sinks_N, o_BTNV, lse_BTN)
+    return (o_BTNV, bound_N) if bounded else o_BTNV, (operands, sinks_N, o_BTNV, lse_BTN)
 
 
-def _attend_backward(method, layout, mask, saved, do_BTNV):
+def _attend_backward(method, layout, mask, bounded, saved, do_BTNV):
     operands, sinks_N, o_BTNV, lse_BTN = saved
+    do_BTNV = do_BTNV[0] if bounded else do_BTNV
     grads = method.backward(layout, mask, *operands, o_BTNV, lse_BTN, do_BTNV)
     dsinks_N = None
     if sinks_N is not None:
@@ -88,18 +97,18 @@ class RunAttention:
     documents: bool = True
 
     def __call__(self, layout, *operands, mask: Mask = CAUSAL, scores: Scores = Scores(), sinks_N=None,
-                 expansion: Expansion | None = None):
+                 expansion: Expansion | None = None, bounded: bool = False):
         """As `attend`. operands: q_BTNH, k_BSKH, v_BSKV, segments_BT; with an expansion q_BTNH, latents [B, T, C],
-        rotated keys [B, T, R], segments_BT."""
+        rotated keys [B, T, R], segments_BT. bounded: as of `_attend`."""
         q_BTNH, k, v, segments_BT = operands
         mask = mask if self.documents else mask._replace(documents=False)
         if expansion is None:
             engine = self.engine_of(q_BTNH.shape[-1], v.shape[-1], scores)
             method = Local(engine) if self.method is None else ContextParallel(self.method, engine)
-            return attend(method, layout, *operands, mask, sinks_N)
+            return _attend(method, layout, mask, bounded, operands, sinks_N)
         key, value, *how = expansion
         method = LatentMethod(self.engine_of(q_BTNH.shape[-1], value.shape[-1], scores), self.method, *how)
-        return _attend(method, layout, mask, (q_BTNH, k, v, key, value, segments_BT), sinks_N)
+        return _attend(method, layout, mask, bounded, (q_BTNH, k, v, key, value, segments_BT), sinks_N)
 
 
 class Local(NamedTuple):

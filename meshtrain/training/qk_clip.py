@@ -1,0 +1,68 @@
+"""QK-Clip: after a step's update, the query and key weights of heads whose attention scores grew too large are scaled
+down, so that these stay near a limit.
+
+A head with the largest score S of a step is scaled by gamma = min(1, limit / S). S is taken from a bound that attention
+has anyway, the largest log-sum-exp of a token's scores: at least their maximum, and at most log(keys) above it, so a
+head is clipped early by up to 12 at 128k tokens. Source: arXiv:2507.20534 (Kimi K2, section 2.1, "MuonClip"), where S
+is the maximum itself; any optimizer can be used here.
+"""
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from meshtrain import pattern
+from meshtrain.model.transformer import Transformer, without_layers
+from meshtrain.names import SCORE_BOUND
+
+
+def bounds(run) -> tuple[int, int] | None:
+    """`Execution.bounds` of a run."""
+    heads = [run.model.of(kind.mixer).num_heads for kind in pattern.kinds(run.model) if kind.mixer in pattern.ATTENTION]
+    return (run.model.num_layers, max(heads)) if run.optimizer.qk_clip else None
+
+
+def clipped(model: Transformer, p: dict, bound_LN, limit: float) -> dict:
+    """The parameters with the queries and keys of all attention layers scaled. bound_LN: SCORE_BOUND of the step."""
+    gamma_LN, kinds, found = limit / jnp.maximum(bound_LN, limit), pattern.kinds(model.cfg), []
+    for first, group in model.numbered():
+        stacks = list(model.weights(p, group))
+        for i, weights in enumerate(stacks):
+            if (mixer := kinds[first + i].mixer) in pattern.ATTENTION:
+                cfg, gamma = model.cfg.of(mixer), gamma_LN[group.numbers(first) + i]
+                stacks[i] = weights | {"attention": _scaled(
+                    weights["attention"], (_of_latents if cfg.latent.kv_dim else _of_heads)(cfg, gamma))}
+        found.append(tuple(stacks))
+    return model.with_layers(without_layers(p), found)
+
+
+def _scaled(attention: dict, factors: dict) -> dict:
+    """factors: of a projection, [L, heads, 1 or its width]."""
+    by = lambda part, factor: factor[:, None] if part == "kernel" else factor
+    return attention | {name: {part: (w * by(part, factor)).astype(w.dtype) for part, w in attention[name].items()}
+                        for name, factor in factors.items()}
+
+
+def _of_heads(cfg, gamma_LN) -> dict:
+    """The heads that share a key share the smallest gamma. Where keys are values, too, only queries are scaled."""
+    num_heads, num_kv_heads = cfg.num_heads, cfg.num_kv_heads
+    worst_LK = gamma_LN[:, :num_heads].reshape(-1, num_kv_heads, num_heads // num_kv_heads).min(-1)
+    key = worst_LK if cfg.tie_values else jnp.sqrt(worst_LK)
+    query = jnp.repeat(key, num_heads // num_kv_heads, 1)[..., None]
+    return {"query": query} | ({} if cfg.tie_values else {"key": key[..., None]})
+
+
+def _of_latents(cfg, gamma_LN) -> dict:
+    """The rotated key is that of all heads: of its scores only the queries are scaled, by all of gamma."""
+    gamma_LN1, rotated = gamma_LN[:, :cfg.num_heads, None], cfg.latent.rope_dim
+    root = jnp.sqrt(gamma_LN1)
+    query = jnp.concatenate([jnp.repeat(root, cfg.head_dim - rotated, -1), jnp.repeat(gamma_LN1, rotated, -1)], -1)
+    return {"query": query, "key": root}
+
+
+def reported(aux: dict, limit: float) -> dict:
+    """A step's aux as metrics: the largest bound of all heads, and how many heads exceed the limit."""
+    if SCORE_BOUND not in aux:
+        return aux
+    bound_LN = aux[SCORE_BOUND]
+    return {name: value for name, value in aux.items() if name != SCORE_BOUND} | {
+        "score_bound_max": bound_LN.max(), "clipped_heads": jnp.sum(bound_LN > limit)}
