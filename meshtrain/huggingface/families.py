@@ -95,9 +95,6 @@ EXPERTS = _mlp(LAYER + "mlp.experts.{e}.", "layers/moe", "W") | _rows(
     LAYER + "mlp.experts.gate_up_proj[{e}]": ("layers/moe/gate: *W D -> D W", "layers/moe/up: *W D -> D W"),
     LAYER + "mlp.experts.down_proj[{e}]": ("layers/moe/down: D W -> W D",)}
 QWEN3_MOE_TENSORS = LLAMA_TENSORS | EXPERTS
-QWEN3_VL_MOE_TENSORS = WITHOUT_MLP | _without(EXPERTS, ".experts.") | {
-    LAYER + "mlp.experts.gate_up_proj[{e}]": ("layers/moe/gate: D *W -> D W", "layers/moe/up: D *W -> D W"),
-    LAYER + "mlp.experts.down_proj[{e}]": ("layers/moe/down: W D -> W D",)}
 FUSED_QKV = _rows(LAYER + "self_attn.", qkv_proj=(
     "layers/attention/query/kernel: *(N H) D -> D N H", "layers/attention/key/kernel: *(K H) D -> D K H",
     "layers/attention/value/kernel: *(K H) D -> D K H"))
@@ -413,9 +410,6 @@ QWEN3_MOE = Family(
                               "norm_topk_prob": False, "moe_intermediate_size": 768},
     ROUTED | {"qk_norm": "head"}, ONLY | NO_BIAS | NO_WINDOW, aliases={"num_local_experts": "num_experts"})
 QWEN3_VL = dataclasses.replace(QWEN3, model_type="qwen3_vl_text")
-QWEN3_VL_MOE = dataclasses.replace(
-    QWEN3_MOE, model_type="qwen3_vl_moe_text", tensors=QWEN3_VL_MOE_TENSORS,
-    defaults=QWEN3_MOE.defaults | {"norm_topk_prob": True})
 GROUPS = {"n_group": "router_groups.0", "topk_group": "router_groups.1"}
 # Experts that are chosen by a sigmoid with a bias, some in groups, beside a shared one.
 SIGMOID = ROUTED | {"router_score": "sigmoid", "router_bias": "choice"}
@@ -580,8 +574,7 @@ NEMOTRON = Family(
 FAMILIES = {one.model_type: one for one in (
     LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, GPT2, SEED_OSS, MIXTRAL, OLMOE, QWEN3_MOE,
     MINISTRAL, MINISTRAL3, SMOLLM3, GLM4, EXAONE4, GRANITE, GPT_OSS, GLM4_MOE, DEEPSEEK, KIMI_K2, GLM4_LITE, MINIMAX,
-    AFMOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, KIMI, GRANITE_HYBRID, NEMOTRON, GEMMA4, QWEN3_VL,
-    QWEN3_VL_MOE)}
+    AFMOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, KIMI, GRANITE_HYBRID, NEMOTRON, GEMMA4, QWEN3_VL)}
 
 # Known but unsupported: what [model] lacks for them.
 LACKING = {
@@ -598,14 +591,13 @@ LACKING = {
     "hunyuan_v1_moe": "norms of queries and keys after the rope", "minimax": "lightning attention",
     "bailing_hybrid": "lightning attention", "granitemoe": "experts without a table of names here",
     "longcat_flash": "experts that do nothing", "starcoder2": "an MLP with biases and LayerNorm in rope layers",
-    "mimo_v2": "values narrower than keys without latents", "step3p5": "heads that differ by layer",
+    "qwen3_vl_moe": "experts stored either way round", "mimo_v2": "values narrower than keys without latents", "step3p5": "heads that differ by layer",
 }
 
 # Multimodal model_types -> the families of their text models, whose settings are text_config. The other tensors are
 # carried to an export.
 MULTIMODAL = {"gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",), "mistral3": ("mistral", "ministral3"),
-              "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",), "qwen3_5": ("qwen3_5_text",),
-              "qwen3_5_moe": ("qwen3_5_moe_text",)}
+              "qwen3_vl": ("qwen3_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",)}
 # (what a multimodal folder has in place of a text model's prefix, what it has before the name of its head).
 TEXT_PREFIXES = (("language_model.model.", "language_model."), ("model.language_model.", ""))
 # Names of multi-token prediction heads, which are carried, too.
