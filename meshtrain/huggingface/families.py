@@ -20,9 +20,10 @@ class Family:
     prefix: prefix of tensor names in a model with a head; bare models lack it. keys: key of config.json -> key of
     [model] that it decides, or several: `a.b` is a key of the table a, `a^p` its power p, `a*b` and `a+b` give it times
     and plus another, `a?x:y` makes true and false x and y; they win over `fixed`. defaults: the class's values of
-    absent keys (null is a value). multiples: key -> (key, n): the value of a null or absent key. fixed: keys of [model] that the architecture
-    fixes. only: key -> supported values, of which the first is written; empty: any. layers: type of a layer -> mixer;
-    the last is that of every n-th (`every`; 0: none). aliases: other names of keys, where the class reads both.
+    absent keys (null is a value). multiples: key -> (key, n): the value of a null or absent key. fixed: keys of [model]
+    that the architecture fixes. only: key -> supported values, of which the first is written; empty: any. layers: type
+    of a layer -> mixer; the last is that of every n-th (`every`; 0: none). aliases: other names of keys, where the
+    class reads both.
     """
     model_type: str
     architecture: str
@@ -135,7 +136,8 @@ MINIMAX_TENSORS = MIXTRAL_TENSORS | NORMS_OVER_HEADS | {
 AFMOE_TENSORS = _without(LLAMA_TENSORS | EXPERTS | SHARED, "layernorm", "mlp.gate.") | _rows(
     LAYER, input_layernorm="layers/attention_norm/scale: D -> D",
     post_attention_layernorm="layers/attention_post_norm/scale: D -> D",
-    pre_mlp_layernorm="layers/mlp_norm/scale: D -> D", post_mlp_layernorm="layers/mlp_post_norm/scale: D -> D", mlp__router__gate="layers/moe/router: E D -> D E",
+    pre_mlp_layernorm="layers/mlp_norm/scale: D -> D", post_mlp_layernorm="layers/mlp_post_norm/scale: D -> D",
+    mlp__router__gate="layers/moe/router: E D -> D E",
     self_attn__gate_proj="layers/attention/gate/kernel: (N H) D -> D N H") | {
     LAYER + "mlp.expert_bias": ("layers/moe/bias: E -> E",)}
 # Gate and up are every other column; blocks and scales (MXFP4) are transposed.
@@ -178,7 +180,8 @@ QWEN3_NEXT_TENSORS = _without(QWEN3_5_MOE_TENSORS, ".in_proj_") | _rows(
 CONVS = ("layers/linear/query_conv/kernel: *(k d) 1 w -> w k d", "layers/linear/key_conv/kernel: *(k d) 1 w -> w k d",
          "layers/linear/value_conv/kernel: *(n v) 1 w -> w n v")
 APART = {"q_proj": "layers/linear/query/kernel: (k d) D -> D k d",
-         "k_proj": "layers/linear/key/kernel: (k d) D -> D k d", "v_proj": "layers/linear/value/kernel: (n v) D -> D n v", "b_proj": "layers/linear/beta/kernel: n D -> D n",
+         "k_proj": "layers/linear/key/kernel: (k d) D -> D k d",
+         "v_proj": "layers/linear/value/kernel: (n v) D -> D n v", "b_proj": "layers/linear/beta/kernel: n D -> D n",
          "o_norm": "layers/linear/norm/scale: v -> v", "o_proj": "layers/linear/out/kernel: D (n v) -> n v D"}
 # Norms before linear layers, after the others.
 OLMO_HYBRID_TENSORS = ENDS | ATTENTION | DENSE | NORMS_OVER_HEADS | POST_NORMS | _rows(
@@ -591,7 +594,8 @@ LACKING = {
     "hunyuan_v1_moe": "norms of queries and keys after the rope", "minimax": "lightning attention",
     "bailing_hybrid": "lightning attention", "granitemoe": "experts without a table of names here",
     "longcat_flash": "experts that do nothing", "starcoder2": "an MLP with biases and LayerNorm in rope layers",
-    "qwen3_vl_moe": "experts stored either way round", "mimo_v2": "values narrower than keys without latents", "step3p5": "heads that differ by layer",
+    "qwen3_vl_moe": "experts stored either way round", "mimo_v2": "values narrower than keys without latents",
+    "step3p5": "heads that differ by layer",
 }
 
 # Multimodal model_types -> the families of their text models, whose settings are text_config. The other tensors are

@@ -27,7 +27,7 @@ NUMBERS = ("norm_eps", "score_softcap", "logit_softcap", "router_scale", "linear
 # May be null or 0, which is none of it, or derived.
 OPTIONAL = ("num_kv_heads", "head_dim", "window", "score_softcap", "logit_softcap", "latent.query_dim",
             "router_groups.0", "router_groups.1", "kinds.F.num_kv_heads", "kinds.F.head_dim", "num_experts",
-            "shared_expert_dim", "mlp_dim", "linear.step_min", "linear.step_max")
+            "shared_expert_dim", "expert_mlp_dim", "mlp_dim", "linear.step_min", "linear.step_max")
 WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern",
                "rope_local_base_freq")
 EVERY_KEYS = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern",
@@ -308,7 +308,10 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
     made = {key: value for key, value in source.items() if key not in (*WRITTEN_ANEW, *family.aliases)}
     made |= {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     for theirs, texts in family.keys.items():
-        word = Word.of(texts.split()[0])
+        words = [Word.of(text) for text in texts.split()]
+        word = next((word for word in words if _value(model, word.path)), words[0])
+        if word.path in OF_EXPERTS and not model.num_experts and word.path != "num_experts":
+            continue        # no layer reads it
         said, value = get(theirs), word.theirs(_value(model, word.path), model)
         same = theirs in old and not _fault(theirs, said, word) and not word.sign and word.theirs(
             word.ours(said, {}), model) == value
