@@ -141,8 +141,8 @@ def test_latents_over_devices_equal_expanded_heads(sizes, more):
     check(sizes, **more)
 
 
-def test_in_bfloat16_weight_gradients_are_summed_in_float32():
-    """1.5% of the largest number: 8 bits of every factor."""
+def test_in_bfloat16_latents_equal_expanded_heads_to_its_precision():
+    """Up to 2% of a leaf's largest number: 8 bits of every factor."""
     check(dict(context=2), "ring", dtype="bfloat16", tolerance=3e-2)
 
 
@@ -223,3 +223,14 @@ def test_devices_send_latents_and_no_heads():
         sent[one.kind, one.dtype] += one.bytes
     assert set(sent) <= {("all-gather", "f32"), ("all-gather", "s32")}
     assert sent["all-gather", "f32"] == B * T * 4 * (12 + 6) * 3 // 4, sent
+
+
+def test_a_window_over_split_latents_is_refused_where_it_is_not_computed():
+    model = WHOLE | dict(mixers="W", window=5)
+    fault = lambda method, window: attention.problems(
+        config.Run(mesh=dict(context=2), model=model | dict(window=window), data=dict(seq_len=16),
+                   context=dict(method=method)), laid_out(dict(context=2))[1])
+    (said,) = fault("ring", 5)
+    assert said == ('model.window=5 of attention by latents (model.latent) is not computed with context.method="ring"; '
+                    'use "ulysses", or mesh.context=1')
+    assert fault("ulysses", 5) == fault("ring", 16) == []

@@ -206,12 +206,13 @@ def _head_problems(model, cfg, of: str):
     if latent.kv_dim and cfg.num_kv_heads != cfg.num_heads:
         yield (f"{of}model.num_kv_heads={cfg.num_kv_heads}: with model.latent every query head has its own keys and "
                f"values; leave it out")
-    if latent.kv_dim and not latent.rope_dim < cfg.head_dim:
-        yield (f"{of}model.latent.rope_dim={latent.rope_dim} is the rotated part of model.head_dim={cfg.head_dim}; use "
-               f"less")
-    if latent.kv_dim and (cfg.qk_norm != "off" or cfg.attention_gate or cfg.tie_values or cfg.attention_bias != "none"):
-        yield (f"{of}model.latent={toml(latent)} stands beside none of model.qk_norm, attention_gate, tie_values and "
-               f"attention_bias; leave them out")
+    if latent.kv_dim and not 0 < latent.rope_dim < cfg.head_dim:
+        yield (f"{of}model.latent.rope_dim={latent.rope_dim} is a part of model.head_dim={cfg.head_dim}; use e.g. "
+               f"{max(2, cfg.head_dim // 6 * 2)}")
+    beside = ("qk_norm", "attention_gate", "attention_sinks", "tie_values")
+    if latent.kv_dim and (given := [key for key in beside if getattr(cfg, key) not in ("off", False)]):
+        yield (f"{of}model.latent={toml(latent)} has no {join((f'model.{key}' for key in given), 'and')}; leave "
+               f"{'it' if len(given) == 1 else 'them'} out")
     if cfg.tie_values and cfg.qk_norm == "all_heads":
         yield f'{of}model.tie_values=true needs model.qk_norm="off", "head" or "head_and_values"'
 
