@@ -66,11 +66,9 @@ ENDS = _rows("", model__embed_tokens="embedding/table: V D -> V D", model__norm=
 ATTENTION = _rows(
     LAYER + "self_attn.", q_proj="layers/attention/query/kernel: (N H) D -> D N H",
     k_proj="layers/attention/key/kernel: (K H) D -> D K H", v_proj="layers/attention/value/kernel: (K H) D -> D K H",
-    o_proj="layers/attention/out/kernel: D (N H) -> N H D") | {
-    LAYER + "self_attn.q_proj.bias": ("layers/attention/query/bias: (N H) -> N H",),
-    LAYER + "self_attn.k_proj.bias": ("layers/attention/key/bias: (K H) -> K H",),
-    LAYER + "self_attn.v_proj.bias": ("layers/attention/value/bias: (K H) -> K H",),
-    LAYER + "self_attn.o_proj.bias": ("layers/attention/out/bias: D -> D",)}
+    o_proj="layers/attention/out/kernel: D (N H) -> N H D", q_proj__bias_="layers/attention/query/bias: (N H) -> N H",
+    k_proj__bias_="layers/attention/key/bias: (K H) -> K H", v_proj__bias_="layers/attention/value/bias: (K H) -> K H",
+    o_proj__bias_="layers/attention/out/bias: D -> D")
 HEAD_NORMS = _rows(LAYER + "self_attn.", q_norm="layers/attention/query_norm/scale: H -> H",
                    k_norm="layers/attention/key_norm/scale: H -> H")
 NORMS_OVER_HEADS = _rows(LAYER + "self_attn.", q_norm="layers/attention/query_norm/scale: (N H) -> N H",
@@ -81,10 +79,9 @@ POST_NORMS = _rows(LAYER, post_attention_layernorm="layers/attention_post_norm/s
                    post_feedforward_layernorm="layers/mlp_post_norm/scale: D -> D")
 BOTH_NORMS = POST_NORMS | _rows(LAYER, input_layernorm="layers/attention_norm/scale: D -> D",
                                 pre_feedforward_layernorm="layers/mlp_norm/scale: D -> D")
-DENSE = _mlp(LAYER + "mlp.", "layers/mlp") | {
-    LAYER + "mlp.gate_proj.bias": ("layers/mlp/gate/bias: F -> F",),
-    LAYER + "mlp.up_proj.bias": ("layers/mlp/up/bias: F -> F",),
-    LAYER + "mlp.down_proj.bias": ("layers/mlp/down/bias: D -> D",)}
+DENSE = _mlp(LAYER + "mlp.", "layers/mlp") | _rows(
+    LAYER + "mlp.", gate_proj__bias_="layers/mlp/gate/bias: F -> F", up_proj__bias_="layers/mlp/up/bias: F -> F",
+    down_proj__bias_="layers/mlp/down/bias: D -> D")
 WITHOUT_MLP = ENDS | ATTENTION | NORMS | HEAD_NORMS
 LLAMA_TENSORS = WITHOUT_MLP | DENSE
 W123 = ("w1", "w3", "w2")
@@ -245,29 +242,20 @@ GEMMA3_TENSORS = ENDS | ATTENTION | HEAD_NORMS | BOTH_NORMS | DENSE
 GEMMA4_TENSORS = GEMMA3_TENSORS | {LAYER + "layer_scalar": ("layers/layer_scale: 1 -> 1",)}
 OLMO2_TENSORS = ENDS | ATTENTION | DENSE | NORMS_OVER_HEADS | POST_NORMS
 BLOCK = "transformer.h.{l}."
-GPT2_TENSORS = {
-    "transformer.wte.weight": ("embedding/table: V D -> V D",),
-    "transformer.wpe.weight": ("position/table: C D -> C D",),
-    "transformer.ln_f.weight": ("final_norm/scale: D -> D",),
-    "transformer.ln_f.bias": ("final_norm/bias: D -> D",),
-    "lm_head.weight": ("head/kernel: V D -> D V",),
-    BLOCK + "ln_1.weight": ("layers/attention_norm/scale: D -> D",),
-    BLOCK + "ln_1.bias": ("layers/attention_norm/bias: D -> D",),
-    BLOCK + "ln_2.weight": ("layers/mlp_norm/scale: D -> D",),
-    BLOCK + "ln_2.bias": ("layers/mlp_norm/bias: D -> D",),
-    BLOCK + "attn.c_attn.weight": (
+GPT2_TENSORS = _rows(
+    "", transformer__wte="embedding/table: V D -> V D", transformer__wpe="position/table: C D -> C D",
+    transformer__ln_f="final_norm/scale: D -> D", transformer__ln_f__bias_="final_norm/bias: D -> D",
+    lm_head="head/kernel: V D -> D V") | _rows(
+    BLOCK, ln_1="layers/attention_norm/scale: D -> D", ln_1__bias_="layers/attention_norm/bias: D -> D",
+    ln_2="layers/mlp_norm/scale: D -> D", ln_2__bias_="layers/mlp_norm/bias: D -> D", attn__c_attn=(
         "layers/attention/query/kernel: D *(N H) -> D N H", "layers/attention/key/kernel: D *(K H) -> D K H",
-        "layers/attention/value/kernel: D *(K H) -> D K H"),
-    BLOCK + "attn.c_attn.bias": (
+        "layers/attention/value/kernel: D *(K H) -> D K H"), attn__c_attn__bias_=(
         "layers/attention/query/bias: *(N H) -> N H", "layers/attention/key/bias: *(K H) -> K H",
         "layers/attention/value/bias: *(K H) -> K H"),
-    BLOCK + "attn.c_proj.weight": ("layers/attention/out/kernel: (N H) D -> N H D",),
-    BLOCK + "attn.c_proj.bias": ("layers/attention/out/bias: D -> D",),
-    BLOCK + "mlp.c_fc.weight": ("layers/mlp/up/kernel: D F -> D F",),
-    BLOCK + "mlp.c_fc.bias": ("layers/mlp/up/bias: F -> F",),
-    BLOCK + "mlp.c_proj.weight": ("layers/mlp/down/kernel: F D -> F D",),
-    BLOCK + "mlp.c_proj.bias": ("layers/mlp/down/bias: D -> D",),
-}
+    attn__c_proj="layers/attention/out/kernel: (N H) D -> N H D",
+    attn__c_proj__bias_="layers/attention/out/bias: D -> D",
+    mlp__c_fc="layers/mlp/up/kernel: D F -> D F", mlp__c_fc__bias_="layers/mlp/up/bias: F -> F",
+    mlp__c_proj="layers/mlp/down/kernel: F D -> F D", mlp__c_proj__bias_="layers/mlp/down/bias: D -> D")
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 
@@ -580,23 +568,18 @@ FAMILIES = {one.model_type: one for one in (
     AFMOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, KIMI, GRANITE_HYBRID, NEMOTRON, GEMMA4, QWEN3_VL)}
 
 # Known but unsupported: what [model] lacks for them.
-LACKING = {
-    "qwen2_moe": "a decoder_sparse_step beside a gate of the shared expert", "llama4": "chunked attention",
-    "llama4_text": "chunked attention", "mllama": "layers that attend to images",
-    "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
-    "deepseek_v2": "groups of experts ranked by their best one", "mistral4": "routing in groups by softmax",
-    "deepseek_v32": "a sparse attention indexer", "glm_moe_dsa": "a sparse attention indexer",
-    "deepseek_v4": "compressed attention and hyper-connections", "gemma3n": "per-layer embeddings and AltUp",
-    "gemma3n_text": "per-layer embeddings and AltUp", "falcon_h1": "attention and Mamba-2 in one layer",
-    "lfm2": "a short convolution as a mixer", "lfm2_moe": "a short convolution as a mixer",
-    "apertus": "xIELU", "cohere": "attention and MLP side by side", "cohere2": "attention and MLP side by side",
-    "hunyuan_v1_dense": "norms of queries and keys after the rope",
-    "hunyuan_v1_moe": "norms of queries and keys after the rope", "minimax": "lightning attention",
-    "bailing_hybrid": "lightning attention", "granitemoe": "experts without a table of names here",
-    "longcat_flash": "experts that do nothing", "starcoder2": "an MLP with biases and LayerNorm in rope layers",
-    "qwen3_vl_moe": "experts stored either way round", "mimo_v2": "values narrower than keys without latents",
-    "step3p5": "heads that differ by layer",
-}
+LACKING = {kind: what for what, kinds in {
+    "a decoder_sparse_step beside a gate of the shared expert": "qwen2_moe", "chunked attention": "llama4 llama4_text",
+    "layers that attend to images": "mllama", "other inputs than text": "qwen2_vl qwen2_5_vl",
+    "groups of experts ranked by their best one": "deepseek_v2", "routing in groups by softmax": "mistral4",
+    "a sparse attention indexer": "deepseek_v32 glm_moe_dsa", "compressed attention": "deepseek_v4",
+    "per-layer embeddings and AltUp": "gemma3n gemma3n_text", "attention and Mamba-2 in one layer": "falcon_h1",
+    "a short convolution as a mixer": "lfm2 lfm2_moe", "xIELU": "apertus",
+    "attention and MLP side by side": "cohere cohere2", "lightning attention": "minimax bailing_hybrid",
+    "norms of queries and keys after the rope": "hunyuan_v1_dense hunyuan_v1_moe",
+    "experts that do nothing": "longcat_flash", "LayerNorm beside a rope": "starcoder2",
+    "values narrower than keys without latents": "mimo_v2", "heads that differ by layer": "step3p5",
+    "experts stored either way round": "qwen3_vl_moe"}.items() for kind in kinds.split()}
 
 # Multimodal model_types -> the families of their text models, whose settings are text_config. The other tensors are
 # carried to an export.

@@ -248,14 +248,12 @@ def model_keys(config: Mapping, family: Family) -> dict:
 
 
 def _known(family: Family) -> set[str]:
-    several = len(family.layers) > 1
+    has = lambda *names: any(name in family.defaults for name in names)
     return {"quantization_config", *family.keys, *family.only, *family.aliases, *family.defaults, *HARMLESS,
-            *WINDOW_KEYS, *(EVERY_KEYS if several else ()), *(("no_rope_layer_interval",) if "no_rope_layers" in
-                                                              family.defaults else ()),
-            *(MLP_KEYS if any(key in family.defaults for key in MLP_KEYS) else ()),
-            *(("rotary_dim",) if "partial_rotary_factor" in family.defaults else ()),
-            *(("per_layer_config",) if "global_head_dim" in family.keys else ()),
-            *(ROPE_KEYS if family.fixed["position"] == "rope" else ())}
+            *WINDOW_KEYS, *(EVERY_KEYS if len(family.layers) > 1 else ()), *(MLP_KEYS if has(*MLP_KEYS) else ()),
+            *(ROPE_KEYS if family.fixed["position"] == "rope" else ()), *(new for new, old in (
+                ("no_rope_layer_interval", "no_rope_layers"), ("rotary_dim", "partial_rotary_factor"),
+                ("per_layer_config", "global_head_dim")) if has(old))}
 
 
 def _in_one_form(config: Mapping, family: Family):
@@ -271,14 +269,13 @@ def _in_one_form(config: Mapping, family: Family):
         full, linear = linear.get("full_attn_layers"), linear.get("kda_layers")
         if isinstance(full, list) and isinstance(linear, list) and not config.get("layer_types"):
             config["layer_types"] = [_LINEAR_OR_FULL[i + 1 in full] for i in range(len(full + linear))]  # from 1
-    if isinstance(pattern := config.get("hybrid_override_pattern"), str) and not config.get("layers_block_type"):
-        config["layers_block_type"] = list(pattern)
+    if isinstance(letters := config.get("hybrid_override_pattern"), str) and not config.get("layers_block_type"):
+        config["layers_block_type"] = list(letters)
     if "global_head_dim" in family.keys:
-        of_layers = config.get("per_layer_config")
-        alike = list(of_layers.values()) if isinstance(of_layers, dict) else []
-        if alike and isinstance(alike[0], dict) and all(one == alike[0] for one in alike):
-            names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-            config |= {names.get(key, f"per_layer_config.{key}"): value for key, value in alike[0].items()}
+        of_layers = config.get("per_layer_config")      # of the layers that see all; shapes are checked
+        for one in list(of_layers.values())[:1] if isinstance(of_layers, dict) else []:
+            config |= {ours: one[key] for key, ours in (("head_dim", "global_head_dim"), (
+                "num_key_value_heads", "num_global_key_value_heads")) if isinstance(one, dict) and key in one}
         if not config.get("attention_k_eq_v"):
             config.pop("num_global_key_value_heads", None)
     if type(config.get("rotary_dim")) is int and type(config.get("head_dim")) is int:
@@ -336,8 +333,8 @@ def _written_layers(model, family: Family, get) -> dict:
     mixers, mlps = ([kind[i] for kind in pattern.kinds(model)] for i in (0, 1))
     made, dense = {}, len(mlps) - len("".join(mlps).lstrip("d"))
     if "layers_block_type" in family.defaults:
-        sublayers = [(names.get(mixer), {"e": "moe", "d": "mlp"}.get(mlp)) for mixer, mlp in zip(mixers, mlps)]
-        kinds = [name for pair in sublayers for name in pair if name]
+        kinds = [name for pair in zip(map(names.get, mixers), map({"e": "moe", "d": "mlp"}.get, mlps))
+                 for name in pair if name]
         return {"layers_block_type": kinds, "num_hidden_layers": len(kinds)}
     if len(family.layers) > 1:
         made["layer_types"] = [names.get(mixer, mixer) for mixer in mixers]
