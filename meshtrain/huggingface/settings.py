@@ -357,9 +357,11 @@ def _written_rope(model, family: Family, source: Mapping) -> dict:
     """Keys on the rope, in the form of transformers 4, which 5 reads, too; as the source has them where it says more.
     """
     given, scaling = source.get("rope_parameters"), dict(model.rope_scaling)
+    mixers = "".join(mixer for mixer, _ in pattern.kinds(model))
+    if not set("FW") & set(mixers) and family.layers.get("full_attention") == "F":
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}     # none
     local, nested = model.of("W"), isinstance(family.defaults.get("rope_parameters"), dict)
     if isinstance(given, dict) and (nested or any(key in given for key in IDLE_ROPE_KEYS)):
-        mixers = "".join(mixer for mixer, _ in pattern.kinds(model))
         flat = {"mixers": mixers, "head_dim": model.head_dim}
         keys, faults = _rope(source, lambda key: source.get(key, family.defaults.get(key)), family, flat)
         if not faults and _nested(keys).items() <= _nested({"rope_theta": model.rope_theta, "rope_scaling": scaling}
@@ -469,7 +471,9 @@ def _mixers(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
             return [], [f"{CONFIG}: layer_types={_shown(names)}: this family has one window for all layers"]
     elif letters.get("full_attention") == "N" and "sliding_attention" in letters and not window:
         letters["full_attention"] = "F"     # rope only if no layer has a window
-    if "position_embedding_type" in family.defaults and get("position_embedding_type") != "rope":
+    theta = (get("rope_parameters") or {"rope_theta": get("rope_theta")}).get("rope_theta", 0)
+    if get("position_embedding_type") != "rope" if "position_embedding_type" in family.defaults else \
+            "linear_attention" in letters and theta is None:
         letters["full_attention"] = "N"
     if strange := sorted(set(names) - set(letters)):
         return [], [f"{CONFIG}: layer_types: {_shown(strange[0])} cannot be computed in this family; only "
