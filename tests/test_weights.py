@@ -18,7 +18,9 @@ from meshtrain.checkpoint import pretrained
 from meshtrain.huggingface import families, folder, safetensors, settings
 from meshtrain.model import transformer
 
-FAST = ("phi3", "llama3.1", "llama_yarn", "gemma", "olmo2", "olmo3_yarn")
+FAST = ("phi3", "llama3.1", "llama_yarn", "gemma", "olmo2", "olmo3_yarn", "deepseek_v3_fp8", "gemma4_text", "glm4",
+        "gpt_oss_mxfp4", "nemotron_h", "olmo_hybrid", "qwen3_5_wrapped", "qwen3_next")
+NORMALIZED = ("kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_5_wrapped", "qwen3_next")
 CELLS = [pytest.param(name, *EIGHT, marks=sampling.GRID, id=f"{name}, eight devices") for name in NAMES] + [
     pytest.param(name, *ONE, marks=() if name in FAST else sampling.GRID, id=f"{name}, one device") for name in NAMES]
 
@@ -26,8 +28,11 @@ CELLS = [pytest.param(name, *EIGHT, marks=sampling.GRID, id=f"{name}, eight devi
 @pytest.mark.parametrize(("name", "rule", "mesh"), CELLS)
 def test_logits_of_a_folder_equal_those_of_transformers(name, rule, mesh):
     golden = np.load(GOLDENS / name / "golden.npz")
-    # Logits up to 8 or so, float32; either implementation is some 2e-5 from float64.
-    np.testing.assert_allclose(Loaded(GOLDENS / name, rule, mesh).logits(golden["tokens"]), golden["logits"], atol=1e-4)
+    # Logits up to 8 or so, float32; either implementation is some 2e-5 from float64. Where a recurrence's output is
+    # normalized, transformers is up to 2e-3 from its own float64 at single tokens, and ours 4e-4.
+    got = Loaded(GOLDENS / name, rule, mesh).logits(golden["tokens"])
+    np.testing.assert_allclose(got, golden["logits"], atol=2e-3 if name in NORMALIZED else 1e-4)
+    assert np.median(np.abs(got - golden["logits"])) < 1e-5
 
 
 WINDOWED = [(name, method) for name in ("mistral_window", "gemma2", "gemma3", "olmo3")
@@ -135,11 +140,13 @@ def test_published_models_are_read_and_have_as_many_parameters_as_published(name
     family = settings.family_of(theirs)
     model = config.Model(**settings.model_keys(theirs, family))
     rows = folder.rows(family, model, pretrained.parameter_paths(transformer.build(model)))
-    assert sum(math.prod(row.shape) * max(1, len(row.layers)) for row in rows) == count
+    found = sum(math.prod(row.shape) * max(1, len(row.layers)) for row in rows)
+    assert found == count or isinstance(count, float) and abs(found / 1e9 - count) < 0.005 * count  # in billions, rounded
 
 
 def test_every_family_has_a_published_model():
-    read = {one["config"]["model_type"] for one in PUBLISHED.values()}
+    configs = [one["config"] for one in PUBLISHED.values()]
+    read = {config["model_type"] for config in (*configs, *map(settings.text_of, configs))}
     assert read == {*families.FAMILIES, *families.MULTIMODAL}
 
 

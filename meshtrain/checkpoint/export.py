@@ -49,7 +49,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
         theirs, beside = agree.on_first(lambda: (settings.read(source), folder.carried_names(source)) if source
                                         else ({}, []))
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
-        theirs = theirs or {"bos_token_id": bos, "eos_token_id": end_of(data, bos, model.vocab_size)}
+        theirs = theirs or {"bos_token_id": bos, "eos_token_id": end_of(data, bos, model.vocab_size),
+                            "pad_token_id": None}       # else the class's, beyond a small vocabulary
         rows = folder.rows(family, model, parameter_paths(transformer), folder.prefixes_of(theirs, beside))
     parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes, whole=not beside)
     with new_folder(directory) as place:

@@ -20,9 +20,10 @@ class Family:
     prefix: prefix of tensor names in a model with a head; bare models lack it. keys: key of config.json -> key of
     [model] that it decides, or several: `a.b` is a key of the table a, `a^p` its power p, `a*b` and `a+b` give it times
     and plus another, `a?x:y` makes true and false x and y; they win over `fixed`. defaults: the class's values of
-    absent keys (null is a value). multiples: key -> (key, n): the value of a null or absent key. fixed: keys of [model] that the architecture
-    fixes. only: key -> supported values, of which the first is written; empty: any. layers: type of a layer -> mixer;
-    the last is that of every n-th (`every`; 0: none). aliases: other names of keys, where the class reads both.
+    absent keys (null is a value). multiples: key -> (key, n): the value of a null or absent key. fixed: keys of [model]
+    that the architecture fixes. only: key -> supported values, of which the first is written; empty: any. layers: type
+    of a layer -> mixer; the last is that of every n-th (`every`; 0: none). aliases: other names of keys, where the
+    class reads both.
     """
     model_type: str
     architecture: str
@@ -65,11 +66,9 @@ ENDS = _rows("", model__embed_tokens="embedding/table: V D -> V D", model__norm=
 ATTENTION = _rows(
     LAYER + "self_attn.", q_proj="layers/attention/query/kernel: (N H) D -> D N H",
     k_proj="layers/attention/key/kernel: (K H) D -> D K H", v_proj="layers/attention/value/kernel: (K H) D -> D K H",
-    o_proj="layers/attention/out/kernel: D (N H) -> N H D") | {
-    LAYER + "self_attn.q_proj.bias": ("layers/attention/query/bias: (N H) -> N H",),
-    LAYER + "self_attn.k_proj.bias": ("layers/attention/key/bias: (K H) -> K H",),
-    LAYER + "self_attn.v_proj.bias": ("layers/attention/value/bias: (K H) -> K H",),
-    LAYER + "self_attn.o_proj.bias": ("layers/attention/out/bias: D -> D",)}
+    o_proj="layers/attention/out/kernel: D (N H) -> N H D", q_proj__bias_="layers/attention/query/bias: (N H) -> N H",
+    k_proj__bias_="layers/attention/key/bias: (K H) -> K H", v_proj__bias_="layers/attention/value/bias: (K H) -> K H",
+    o_proj__bias_="layers/attention/out/bias: D -> D")
 HEAD_NORMS = _rows(LAYER + "self_attn.", q_norm="layers/attention/query_norm/scale: H -> H",
                    k_norm="layers/attention/key_norm/scale: H -> H")
 NORMS_OVER_HEADS = _rows(LAYER + "self_attn.", q_norm="layers/attention/query_norm/scale: (N H) -> N H",
@@ -80,10 +79,9 @@ POST_NORMS = _rows(LAYER, post_attention_layernorm="layers/attention_post_norm/s
                    post_feedforward_layernorm="layers/mlp_post_norm/scale: D -> D")
 BOTH_NORMS = POST_NORMS | _rows(LAYER, input_layernorm="layers/attention_norm/scale: D -> D",
                                 pre_feedforward_layernorm="layers/mlp_norm/scale: D -> D")
-DENSE = _mlp(LAYER + "mlp.", "layers/mlp") | {
-    LAYER + "mlp.gate_proj.bias": ("layers/mlp/gate/bias: F -> F",),
-    LAYER + "mlp.up_proj.bias": ("layers/mlp/up/bias: F -> F",),
-    LAYER + "mlp.down_proj.bias": ("layers/mlp/down/bias: D -> D",)}
+DENSE = _mlp(LAYER + "mlp.", "layers/mlp") | _rows(
+    LAYER + "mlp.", gate_proj__bias_="layers/mlp/gate/bias: F -> F", up_proj__bias_="layers/mlp/up/bias: F -> F",
+    down_proj__bias_="layers/mlp/down/bias: D -> D")
 WITHOUT_MLP = ENDS | ATTENTION | NORMS | HEAD_NORMS
 LLAMA_TENSORS = WITHOUT_MLP | DENSE
 W123 = ("w1", "w3", "w2")
@@ -95,9 +93,6 @@ EXPERTS = _mlp(LAYER + "mlp.experts.{e}.", "layers/moe", "W") | _rows(
     LAYER + "mlp.experts.gate_up_proj[{e}]": ("layers/moe/gate: *W D -> D W", "layers/moe/up: *W D -> D W"),
     LAYER + "mlp.experts.down_proj[{e}]": ("layers/moe/down: D W -> W D",)}
 QWEN3_MOE_TENSORS = LLAMA_TENSORS | EXPERTS
-QWEN3_VL_MOE_TENSORS = WITHOUT_MLP | _without(EXPERTS, ".experts.") | {
-    LAYER + "mlp.experts.gate_up_proj[{e}]": ("layers/moe/gate: D *W -> D W", "layers/moe/up: D *W -> D W"),
-    LAYER + "mlp.experts.down_proj[{e}]": ("layers/moe/down: W D -> W D",)}
 FUSED_QKV = _rows(LAYER + "self_attn.", qkv_proj=(
     "layers/attention/query/kernel: *(N H) D -> D N H", "layers/attention/key/kernel: *(K H) D -> D K H",
     "layers/attention/value/kernel: *(K H) D -> D K H"))
@@ -138,7 +133,8 @@ MINIMAX_TENSORS = MIXTRAL_TENSORS | NORMS_OVER_HEADS | {
 AFMOE_TENSORS = _without(LLAMA_TENSORS | EXPERTS | SHARED, "layernorm", "mlp.gate.") | _rows(
     LAYER, input_layernorm="layers/attention_norm/scale: D -> D",
     post_attention_layernorm="layers/attention_post_norm/scale: D -> D",
-    pre_mlp_layernorm="layers/mlp_norm/scale: D -> D", post_mlp_layernorm="layers/mlp_post_norm/scale: D -> D", mlp__router__gate="layers/moe/router: E D -> D E",
+    pre_mlp_layernorm="layers/mlp_norm/scale: D -> D", post_mlp_layernorm="layers/mlp_post_norm/scale: D -> D",
+    mlp__router__gate="layers/moe/router: E D -> D E",
     self_attn__gate_proj="layers/attention/gate/kernel: (N H) D -> D N H") | {
     LAYER + "mlp.expert_bias": ("layers/moe/bias: E -> E",)}
 # Gate and up are every other column; blocks and scales (MXFP4) are transposed.
@@ -181,7 +177,8 @@ QWEN3_NEXT_TENSORS = _without(QWEN3_5_MOE_TENSORS, ".in_proj_") | _rows(
 CONVS = ("layers/linear/query_conv/kernel: *(k d) 1 w -> w k d", "layers/linear/key_conv/kernel: *(k d) 1 w -> w k d",
          "layers/linear/value_conv/kernel: *(n v) 1 w -> w n v")
 APART = {"q_proj": "layers/linear/query/kernel: (k d) D -> D k d",
-         "k_proj": "layers/linear/key/kernel: (k d) D -> D k d", "v_proj": "layers/linear/value/kernel: (n v) D -> D n v", "b_proj": "layers/linear/beta/kernel: n D -> D n",
+         "k_proj": "layers/linear/key/kernel: (k d) D -> D k d",
+         "v_proj": "layers/linear/value/kernel: (n v) D -> D n v", "b_proj": "layers/linear/beta/kernel: n D -> D n",
          "o_norm": "layers/linear/norm/scale: v -> v", "o_proj": "layers/linear/out/kernel: D (n v) -> n v D"}
 # Norms before linear layers, after the others.
 OLMO_HYBRID_TENSORS = ENDS | ATTENTION | DENSE | NORMS_OVER_HEADS | POST_NORMS | _rows(
@@ -245,29 +242,20 @@ GEMMA3_TENSORS = ENDS | ATTENTION | HEAD_NORMS | BOTH_NORMS | DENSE
 GEMMA4_TENSORS = GEMMA3_TENSORS | {LAYER + "layer_scalar": ("layers/layer_scale: 1 -> 1",)}
 OLMO2_TENSORS = ENDS | ATTENTION | DENSE | NORMS_OVER_HEADS | POST_NORMS
 BLOCK = "transformer.h.{l}."
-GPT2_TENSORS = {
-    "transformer.wte.weight": ("embedding/table: V D -> V D",),
-    "transformer.wpe.weight": ("position/table: C D -> C D",),
-    "transformer.ln_f.weight": ("final_norm/scale: D -> D",),
-    "transformer.ln_f.bias": ("final_norm/bias: D -> D",),
-    "lm_head.weight": ("head/kernel: V D -> D V",),
-    BLOCK + "ln_1.weight": ("layers/attention_norm/scale: D -> D",),
-    BLOCK + "ln_1.bias": ("layers/attention_norm/bias: D -> D",),
-    BLOCK + "ln_2.weight": ("layers/mlp_norm/scale: D -> D",),
-    BLOCK + "ln_2.bias": ("layers/mlp_norm/bias: D -> D",),
-    BLOCK + "attn.c_attn.weight": (
+GPT2_TENSORS = _rows(
+    "", transformer__wte="embedding/table: V D -> V D", transformer__wpe="position/table: C D -> C D",
+    transformer__ln_f="final_norm/scale: D -> D", transformer__ln_f__bias_="final_norm/bias: D -> D",
+    lm_head="head/kernel: V D -> D V") | _rows(
+    BLOCK, ln_1="layers/attention_norm/scale: D -> D", ln_1__bias_="layers/attention_norm/bias: D -> D",
+    ln_2="layers/mlp_norm/scale: D -> D", ln_2__bias_="layers/mlp_norm/bias: D -> D", attn__c_attn=(
         "layers/attention/query/kernel: D *(N H) -> D N H", "layers/attention/key/kernel: D *(K H) -> D K H",
-        "layers/attention/value/kernel: D *(K H) -> D K H"),
-    BLOCK + "attn.c_attn.bias": (
+        "layers/attention/value/kernel: D *(K H) -> D K H"), attn__c_attn__bias_=(
         "layers/attention/query/bias: *(N H) -> N H", "layers/attention/key/bias: *(K H) -> K H",
         "layers/attention/value/bias: *(K H) -> K H"),
-    BLOCK + "attn.c_proj.weight": ("layers/attention/out/kernel: (N H) D -> N H D",),
-    BLOCK + "attn.c_proj.bias": ("layers/attention/out/bias: D -> D",),
-    BLOCK + "mlp.c_fc.weight": ("layers/mlp/up/kernel: D F -> D F",),
-    BLOCK + "mlp.c_fc.bias": ("layers/mlp/up/bias: F -> F",),
-    BLOCK + "mlp.c_proj.weight": ("layers/mlp/down/kernel: F D -> F D",),
-    BLOCK + "mlp.c_proj.bias": ("layers/mlp/down/bias: D -> D",),
-}
+    attn__c_proj="layers/attention/out/kernel: (N H) D -> N H D",
+    attn__c_proj__bias_="layers/attention/out/bias: D -> D",
+    mlp__c_fc="layers/mlp/up/kernel: D F -> D F", mlp__c_fc__bias_="layers/mlp/up/bias: F -> F",
+    mlp__c_proj="layers/mlp/down/kernel: F D -> F D", mlp__c_proj__bias_="layers/mlp/down/bias: D -> D")
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 
@@ -413,9 +401,6 @@ QWEN3_MOE = Family(
                               "norm_topk_prob": False, "moe_intermediate_size": 768},
     ROUTED | {"qk_norm": "head"}, ONLY | NO_BIAS | NO_WINDOW, aliases={"num_local_experts": "num_experts"})
 QWEN3_VL = dataclasses.replace(QWEN3, model_type="qwen3_vl_text")
-QWEN3_VL_MOE = dataclasses.replace(
-    QWEN3_MOE, model_type="qwen3_vl_moe_text", tensors=QWEN3_VL_MOE_TENSORS,
-    defaults=QWEN3_MOE.defaults | {"norm_topk_prob": True})
 GROUPS = {"n_group": "router_groups.0", "topk_group": "router_groups.1"}
 # Experts that are chosen by a sigmoid with a bias, some in groups, beside a shared one.
 SIGMOID = ROUTED | {"router_score": "sigmoid", "router_bias": "choice"}
@@ -580,32 +565,26 @@ NEMOTRON = Family(
 FAMILIES = {one.model_type: one for one in (
     LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, GPT2, SEED_OSS, MIXTRAL, OLMOE, QWEN3_MOE,
     MINISTRAL, MINISTRAL3, SMOLLM3, GLM4, EXAONE4, GRANITE, GPT_OSS, GLM4_MOE, DEEPSEEK, KIMI_K2, GLM4_LITE, MINIMAX,
-    AFMOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, KIMI, GRANITE_HYBRID, NEMOTRON, GEMMA4, QWEN3_VL,
-    QWEN3_VL_MOE)}
+    AFMOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, KIMI, GRANITE_HYBRID, NEMOTRON, GEMMA4, QWEN3_VL)}
 
 # Known but unsupported: what [model] lacks for them.
-LACKING = {
-    "qwen2_moe": "a decoder_sparse_step beside a gate of the shared expert", "llama4": "chunked attention",
-    "llama4_text": "chunked attention", "mllama": "layers that attend to images",
-    "qwen2_vl": "other inputs than text", "qwen2_5_vl": "other inputs than text",
-    "deepseek_v2": "groups of experts ranked by their best one", "mistral4": "routing in groups by softmax",
-    "deepseek_v32": "a sparse attention indexer", "glm_moe_dsa": "a sparse attention indexer",
-    "deepseek_v4": "compressed attention and hyper-connections", "gemma3n": "per-layer embeddings and AltUp",
-    "gemma3n_text": "per-layer embeddings and AltUp", "falcon_h1": "attention and Mamba-2 in one layer",
-    "lfm2": "a short convolution as a mixer", "lfm2_moe": "a short convolution as a mixer",
-    "apertus": "xIELU", "cohere": "attention and MLP side by side", "cohere2": "attention and MLP side by side",
-    "hunyuan_v1_dense": "norms of queries and keys after the rope",
-    "hunyuan_v1_moe": "norms of queries and keys after the rope", "minimax": "lightning attention",
-    "bailing_hybrid": "lightning attention", "granitemoe": "experts without a table of names here",
-    "longcat_flash": "experts that do nothing", "starcoder2": "an MLP with biases and LayerNorm in rope layers",
-    "mimo_v2": "values narrower than keys without latents", "step3p5": "heads that differ by layer",
-}
+LACKING = {kind: what for what, kinds in {
+    "a decoder_sparse_step beside a gate of the shared expert": "qwen2_moe", "chunked attention": "llama4 llama4_text",
+    "layers that attend to images": "mllama", "other inputs than text": "qwen2_vl qwen2_5_vl",
+    "groups of experts ranked by their best one": "deepseek_v2", "routing in groups by softmax": "mistral4",
+    "a sparse attention indexer": "deepseek_v32 glm_moe_dsa", "compressed attention": "deepseek_v4",
+    "per-layer embeddings and AltUp": "gemma3n gemma3n_text", "attention and Mamba-2 in one layer": "falcon_h1",
+    "a short convolution as a mixer": "lfm2 lfm2_moe", "xIELU": "apertus",
+    "attention and MLP side by side": "cohere cohere2", "lightning attention": "minimax bailing_hybrid",
+    "norms of queries and keys after the rope": "hunyuan_v1_dense hunyuan_v1_moe",
+    "experts that do nothing": "longcat_flash", "LayerNorm beside a rope": "starcoder2",
+    "values narrower than keys without latents": "mimo_v2", "heads that differ by layer": "step3p5",
+    "experts stored either way round": "qwen3_vl_moe"}.items() for kind in kinds.split()}
 
 # Multimodal model_types -> the families of their text models, whose settings are text_config. The other tensors are
 # carried to an export.
 MULTIMODAL = {"gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",), "mistral3": ("mistral", "ministral3"),
-              "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",), "qwen3_5": ("qwen3_5_text",),
-              "qwen3_5_moe": ("qwen3_5_moe_text",)}
+              "qwen3_vl": ("qwen3_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",)}
 # (what a multimodal folder has in place of a text model's prefix, what it has before the name of its head).
 TEXT_PREFIXES = (("language_model.model.", "language_model."), ("model.language_model.", ""))
 # Names of multi-token prediction heads, which are carried, too.

@@ -27,7 +27,7 @@ NUMBERS = ("norm_eps", "score_softcap", "logit_softcap", "router_scale", "linear
 # May be null or 0, which is none of it, or derived.
 OPTIONAL = ("num_kv_heads", "head_dim", "window", "score_softcap", "logit_softcap", "latent.query_dim",
             "router_groups.0", "router_groups.1", "kinds.F.num_kv_heads", "kinds.F.head_dim", "num_experts",
-            "shared_expert_dim", "mlp_dim", "linear.step_min", "linear.step_max")
+            "shared_expert_dim", "expert_mlp_dim", "mlp_dim", "linear.step_min", "linear.step_max")
 WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern",
                "rope_local_base_freq")
 EVERY_KEYS = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern",
@@ -248,14 +248,12 @@ def model_keys(config: Mapping, family: Family) -> dict:
 
 
 def _known(family: Family) -> set[str]:
-    several = len(family.layers) > 1
+    has = lambda *names: any(name in family.defaults for name in names)
     return {"quantization_config", *family.keys, *family.only, *family.aliases, *family.defaults, *HARMLESS,
-            *WINDOW_KEYS, *(EVERY_KEYS if several else ()), *(("no_rope_layer_interval",) if "no_rope_layers" in
-                                                              family.defaults else ()),
-            *(MLP_KEYS if any(key in family.defaults for key in MLP_KEYS) else ()),
-            *(("rotary_dim",) if "partial_rotary_factor" in family.defaults else ()),
-            *(("per_layer_config",) if "global_head_dim" in family.keys else ()),
-            *(ROPE_KEYS if family.fixed["position"] == "rope" else ())}
+            *WINDOW_KEYS, *(EVERY_KEYS if len(family.layers) > 1 else ()), *(MLP_KEYS if has(*MLP_KEYS) else ()),
+            *(ROPE_KEYS if family.fixed["position"] == "rope" else ()), *(new for new, old in (
+                ("no_rope_layer_interval", "no_rope_layers"), ("rotary_dim", "partial_rotary_factor"),
+                ("per_layer_config", "global_head_dim")) if has(old))}
 
 
 def _in_one_form(config: Mapping, family: Family):
@@ -271,14 +269,13 @@ def _in_one_form(config: Mapping, family: Family):
         full, linear = linear.get("full_attn_layers"), linear.get("kda_layers")
         if isinstance(full, list) and isinstance(linear, list) and not config.get("layer_types"):
             config["layer_types"] = [_LINEAR_OR_FULL[i + 1 in full] for i in range(len(full + linear))]  # from 1
-    if isinstance(pattern := config.get("hybrid_override_pattern"), str) and not config.get("layers_block_type"):
-        config["layers_block_type"] = list(pattern)
+    if isinstance(letters := config.get("hybrid_override_pattern"), str) and not config.get("layers_block_type"):
+        config["layers_block_type"] = list(letters)
     if "global_head_dim" in family.keys:
-        of_layers = config.get("per_layer_config")
-        alike = list(of_layers.values()) if isinstance(of_layers, dict) else []
-        if alike and isinstance(alike[0], dict) and all(one == alike[0] for one in alike):
-            names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-            config |= {names.get(key, f"per_layer_config.{key}"): value for key, value in alike[0].items()}
+        of_layers = config.get("per_layer_config")      # of the layers that see all; shapes are checked
+        for one in list(of_layers.values())[:1] if isinstance(of_layers, dict) else []:
+            config |= {ours: one[key] for key, ours in (("head_dim", "global_head_dim"), (
+                "num_key_value_heads", "num_global_key_value_heads")) if isinstance(one, dict) and key in one}
         if not config.get("attention_k_eq_v"):
             config.pop("num_global_key_value_heads", None)
     if type(config.get("rotary_dim")) is int and type(config.get("head_dim")) is int:
@@ -308,7 +305,10 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
     made = {key: value for key, value in source.items() if key not in (*WRITTEN_ANEW, *family.aliases)}
     made |= {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     for theirs, texts in family.keys.items():
-        word = Word.of(texts.split()[0])
+        words = [Word.of(text) for text in texts.split()]
+        word = next((word for word in words if _value(model, word.path)), words[0])
+        if word.path in OF_EXPERTS and not model.num_experts and word.path != "num_experts":
+            continue        # no layer reads it
         said, value = get(theirs), word.theirs(_value(model, word.path), model)
         same = theirs in old and not _fault(theirs, said, word) and not word.sign and word.theirs(
             word.ours(said, {}), model) == value
@@ -333,8 +333,8 @@ def _written_layers(model, family: Family, get) -> dict:
     mixers, mlps = ([kind[i] for kind in pattern.kinds(model)] for i in (0, 1))
     made, dense = {}, len(mlps) - len("".join(mlps).lstrip("d"))
     if "layers_block_type" in family.defaults:
-        sublayers = [(names.get(mixer), {"e": "moe", "d": "mlp"}.get(mlp)) for mixer, mlp in zip(mixers, mlps)]
-        kinds = [name for pair in sublayers for name in pair if name]
+        kinds = [name for pair in zip(map(names.get, mixers), map({"e": "moe", "d": "mlp"}.get, mlps))
+                 for name in pair if name]
         return {"layers_block_type": kinds, "num_hidden_layers": len(kinds)}
     if len(family.layers) > 1:
         made["layer_types"] = [names.get(mixer, mixer) for mixer in mixers]
@@ -357,9 +357,11 @@ def _written_rope(model, family: Family, source: Mapping) -> dict:
     """Keys on the rope, in the form of transformers 4, which 5 reads, too; as the source has them where it says more.
     """
     given, scaling = source.get("rope_parameters"), dict(model.rope_scaling)
+    mixers = "".join(mixer for mixer, _ in pattern.kinds(model))
+    if not set("FW") & set(mixers) and family.layers.get("full_attention") == "F":
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}     # none
     local, nested = model.of("W"), isinstance(family.defaults.get("rope_parameters"), dict)
     if isinstance(given, dict) and (nested or any(key in given for key in IDLE_ROPE_KEYS)):
-        mixers = "".join(mixer for mixer, _ in pattern.kinds(model))
         flat = {"mixers": mixers, "head_dim": model.head_dim}
         keys, faults = _rope(source, lambda key: source.get(key, family.defaults.get(key)), family, flat)
         if not faults and _nested(keys).items() <= _nested({"rope_theta": model.rope_theta, "rope_scaling": scaling}
@@ -469,7 +471,9 @@ def _mixers(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
             return [], [f"{CONFIG}: layer_types={_shown(names)}: this family has one window for all layers"]
     elif letters.get("full_attention") == "N" and "sliding_attention" in letters and not window:
         letters["full_attention"] = "F"     # rope only if no layer has a window
-    if "position_embedding_type" in family.defaults and get("position_embedding_type") != "rope":
+    theta = (get("rope_parameters") or {"rope_theta": get("rope_theta")}).get("rope_theta", 0)
+    if get("position_embedding_type") != "rope" if "position_embedding_type" in family.defaults else \
+            "linear_attention" in letters and theta is None:
         letters["full_attention"] = "N"
     if strange := sorted(set(names) - set(letters)):
         return [], [f"{CONFIG}: layer_types: {_shown(strange[0])} cannot be computed in this family; only "
