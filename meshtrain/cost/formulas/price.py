@@ -246,7 +246,8 @@ def _attention_s(placed: Placed, rated: Rates, options: Options) -> tuple[float,
         if mixer.recurrent:
             continue
         pairs = mixer.share * placed.tokens(options) * options.seq_len * options.visited.get(mixer.letter, 1.0)
-        H, V = mixer.queries, mixer.outputs
+        wide = lambda n: 1 << (n - 1).bit_length() if apart else n          # Pallas kernels pad heads
+        H, V = (mixer.heads * wide(n) for n in (mixer.key_dim, mixer.value_dim))
         kernels = _kernels(mixer, placed, options)
         attend = lambda direction, width, pairs=pairs, kernels=kernels, mixer=mixer: sum(rated.attention_s(
             rates.AttentionKernel(options.engine, direction, share * pairs * width, keys, mixer.key_dim))
