@@ -23,6 +23,13 @@ GPT = dict(vocab_size=50304, embed_dim=1600, num_layers=12, num_heads=25, num_kv
 LONG = dict(seq_len=16384, rows=1)
 # Experts no power of two, and as wide as they are for products to be most of it.
 EXPERTS = MODEL | dict(num_layers=4, num_experts=24, experts_per_token=3, expert_mlp_dim=768)
+# Layers of several kinds: the gated delta rule beside attention with gates; latents; sinks, windows and biases.
+HYBRID = MODEL | dict(num_layers=8, mixers="GGGF", qk_norm="head", attention_gate=True,
+                      linear=dict(key_heads=8, value_heads=16))
+LATENTS = EXPERTS | dict(num_kv_heads=16, head_dim=192, mlps="de*", shared_expert_dim=768, latent=dict(
+    kv_dim=512, query_dim=768, rope_dim=64, value_dim=128))
+SINKS = EXPERTS | dict(mixers="WF", window=1024, attention_sinks=True, attention_bias="all", mlp_bias=True,
+                       router_bias="logits", activation="swiglu_clamped", num_heads=32, head_dim=64)
 BEHIND_DENSE = EXPERTS | dict(num_layers=6, mlps="dde*")
 
 

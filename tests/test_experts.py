@@ -348,7 +348,22 @@ def test_the_load_of_every_layer_is_reported_and_a_dense_one_has_none():
 
 PUBLISHED = {       # total and active parameters, from the models' configurations
     "mixtral-8x7b": (46_702_792_704, 12_879_925_248), "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),
-    "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704), "qwen3-235b-a22b": (235_093_634_560, 22_190_763_520)}
+    "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704), "qwen3-235b-a22b": (235_093_634_560, 22_190_763_520),
+    "gpt-oss-20b": (20_914_757_184, 4_189_376_064), "qwen3.5-9b": (8_953_803_264, 8_953_803_264),
+    "deepseek-v3": (671_026_419_200, 37_552_297_472), "glm-4.7-flash": (29_943_393_920, 3_896_766_080)}
+
+
+def mixer_flops(preset: str, cfg, S: int) -> float:
+    """Forward and backward of a token beside matrices, written out: attention to half of S tokens with keys and values
+    as wide as they are, 128 tokens of gpt-oss's windows; of a recurrence three products with the state."""
+    L, N, H = cfg.num_layers, cfg.num_heads, cfg.head_dim
+    if preset == "gpt-oss-20b":
+        within = (128 * S - 128 * 127 / 2 - 64) / S         # the first 127 tokens see fewer
+        return 3 * 2 * (2 * N * H) * (12 * S / 2 + 12 * within)
+    if preset == "qwen3.5-9b":
+        return 3 * (8 * 2 * (2 * N * H) * S / 2 + 24 * 3 * 2 * 32 * 128 * 128)
+    V = {"deepseek-v3": 128, "glm-4.7-flash": 256}.get(preset, H)
+    return 3 * L * 2 * N * (H + V) * S / 2
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
@@ -359,8 +374,9 @@ def test_presets_have_the_published_total_and_active_parameters(preset):
     total, active = (sum(of(info) for info in model.parameters()) - padding
                      for of in (lambda info: info.size, lambda info: flops.active(info, cfg)))
     assert (total, active) == PUBLISHED[preset]
-    # 6 FLOPs for each active parameter that is multiplied, and attention's causal half.
-    norms = sum(info.size for info in model.parameters() if info.role == "norm")
-    multiplied = active + padding // 2 - cfg.vocab_size * cfg.embed_dim - norms
-    attention = 6 * cfg.num_layers * cfg.num_heads * cfg.head_dim * 4096
-    assert flops.model_flops_per_token(model.parameters(), cfg, 4096) == 6 * multiplied + attention
+    # 6 FLOPs for each active parameter that is multiplied, and the mixers' own.
+    added = sum(flops.active(info, cfg) for info in model.parameters()
+                if info.role not in ("matrix", "router", "head", "embedding"))
+    multiplied = active + padding // 2 - cfg.vocab_size * cfg.embed_dim - added
+    assert flops.model_flops_per_token(model.parameters(), cfg, 4096) == pytest.approx(
+        6 * multiplied + mixer_flops(preset, cfg, 4096), rel=1e-12)

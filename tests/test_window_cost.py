@@ -91,11 +91,11 @@ def test_a_layer_of_a_period_has_the_products_of_one_layer():
                      data=dict(seq_len=8192, global_batch=1, document_mask=False))
     assumed = Assumptions("h100")
     attended = lambda run: rates.attended(run, layout, assumed)
-    assert attended(run) == rates.Attended(pytest.approx(1 / 4 + 3 / 4 * (2 - 1 / 8) / 8), "cudnn", documents=False)
+    assert attended(run) == rates.Attended({"F": 1.0, "W": pytest.approx((2 - 1 / 8) / 8)}, "cudnn", documents=False)
     packed = run.replaced(data={"document_mask": True})
     whole = rates.visited_share(8192, 2000, 1.5)
     near = rates.visited_share(8192, 2000, 1.5, window=1024)
-    assert attended(packed) == rates.Attended(pytest.approx(whole / 4 + near * 3 / 4),
+    assert attended(packed) == rates.Attended({"F": pytest.approx(whole), "W": pytest.approx(near)},
                                               "pallas", documents=True) and near < whole / 2
     capped = run.replaced(model={"score_softcap": 50.0})
     assert attended(capped).engine == "pallas"

@@ -24,7 +24,7 @@ SMALL = .002                # of all bytes sent: norms, biases and statistics of
 @dataclasses.dataclass(frozen=True)
 class Formulas:
     """Of one device and step: bytes by kind, collectives as in `audit.summarize`, FLOPs of matmuls without
-    attention."""
+    attention and recurrences."""
     memory_bytes: Mapping[str, int]
     collectives: list[dict]
     matmul_flops: int
@@ -46,8 +46,9 @@ def of(made: Assembly, ruled: Mapping[str, int | None]) -> Formulas | None:
 
 
 def matmul_flops(program: audit.ProgramAudit) -> int:
-    """Matmul FLOPs of a compiled step without attention's, which a kernel computes in other programs."""
-    return sum(dot.flops for dot in program.dots if not sources.in_attention(dot.source))
+    """Matmul FLOPs of a compiled step without those of attention and recurrences, which a kernel computes in other
+    programs."""
+    return sum(dot.flops for dot in program.dots if not sources.scope_of(dot.source))
 
 
 def differences(made: Assembly, formulas: Formulas, held: Mapping[str, int | None],

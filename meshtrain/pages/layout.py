@@ -16,7 +16,8 @@ MEMORY = {"params": ("weights", "weights, as they are stored"), "grads": ("gradi
           "loop_grads": ("", "gradients in the pipeline's loop")}
 STACKED = ("params", "grads", "optimizer", "activations")
 LEAST_SHARE = 0.002         # of a bar; smaller parts are not drawn
-SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "contention", "host")
+SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "contention", "host",
+          "recurrence")
 
 
 def page(data: dict) -> str:
@@ -207,7 +208,7 @@ def time(data: dict) -> str:
         return skin.paragraph("Compiled for no GPU of known speed, so nothing is said of time: add e.g. --topology "
                               "h100:8.")
     percent, all_shares = "{:.1%}".format, line["share"] | line["other"]
-    shares = [(k, name, all_shares.get(name, 0.0)) for k, name in enumerate(SHARES)]
+    shares = [(k, name, all_shares[name]) for k, name in enumerate(SHARES) if name in all_shares]
     bar = Bar("of the step", [share for share in shares if share[2] > 0], seconds(line["step_time_s"]))
     caption = (f"{seconds(line['step_time_s'])} a step: {seconds(line['compute_s'])} of kernels and "
                f"{seconds(line['exposed_s'])} of waiting for links; {seconds(line['hidden_s'])} of collectives hide "

@@ -1,26 +1,44 @@
-"""Model FLOPs of a token, the numerator of MFU, and the matmul FLOPs that a step executes."""
+"""Model FLOPs of a token, the numerator of MFU, and the matmul FLOPs that a step executes.
+
+Mixers count by kind. Attention: the causal half of its two products, that is N·(H + V)·S forward for H wide keys and V
+wide values (PaLM, arXiv:2204.02311, appendix B, halved for causality), less what windows exclude. A recurrence: the
+products of one token with the state of each value head, k_t u_t^T and S_t^T q_t, with the delta rule also S^T k_t,
+2·d·V each, however the program computes them in chunks. Convolutions, decays and norms count nothing.
+"""
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 
 from meshtrain import pattern
 from meshtrain.cost.formulas import routed
 from meshtrain.cost.formulas.placed import Options, Placed, Product
+from meshtrain.parallel.context.attention import value_dim
 
 
 def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
-    """Count FLOPs of forward and backward without recomputation: 6 per matrix element, 4 per frozen one, and the two
-    products of causal attention.
+    """Count FLOPs of forward and backward without recomputation: 6 per matrix element, 4 per frozen one, and three
+    times the forward of the mixers' own products.
 
     table: ParamInfo rows; cfg: the [model] section. Embedding look-ups count nothing, a tied head counts as a matrix,
-    and only the experts that a token is routed to count. Attention: the causal half of 12·L·N·H·S, that is 6·L·N·H·S
-    (PaLM, arXiv:2204.02311, appendix B, halved for causality), less what windows exclude.
+    and only the experts that a token is routed to count.
     """
     multiplied = [info for info in table if info.role in ("matrix", "head", "router")
                   or cfg.tie_embeddings and info.path[0] == "embedding"]
     matrices = sum((6.0 if info.trainable else 4.0) * active(info, cfg) for info in multiplied)
-    return matrices + 6.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * seq_len * attended(cfg, seq_len)
+    return matrices + sum(3.0 * count * mixer_flops(cfg, mixer, seq_len)
+                          for mixer, count in Counter(kind.mixer for kind in pattern.kinds(cfg)).items())
+
+
+def mixer_flops(cfg, mixer: str, seq_len: int) -> float:
+    """FLOPs of a token's forward in a layer of this mixer beside its matrices."""
+    one = cfg.of(mixer)
+    if mixer in pattern.ATTENTION:
+        return attended(cfg, mixer, seq_len) * seq_len * one.num_heads * (one.head_dim + value_dim(one))
+    linear = one.linear
+    products = {"G": 3, "K": 3, "M": 2}.get(mixer, 0)
+    return products * 2.0 * linear.value_heads * linear.key_dim * linear.value_dim
 
 
 def active(info, cfg) -> int:
@@ -28,26 +46,26 @@ def active(info, cfg) -> int:
     return info.size * cfg.experts_per_token // cfg.num_experts if "expert" in info.axes else info.size
 
 
-def local_layers(cfg, seq_len: int) -> float:
-    """Fraction of the layers whose window is shorter than the sequence."""
-    if not 0 < cfg.window < seq_len:
-        return 0.0
-    return pattern.share(cfg, mixers=pattern.WINDOWED)
+def window(cfg, mixer: str, seq_len: int) -> int:
+    """Tokens that a token sees in layers of this mixer; 0: the whole sequence."""
+    within = cfg.of(mixer).window if mixer in pattern.WINDOWED else 0
+    return within if within < seq_len else 0
 
 
-def attended(cfg, seq_len: int) -> float:
-    """Mean over layers of the pairs that a token of a full row attends to, as a fraction of the causal half S / 2."""
-    part, within = local_layers(cfg, seq_len), cfg.window / seq_len
-    return 1 - part + part * (2 - within) * within if part else 1.0
+def attended(cfg, mixer: str, seq_len: int) -> float:
+    """Pairs that a token of a full row attends to in layers of this mixer, as a fraction of the causal half S / 2."""
+    within = window(cfg, mixer, seq_len) / seq_len
+    return (2 - within) * within if within else 1.0
 
 
 def executed(placed: Placed, options: Options) -> float:
-    """Count the FLOPs of one device's matmuls in a step, without attention: the forward, its recomputation, and a
-    backward of twice the forward, once for frozen matrices."""
+    """Count the FLOPs of one device's matmuls in a step, without those of attention and recurrences: the forward, its
+    recomputation, and a backward of twice the forward, once for frozen matrices."""
     of = functools.partial(_elements, placed)
-    layer, (_, loss, _) = sum(map(of, placed.layer.products)), placed.ends(options)
+    products = [product for product in placed.layer.products if not product.expands]
+    layer, (_, loss, _) = sum(map(of, products)), placed.ends(options)
     leading = executed(placed.leading, options) if placed.leading else 0.0
-    trained = sum(of(product) for product in placed.layer.products if product.trained)
+    trained = sum(of(product) for product in products if product.trained)
     visits = forward, backward, weights = placed.visits(options)
     layers = (forward + backward) * layer + weights * trained + backward * again(placed, options)
     experts = 0.0
@@ -67,9 +85,9 @@ def again(placed: Placed, options: Options) -> float:
     """Elements of a layer's matrices whose forward the backward recomputes. It skips the last products, whose results
     it does not read."""
     of = functools.partial(_elements, placed)
-    forward = sum(map(of, placed.layer.products))
+    products = [product for product in placed.layer.products if not product.expands]
     if placed.framework:
-        return placed.framework.recomputed[0] * forward
+        return placed.framework.recomputed[0] * sum(map(of, products))
     if options.remat not in ("full", "offload"):
         return 0.0
-    return forward - sum(of(product) for product in placed.layer.products if product.unread)
+    return sum((1 - product.unread) * of(product) for product in products)

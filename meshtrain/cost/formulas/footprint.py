@@ -8,7 +8,8 @@ read off the buffers of programs compiled for GPUs.
 from __future__ import annotations
 
 from meshtrain import pattern
-from meshtrain.cost.formulas import routed
+from meshtrain.cost.formulas import recurrences, routed
+from meshtrain.cost.formulas.mixers import Mixer
 from meshtrain.cost.formulas.placed import GATHER, SCATTER, Options, Placed
 from meshtrain.model import parts
 from meshtrain.parallel.pipeline import schedules, stages
@@ -75,23 +76,31 @@ def _early_zeros(placed: Placed) -> float:
 
 
 def kept_width(placed: Placed, options: Options) -> float:
-    """Elements of a token that a layer saves for its backward."""
-    h = placed.cfg.embed_dim
-    stream, (q, kv, f) = h / placed.stream_shards, placed.widths
-    gates = 1 + placed.cfg.gated
-    again = q if placed.num_shards("seq") > 1 else 0          # context parallelism never recomputes attention
+    """Elements of a token that a layer saves for its backward, mean over layers."""
+    cfg, h, size = placed.cfg, placed.cfg.embed_dim, placed.itemsize
+    stream, f, blocks = h / placed.stream_shards, placed.mlp_width, placed.blocks
+    gates, again = 1 + cfg.gated, _never_again(placed)
+    if options.remat in ("full", "offload"):
+        return stream + again if options.remat == "full" else again
     routing = _routing_width(placed) / placed.stream_shards
     # Norms after attention and MLP read the outputs of their last matmuls.
-    placement = placed.cfg.norm_placement
-    whole, chosen = 2 * stream * (placement == "both"), stream * (placement != "before" and not placed.cfg.num_experts)
-    sums = 4 * placed.cfg.num_heads / placed.num_shards("heads") / placed.itemsize     # log-sum-exps, in float32
+    placement = cfg.norm_placement
+    whole, chosen = 2 * stream * (placement == "both"), stream * (placement != "before" and not cfg.num_experts)
+    if options.remat == "selective":
+        mixers = placed.mean(lambda mixer: mixer.inward + mixer.outputs + mixer.sums(size))
+        return blocks * stream + mixers + gates * f + routing / 2 + chosen
     # Without remat the inputs of matmuls are saved whole. The buffers of the microbatch loop hold attention's output
     # twice: in its own layout and in that of the matmul after it.
-    twice = q * (options.microbatches > 1)
-    return {"none": 2 * stream + 2 * h + 2 * q + twice + 2 * kv + gates * f + _normed_width(placed) + routing
-            + whole + sums,
-            "selective": 2 * stream + 2 * q + 2 * kv + gates * f + routing / 2 + chosen + sums, "full": stream + again,
-            "offload": again}[options.remat]
+    twice = placed.mean(lambda mixer: mixer.outputs * (not mixer.outward())) * (options.microbatches > 1)
+    mixers = placed.mean(lambda mixer: mixer.kept(size))
+    return blocks * (stream + h) + mixers + twice + gates * f + routing + whole
+
+
+def _never_again(placed: Placed) -> float:
+    """Elements of a token that no remat recomputes: where sequences are split, what their mixers make of the whole."""
+    if placed.num_shards("seq") == 1:
+        return 0.0
+    return placed.mean(lambda mixer: mixer.outputs + mixer.recurrent * mixer.sums(placed.itemsize))
 
 
 def _transposed_width(placed: Placed, options: Options) -> float:
@@ -105,12 +114,6 @@ def _transposed_width(placed: Placed, options: Options) -> float:
     return cfg.num_layers * pattern.share(cfg, mlps="e") * (cfg.embed_dim + cfg.embed_dim / placed.stream_shards)
 
 
-def _normed_width(placed: Placed) -> float:
-    """Elements of the inputs of query and key norms, which are saved without remat."""
-    q, kv, _ = placed.widths
-    return (placed.cfg.qk_norm != "off") * (q + kv)
-
-
 def _routing_width(placed: Placed) -> float:
     """Width of the router's float32 logits and of what the balance loss saves of them, mean over layers."""
     cfg = placed.cfg
@@ -118,15 +121,33 @@ def _routing_width(placed: Placed) -> float:
 
 
 def _working_width(placed: Placed, options: Options) -> float:
-    """Elements of a token that live during attention's backward in the layer with the widest MLP. Where collectives
+    """Elements of a token that live during a mixer's backward in the layer with the widest arrays. Where collectives
     overlap a layer's matmuls, XLA delays some of them, and their operands live longer."""
-    (q, kv, _), h, f, context = placed.widths, placed.cfg.embed_dim, _widest_mlp(placed), placed.num_shards("seq")
+    h, f, context = placed.cfg.embed_dim, _widest_mlp(placed), placed.num_shards("seq")
     if context > 1:
-        attention = {"ring": 12 * q + 8 * kv, "gather": 10 * q + (6 * context + 2) * kv, "ulysses": 6 * q + 6 * kv}
-        return 6 * h + attention[options.method] + 4 * f
-    if not any(placed.moving(kind, "layers") for kind in (GATHER, SCATTER)) and placed.num_shards("mlp") == 1:
-        return 3 * h + 3 * q + 3 * kv + 2 * f
-    return 4 * h + 4 * q + 4 * kv + (4 if options.remat in ("full", "offload") else 3) * f
+        return 6 * h + 4 * f + max((_split_width(mixer, context, options.method, placed.itemsize)
+                                    for mixer in placed.mixers), default=0)
+    moving = any(placed.moving(kind, "layers") for kind in (GATHER, SCATTER)) or placed.num_shards("mlp") > 1
+    times = 4 if moving else 3
+    mixers = max((times * (_pair(mixer) + 2 * mixer.gates / 3) if not mixer.recurrent else recurrences.live_width(mixer, placed.itemsize)
+                  for mixer in placed.mixers), default=0)
+    mlp = (4 if options.remat in ("full", "offload") else 3) if moving else 2
+    return times * h + mixers + mlp * f
+
+
+def _pair(mixer: Mixer) -> float:
+    """Queries and keys, or outputs and values: half of all four."""
+    return (mixer.queries + mixer.keys + mixer.values + mixer.outputs) / 2
+
+
+def _split_width(mixer: Mixer, context: int, method: str, itemsize: int) -> float:
+    """As `_working_width`, of one mixer whose sequences are split."""
+    if mixer.recurrent:
+        return recurrences.live_width(mixer, itemsize)
+    q, kv = (mixer.queries + mixer.outputs) / 2, (mixer.keys + mixer.values) / 2
+    method = "gather" if mixer.latents and method == "ring" else method     # latents are gathered
+    return 2 * mixer.gates + {"ring": 12 * q + 8 * kv, "gather": 10 * q + (6 * context + 2) * kv,
+                              "ulysses": 6 * q + 6 * kv}[method]
 
 
 def _widest_mlp(placed: Placed) -> float:
@@ -143,13 +164,17 @@ def _expert_backward_widths(placed: Placed, options: Options) -> tuple[float, fl
     collective of attention's backward is in flight, so that one's cotangents live too, and the sums of the norms'
     gradients.
     """
-    (q, kv, _), h = placed.widths, placed.cfg.embed_dim
-    stream, remade = h / placed.stream_shards, {"none": 0, "selective": q + 2 * kv}.get(
-        options.remat, h + 2 * q + 2 * kv)
-    inputs = remade + 3 * stream
-    gathered = 2 * h if placed.stream_shards > 1 else 0
-    ring = 2 * q + 5 * kv if placed.num_shards("seq") > 1 and options.method == "ring" else 0
-    return inputs, 2 * q + 2 * kv + gathered + (7 if placed.num_shards("residual_seq") > 1 else 3) * stream + ring
+    h, layers = placed.cfg.embed_dim, []
+    for mixer in placed.mixers:
+        stream, inward = h / placed.stream_shards, mixer.inward
+        remade = {"none": 0, "selective": mixer.queries / 2 + mixer.outputs / 2 + mixer.keys + mixer.values}.get(
+            options.remat, h + mixer.outputs + inward)
+        gathered = 2 * h if placed.stream_shards > 1 else 0
+        ring = mixer.queries + mixer.outputs + 2.5 * (mixer.keys + mixer.values) if placed.num_shards(
+            "seq") > 1 and options.method == "ring" and not mixer.recurrent else 0
+        beside = 2 * _pair(mixer) + gathered + (7 if placed.num_shards("residual_seq") > 1 else 3) * stream + ring
+        layers.append((remade + 3 * stream, beside))
+    return tuple(map(max, zip(*layers))) if layers else (h, h)
 
 
 def _part_grads_bytes(placed: Placed, options: Options) -> float:
@@ -160,8 +185,9 @@ def _part_grads_bytes(placed: Placed, options: Options) -> float:
     alone = parts.of_rows(placed.layout, (rows, options.seq_len))[1] == 1
     if not dense or alone or options.remat == "none" and placed.by_layer:
         return 0
-    (q, kv, _), gates = placed.widths, 1 + cfg.gated
-    of_dense = cfg.embed_dim * (2 * q + 2 * kv + (gates + 1) * _widest_mlp(placed))
+    gates = 1 + cfg.gated
+    mixers = placed.mean(lambda mixer: mixer.inward + mixer.outputs)
+    of_dense = cfg.embed_dim * (mixers + (gates + 1) * _widest_mlp(placed))
     return 4 * (of_dense if cfg.num_experts else placed.layer.used)
 
 
@@ -179,7 +205,7 @@ def _in_stages(placed: Placed, options: Options) -> float:
     loss += 16 * placed.head.n * placed.head.k
     # A layer of B and one of F, with their weights sliced out of the stack.
     layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2
-                             * placed.widths[2]) + size * placed.layer.used
+                             * placed.mlp_width) + size * placed.layer.used
     if experts := routed.of(placed, options):
         layer = max(layer, experts.staged_bytes + 4 * size * tokens * stream + size * placed.layer.used)
     return size * placed.held.used + slot_bytes(placed, options) + max(loss, layer)
@@ -188,21 +214,25 @@ def _in_stages(placed: Placed, options: Options) -> float:
 def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     """Elements of a token that a layer saves in slots: (for its backward, from there for a separate W). assumption:
     without remat, and for W, arrays as wide as the residual stream are whole on each device."""
-    h, (q, kv, f) = placed.cfg.embed_dim, placed.widths
+    h, f, size, blocks = placed.cfg.embed_dim, placed.mlp_width, placed.itemsize, placed.blocks
     stream, gates = h / placed.stream_shards, 1 + placed.cfg.gated
-    placement, normed = placed.cfg.norm_placement, _normed_width(placed)
+    placement, normed = placed.cfg.norm_placement, placed.mean(lambda mixer: mixer.norm_inputs)
     both, after, routing = placement == "both", placement != "before", _routing_width(placed) / placed.stream_shards
-    for_backward = {"none": 4 * h + stream + 2 * q + 2 * kv + gates * f + normed + 2 * h * both + routing,
-                    "selective": (2 + after * (not placed.cfg.num_experts)) * stream
-                    + 2 * q + 2 * kv + gates * f + routing / 2,
-                    "full": stream + (q if placed.num_shards("seq") > 1 else 0)}[options.remat]
+    kept, inward, outputs, sums = (placed.mean(of) for of in (
+        lambda mixer: mixer.kept(size) - mixer.sums(size) * (not mixer.recurrent), lambda mixer: mixer.inward,
+        lambda mixer: mixer.outputs, lambda mixer: mixer.sums(size) * mixer.recurrent))
+    for_backward = {"none": 2 * blocks * h + stream + kept + gates * f + 2 * h * both + routing,
+                    "selective": (blocks + after * (not placed.cfg.num_experts)) * stream
+                    + inward + outputs + sums + gates * f + routing / 2,
+                    "full": stream + _never_again(placed)}[options.remat]
     # Inputs of norms and their cotangents are always float32; some other float32 arrays are the same ones.
     biased = placed.cfg.norm == "layernorm"     # the bias has a gradient too
-    apart = placed.itemsize == 2 or biased
-    for_weights = 8 * (2 * h * (1 + both) + normed) / placed.itemsize + 2 * h * biased + {
-        "none": q + 2 * kv + (gates + 1) * f + (2 * h if apart else -normed - 2 * h * both),
-        "selective": q + 2 * kv + (gates + 2) * f + (2 if apart else 1 + after) * h,
-        "full": 2 * q + 2 * kv + (gates + 2 - after) * f + 4 * h}[options.remat]
+    apart = size == 2 or biased
+    again = placed.mean(lambda mixer: mixer.outward())      # made again from what is kept
+    for_weights = 8 * (blocks * h * (1 + both) + normed) / size + blocks * h * biased + {
+        "none": inward + (gates + 1) * f + (2 * h if apart else -normed - 2 * h * both),
+        "selective": inward + again + (gates + 2) * f + (2 if apart else 1 + after) * h,
+        "full": inward + outputs + again + (gates + 2 - after) * f + 4 * h}[options.remat]
     if experts := routed.of(placed, options):
         for_weights += experts.weight_grad_bytes / placed.itemsize / placed.tokens(options)
     return for_backward, for_weights

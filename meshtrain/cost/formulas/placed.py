@@ -10,9 +10,10 @@ import dataclasses
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from meshtrain import pattern
+from meshtrain.cost.formulas import mixers
 from meshtrain.model import layers
 from meshtrain.names import AXES, LAYERS, LEADING, LORA, MATMUL_ROLES
 from meshtrain.parallel.pipeline import schedules, stages
@@ -47,7 +48,8 @@ class Options:
     schedule: str = ""
     chunks: int = 1
     method: str = "ring"
-    visited: float = 1.0        # pairs that attention visits, as a fraction of the causal half
+    # pairs that attention visits, as a fraction of the causal half, by mixer; of others all
+    visited: Mapping[str, float] = dataclasses.field(default_factory=dict)
     loss_chunk: int = 2048
     optimizer_bytes: float = 8  # optimizer state per parameter
     dispatch: str = "auto"      # how tokens reach their experts
@@ -66,17 +68,20 @@ class Product:
     Experts are in `routed`.
 
     row: mesh axes that shard k; the result is summed over them. outward: the result is added to the residual stream.
-    unread: the backward does not read the result. trained: the matrices have gradients. share: fraction of the layers
-    that have them. router: computed in float32, on tokens sharded as the residual stream.
+    unread: fraction of these layers whose backward does not read the result. trained: the matrices have gradients.
+    share: fraction of the layers that have them. router: computed in float32, on tokens sharded as the residual stream.
+    expands: attention expands latents by them, forward and again in the backward. column: mesh axes that shard n.
     """
     k: float
     n: float
     row: Axes = ()
     outward: bool = False
-    unread: bool = False
+    unread: float = 0.0
     trained: bool = True
     share: float = 1.0
     router: bool = False
+    expands: bool = False
+    column: Axes = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,10 +184,10 @@ class Placed:
         return "bf16" if self.itemsize == 2 else "f32"
 
     @functools.cached_property
-    def matrices(self) -> int:
-        """Number of matrices of a layer without its experts. Each has a collective of its own."""
-        return len({info.path[-3:] for info in self.rows
-                    if info.role == "matrix" and info.axes[0] in (LAYERS, LEADING) and "expert" not in info.axes})
+    def matrices(self) -> float:
+        """Number of matrices of a layer without its experts, mean over layers. Each has a collective of its own."""
+        return sum(info.shape[0] for info in self.rows if info.role == "matrix" and info.axes[0] in (LAYERS, LEADING)
+                   and "expert" not in info.axes) / self.cfg.num_layers
 
     def tokens(self, options: Options) -> float:
         """Tokens of a microbatch on one device; of a sharded sequence, its shard."""
@@ -252,15 +257,24 @@ class Placed:
                                       if a not in context)
 
     @functools.cached_property
-    def widths(self) -> tuple[float, float, float]:
-        """Elements of a token's (queries, keys, MLP hidden) on one device."""
-        cfg = self.cfg
-        kv_heads = layers.kv_heads(self.layout, cfg.num_kv_heads) / self.num_shards("kv_heads")
-        # With experts: the mean over layers.
-        of = functools.partial(pattern.share, cfg)
-        mlp = of(mlps="d") * cfg.mlp_dim + of(mlps="e") * cfg.shared_expert_dim
-        return cfg.num_heads * cfg.head_dim / self.num_shards("heads"), kv_heads * cfg.head_dim, mlp / self.num_shards(
-            "mlp")
+    def mixers(self) -> tuple[mixers.Mixer, ...]:
+        """The kinds of the layers' mixers."""
+        return mixers.of(self.cfg, self.layout)
+
+    def mean(self, of: Callable[[mixers.Mixer], float]) -> float:
+        """Mean over layers of what each kind of mixer has; 0 of layers without one."""
+        return sum(mixer.share * of(mixer) for mixer in self.mixers)
+
+    @functools.cached_property
+    def mlp_width(self) -> float:
+        """Elements of a token's MLP hidden on one device, experts apart, mean over layers."""
+        of = functools.partial(pattern.share, self.cfg)
+        return (of(mlps="d") * self.cfg.mlp_dim + of(mlps="e") * self.cfg.shared_expert_dim) / self.num_shards("mlp")
+
+    @functools.cached_property
+    def blocks(self) -> float:
+        """Number of mixers and MLPs that a layer adds to the residual stream, mean over layers."""
+        return 2 - pattern.share(self.cfg, mixers=".") - pattern.share(self.cfg, mlps=".")
 
 
 def place(rows, cfg, layout: Layout, mesh: MeshSpec) -> Placed:
@@ -291,12 +305,9 @@ def _cut(cfg, part: slice):
 
 def _place(rows, cfg, layout: Layout, mesh: MeshSpec, is_leading: bool = False) -> Placed:
     """is_leading: these layers run before the stages, and their gradients are summed over the stages."""
-    local, tokens = _Local(cfg, layout), frozenset(layout.token_axes) | ({"stage"} if is_leading else set())
-    layers_with = Counter()
-    for info in rows:
-        layers_with[info.path[-3:]] += info.shape[0]
+    local, tokens = _Local(layout), frozenset(layout.token_axes) | ({"stage"} if is_leading else set())
     travel, held, used, largest = defaultdict(float), Counter(), 0.0, 0.0
-    num_stages, products, head, equal = layout.sizes["stage"], {}, Product(0, 0), {}
+    num_stages, head, matrices = layout.sizes["stage"], Product(0, 0), _Matrices(cfg, rows, local)
     stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 and not is_leading else cfg.num_layers
     once = tokens if num_stages > 1 else frozenset(layout.deferred_axes(info.axes for info in rows))
     # Adapters first: the last product of a layer must not be one of theirs.
@@ -320,24 +331,13 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, is_leading: bool = False) 
         beyond = {table: axes - in_use for table, axes in by_table.items()}
         for key, n in _moves(layout, info, beyond, whole, depth, uses, tokens - by_table["grads"] - in_use, once):
             travel[key] += n
-        # Layers of a period have equal matrices and differ in their windows: take those of the first.
-        first = equal.setdefault("router" if info.role == "router" else info.path[-3:], info.path) == info.path
-        if info.role == "matrix" and "expert" not in info.axes and first:
-            into, out = info.matrix_dims
-            key = info.path[:-2], tuple(info.axes[d] for d in into)
-            row = ordered(frozenset().union(*(local.uses(info.axes[d]) for d in into)))
-            n, outward = products[key].n if key in products else 0, info.axes[out[-1]] == "embed"
-            products[key] = Product(local.size(info, into), n + local.size(info, out), row, outward,
-                                    outward and key[1] == ("mlp",),
-                                    info.trainable, layers_with[info.path[-3:]] / cfg.num_layers)
-        elif info.role == "router" and first:
-            products["router"] = Product(*info.shape[-2:], trained=info.trainable, router=True,
-                                         share=pattern.share(cfg, mlps="e"))
+        if info.role in ("matrix", "router") and "expert" not in info.axes:
+            matrices.add(info)
         elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):
             num_shards = layout.num_shards(local.uses("vocab"))
             head = Product(cfg.embed_dim, info.size // cfg.embed_dim // num_shards, trained=info.trainable)
     moves = tuple(WeightMove(*key, n) for key, n in travel.items() if key[-1] and n)
-    layer = LayerSizes(tuple(products.values()), used, largest, stage_layers)
+    layer = LayerSizes(tuple(matrices.products.values()), used, largest, stage_layers)
     return Placed(cfg, rows, layout, mesh, layer, head, Held(**held), moves, is_leading=is_leading)
 
 
@@ -389,12 +389,10 @@ def _moves(layout: Layout, info, beyond, whole: float, depth: int, uses: int, la
 class _Local:
     """Sizes of parameters on one device. Caches the mesh axes of each logical axis."""
 
-    def __init__(self, cfg, layout: Layout):
+    def __init__(self, layout: Layout):
         self.layout = layout
         self.splits = functools.cache(lambda table, axis: frozenset(layout.mesh_axes(table, axis)))
         self.uses = functools.cache(lambda axis: frozenset(layout.mesh_axes(GATHERED, axis)))
-        self.kv_heads = layers.kv_heads(layout, cfg.num_kv_heads) // layout.num_shards(
-            layout.mesh_axes("activations", "kv_heads"))
 
     def axes(self, info) -> tuple[frozenset, dict[str, frozenset]]:
         """(mesh axes that shard a parameter in use, those that shard it in each table)."""
@@ -402,11 +400,69 @@ class _Local:
         tables = ("params", "grads", "optimizer")
         return union(self.uses), {table: union(functools.partial(self.splits, table)) for table in tables}
 
+    def split(self, info, dims) -> Axes:
+        """The mesh axes that shard these dims of a matrix in use."""
+        return ordered(frozenset().union(*(self.uses(info.axes[d]) for d in dims)))
+
     def size(self, info, dims) -> int:
         """Elements of these dims of a matrix on one device, as it is multiplied. Key heads are replicated where they
         are fewer than the devices."""
         split = lambda d: info.shape[d] // max(1, self.layout.num_shards(self.uses(info.axes[d])))
-        return math.prod(self.kv_heads if info.axes[d] == "kv_heads" else split(d) for d in dims)
+        heads = lambda d: layers.kv_heads(self.layout, info.shape[d]) // self.layout.num_shards(
+            self.layout.mesh_axes("activations", "kv_heads"))
+        return math.prod(heads(d) if info.axes[d] == "kv_heads" else split(d) for d in dims)
+
+
+class _Matrices:
+    """The products of a layer. Equal matrices of different layers are one, with the share of the layers that have it;
+    those that multiply the same input are one product."""
+
+    def __init__(self, cfg, rows, local: _Local):
+        self.num_layers, self.local, self.products = cfg.num_layers, local, {}
+        self.before_mlps = {_layer(info) for info in rows if _part(info) in ("mlp", "moe")}
+        self.count, self.last, self.first = Counter(), Counter(), {}
+        for info in rows:
+            key = self._key(info)
+            self.first.setdefault(key, info.path)
+            self.count[key] += info.shape[0]
+            gated = cfg.shared_expert_gate and "shared" in info.path
+            last = info.axes[-2:] == ("mlp", "embed") and not gated or _layer(info) not in self.before_mlps
+            self.last[key] += info.shape[0] * last
+
+    def add(self, info) -> None:
+        key = self._key(info)
+        if self.first[key] != info.path:
+            return
+        share, local = self.count[key] / self.num_layers, self.local
+        if info.role == "router":
+            self.products[key] = Product(*info.shape[-2:], trained=info.trainable, router=True, share=share)
+            return
+        into, out = info.matrix_dims
+        axes = tuple(info.axes[d] for d in into)
+        same = info.path[:-2], axes, tuple(info.shape[d] for d in into), share
+        outward = info.axes[out[-1]] == "embed"
+        expands = _part(info) == "attention" and info.path[-2] in ("key", "value") and "kv_heads" not in info.axes
+        n = self.products[same].n if same in self.products else 0
+        self.products[same] = Product(local.size(info, into), n + local.size(info, out), local.split(info, into),
+                                      outward, outward * self.last[key] / self.count[key], info.trainable, share,
+                                      expands=expands, column=local.split(info, out))
+
+    @staticmethod
+    def _key(info):
+        return info.path[-3:], info.shape[1:]
+
+
+MODULES = ("attention", "linear", "mlp", "moe")
+
+
+def _part(info) -> str:
+    """The module of a layer that has this parameter; "" for norms and the ends."""
+    return next((name for name in info.path if name in MODULES), "")
+
+
+def _layer(info) -> tuple[str, ...]:
+    """The path of the layers of a period that have this parameter."""
+    return info.path[:info.path.index(_part(info))] if _part(info) else info.path
 
 
 def ordered(axes) -> Axes:

@@ -11,16 +11,14 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping
 
-from meshtrain.cost.formulas import flops, footprint, rates, routed, traffic
+from meshtrain.cost.formulas import flops, footprint, rates, recurrences, routed, traffic
+from meshtrain.cost.formulas.mixers import Mixer
 from meshtrain.cost.formulas.placed import Options, Placed
 from meshtrain.cost.formulas.rates import DeviceGroup, Matmul, Rates
 from meshtrain.cost.formulas.simulate import Costs
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
 
-# FLOPs of attention's backward over its forward's: one recomputes the scores and has four products for two. Each of our
-# two Pallas kernels recomputes the scores.
-BACKWARD, BACKWARD_APART = 2.5, 3.5
 LOGIT_BYTES = 14            # HBM bytes of a logit, forward and backward
 UPDATE_BYTES = 30           # HBM bytes of a parameter in the optimizer's update
 ONCE_BYTES = 12             # HBM bytes of an accumulator's element once a step: zeroed, transposed for the reduction
@@ -188,22 +186,22 @@ class _LayerTimes:
     def __init__(self, placed: Placed, rated: Rates, options: Options):
         cfg, tokens = placed.cfg, placed.tokens(options)
         matmul = functools.partial(matmul_s, rated, "float8" if placed.float8 else cfg.compute_dtype, placed.itemsize)
-        dense, routers = ([w for w in placed.layer.products if w.router == wanted] for wanted in (False, True))
+        dense, routers = ([w for w in placed.layer.products if w.router == wanted and not w.expands]
+                          for wanted in (False, True))
         products = [w.share * matmul(tokens, w.n, w.k) for w in dense]
         forward = sum(products)
         backward = sum(w.share * (matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens)) for w in dense)
         routing = sum(w.share * matmul_s(rated, "float32", 4, tokens / placed.stream_shards, w.n, w.k)
                       for w in routers)
         forward, backward = forward + routing, backward + 2 * routing
-        query, key, mlp = placed.widths
-        pairs = 2 * tokens * options.seq_len * options.visited * query
-        attend = lambda direction, flop: sum(rated.attention_s(
-            rates.AttentionKernel(options.engine, direction, share * flop, keys, cfg.head_dim))
-            for share, keys in _kernels(placed, options))
-        products_b = BACKWARD_APART if options.engine == "pallas" else BACKWARD
-        attention, attention_b = attend("forward", pairs), attend("backward", products_b * pairs)
-        fixed_bytes = 16 * cfg.embed_dim / placed.stream_shards + 4 * (query + key)
-        moved = lambda times, norm: tokens * (fixed_bytes + times * mlp + norm * (cfg.qk_norm != "off") * (query + key))
+        attention, attention_b = _attention_s(placed, rated, options)
+        expanded, expanded_b = _expansion_s(placed, rated, options)
+        attention, attention_b = attention + expanded, attention_b + expanded_b
+        recurrence, recurrence_b = (sum(mixer.share * seconds[i] for mixer, seconds in _recurrences_s(
+            placed, rated, options)) for i in (0, 1))
+        mixed, normed = placed.mean(lambda mixer: mixer.moved), placed.mean(lambda mixer: mixer.norm_inputs)
+        fixed_bytes = 8 * placed.blocks * cfg.embed_dim / placed.stream_shards + mixed
+        moved = lambda times, norm: tokens * (fixed_bytes + times * placed.mlp_width + norm * normed)
         gated = cfg.gated
         fused = rated.assumed["elementwise.eager"] if placed.framework and placed.framework.eager else 1.0
         fused *= placed.itemsize / 2
@@ -218,13 +216,14 @@ class _LayerTimes:
         again = placed.framework.recomputed if placed.framework else RECOMPUTED[options.remat]
         again_s = again[0] * forward
         if not placed.framework and again[0]:      # the backward does not read the last product
-            again_s -= sum(seconds for seconds, product in zip(products, dense) if product.unread)
+            again_s -= sum(product.unread * seconds for seconds, product in zip(products, dense))
         if not placed.framework and placed.num_shards("seq") > 1:
             again = again[0], 0.0, again[2]         # context parallelism never recomputes attention
-        recomputed_s = again_s + again[1] * attention + again[2] * small
+        recomputed_s = again_s + again[1] * (attention + recurrence) + again[2] * small
         (experts, experts_b, experts_w), (moved_f, moved_b) = _experts_s(placed, rated, options)
-        self.forward_s = forward + attention + small + stage_f + experts + moved_f
-        self.input_grad_s = backward / 2 + attention_b + small_b + recomputed_s + stage_b + experts_b + moved_b
+        self.forward_s = forward + attention + recurrence + small + stage_f + experts + moved_f
+        self.input_grad_s = (backward / 2 + attention_b + recurrence_b + small_b + recomputed_s + stage_b + experts_b
+                             + moved_b)
         self.weight_grad_s = backward / 2 + stage_w + experts_w
         self.backward_s = self.input_grad_s + self.weight_grad_s
         self.compute_s = {traffic.FORWARD: self.forward_s, traffic.BACKWARD: self.backward_s,
@@ -232,20 +231,62 @@ class _LayerTimes:
         self.parts = {"matmul": forward + again_s + backward + experts + experts_b + experts_w,
                       "attention": attention * (1 + again[1]) + attention_b,
                       "elementwise": small * (1 + again[2]) + small_b + stage_f + stage_b + stage_w + moved_f + moved_b}
+        if recurrence:
+            self.parts["recurrence"] = recurrence * (1 + again[1]) + recurrence_b
         matmul = functools.partial(matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)} if n else {}
 
 
-def _kernels(placed: Placed, options: Options) -> tuple[tuple[float, float], ...]:
+def _attention_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
+    """Seconds of a layer's attention (forward, backward), mean over layers."""
+    forward_s, backward_s, apart = 0.0, 0.0, options.engine == "pallas"
+    for mixer in placed.mixers:
+        if mixer.recurrent:
+            continue
+        pairs = mixer.share * placed.tokens(options) * options.seq_len * options.visited.get(mixer.letter, 1.0)
+        wide = lambda n: 1 << (n - 1).bit_length() if apart else n          # Pallas kernels pad heads
+        H, V = (mixer.heads * wide(n) for n in (mixer.key_dim, mixer.value_dim))
+        kernels = _kernels(mixer, placed, options)
+        attend = lambda direction, width, pairs=pairs, kernels=kernels, mixer=mixer: sum(rated.attention_s(
+            rates.AttentionKernel(options.engine, direction, share * pairs * width, keys, mixer.key_dim))
+            for share, keys in kernels)
+        forward_s += attend("forward", H + V)
+        # One kernel recomputes the scores and has four products for two; each of our two Pallas kernels recomputes them.
+        backward_s += attend("backward", 4 * H + 3 * V if apart else 3 * H + 2 * V)
+    return forward_s, backward_s
+
+
+def _kernels(mixer: Mixer, placed: Placed, options: Options) -> tuple[tuple[float, float], ...]:
     """(fraction of the pairs, keys) of each kernel of a layer's attention. With context parallelism each device has two
-    chunks of a sequence."""
+    chunks of a sequence; latents are gathered."""
     num_shards, length = placed.num_shards("seq"), options.seq_len
     if num_shards == 1 or options.method == "ulysses":
         return ((1.0, length),)
-    chunk = length / (2 * num_shards)
-    return ((1 / num_shards, 2 * chunk), (1 - 1 / num_shards, chunk)) if options.method == "ring" else ((1.0, chunk),)
+    chunk, ring = length / (2 * num_shards), options.method == "ring" and not mixer.latents
+    return ((1 / num_shards, 2 * chunk), (1 - 1 / num_shards, chunk)) if ring else ((1.0, chunk),)
+
+
+def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
+    """Seconds in which a layer's attention expands latents (forward, backward, which expands them again). Where
+    sequences are split, each device expands the whole, or with ulysses its heads of the whole."""
+    tokens, split = placed.tokens(options), placed.num_shards("seq")
+    tokens, heads = tokens * split, split if options.method == "ulysses" else 1
+    matmul = functools.partial(matmul_s, rated, placed.cfg.compute_dtype, placed.itemsize)
+    found = [(w, w.n / heads) for w in placed.layer.products if w.expands]
+    forward = sum(w.share * matmul(tokens, n, w.k) for w, n in found)
+    return forward, forward + sum(w.share * (matmul(tokens, w.k, n) + w.trained * matmul(w.k, n, tokens))
+                                  for w, n in found)
+
+
+def _recurrences_s(placed: Placed, rated: Rates, options: Options) -> list[tuple[Mixer, tuple[float, float]]]:
+    """Each recurrent mixer with the seconds of a layer's recurrence and convolution (forward, backward). The scan from
+    chunk to chunk is run again for the summary of a run of tokens, where sequences are split."""
+    split = placed.num_shards("seq")
+    length = options.seq_len / split / (1 if split == 1 or options.method == "ulysses" else 2)
+    return [(mixer, recurrences.seconds(mixer, rated, placed.tokens(options), length, placed.itemsize, split > 1))
+            for mixer in placed.mixers if mixer.recurrent]
 
 
 def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[float, ...], tuple[float, ...]]:

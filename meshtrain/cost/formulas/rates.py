@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 
-from meshtrain import hardware
+from meshtrain import hardware, pattern
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import flops
 from meshtrain.parallel.context import attention
@@ -159,9 +160,9 @@ BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 
 
 @dataclasses.dataclass(frozen=True)
 class Attended:
-    """What the attention of a run computes. visited: pairs as a fraction of the causal half, mean over layers. engine:
-    as in `assumptions`. documents: whether pairs across documents are skipped."""
-    visited: float
+    """What the attention of a run computes. visited: pairs as a fraction of the causal half, by mixer. engine: as in
+    `assumptions`. documents: whether pairs across documents are skipped."""
+    visited: Mapping[str, float]
     engine: str
     documents: bool
 
@@ -171,13 +172,17 @@ def attended(run, layout, assumed: Assumptions) -> Attended:
     engine cannot serve."""
     cfg, length = run.model, run.data.seq_len
     engine = attention.engine_name(run, layout, assumed.gpu_name)
+    mixers = sorted({kind.mixer for kind in pattern.kinds(cfg)} & set(pattern.ATTENTION))
     if not run.data.document_mask or engine != "pallas":        # the others mask what they have computed
-        return Attended(flops.attended(cfg, length), engine, False)
+        return Attended({mixer: flops.attended(cfg, mixer, length) for mixer in mixers}, engine, False)
     documents = assumed["documents.mean"], assumed["documents.sigma"]
-    part, num_shards = flops.local_layers(cfg, length), layout.num_shards(layout.all_axes("activations", "seq"))
-    share = split_share(length, num_shards, run.context.method, *documents)
-    return Attended((1 - part) * share + (part * visited_share(length, *documents, window=cfg.window) if part else 0.0),
-                    engine, True)
+    num_shards = layout.num_shards(layout.all_axes("activations", "seq"))
+
+    def visited(mixer: str) -> float:
+        if within := flops.window(cfg, mixer, length):
+            return visited_share(length, *documents, window=within)
+        return split_share(length, num_shards, run.context.method, *documents)
+    return Attended({mixer: visited(mixer) for mixer in mixers}, engine, True)
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from meshtrain.cost.formulas import flops, routed
+from meshtrain.cost.formulas import routed
 from meshtrain.cost.formulas.placed import GATHER, SUM, Axes, Options, Placed, Product, WeightMove
 from meshtrain.names import AXES
 from meshtrain.sharding.rules import GATHERED
@@ -194,47 +194,68 @@ def _again(placed: Placed, remat: str, product: Product) -> tuple[float, float]:
     """How often the backward repeats (the gather before a product, the sum after it)."""
     if placed.framework:
         return (placed.framework.recomputed[0],) * 2
-    return float(remat != "none"), float(remat in ("full", "offload") and not product.unread)
+    return float(remat != "none"), (remat in ("full", "offload")) * (1 - product.unread)
 
 
 def _context(placed: Placed, options: Options) -> Iterator[Sent]:
-    """Yield the collectives of context parallelism. A ring overlaps attention, other methods overlap nothing; remat
-    repeats none."""
+    """Yield the collectives of context parallelism, by kinds of mixers. A ring overlaps attention, other methods
+    overlap nothing; remat repeats none."""
     axes = tuple(placed.layout.mesh_axes("activations", "seq"))
-    c, (forward, backward, _), dtype = placed.layout.num_shards(axes), placed.visits(options), placed.dtype
-    if c == 1:
+    if (c := placed.layout.num_shards(axes)) == 1:
         return
-    query, key = (placed.tokens(options) * width for width in placed.widths[:2])
-    size = placed.itemsize
+    tokens, size, dtype = placed.tokens(options), placed.itemsize, placed.dtype
     send = lambda kind, elements, bytes_each, times, overlaps="": Sent(
         kind, axes, FLOAT32 if bytes_each == 4 else dtype, elements * bytes_each, times, "context", overlaps)
-    if options.method == "ring":
-        yield from _ring(placed, options, send, 2 * key)
-    elif options.method == "gather":        # at any window: whole keys and values, twice, and their gradients
-        yield send("all-gather", 2 * c * key, size, forward + backward)
-        yield send("reduce-scatter", 2 * c * key, 4, backward)
-    else:                                   # q, k, v and o, again in the backward; do, dq, dk and dv
-        yield send("all-to-all", 2 * (query + key), size, forward + 2 * backward)
+    for mixer in placed.mixers:
+        forward, backward = (mixer.share * visits for visits in placed.visits(options)[:2])
+        if mixer.recurrent:
+            yield from _states(mixer, placed, options, send)
+        elif mixer.latents:     # with any method, and again in the backward; their gradients are float32
+            yield send("all-gather", c * tokens * mixer.latents, size, forward + backward)
+            yield send("reduce-scatter", c * tokens * mixer.latents, 4, backward)
+            if options.method == "ulysses":     # q and o; q, o, do and dq
+                yield send("all-to-all", tokens * (mixer.queries + mixer.outputs), size, forward + 2 * backward)
+        elif options.method == "ring":
+            yield from _ring(mixer, placed, options, send)
+        elif options.method == "gather":        # at any window: whole keys and values, twice, and their gradients
+            yield send("all-gather", c * tokens * (mixer.keys + mixer.values), size, forward + backward)
+            yield send("reduce-scatter", c * tokens * (mixer.keys + mixer.values), 4, backward)
+        else:                                   # q, k, v and o, again in the backward; do, dq, dk and dv
+            both = mixer.queries + mixer.keys + mixer.values + mixer.outputs
+            yield send("all-to-all", tokens * both, size, forward + 2 * backward)
 
 
-def _ring(placed: Placed, options: Options, send, pairs: float) -> Iterator[Sent]:
-    """pairs: elements of K and V on a device; float32 sums of their gradients travel with them."""
-    c, (forward, backward, _), size = placed.num_shards("seq"), placed.visits(options), placed.itemsize
-    near = flops.local_layers(placed.cfg, options.seq_len)
-    if near:            # `parallel.band`: hops within the window, and gradients back the shorter way
-        reach = min(-(-(placed.cfg.window - 1) * 2 * c // options.seq_len), 2 * c - 1)
+def _states(mixer, placed: Placed, options: Options, send) -> Iterator[Sent]:
+    """What runs of tokens do to a state, gathered by all devices forward and backward, and the tails of the runs for the
+    convolution (`parallel.context.recurrence`)."""
+    c, runs = placed.num_shards("seq"), 1 if options.method == "ulysses" else 2
+    forward, backward = (mixer.share * visits for visits in placed.visits(options)[:2])
+    rows = placed.tokens(options) * c / options.seq_len * runs
+    matrix = mixer.heads * (mixer.key_dim ** 2 if mixer.letter != "M" else 1)
+    yield send("all-gather", c * rows * (mixer.state + matrix), 4, forward + backward)
+    tails = rows * (mixer.width - 1) * (mixer.queries + mixer.keys + mixer.values)
+    yield send("collective-permute", tails / runs, placed.itemsize, runs * (forward + 2 * backward))
+
+
+def _ring(mixer, placed: Placed, options: Options, send) -> Iterator[Sent]:
+    """K and V go round, and sums of their gradients, in float32."""
+    c, size = placed.num_shards("seq"), placed.itemsize
+    forward, backward = (mixer.share * visits for visits in placed.visits(options)[:2])
+    pairs = placed.tokens(options) * (mixer.keys + mixer.values)
+    if 0 < mixer.window < options.seq_len:
+        # `parallel.band`: hops within the window, and gradients back the shorter way
+        reach = min(-(-(mixer.window - 1) * 2 * c // options.seq_len), 2 * c - 1)
         home = max(reach - 1, 0) + min(reach, 2 * c - reach)
-        yield send("collective-permute", pairs, size, near * forward * reach, ATTENTION)
-        yield send("collective-permute", pairs, size, near * backward * reach, ATTENTION_BACKWARD)
-        yield send("collective-permute", pairs, 4, near * backward * home, ATTENTION_BACKWARD)
-    if near < 1:
-        forward, backward = (1 - near) * forward, (1 - near) * backward
-        yield send("collective-permute", pairs, size, forward * (c - 1), ATTENTION)
-        yield send("collective-permute", pairs, size, backward * (c - 1), ATTENTION_BACKWARD)
-        # The loop sends sums of dK and dV in float32, the last hop in the compute dtype (`parallel.ring`).
-        in_float32 = c - 1 if c > 2 or placed.masked(options) else 0
-        yield send("collective-permute", pairs, 4, backward * in_float32, ATTENTION_BACKWARD)
-        yield send("collective-permute", pairs, size, backward * (c - in_float32), ATTENTION_BACKWARD)
+        yield send("collective-permute", pairs, size, forward * reach, ATTENTION)
+        yield send("collective-permute", pairs, size, backward * reach, ATTENTION_BACKWARD)
+        yield send("collective-permute", pairs, 4, backward * home, ATTENTION_BACKWARD)
+        return
+    yield send("collective-permute", pairs, size, forward * (c - 1), ATTENTION)
+    yield send("collective-permute", pairs, size, backward * (c - 1), ATTENTION_BACKWARD)
+    # The loop sends sums of dK and dV in float32, the last hop in the compute dtype (`parallel.ring`).
+    in_float32 = c - 1 if c > 2 or placed.masked(options) else 0
+    yield send("collective-permute", pairs, 4, backward * in_float32, ATTENTION_BACKWARD)
+    yield send("collective-permute", pairs, size, backward * (c - in_float32), ATTENTION_BACKWARD)
 
 
 def _stages(placed: Placed, options: Options) -> Iterator[Sent]:

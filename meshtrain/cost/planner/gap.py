@@ -69,10 +69,10 @@ def _lost_s(plan: Plan) -> dict[str, float]:
     one, again = plan.price, RECOMPUTED[plan.options.remat]
     # Matmuls: the backward is twice the forward, its recomputation once more. Others: the forward is two in seven.
     repeated = {"matmul": again[0] / (3 + again[0]), "attention": again[1] * 2 / (7 + 2 * again[1]),
-                "elementwise": again[2] * 2 / (5 + 2 * again[2])}
+                "recurrence": again[1] / (3 + again[1]), "elementwise": again[2] * 2 / (5 + 2 * again[2])}
     if plan.sizes["context"] > 1:       # context parallelism never recomputes attention
-        repeated["attention"] = 0.0
-    repeated_s = {name: one.parts[name] * share for name, share in repeated.items()}
+        repeated["attention"] = repeated["recurrence"] = 0.0
+    repeated_s = {name: one.parts[name] * share for name, share in repeated.items() if name in one.parts}
     return {**{name: one.parts[name] - repeated_s[name] for name in one.parts}, "recomputed": sum(repeated_s.values()),
             **one.exposed, "bubble": one.bubble_s, "update": one.update_s}
 
@@ -118,7 +118,7 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
         over = tuple(a for a in axes if a in ("data", "fsdp", "context"))
         return (f"gradients and new weights, exchanged once a step over {_sized(plan, over)}, "
                 f"{link(question, plan, over)}")
-    if name in ("matmul", "attention", "elementwise"):
+    if name in ("matmul", "attention", "recurrence", "elementwise"):
         return (f"{name} is less efficient: {_tokens(plan):,.0f} tokens of a microbatch on a GPU beside "
                 f"{_tokens(best):,.0f}, tensor {sizes['tensor']} beside {best.sizes['tensor']}")
     return "the optimizer's update, its states split over fewer GPUs" if name == "update" else f"what waits for {name}"

@@ -19,12 +19,12 @@ from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import flops, rates
 from meshtrain.cost.program import audit, hlo, timeline, work
-from meshtrain.cost.program.sources import ATTENTION, OPTIMIZER, Sources
+from meshtrain.cost.program.sources import ATTENTION, OPTIMIZER, RECURRENCE, Sources
 from meshtrain.names import AXES
 from meshtrain.sharding.mesh import MeshSpec
 
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
-PARTS = (ATTENTION, MATMUL, ELEMENTWISE, OPTIMIZER)
+PARTS = (ATTENTION, RECURRENCE, MATMUL, ELEMENTWISE, OPTIMIZER)
 COMMUNICATION, CONTENTION, HOST = "communication", "contention", "host"     # other shares of a step
 
 
@@ -116,8 +116,8 @@ class Roofline:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fractions of the step; their sum is 1."""
-        seconds = {part: self.parts.get(part, 0.0) for part in PARTS}
+        """Fractions of the step; their sum is 1. Of recurrences only where the program has some."""
+        seconds = {part: self.parts.get(part, 0.0) for part in PARTS if part != RECURRENCE or self.parts.get(part)}
         seconds |= {COMMUNICATION: self.exposed_s, CONTENTION: self.contention_s, HOST: self.host_s}
         return {name: value / self.step_s for name, value in seconds.items()}
 
@@ -134,7 +134,7 @@ class Roofline:
     def as_json(self) -> dict:
         """The contract of `inspect --json`; seconds of one GPU and step. `other` has the parts of share's "other"."""
         other = {name: share for name, share in self.shares.items() if name not in PARTS}
-        share = {part: self.shares[part] for part in PARTS} | {"other": sum(other.values())}
+        share = {part: self.shares[part] for part in PARTS if part in self.shares} | {"other": sum(other.values())}
         return {"gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_time_s": self.step_s,
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu, "mfu_dtype": self.mfu_dtype, "compute_s": self.compute_s,

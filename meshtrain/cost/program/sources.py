@@ -1,7 +1,8 @@
 """Maps an instruction of a compiled program to lines of Python, and to the part of the step that computes it.
 
 XLA prints a table of stack frames above the program, and an instruction names its innermost frame. Attention is found
-by the scope "attention" in its JAX path, because jax loses the frames inside it; the optimizer by its files.
+by the scope "attention" in its JAX path, because jax loses the frames inside it, recurrences by their scope and files;
+the optimizer by its files.
 """
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 
 from meshtrain.cost.program import hlo
 
-ATTENTION, OPTIMIZER = "attention", "optimizer"
-_ATTENTION_SCOPE = re.compile(r"(?:^|[/(])attention(?:[/)]|$)")
+ATTENTION, RECURRENCE, OPTIMIZER = "attention", "recurrence", "optimizer"
+_SCOPES = re.compile(rf"(?:^|[/(])({ATTENTION}|{RECURRENCE})(?:[/)]|$)")
+_RECURRENCE_FILES = re.compile(r"meshtrain/(kernels/(recurrence\w*|convolution)|parallel/context/recurrence)\.py$")
 _OPTIMIZER_FILES = re.compile(r"meshtrain/training/(optimizer|adafactor|muon)\.py$")
 _STEP_FILE = re.compile(r"meshtrain/training/step\.py$")
 _OURS = re.compile(r"(^|/)(meshtrain/.*)$")
@@ -61,11 +63,14 @@ class Sources:
         return [SourceFrame(file.group(1), int(line.group(1)))] if file and line else []
 
     def part(self, ins: hlo.Instruction) -> str | None:
-        """attention, optimizer or "" (the rest of the step); None without metadata."""
+        """attention, recurrence (with its convolution), optimizer or "" (the rest of the step); None without
+        metadata."""
         frames = self.stack(ins)
         ours = [frame.ours for frame in frames if frame.ours]
-        if in_attention(ins.op_name):
-            return ATTENTION
+        if scope := scope_of(ins.op_name):
+            return scope
+        if ours and _RECURRENCE_FILES.search(ours[0]):
+            return RECURRENCE
         if any(_OPTIMIZER_FILES.search(file) for file in ours) or (ours and _STEP_FILE.search(ours[0])):
             return OPTIMIZER        # step.py calls the gradients; what it computes itself is the update
         return "" if frames or ins.op_name.startswith("jit(") else None
@@ -76,9 +81,10 @@ class Sources:
         return f"{at.ours.removeprefix('meshtrain/')}:{at.line}" if at else ""
 
 
-def in_attention(op_name: str) -> bool:
-    """Whether a JAX path, shortened or not, is in attention's scope."""
-    return bool(_ATTENTION_SCOPE.search(op_name))
+def scope_of(op_name: str) -> str:
+    """The mixer's scope that a JAX path, shortened or not, is in: attention, recurrence or ""."""
+    found = _SCOPES.search(op_name)
+    return found[1] if found else ""
 
 
 def _table(text: str, name: str) -> str:

@@ -23,7 +23,7 @@ FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after
 _UPDATES = ("dynamic-update-slice", "scatter")      # update a part of their first operand
 _FUSIONS = ("fusion", "fusion-start")               # jax 0.12 runs some asynchronously
 _WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort", "rng-bit-generator")
-PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}    # of a Pallas kernel, per visited pair
+PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)}  # of a Pallas kernel with keys and values, per visited pair
 # `kernels.engine.Mask.label`
 _PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")
 # `kernels.grouped`, with the order of a matrix's dims
@@ -140,7 +140,8 @@ def _matmuls(module, computation, ins):
 
 
 def _attention(module, computation, ins, visited) -> AttentionKernel | None:
-    """Read a kernel of cuDNN or our Pallas kernels. q [B, T, N, H] and k [B, S, K, H] are its first 4-d operands."""
+    """Read a kernel of cuDNN or our Pallas kernels. q [B, T, N, H], k [B, S, K, H] and v [B, S, K,
+    V] are its first 4-d operands."""
     ours = _PALLAS.search(ins.attrs) if ins.op == "custom-call" else None
     if not ours and "fmha" not in ins.target:
         return None
@@ -148,7 +149,9 @@ def _attention(module, computation, ins, visited) -> AttentionKernel | None:
     (B, T, N, H), (_, S, _, _) = arrays[:2]
     if ours:
         kernel, causal, window, ahead = ours.groups()
-        flops = PRODUCTS[kernel] * 2 * B * N * H * visited(T, S, bool(causal), int(window or 0), int(ahead or 0))
+        V = arrays[2][3] if len(arrays) > 2 else H
+        flops = 2 * B * N * (PRODUCTS[kernel][0] * H + PRODUCTS[kernel][1] * V) * visited(
+            T, S, bool(causal), int(window or 0), int(ahead or 0))
         return AttentionKernel("pallas", "forward" if kernel == "forward" else "backward", flops, S, H)
     backward, causal = "Backward" in ins.target, '"mask_type":"NO_MASK"' not in ins.attrs
     window = int(found.group(1)) if (found := _CUDNN_WINDOW.search(ins.attrs)) else 0

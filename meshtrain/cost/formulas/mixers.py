@@ -1,0 +1,193 @@
+"""The mixers of a model's layers on one device: the widths of a token's arrays in each kind, and what a layer keeps of
+them for its backward.
+
+`footprint`, `traffic` and `price` add these up over the kinds, by their shares of the layers. What is kept follows
+`model.layers`, `model.latent` and `model.linear` with the rematerialization of `model.transformer`.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from meshtrain import pattern
+from meshtrain.kernels import recurrence
+from meshtrain.model import layers
+from meshtrain.parallel.context.attention import value_dim
+from meshtrain.sharding.rules import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+    """One kind of mixer. Widths are elements of a token on one device.
+
+    letter: of `pattern.MIXERS`; share: fraction of the layers. heads: of queries, of a recurrence the value heads;
+    key_heads: as computed here, those that several ranks share counted by each. normed: whether queries and keys have
+    norms. gates: width of what multiplies the output.
+    """
+    letter: str
+    share: float
+    heads: float
+    key_heads: float
+    key_dim: int
+    value_dim: int
+    normed: bool = False
+    gates: float = 0.0
+
+    recurrent = False
+    latents = 0.0           # the latent of keys and values, and the rotated key
+
+    @property
+    def queries(self) -> float:
+        return self.heads * self.key_dim
+
+    @property
+    def keys(self) -> float:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> float:
+        return self.key_heads * self.value_dim
+
+    @property
+    def outputs(self) -> float:
+        return self.heads * self.value_dim
+
+    @property
+    def inward(self) -> float:
+        """Outputs of the projections of the layer's input."""
+        return self.queries + self.keys + self.values + self.gates
+
+    @property
+    def norm_inputs(self) -> float:
+        """Inputs of the norms of queries and keys."""
+        return self.normed * (self.queries + self.keys)
+
+    def sums(self, itemsize: int) -> float:
+        """float32 numbers beside the output that the backward needs: of attention the log-sum-exps."""
+        return 4 * self.heads / itemsize
+
+    def outward(self) -> float:
+        """Inputs of the output projection, where they are not the output itself."""
+        return self.gates
+
+    @property
+    def moved(self) -> float:
+        """HBM bytes of elementwise work on the mixer's own arrays, forward or backward: rotations, gates."""
+        return 4 * (self.queries + self.keys) + 6 * self.gates
+
+    def kept(self, itemsize: int) -> float:
+        """Saved without remat."""
+        return (self.queries + self.keys + self.values + self.norm_inputs + self.gates + self.outputs + self.outward()
+                + self.sums(itemsize))
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(Mixer):
+    """window: tokens that a token sees, 0: all. tied: values are the projected keys."""
+    window: int = 0
+    tied: bool = False
+
+    @property
+    def inward(self) -> float:
+        return super().inward - self.tied * self.values
+
+
+@dataclasses.dataclass(frozen=True)
+class Latents(Attention):
+    """Attention by latents, whole on each device. Keys and values are expanded where they are read, and not kept."""
+    kv_dim: int = 0
+    rope_dim: int = 0
+    query_dim: int = 0
+
+    @property
+    def latents(self) -> float:
+        return self.kv_dim + self.rope_dim
+
+    @property
+    def inward(self) -> float:
+        return self.query_dim + self.queries + self.latents
+
+    def kept(self, itemsize: int) -> float:
+        narrow = 2 * self.query_dim + 2 * self.kv_dim + self.rope_dim       # before their norms and after
+        return narrow + self.queries + self.outputs + self.sums(itemsize)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence(Mixer):
+    """width: tokens of the convolution."""
+    width: int = 0
+
+    recurrent = True
+
+    @property
+    def queries(self) -> float:
+        return self.keys
+
+    @property
+    def values(self) -> float:
+        return self.outputs
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether decays have channels; they and the gates then come from narrow projections."""
+        return self.letter == "K"
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that are computed together."""
+        return recurrence.SUM_CHUNK if self.letter == "M" else recurrence.DELTA_CHUNK
+
+    @property
+    def rates(self) -> float:
+        """Decays and update rates."""
+        return self.heads * ((self.key_dim if self.by_channel else 1) + (self.letter != "M"))
+
+    @property
+    def inward(self) -> float:
+        return super().inward + self.rates + 2 * self.value_dim * self.by_channel
+
+    @property
+    def state(self) -> float:
+        """Elements of the states."""
+        return self.heads * self.key_dim * self.value_dim
+
+    def sums(self, itemsize: int) -> float:
+        return self.state / self.chunk
+
+    @property
+    def moved(self) -> float:
+        """Activations and norms of what the convolution gives, and the gated norm of the output."""
+        return 8 * (self.queries + self.keys) + 4 * self.values + 6 * self.outputs
+
+    def outward(self) -> float:
+        return self.outputs
+
+    def kept(self, itemsize: int) -> float:
+        """Inputs and outputs of the convolution, both with their activation, and the recurrence's inputs, are apart."""
+        delta = self.letter != "M"
+        rates = self.rates * (1 + 4 / itemsize) + 2 * self.value_dim * self.by_channel
+        return ((4 if delta else 3) * (self.queries + self.keys) + (3 if delta else 4) * self.values + rates
+                + self.gates + (1 if delta else 2) * self.outputs + self.outward() + self.sums(itemsize))
+
+
+def of(cfg, layout: Layout) -> tuple[Mixer, ...]:
+    """The kinds of mixers of a [model] section on one device, in the order of their letters."""
+    counts = Counter(kind.mixer for kind in pattern.kinds(cfg) if kind.mixer != ".")
+    return tuple(_of(cfg.of(letter), letter, counts[letter] / cfg.num_layers, layout) for letter in sorted(counts))
+
+
+def _of(cfg, letter: str, share: float, layout: Layout) -> Mixer:
+    """cfg: the [model] section of this mixer."""
+    split = lambda axis: layout.num_shards(layout.mesh_axes("activations", axis))
+    key_heads = lambda count: layers.kv_heads(layout, count) / split("kv_heads")
+    if letter in pattern.RECURRENT:
+        linear, heads = cfg.linear, cfg.linear.value_heads / split("heads")
+        return Recurrence(letter, share, heads, key_heads(linear.key_heads), linear.key_dim, linear.value_dim,
+                          gates=heads * linear.value_dim, width=linear.conv_width)
+    heads, window = cfg.num_heads / split("heads"), cfg.window if letter in pattern.WINDOWED else 0
+    sizes = letter, share, heads
+    if latent := cfg.latent.kv_dim and cfg.latent:
+        return Latents(*sizes, heads, cfg.head_dim, value_dim(cfg), window=window, kv_dim=latent.kv_dim,
+                       rope_dim=latent.rope_dim, query_dim=latent.query_dim)
+    return Attention(*sizes, key_heads(cfg.num_kv_heads), cfg.head_dim, cfg.head_dim, cfg.qk_norm != "off",
+                     heads * cfg.head_dim * cfg.attention_gate, window=window, tied=cfg.tie_values)
