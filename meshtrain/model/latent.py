@@ -2,7 +2,7 @@
 
 Only c [B, T, C] and the rotated keys r [B, T, R] that all heads share reach `ex.attend`, which expands them into heads
 where it needs them (`parallel.context.latents`); a cache holds no more. In training the scores are those of expanded
-keys. Source: DeepSeek-V2, arXiv:2405.04434. Latents are not split over tensor, what is made of them is, by heads.
+keys. Source: arXiv:2405.04434. Latents are not split over tensor, what is made of them is, by heads.
 """
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Recurrent mixers: gated delta rule (G), Kimi delta attention (K) and Mamba-2 (M).
+"""Recurrent mixers: gated delta rule (G), the same with a decay per channel (K, KDA) and Mamba-2 (M).
 
 All three project, convolve over a few tokens, run one recurrence S' = decay · S + … with a state per value head, and
 norm and gate what is read from it. They see the past through `ex.recurrence` alone, which keeps documents apart. A_log,
 decays and the norms are float32. Dims beside those of `layers`: K key heads (Mamba-2's groups), H their width (its
 state), N value heads, V their width, W tokens of the convolution, R inner width of a narrow projection. Sources:
-arXiv:2412.06464 (gated delta rule), 2510.26692 (Kimi delta attention), 2405.21060 (Mamba-2).
+arXiv:2412.06464 (gated delta rule), 2510.26692 (KDA), 2405.21060 (Mamba-2).
 """
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Experts are parameters [E, D, F]; `ex.experts` decides where they are computed (`parallel.experts.dispatch`). Both
 balance losses are sums over tokens and sequences, independent of layout and microbatches. Padding (segment 0) goes to
 no expert and is not counted: all of it is equal, so it would fill the same K experts and dominate the balance. Sources:
-sequence-wise balance: arXiv:2412.19437 (DeepSeek-V3, eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the bias:
-arXiv:2408.15664. Mixtral's softmax of the chosen scores alone equals softmax over all, then `router_normalize`.
+sequence-wise balance: arXiv:2412.19437 (eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the bias:
+arXiv:2408.15664. A softmax of the chosen scores alone equals softmax over all, then `router_normalize`.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshtrain.sharding.rules import Layout
 
 ROUTER_AXES = ("embed", None)
 DOWN_BIAS_AXES = (None, "embed")        # whole on the devices of all experts: it is added outside of their region
-TINY = 1e-20        # added to a sum of sigmoids, which may be zero; as in DeepSeek-V3
+TINY = 1e-20        # added to a sum of sigmoids, which may be zero; as published
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,11 +21,11 @@ from meshtrain.sharding.rules import Layout
 
 # Minimum tokens of a part in a tensor group: a group is split from 4,096 on. Below, smaller matmuls and the gradients'
 # sum cost more than the traffic: halves of 1,024 tokens 3.70 to 3.80 ms, of 2,048 tokens 6.90 to 6.71. Source: a
-# scheduled llama3-70b layer, forward and backward, tensor 8 on H100.
+# scheduled layer of a 70B model, forward and backward, tensor 8 on H100.
 MIN_TOKENS = 2048
 # More parts compile longer, and summing their gradients costs more. Source: the roofline of tensor 8 on H100.
-# llama3-70b × fsdp 8, 16 rows: 20.9 s in two parts, 20.6 in four, 21.4 in sixteen; 8 rows: 22.4 s in four, 22.9 in
-# eight; llama3-8b, 8 rows: 10.1 s and 10.5.
+# 70B × fsdp 8, 16 rows: 20.9 s in two parts, 20.6 in four, 21.4 in sixteen; 8 rows: 22.4 s in four, 22.9 in
+# eight; 8B, 8 rows: 10.1 s and 10.5.
 MAX_PARTS = 4
 
 

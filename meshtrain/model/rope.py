@@ -64,7 +64,7 @@ def _frequencies(cfg):
 
 
 def _sharpness(scaling) -> float:
-    """YaRN's factor on queries and keys; DeepSeek divides it by one that is part of model.multipliers.score instead."""
+    """YaRN's factor on queries and keys; with both weights divided by one that is part of model.multipliers.score instead."""
     of = lambda weight: 0.1 * weight * math.log(scaling.factor) + 1
     return of(scaling.mscale) / of(scaling.mscale_all_dim) if scaling.mscale and scaling.mscale_all_dim else of(1)
 
@@ -103,7 +103,7 @@ def rotate(x_BTNH, rope: Rope):
 
 
 def grown(q_BTNH, rope: Rope):
-    """Queries times the scale of their position (Llama 4); the whole head, rotated or not."""
+    """Queries times the scale of their position; the whole head, rotated or not."""
     if rope.query_scale_BT is None:
         return q_BTNH
     return (q_BTNH.astype(jnp.float32) * rope.query_scale_BT[:, :, None, None]).astype(q_BTNH.dtype)

@@ -1,6 +1,6 @@
 """The decoder: tokens -> embedding -> layer groups -> norm -> head and loss.
 
-Llama-like by default, GPT-2-like by fields of `[model]`. A group is a scan over a repeating period of layers (leading
+RMSNorm, rope and SwiGLU by default, others by fields of `[model]`. A group is a scan over a repeating period of layers (leading
 dense layers, then the others; five layers with a window and one without), as `pattern` divides them: mostly there
 is one group of equal layers.
 Parameters are one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}, where LAYERS holds stacked

@@ -57,7 +57,7 @@ def seconds(mixer: Recurrence, rated: Rates, tokens: float, length: float, items
         if mixer.letter != "M":
             C, width = mixer.chunk, mixer.key_dim + mixer.value_dim
             own = tokens * mixer.heads * 4 * (C + 2 * width) * inverted
-            product = Matmul(C, width, C, round(tokens * mixer.heads / C), "float32")
+            product = Matmul(C, width, C, max(1, round(tokens * mixer.heads / C)), "float32")
             hbm, one_s = hbm - own, one_s + max(inverted * rated.matmul_s(product), rated.stream_s(own))
         found.append(one_s + rated.stream_s(hbm))
     return tuple(found)
