@@ -13,7 +13,7 @@ from meshtrain import pattern
 from meshtrain.config import rope_scaling, unused
 from meshtrain.pattern import MIXERS, MLPS
 from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
-from meshtrain.config.sections import Component, Data, Mesh, Run
+from meshtrain.config.sections import Component, Data, Mesh, MixerKeys, Run
 from meshtrain.huggingface import folder
 from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.shipped import names
@@ -150,6 +150,14 @@ def _model_problems(run: Run):
                f"which has 256 bytes and a separator; use at least {BYTE_VOCAB}")
 
 
+def _kind_keys(letter: str) -> set[str]:
+    """The keys of model.kinds that layers of a mixer read."""
+    heads = set(MixerKeys.model_fields) - {"norm_placement", "window", "rope_theta", "rope_scaling"}
+    return {"norm_placement"} | (heads if letter in pattern.ATTENTION else set()) | (
+        {"window"} if letter in pattern.WINDOWED else set()) | (
+        {"rope_theta", "rope_scaling"} if letter in pattern.ROTATED else set())
+
+
 def _layer_problems(model):
     """Faults of the layers' patterns and of what their mixers need."""
     known = {"mixers": MIXERS, "mlps": MLPS}
@@ -169,6 +177,11 @@ def _layer_problems(model):
     if idle := [letter for letter, _ in model.kinds if letter not in present]:
         yield (f"model.kinds has {join(map(toml, idle), 'and')}, and no layer of model.mixers={toml(model.mixers)} is "
                f"of that kind; leave it out")
+    for letter, keys in model.kinds:
+        reads = _kind_keys(letter)
+        if unread := [key for key, _ in keys if key not in reads]:
+            yield (f"model.kinds.{letter} has {join(unread, 'and')}, which layers of {letter} do not read; leave "
+                   f"{'it' if len(unread) == 1 else 'them'} out")
     if any(not of[letter].window for letter in windowed):
         yield (f"model.mixers={toml(model.mixers)} has layers with a window ({join(windowed, 'and')}) and no "
                f"model.window; give one, or use F and N")

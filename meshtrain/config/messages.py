@@ -33,8 +33,14 @@ def user_errors(prefix: str = ""):
         raise ConfigError(*(prefix + str(error)).splitlines()) from None
 
 
+def type_of(field):
+    """The type of a key, of one that may be left out without the None."""
+    of = typing.get_args(field.annotation)
+    return of[0] if type(None) in of and len(of) == 2 else field.annotation
+
+
 def kind_of(field) -> str:
-    annotation = field.annotation
+    annotation = type_of(field)
     if typing.get_origin(annotation) is typing.Literal:
         return "choice"
     return {bool: "boolean", int: "integer", float: "number", str: "string"}.get(annotation, "list")
@@ -43,7 +49,7 @@ def kind_of(field) -> str:
 def wrong_value(section: str, cls, error) -> str:
     key, *index = error["loc"]
     if index and isinstance(index[0], str):     # a key of a table
-        return wrong_in_table(f"{section}.{key}", cls.model_fields[key].annotation, {**error, "loc": tuple(index)})
+        return wrong_in_table(f"{section}.{key}", type_of(cls.model_fields[key]), {**error, "loc": tuple(index)})
     if len(index) > 1:                          # a key of a table in a list
         return wrong_in_table(f"{section}.{key}[{index[0]}]", Component, {**error, "loc": tuple(index[1:])})
     field, value, limits = cls.model_fields[key], error["input"], error.get("ctx", {})
@@ -52,34 +58,35 @@ def wrong_value(section: str, cls, error) -> str:
     kind = ("integer" if numbers else "string") if index else kind_of(field)
     if field.annotation == tuple[Component, ...]:
         kind = "component" if index else "components"
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+    if isinstance(type_of(field), type) and issubclass(type_of(field), BaseModel):
         kind = "table"
+    example = type_of(field)(1) if field.default is None and kind in ("integer", "number") else field.default
     if error["type"] == "literal_error" and isinstance(value, str):
-        return unknown_name(name, value, typing.get_args(field.annotation))
+        return unknown_name(name, value, [known for known in typing.get_args(field.annotation) if known])
     bounds = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
     for limit, words in bounds.items():
         if limit in limits and error["type"] in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
             return (f"{name}={toml(value)} is out of range; use {words.format(limits[limit])}, e.g. "
-                    f"{toml(field.default)}")
+                    f"{toml(example)}")
     rule, remedy = {
         "boolean": ("true or false", "write true or false, without quotes"),
         "integer": ("a whole number",
-                    f"write e.g. {toml(1 if index else field.default)}, without quotes or a decimal point"),
-        "number": ("a finite number", f"write e.g. {toml(field.default)}, without quotes"),
+                    f"write e.g. {toml(1 if index else example)}, without quotes or a decimal point"),
+        "number": ("a finite number", f"write e.g. {toml(example)}, without quotes"),
         "string": ("a string", "write it in quotes"),
         "choice": ("a string", f"use {join(map(toml, typing.get_args(field.annotation)), 'or')}"),
         "list": (("a list of whole numbers", "write it as TOML, e.g. [1, 2]") if numbers else
                  ("a list of strings", 'write it as TOML, e.g. ["first", "second"]')),
         "components": ("a list of tables", 'write it as TOML, e.g. [{source="jsonl", paths=["a.jsonl"], weight=0.7}]'),
         "component": ("a table", 'write e.g. {source="jsonl", paths=["a.jsonl"], weight=0.7}'),
-        "table": ("a table", 'write it as TOML, e.g. {rope_type = "yarn", factor = 4.0}'),
+        "table": ("a table", f"write it as TOML, e.g. {(field.description or '').partition('e.g. ')[2] or '{…}'}"),
     }[kind]
     return f"{name}={toml(value)} is not {rule}; {remedy}"
 
 
 def wrong_in_table(name: str, cls, error) -> str:
     key = error["loc"][0]
-    if error["type"] == "extra_forbidden":
+    if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
         return unknown_key(name, key, error["input"], cls)
     if error["type"] == "missing":
         known = typing.get_args(cls.model_fields[key].annotation)

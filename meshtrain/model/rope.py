@@ -64,7 +64,7 @@ def _frequencies(cfg):
 
 
 def _sharpness(scaling) -> float:
-    """YaRN's factor on queries and keys; with both weights divided by one that is part of model.multipliers.score instead."""
+    """YaRN's factor on queries and keys; with both weights divided by one that model.multipliers.score has instead."""
     of = lambda weight: 0.1 * weight * math.log(scaling.factor) + 1
     return of(scaling.mscale) / of(scaling.mscale_all_dim) if scaling.mscale and scaling.mscale_all_dim else of(1)
 
