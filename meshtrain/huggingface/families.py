@@ -54,8 +54,13 @@ def _mlp(where: str, ours: str, width: str = "F", names: tuple = ("gate_proj", "
     return _rows(where, **{name: f"{ours}/{form}" for name, form in zip(names, forms[-len(names):])})
 
 
-def _without(tensors: Mapping, *parts: str) -> dict:
-    return {name: ours for name, ours in tensors.items() if not any(part in name for part in parts)}
+def _without(table: Mapping, *parts: str) -> dict:
+    """A table without names that have one of these parts."""
+    return {name: ours for name, ours in table.items() if not any(part in name for part in parts)}
+
+
+def _less(table: Mapping, *names: str) -> dict:
+    return {name: value for name, value in table.items() if name not in names}
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -335,7 +340,7 @@ GEMMA3 = Family(
     GEMMA.fixed | {"norm_placement": "both", "qk_norm": "head"}, GEMMA.only, layers=SLIDING, every=6)
 GEMMA2 = dataclasses.replace(
     GEMMA3, model_type="gemma2", architecture="Gemma2ForCausalLM", tensors=_without(GEMMA3_TENSORS, "_norm.weight"),
-    defaults={key: value for key, value in GEMMA3.defaults.items() if key != "rope_local_base_freq"} | {
+    defaults=_less(GEMMA3.defaults, "rope_local_base_freq") | {
         "rope_theta": 1e4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     fixed=GEMMA3.fixed | {"qk_norm": "off"}, every=2, aliases={"sliding_window_size": "sliding_window"})
 GEMMA4 = Family(
@@ -378,8 +383,7 @@ GPT2 = Family(
 ROUTED = FIXED | {
     "router_score": "softmax", "router_normalize": True, "router_scale": 1.0, "router_groups": (),
     "router_bias": "none", "shared_expert_dim": 0, "shared_expert_gate": False}
-ALL_ROUTED = {key: ours for key, ours in KEYS.items() if key != "intermediate_size"} | {
-    "intermediate_size": "expert_mlp_dim", "num_experts_per_tok": "experts_per_token"}
+ALL_ROUTED = KEYS | {"intermediate_size": "expert_mlp_dim", "num_experts_per_tok": "experts_per_token"}
 CHOSEN = {"num_experts_per_tok": "experts_per_token", "num_experts": "num_experts",
           "moe_intermediate_size": "expert_mlp_dim"}
 MIXTRAL = Family(
@@ -404,14 +408,13 @@ QWEN3_VL = dataclasses.replace(QWEN3, model_type="qwen3_vl_text")
 GROUPS = {"n_group": "router_groups.0", "topk_group": "router_groups.1"}
 # Experts that are chosen by a sigmoid with a bias, some in groups, beside a shared one.
 SIGMOID = ROUTED | {"router_score": "sigmoid", "router_bias": "choice"}
-DEEPSEEK_EXPERTS = CHOSEN | NORMALIZED | GROUPS | {
-    "routed_scaling_factor": "router_scale", "n_shared_experts": "shared_expert_dim*expert_mlp_dim"}
+DEEPSEEK_EXPERTS = _less(CHOSEN, "num_experts") | NORMALIZED | GROUPS | {
+    "n_routed_experts": "num_experts", "routed_scaling_factor": "router_scale",
+    "n_shared_experts": "shared_expert_dim*expert_mlp_dim"}
 AS_DEEPSEEK = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,), "ep_size": ANY}
-ROUTED_NAMES = {"n_routed_experts": "num_experts"}
 GLM4_MOE = Family(
     "glm4_moe", "Glm4MoeForCausalLM", "model.", GLM4_MOE_TENSORS,
-    {key: ours for key, ours in (KEYS | DEEPSEEK_EXPERTS | ROUTED_NAMES).items() if key != "num_experts"} | {
-        "attention_bias": "attention_bias?qkv:none", "use_qk_norm": "qk_norm?head:off"},
+    KEYS | DEEPSEEK_EXPERTS | {"attention_bias": "attention_bias?qkv:none", "use_qk_norm": "qk_norm?head:off"},
     DEFAULTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": False, "use_qk_norm": False,
                 "partial_rotary_factor": 0.5, "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1,
                 "moe_intermediate_size": 1408, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
@@ -420,8 +423,7 @@ LATENTS = {"q_lora_rank": "latent.query_dim", "kv_lora_rank": "latent.kv_dim", "
            "v_head_dim": "latent.value_dim", "qk_nope_head_dim": "head_dim+latent.rope_dim"}
 DEEPSEEK = Family(
     "deepseek_v3", "DeepseekV3ForCausalLM", "model.", DEEPSEEK_TENSORS,
-    {key: ours for key, ours in (KEYS | LATENTS | DEEPSEEK_EXPERTS | ROUTED_NAMES).items()
-     if key not in ("num_experts", "head_dim")},
+    _less(KEYS, "head_dim") | LATENTS | DEEPSEEK_EXPERTS,
     DEFAULTS | {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
                 "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True,
                 "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -431,7 +433,7 @@ DEEPSEEK = Family(
 KIMI_K2 = dataclasses.replace(DEEPSEEK, model_type="kimi_k2")
 GLM4_LITE = dataclasses.replace(
     DEEPSEEK, model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM",
-    defaults={key: value for key, value in DEEPSEEK.defaults.items() if key != "first_k_dense_replace"} | {
+    defaults=_less(DEEPSEEK.defaults, "first_k_dense_replace") | {
         "rms_norm_eps": 1e-5, "n_routed_experts": 64, "num_experts_per_tok": 4, "routed_scaling_factor": 1.8,
         "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense"], "q_lora_rank": 768, "v_head_dim": 256,
         "qk_nope_head_dim": 192, "moe_intermediate_size": 1536})
@@ -481,10 +483,10 @@ QWEN3_5 = Family(
     DEFAULTS | DELTA_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
     FIXED | GATED, ONLY | NO_BIAS | {"attn_output_gate": (True,), "output_gate_type": ANY, "mlp_only_layers": ([],)},
     layers=RECURRENT, every=4)
-SHARED_KEYS = {"shared_expert_intermediate_size": "shared_expert_dim"}
 QWEN3_5_MOE = dataclasses.replace(
     QWEN3_5, model_type="qwen3_5_moe_text", architecture="Qwen3_5MoeForCausalLM", tensors=QWEN3_5_MOE_TENSORS,
-    keys={key: ours for key, ours in (QWEN3_5.keys | CHOSEN | SHARED_KEYS).items() if key != "intermediate_size"},
+    keys=_less(QWEN3_5.keys, "intermediate_size") | CHOSEN | {
+        "shared_expert_intermediate_size": "shared_expert_dim"},
     defaults=QWEN3_5.defaults | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
                                  "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
     fixed=ROUTED | GATED | {"shared_expert_gate": True},
@@ -505,7 +507,7 @@ OLMO_HYBRID = Family(
                                     "linear_dt_init_floor"), ANY), layers=RECURRENT, every=4)
 KIMI = Family(
     "kimi_linear", "KimiLinearForCausalLM", "model.", KIMI_TENSORS,
-    {key: ours for key, ours in (KEYS | LATENTS).items() if key != "head_dim"} | {
+    _less(KEYS, "head_dim") | LATENTS | {
         "linear_num_heads": "linear.key_heads linear.value_heads", "linear_head_dim": "linear.key_dim linear.value_dim",
         "linear_conv_kernel_dim": "linear.conv_width", "num_experts": "num_experts",
         "num_experts_per_token": "experts_per_token", "moe_intermediate_size": "expert_mlp_dim",
@@ -524,7 +526,7 @@ KIMI = Family(
     aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"})
 GRANITE_HYBRID = Family(
     "granitemoehybrid", "GraniteMoeHybridForCausalLM", "model.", GRANITE_HYBRID_TENSORS,
-    {key: ours for key, ours in KEYS.items() if key != "intermediate_size"} | GRANITE_FACTORS | {
+    KEYS | GRANITE_FACTORS | {
         "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
         "intermediate_size": "expert_mlp_dim", "shared_intermediate_size": "shared_expert_dim mlp_dim",
         "mamba_n_heads": "linear.value_heads", "mamba_n_groups": "linear.key_heads", "mamba_d_state": "linear.key_dim",
@@ -539,13 +541,12 @@ GRANITE_HYBRID = Family(
     layers={"linear_attention": "M", "full_attention": "F"})
 NEMOTRON = Family(
     "nemotron_h", "NemotronHForCausalLM", "backbone.", NEMOTRON_TENSORS,
-    {key: ours for key, ours in KEYS.items() if key not in ("num_hidden_layers", "rms_norm_eps")} | {
+    _less(KEYS, "num_hidden_layers", "rms_norm_eps") | NORMALIZED | GROUPS | {
         "layer_norm_epsilon": "norm_eps", "ssm_state_size": "linear.key_dim", "mamba_num_heads": "linear.value_heads",
         "mamba_head_dim": "linear.value_dim", "n_groups": "linear.key_heads", "conv_kernel": "linear.conv_width",
         "use_conv_bias": "linear.conv_bias", "time_step_min": "linear.step_min", "n_routed_experts": "num_experts",
         "num_experts_per_tok": "experts_per_token", "moe_intermediate_size": "expert_mlp_dim",
-        "moe_shared_expert_intermediate_size": "shared_expert_dim"} | NORMALIZED | GROUPS | {
-        "routed_scaling_factor": "router_scale"},
+        "moe_shared_expert_intermediate_size": "shared_expert_dim", "routed_scaling_factor": "router_scale"},
     DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128, "layer_norm_epsilon": 1e-5, "ssm_state_size": 128,
                 "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True,
                 "time_step_min": 0.001, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
@@ -596,17 +597,16 @@ HARMLESS = frozenset("""
     max_position_embeddings bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
     forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens attention_dropout attn_pdrop
     embd_pdrop resid_pdrop embedding_dropout hidden_dropout residual_dropout n_ctx original_max_position_embeddings
-    max_window_layers
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
-    finetuning_task id2label label2id num_labels problem_type output_attentions output_hidden_states output_scores
-    return_dict return_dict_in_generate torchscript chunk_size_feed_forward gradient_checkpointing
-    reorder_and_upcast_attn attn_implementation max_length min_length do_sample temperature top_k top_p typical_p
-    num_beams num_beam_groups diversity_penalty early_stopping repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size num_return_sequences bad_words_ids remove_invalid_values
+    max_window_layers summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params finetuning_task id2label label2id num_labels problem_type output_attentions
+    output_hidden_states output_scores return_dict return_dict_in_generate torchscript chunk_size_feed_forward
+    gradient_checkpointing reorder_and_upcast_attn attn_implementation max_length min_length do_sample temperature top_k
+    top_p typical_p num_beams num_beam_groups diversity_penalty early_stopping repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences bad_words_ids remove_invalid_values
     exponential_decay_length_penalty tokenizer_class prefix name_or_path use_bfloat16 tf_legacy_loss pruned_heads
     unsloth_version unsloth_fixed pretraining_tp output_router_logits router_aux_loss_coef router_jitter_noise
     num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_transformer_layers use_mtp mtp_num_hidden_layers
-    mtp_use_dedicated_embeddings mtp_loss_scaling_factor mamba_ssm_dtype
-    aux_loss_alpha seq_aux full_attn_mod interpolate_factor init_method
-    is_llama_config max_sequence_length is_decoder use_flash_attn cache_implementation transformers.js_config
+    mtp_use_dedicated_embeddings mtp_loss_scaling_factor mamba_ssm_dtype aux_loss_alpha seq_aux full_attn_mod
+    interpolate_factor init_method is_llama_config max_sequence_length is_decoder use_flash_attn cache_implementation
+    transformers.js_config
 """.split())

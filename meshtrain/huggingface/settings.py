@@ -343,11 +343,9 @@ def _written_layers(model, family: Family, get) -> dict:
             mixers)}
     if "position_embedding_type" in family.defaults:
         made["position_embedding_type"] = "rope" if "F" in mixers else "nope"
-    for key in ("first_k_dense_replace", "num_dense_layers"):
-        made |= {key: dense} if key in family.defaults else {}
+    made |= {key: dense for key in ("first_k_dense_replace", "num_dense_layers") if get(key) is not None}
     if "mlp_layer_types" in family.defaults:
         made["mlp_layer_types"] = ["dense" if mlp == "d" else "sparse" for mlp in mlps]
-        made |= {"first_k_dense_replace": dense} if get("first_k_dense_replace") is not None else {}
     if "mlp_only_layers" in family.defaults:
         made |= {"mlp_only_layers": [i for i, mlp in enumerate(mlps) if mlp == "d"], "decoder_sparse_step": 1}
     return made
@@ -369,9 +367,8 @@ def _written_rope(model, family: Family, source: Mapping) -> dict:
             return {"rope_parameters": given}
     scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in scaling.items()}
     if nested:
-        parts = {"full_attention": scaling | {"rope_theta": model.rope_theta},
-                 "sliding_attention": dict(local.rope_scaling) | {"rope_theta": local.rope_theta}}
-        return {"rope_parameters": parts}
+        return {"rope_parameters": {"full_attention": scaling | {"rope_theta": model.rope_theta}, "sliding_attention":
+                                    dict(local.rope_scaling) | {"rope_theta": local.rope_theta}}}
     made = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     if "partial_rotary_factor" in family.defaults:
         made["partial_rotary_factor"] = scaling.pop("partial_rotary_factor", 1.0)
@@ -559,16 +556,11 @@ def _rope(config: Mapping, get, family: Family, flat: Mapping) -> tuple[dict, li
     if local is None and "rope_local_base_freq" in family.defaults:
         local = {"rope_theta": base or keys.get("rope_theta")}
     if "W" in flat["mixers"] and local is not None and not faults:
-        if local.get("rope_type", "default") != "default":
-            return {}, [f"{CONFIG}: the rope of layers with a window, {_shown(local)}, cannot be computed; only "
-                        f"default can"]
-        of_window, faults = _one_rope(local, {key: value for key, value in config.items() if key != "rope_theta"} | {
-            "rope_theta": keys["rope_theta"]}, get, family)
+        of_window, faults = _one_rope({"rope_theta": keys["rope_theta"]} | local, config, get, family)
         if of_window != keys:
             keys |= {f"kinds.W.{key}": value for key, value in of_window.items()}
-    sharpened = family.fixed.get("multipliers.score") == "mscale" and not faults
     scaling = keys.get("rope_scaling", {})
-    if sharpened and scaling.get("mscale_all_dim"):
+    if family.fixed.get("multipliers.score") == "mscale" and scaling.get("mscale_all_dim"):
         m = 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1
         keys["multipliers.score"] = flat["head_dim"] ** -0.5 * m * m
     return keys, faults
@@ -586,9 +578,8 @@ def _one_rope(given: Mapping, config: Mapping, get, family: Family) -> tuple[dic
     if not isinstance(kind, str) or kind not in SCALED:
         return {}, [*faults, f"{CONFIG}: rope_type={_shown(kind)} cannot be computed; only {' or '.join(SCALED)} can"]
     if kind == "longrope":
-        longest, original = get("max_position_embeddings"), get("original_max_position_embeddings")
-        given.setdefault("original_max_position_embeddings", original)
-        original = given["original_max_position_embeddings"]
+        longest, original = get("max_position_embeddings"), given.setdefault(
+            "original_max_position_embeddings", get("original_max_position_embeddings"))
         if _is_number(longest) and _is_number(original):
             given.setdefault("factor", longest / original)
     scaling = {"rope_type": kind}
