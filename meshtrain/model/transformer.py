@@ -1,8 +1,8 @@
 """The decoder: tokens -> embedding -> layer groups -> norm -> head and loss.
 
-RMSNorm, rope and SwiGLU by default, others by fields of `[model]`. A group is a scan over a repeating period of layers (leading
-dense layers, then the others; five layers with a window and one without), as `pattern` divides them: mostly there
-is one group of equal layers.
+RMSNorm, rope and SwiGLU by default, others by fields of `[model]`. A group is a scan over a repeating period of layers
+(leading dense layers, then the others; five layers with a window and one without), as `pattern` divides them: mostly
+there is one group of equal layers.
 Parameters are one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}, where LAYERS holds stacked
 weights [L, …] if all layers are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}.
 Only `ex.layout` depends on the run's layout; initialization depends on the seed alone.
