@@ -26,8 +26,7 @@ class LatentAttention(nnx.Module):
         D, N, H, latent = cfg.embed_dim, cfg.num_heads, cfg.head_dim, cfg.latent
         Q, C, R, V = latent.query_dim, latent.kv_dim, latent.rope_dim, latent.value_dim or cfg.head_dim
         linear, biased = partial(Linear, cfg, rngs), cfg.attention_bias != "none"
-        norm_cfg = cfg.model_copy(update={"norm": "rmsnorm", "norm_eps": NORM_EPS, "norm_offset": 0.0})
-        norm, by_head = partial(Norm, norm_cfg, rngs), ("embed", "heads", "head_dim")
+        norm, by_head = partial(Norm, cfg, rngs, eps=NORM_EPS), ("embed", "heads", "head_dim")
         self.mixer, self.rope_dim = mixer, R
         self.mask = Mask(window=cfg.window if mixer in pattern.WINDOWED else 0)
         self.scores = Scores(cfg.multipliers.score, cfg.score_softcap)

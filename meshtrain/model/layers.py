@@ -207,10 +207,10 @@ class Norm(nnx.Module):
     """RMSNorm or LayerNorm over the dims of its weights (the last ones), in float32; returns the compute dtype."""
 
     def __init__(self, cfg, rngs, shape, axes, eps: float = 0.0):
-        """eps: instead of the config's."""
+        """eps: of a plain RMSNorm, whatever the config's norms are."""
         dtype = jnp.dtype(cfg.param_dtype)
-        self.eps, self.centred, self.axes, self.offset = (
-            eps or cfg.norm_eps, cfg.norm == "layernorm", tuple(axes), cfg.norm_offset)
+        self.eps, self.centred, self.axes, self.offset = (eps, False, tuple(axes), 0.0) if eps else (
+            cfg.norm_eps, cfg.norm == "layernorm", tuple(axes), cfg.norm_offset)
         self.scale = declare(rngs, dtype, shape, axes, "norm", value=1.0 - self.offset)
         self.bias = declare(rngs, dtype, shape, axes, "bias", value=0.0) if self.centred else None
 
@@ -380,7 +380,7 @@ class Attention(nnx.Module):
             over_heads = len(self.key_norm.axes) > 1
             q_BTNH, k_BTKH = self.query_norm(ex, q_BTNH), self.key_norm(ex, k_BTKH, repeats if over_heads else 1)
         if self.value_eps:
-            v_BTKH = recomputed(ex, partial(_unit, self.value_eps))(v_BTKH)
+            v_BTKH = recomputed(ex, partial(unit, self.value_eps))(v_BTKH)
         if rope := inputs.rope.get(self.mixer):
             q_BTNH, k_BTKH = grown(rotate(q_BTNH, rope), rope), rotate(k_BTKH, rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
@@ -408,7 +408,7 @@ def gated(o, gate):
     return (o.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
 
 
-def _unit(eps: float, x):
+def unit(eps: float, x):
     """RMSNorm over the last dim without a weight."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)).astype(x.dtype)

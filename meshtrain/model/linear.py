@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshtrain.model.layers import Execution, Linear, add_bias, kv_heads, recomputed, repeated, small, together
+from meshtrain.model.layers import (
+    Execution, Linear, Norm, add_bias, kv_heads, recomputed, repeated, small, together, unit,
+)  # fmt: skip
 from meshtrain.model.params import declare
 
 EPS = 1e-6      # under the root of the norm of queries and keys
@@ -37,7 +39,7 @@ class RecurrentMixer(nnx.Module):
     def __init__(self, cfg, rngs, mixer: str):
         linear, D, dtype = cfg.linear, cfg.embed_dim, jnp.dtype(cfg.param_dtype)
         K, N, H, V = linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim
-        self.mixer, self.num_key_heads, self.num_heads = mixer, K, N
+        self.mixer, self.num_key_heads = mixer, K
         self.beta_scale, self.steps = linear.beta_scale, (linear.step_min, linear.step_max)
         inward = lambda heads, width, axes: Linear(cfg, rngs, "BTD,DNH->BTNH", (D, heads, width), ("embed", *axes))
         self.query, self.key = inward(K, H, KEY_HEADS), inward(K, H, KEY_HEADS)
@@ -59,7 +61,8 @@ class RecurrentMixer(nnx.Module):
         shape, axes = ((N, H), HEADS) if channels else ((N,), ("heads",))
         self.dt_bias = _given(jnp.log(jnp.expm1(spread(1e-3, 0.1, shape))), axes)
         self.skip = declare(rngs, dtype, (N,), ("heads",), "bias", value=1.0) if mixer == "M" else None
-        self.norm = OutputNorm(cfg, rngs, (N, V) if mixer == "M" else (V,))
+        shape, axes = ((N, V), HEADS) if mixer == "M" else ((V,), HEADS[1:])
+        self.norm = Norm(cfg, rngs, shape, axes, eps=linear.norm_eps or cfg.norm_eps)
         self.out = Linear(cfg, rngs, "BTNH,NHD->BTD", (N, V, D), ("heads", "head_dim", "embed"),
                           std=(N * V * 2 * cfg.num_layers) ** -0.5)
 
@@ -79,24 +82,21 @@ class RecurrentMixer(nnx.Module):
             o_BTNV = self._recur(ex, q, k, scaled_v, g, None, inputs)
             skip = small(ex, self.skip[...], ("heads",)).astype(jnp.float32)
             o_BTNV = recomputed(ex, _skipped)(o_BTNV, v, skip)
-            return self._out(ex, recomputed(ex, partial(self._gate_first))(
-                o_BTNV, gate_BTNV, small(ex, self.norm.scale[...], HEADS)))
+            return self._out(ex, self._gate_first, o_BTNV, gate_BTNV)
         q, k = recomputed(ex, _directions)(q, k)
         g, beta = recomputed(ex, partial(_rates, self.beta_scale))(decay, A_log, dt_bias, *beta)
         o_BTNV = self._recur(ex, q, k, v, g, beta, inputs)
-        return self._out(ex, recomputed(ex, self._norm_first)(
-            o_BTNV, gate_BTNV, small(ex, self.norm.scale[...], ("head_dim",))))
+        return self._out(ex, self._norm_first, o_BTNV, gate_BTNV)
 
     def _convolved(self, ex: Execution, qkv, repeats: int, segments_BT):
         convolutions = (self.query_conv, repeats), (self.key_conv, repeats), (self.value_conv, 1)
-        of = lambda w, axes, repeats: repeated(ex, w, axes, repeats)
         axes = [KEY_HEADS if repeats == 1 else HEADS] * 2 + [HEADS]
         qkv = tuple(ex.layout.act(x, "batch", "seq", *one) for x, one in zip(qkv, axes))
-        kernels = [of(conv.kernel[...], conv.axes, n) for conv, n in convolutions]
+        kernels = [repeated(ex, conv.kernel[...], conv.axes, n) for conv, n in convolutions]
         ws = tuple(small(ex, w, axes).astype(jnp.float32) for w, axes in kernels)
         ys = ex.recurrence.convolve(ex.layout, qkv, ws, segments_BT)
         if self.query_conv.bias is not None:
-            biases = [of(conv.bias[...], conv.axes[1:], n) for conv, n in convolutions]
+            biases = [repeated(ex, conv.bias[...], conv.axes[1:], n) for conv, n in convolutions]
             ys = [add_bias(ex, axes, y, bias) for y, (bias, axes) in zip(ys, biases, strict=True)]
         return recomputed(ex, lambda ys: tuple(map(jax.nn.silu, ys)))(tuple(ys))
 
@@ -105,31 +105,20 @@ class RecurrentMixer(nnx.Module):
             o_BTNV = ex.recurrence.recur(ex.layout, q, k, v, g, beta, inputs.segments_BT)
         return ex.layout.act(o_BTNV, "batch", "seq", *HEADS)
 
-    def _out(self, ex: Execution, o_BTNV):
+    def _out(self, ex: Execution, normed, o_BTNV, gate_BTNV):
+        o_BTNV = recomputed(ex, normed)(o_BTNV, gate_BTNV, small(ex, self.norm.scale[...], self.norm.axes))
         return self.out(ex, ex.layout.act(o_BTNV, "batch", "seq", *HEADS), out_axes=("batch", "seq", None))
 
     def _norm_first(self, o, gate, scale):
         gating = jax.nn.sigmoid if self.mixer == "K" else jax.nn.silu
-        y = self.norm.unit(o.astype(jnp.float32)) * scale * gating(gate.astype(jnp.float32))
+        y = unit(self.norm.eps, o.astype(jnp.float32)) * scale * gating(gate.astype(jnp.float32))
         return y.astype(o.dtype)
 
     def _gate_first(self, o, gate, scale):
         """Normed over the value heads of a group together."""
         y = o.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         groups = y.reshape(*y.shape[:-2], self.num_key_heads, -1)
-        return (self.norm.unit(groups).reshape(y.shape) * scale).astype(o.dtype)
-
-
-class OutputNorm(nnx.Module):
-    """The weight of the norm of what is read from the state; without the offset of other norms."""
-
-    def __init__(self, cfg, rngs, shape):
-        self.eps = cfg.linear.norm_eps or cfg.norm_eps
-        axes = HEADS[-len(shape):]
-        self.scale = declare(rngs, jnp.dtype(cfg.param_dtype), shape, axes, "norm", value=1.0)
-
-    def unit(self, y):
-        return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        return (unit(self.norm.eps, groups).reshape(y.shape) * scale).astype(o.dtype)
 
 
 def _given(value, axes) -> nnx.Param:
@@ -139,9 +128,9 @@ def _given(value, axes) -> nnx.Param:
 
 def _directions(q, k):
     """Queries and keys of length 1, and queries divided by the root of their width."""
-    unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + EPS)
-    q32, k32 = q.astype(jnp.float32), k.astype(jnp.float32)
-    return (unit(q32) * q.shape[-1] ** -0.5).astype(q.dtype), unit(k32).astype(k.dtype)
+    q32, k32 = (x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + EPS)
+                for x in (q.astype(jnp.float32), k.astype(jnp.float32)))
+    return (q32 * q.shape[-1] ** -0.5).astype(q.dtype), k32.astype(k.dtype)
 
 
 def _rates(beta_scale: float, decay, A_log, dt_bias, beta):
@@ -154,9 +143,7 @@ def _rates(beta_scale: float, decay, A_log, dt_bias, beta):
 def _steps(limits: tuple[float, float], decay, A_log, dt_bias, v):
     """(log decays, values times the time step)."""
     steps = jax.nn.softplus(decay.astype(jnp.float32) + dt_bias)
-    low, high = limits
-    steps = jnp.maximum(steps, low) if low else steps
-    steps = jnp.minimum(steps, high) if high else steps
+    steps = jnp.clip(steps, limits[0], limits[1] or None)
     return -jnp.exp(A_log) * steps, (v.astype(jnp.float32) * steps[..., None]).astype(v.dtype)
 
 
