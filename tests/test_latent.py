@@ -95,7 +95,7 @@ def check(sizes: dict, method: str = "", rule: str = "zero3", mixer: str = "F", 
 
     def layer(weights, x, segments, positions):
         inputs = Inputs(segments, positions, jnp.arange(B), rope.of(cfg, positions), None)
-        return module.bind(weights)(ex, x, inputs)
+        return module.bind(weights)(ex, x, inputs)[0]
 
     def body(weights, x, dy, segments, positions):
         y, (dw, dx) = with_gradients(lambda w, x: layer(w, x, segments, positions), weights, x, dy)

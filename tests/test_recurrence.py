@@ -92,7 +92,7 @@ def test_bfloat16(kind):
     assert max(compared(kind, plain.segments_of(DOCUMENTS), jnp.bfloat16)) < 2e-2
 
 
-@pytest.mark.parametrize("T", [1, 2, 3, 5, 17])
+@pytest.mark.parametrize("T", [1, 3, 17])
 def test_any_length(T):
     for kind in plain.KINDS:
         assert max(compared(kind, plain.segments_of([1, T - 1] if T > 1 else [1]), chunk=0)) < 2e-5
@@ -111,10 +111,14 @@ def test_rows_go_on_from_a_state(kind, cut, lengths):
         o, end, _ = recurrence.recurrence(*first, chunk=8)
         more, end, _ = recurrence.recurrence(*second, RecurrentState(end, segments[:, cut - 1]), chunk=16)
         return jnp.concatenate([o, more], 1), end
-    (expected, back), (found, back_of_parts) = (jax.vjp(f, *inputs) for f in (whole, in_parts))
-    assert plain.error(found, expected) < 2e-6
-    cotangent = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), expected)
-    assert plain.error(back_of_parts(cotangent), back(cotangent)) < 2e-5
+    do, dend = (jnp.asarray(np.random.default_rng(2).standard_normal(x.shape), jnp.float32)
+                for x in jax.eval_shape(whole, *inputs))
+
+    def with_gradients(f):
+        out, back = jax.vjp(f, *inputs)
+        return out, back((do, dend))
+    expected, found = (jax.jit(partial(with_gradients, f))() for f in (whole, in_parts))
+    assert plain.error(found, expected) < 2e-5      # float32 sums in another order
 
 
 @pytest.mark.parametrize("kind", plain.KINDS)
@@ -122,9 +126,9 @@ def test_steps_of_generation_match_chunks(kind):
     inputs, segments = rounded(plain.drawn(kind, 30), jnp.float32), plain.segments_of([4, 21, 5])
     segments[0, :9] = 0                         # left padding of a row
     now = lambda part: tuple(None if x is None else x[:, part] for x in (*inputs, segments))
-    whole = recurrence.recurrence(*now(slice(None)))
-    o, S, _ = recurrence.recurrence(*now(slice(23)))
-    step = jax.jit(recurrence.step)
+    recur, step = jax.jit(recurrence.recurrence), jax.jit(recurrence.step)
+    whole = recur(*now(slice(None)))
+    o, S, _ = recur(*now(slice(23)))
     for t in range(23, 30):
         more, S = step(*now(slice(t, t + 1)), RecurrentState(S, segments[:, t - 1]))
         o = jnp.concatenate([o, more], 1)

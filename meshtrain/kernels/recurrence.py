@@ -63,9 +63,9 @@ def recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: Recurren
     if start is None:
         start = RecurrentState(None, jnp.full(B, BEFORE_ALL, segments_BT.dtype))
     documents = documents_of(padded(segments_BT, C, "edge").reshape(B, -1, C).swapaxes(0, 1), start.segment_B)
-    q, k = (chunks_of(x, C, K) for x in (q_BTKH, k_BTKH))
+    q, k = (chunks_of(x.astype(v_BTNV.dtype), C, K) for x in (q_BTKH, k_BTKH))
     v, beta = chunks_of(v_BTNV, C, K, G), None if beta_BTN is None else chunks_of(beta_BTN.astype(jnp.float32), C, K, G)
-    decay = since_document(chunks_of(g.astype(jnp.float32), C, K, G), documents)
+    decay = chunks_of(since_document(g, documents), C, K, G)
     parts = (_by_channel if g.ndim == 4 else _by_head)(q, k, v, decay, beta, documents)
     S0, kept = (x if x is None else x.reshape(*x.shape[:-3], K, G, H, V) for x in (start.S_BNHV, states_ZBNHV))
     S, end = _states(across, parts.through, parts.left, parts.right, parts.X, S0, kept)
@@ -144,10 +144,13 @@ def documents_of(segments_ZBC, before_B) -> Documents:
 
 
 def since_document(g, documents: Documents):
-    """Sums of g over a document's tokens of the chunk up to each token. One product with the mask: differences of plain
-    cumulative sums would carry the rounding of other documents' decays."""
-    mask = documents.pairs[:, :, 0, 0].astype(jnp.float32)
-    return products.einsum("ZBIJ,ZBKGJ->ZBKGI" if g.ndim == 5 else "ZBIJ,ZBKGJH->ZBKGIH", mask, g)
+    """Sums of g [B, T, N] or [B, T, N, H] from the beginning of each token's document or chunk to the token, float32, T
+    padded. One product with the mask: differences of plain cumulative sums would carry the rounding of other documents'
+    decays."""
+    pairs_ZBIJ = documents.pairs[:, :, 0, 0].astype(jnp.float32)
+    g = padded(g.astype(jnp.float32), pairs_ZBIJ.shape[-1])
+    g_BZJD = g.reshape(g.shape[0], *pairs_ZBIJ.shape[::2], -1)
+    return products.einsum("ZBIJ,BZJD->BZID", pairs_ZBIJ, g_BZJD).reshape(g.shape)
 
 
 def masked_exp(mask, x):

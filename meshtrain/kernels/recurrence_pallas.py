@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from meshtrain.kernels.recurrence import (BEFORE_ALL, Recurred, RecurrentState, chunks_of, documents_of, padded,
-                                          recurrence, since_document)
+from meshtrain.kernels.recurrence import (BEFORE_ALL, Recurred, RecurrentState, documents_of, padded, recurrence,
+                                          since_document)
 
 NAME = "meshtrain_recurrence"           # kernel names in profiles and in the compiled program
 DELTA = "_delta"        # suffix of those that may also run without the delta rule
@@ -69,7 +69,7 @@ def _recurrence(launch: Launch, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT
     if g.ndim == 4 or max(k_BTKH.shape[3], v_BTNV.shape[3]) > WIDEST:
         return recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start, across=across,
                           states_ZBNHV=states_ZBNHV, chunk=chunk)
-    (B, T, K, H), (N, V), C = k_BTKH.shape, v_BTNV.shape[2:], chunk or launch.chunk
+    (B, T, _, H), V, C = k_BTKH.shape, v_BTNV.shape[3], chunk or launch.chunk
     launch, wide = launch._replace(chunk=C), lambda n: max(MIN_WIDTH, pl.next_power_of_2(n))
     if start is None:
         start = RecurrentState(None, jnp.full(B, BEFORE_ALL, segments_BT.dtype))
@@ -78,10 +78,9 @@ def _recurrence(launch: Launch, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT
     documents = documents_of(segments_ZBC, start.segment_B)
     ends_BZ = segments_ZBC[..., -1].T
     starts_BZ = jnp.concatenate([start.segment_B[:, None].astype(jnp.int32), ends_BZ[:, :-1]], 1)
-    decay = since_document(chunks_of(g.astype(jnp.float32), C, N, 1), documents)        # [Z, B, N, 1, C]
-    decay_BNT = decay.transpose(1, 2, 3, 0, 4).reshape(B, N, -1)
+    decay_BNT = since_document(g, documents).swapaxes(1, 2)
     beta_BNT = None if beta_BTN is None else padded(beta_BTN.astype(jnp.float32), C).swapaxes(1, 2)
-    q, k, v = (_widened(padded(x, C), wide(x.shape[-1])) for x in (q_BTKH, k_BTKH, v_BTNV))
+    q, k, v = (_widened(padded(x.astype(v_BTNV.dtype), C), wide(x.shape[-1])) for x in (q_BTKH, k_BTKH, v_BTNV))
     S0, kept = (x if x is None else _widened(_widened(x, wide(V)).swapaxes(-1, -2), wide(H)).swapaxes(-1, -2)
                 for x in (start.S_BNHV, states_ZBNHV))
     o, states, end = _core(launch, across, q, k, v, decay_BNT, beta_BNT, (segments_BT, starts_BZ, ends_BZ), S0, kept)
