@@ -270,7 +270,7 @@ def _expert_problems(run: Run):
         yield (f'experts.bias_rule="{run.experts.bias_rule}": no bias moves with experts.bias_rate=0; give it, e.g. '
                f'0.02, or leave this out')
     if source := folder.is_one(run.checkpoint.init_from) and run.checkpoint.init_from:
-        if run.experts.bias_rate and model.router_bias == "none":
+        if run.experts.bias_rate and not _has_choice_bias(source):
             yield (f"experts.bias_rate={run.experts.bias_rate} moves biases of the routers, and "
                    f"checkpoint.init_from={toml(source)}, a model folder, has none; leave it out")
     if run.experts.bias_warmup and not run.experts.bias_rate:
@@ -282,6 +282,14 @@ def _expert_problems(run: Run):
     if run.experts.bias_warmup and run.checkpoint.init_optimizer:
         yield (f"experts.bias_warmup={run.experts.bias_warmup} begins with a fresh optimizer, and "
                f"checkpoint.init_optimizer=true with another run's; leave one out")
+
+
+def _has_choice_bias(source: str) -> bool:
+    """Whether a model folder's routers have biases of the choice; one that cannot be read is reported elsewhere."""
+    try:
+        return folder.settings_of(Path(source)).get("router_bias") == "choice"
+    except ValueError:
+        return True
 
 
 def _group_problems(model):

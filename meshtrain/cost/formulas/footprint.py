@@ -15,6 +15,9 @@ from meshtrain.model import parts
 from meshtrain.parallel.pipeline import schedules, stages
 
 
+WAITING = .35       # share of what lives in a recurrence's backward that lives in those of its period beside it
+
+
 def memory(placed: Placed, options: Options) -> dict[str, int]:
     """Bytes on one device by kind, in the keys of `inspect`. grads: the accumulators of the microbatch loop;
     activations: all temporaries."""
@@ -59,7 +62,8 @@ def _in_layers(placed: Placed, options: Options) -> float:
     layer = size * tokens * _working_width(placed, options) + _part_grads_bytes(placed, options)
     if experts:
         inputs, weights = (size * tokens * width for width in _expert_backward_widths(placed, options))
-        layer = max(layer, experts.inputs_bytes + inputs, experts.weights_bytes + weights)
+        beside = size * tokens * _period_width(placed)
+        layer = max(layer, experts.inputs_bytes + inputs + beside, experts.weights_bytes + weights + beside)
     kept += size * tokens * _transposed_width(placed, options) + _early_zeros(placed)
     return kept + 4 * head * placed.head.trained + max(loss, layer)
 
@@ -125,19 +129,31 @@ def _working_width(placed: Placed, options: Options) -> float:
     overlap a layer's matmuls, XLA delays some of them, and their operands live longer."""
     h, f, context = placed.cfg.embed_dim, _widest_mlp(placed), placed.num_shards("seq")
     if context > 1:
-        return 6 * h + 4 * f + max((_split_width(mixer, context, options.method, placed.itemsize)
-                                    for mixer in placed.mixers), default=0)
+        return 6 * h + 4 * f + _period_width(placed, 2) + max((
+            _split_width(mixer, context, options.method, placed.itemsize) for mixer in placed.mixers), default=0)
     moving = any(placed.moving(kind, "layers") for kind in (GATHER, SCATTER)) or placed.num_shards("mlp") > 1
     times = 4 if moving else 3
-    mixers = max((times * (_pair(mixer) + 2 * mixer.gates / 3) if not mixer.recurrent else recurrences.live_width(mixer, placed.itemsize)
-                  for mixer in placed.mixers), default=0)
+    mixers = max((recurrences.live_width(mixer, placed.itemsize) if mixer.recurrent else times * (
+        _pair(mixer) + 2 * mixer.gates / 3) for mixer in placed.mixers), default=0)
     mlp = (4 if options.remat in ("full", "offload") else 3) if moving else 2
-    return times * h + mixers + mlp * f
+    return times * h + mixers + mlp * f + moving * _period_width(placed)
+
+
+def _period_width(placed: Placed, counted: int = 1) -> float:
+    """Elements of a token that live of the other layers of a period, which are one loop's body: XLA delays their weight
+    gradients and those of their norms, float32, and parts of their recurrences. counted: layers that other terms have.
+    Read off compiled programs."""
+    period = max(pattern.stretches(placed.cfg), key=lambda stretch: stretch.num_layers).period
+    recurrent = [mixer for mixer in placed.mixers for kind in period if kind.mixer == mixer.letter and mixer.recurrent]
+    waiting = sum(recurrences.live_width(mixer, placed.itemsize) for mixer in recurrent[1:])
+    stream = placed.cfg.embed_dim / placed.stream_shards
+    return max(0, len(period) - counted) * (3 * _widest_mlp(placed) + 8 / placed.itemsize * stream) + WAITING * waiting
 
 
 def _pair(mixer: Mixer) -> float:
-    """Queries and keys, or outputs and values: half of all four."""
-    return (mixer.queries + mixer.keys + mixer.values + mixer.outputs) / 2
+    """Queries and keys, or outputs and values: half of all four. Kernels pad keys that are wider than values."""
+    padded = 1 << (mixer.key_dim - 1).bit_length() if mixer.latents else mixer.key_dim
+    return ((mixer.queries + mixer.keys) * padded / mixer.key_dim + mixer.values + mixer.outputs) / 2
 
 
 def _split_width(mixer: Mixer, context: int, method: str, itemsize: int) -> float:
@@ -180,15 +196,21 @@ def _expert_backward_widths(placed: Placed, options: Options) -> tuple[float, fl
 def _part_grads_bytes(placed: Placed, options: Options) -> float:
     """Bytes of a layer's float32 gradient from one part of a microbatch, beside the other part's. Layers with experts
     are not cut into parts."""
-    cfg, rows = placed.cfg, options.global_batch // options.microbatches
-    dense = pattern.share(cfg, mlps="d")
-    alone = parts.of_rows(placed.layout, (rows, options.seq_len))[1] == 1
-    if not dense or alone or options.remat == "none" and placed.by_layer:
+    cfg = placed.cfg
+    if not pattern.share(cfg, mlps="d") or row_parts(placed, options) == 1:
         return 0
     gates = 1 + cfg.gated
     mixers = placed.mean(lambda mixer: mixer.inward + mixer.outputs)
     of_dense = cfg.embed_dim * (mixers + (gates + 1) * _widest_mlp(placed))
     return 4 * (of_dense if cfg.num_experts else placed.layer.used)
+
+
+def row_parts(placed: Placed, options: Options) -> int:
+    """Number of parts of a microbatch that a layer without experts computes apart (`model.parts`)."""
+    rows = options.global_batch // options.microbatches
+    if placed.framework or options.remat == "none" and placed.by_layer:
+        return 1
+    return parts.of_rows(placed.layout, (rows, options.seq_len))[1]
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------

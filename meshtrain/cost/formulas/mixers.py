@@ -35,6 +35,7 @@ class Mixer:
 
     recurrent = False
     latents = 0.0           # the latent of keys and values, and the rotated key
+    narrow = 0.0            # other narrow arrays of which heads make theirs: the latent of queries
 
     @property
     def queries(self) -> float:
@@ -104,6 +105,10 @@ class Latents(Attention):
         return self.kv_dim + self.rope_dim
 
     @property
+    def narrow(self) -> float:
+        return self.query_dim
+
+    @property
     def inward(self) -> float:
         return self.query_dim + self.queries + self.latents
 
@@ -143,8 +148,12 @@ class Recurrence(Mixer):
         return self.heads * ((self.key_dim if self.by_channel else 1) + (self.letter != "M"))
 
     @property
+    def narrow(self) -> float:
+        return 2 * self.value_dim * self.by_channel
+
+    @property
     def inward(self) -> float:
-        return super().inward + self.rates + 2 * self.value_dim * self.by_channel
+        return super().inward + self.rates + self.narrow
 
     @property
     def state(self) -> float:
@@ -165,7 +174,7 @@ class Recurrence(Mixer):
     def kept(self, itemsize: int) -> float:
         """Inputs and outputs of the convolution, both with their activation, and the recurrence's inputs, are apart."""
         delta = self.letter != "M"
-        rates = self.rates * (1 + 4 / itemsize) + 2 * self.value_dim * self.by_channel
+        rates = self.rates * (1 + 4 / itemsize) + self.narrow
         return ((4 if delta else 3) * (self.queries + self.keys) + (3 if delta else 4) * self.values + rates
                 + self.gates + (1 if delta else 2) * self.outputs + self.outward() + self.sums(itemsize))
 

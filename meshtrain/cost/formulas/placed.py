@@ -70,7 +70,8 @@ class Product:
     row: mesh axes that shard k; the result is summed over them. outward: the result is added to the residual stream.
     unread: fraction of these layers whose backward does not read the result. trained: the matrices have gradients.
     share: fraction of the layers that have them. router: computed in float32, on tokens sharded as the residual stream.
-    expands: attention expands latents by them, forward and again in the backward. column: mesh axes that shard n.
+    expands: attention expands latents by them, forward and again in the backward. whole_inputs: the cotangent of the
+    mixer's input is whole on each device, since its inward matrices are not sharded.
     """
     k: float
     n: float
@@ -81,7 +82,7 @@ class Product:
     share: float = 1.0
     router: bool = False
     expands: bool = False
-    column: Axes = ()
+    whole_inputs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,9 +253,7 @@ class Placed:
     @functools.cached_property
     def stream_shards(self) -> int:
         """Number of devices that shard the residual stream by sequence parallelism, context parallelism not counted."""
-        context = self.layout.mesh_axes("activations", "seq")
-        return self.layout.num_shards(a for a in self.layout.mesh_axes("activations", "residual_seq")
-                                      if a not in context)
+        return _stream_shards(self.layout)
 
     @functools.cached_property
     def mixers(self) -> tuple[mixers.Mixer, ...]:
@@ -275,6 +274,11 @@ class Placed:
     def blocks(self) -> float:
         """Number of mixers and MLPs that a layer adds to the residual stream, mean over layers."""
         return 2 - pattern.share(self.cfg, mixers=".") - pattern.share(self.cfg, mlps=".")
+
+
+def _stream_shards(layout: Layout) -> int:
+    context = layout.mesh_axes("activations", "seq")
+    return layout.num_shards(a for a in layout.mesh_axes("activations", "residual_seq") if a not in context)
 
 
 def place(rows, cfg, layout: Layout, mesh: MeshSpec) -> Placed:
@@ -331,7 +335,7 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, is_leading: bool = False) 
         beyond = {table: axes - in_use for table, axes in by_table.items()}
         for key, n in _moves(layout, info, beyond, whole, depth, uses, tokens - by_table["grads"] - in_use, once):
             travel[key] += n
-        if info.role in ("matrix", "router") and "expert" not in info.axes:
+        if info.role in ("matrix", "router") and "expert" not in info.axes or info.path[-1] == OUTPUT_BIASES:
             matrices.add(info)
         elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):
             num_shards = layout.num_shards(local.uses("vocab"))
@@ -419,6 +423,7 @@ class _Matrices:
 
     def __init__(self, cfg, rows, local: _Local):
         self.num_layers, self.local, self.products = cfg.num_layers, local, {}
+        self.query_latents = bool(cfg.latent.kv_dim and cfg.latent.query_dim)
         self.before_mlps = {_layer(info) for info in rows if _part(info) in ("mlp", "moe")}
         self.count, self.last, self.first = Counter(), Counter(), {}
         for info in rows:
@@ -437,6 +442,10 @@ class _Matrices:
         if info.role == "router":
             self.products[key] = Product(*info.shape[-2:], trained=info.trainable, router=True, share=share)
             return
+        if info.path[-1] == OUTPUT_BIASES:      # weighted and summed in a product, on tokens sharded as the stream
+            n = info.shape[-1] / _stream_shards(local.layout)
+            self.products[key] = Product(info.shape[-2], n, unread=1.0, trained=info.trainable, share=share)
+            return
         into, out = info.matrix_dims
         axes = tuple(info.axes[d] for d in into)
         same = info.path[:-2], axes, tuple(info.shape[d] for d in into), share
@@ -445,7 +454,7 @@ class _Matrices:
         n = self.products[same].n if same in self.products else 0
         self.products[same] = Product(local.size(info, into), n + local.size(info, out), local.split(info, into),
                                       outward, outward * self.last[key] / self.count[key], info.trainable, share,
-                                      expands=expands, column=local.split(info, out))
+                                      expands=expands, whole_inputs=self.query_latents and _part(info) == "attention")
 
     @staticmethod
     def _key(info):
@@ -453,6 +462,7 @@ class _Matrices:
 
 
 MODULES = ("attention", "linear", "mlp", "moe")
+OUTPUT_BIASES = "down_bias"     # of experts
 
 
 def _part(info) -> str:

@@ -11,6 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping
 
+from meshtrain import pattern
 from meshtrain.cost.formulas import flops, footprint, rates, recurrences, routed, traffic
 from meshtrain.cost.formulas.mixers import Mixer
 from meshtrain.cost.formulas.placed import Options, Placed
@@ -22,6 +23,9 @@ from meshtrain.sharding.mesh import MeshSpec
 LOGIT_BYTES = 14            # HBM bytes of a logit, forward and backward
 UPDATE_BYTES = 30           # HBM bytes of a parameter in the optimizer's update
 ONCE_BYTES = 12             # HBM bytes of an accumulator's element once a step: zeroed, transposed for the reduction
+# HBM bytes of an element of expanded keys and values in copies of kernels' operands and in sums of gradients, forward
+# and backward; where sequences are split these are of all tokens and of single chunks
+EXPANDED_BYTES = {False: (7, 15), True: (26, 54)}
 QK_NORM = (6, 17)           # HBM bytes of a normed element of queries and keys, forward and backward
 QUANTISE_BYTES = 5          # HBM bytes of an element cast to float8: read for the maximum, read again, written
 FULL, SELECTIVE = (1.0, 1.0, 1.0), (0.0, 0.0, 0.6)
@@ -276,16 +280,23 @@ def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float,
     matmul = functools.partial(matmul_s, rated, placed.cfg.compute_dtype, placed.itemsize)
     found = [(w, w.n / heads) for w in placed.layer.products if w.expands]
     forward = sum(w.share * matmul(tokens, n, w.k) for w, n in found)
-    return forward, forward + sum(w.share * (matmul(tokens, w.k, n) + w.trained * matmul(w.k, n, tokens))
-                                  for w, n in found)
+    backward = forward + sum(w.share * (matmul(tokens, w.k, n) + w.trained * matmul(w.k, n, tokens)) for w, n in found)
+    moved = placed.mean(lambda mixer: tokens / heads * (mixer.keys + mixer.values) * bool(mixer.latents))
+    gathered = split > 1 and options.method != "ulysses"
+    return tuple(seconds + rated.stream_s(each * moved) for seconds, each in zip((forward, backward), EXPANDED_BYTES[
+        gathered]))
 
 
 def _recurrences_s(placed: Placed, rated: Rates, options: Options) -> list[tuple[Mixer, tuple[float, float]]]:
     """Each recurrent mixer with the seconds of a layer's recurrence and convolution (forward, backward). The scan from
     chunk to chunk is run again for the summary of a run of tokens, where sequences are split."""
-    split = placed.num_shards("seq")
-    length = options.seq_len / split / (1 if split == 1 or options.method == "ulysses" else 2)
-    return [(mixer, recurrences.seconds(mixer, rated, placed.tokens(options), length, placed.itemsize, split > 1))
+    split, runs = placed.num_shards("seq"), 1 if options.method == "ulysses" else 2
+    experts = pattern.share(placed.cfg, mlps="e")       # their layers are not computed in parts
+    parts = experts + (1 - experts) * footprint.row_parts(placed, options)
+    whole = split == 1
+    runs = recurrences.Runs(placed.tokens(options), options.seq_len / (1 if whole else split * runs), parts,
+                            0 if whole else split * runs)
+    return [(mixer, recurrences.seconds(mixer, rated, runs, placed.itemsize))
             for mixer in placed.mixers if mixer.recurrent]
 
 

@@ -39,25 +39,35 @@ CONVOLVED, CONVOLUTIONS = (2, 10), (2, 8)
 # Products in float32: of the inverse of a chunk's pairs with values and keys; the backward makes them again, has two for
 # each, and two for the inverse.
 INVERTED = (1, 3)
+# HBM bytes of an element of a state before a chunk, for the summary of a run (forward, backward), and kernels of a step.
+SUMMARIZED, SUMMARY_STEP = (90, 62), 7
 
 
-def seconds(mixer: Recurrence, rated: Rates, tokens: float, length: float, itemsize: int,
-            summarized: bool) -> tuple[float, float]:
-    """Seconds of a layer's recurrence and its convolution (forward, backward). length: tokens of a run, whose chunks
-    follow each other; summarized: whether a run is scanned twice, the first time for what it does to any state."""
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Tokens of a layer on one device: in runs of `length`, whose chunks follow each other. parts: computed one after
+    the other. split: number of runs of a sequence that several devices have, else 0. What a run does to any state is
+    then found by another scan, and what they all do composed."""
+    tokens: float
+    length: float
+    parts: float = 1
+    split: int = 0
+
+
+def seconds(mixer: Recurrence, rated: Rates, runs: Runs, itemsize: int) -> tuple[float, float]:
+    """Seconds of a layer's recurrence and its convolution (forward, backward)."""
     channels, found = mixer.queries + mixer.keys + mixer.values, []
-    for moved, convolved, kernels, inverted, forward in zip(MOVED[mixer.letter], CONVOLVED, CONVOLUTIONS, INVERTED,
-                                                            (True, False)):
-        steps = length / mixer.chunk * (2 if summarized else 1)
-        launches = kernels + moved.once + moved.step * steps
-        hbm = tokens * itemsize / 2 * (moved.of(mixer) + convolved * channels)
-        # The summary's scan has the state's matrix beside the state.
-        hbm += tokens * 24 * mixer.state / mixer.chunk * summarized
-        one_s = launches * rated.launch_s
+    for moved, convolved, kernels, inverted, summary in zip(MOVED[mixer.letter], CONVOLVED, CONVOLUTIONS, INVERTED,
+                                                            SUMMARIZED):
+        steps = runs.length / mixer.chunk
+        launches = kernels + moved.once + moved.step * steps + (SUMMARY_STEP * (steps + runs.split) if runs.split else 0)
+        hbm = runs.tokens * itemsize / 2 * (moved.of(mixer) + convolved * channels)
+        hbm += runs.tokens * summary * mixer.state / mixer.chunk * bool(runs.split)
+        one_s = runs.parts * launches * rated.launch_s
         if mixer.letter != "M":
             C, width = mixer.chunk, mixer.key_dim + mixer.value_dim
-            own = tokens * mixer.heads * 4 * (C + 2 * width) * inverted
-            product = Matmul(C, width, C, max(1, round(tokens * mixer.heads / C)), "float32")
+            own = runs.tokens * mixer.heads * 4 * (C + 2 * width) * inverted
+            product = Matmul(C, width, C, round(runs.tokens * mixer.heads / C), "float32")
             hbm, one_s = hbm - own, one_s + max(inverted * rated.matmul_s(product), rated.stream_s(own))
         found.append(one_s + rated.stream_s(hbm))
     return tuple(found)

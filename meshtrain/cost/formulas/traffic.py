@@ -153,12 +153,18 @@ def _tensor(placed: Placed, options: Options) -> Iterator[Sent]:
     for product in placed.layer.products:
         gathers, sums = _again(placed, options.remat, product)
         gathered, summed = (product.share * (forward + backward * (1 + again)) for again in (gathers, sums))
+        summed -= product.share * backward * product.whole_inputs
         if product.row and set(product.row) <= split:
             sent = send("all-gather", product.row, gathered, True)
             yield dataclasses.replace(sent, array_bytes=stream / placed.itemsize, dtype=E4M3) if placed.float8 else sent
             yield send("reduce-scatter", product.row, summed, True)
         elif product.row:
             yield send("all-reduce", product.row, summed, True)
+    heads = tuple(placed.layout.mesh_axes("activations", "heads"))
+    for mixer in placed.mixers:         # cotangents of narrow arrays that all heads read
+        tokens, runs = placed.tokens(options), mixer.share * backward
+        yield Sent("all-reduce", heads, placed.dtype, tokens * mixer.narrow * placed.itemsize, runs, "tensor")
+        yield Sent("all-reduce", heads, FLOAT32, tokens * mixer.latents * 4, runs, "tensor")
     vocab = tuple(a for a in placed.layout.mesh_axes(GATHERED, "vocab") if a != "stage")
     # Looked-up rows are reduce-scattered, their cotangent all-gathered; the head does the reverse.
     if vocab and set(vocab) <= split:
