@@ -135,13 +135,6 @@ GLM4_MOE_TENSORS = LLAMA_TENSORS | EXPERTS | CHOICE | SHARED
 DEEPSEEK_TENSORS = ENDS | NORMS | LATENT | DENSE | EXPERTS | CHOICE | SHARED
 MINIMAX_TENSORS = MIXTRAL_TENSORS | NORMS_OVER_HEADS | {
     LAYER + "block_sparse_moe.e_score_correction_bias": ("layers/moe/bias: E -> E",)}
-AFMOE_TENSORS = _without(LLAMA_TENSORS | EXPERTS | SHARED, "layernorm", "mlp.gate.") | _rows(
-    LAYER, input_layernorm="layers/attention_norm/scale: D -> D",
-    post_attention_layernorm="layers/attention_post_norm/scale: D -> D",
-    pre_mlp_layernorm="layers/mlp_norm/scale: D -> D", post_mlp_layernorm="layers/mlp_post_norm/scale: D -> D",
-    mlp__router__gate="layers/moe/router: E D -> D E",
-    self_attn__gate_proj="layers/attention/gate/kernel: (N H) D -> D N H") | {
-    LAYER + "mlp.expert_bias": ("layers/moe/bias: E -> E",)}
 # Gate and up are every other column; blocks and scales (MXFP4) are transposed.
 GPT_OSS_TENSORS = ENDS | ATTENTION | NORMS | {
     LAYER + "self_attn.sinks": ("layers/attention/sinks: N -> N",),
@@ -456,18 +449,6 @@ GPT_OSS = Family(
         "activation": "swiglu_clamped", "attention_sinks": True, "mlp_bias": True, "router_bias": "logits"},
     ONLY | {"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,), "experts_per_token": ANY, "initial_context_length": ANY},
     layers=SLIDING, every=2)
-AFMOE = Family(
-    "afmoe", "AfmoeForCausalLM", "model.", AFMOE_TENSORS,
-    KEYS | CHOSEN | SCALED_EMBEDDING | WINDOW | {
-        "route_scale": "router_scale", "num_shared_experts": "shared_expert_dim*expert_mlp_dim"},
-    DEFAULTS | {"rms_norm_eps": 1e-5, "head_dim": 128, "num_experts": 64, "num_experts_per_tok": 6, "route_scale": 1.0,
-                "moe_intermediate_size": 1408, "num_shared_experts": 2, "sliding_window": 1024, "num_dense_layers": 1,
-                "mup_enabled": False},
-    SIGMOID | {"qk_norm": "head", "norm_placement": "both", "attention_gate": True},
-    ONLY | NO_BIAS | {"mup_enabled": (True,), "score_func": ("sigmoid",), "route_norm": (True,), "n_group": (1,),
-                      "topk_group": (1,), "num_expert_groups": (1,), "num_limited_groups": (1,),
-                      "load_balance_coeff": ANY, "rope_scaling": (None,)},
-    layers={"sliding_attention": "W", "full_attention": "N"}, every=4)
 
 # ---- recurrent mixers ------------------------------------------------------------------------------------------------
 
@@ -566,7 +547,7 @@ NEMOTRON = Family(
 FAMILIES = {one.model_type: one for one in (
     LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, GPT2, SEED_OSS, MIXTRAL, OLMOE, QWEN3_MOE,
     MINISTRAL, MINISTRAL3, SMOLLM3, GLM4, EXAONE4, GRANITE, GPT_OSS, GLM4_MOE, DEEPSEEK, KIMI_K2, GLM4_LITE, MINIMAX,
-    AFMOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, KIMI, GRANITE_HYBRID, NEMOTRON, GEMMA4, QWEN3_VL)}
+    QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, KIMI, GRANITE_HYBRID, NEMOTRON, GEMMA4, QWEN3_VL)}
 
 # Known but unsupported: what [model] lacks for them.
 LACKING = {kind: what for what, kinds in {
@@ -575,7 +556,7 @@ LACKING = {kind: what for what, kinds in {
     "groups of experts ranked by their best one": "deepseek_v2", "routing in groups by softmax": "mistral4",
     "a sparse attention indexer": "deepseek_v32 glm_moe_dsa", "compressed attention": "deepseek_v4",
     "per-layer embeddings and AltUp": "gemma3n gemma3n_text", "attention and Mamba-2 in one layer": "falcon_h1",
-    "a short convolution as a mixer": "lfm2 lfm2_moe", "xIELU": "apertus",
+    "a short convolution as a mixer": "lfm2 lfm2_moe", "xIELU": "apertus", "a table of its tensors": "afmoe",
     "attention and MLP side by side": "cohere cohere2", "lightning attention": "minimax bailing_hybrid",
     "norms of queries and keys after the rope": "hunyuan_v1_dense hunyuan_v1_moe",
     "experts that do nothing": "longcat_flash", "LayerNorm beside a rope": "starcoder2",

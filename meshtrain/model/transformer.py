@@ -145,11 +145,6 @@ class Transformer:
         firsts = itertools.accumulate((group.num_layers for group in self.groups), initial=0)
         return list(zip(firsts, self.groups))
 
-    def names(self) -> list[str]:
-        """The paths of the parameters as if all layers were one stack, LAYERS/…, each once; without adapters."""
-        layers = [info for group in self.groups for layer in group.period for info in params.infos(layer, (LAYERS,))]
-        return sorted({info.name for info in (*params.infos(self.ends), *layers) if LORA not in info.path})
-
     def places(self) -> list[tuple[str, int]]:
         """For each layer (the replacement of LAYERS in its stacks' paths, its index in them)."""
         found = []
@@ -344,29 +339,32 @@ class Transformer:
 
     def activations(self, batch: int, seq_len: int, layout: Layout) -> list[Tensor]:
         """The activations that rules shard, with full shapes, for the checks at load."""
-        cfg, of = self.cfg, {kind.mixer for kind in pattern.kinds(self.cfg)}
-        mlps = {kind.mlp for kind in pattern.kinds(self.cfg)}
+        cfg, (mixers, mlps) = self.cfg, map(set, zip(*pattern.kinds(self.cfg)))
         # of the MLPs that all tokens pass through
         widths = [cfg.mlp_dim] * ("d" in mlps) + [cfg.shared_expert_dim] * bool("e" in mlps and cfg.shared_expert_dim)
         tensor = lambda name, axis, *dims: Tensor("activations", name, (batch, seq_len, *dims), (
             "batch", "residual_seq" if axis is None else "seq", axis, "head_dim")[:2 + len(dims)])
-        heads = {(one.num_heads, one.num_kv_heads, one.head_dim): "" for one in (
-            cfg.of(mixer) for mixer in sorted(of) if mixer in pattern.ATTENTION)}
-        if of & set(pattern.RECURRENT):
-            heads[cfg.linear.value_heads, cfg.linear.key_heads, cfg.linear.key_dim] = "recurrent "
-        found = [tensor("residual stream", None, cfg.embed_dim)]
-        for (queries, keys, width), word in heads.items():
-            found += [tensor(f"{word}values" if word else "queries", "heads", queries, width),
-                      tensor(f"{word}keys", "kv_heads", kv_heads(layout, keys), width)]
-        return found + [*(tensor("mlp", "mlp", n) for n in widths), tensor("logits", "vocab", padded_vocab(cfg))]
+        heads = {("queries", "keys", one.num_heads, one.num_kv_heads, one.head_dim) for one in (
+            cfg.of(mixer) for mixer in mixers if mixer in pattern.ATTENTION)}
+        if mixers & set(pattern.RECURRENT):
+            heads.add(("recurrent values", "recurrent keys", cfg.linear.value_heads, cfg.linear.key_heads,
+                       cfg.linear.key_dim))
+        return [tensor("residual stream", None, cfg.embed_dim), *(
+            tensor(*of) for many, few, N, K, H in sorted(heads) for of in (
+                (many, "heads", N, H), (few, "kv_heads", kv_heads(layout, K), H))),
+            *(tensor("mlp", "mlp", n) for n in widths), tensor("logits", "vocab", padded_vocab(cfg))]
 
 
 def kv_heads_of(cfg) -> dict[str, int]:
     """The number of key and value heads of each kind of mixer that the model has."""
-    present = {kind.mixer for kind in pattern.kinds(cfg)}
-    found = {"attention": cfg.of(mixer).num_kv_heads for mixer in sorted(present & set(pattern.ATTENTION))
-             if not cfg.latent.kv_dim}
-    return found | ({"recurrence": cfg.linear.key_heads} if present & set(pattern.RECURRENT) else {})
+    found = {}
+    for mixer in sorted({kind.mixer for kind in pattern.kinds(cfg)}):
+        if mixer in pattern.RECURRENT:
+            found["recurrence"] = cfg.linear.key_heads
+        elif mixer in pattern.ATTENTION and not cfg.latent.kv_dim:
+            own = cfg.of(mixer).num_kv_heads
+            found["attention" + f" ({mixer})" * (own != cfg.num_kv_heads)] = own
+    return found
 
 
 def build(cfg, adapters=None) -> Transformer:
@@ -394,11 +392,9 @@ _MLPS = {"d": ("mlp", MLP), "e": ("moe", MoE), ".": None}
 
 def _mixer(cfg, mixer: str):
     """(name in the parameter tree, (cfg, rngs) -> module); None without a mixer."""
-    if mixer == ".":
-        return None
     name, make = ("linear", RecurrentMixer) if mixer in pattern.RECURRENT else (
         "attention", LatentAttention if cfg.latent.kv_dim else Attention)
-    return name, lambda cfg, rngs: make(cfg, rngs, mixer)
+    return None if mixer == "." else (name, lambda cfg, rngs: make(cfg, rngs, mixer))
 
 
 def without_layers(tree: dict) -> dict:
