@@ -12,9 +12,10 @@ from meshtrain.model import params
 from meshtrain.run import trees
 
 RANK, ALPHA = 3, 5.0
-CASES = [("phi3", ONE, ("query", "down", "up"))]
+CASES = [("phi3", ONE, ("query", "down", "up")), ("qwen3_next", ONE, ())]
 GRID = [("phi3", ONE, ()), ("gpt2", EIGHT, ()), ("gemma3", EIGHT, ()), ("qwen2", EIGHT, ("value", "out")),
-        ("llama3.2", EIGHT, ())]
+        ("llama3.2", EIGHT, ()), ("deepseek_v3", EIGHT, ("query", "value", "down")),
+        ("granitemoehybrid", ONE, ()), ("nemotron_h", ONE, ())]
 
 
 def numbers(entry) -> np.ndarray:
