@@ -10,7 +10,6 @@ import dataclasses
 from collections import Counter
 
 from meshtrain import pattern
-from meshtrain.kernels import recurrence
 from meshtrain.model import layers
 from meshtrain.parallel.context.attention import value_dim
 from meshtrain.sharding.rules import Layout
@@ -64,7 +63,7 @@ class Mixer:
         return self.normed * (self.queries + self.keys)
 
     def sums(self, itemsize: int) -> float:
-        """float32 numbers beside the output that the backward needs: of attention the log-sum-exps."""
+        """Attention's log-sum-exps, in float32, which the backward needs."""
         return 4 * self.heads / itemsize
 
     def outward(self) -> float:
@@ -77,9 +76,8 @@ class Mixer:
         return 4 * (self.queries + self.keys) + 6 * self.gates
 
     def kept(self, itemsize: int) -> float:
-        """Saved without remat."""
-        return (self.queries + self.keys + self.values + self.norm_inputs + self.gates + self.outputs + self.outward()
-                + self.sums(itemsize))
+        """Saved without remat, beside sums and states."""
+        return (self.queries + self.keys + self.values + self.norm_inputs + self.gates + self.outputs + self.outward())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +112,7 @@ class Latents(Attention):
 
     def kept(self, itemsize: int) -> float:
         narrow = 2 * self.query_dim + 2 * self.kv_dim + self.rope_dim       # before their norms and after
-        return narrow + self.queries + self.outputs + self.sums(itemsize)
+        return narrow + self.queries + self.outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,11 +136,6 @@ class Recurrence(Mixer):
         return self.letter == "K"
 
     @property
-    def chunk(self) -> int:
-        """Tokens that are computed together."""
-        return recurrence.SUM_CHUNK if self.letter == "M" else recurrence.DELTA_CHUNK
-
-    @property
     def rates(self) -> float:
         """Decays and update rates."""
         return self.heads * ((self.key_dim if self.by_channel else 1) + (self.letter != "M"))
@@ -161,7 +154,7 @@ class Recurrence(Mixer):
         return self.heads * self.key_dim * self.value_dim
 
     def sums(self, itemsize: int) -> float:
-        return self.state / self.chunk
+        return 0.0
 
     @property
     def moved(self) -> float:
@@ -176,7 +169,7 @@ class Recurrence(Mixer):
         delta = self.letter != "M"
         rates = self.rates * (1 + 4 / itemsize) + self.narrow
         return ((4 if delta else 3) * (self.queries + self.keys) + (3 if delta else 4) * self.values + rates
-                + self.gates + (1 if delta else 2) * self.outputs + self.outward() + self.sums(itemsize))
+                + self.gates + (1 if delta else 2) * self.outputs + self.outward())
 
 
 def of(cfg, layout: Layout) -> tuple[Mixer, ...]:

@@ -296,7 +296,7 @@ def _recurrences_s(placed: Placed, rated: Rates, options: Options) -> list[tuple
     whole = split == 1
     runs = recurrences.Runs(placed.tokens(options), options.seq_len / (1 if whole else split * runs), parts,
                             0 if whole else split * runs)
-    return [(mixer, recurrences.seconds(mixer, rated, runs, placed.itemsize))
+    return [(mixer, recurrences.seconds(mixer, rated, runs, placed.itemsize, options.recurrence))
             for mixer in placed.mixers if mixer.recurrent]
 
 
