@@ -187,7 +187,7 @@ def _stage_costs(run: Run, placed: Placed, gpu) -> Callable[[Schedule], simulate
 
     def of(schedule: Schedule) -> simulate.Costs:
         options = Options.of(run, gpu.name, schedule=schedule.name if known else "", chunks=schedule.num_chunks,
-                             visited=attended.visited, engine=attended.engine)
+                             attended=attended)
         costs = price.stage_costs(placed, rated, options)
         return costs if known else dataclasses.replace(costs, link_s=0.0)
     return of

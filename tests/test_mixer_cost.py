@@ -8,7 +8,7 @@ import pytest
 from meshtrain import config, hardware
 from meshtrain.cost.formulas import flops, footprint, price, rates, recurrences, traffic
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.placed import Attended, Options, place
 from meshtrain.model import transformer
 from meshtrain.names import LAYERS, LEADING
 from meshtrain.sharding import rules
@@ -109,7 +109,7 @@ def test_every_layout_of_every_kind_has_a_price(name, axis):
     placed, recurrent = placed_of(name, rule, mesh, **layers), set(section(name).mixers) & set("GKM")
     schedule = dict(schedule="1f1b") if axis == "stage" else {}
     for remat in ("none", "selective", "full"):
-        options = Options(4096, 32, 4, remat, visited={"F": .5, "W": .1}, engine="pallas", **schedule)
+        options = Options(4096, 32, 4, remat, attended=Attended({"F": .5, "W": .1}, "pallas"), **schedule)
         found = price.price(placed, RATED, options)
         assert 0 < found.mfu < .7 and found.compute_s <= found.step_s
         assert bool(found.parts.get("recurrence")) == bool(recurrent)
@@ -122,7 +122,7 @@ def test_every_layout_of_every_kind_has_a_price(name, axis):
 
 def test_a_recurrences_time_is_that_of_its_bytes_and_of_the_kernels_that_follow_each_other():
     mixer = next(mixer for mixer in placed_of("qwen3.5-9b").mixers if mixer.recurrent)
-    of = lambda tokens, length: recurrences.seconds(mixer, RATED, recurrences.Runs(tokens, length), 2, "xla")
+    of = lambda tokens, length: recurrences.seconds(mixer, RATED, recurrences.Scan(tokens, length), 2, "xla")
     one, rows, longer = of(8192, 8192), of(16384, 8192), of(16384, 16384)
     for direction in (0, 1):
         launches_s = 9 * 64 * RATED.launch_s            # 64 more chunks one after the other

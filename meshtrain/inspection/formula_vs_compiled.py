@@ -37,7 +37,8 @@ def of(made: Assembly, ruled: Mapping[str, int | None]) -> Formulas | None:
     if run.model.matmul_dtype == "float8":
         return None
     gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
-    options = Options.of(run, gpu.name if gpu else "", **(dict(schedule=schedule.name, chunks=schedule.num_chunks) if schedule else {}))
+    pipelined = dict(schedule=schedule.name, chunks=schedule.num_chunks) if schedule else {}
+    options = Options.of(run, gpu.name if gpu else "", **pipelined)
     placed = made.placed
     lives = footprint.memory(placed, options)["activations"]
     grads = ruled["loop_grads"] if schedule else ruled["grads"]

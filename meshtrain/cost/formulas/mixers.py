@@ -81,7 +81,7 @@ class Mixer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention(Mixer):
+class AttentionSizes(Mixer):
     """window: tokens that a token sees, 0: all. tied: values are the projected keys."""
     window: int = 0
     tied: bool = False
@@ -92,7 +92,7 @@ class Attention(Mixer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Latents(Attention):
+class LatentSizes(AttentionSizes):
     """Attention by latents, whole on each device. Keys and values are expanded where they are read, and not kept."""
     kv_dim: int = 0
     rope_dim: int = 0
@@ -116,7 +116,7 @@ class Latents(Attention):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recurrence(Mixer):
+class RecurrenceSizes(Mixer):
     """width: tokens of the convolution."""
     width: int = 0
 
@@ -184,12 +184,12 @@ def _of(cfg, letter: str, share: float, layout: Layout) -> Mixer:
     key_heads = lambda count: layers.kv_heads(layout, count) / split("kv_heads")
     if letter in pattern.RECURRENT:
         linear, heads = cfg.linear, cfg.linear.value_heads / split("heads")
-        return Recurrence(letter, share, heads, key_heads(linear.key_heads), linear.key_dim, linear.value_dim,
+        return RecurrenceSizes(letter, share, heads, key_heads(linear.key_heads), linear.key_dim, linear.value_dim,
                           gates=heads * linear.value_dim, width=linear.conv_width)
     heads, window = cfg.num_heads / split("heads"), cfg.window if letter in pattern.WINDOWED else 0
     sizes = letter, share, heads
     if latent := cfg.latent.kv_dim and cfg.latent:
-        return Latents(*sizes, heads, cfg.head_dim, value_dim(cfg), window=window, kv_dim=latent.kv_dim,
+        return LatentSizes(*sizes, heads, cfg.head_dim, value_dim(cfg), window=window, kv_dim=latent.kv_dim,
                        rope_dim=latent.rope_dim, query_dim=latent.query_dim)
-    return Attention(*sizes, key_heads(cfg.num_kv_heads), cfg.head_dim, cfg.head_dim, cfg.qk_norm != "off",
+    return AttentionSizes(*sizes, key_heads(cfg.num_kv_heads), cfg.head_dim, cfg.head_dim, cfg.qk_norm != "off",
                      heads * cfg.head_dim * cfg.attention_gate, window=window, tied=cfg.tie_values)

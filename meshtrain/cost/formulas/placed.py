@@ -40,6 +40,15 @@ class Framework:
 
 
 @dataclasses.dataclass(frozen=True)
+class Attended:
+    """What the attention of a run computes. visited: pairs as a fraction of the causal half, by mixer; all of others.
+    engine: as in `assumptions`. documents: whether pairs across documents are skipped."""
+    visited: Mapping[str, float]
+    engine: str
+    documents: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Options:
     """What a step needs beside the layout. schedule: "" without stages."""
     seq_len: int
@@ -49,12 +58,10 @@ class Options:
     schedule: str = ""
     chunks: int = 1
     method: str = "ring"
-    # pairs that attention visits, as a fraction of the causal half, by mixer; of others all
-    visited: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    attended: Attended = dataclasses.field(default_factory=lambda: Attended({}, "cudnn"))
     loss_chunk: int = 2048
     optimizer_bytes: float = 8  # optimizer state per parameter
     dispatch: str = "auto"      # how tokens reach their experts
-    engine: str = "cudnn"       # of attention, as `assumptions` names it
     recurrence: str = "xla"     # engine of recurrences: xla, pallas
 
     @classmethod

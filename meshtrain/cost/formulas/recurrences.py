@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshtrain.cost.formulas.mixers import Recurrence
+from meshtrain.cost.formulas.mixers import RecurrenceSizes
 from meshtrain.cost.formulas.rates import Matmul, Rates
 from meshtrain.kernels import recurrence, recurrence_pallas
 
@@ -18,7 +18,7 @@ XLA, PALLAS = "xla", "pallas"
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class HbmBytes:
     """Bytes of a direction: for each pair of a token with those of its chunk, for each element of a value head's key,
     of its value, and of its state before a chunk. step, once: number of kernels of a chunk, and of the rest."""
     pair: float
@@ -28,7 +28,7 @@ class Traffic:
     step: float = 0
     once: float = 0
 
-    def of(self, mixer: Recurrence, chunk: int) -> float:
+    def of(self, mixer: RecurrenceSizes, chunk: int) -> float:
         """Bytes of a token."""
         each = self.pair * chunk + self.key * mixer.key_dim + self.value * mixer.value_dim
         return mixer.heads * each + self.state * mixer.state / chunk
@@ -36,11 +36,11 @@ class Traffic:
 
 # by engine and mixer: forward, backward, what lives in the backward
 MOVED = {
-    (XLA, "G"): (Traffic(70, 39, 39, 72, 9, 44), Traffic(216, 61, 61, 153, 9, 78), Traffic(21, 11, 11, 35)),
-    (XLA, "K"): (Traffic(50, 151, 39, 55, 9, 50), Traffic(170, 473, 61, 130, 9, 90), Traffic(12, 89, 11, 25)),
-    (XLA, "M"): (Traffic(4, 0, 30, 40, 3, 15), Traffic(24, 0, 78, 56, 3, 34), Traffic(10, 0, 15, 4)),
-    (PALLAS, "G"): (Traffic(0, 6, 9.4, 2, 0, 7), Traffic(0, 20, 23, 8, 0, 12), Traffic(0, 10, 12, 5)),
-    (PALLAS, "M"): (Traffic(0, 0, 5, 2, 0, 6), Traffic(0, 0, 7, 8, 0, 10), Traffic(0, 0, 18, 5))}
+    (XLA, "G"): (HbmBytes(70, 39, 39, 72, 9, 44), HbmBytes(216, 61, 61, 153, 9, 78), HbmBytes(21, 11, 11, 35)),
+    (XLA, "K"): (HbmBytes(50, 151, 39, 55, 9, 50), HbmBytes(170, 473, 61, 130, 9, 90), HbmBytes(12, 89, 11, 25)),
+    (XLA, "M"): (HbmBytes(4, 0, 30, 40, 3, 15), HbmBytes(24, 0, 78, 56, 3, 34), HbmBytes(10, 0, 15, 4)),
+    (PALLAS, "G"): (HbmBytes(0, 6, 9.4, 2, 0, 7), HbmBytes(0, 20, 23, 8, 0, 12), HbmBytes(0, 10, 12, 5)),
+    (PALLAS, "M"): (HbmBytes(0, 0, 5, 2, 0, 6), HbmBytes(0, 0, 7, 8, 0, 10), HbmBytes(0, 0, 18, 5))}
 # Pallas kernels of the forward and of the backward, with the delta rule and without; for the summary of a run
 KERNELS = {True: (("inside", "forward"), ("inside_again", "reverse", "gradients", "inside_gradients")),
            False: (("forward",), ("reverse", "gradients"))}
@@ -55,7 +55,7 @@ SUMMARIZED, SUMMARY_STEP = (90, 62), 7
 
 
 @dataclasses.dataclass(frozen=True)
-class Runs:
+class Scan:
     """Tokens of a layer on one device: in runs of `length`, whose chunks follow each other. parts: computed one after
     the other. split: number of runs of a sequence that several devices have, else 0. What a run does to any state is
     then found by another scan, and what they all do composed."""
@@ -65,30 +65,30 @@ class Runs:
     split: int = 0
 
 
-def engine(mixer: Recurrence, asked: str) -> str:
+def engine(mixer: RecurrenceSizes, asked: str) -> str:
     """The engine of a mixer; Pallas kernels leave decays of channels and wide heads to XLA."""
     wide = max(mixer.key_dim, mixer.value_dim) > recurrence_pallas.WIDEST
     return XLA if mixer.by_channel or wide else asked
 
 
-def chunk(mixer: Recurrence, asked: str) -> int:
+def chunk(mixer: RecurrenceSizes, asked: str) -> int:
     """Tokens that are computed together."""
     if engine(mixer, asked) == PALLAS:
         return recurrence_pallas.CHUNK
     return recurrence.SUM_CHUNK if mixer.letter == "M" else recurrence.DELTA_CHUNK
 
 
-def states_width(mixer: Recurrence, asked: str) -> float:
+def states_width(mixer: RecurrenceSizes, asked: str) -> float:
     """Elements of a token of the states that are kept."""
     return mixer.state / chunk(mixer, asked)
 
 
-def live_width(mixer: Recurrence, itemsize: int, asked: str) -> float:
+def live_width(mixer: RecurrenceSizes, itemsize: int, asked: str) -> float:
     """Elements of a token that live in the backward."""
     return MOVED[engine(mixer, asked), mixer.letter][2].of(mixer, chunk(mixer, asked)) / itemsize
 
 
-def seconds(mixer: Recurrence, rated: Rates, runs: Runs, itemsize: int, asked: str) -> tuple[float, float]:
+def seconds(mixer: RecurrenceSizes, rated: Rates, runs: Scan, itemsize: int, asked: str) -> tuple[float, float]:
     """Seconds of a layer's recurrence and its convolution (forward, backward)."""
     channels, found = mixer.queries + mixer.keys + mixer.values, []
     of = _in_pallas if engine(mixer, asked) == PALLAS else _in_xla
@@ -101,7 +101,7 @@ def seconds(mixer: Recurrence, rated: Rates, runs: Runs, itemsize: int, asked: s
     return tuple(found)
 
 
-def _in_xla(mixer: Recurrence, rated: Rates, runs: Runs, direction: int, hbm: float) -> float:
+def _in_xla(mixer: RecurrenceSizes, rated: Rates, runs: Scan, direction: int, hbm: float) -> float:
     C, width = chunk(mixer, XLA), mixer.key_dim + mixer.value_dim
     steps = runs.length / C
     launches = MOVED[XLA, mixer.letter][direction].step * steps
@@ -116,7 +116,7 @@ def _in_xla(mixer: Recurrence, rated: Rates, runs: Runs, direction: int, hbm: fl
     return one_s + rated.stream_s(hbm)
 
 
-def _in_pallas(mixer: Recurrence, rated: Rates, runs: Runs, direction: int, hbm: float) -> float:
+def _in_pallas(mixer: RecurrenceSizes, rated: Rates, runs: Scan, direction: int, hbm: float) -> float:
     delta, count = mixer.letter != "M", round(runs.tokens * mixer.heads / recurrence_pallas.CHUNK)
     wide = lambda n: max(recurrence_pallas.MIN_WIDTH, 1 << (n - 1).bit_length())
     names = KERNELS[delta][direction] + (OF_SUMMARY[direction:direction + 1] if runs.split else ())
