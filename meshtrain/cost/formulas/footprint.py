@@ -13,8 +13,6 @@ from meshtrain.cost.formulas.mixers import Mixer
 from meshtrain.cost.formulas.placed import GATHER, SCATTER, Options, Placed
 from meshtrain.model import parts
 from meshtrain.parallel.pipeline import schedules, stages
-
-
 WAITING = .35       # share of what lives in a recurrence's backward that lives in those of its period beside it
 
 
@@ -238,7 +236,18 @@ def _in_stages(placed: Placed, options: Options) -> float:
                              * placed.mlp_width) + size * placed.layer.used
     if experts := routed.of(placed, options):
         layer = max(layer, experts.staged_bytes + 4 * size * tokens * stream + size * placed.layer.used)
+    layer += _period_bytes(placed, options)
     return size * placed.held.used + slot_bytes(placed, options) + max(loss, layer)
+
+
+def _period_bytes(placed: Placed, options: Options) -> float:
+    """Bytes of the other layers of a period, which one tick computes together: their residuals out of the slots, their
+    float32 gradients, and what lives of them beside a layer's backward."""
+    others = len(max(pattern.stretches(placed.cfg), key=lambda stretch: stretch.num_layers).period) - 1
+    if others <= 0:
+        return 0.0
+    kept = slot_widths(placed, options)[0] + _period_width(placed, options) / others
+    return others * (placed.itemsize * placed.tokens(options) * kept + 4 * placed.layer.used)
 
 
 def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:

@@ -106,9 +106,9 @@ def _in_xla(mixer: RecurrenceSizes, rated: Rates, runs: Scan, direction: int, hb
     steps = runs.length / C
     launches = MOVED[XLA, mixer.letter][direction].step * steps
     if runs.split:
-        launches += SUMMARY_STEP * (steps + runs.split)
+        launches += SUMMARY_STEP * steps
         hbm += runs.tokens * SUMMARIZED[direction] * mixer.state / C
-    one_s = runs.parts * launches * rated.launch_s
+    one_s = runs.parts * (launches * rated.launch_s + _composed_s(mixer, rated, runs))
     if mixer.letter != "M":
         own, times = runs.tokens * mixer.heads * 4 * (C + 2 * width) * INVERTED[direction], INVERTED[direction]
         product = Matmul(C, width, C, round(runs.tokens * mixer.heads / C), "float32")
@@ -122,6 +122,12 @@ def _in_pallas(mixer: RecurrenceSizes, rated: Rates, runs: Scan, direction: int,
     names = KERNELS[delta][direction] + (OF_SUMMARY[direction:direction + 1] if runs.split else ())
     products = [shape for name in names for shape in recurrence_pallas.products_of(
         name, wide(mixer.key_dim), wide(mixer.value_dim), delta)]
-    composed_s = SUMMARY_STEP * runs.split * runs.parts * rated.launch_s
-    return composed_s + max(rated.stream_s(hbm), sum(
+    return runs.parts * _composed_s(mixer, rated, runs) + max(rated.stream_s(hbm), sum(
         rated.matmul_s(Matmul(*shape, count, "bfloat16")) for shape in products))
+
+
+def _composed_s(mixer: RecurrenceSizes, rated: Rates, runs: Scan) -> float:
+    """Seconds to compose what all runs of a sequence do to a state, one after the other, in float32."""
+    H, V, matrix = mixer.key_dim, mixer.value_dim, mixer.letter != "M"
+    product_s = rated.matmul_s(Matmul(H, V, H, round(mixer.heads), "float32")) if matrix else 0.0
+    return runs.split * (SUMMARY_STEP * rated.launch_s + product_s)
