@@ -89,8 +89,7 @@ def priced(case: Case) -> Price:
     model, rated = transformer.build(run.model), rates.Rates(hardware.get(GPU), Assumptions(GPU))
     layout = Layout(rules.load(shipped(f"sharding_rules/{case.rule}.toml")), spec.sizes)
     attended = rates.attended(run, layout, rated.assumed)
-    options = Options.of(run, schedule=case.schedule, chunks=case.chunks, visited=attended.visited,
-                         engine=attended.engine)
+    options = Options.of(run, rated.gpu.name, schedule=case.schedule, chunks=case.chunks, attended=attended)
     return price(place(model.parameters(), run.model, layout, spec), rated, options)
 
 

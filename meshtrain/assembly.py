@@ -169,7 +169,8 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) 
     optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
 
     def held(schedule: Schedule) -> simulate.StepBytes:
-        options = Options.of(run, schedule=schedule.name, chunks=schedule.num_chunks, optimizer_bytes=optimizer_bytes)
+        options = Options.of(run, gpu.name if gpu else "", schedule=schedule.name, chunks=schedule.num_chunks,
+                             optimizer_bytes=optimizer_bytes)
         return simulate.StepBytes(round(footprint.slot_bytes(placed, options)),
                                   footprint.memory(placed, options)["total"])
     usable_bytes = hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else None
@@ -185,8 +186,8 @@ def _stage_costs(run: Run, placed: Placed, gpu) -> Callable[[Schedule], simulate
     attended = rates.attended(run, placed.layout, rated.assumed)
 
     def of(schedule: Schedule) -> simulate.Costs:
-        options = Options.of(run, schedule=schedule.name if known else "", chunks=schedule.num_chunks,
-                             visited=attended.visited, engine=attended.engine)
+        options = Options.of(run, gpu.name, schedule=schedule.name if known else "", chunks=schedule.num_chunks,
+                             attended=attended)
         costs = price.stage_costs(placed, rated, options)
         return costs if known else dataclasses.replace(costs, link_s=0.0)
     return of

@@ -225,7 +225,8 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
     def attended(layout: rules.Layout, method: str) -> rates.Attended:
         return rates.attended(run.replaced(context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.FIXABLE if name in options}
-    options_of_run = Options.of(run, optimizer_bytes=state.optimizer_bytes(model, run.optimizer, run.training.steps))
+    optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
+    options_of_run = Options.of(run, gpu.name, optimizer_bytes=optimizer_bytes)
     return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
                            attended, lay)
 

@@ -11,7 +11,7 @@ from meshtrain import hardware
 from meshtrain.config import run_file
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas.assumptions import TABLE, Assumptions
-from meshtrain.cost.formulas.placed import Framework, Options, place
+from meshtrain.cost.formulas.placed import Attended, Framework, Options, place
 from meshtrain.cost.formulas.price import price
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.model import transformer
@@ -81,7 +81,7 @@ def priced(case: dict, given: dict | None = None):
         batch = case.get("batch") or b * replicas * case.get("k", 1)
         schedule = "interleaved" if case.get("chunks", 1) > 1 else "1f1b"
         options = Options(case["seq_len"], batch, batch // (b * replicas), "none", schedule,
-                          case.get("chunks", 1), engine=case["engine"])
+                          case.get("chunks", 1), attended=Attended({}, case["engine"]))
         found.append(price(placed, rated, options))
     return min(found, key=lambda one: one.step_s)
 

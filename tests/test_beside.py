@@ -49,6 +49,7 @@ class Cell:
     model: dict = dataclasses.field(default_factory=lambda: MODEL)
     # XLA's order of a layer's kernels decides what lives beside what: up to 4% when this was written
     memory: float = .05
+    flops: float = 1e-6
 
     @property
     def num_gpus(self) -> int:
@@ -155,6 +156,19 @@ CELLS = {
     "experts over tensor in stages behind dense layers": Cell(
         "zero3_experts_tensor", dict(fsdp=2, tensor=2, stage=2), "full", 6, 1, schedule="interleaved_zero_bubble",
         chunks=2, model=EXPERTS | dict(num_layers=7, mlps="ddde*"), memory=.1),
+    # What of a period's other layers lives beside one, and of kernels' padded operands, XLA orders as it likes: up to 8%.
+    "the gated delta rule": Cell("zero3", dict(fsdp=8), "selective", memory=.1, model=HYBRID),
+    "the gated delta rule over tensor": Cell("ddp", dict(data=2, tensor=4), "selective", memory=.1, model=HYBRID),
+    "states of runs of tokens": Cell("ddp", dict(data=2, context=4), "full", memory=.1, **LONG, model=HYBRID),
+    "the gated delta rule in stages": Cell("zero1", dict(stage=2, fsdp=4), "selective", 8, 1, memory=.1, model=HYBRID),
+    "latents": Cell("zero3", dict(fsdp=8), "selective", memory=.1, model=LATENTS),
+    "latents over tensor": Cell("zero3_experts_tensor", dict(fsdp=4, tensor=2), "full", memory=.1, model=LATENTS),
+    "latents over context": Cell("zero3", dict(fsdp=2, context=4), "full", memory=.1, **LONG, model=LATENTS),
+    "latents in stages": Cell("zero3_experts_fsdp", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, memory=.1,
+                              model=LATENTS | dict(num_layers=5)),
+    # Sums of experts' biases are products of XLA's, 0.01% of all.
+    "sinks, windows and biases of experts": Cell("zero3_experts_fsdp", dict(fsdp=8), "selective", memory=.1, flops=1e-3,
+                                                 model=SINKS),
     "64 GPUs": Cell("zero3", dict(data=2, fsdp=8, tensor=4), "full", **TINY),
     "1,024 GPUs": Cell("hsdp", dict(data=128, fsdp=8), "full"),
     "1,024 GPUs, tensor": Cell("zero3", dict(fsdp=128, tensor=8), "selective", **TINY),
@@ -187,7 +201,7 @@ def test_the_compiled_step_is_what_the_formulas_say(name):
     if held["grads"] is not None:
         assert grads == pytest.approx(held["grads"], rel=1e-3)                      # beside them loops carry scalars
     assert priced["total"] == pytest.approx(held["total"], rel=CELLS[name].memory)
-    assert formula_vs_compiled.matmul_flops(program) == pytest.approx(formulas.matmul_flops, rel=1e-6)
+    assert formula_vs_compiled.matmul_flops(program) == pytest.approx(formulas.matmul_flops, rel=CELLS[name].flops)
     assert formula_vs_compiled.differences(made, formulas, held, program) == []      # kinds and axes of collectives, bytes within 2%
 
 

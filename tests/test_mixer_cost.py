@@ -1,5 +1,6 @@
 """What layers of several kinds cost by formulas: FLOPs, products and widths by kind, traffic over context, a price on
 every layout."""
+import dataclasses
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from meshtrain import config, hardware
 from meshtrain.cost.formulas import flops, footprint, price, rates, recurrences, traffic
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.placed import Attended, Options, place
 from meshtrain.model import transformer
 from meshtrain.names import LAYERS, LEADING
 from meshtrain.sharding import rules
@@ -60,12 +61,15 @@ def test_attention_counts_keys_and_values_by_their_widths_and_layers_by_their_ki
 @pytest.mark.parametrize("name", [*MODELS, *PRESETS])
 @pytest.mark.parametrize("mesh", [{}, dict(tensor=2)])
 def test_products_of_all_kinds_by_their_shares_are_all_matrices(name, mesh):
-    """Each element of a layer's matrices, on the device that multiplies it, once."""
+    """Each element of a layer's matrices, on the device that multiplies it, once; biases of experts' outputs are
+    weighted on tokens sharded as the residual stream."""
     placed = placed_of(name, "ddp", mesh)
     uses = lambda info: placed.layout.num_shards(
         {a for axis in info.axes for a in placed.layout.mesh_axes(rules.GATHERED, axis)})
-    held = sum(info.size / uses(info) for info in placed.rows if info.axes[0] in (LAYERS, LEADING)
-               and (info.role in ("matrix", "router") and "expert" not in info.axes or info.path[-1] == "down_bias"))
+    layers = [info for info in placed.rows if info.axes[0] in (LAYERS, LEADING)]
+    held = sum(info.size / uses(info) for info in layers
+               if info.role in ("matrix", "router") and "expert" not in info.axes)
+    held += sum(info.size / placed.stream_shards for info in layers if info.path[-1] == "down_bias")
     found = sum(w.share * w.k * w.n for w in placed.layer.products) * placed.cfg.num_layers
     assert found == pytest.approx(held, rel=1e-12)
 
@@ -105,10 +109,12 @@ def test_every_layout_of_every_kind_has_a_price(name, axis):
     placed, recurrent = placed_of(name, rule, mesh, **layers), set(section(name).mixers) & set("GKM")
     schedule = dict(schedule="1f1b") if axis == "stage" else {}
     for remat in ("none", "selective", "full"):
-        options = Options(4096, 32, 4, remat, visited={"F": .5, "W": .1}, engine="pallas", **schedule)
+        options = Options(4096, 32, 4, remat, attended=Attended({"F": .5, "W": .1}, "pallas"), **schedule)
         found = price.price(placed, RATED, options)
         assert 0 < found.mfu < .7 and found.compute_s <= found.step_s
         assert bool(found.parts.get("recurrence")) == bool(recurrent)
+        kernels = price.price(placed, RATED, dataclasses.replace(options, recurrence="pallas"))
+        assert kernels.step_s < found.step_s if recurrent & set("GM") else kernels.step_s == found.step_s
         assert all(math.isfinite(n) and n > 0 for n in found.memory_bytes.values())
     widths = [footprint.kept_width(placed, Options(4096, 32, 4, remat)) for remat in ("none", "selective", "full")]
     assert widths == sorted(widths, reverse=True)
@@ -116,7 +122,7 @@ def test_every_layout_of_every_kind_has_a_price(name, axis):
 
 def test_a_recurrences_time_is_that_of_its_bytes_and_of_the_kernels_that_follow_each_other():
     mixer = next(mixer for mixer in placed_of("qwen3.5-9b").mixers if mixer.recurrent)
-    of = lambda tokens, length: recurrences.seconds(mixer, RATED, recurrences.Runs(tokens, length), 2)
+    of = lambda tokens, length: recurrences.seconds(mixer, RATED, recurrences.Scan(tokens, length), 2, "xla")
     one, rows, longer = of(8192, 8192), of(16384, 8192), of(16384, 16384)
     for direction in (0, 1):
         launches_s = 9 * 64 * RATED.launch_s            # 64 more chunks one after the other

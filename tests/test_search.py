@@ -57,8 +57,8 @@ class Allowed:
     def price(self, layout, mesh: MeshSpec, m: int, remat: str, name: str, chunks: int, method: str):
         asked, attended = self.asked, self.asked.attended(layout, method)
         options = Options(asked.options.seq_len, asked.options.global_batch, m, remat, name, chunks,
-                          method, attended.visited, asked.options.loss_chunk,
-                          asked.options.optimizer_bytes, engine=attended.engine)
+                          method, attended, asked.options.loss_chunk,
+                          asked.options.optimizer_bytes)
         placed = place(asked.rows, asked.cfg, layout, mesh)
         if footprint.memory(placed, options)["total"] > asked.usable_bytes:
             return None

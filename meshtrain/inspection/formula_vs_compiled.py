@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from meshtrain import hardware
 from meshtrain.assembly import Assembly
 from meshtrain.cost.formulas import flops, footprint, traffic
 from meshtrain.cost.formulas.placed import Options
@@ -35,7 +36,9 @@ def of(made: Assembly, ruled: Mapping[str, int | None]) -> Formulas | None:
     run, schedule = made.run, made.choice and made.choice.schedule
     if run.model.matmul_dtype == "float8":
         return None
-    options = Options.of(run, **(dict(schedule=schedule.name, chunks=schedule.num_chunks) if schedule else {}))
+    gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
+    pipelined = dict(schedule=schedule.name, chunks=schedule.num_chunks) if schedule else {}
+    options = Options.of(run, gpu.name if gpu else "", **pipelined)
     placed = made.placed
     lives = footprint.memory(placed, options)["activations"]
     grads = ruled["loop_grads"] if schedule else ruled["grads"]

@@ -13,8 +13,6 @@ from meshtrain.cost.formulas.mixers import Mixer
 from meshtrain.cost.formulas.placed import GATHER, SCATTER, Options, Placed
 from meshtrain.model import parts
 from meshtrain.parallel.pipeline import schedules, stages
-
-
 WAITING = .35       # share of what lives in a recurrence's backward that lives in those of its period beside it
 
 
@@ -62,7 +60,7 @@ def _in_layers(placed: Placed, options: Options) -> float:
     layer = size * tokens * _working_width(placed, options) + _part_grads_bytes(placed, options)
     if experts:
         inputs, weights = (size * tokens * width for width in _expert_backward_widths(placed, options))
-        beside = size * tokens * _period_width(placed)
+        beside = size * tokens * _period_width(placed, options)
         layer = max(layer, experts.inputs_bytes + inputs + beside, experts.weights_bytes + weights + beside)
     kept += size * tokens * _transposed_width(placed, options) + _early_zeros(placed)
     return kept + 4 * head * placed.head.trained + max(loss, layer)
@@ -83,7 +81,8 @@ def kept_width(placed: Placed, options: Options) -> float:
     """Elements of a token that a layer saves for its backward, mean over layers."""
     cfg, h, size = placed.cfg, placed.cfg.embed_dim, placed.itemsize
     stream, f, blocks = h / placed.stream_shards, placed.mlp_width, placed.blocks
-    gates, again = 1 + cfg.gated, _never_again(placed)
+    gates, again = 1 + cfg.gated, _never_again(placed, options)
+    sums = placed.mean(lambda mixer: mixer.sums(size)) + _states_width(placed, options)
     if options.remat in ("full", "offload"):
         return stream + again if options.remat == "full" else again
     routing = _routing_width(placed) / placed.stream_shards
@@ -91,20 +90,26 @@ def kept_width(placed: Placed, options: Options) -> float:
     placement = cfg.norm_placement
     whole, chosen = 2 * stream * (placement == "both"), stream * (placement != "before" and not cfg.num_experts)
     if options.remat == "selective":
-        mixers = placed.mean(lambda mixer: mixer.inward + mixer.outputs + mixer.sums(size))
+        mixers = placed.mean(lambda mixer: mixer.inward + mixer.outputs) + sums
         return blocks * stream + mixers + gates * f + routing / 2 + chosen
     # Without remat the inputs of matmuls are saved whole. The buffers of the microbatch loop hold attention's output
     # twice: in its own layout and in that of the matmul after it.
     twice = placed.mean(lambda mixer: mixer.outputs * (not mixer.outward())) * (options.microbatches > 1)
-    mixers = placed.mean(lambda mixer: mixer.kept(size))
+    mixers = placed.mean(lambda mixer: mixer.kept(size)) + sums
     return blocks * (stream + h) + mixers + twice + gates * f + routing + whole
 
 
-def _never_again(placed: Placed) -> float:
+def _never_again(placed: Placed, options: Options) -> float:
     """Elements of a token that no remat recomputes: where sequences are split, what their mixers make of the whole."""
     if placed.num_shards("seq") == 1:
         return 0.0
-    return placed.mean(lambda mixer: mixer.outputs + mixer.recurrent * mixer.sums(placed.itemsize))
+    return placed.mean(lambda mixer: mixer.outputs) + _states_width(placed, options)
+
+
+def _states_width(placed: Placed, options: Options) -> float:
+    """Elements of a token of recurrences' states before chunks, mean over layers."""
+    return sum(mixer.share * recurrences.states_width(mixer, options.recurrence)
+               for mixer in placed.mixers if mixer.recurrent)
 
 
 def _transposed_width(placed: Placed, options: Options) -> float:
@@ -129,23 +134,23 @@ def _working_width(placed: Placed, options: Options) -> float:
     overlap a layer's matmuls, XLA delays some of them, and their operands live longer."""
     h, f, context = placed.cfg.embed_dim, _widest_mlp(placed), placed.num_shards("seq")
     if context > 1:
-        return 6 * h + 4 * f + _period_width(placed, 2) + max((
-            _split_width(mixer, context, options.method, placed.itemsize) for mixer in placed.mixers), default=0)
+        return 6 * h + 4 * f + _period_width(placed, options, 2) + max((
+            _split_width(mixer, placed, options) for mixer in placed.mixers), default=0)
     moving = any(placed.moving(kind, "layers") for kind in (GATHER, SCATTER)) or placed.num_shards("mlp") > 1
     times = 4 if moving else 3
-    mixers = max((recurrences.live_width(mixer, placed.itemsize) if mixer.recurrent else times * (
+    mixers = max((recurrences.live_width(mixer, placed.itemsize, options.recurrence) if mixer.recurrent else times * (
         _pair(mixer) + 2 * mixer.gates / 3) for mixer in placed.mixers), default=0)
     mlp = (4 if options.remat in ("full", "offload") else 3) if moving else 2
-    return times * h + mixers + mlp * f + moving * _period_width(placed)
+    return times * h + mixers + mlp * f + moving * _period_width(placed, options)
 
 
-def _period_width(placed: Placed, counted: int = 1) -> float:
+def _period_width(placed: Placed, options: Options, counted: int = 1) -> float:
     """Elements of a token that live of the other layers of a period, which are one loop's body: XLA delays their weight
     gradients and those of their norms, float32, and parts of their recurrences. counted: layers that other terms have.
     Read off compiled programs."""
     period = max(pattern.stretches(placed.cfg), key=lambda stretch: stretch.num_layers).period
     recurrent = [mixer for mixer in placed.mixers for kind in period if kind.mixer == mixer.letter and mixer.recurrent]
-    waiting = sum(recurrences.live_width(mixer, placed.itemsize) for mixer in recurrent[1:])
+    waiting = sum(recurrences.live_width(mixer, placed.itemsize, options.recurrence) for mixer in recurrent[1:])
     stream = placed.cfg.embed_dim / placed.stream_shards
     return max(0, len(period) - counted) * (3 * _widest_mlp(placed) + 8 / placed.itemsize * stream) + WAITING * waiting
 
@@ -156,11 +161,12 @@ def _pair(mixer: Mixer) -> float:
     return ((mixer.queries + mixer.keys) * padded / mixer.key_dim + mixer.values + mixer.outputs) / 2
 
 
-def _split_width(mixer: Mixer, context: int, method: str, itemsize: int) -> float:
+def _split_width(mixer: Mixer, placed: Placed, options: Options) -> float:
     """As `_working_width`, of one mixer whose sequences are split."""
     if mixer.recurrent:
-        return recurrences.live_width(mixer, itemsize)
+        return recurrences.live_width(mixer, placed.itemsize, options.recurrence)
     q, kv = (mixer.queries + mixer.outputs) / 2, (mixer.keys + mixer.values) / 2
+    method, context = options.method, placed.num_shards("seq")
     method = "gather" if mixer.latents and method == "ring" else method     # latents are gathered
     return 2 * mixer.gates + {"ring": 12 * q + 8 * kv, "gather": 10 * q + (6 * context + 2) * kv,
                               "ulysses": 6 * q + 6 * kv}[method]
@@ -230,7 +236,18 @@ def _in_stages(placed: Placed, options: Options) -> float:
                              * placed.mlp_width) + size * placed.layer.used
     if experts := routed.of(placed, options):
         layer = max(layer, experts.staged_bytes + 4 * size * tokens * stream + size * placed.layer.used)
+    layer += _period_bytes(placed, options)
     return size * placed.held.used + slot_bytes(placed, options) + max(loss, layer)
+
+
+def _period_bytes(placed: Placed, options: Options) -> float:
+    """Bytes of the other layers of a period, which one tick computes together: their residuals out of the slots, their
+    float32 gradients, and what lives of them beside a layer's backward."""
+    others = len(max(pattern.stretches(placed.cfg), key=lambda stretch: stretch.num_layers).period) - 1
+    if others <= 0:
+        return 0.0
+    kept = slot_widths(placed, options)[0] + _period_width(placed, options) / others
+    return others * (placed.itemsize * placed.tokens(options) * kept + 4 * placed.layer.used)
 
 
 def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
@@ -240,13 +257,13 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     stream, gates = h / placed.stream_shards, 1 + placed.cfg.gated
     placement, normed = placed.cfg.norm_placement, placed.mean(lambda mixer: mixer.norm_inputs)
     both, after, routing = placement == "both", placement != "before", _routing_width(placed) / placed.stream_shards
-    kept, inward, outputs, sums = (placed.mean(of) for of in (
-        lambda mixer: mixer.kept(size) - mixer.sums(size) * (not mixer.recurrent), lambda mixer: mixer.inward,
-        lambda mixer: mixer.outputs, lambda mixer: mixer.sums(size) * mixer.recurrent))
-    for_backward = {"none": 2 * blocks * h + stream + kept + gates * f + 2 * h * both + routing,
+    kept, inward, outputs = (placed.mean(of) for of in (
+        lambda mixer: mixer.kept(size), lambda mixer: mixer.inward, lambda mixer: mixer.outputs))
+    states = _states_width(placed, options)
+    for_backward = {"none": 2 * blocks * h + stream + kept + states + gates * f + 2 * h * both + routing,
                     "selective": (blocks + after * (not placed.cfg.num_experts)) * stream
-                    + inward + outputs + sums + gates * f + routing / 2,
-                    "full": stream + _never_again(placed)}[options.remat]
+                    + inward + outputs + states + gates * f + routing / 2,
+                    "full": stream + _never_again(placed, options)}[options.remat]
     # Inputs of norms and their cotangents are always float32; some other float32 arrays are the same ones.
     biased = placed.cfg.norm == "layernorm"     # the bias has a gradient too
     apart = size == 2 or biased

@@ -10,7 +10,6 @@ import dataclasses
 from collections import Counter
 
 from meshtrain import pattern
-from meshtrain.kernels import recurrence
 from meshtrain.model import layers
 from meshtrain.parallel.context.attention import value_dim
 from meshtrain.sharding.rules import Layout
@@ -64,7 +63,7 @@ class Mixer:
         return self.normed * (self.queries + self.keys)
 
     def sums(self, itemsize: int) -> float:
-        """float32 numbers beside the output that the backward needs: of attention the log-sum-exps."""
+        """Attention's log-sum-exps, in float32, which the backward needs."""
         return 4 * self.heads / itemsize
 
     def outward(self) -> float:
@@ -77,13 +76,12 @@ class Mixer:
         return 4 * (self.queries + self.keys) + 6 * self.gates
 
     def kept(self, itemsize: int) -> float:
-        """Saved without remat."""
-        return (self.queries + self.keys + self.values + self.norm_inputs + self.gates + self.outputs + self.outward()
-                + self.sums(itemsize))
+        """Saved without remat, beside sums and states."""
+        return (self.queries + self.keys + self.values + self.norm_inputs + self.gates + self.outputs + self.outward())
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention(Mixer):
+class AttentionSizes(Mixer):
     """window: tokens that a token sees, 0: all. tied: values are the projected keys."""
     window: int = 0
     tied: bool = False
@@ -94,7 +92,7 @@ class Attention(Mixer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Latents(Attention):
+class LatentSizes(AttentionSizes):
     """Attention by latents, whole on each device. Keys and values are expanded where they are read, and not kept."""
     kv_dim: int = 0
     rope_dim: int = 0
@@ -114,11 +112,11 @@ class Latents(Attention):
 
     def kept(self, itemsize: int) -> float:
         narrow = 2 * self.query_dim + 2 * self.kv_dim + self.rope_dim       # before their norms and after
-        return narrow + self.queries + self.outputs + self.sums(itemsize)
+        return narrow + self.queries + self.outputs
 
 
 @dataclasses.dataclass(frozen=True)
-class Recurrence(Mixer):
+class RecurrenceSizes(Mixer):
     """width: tokens of the convolution."""
     width: int = 0
 
@@ -136,11 +134,6 @@ class Recurrence(Mixer):
     def by_channel(self) -> bool:
         """Whether decays have channels; they and the gates then come from narrow projections."""
         return self.letter == "K"
-
-    @property
-    def chunk(self) -> int:
-        """Tokens that are computed together."""
-        return recurrence.SUM_CHUNK if self.letter == "M" else recurrence.DELTA_CHUNK
 
     @property
     def rates(self) -> float:
@@ -161,7 +154,7 @@ class Recurrence(Mixer):
         return self.heads * self.key_dim * self.value_dim
 
     def sums(self, itemsize: int) -> float:
-        return self.state / self.chunk
+        return 0.0
 
     @property
     def moved(self) -> float:
@@ -176,7 +169,7 @@ class Recurrence(Mixer):
         delta = self.letter != "M"
         rates = self.rates * (1 + 4 / itemsize) + self.narrow
         return ((4 if delta else 3) * (self.queries + self.keys) + (3 if delta else 4) * self.values + rates
-                + self.gates + (1 if delta else 2) * self.outputs + self.outward() + self.sums(itemsize))
+                + self.gates + (1 if delta else 2) * self.outputs + self.outward())
 
 
 def of(cfg, layout: Layout) -> tuple[Mixer, ...]:
@@ -191,12 +184,12 @@ def _of(cfg, letter: str, share: float, layout: Layout) -> Mixer:
     key_heads = lambda count: layers.kv_heads(layout, count) / split("kv_heads")
     if letter in pattern.RECURRENT:
         linear, heads = cfg.linear, cfg.linear.value_heads / split("heads")
-        return Recurrence(letter, share, heads, key_heads(linear.key_heads), linear.key_dim, linear.value_dim,
+        return RecurrenceSizes(letter, share, heads, key_heads(linear.key_heads), linear.key_dim, linear.value_dim,
                           gates=heads * linear.value_dim, width=linear.conv_width)
     heads, window = cfg.num_heads / split("heads"), cfg.window if letter in pattern.WINDOWED else 0
     sizes = letter, share, heads
     if latent := cfg.latent.kv_dim and cfg.latent:
-        return Latents(*sizes, heads, cfg.head_dim, value_dim(cfg), window=window, kv_dim=latent.kv_dim,
+        return LatentSizes(*sizes, heads, cfg.head_dim, value_dim(cfg), window=window, kv_dim=latent.kv_dim,
                        rope_dim=latent.rope_dim, query_dim=latent.query_dim)
-    return Attention(*sizes, key_heads(cfg.num_kv_heads), cfg.head_dim, cfg.head_dim, cfg.qk_norm != "off",
+    return AttentionSizes(*sizes, key_heads(cfg.num_kv_heads), cfg.head_dim, cfg.head_dim, cfg.qk_norm != "off",
                      heads * cfg.head_dim * cfg.attention_gate, window=window, tied=cfg.tie_values)

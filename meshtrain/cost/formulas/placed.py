@@ -16,6 +16,7 @@ from meshtrain import pattern
 from meshtrain.cost.formulas import mixers
 from meshtrain.model import layers
 from meshtrain.names import AXES, LAYERS, LEADING, LORA, MATMUL_ROLES
+from meshtrain.parallel.context import recurrence
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import GATHERED, Layout
@@ -39,6 +40,15 @@ class Framework:
 
 
 @dataclasses.dataclass(frozen=True)
+class Attended:
+    """What the attention of a run computes. visited: pairs as a fraction of the causal half, by mixer; all of others.
+    engine: as in `assumptions`. documents: whether pairs across documents are skipped."""
+    visited: Mapping[str, float]
+    engine: str
+    documents: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Options:
     """What a step needs beside the layout. schedule: "" without stages."""
     seq_len: int
@@ -48,18 +58,19 @@ class Options:
     schedule: str = ""
     chunks: int = 1
     method: str = "ring"
-    # pairs that attention visits, as a fraction of the causal half, by mixer; of others all
-    visited: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    attended: Attended = dataclasses.field(default_factory=lambda: Attended({}, "cudnn"))
     loss_chunk: int = 2048
     optimizer_bytes: float = 8  # optimizer state per parameter
     dispatch: str = "auto"      # how tokens reach their experts
-    engine: str = "cudnn"       # of attention, as `assumptions` names it
+    recurrence: str = "xla"     # engine of recurrences: xla, pallas
 
     @classmethod
-    def of(cls, run, **more) -> Options:
-        """Read the options of a run file."""
+    def of(cls, run, gpu: str = "", **more) -> Options:
+        """Read the options of a run file. gpu: its name in the hardware table, on which the engine of recurrences
+        depends."""
         return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
-                   method=run.context.method, loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch, **more)
+                   method=run.context.method, loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch,
+                   recurrence=recurrence.engine_name(run, gpu), **more)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from meshtrain import hardware, pattern
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import flops
+from meshtrain.cost.formulas.placed import Attended
 from meshtrain.parallel.context import attention
 
 TILE = 128 * 256        # elements of the output that one multiprocessor makes at a time, in the largest tiles of cuBLAS
@@ -156,15 +157,6 @@ class Rates:
 # ---- how much of a packed row its kernels visit ----------------------------------------------------------------------
 
 BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 64 a row of 8,192 has 2% less to visit
-
-
-@dataclasses.dataclass(frozen=True)
-class Attended:
-    """What the attention of a run computes. visited: pairs as a fraction of the causal half, by mixer. engine: as in
-    `assumptions`. documents: whether pairs across documents are skipped."""
-    visited: Mapping[str, float]
-    engine: str
-    documents: bool
 
 
 def attended(run, layout, assumed: Assumptions) -> Attended:

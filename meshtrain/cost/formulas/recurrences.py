@@ -1,20 +1,24 @@
-"""Seconds and temporaries of a recurrence as `kernels.recurrence` computes it: what XLA makes of its chunks.
+"""Seconds and temporaries of a recurrence, by its engine: `kernels.recurrence`, compiled by XLA, or its Pallas kernels.
 
-Few of its kernels are bound by FLOPs. A step of the scan from chunk to chunk is several short kernels, each with its
+Few of XLA's kernels are bound by FLOPs. A step of its scan from chunk to chunk is several short kernels, each with its
 gap; all else passes float32 arrays through memory: pairs of a chunk's tokens [N, C, C], the widths of tokens [N, V + H]
-and the chunks' states [N, H, V]. The numbers were read off programs compiled for H100 in bfloat16, of 4,096 and 8,192
-tokens, heads of 64, 128 and 256, and 16 to 128 heads; they are no measurement.
+and the chunks' states [N, H, V]. Pallas kernels are bound by their products, which `kernels.recurrence_pallas` lists.
+The bytes were read off programs compiled for H100 in bfloat16, of 4,096 and 8,192 tokens, heads of 64, 128 and 256, and
+16 to 128 of them. Nothing is measured.
 """
 from __future__ import annotations
 
 import dataclasses
 
-from meshtrain.cost.formulas.mixers import Recurrence
+from meshtrain.cost.formulas.mixers import RecurrenceSizes
 from meshtrain.cost.formulas.rates import Matmul, Rates
+from meshtrain.kernels import recurrence, recurrence_pallas
+
+XLA, PALLAS = "xla", "pallas"
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class HbmBytes:
     """Bytes of a direction: for each pair of a token with those of its chunk, for each element of a value head's key,
     of its value, and of its state before a chunk. step, once: number of kernels of a chunk, and of the rest."""
     pair: float
@@ -24,27 +28,34 @@ class Traffic:
     step: float = 0
     once: float = 0
 
-    def of(self, mixer: Recurrence) -> float:
+    def of(self, mixer: RecurrenceSizes, chunk: int) -> float:
         """Bytes of a token."""
-        each = self.pair * mixer.chunk + self.key * mixer.key_dim + self.value * mixer.value_dim
-        return mixer.heads * each + self.state * mixer.state / mixer.chunk
+        each = self.pair * chunk + self.key * mixer.key_dim + self.value * mixer.value_dim
+        return mixer.heads * each + self.state * mixer.state / chunk
 
 
-# by mixer: forward, backward, what lives in the backward
-MOVED = {"G": (Traffic(70, 39, 39, 72, 9, 44), Traffic(216, 61, 61, 153, 9, 78), Traffic(21, 11, 11, 35)),
-         "K": (Traffic(50, 151, 39, 55, 9, 50), Traffic(170, 473, 61, 130, 9, 90), Traffic(12, 89, 11, 25)),
-         "M": (Traffic(4, 0, 30, 40, 3, 15), Traffic(24, 0, 78, 56, 3, 34), Traffic(10, 0, 15, 4))}
+# by engine and mixer: forward, backward, what lives in the backward
+MOVED = {
+    (XLA, "G"): (HbmBytes(70, 39, 39, 72, 9, 44), HbmBytes(216, 61, 61, 153, 9, 78), HbmBytes(21, 11, 11, 35)),
+    (XLA, "K"): (HbmBytes(50, 151, 39, 55, 9, 50), HbmBytes(170, 473, 61, 130, 9, 90), HbmBytes(12, 89, 11, 25)),
+    (XLA, "M"): (HbmBytes(4, 0, 30, 40, 3, 15), HbmBytes(24, 0, 78, 56, 3, 34), HbmBytes(10, 0, 15, 4)),
+    (PALLAS, "G"): (HbmBytes(0, 6, 9.4, 2, 0, 7), HbmBytes(0, 20, 23, 8, 0, 12), HbmBytes(0, 10, 12, 5)),
+    (PALLAS, "M"): (HbmBytes(0, 0, 5, 2, 0, 6), HbmBytes(0, 0, 7, 8, 0, 10), HbmBytes(0, 0, 18, 5))}
+# Pallas kernels of the forward and of the backward, with the delta rule and without; for the summary of a run
+KERNELS = {True: (("inside", "forward"), ("inside_again", "reverse", "gradients", "inside_gradients")),
+           False: (("forward",), ("reverse", "gradients"))}
+OF_SUMMARY = "summary", "reverse_end"
 # HBM bytes of a channel in the convolution (forward, backward), and its kernels: small, of q, k and v
 CONVOLVED, CONVOLUTIONS = (2, 10), (2, 8)
-# Products in float32: of the inverse of a chunk's pairs with values and keys; the backward makes them again, has two for
-# each, and two for the inverse.
+# Products in float32 in XLA: of the inverse of a chunk's pairs with values and keys; the backward makes them again, has
+# two for each, and two for the inverse.
 INVERTED = (1, 3)
-# HBM bytes of an element of a state before a chunk, for the summary of a run (forward, backward), and kernels of a step.
+# HBM bytes of an element of a state before a chunk, for the summary of a run (forward, backward), and kernels of a step
 SUMMARIZED, SUMMARY_STEP = (90, 62), 7
 
 
 @dataclasses.dataclass(frozen=True)
-class Runs:
+class Scan:
     """Tokens of a layer on one device: in runs of `length`, whose chunks follow each other. parts: computed one after
     the other. split: number of runs of a sequence that several devices have, else 0. What a run does to any state is
     then found by another scan, and what they all do composed."""
@@ -54,25 +65,69 @@ class Runs:
     split: int = 0
 
 
-def seconds(mixer: Recurrence, rated: Rates, runs: Runs, itemsize: int) -> tuple[float, float]:
+def engine(mixer: RecurrenceSizes, asked: str) -> str:
+    """The engine of a mixer; Pallas kernels leave decays of channels and wide heads to XLA."""
+    wide = max(mixer.key_dim, mixer.value_dim) > recurrence_pallas.WIDEST
+    return XLA if mixer.by_channel or wide else asked
+
+
+def chunk(mixer: RecurrenceSizes, asked: str) -> int:
+    """Tokens that are computed together."""
+    if engine(mixer, asked) == PALLAS:
+        return recurrence_pallas.CHUNK
+    return recurrence.SUM_CHUNK if mixer.letter == "M" else recurrence.DELTA_CHUNK
+
+
+def states_width(mixer: RecurrenceSizes, asked: str) -> float:
+    """Elements of a token of the states that are kept."""
+    return mixer.state / chunk(mixer, asked)
+
+
+def live_width(mixer: RecurrenceSizes, itemsize: int, asked: str) -> float:
+    """Elements of a token that live in the backward."""
+    return MOVED[engine(mixer, asked), mixer.letter][2].of(mixer, chunk(mixer, asked)) / itemsize
+
+
+def seconds(mixer: RecurrenceSizes, rated: Rates, runs: Scan, itemsize: int, asked: str) -> tuple[float, float]:
     """Seconds of a layer's recurrence and its convolution (forward, backward)."""
     channels, found = mixer.queries + mixer.keys + mixer.values, []
-    for moved, convolved, kernels, inverted, summary in zip(MOVED[mixer.letter], CONVOLVED, CONVOLUTIONS, INVERTED,
-                                                            SUMMARIZED):
-        steps = runs.length / mixer.chunk
-        launches = kernels + moved.once + moved.step * steps + (SUMMARY_STEP * (steps + runs.split) if runs.split else 0)
-        hbm = runs.tokens * itemsize / 2 * (moved.of(mixer) + convolved * channels)
-        hbm += runs.tokens * summary * mixer.state / mixer.chunk * bool(runs.split)
-        one_s = runs.parts * launches * rated.launch_s
-        if mixer.letter != "M":
-            C, width = mixer.chunk, mixer.key_dim + mixer.value_dim
-            own = runs.tokens * mixer.heads * 4 * (C + 2 * width) * inverted
-            product = Matmul(C, width, C, round(runs.tokens * mixer.heads / C), "float32")
-            hbm, one_s = hbm - own, one_s + max(inverted * rated.matmul_s(product), rated.stream_s(own))
-        found.append(one_s + rated.stream_s(hbm))
+    of = _in_pallas if engine(mixer, asked) == PALLAS else _in_xla
+    for direction in (0, 1):
+        moved = MOVED[engine(mixer, asked), mixer.letter][direction]
+        one_s = runs.parts * (CONVOLUTIONS[direction] + moved.once) * rated.launch_s
+        one_s += rated.stream_s(runs.tokens * itemsize / 2 * CONVOLVED[direction] * channels)
+        hbm = runs.tokens * itemsize / 2 * moved.of(mixer, chunk(mixer, asked))
+        found.append(one_s + of(mixer, rated, runs, direction, hbm))
     return tuple(found)
 
 
-def live_width(mixer: Recurrence, itemsize: int) -> float:
-    """Elements of a token that live in the backward."""
-    return MOVED[mixer.letter][2].of(mixer) / itemsize
+def _in_xla(mixer: RecurrenceSizes, rated: Rates, runs: Scan, direction: int, hbm: float) -> float:
+    C, width = chunk(mixer, XLA), mixer.key_dim + mixer.value_dim
+    steps = runs.length / C
+    launches = MOVED[XLA, mixer.letter][direction].step * steps
+    if runs.split:
+        launches += SUMMARY_STEP * steps
+        hbm += runs.tokens * SUMMARIZED[direction] * mixer.state / C
+    one_s = runs.parts * (launches * rated.launch_s + _composed_s(mixer, rated, runs))
+    if mixer.letter != "M":
+        own, times = runs.tokens * mixer.heads * 4 * (C + 2 * width) * INVERTED[direction], INVERTED[direction]
+        product = Matmul(C, width, C, round(runs.tokens * mixer.heads / C), "float32")
+        hbm, one_s = hbm - own, one_s + max(times * rated.matmul_s(product), rated.stream_s(own))
+    return one_s + rated.stream_s(hbm)
+
+
+def _in_pallas(mixer: RecurrenceSizes, rated: Rates, runs: Scan, direction: int, hbm: float) -> float:
+    delta, count = mixer.letter != "M", round(runs.tokens * mixer.heads / recurrence_pallas.CHUNK)
+    wide = lambda n: max(recurrence_pallas.MIN_WIDTH, 1 << (n - 1).bit_length())
+    names = KERNELS[delta][direction] + (OF_SUMMARY[direction:direction + 1] if runs.split else ())
+    products = [shape for name in names for shape in recurrence_pallas.products_of(
+        name, wide(mixer.key_dim), wide(mixer.value_dim), delta)]
+    return runs.parts * _composed_s(mixer, rated, runs) + max(rated.stream_s(hbm), sum(
+        rated.matmul_s(Matmul(*shape, count, "bfloat16")) for shape in products))
+
+
+def _composed_s(mixer: RecurrenceSizes, rated: Rates, runs: Scan) -> float:
+    """Seconds to compose what all runs of a sequence do to a state, one after the other, in float32."""
+    H, V, matrix = mixer.key_dim, mixer.value_dim, mixer.letter != "M"
+    product_s = rated.matmul_s(Matmul(H, V, H, round(mixer.heads), "float32")) if matrix else 0.0
+    return runs.split * (SUMMARY_STEP * rated.launch_s + product_s)

@@ -232,8 +232,8 @@ def _context(placed: Placed, options: Options) -> Iterator[Sent]:
 
 
 def _states(mixer, placed: Placed, options: Options, send) -> Iterator[Sent]:
-    """What runs of tokens do to a state, gathered by all devices forward and backward, and the tails of the runs for the
-    convolution (`parallel.context.recurrence`)."""
+    """What runs of tokens do to a state, gathered by all devices forward and backward, and the tails of the runs for
+    the convolution (`parallel.context.recurrence`)."""
     c, runs = placed.num_shards("seq"), 1 if options.method == "ulysses" else 2
     forward, backward = (mixer.share * visits for visits in placed.visits(options)[:2])
     rows = placed.tokens(options) * c / options.seq_len * runs

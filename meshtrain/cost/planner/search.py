@@ -236,7 +236,7 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
             for name, chunks in family:
                 options = dataclasses.replace(
                     question.options, microbatches=m, remat=remat, schedule=name, chunks=chunks,
-                    method=question.methods[0], visited=attended.visited, engine=attended.engine)
+                    method=question.methods[0], attended=attended)
                 slots = footprint.slot_bytes(placed, options) if p > 1 else 0
                 if without_slots is None:    # schedules differ in their slots alone
                     without_slots = footprint.memory(placed, options)["total"] - slots
@@ -272,7 +272,7 @@ def _refined(question: Question, plan: Plan) -> Plan:
         if method != question.methods[0] and question.lay(plan.sizes, plan.rules, method)[1]:
             continue
         attended = question.attended(plan.placed.layout, method)
-        options = dataclasses.replace(plan.options, method=method, visited=attended.visited, engine=attended.engine)
+        options = dataclasses.replace(plan.options, method=method, attended=attended)
         for placement in PLACEMENTS:
             placed = dataclasses.replace(plan.placed, mesh=MeshSpec(plan.sizes, placement))
             other = _priced(question, placed, plan.rules, options)

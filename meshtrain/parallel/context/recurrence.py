@@ -52,6 +52,11 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention
                            note if platform in GPU_PLATFORMS else "")
 
 
+def engine_name(run, gpu: str) -> str:
+    """xla or pallas: what `choose` takes on these GPUs; for cost estimates."""
+    return "xla" if _against_kernels(run, GPU_PLATFORMS[0], gpu) else "pallas"
+
+
 def _against_kernels(run, platform: str, gpu: str) -> list[str]:
     """Why the Pallas kernels cannot serve this run; empty if they can."""
     reasons, chip = [], hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
