@@ -13,6 +13,7 @@ from meshtrain.cost.formulas.mixers import Mixer
 from meshtrain.cost.formulas.placed import GATHER, SCATTER, Options, Placed
 from meshtrain.model import parts
 from meshtrain.parallel.pipeline import schedules, stages
+
 WAITING = .35       # share of what lives in a recurrence's backward that lives in those of its period beside it
 
 
