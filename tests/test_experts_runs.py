@@ -109,8 +109,7 @@ def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
     ("--model.num_experts 4 --model.mlps d", "model.num_experts=4: no layer of model.mlps=\"d\" has experts"),
     ("--model.num_experts 6 --model.router_groups [4,2]",
      "model.router_groups=[4, 2]: 4 groups do not divide model.num_experts=6; use a divisor, e.g. 3"),
-    ("--model.num_experts 8 --model.experts_per_token 6 --model.router_groups [4,2]", "use a limit of at least 3"),
-    ("--model.num_experts 4 --model.mlp_bias true", "experts have no biases")])
+    ("--model.num_experts 8 --model.experts_per_token 6 --model.router_groups [4,2]", "use a limit of at least 3")])
 def test_contradictions_are_told_with_a_remedy(words, said):
     with pytest.raises(config.ConfigError, match=re.escape(said)):
         config.load(["configs/quickstart.toml", *words.split()])

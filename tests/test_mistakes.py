@@ -79,7 +79,7 @@ ROWS = {
         ("--modèle.steps 3", "modèle"),
         ("--help.me 1", "help"),
         ("--model.vocab_size 3000000000", "model.vocab_size=3000000000"),
-        ("--model.num_layers 1000000000", "TiB", "smaller model"),
+        ("--model.num_layers 1000000000", "model.num_layers=1000000000", "at most 10000"),
         ("--model.num_experts 100000000", "TiB", "smaller model"),
         ("--mesh.simulated_devices 4097", "mesh.simulated_devices=4097", "4096"),
         ("--mesh.data 7", "mesh.data=7", "there are 8"),

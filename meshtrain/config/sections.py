@@ -218,7 +218,7 @@ class Model(Section):
     preset: str = key("", "a shape of configs/models/; keys given beside it win")
     vocab_size: int = key(512, "rows of the embedding (bytes and one separator need 257)", ge=2, le=2**30)
     embed_dim: int = key(256, "width of the residual stream", ge=1)
-    num_layers: int = key(4, "transformer layers", ge=1)
+    num_layers: int = key(4, "transformer layers", ge=1, le=10_000)
     mixers: str = key(
         "", "mixer of each layer, repeated to num_layers, * the last one: " + ", ".join(
             f"{letter} {what}" for letter, what in MIXERS.items()) + "; empty = W with a window, else F")
