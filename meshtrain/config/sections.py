@@ -557,6 +557,6 @@ class Run(Section):
         if self.model.max_seq_len == 0 and (self.model.position == "learned" or any(
                 self.model.of(mixer).rope_scaling.rope_type == "longrope" for mixer in MIXERS)):
             _filled(self, model=self.model.model_copy(update={"max_seq_len": self.data.seq_len}))
-        if self.model.num_experts and self.experts.bias_rate:
+        if self.model.num_experts and self.experts.bias_rate and self.model.router_bias == "none":
             _filled(self, model=self.model.model_copy(update={"router_bias": "choice"}))
         return self
