@@ -193,19 +193,17 @@ def stand_in(home: pathlib.Path, words: list[str]) -> None:
     train._memory = lambda *_: lambda: 0
     dpo_reference._computed = lambda program, pairs, count, params: np.arange(count, dtype=np.float32)
     dpo_reference._key = lambda *_: "key"
-    export._program = lambda row, leaves, sizes, dtype: lambda leaves, layer, expert: _gathered(
-        row, leaves, layer, sizes, dtype)
+    export._program = lambda row, leaves, dtype: lambda leaves, layer, expert: _gathered(row, leaves, layer, dtype)
     spikes.FEWEST = FEWEST
     files.PAUSES_S = (0.01,) * len(files.PAUSES_S)
 
 
-def _gathered(row, leaves, layer, sizes, dtype):
-    parts = []
-    for piece, leaf in zip(row.pieces, leaves, strict=True):
+def _gathered(row, leaves, layer, dtype):
+    ours = {}
+    for path, leaf in zip(row.paths, leaves, strict=True):
         x = np.asarray(leaf)[layer] if row.stacked else np.asarray(leaf)
-        x = x.astype(dtype)[tuple(slice(0, n) for n in piece.form.our_shape(sizes))]
-        parts.append(np.asarray(piece.form.to_theirs(x, sizes)))
-    whole = np.concatenate(parts, row.pieces[0].form.star) if len(parts) > 1 else parts[0]
+        ours[path] = x.astype(dtype)[tuple(slice(0, n) for n in row.our_shape(path))]
+    whole = np.asarray(row.to_theirs(ours, np.concatenate)).reshape(row.shape)
     return jax.device_put(whole, leaves[0].sharding.mesh.devices.flat[0])
 
 

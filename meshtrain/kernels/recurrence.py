@@ -246,7 +246,8 @@ def _small_product(x, y):
 def _below(A, b: int):
     """The blocks [..., C/2b, b, b] below the pairs of diagonal blocks that a merge joins."""
     m = A.shape[-1] // (2 * b)
-    return jnp.einsum("...mimj->...mij", A.reshape(*A.shape[:-2], m, 2, b, m, 2, b)[..., :, 1, :, :, 0, :])
+    blocks = A.reshape(*A.shape[:-2], m, 2, b, m, 2, b)[..., :, 1, :, :, 0, :]
+    return jnp.einsum("...mimj->...mij", blocks, precision=lax.Precision.HIGHEST)
 
 
 def _joined(below, first, second):
