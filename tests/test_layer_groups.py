@@ -158,6 +158,8 @@ def test_layers_without_a_period_are_refused_by_a_pipeline_and_computed_without_
     assert sum(group.num_layers for group in groups) == 18 and sum(len(group.period) for group in groups) < 12
     faults = stages.problems(run, rules.load(run.sharding.rules), dict.fromkeys(AXES, 1) | dict(stage=2))
     assert len(faults) == 1 and "set mesh.stage to 1" in faults[0]
+    with pytest.raises(config.ConfigError, match="layers that repeat with a period"):
+        parity.accepted(run.replaced(mesh=dict(stage=2)))
 
 
 # ---- aux -------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence

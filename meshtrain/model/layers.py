@@ -441,8 +441,8 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """Residual block of a mixer and an MLP, either of which may be absent: norms before them, after them, or both.
 
-    mixer, mlp: (cfg, rngs) -> the module, or None. The tree calls attention `attention`, a recurrence `linear`, and
-    experts `moe`; the norms around a mixer are `attention_norm` and `attention_post_norm`.
+    mixer, mlp: (its name, (cfg, rngs) -> the module), or None. The name is that in the parameter tree: attention or
+    linear, mlp or moe; the norms around any mixer are called attention_norm and attention_post_norm.
 
     Returns (x_BTD, aux). aux: {name: float32 array}, sums over the microbatch's tokens, which are added over layers and
     microbatches; the step divides them by its number of targets and reports them by name. The scalar AUX_LOSS is also

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 
 from meshtrain import hardware, pattern
 from meshtrain.cost.formulas.assumptions import Assumptions

@@ -62,7 +62,7 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
         return loaded, said
     splits = [math.prod(sizes[a] for a in table["vocab"]) for table in loaded.tables.values()
               if "stage" in table.get("vocab", ())]
-    together = period(run.model)
+    together = max(1, period(run.model))        # without a period `problems` refuses
     if num_layers % (together * num_stages):
         drop.add("layers")
         each = f" in periods of {together}" if together > 1 else ""
