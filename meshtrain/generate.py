@@ -29,7 +29,7 @@ from meshtrain.config import ConfigError
 from meshtrain.data.documents import chat, tokenizer
 from meshtrain.inference import cache
 from meshtrain.inference.detokenizer import TextStream, Words
-from meshtrain.inference.generate import MOST_ROWS, GenerationLimits
+from meshtrain.inference.generate import SLOTS, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.units import size
 
@@ -69,6 +69,8 @@ COMMAND = config.Command("meshtrain.generate", {
     "prompt-ids": config.Option("token ids, for which no tokenizer is needed", "JSON", "'[[5, 6], [7]]'", _ids),
     "chat": config.Option('a conversation by the chat template, a question on each line that you type; with --prompt '
                           'or --prompts, of .jsonl also {"messages": [...]}, each is a conversation of its own'),
+    "samples": config.Option("answers to each prompt; each draws for itself, and the prompt is read once", "N", "4",
+                             config.whole(1), 1),
     "max-tokens": config.Option("tokens of an answer at most", "N", "256", config.whole(1, 10**7), 256),
     "temperature": config.Option("0: the most likely token, else drawn (default 0, and 1 with one of the next three)",
                                  "T", "0.8", config.number("0 for the most likely token, or more")),
@@ -101,7 +103,7 @@ def main(options: config.Arguments) -> None:
                               found.longest(), ended)
     _check(prompts, found, limits)
     placed = found.place()
-    _check_memory(placed, prompts or [[]], limits)
+    _check_memory(placed, prompts or [[]], limits, options["samples"])
     with jax.set_mesh(placed.mesh):
         if prompts:
             _answer(placed.generator(), prompts, limits, words, options)
@@ -112,7 +114,9 @@ def main(options: config.Arguments) -> None:
 def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words: Words | None,
             options: config.Arguments) -> None:
     """Makes the completions and says them: as JSON, or as text, of one prompt while it comes."""
-    ask = lambda tell=None: generator.complete(prompts, limits, _picking(options), options["seed"], tell)
+    samples = options["samples"]
+    ask = lambda tell=None: generator.complete(prompts, limits, _picking(options), options["seed"], tell,
+                                               [samples] * len(prompts))
     if options["json"]:
         say.out(json.dumps({"completions": [
             {"prompt_ids": one.prompt, "token_ids": one.tokens, "text": words.text(one.tokens) if words else None,
@@ -120,12 +124,13 @@ def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words
     elif words is None:
         for one in ask():
             say.out(" ".join(map(str, one.tokens)))
-    elif len(prompts) == 1:
+    elif len(prompts) * samples == 1:
         _streamed(words, ask)
     else:
         for number, one in enumerate(ask()):
             prompt = json.dumps(words.decode(one.prompt), ensure_ascii=False)
-            say.out(f"--- {number + 1}: {prompt}\n{words.text(one.tokens)}")
+            sample = f", answer {number % samples + 1}" if samples > 1 else ""
+            say.out(f"--- {number // samples + 1}{sample}: {prompt}\n{words.text(one.tokens)}")
 
 
 def _picking(options: config.Arguments) -> Picking:
@@ -188,11 +193,11 @@ def _check(prompts: list[list[int]], found: trained.Trained, limits: GenerationL
         raise ConfigError(*faults)
 
 
-def _check_memory(placed: trained.LoadedModel, prompts: list[list[int]], limits: GenerationLimits) -> None:
+def _check_memory(placed: trained.LoadedModel, prompts: list[list[int]], limits: GenerationLimits,
+                  samples: int) -> None:
     """Raises: ConfigError where the keys and values alone are more than the devices hold."""
-    cfg, rows, longest = placed.model.cfg, min(len(prompts), MOST_ROWS), max(map(len, prompts))
-    tokens = longest + (min(limits.tokens, limits.length) if limits.length else limits.tokens)
-    held = rows * tokens * cache.token_width(cfg) * placed.ex.dtype.itemsize
+    rows, tokens = min(len(prompts) * samples, SLOTS), max(len(prompt) + limits.of(prompt) for prompt in prompts)
+    held = rows * cache.slot_bytes(placed.model.cfg, tokens, placed.ex.dtype.itemsize)
     if held > (has := devices.memory_bytes(placed.mesh.devices.flatten())):
         raise ConfigError(f"--max-tokens {limits.tokens}: the keys and values of {rows} × {tokens} tokens take "
                           f"{size(held)}, and the devices have {size(has)}; ask for fewer tokens, or of fewer prompts "
@@ -333,6 +338,12 @@ def _check_options(options: config.Arguments) -> None:
     if options["chat"] and options["json"] and not kinds:
         raise ConfigError("--chat --json has no prompts; give --prompt TEXT or --prompts FILE, or leave --json out to "
                           "talk")
+    if (samples := options["samples"]) > 1 and not kinds:
+        raise ConfigError(f"--samples {samples}: a talk has one answer to each question; give --prompt TEXT or "
+                          f"--prompts FILE, or leave --samples out")
+    if samples > 1 and _picking(options).temperature == 0:
+        raise ConfigError(f"--samples {samples}: at temperature 0 all answers to a prompt are equal; give e.g. "
+                          f"--temperature 1")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_on_gpus_no_table_moves_for_a_token():
     def compiled(name, jitted, *args):
         executable = placed.compiled(name, jitted, *args)
         programs.append(audit.read(executable.as_text(), made.mesh))
-        if len(programs) == 2:
+        if name == "the making of tokens":
             raise Enough
         given = jax.eval_shape(jitted, *args)
         return lambda *_: jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), given,
@@ -98,7 +98,7 @@ def test_on_gpus_no_table_moves_for_a_token():
     with jax.set_mesh(made.mesh), pytest.raises(Enough):
         inference.Generator(placed.model, placed.ex, placed.params, compiled).complete([[5, 6]], GenerationLimits(3))
     # two rows of float32 logits; the table: 1 MB
-    assert max(one.payload_bytes for one in programs[1].collectives) < 4096 * 4 * 2 + 1
+    assert max(one.payload_bytes for one in programs[-1].collectives) < 4096 * 4 * 2 + 1
 
 
 def test_what_is_drawn_depends_on_seed_and_prompt_alone():
@@ -155,7 +155,7 @@ def test_what_is_left_to_draw_from_is_what_transformers_leaves(how):
 def test_draws_have_the_probabilities_of_the_logits():
     z = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(4000))
-    drawn = pick(Picking(1.0, top_k=3), jnp.tile(z, (4000, 1)), keys)
+    drawn = pick(Picking(1.0, top_k=3), jnp.tile(z, (4000, 1)), keys).token_B
     # Four standard deviations of 4,000 draws.
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4000, np.asarray([0.5, 0.3, 0.15, 0]) / 0.95,
                                atol=4 * 0.5 / 4000 ** 0.5)

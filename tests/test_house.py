@@ -26,7 +26,7 @@ OPEN_TO = {
     "cost/program": {"cost/formulas", "kernels", "parallel/pipeline", "sharding"},
     "cost/planner": {"cost/formulas", "parallel/pipeline", "sharding"},
     "training": {"kernels", "model", "parallel/context", "parallel/experts", "parallel/pipeline", "sharding"},
-    "inference": {"kernels", "model", "sharding"},
+    "inference": {"kernels", "model", "parallel/context", "sharding"},
     "run": {"cluster", "config", "data", "data/batches", "data/documents", "data/files", "model", "training"},
     "inspection": {"assembly", "cost/formulas", "cost/planner", "cost/program", "parallel/pipeline", "run", "sharding"},
     "checkpoint": {"cluster", "config", "data", "data/documents", "huggingface", "model", "run", "training"},

@@ -1,10 +1,11 @@
-"""The forward pass with a KV cache: prefill of whole prompts, then one token at a time.
+"""The forward pass with a KV cache of slots: prompts are read and laid into slots, then one token per slot at a time.
 
-The layers are those of training; `ex.attend` and `ex.recurrence` write and read the cache. All rows end at the same
-position: prompts are padded on the left, padding is segment 0. A cache is, for each group of layers, the arrays of each
-layer of its period, [repeats, B, …]: of attention keys and values [S, K, H], sharded as rows and kv_heads; of attention
-by latents these [S, C] and rotated keys [S, R]; of a recurrent mixer the last tokens before its convolutions [W - 1,
-heads, width] and its state [N, H, V], whatever the length. Positions and windows follow from cache positions.
+The layers are those of training; `ex.attend` and `ex.recurrence` write and read the cache. A slot holds one sequence,
+which begins at position 0 and has a length of its own. A cache is, for each group of layers, the arrays of each layer
+of its period, [repeats, slots, …]: of attention keys and values [R, K, H]; of attention by latents these [R, C] and
+rotated keys [R, L]; of a recurrent mixer the last tokens before its convolutions [W - 1, heads, width] and its state
+[N, H, V], whatever the length. The token at position p is at place p mod R: R is the room of the slots, or, of a layer
+with a window, what the window sees. A place is seen once the sequence has written it, so a slot is never cleared.
 """
 from __future__ import annotations
 
@@ -12,58 +13,102 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from meshtrain import pattern
 from meshtrain.kernels import convolution, products, recurrence
-from meshtrain.kernels.engine import MASKED, Expansion
+from meshtrain.kernels.engine import MASKED, Expansion, Mask
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import capped
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import PADDING
+from meshtrain.parallel.context.recurrence import CHANNEL_AXES
 from meshtrain.sharding.rules import Layout
 
+BLOCK = 64          # places, of which a room is a multiple
+MOST_BLOCKS = 8     # that a room is read in: each is a turn of a loop on the device
 
-def token_width(cfg) -> int:
-    """Numbers that the caches of all layers hold for each token; states of recurrent mixers do not grow."""
-    def of(keys) -> int:
+
+def rounded_room(tokens: int) -> int:
+    """The room of slots for sequences of that many tokens: a whole number of the blocks that attention reads."""
+    block = _block(max(tokens, 1))
+    return -(-max(tokens, 1) // block) * block
+
+
+def _block(room: int) -> int:
+    return -(-room // (BLOCK * MOST_BLOCKS)) * BLOCK
+
+
+def _held(mask: Mask, room: int) -> int:
+    """Places of a layer with this mask."""
+    return min(room, rounded_room(mask.window)) if mask.window else room
+
+
+def slot_bytes(cfg, room: int, itemsize: int) -> int:
+    """Bytes of the keys, values and latents of one slot; states of recurrent mixers, which do not grow, are left
+    out."""
+    def of(mixer: str) -> int:
+        keys = cfg.of(mixer)
         latent = keys.latent
-        return latent.kv_dim + latent.rope_dim if latent.kv_dim else 2 * keys.num_kv_heads * keys.head_dim
-    return sum(of(cfg.of(kind.mixer)) for kind in pattern.kinds(cfg) if kind.mixer in pattern.ATTENTION)
+        width = latent.kv_dim + latent.rope_dim if latent.kv_dim else 2 * keys.num_kv_heads * keys.head_dim
+        return width * _held(Mask(window=keys.window if mixer in pattern.WINDOWED else 0), room)
+    return itemsize * sum(of(kind.mixer) for kind in pattern.kinds(cfg) if kind.mixer in pattern.ATTENTION)
 
 
-def prefill(model: Transformer, ex: Execution, p, batch, room: int) -> tuple[jax.Array, list]:
-    """(output of the last layer [B, T, D], the cache with space for `room` tokens after the prompts)."""
+def empty(model: Transformer, ex: Execution, p, slots: int, room: int) -> list:
+    """The shapes of the cache, jax.ShapeDtypeStruct. room: of `rounded_room`."""
+    batch = {name: jax.ShapeDtypeStruct((slots, room), jnp.int32)
+             for name in ("tokens", "segments", "index", "positions")}
+    batch["sequence"] = jax.ShapeDtypeStruct((slots,), jnp.int32)
+    return jax.eval_shape(lambda p, batch: read(model, ex, p, batch), p, batch)
+
+
+def placed(layout: Layout, caches: list) -> list:
+    """The cache with the sharding of its heads and slots."""
+    return [tuple(_Layer(layout, arrays).placed() for arrays in group) for group in caches]
+
+
+def read(model: Transformer, ex: Execution, p, batch) -> list:
+    """The caches of prompts, padded on the left: padding has segment 0. The last token is at the last place."""
     x_BTD, inputs, caches = model.embed(ex, p, batch), model.inputs(batch), []
     for first, group in model.numbered():
         def repeat(x_BTD, scanned, group=group):
             weights, number = scanned
-            kept = [_Writing(ex, room) for _ in group.period]
+            kept = [_Writing(ex) for _ in group.period]
             for i, layer in enumerate(group.period):
                 x_BTD, _ = layer.bind(weights[i])(_through(ex, kept[i]), x_BTD, inputs, number + i)
             return x_BTD, tuple(layer.cache for layer in kept)
-        x_BTD, cache = jax.lax.scan(repeat, x_BTD, (model.weights(p, group), group.numbers(first)))
+        x_BTD, cache = lax.scan(repeat, x_BTD, (model.weights(p, group), group.numbers(first)))
         caches.append(cache)
-    return x_BTD, caches
+    return caches
 
 
-def extend(model: Transformer, ex: Execution, p, batch, caches: list, at, pad_B) -> tuple[jax.Array, list]:
-    """(output of the last layer [B, 1, D], the cache) of one token per row at cache position `at`.
+def lay(layout: Layout, caches: list, prompts: list, source_S, tokens_S) -> list:
+    """The cache with prompts of `read` in some slots. source_S: the number of the slot's prompt among those of its
+    shard of the batch; -1: the slot keeps what it has. tokens_S: of the prompt."""
+    return [tuple(_Layer(layout, arrays).laid(new, source_S, tokens_S) for arrays, new in zip(group, read, strict=True))
+            for group, read in zip(caches, prompts, strict=True)]
 
-    batch: as in training, T = 1. pad_B: number of padding positions of each row.
+
+def extend(model: Transformer, ex: Execution, p, batch, caches: list, at_S, live_S) -> tuple[jax.Array, list]:
+    """(output of the last layer [S, 1, D], the cache) of one token per slot, at its position at_S.
+
+    batch: as in training, T = 1. live_S: slots whose output is read; of the others no place is.
     """
     x_BTD, inputs, new = model.embed(ex, p, batch), model.inputs(batch), []
+    last = jnp.max(jnp.where(live_S, at_S, 0))
     for (first, group), cache in zip(model.numbered(), caches, strict=True):
         def repeat(carry, scanned, group=group):
             # The cache is carried, not scanned: one token of it is written in place, nothing else moves.
             x_BTD, cache = carry
             weights, number, index = scanned
             for i, layer in enumerate(group.period):
-                engine = _Reading(cache[i], index, at, pad_B)
+                engine = _Reading(cache[i], index, at_S, last)
                 x_BTD, _ = layer.bind(weights[i])(_through(ex, engine), x_BTD, inputs, number + i)
                 cache = (*cache[:i], engine.cache, *cache[i + 1:])
             return (x_BTD, cache), None
         scanned = (model.weights(p, group), group.numbers(first), jnp.arange(group.repeats))
-        (x_BTD, cache), _ = jax.lax.scan(repeat, (x_BTD, cache), scanned)
+        (x_BTD, cache), _ = lax.scan(repeat, (x_BTD, cache), scanned)
         new.append(cache)
     return x_BTD, new
 
@@ -73,16 +118,70 @@ def _through(ex: Execution, cached) -> Execution:
     return dataclasses.replace(ex, attend=cached.attend, recurrence=recurrence)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """The arrays of one layer of a period: none, two of attention, or four of a recurrent mixer."""
+    layout: Layout
+    arrays: tuple
+
+    @property
+    def recurrent(self) -> bool:
+        return len(self.arrays) > 2
+
+    def placed(self) -> tuple:
+        if self.recurrent:
+            *tails, state = self.arrays
+            return (*(self.layout.act(x, None, "batch", None, axis, None)
+                      for x, axis in zip(tails, CHANNEL_AXES, strict=True)),
+                    self.layout.act(state, None, "batch", "heads", None, None))
+        return tuple(_placed(self.layout, x, None, "batch") for x in self.arrays)
+
+    def laid(self, prompts: tuple, source_S, tokens_S) -> tuple:
+        if not self.recurrent:
+            return tuple(_placed(self.layout, self._rolled(*pair, source_S, tokens_S), None, "batch")
+                         for pair in zip(self.arrays, prompts, strict=True))
+        # A prompt of no token leaves nothing behind it; what is then read is padding.
+        was = lambda x: jnp.where(_over(tokens_S > 0, x), x, 0)
+        new = [jnp.where(_over(source_S >= 0, x), was(self._of_slots(read, source_S)), x).astype(x.dtype)
+               for x, read in zip(self.arrays, prompts, strict=True)]
+        return _Layer(self.layout, tuple(new)).placed()
+
+    def _of_slots(self, read, source_S):
+        """The prompt of each slot, of its own shard: nothing crosses devices."""
+        shards = self.layout.num_shards(self.layout.batch_axes)
+        R, B = read.shape[:2]
+        by_shard = read.reshape(R, shards, B // shards, *read.shape[2:])
+        take = jax.vmap(lambda read, source: read[:, source], in_axes=(1, 0), out_axes=1)
+        return take(by_shard, jnp.maximum(source_S, 0).reshape(shards, -1)).reshape(R, len(source_S), *read.shape[2:])
+
+    def _rolled(self, x, read, source_S, tokens_S):
+        """Places of the cache from those of prompts, whose last token is at their end."""
+        T, R = read.shape[2], x.shape[2]
+        place = jnp.arange(T)
+        last_S1 = tokens_S[:, None] - 1
+        position = last_S1 - (last_S1 - place) % R
+        mine = self._of_slots(read, source_S)
+        take = jax.vmap(lambda rows, at: jnp.take(rows, at, 1), in_axes=(1, 0), out_axes=1)
+        mine = take(mine, jnp.clip(position + T - tokens_S[:, None], 0, T - 1))
+        new = jnp.where(_over(source_S >= 0, mine), mine.astype(x.dtype), lax.slice_in_dim(x, 0, T, axis=2))
+        return lax.dynamic_update_slice(x, new, (0,) * x.ndim)
+
+
+def _over(flag_S, x):
+    """A flag of slots against [repeats, slots, …]."""
+    return flag_S.reshape(1, -1, *[1] * (x.ndim - 2))
+
+
 class _Writing:
     """The mixer of a layer over prompts, whose `cache` it makes."""
 
-    def __init__(self, ex: Execution, room: int):
-        self.ex, self.room, self.cache = ex, room, ()
+    def __init__(self, ex: Execution):
+        self.ex, self.cache = ex, ()
 
-    def attend(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, **kind):
-        self.cache = tuple(_placed(layout, jnp.pad(x, [(0, 0), (0, self.room)] + [(0, 0)] * (x.ndim - 2)), "batch")
-                           for x in (k_BTKH, v_BTKH))
-        return self.ex.attend(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, **kind)
+    def attend(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, *, mask: Mask, **kind):
+        T = k_BTKH.shape[1]
+        self.cache = tuple(_placed(layout, x[:, T - _held(mask, T):], "batch") for x in (k_BTKH, v_BTKH))
+        return self.ex.attend(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask=mask, **kind)
 
     def convolve(self, layout: Layout, xs, ws, segments_BT):
         tails = (convolution.tail(x, segments_BT, ws[0].shape[0]) for x in xs)
@@ -97,13 +196,16 @@ class _Writing:
 
 
 class _Reading:
-    """The mixer of a layer for one token, which it writes into the layer's entry of the stacked cache."""
+    """The mixer of a layer for one token of each slot, which it writes into the layer's entry of the stacked cache.
 
-    def __init__(self, cache, index, at, pad_B):
-        self.cache, self.index, self.at, self.pad_B = cache, index, at, pad_B
+    last: the furthest position of a slot that is read.
+    """
+
+    def __init__(self, cache, index, at_S, last):
+        self.cache, self.index, self.at_S, self.last = cache, index, at_S, last
 
     def convolve(self, layout: Layout, xs, ws, segments_BT):
-        """segments: of rows that are done 0, what is then computed is not read."""
+        """segments: of slots that are done 0, what is then computed is not read."""
         width, ys, tails = ws[0].shape[0], [], []
         for x, w, before in zip(xs, ws, map(self._own, self.cache[:3]), strict=True):
             before = convolution.Tail(before, jnp.ones(before.shape[:2], segments_BT.dtype))
@@ -120,49 +222,92 @@ class _Reading:
         return o_BTNV
 
     def _own(self, stack):
-        return jax.lax.dynamic_index_in_dim(stack, self.index, 0, keepdims=False)
+        return lax.dynamic_index_in_dim(stack, self.index, 0, keepdims=False)
 
     def _replaced(self, stack, new):
-        return jax.lax.dynamic_update_index_in_dim(stack, new.astype(stack.dtype), self.index, 0)
+        return lax.dynamic_update_index_in_dim(stack, new.astype(stack.dtype), self.index, 0)
 
     def attend(self, layout: Layout, q_BTNH, *others, mask, scores, sinks_N=None, expansion: Expansion | None = None):
         """others: what the cache holds of these tokens, and their segments."""
         B, T, N, H = q_BTNH.shape
         self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, others[:2], strict=True))
-        k, v = (_placed(layout, self._own(x), "batch") for x in self.cache)
         if expansion is None:
-            q_BTKGH = q_BTNH.reshape(B, T, k.shape[2], -1, H)
-            s_BKGTS = products.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k, jnp.float32)
+            q_BKGH = q_BTNH.reshape(B, self.cache[0].shape[3], -1, H)
+            products_with = lambda k_BSKH, _: products.einsum("BKGH,BSKH->BKGS", q_BKGH, k_BSKH, jnp.float32)
+            values = lambda _, v_BSKV: v_BSKV
         else:
-            s_BKGTS, v = _against_latents(expansion, q_BTNH, k, v), k[:, :, None]
-        place_S = jnp.arange(k.shape[1])
-        seen_BS = mask.sees(self.at, place_S) & (place_S >= self.pad_B[:, None])
-        s_BKGTS = capped(s_BKGTS * scores.scaled_for(H), scores.softcap)
-        s_BKGTS = jnp.where(seen_BS[:, None, None, None], s_BKGTS, MASKED)
-        if sinks_N is not None:
-            sinks = sinks_N.astype(jnp.float32).reshape(1, *s_BKGTS.shape[1:3], 1, 1)
-            s_BKGTS = jnp.concatenate([s_BKGTS, jnp.broadcast_to(sinks, (*s_BKGTS.shape[:4], 1))], -1)
-        p_BKGTS = jax.nn.softmax(s_BKGTS, -1)[..., :k.shape[1]].astype(v.dtype)
-        o_BTNV = products.einsum("BKGTS,BSKV->BTKGV", p_BKGTS, v, jnp.float32).reshape(B, T, N, -1)
+            products_with = _against_latents(expansion, q_BTNH[:, 0])
+            values = lambda c_BSC, _: c_BSC[:, :, None]
+        scored = lambda *part: capped(products_with(*part) * scores.scaled_for(H), scores.softcap)
+        o_BTNV = self._over_places(layout, N, scored, values, mask, sinks_N).reshape(B, T, N, -1)
         if expansion is not None:
             value_CNV = expansion.gather(expansion.value_CNV)
             o_BTNV = products.einsum("BTNC,CNV->BTNV", o_BTNV.astype(value_CNV.dtype), value_CNV)
         return o_BTNV.astype(q_BTNH.dtype)
 
+    def _over_places(self, layout: Layout, N: int, scored, values, mask: Mask, sinks_N):
+        """[B, K, G, V] of attention to the places that each slot sees, block after block (FlashAttention,
+        arXiv:2205.14135). A block of which a slot sees nothing adds exact zeros, so a slot does not depend on how far
+        the loop goes for others."""
+        R = self.cache[0].shape[2]
+        block = min(_block(R), R)
+        at_B1 = self.at_S[:, None]
+
+        def visit(j, carry):
+            most, total, o = carry
+            part = [_placed(layout, self._block_of(x, j * block, block), "batch") for x in self.cache]
+            s_BKGS, v_BSKV = scored(*part), values(*part)
+            # The position that a place holds: the newest of those that come to it.
+            position_BS = at_B1 - (at_B1 - (j * block + jnp.arange(block))) % R
+            seen_BS = position_BS >= 0
+            if mask.window:
+                seen_BS &= at_B1 - position_BS < mask.window
+            s_BKGS = jnp.where(seen_BS[:, None, None], s_BKGS, MASKED)
+            new = jnp.maximum(most, s_BKGS.max(-1))
+            p_BKGS = jnp.where(seen_BS[:, None, None], jnp.exp(s_BKGS - new[..., None]), 0.0)
+            fade = jnp.exp(most - new)
+            added = products.einsum("BKGS,BSKV->BKGV", p_BKGS.astype(v_BSKV.dtype), v_BSKV, jnp.float32)
+            return new, total * fade + p_BKGS.sum(-1), o * fade[..., None] + added
+        heads = jax.eval_shape(lambda: visit(0, (jnp.float32(MASKED), jnp.float32(0), jnp.float32(0)))[2])
+        most = jnp.full(heads.shape[:3], MASKED, jnp.float32)
+        total = jnp.zeros_like(most)
+        if sinks_N is not None:     # a score that has no value
+            most = jnp.broadcast_to(sinks_N.astype(jnp.float32).reshape(1, *heads.shape[1:3]), most.shape)
+            total = jnp.ones_like(most)
+        carry = most, total, jnp.zeros(heads.shape, jnp.float32)
+        if block == R:
+            _, total, o = visit(0, carry)
+        else:
+            _, total, o = lax.fori_loop(0, jnp.minimum(self.last // block + 1, R // block), visit, carry)
+        return o / jnp.maximum(total, 1e-30)[..., None]
+
+    def _block_of(self, stack, at, size: int):
+        zeros = [0] * (stack.ndim - 3)
+        return lax.dynamic_slice(stack, (self.index, 0, at, *zeros), (1, stack.shape[1], size, *stack.shape[3:]))[0]
+
     def _written(self, layout: Layout, stack, new):
-        start = self.index, 0, self.at, *[0] * (stack.ndim - 3)
-        stack = jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), start)
+        """One token of each slot, at its place. Written as a scatter with a batch dim, which stays on its device."""
+        B = new.shape[0]
+        at = jnp.stack([jnp.broadcast_to(self.index, (B,)), self.at_S % stack.shape[2]], -1).astype(jnp.int32)
+        numbers = lax.ScatterDimensionNumbers(
+            update_window_dims=tuple(range(1, new.ndim - 1)), inserted_window_dims=(0, 2),
+            scatter_dims_to_operand_dims=(0, 2), operand_batching_dims=(1,), scatter_indices_batching_dims=(0,))
+        stack = lax.scatter(stack, at, new[:, 0].astype(stack.dtype), numbers, unique_indices=True,
+                            mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
         return _placed(layout, stack, None, "batch")
 
 
-def _against_latents(expansion: Expansion, q_BTNH, c_BSC, r_BSR):
-    """Products of queries and keys [B, 1, N, T, S] without expanding the keys: each query is multiplied by the weight
-    of its head's keys instead (DeepSeek-V2, arXiv:2405.04434, 2.1.2)."""
+def _against_latents(expansion: Expansion, q_BNH):
+    """(latents, rotated keys) -> products of queries and keys [B, 1, N, S] without expanding the keys: each query is
+    multiplied by the weight of its head's keys instead (DeepSeek-V2, arXiv:2405.04434, 2.1.2)."""
     key_CNH = expansion.gather(expansion.key_CNH)
     plain = key_CNH.shape[2]
-    q_BTNC = products.einsum("BTNH,CNH->BTNC", q_BTNH[..., :plain], key_CNH)
-    s_BNTS = products.einsum("BTNC,BSC->BNTS", q_BTNC, c_BSC, jnp.float32)
-    return (s_BNTS + products.einsum("BTNR,BSR->BNTS", q_BTNH[..., plain:], r_BSR, jnp.float32))[:, None]
+    q_BNC = products.einsum("BNH,CNH->BNC", q_BNH[..., :plain], key_CNH)
+
+    def with_keys(c_BSC, r_BSR):
+        s_BNS = products.einsum("BNC,BSC->BNS", q_BNC, c_BSC, jnp.float32)
+        return (s_BNS + products.einsum("BNR,BSR->BNS", q_BNH[..., plain:], r_BSR, jnp.float32))[:, None]
+    return with_keys
 
 
 def _placed(layout: Layout, x, *leading: str | None):

@@ -1,13 +1,16 @@
-"""Generation: prefill, then one token at a time until every row has stopped.
+"""Generation: a number of slots, each with a sequence of its own; one that has ended makes room for the next.
 
-Two programs: `start` takes the prompts and picks their first tokens; `go_on` loops on the device for as many tokens as
-the host asks. Between calls the host streams tokens and looks for stop strings. A row's random draws depend on the
-seed, its prompt and its length, not on other rows, their number or the mesh.
+Two programs: `fill` reads prompts, each once for all of its samples that get a slot, and draws nothing; `decode` loops
+on the device, a token for every slot, the last of its prompt first. Between calls the host streams tokens, looks for
+stop strings and deals slots. What a sample draws depends on the seed, its prompt, its number among the prompt's samples
+and the position, not on other slots, their number, the order or the mesh.
 """
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,148 +24,272 @@ from meshtrain.inference import cache, sampling
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 
-MOST_ROWS = 32      # prompts that are answered together
-PROMPT_STEP = 32    # prompts are padded to a multiple: few programs
-STRIDE = 16         # tokens between two looks of the host, where it wants to see them as they come
+SLOTS = 32              # sequences that are continued together
+STRIDE = 16             # tokens between two looks of the host, where it wants to see them as they come
+LONGEST_STRIDE = 64     # where it does not
+PROMPT_STEP = 32        # of the lengths that prompts are padded to
+PROMPT_TOKENS = 8192    # that a device with rows of its own reads together, but for one longer prompt
 
 
-class Going(NamedTuple):
-    """The carry of `go_on`. count: tokens picked so far; a row that stopped earlier has its own count_B."""
-    count: jax.Array
-    token_B: jax.Array      # the last one, which no layer has seen yet
-    out_BT: jax.Array
-    count_B: jax.Array
-    done_B: jax.Array
+class Slots(NamedTuple):
+    """The carry of `decode`. token_S: the last one, which no layer has seen, at position at_S. last_S: the position
+    with which a sequence has its maximum. key_S2: data of `sampling.key`."""
+    token_S: jax.Array
+    at_S: jax.Array
+    last_S: jax.Array
+    key_S2: jax.Array
+    done_S: jax.Array
     caches: list
+
+
+class Drawn(NamedTuple):
+    """What a call of `decode` drew: steps, and of each slot the tokens, -1 where it was done, with the numbers of
+    `sampling.Draw`."""
+    steps: jax.Array
+    token_SU: jax.Array
+    logprob_SU: jax.Array
+    margin_SU: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """prompt, tokens: ids, the stop token included. stopped: "stop" or "length"."""
+    """prompt, tokens: ids, the stop token included. stopped: "stop" or "length". logprobs, margins: of each token, see
+    `sampling.Draw`."""
     prompt: list[int]
     tokens: list[int]
     stopped: str
+    logprobs: list[float] = dataclasses.field(default_factory=list, compare=False)
+    margins: list[float] = dataclasses.field(default_factory=list, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationLimits:
     """tokens: maximum of new ones. stop_ids: stop tokens. length: maximum of prompt and answer together; 0: none.
-    ended: (row, its tokens) -> number of them in the answer, where a stop string has ended it, else None; called every
-    STRIDE tokens."""
+    ended: (number of the completion, its tokens) -> number of them in the answer, where a stop string has ended it,
+    else None; called every STRIDE tokens."""
     tokens: int
     stop_ids: tuple[int, ...] = ()
     length: int = 0
     ended: Callable[[int, list[int]], int | None] | None = None
 
+    def of(self, prompt: Sequence[int]) -> int:
+        """Maximum of new tokens. The last one is told and never read: it needs no position."""
+        return min(self.tokens, self.length - len(prompt) + 1) if self.length else self.tokens
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Generator:
     """A model with its weights on the mesh that is in context. compiled: (name, jitted, its arguments) -> the compiled
-    function."""
+    function. slots: at most, of all devices."""
     model: Transformer
     ex: Execution
     params: dict
     compiled: Callable = lambda name, jitted, *args: jitted
+    slots: int = SLOTS
+    _kept: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits,
                  how: sampling.Picking = sampling.Picking(), seed: int = 0,
-                 tell: Callable[[int, list[int]], None] | None = None) -> list[Completion]:
-        """The completions of non-empty prompts, in their order. tell: called with a prompt's number and its tokens so
-        far."""
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        found: dict[int, Completion] = {}
-        for at in range(0, len(order), MOST_ROWS):
-            rows = order[at:at + MOST_ROWS]
-            found |= zip(rows, self._together([prompts[i] for i in rows], rows, limits, how, seed, tell), strict=True)
-        return [found[i] for i in range(len(prompts))]
+                 tell: Callable[[int, list[int]], None] | None = None,
+                 samples: Sequence[int] | None = None,
+                 counters: Sequence[tuple[int, int]] | None = None) -> list[Completion]:
+        """The completions of non-empty prompts: all samples of the first, then of the second.
 
-    def _together(self, prompts, numbers, limits: GenerationLimits, how, seed: int, tell) -> list[Completion]:
-        num_shards = self.ex.layout.num_shards(self.ex.layout.batch_axes)
+        samples: of each prompt, default 1. tell: called with a completion's number and its tokens so far. counters: of
+        each prompt, (batch, row) of `sampling.key`, uint32; default: 0 and a checksum of the prompt.
+        """
+        samples = [1] * len(prompts) if samples is None else samples
+        counters = [(0, zlib.crc32(np.asarray(prompt, "<i4").tobytes())) for prompt in prompts
+                    ] if counters is None else counters
+        firsts = [0, *itertools.accumulate(samples)]
+        requests = [_Request(firsts[i] + j, i, list(map(int, prompts[i])), limits.of(prompts[i]), (*counters[i], j))
+                    for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for j in range(samples[i])]
+        found = [Completion(request.prompt, [], "length") for request in sorted(requests, key=lambda one: one.number)]
+        waiting = collections.deque(request for request in requests if request.budget > 0)
+        for request in self._answered(waiting, limits, how, seed, tell):
+            stopped = request.ended or request.tokens[-1] in limits.stop_ids
+            found[request.number] = Completion(request.prompt, request.tokens, "stop" if stopped else "length",
+                                               request.logprobs, request.margins)
+        return found
+
+    def _answered(self, waiting: collections.deque[_Request], limits: GenerationLimits, how, seed: int, tell):
+        """The requests, as they end."""
+        if not waiting:
+            return
+        shards = self.ex.layout.num_shards(self.ex.layout.batch_axes)
         # Two rows at least: XLA makes a slice of a lookup by one id, and to slice a table that is split it gathers all
         # of it.
-        B = max(-(-len(prompts) // num_shards) * num_shards, 2)
-        T = -(-max(map(len, prompts)) // PROMPT_STEP) * PROMPT_STEP
-        prompt_BT, lengths_B = np.zeros((B, T), np.int32), np.ones(B, np.int32)
-        budget_B, names_B = np.zeros(B, np.int32), np.zeros(B, np.uint32)
-        for i, prompt in enumerate(prompts):
-            prompt_BT[i, T - len(prompt):], lengths_B[i] = prompt, len(prompt)
-            # The last token is told and never read: it needs no position.
-            budget_B[i] = min(limits.tokens, limits.length - len(prompt) + 1 if limits.length else limits.tokens)
-            names_B[i] = zlib.crc32(np.asarray(prompt, "<i4").tobytes())
-        room = int(budget_B.max())
-        shared = (lengths_B, budget_B, names_B, np.uint32(seed))
-        programs = _programs(self.model, self.ex, T, room, how, tuple(limits.stop_ids))
-        first = (self.params, prompt_BT, *shared)
-        going = self.compiled("the reading of prompts", programs[0], *first)(*first)
-        ended_B = np.zeros(B, bool)
-        go_on = self.compiled("the making of tokens", programs[1], self.params, going, *shared, np.int32(0), ended_B)
-        stride = STRIDE if tell or limits.ended else room
-        answers: list[list[int]] = [[] for _ in prompts]
-        while True:
-            out_BT, count_B, done_B, count = (
-                np.asarray(x) for x in (going.out_BT, going.count_B, going.done_B, going.count))
-            for i, number in enumerate(numbers):
-                if not ended_B[i]:
-                    answers[i] = out_BT[i, :count_B[i]].tolist()
-                    kept = limits.ended(number, answers[i]) if limits.ended else None
-                    if kept is not None:
-                        answers[i], ended_B[i] = answers[i][:kept], True
-                    if tell:
-                        tell(number, answers[i])
-            if (done_B | ended_B).all():
-                break
-            going = go_on(self.params, going, *shared, np.int32(count + stride), ended_B)
-        stopped = [ended or bool(answer) and answer[-1] in limits.stop_ids for ended, answer in zip(ended_B, answers)]
-        return [Completion(list(map(int, prompt)), answer, "stop" if one else "length")
-                for prompt, answer, one in zip(prompts, answers, stopped, strict=True)]
+        S = max(-(-min(len(waiting), self.slots) // shards) * shards, 2)
+        room = cache.rounded_room(max(max(one.read + one.budget, _padded(one.read)) for one in waiting))
+        programs = _programs(self.model, self.ex, S, room, how, tuple(limits.stop_ids))
+        run = functools.partial(self._run, (S, room, how, limits.stop_ids))
+        slots = run("the room of the cache", programs.empty, self.params)
+        owners: list[_Request | None] = [None] * S
+        stride = np.int32(STRIDE if tell or limits.ended else LONGEST_STRIDE)
+        while waiting or any(owners):
+            while waiting and not all(owners):
+                filling = _deal(waiting, owners, shards)
+                slots = run("the reading of prompts", programs.fill, self.params, slots, *filling, np.uint32(seed))
+            free_S = np.array([owner is None for owner in owners])
+            enough = np.int32(max(S // 4, 1) if waiting else S)
+            slots, drawn = run("the making of tokens", programs.decode, self.params, slots, free_S, stride, enough)
+            steps, token_SU, logprob_SU, margin_SU, done_S = map(np.asarray, (*drawn, slots.done_S))
+            for s, owner in enumerate(owners):
+                if owner is None:
+                    continue
+                count = int((token_SU[s, :steps] >= 0).sum())
+                owner.tokens += token_SU[s, :count].tolist()
+                owner.logprobs += logprob_SU[s, :count].tolist()
+                owner.margins += margin_SU[s, :count].tolist()
+                kept = limits.ended(owner.number, owner.tokens) if limits.ended else None
+                if kept is not None:
+                    owner.ended = True
+                    del owner.tokens[kept:], owner.logprobs[kept:], owner.margins[kept:]
+                if tell:
+                    tell(owner.number, list(owner.tokens))
+                if owner.ended or done_S[s]:
+                    owners[s] = None
+                    yield owner
+
+    def _run(self, settings, name: str, jitted, *args):
+        shapes = tuple(np.shape(x) for x in args[2:])
+        if (settings, name, shapes) not in self._kept:
+            self._kept[settings, name, shapes] = self.compiled(name, jitted, *args)
+        return self._kept[settings, name, shapes](*args)
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """One completion that is asked for. of_prompt: the prompt's number. counters: (batch, row, sample)."""
+    number: int
+    of_prompt: int
+    prompt: list[int]
+    budget: int
+    counters: tuple[int, int, int]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    margins: list[float] = dataclasses.field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def read(self) -> int:
+        """Tokens of the prompt that `fill` reads: all but the last."""
+        return len(self.prompt) - 1
+
+
+class Filling(NamedTuple):
+    """What `fill` puts into slots. prompt_PT: padded on the left, without their last tokens; of `read_P` tokens.
+    source_S: see `cache.lay`. Of each slot: the prompt's length and last token, the maximum of new tokens, and the
+    counters of its key."""
+    prompt_PT: np.ndarray
+    read_P: np.ndarray
+    source_S: np.ndarray
+    length_S: np.ndarray
+    token_S: np.ndarray
+    budget_S: np.ndarray
+    counters_S3: np.ndarray
+
+
+def _padded(length: int) -> int:
+    """A length that few prompts share: at most a quarter longer."""
+    step = max(PROMPT_STEP, 1 << max(length.bit_length() - 3, 0))
+    return max(-(-length // step), 1) * step
+
+
+def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], shards: int) -> Filling:
+    """Takes requests from those that wait, gives them free slots of the shard with most of them, and reads each prompt
+    once. Two numbers of prompts a length: few compiled programs."""
+    S = len(owners)
+    free = [[s for s in range(S) if owners[s] is None and s * shards // S == shard] for shard in range(shards)]
+    T = _padded(waiting[0].read)
+    few, many = -(-2 // shards), max(-(-2 // shards), min(PROMPT_TOKENS // T, S // shards))
+    distinct = len({one.of_prompt for one in itertools.islice(waiting, sum(map(len, free)))})
+    rows = many if distinct > few * shards else few
+    source_S = np.full(S, -1, np.int32)
+    length_S, token_S, budget_S = np.zeros((3, S), np.int32)
+    filling = Filling(np.zeros((rows * shards, T), np.int32), np.zeros(rows * shards, np.int32), source_S, length_S,
+                      token_S, budget_S, np.zeros((S, 3), np.uint32))
+    used: list[dict] = [{} for _ in range(shards)]
+    while waiting and _padded(waiting[0].read) == T:
+        one = waiting[0]
+        able = [shard for shard in range(shards)
+                if free[shard] and (len(used[shard]) < rows or one.of_prompt in used[shard])]
+        if not able:
+            break
+        shard = max(able, key=lambda shard: (one.of_prompt in used[shard], len(free[shard])))
+        s, waiting_for = free[shard].pop(0), used[shard]
+        source = waiting_for.setdefault(one.of_prompt, len(waiting_for))
+        row = shard * rows + source
+        filling.prompt_PT[row, T - one.read:], filling.read_P[row] = one.prompt[:-1], one.read
+        source_S[s], length_S[s], token_S[s], budget_S[s] = source, len(one.prompt), one.prompt[-1], one.budget
+        filling.counters_S3[s], owners[s] = one.counters, waiting.popleft()
+    return filling
+
+
+class _Programs(NamedTuple):
+    """empty(params) -> slots that are done. fill(params, slots, *filling, seed) -> slots. decode(params, slots, free_S,
+    until, enough) -> (slots, drawn): of `until` tokens, or until `enough` slots are done. slots are donated. What the
+    host reads lies whole on every device."""
+    empty: Callable
+    fill: Callable
+    decode: Callable
 
 
 @functools.lru_cache(maxsize=16)
-def _programs(model: Transformer, ex: Execution, T: int, room: int, how: sampling.Picking, stop_ids: tuple[int, ...]):
-    """(start, go_on), jitted, for prompts of T tokens and `room` more.
+def _programs(model: Transformer, ex: Execution, S: int, room: int, how: sampling.Picking,
+              stop_ids: tuple[int, ...]) -> _Programs:
+    whole = lambda x: jax.lax.with_sharding_constraint(x, P())
 
-    start(params, prompt_BT, lengths_B, budget_B, names_B, seed) -> Going. go_on(params, going, lengths_B, budget_B,
-    names_B, seed, until, ended_B) -> going, of `until` tokens or of those at which every row is done; `going` is
-    donated. What the host reads lies whole on every device.
-    """
-    def whole(going: Going) -> Going:
-        told = {name: jax.lax.with_sharding_constraint(x, P())
-                for name, x in going._asdict().items() if name != "caches"}
-        return going._replace(**told)
+    def pinned(slots: Slots) -> Slots:
+        return Slots(*map(whole, slots[:-1]), cache.placed(ex.layout, slots.caches))
 
-    def picked(going: Going, logits_BV, budget_B, names_B, seed) -> Going:
-        """Adds one token to each row that is not done."""
-        key = jax.random.fold_in(jax.random.key(seed), going.count)
-        token_B = sampling.pick(how, logits_BV, jax.vmap(lambda name: jax.random.fold_in(key, name))(names_B))
-        out_BT = jax.lax.dynamic_update_slice_in_dim(
-            going.out_BT, jnp.where(going.done_B, 0, token_B)[:, None], going.count, 1)
-        count_B = going.count_B + ~going.done_B
-        stopped_B = (token_B[:, None] == jnp.asarray(stop_ids or (-1,), jnp.int32)).any(-1)
-        done_B = going.done_B | (count_B >= budget_B) | stopped_B
-        return going._replace(count=going.count + 1, token_B=token_B, out_BT=out_BT, count_B=count_B, done_B=done_B)
+    def empty(p):
+        zeros_S = jnp.zeros(S, jnp.int32)
+        caches = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache.empty(model, ex, p, S, room))
+        return pinned(Slots(zeros_S, zeros_S, zeros_S, jnp.zeros((S, 2), jnp.uint32), jnp.ones(S, bool), caches))
 
-    def start(p, prompt_BT, lengths_B, budget_B, names_B, seed):
-        B = prompt_BT.shape[0]
-        index_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-        pad_B1 = (T - lengths_B)[:, None]
-        batch = {"tokens": prompt_BT, "segments": (index_BT >= pad_B1).astype(jnp.int32), "index": index_BT,
-                 "positions": jnp.maximum(index_BT - pad_B1, 0), "sequence": jnp.zeros(B, jnp.int32)}
-        x_BTD, caches = cache.prefill(model, ex, p, batch, room)
-        zeros_B = jnp.zeros(B, jnp.int32)
-        going = Going(jnp.int32(0), zeros_B, jnp.zeros((B, room), jnp.int32), zeros_B, budget_B <= 0, caches)
-        return whole(picked(going, model.head_logits(ex, p, x_BTD[:, T - 1:])[:, 0], budget_B, names_B, seed))
+    def fill(p, slots: Slots, prompt_PT, read_P, source_S, length_S, token_S, budget_S, counters_S3, seed):
+        B, T = prompt_PT.shape
+        index_PT = jnp.broadcast_to(jnp.arange(T), (B, T))
+        pad_P1 = T - read_P[:, None]
+        batch = {"tokens": prompt_PT, "segments": (index_PT >= pad_P1).astype(jnp.int32), "index": index_PT,
+                 "positions": jnp.maximum(index_PT - pad_P1, 0), "sequence": jnp.zeros(B, jnp.int32)}
+        prompts = cache.read(model, ex, p, batch)
+        caches = cache.lay(ex.layout, slots.caches, prompts, source_S, jnp.maximum(length_S - 1, 0))
+        keys_S2 = jax.vmap(lambda ids: jax.random.key_data(sampling.key(seed, *ids)))(counters_S3)
+        new_S = source_S >= 0
+        chosen = lambda new, old: jnp.where(new_S.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+        return pinned(Slots(chosen(token_S, slots.token_S), chosen(length_S - 1, slots.at_S),
+                            chosen(length_S - 1 + budget_S, slots.last_S), chosen(keys_S2, slots.key_S2),
+                            slots.done_S & ~new_S, caches))
 
-    def go_on(p, going: Going, lengths_B, budget_B, names_B, seed, until, ended_B):
-        def one_more(going: Going) -> Going:
-            token_B1 = going.token_B[:, None]
-            before = going.count - 1      # of the row's own tokens, those that the layers have seen
-            # A row that is done goes on as padding: no expert works for it.
-            segments_B1 = (~going.done_B)[:, None].astype(jnp.int32)
-            batch = {"tokens": token_B1, "positions": lengths_B[:, None] + before, "segments": segments_B1,
-                     "index": jnp.zeros_like(token_B1), "sequence": jnp.zeros_like(going.token_B)}
-            x_BTD, caches = cache.extend(model, ex, p, batch, going.caches, T + before, T - lengths_B)
-            return picked(going._replace(caches=caches), model.head_logits(ex, p, x_BTD)[:, 0], budget_B, names_B, seed)
-        unfinished = lambda going: (going.count < until) & ~going.done_B.all()
-        return whole(jax.lax.while_loop(unfinished, one_more, going._replace(done_B=going.done_B | ended_B)))
+    def decode(p, slots: Slots, free_S, until, enough):
+        def unfinished(carry):
+            slots, drawn = carry
+            return (drawn.steps < until) & (slots.done_S.sum() < enough)
 
-    return jax.jit(start), jax.jit(go_on, donate_argnums=1)
+        def one_more(carry):
+            slots, drawn = carry
+            live_S, token_S1 = ~slots.done_S, slots.token_S[:, None]
+            # A slot that is done goes on as padding: no expert works for it.
+            batch = {"tokens": token_S1, "positions": slots.at_S[:, None], "segments": live_S[:, None].astype(jnp.int32),
+                     "index": jnp.zeros_like(token_S1), "sequence": jnp.zeros_like(slots.token_S)}
+            x_STD, caches = cache.extend(model, ex, p, batch, slots.caches, slots.at_S, live_S)
+            keys_S = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key_S2), slots.at_S + 1)
+            new = sampling.pick(how, model.head_logits(ex, p, x_STD)[:, 0], keys_S)
+            put = lambda out_SU, new_S, none: jax.lax.dynamic_update_slice_in_dim(
+                out_SU, jnp.where(live_S, new_S, none)[:, None], drawn.steps, 1)
+            drawn = Drawn(drawn.steps + 1, put(drawn.token_SU, new.token_B, -1),
+                          put(drawn.logprob_SU, new.logprob_B, 0), put(drawn.margin_SU, new.margin_B, 0))
+            at_S = slots.at_S + live_S
+            stopped_S = (new.token_B[:, None] == jnp.asarray(stop_ids or (-1,), jnp.int32)).any(-1)
+            done_S = slots.done_S | stopped_S | (at_S >= slots.last_S)
+            token_S = jnp.where(live_S, new.token_B, slots.token_S)
+            return pinned(slots._replace(token_S=token_S, at_S=at_S, done_S=done_S, caches=caches)), drawn
+        none_SU = jnp.zeros((S, LONGEST_STRIDE))
+        drawn = Drawn(jnp.int32(0), none_SU.astype(jnp.int32) - 1, none_SU, none_SU)
+        slots, drawn = jax.lax.while_loop(
+            unfinished, one_more, (slots._replace(done_S=slots.done_S | free_S), drawn))
+        return pinned(slots), Drawn(*map(whole, drawn))
+
+    return _Programs(jax.jit(empty), jax.jit(fill, donate_argnums=1), jax.jit(decode, donate_argnums=1))

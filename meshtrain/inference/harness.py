@@ -7,6 +7,7 @@ Source: github.com/EleutherAI/lm-evaluation-harness, lm_eval.api.model.TemplateL
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -119,8 +120,15 @@ class HarnessModel(TemplateLM):
         # Cut on the left, as the harness does.
         prompts = [(self.tok_encode(context) or [self.prefix])[-max(self.length - new, 1):] for context in contexts]
         ended = (lambda _, tokens: words.ended(tokens)) if words.stops else None
-        answers = self.generator.complete(prompts, GenerationLimits(new, self.stop_ids, ended=ended), how, self.seed)
-        return [words.text(answer.tokens) for answer in answers]
+        # A prompt that is asked several times is read once, and each time draws another answer.
+        numbers: dict[tuple[int, ...], list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            numbers.setdefault(tuple(prompt), []).append(number)
+        answers = self.generator.complete(list(numbers), GenerationLimits(new, self.stop_ids, ended=ended), how,
+                                          self.seed, samples=list(map(len, numbers.values())))
+        texts = dict(zip(itertools.chain(*numbers.values()), (words.text(answer.tokens) for answer in answers),
+                         strict=True))
+        return [texts[number] for number in range(len(prompts))]
 
 
 def results(model: HarnessModel, tasks: Sequence[str], num_fewshot: int | None, limit: int | None) -> dict[str, dict]:

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +19,36 @@ class Picking:
     min_p: float = 0.0
 
 
-def pick(how: Picking, logits_BV, keys_B):
-    """int32 [B] tokens. keys_B: a key for each row, of this token alone."""
-    if how.temperature == 0:
-        return jnp.argmax(logits_BV, -1).astype(jnp.int32)
-    return jax.vmap(jax.random.categorical)(keys_B, allowed(how, logits_BV)).astype(jnp.int32)
+class Draw(NamedTuple):
+    """Of each row: the token; its log-probability in nats, float32, among those that are drawn from (greedy: of the
+    logits as they are); by how much it is ahead of the second best, noise included: a draw can differ only where logits
+    differ by half of it."""
+    token_B: jax.Array
+    logprob_B: jax.Array
+    margin_B: jax.Array
+
+
+def key(seed, batch, row, sample):
+    """The key of one sample: a function of these four counters, uint32, to which each draw adds its position."""
+    found = jax.random.key(seed)
+    for counter in (batch, row, sample):
+        found = jax.random.fold_in(found, counter)
+    return found
+
+
+def pick(how: Picking, logits_BV, keys_B) -> Draw:
+    """keys_B: a key for each row, of this token alone. The largest of logits and Gumbel noise is a draw from their
+    softmax; float32 noise is finite, so tokens of a probability below 1e-7 come at another rate."""
+    z_BV = (allowed(how, logits_BV) if how.temperature else logits_BV).astype(jnp.float32)
+    noisy_BV = z_BV
+    if how.temperature:
+        noisy_BV += jax.vmap(lambda key: jax.random.gumbel(key, z_BV.shape[-1:]))(keys_B)
+    token_B = jnp.argmax(noisy_BV, -1).astype(jnp.int32)
+    # By comparison with the token, not top_k or a gather: the vocabulary may be split.
+    is_it_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1) == token_B[:, None]
+    second_B = jnp.where(is_it_BV, -jnp.inf, noisy_BV).max(-1)
+    logprob_B = jnp.where(is_it_BV, z_BV, 0).sum(-1) - jax.nn.logsumexp(z_BV, -1)
+    return Draw(token_B, logprob_B, noisy_BV.max(-1) - second_B)
 
 
 def allowed(how: Picking, logits_BV):
