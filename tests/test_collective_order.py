@@ -89,7 +89,7 @@ def test_so_have_the_evaluation_and_the_sample(rule, mesh, by_gloo):
         compiled = lambda name, jitted, *args: names.append(name) or order_checked(
             generator.compiled(name, jitted, *args), devices)
         dataclasses.replace(generator, compiled=compiled).complete([[5]], GenerationLimits(3))
-    assert len(names) == 2
+    assert len(names) == 3
 
 
 def test_without_the_order_the_head_meets_the_layers():

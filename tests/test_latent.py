@@ -176,33 +176,43 @@ def test_steps_with_latents_or_sinks_equal_one_device(model, rule, mesh, more):
 
 @pytest.mark.parametrize("keys", [WHOLE, SINKS])
 def test_tokens_from_a_cache_are_those_without(keys):
-    """One row has three positions of padding before it; the last layer's output at every further token."""
+    """Prompts of four and of seven tokens in slots 2 and 0 of three; the last layer's output at every further token."""
     model = transformer.build(config.Model(**keys))
     draw = np.random.default_rng(0).standard_normal
     p = jax.tree.map(lambda w: w + 0.2 * draw(w.shape).astype(w.dtype), model.init(jax.random.key(0)))
     ex = layers.Execution(laid_out({})[1], jnp.dtype("float32"), attention.RunAttention(
         lambda H, V, scores: blockwise.engine(5, scores)))
-    known, length, pad_B = 7, 12, np.asarray([3, 0])
+    known_B, length, room = np.asarray([4, 7]), 12, cache.rounded_room(12)
+    tokens_BT = np.random.default_rng(1).integers(0, 259, (2, length))
     at = np.tile(np.arange(length), (2, 1))
-    batch = dict(tokens=np.random.default_rng(1).integers(0, 259, (2, length)), index=at, sequence=np.zeros(2, int),
-                 segments=(at >= pad_B[:, None]).astype(int), positions=np.maximum(at - pad_B[:, None], 0))
-    part = lambda start, stop: {name: jnp.asarray(x[:, start:stop] if x.ndim > 1 else x) for name, x in batch.items()}
+
+    def batch_of(tokens, positions, segments):
+        return dict(tokens=tokens, positions=positions, segments=segments, index=np.zeros_like(tokens),
+                    sequence=np.zeros(len(tokens), int))
 
     @jax.jit
     def by_cache(p):
-        _, caches = cache.prefill(model, ex, p, part(0, known), length - known)
+        prompts = np.stack([np.pad(tokens[:known], (7 - known, 0)) for tokens, known in zip(tokens_BT, known_B)])
+        place = at[:, :7] - (7 - known_B)[:, None]
+        read = cache.read(model, ex, p, batch_of(prompts, np.maximum(place, 0), (place >= 0).astype(int)))
+        caches = jax.tree.map(lambda x: jnp.full(x.shape, 7.0, x.dtype), cache.empty(model, ex, p, 3, room))
+        slots = np.asarray([1, 0, 0])
+        caches = cache.lay(ex.layout, caches, read, jnp.asarray([1, -1, 0]), jnp.asarray(known_B[slots]))
         outputs = []
-        for i in range(known, length):
-            x, caches = cache.extend(model, ex, p, part(i, i + 1), caches, i, jnp.asarray(pad_B))
+        for i in range(5):
+            at_S = known_B[slots] + i
+            batch = batch_of(tokens_BT[slots, at_S][:, None], at_S[:, None], np.ones((3, 1), int))
+            x, caches = cache.extend(model, ex, p, batch, caches, jnp.asarray(at_S), jnp.asarray([True, False, True]))
             outputs.append(x)
         return jnp.concatenate(outputs, 1), caches
 
-    whole, _ = jax.jit(lambda p: cache.prefill(model, ex, p, part(0, length), 0))(p)
+    whole, _ = jax.jit(lambda p: model.through_layers(ex, p, batch_of(tokens_BT, at, np.ones_like(at))))(p)
     got, caches = by_cache(p)
-    # float32: latents are multiplied in another order
-    np.testing.assert_allclose(got, whole[:, known:], rtol=1e-4, atol=1e-4)
+    for slot, row in ((0, 1), (2, 0)):
+        # float32: latents are multiplied in another order
+        np.testing.assert_allclose(got[slot], whole[row, known_B[row]:known_B[row] + 5], rtol=1e-4, atol=1e-4)
     if "latent" in keys:
-        assert [x.shape for layer in caches[0] for x in layer] == [(4, 2, length, 12), (4, 2, length, 4)]
+        assert [x.shape for layer in caches[0] for x in layer] == [(4, 3, room, 12), (4, 3, room, 4)]
 
 
 def test_devices_send_latents_and_no_heads():

@@ -28,10 +28,10 @@ SLOTS = 32              # sequences that are continued together
 STRIDE = 16             # tokens between two looks of the host, where it wants to see them as they come
 LONGEST_STRIDE = 64     # where it does not
 PROMPT_STEP = 32        # of the lengths that prompts are padded to
-PROMPT_TOKENS = 8192    # that a device with rows of its own reads together, but for one longer prompt
+PROMPTS = 4             # that a shard of the batch reads together: always as many, so that bits depend on no neighbour
 
 
-class Slots(NamedTuple):
+class SlotStates(NamedTuple):
     """The carry of `decode`. token_S: the last one, which no layer has seen, at position at_S. last_S: the position
     with which a sequence has its maximum. key_S2: data of `sampling.key`."""
     token_S: jax.Array
@@ -129,7 +129,7 @@ class Generator:
         while waiting or any(owners):
             while waiting and not all(owners):
                 filling = _deal(waiting, owners, shards)
-                slots = run("the reading of prompts", programs.fill, self.params, slots, *filling, np.uint32(seed))
+                slots = run("the reading of prompts", programs.fill, self.params, slots, filling, np.uint32(seed))
             free_S = np.array([owner is None for owner in owners])
             enough = np.int32(max(S // 4, 1) if waiting else S)
             slots, drawn = run("the making of tokens", programs.decode, self.params, slots, free_S, stride, enough)
@@ -152,7 +152,7 @@ class Generator:
                     yield owner
 
     def _run(self, settings, name: str, jitted, *args):
-        shapes = tuple(np.shape(x) for x in args[2:])
+        shapes = tuple(np.shape(x) for x in jax.tree.leaves(args[2:]))
         if (settings, name, shapes) not in self._kept:
             self._kept[settings, name, shapes] = self.compiled(name, jitted, *args)
         return self._kept[settings, name, shapes](*args)
@@ -198,13 +198,11 @@ def _padded(length: int) -> int:
 
 def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], shards: int) -> Filling:
     """Takes requests from those that wait, gives them free slots of the shard with most of them, and reads each prompt
-    once. Two numbers of prompts a length: few compiled programs."""
+    once. One shape for each padded length: few compiled programs."""
     S = len(owners)
     free = [[s for s in range(S) if owners[s] is None and s * shards // S == shard] for shard in range(shards)]
     T = _padded(waiting[0].read)
-    few, many = -(-2 // shards), max(-(-2 // shards), min(PROMPT_TOKENS // T, S // shards))
-    distinct = len({one.of_prompt for one in itertools.islice(waiting, sum(map(len, free)))})
-    rows = many if distinct > few * shards else few
+    rows = min(PROMPTS, S // shards)
     source_S = np.full(S, -1, np.int32)
     length_S, token_S, budget_S = np.zeros((3, S), np.int32)
     filling = Filling(np.zeros((rows * shards, T), np.int32), np.zeros(rows * shards, np.int32), source_S, length_S,
@@ -227,7 +225,7 @@ def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], s
 
 
 class _Programs(NamedTuple):
-    """empty(params) -> slots that are done. fill(params, slots, *filling, seed) -> slots. decode(params, slots, free_S,
+    """empty(params) -> slots that are done. fill(params, slots, filling, seed) -> slots. decode(params, slots, free_S,
     until, enough) -> (slots, drawn): of `until` tokens, or until `enough` slots are done. slots are donated. What the
     host reads lies whole on every device."""
     empty: Callable
@@ -240,30 +238,30 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
               stop_ids: tuple[int, ...]) -> _Programs:
     whole = lambda x: jax.lax.with_sharding_constraint(x, P())
 
-    def pinned(slots: Slots) -> Slots:
-        return Slots(*map(whole, slots[:-1]), cache.placed(ex.layout, slots.caches))
+    def pinned(slots: SlotStates) -> SlotStates:
+        return SlotStates(*map(whole, slots[:-1]), cache.placed(ex.layout, slots.caches))
 
     def empty(p):
         zeros_S = jnp.zeros(S, jnp.int32)
         caches = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache.empty(model, ex, p, S, room))
-        return pinned(Slots(zeros_S, zeros_S, zeros_S, jnp.zeros((S, 2), jnp.uint32), jnp.ones(S, bool), caches))
+        return pinned(SlotStates(zeros_S, zeros_S, zeros_S, jnp.zeros((S, 2), jnp.uint32), jnp.ones(S, bool), caches))
 
-    def fill(p, slots: Slots, prompt_PT, read_P, source_S, length_S, token_S, budget_S, counters_S3, seed):
-        B, T = prompt_PT.shape
+    def fill(p, slots: SlotStates, new: Filling, seed):
+        B, T = new.prompt_PT.shape
         index_PT = jnp.broadcast_to(jnp.arange(T), (B, T))
-        pad_P1 = T - read_P[:, None]
-        batch = {"tokens": prompt_PT, "segments": (index_PT >= pad_P1).astype(jnp.int32), "index": index_PT,
+        pad_P1 = T - new.read_P[:, None]
+        batch = {"tokens": new.prompt_PT, "segments": (index_PT >= pad_P1).astype(jnp.int32), "index": index_PT,
                  "positions": jnp.maximum(index_PT - pad_P1, 0), "sequence": jnp.zeros(B, jnp.int32)}
         prompts = cache.read(model, ex, p, batch)
-        caches = cache.lay(ex.layout, slots.caches, prompts, source_S, jnp.maximum(length_S - 1, 0))
-        keys_S2 = jax.vmap(lambda ids: jax.random.key_data(sampling.key(seed, *ids)))(counters_S3)
-        new_S = source_S >= 0
-        chosen = lambda new, old: jnp.where(new_S.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-        return pinned(Slots(chosen(token_S, slots.token_S), chosen(length_S - 1, slots.at_S),
-                            chosen(length_S - 1 + budget_S, slots.last_S), chosen(keys_S2, slots.key_S2),
-                            slots.done_S & ~new_S, caches))
+        caches = cache.lay(ex.layout, slots.caches, prompts, new.source_S, jnp.maximum(new.length_S - 1, 0))
+        keys_S2 = jax.vmap(lambda ids: jax.random.key_data(sampling.key(seed, *ids)))(new.counters_S3)
+        new_S = new.source_S >= 0
+        begun = SlotStates(new.token_S, new.length_S - 1, new.length_S - 1 + new.budget_S, keys_S2, ~new_S, [])
+        chosen = [jnp.where(new_S.reshape(-1, *[1] * (old.ndim - 1)), now, old)
+                  for now, old in zip(begun[:-1], slots[:-1], strict=True)]
+        return pinned(SlotStates(*chosen, caches))
 
-    def decode(p, slots: Slots, free_S, until, enough):
+    def decode(p, slots: SlotStates, free_S, until, enough):
         def unfinished(carry):
             slots, drawn = carry
             return (drawn.steps < until) & (slots.done_S.sum() < enough)
@@ -272,8 +270,8 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
             slots, drawn = carry
             live_S, token_S1 = ~slots.done_S, slots.token_S[:, None]
             # A slot that is done goes on as padding: no expert works for it.
-            batch = {"tokens": token_S1, "positions": slots.at_S[:, None], "segments": live_S[:, None].astype(jnp.int32),
-                     "index": jnp.zeros_like(token_S1), "sequence": jnp.zeros_like(slots.token_S)}
+            batch = {"tokens": token_S1, "positions": slots.at_S[:, None], "sequence": jnp.zeros_like(slots.token_S),
+                     "segments": live_S[:, None].astype(jnp.int32), "index": jnp.zeros_like(token_S1)}
             x_STD, caches = cache.extend(model, ex, p, batch, slots.caches, slots.at_S, live_S)
             keys_S = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key_S2), slots.at_S + 1)
             new = sampling.pick(how, model.head_logits(ex, p, x_STD)[:, 0], keys_S)

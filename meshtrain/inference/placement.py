@@ -26,10 +26,13 @@ def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
     faults = [f"mesh.{axis}={sizes[axis]} has no use here: a model answers without stages, and its sequences stay "
               f"whole; leave it out, and use mesh.tensor or mesh.fsdp"
               for axis in ("stage", "context") if sizes[axis] > 1]
-    layout = _layout(model, sizes, ("data",), ("fsdp",), SPLIT)
-    if wrong := _undivided(model, layout, SPLIT):
+    laid_out = lambda sizes, split=SPLIT: _layout(model, sizes, ("data",), ("fsdp",), split)
+    layout, others = laid_out(sizes), [logical for logical in SPLIT if logical != "kv_heads"]
+    if _undivided(model, layout, ("kv_heads",)):        # few beside the query heads: whole on every device
+        layout = laid_out(sizes, others)
+    if wrong := _undivided(model, layout, others):
         fitting = [n for n in range(1, sizes["tensor"] + 1)
-                   if not _undivided(model, _layout(model, {**sizes, "tensor": n}, ("data",), ("fsdp",), SPLIT), SPLIT)]
+                   if not _undivided(model, laid_out({**sizes, "tensor": n}, others), others)]
         faults.append(f"mesh.tensor={sizes['tensor']} does not divide this model's {' or '.join(wrong)}; use "
                       f"mesh.tensor={fitting[-1]}, and mesh.data or mesh.fsdp for other devices")
     if wrong := _undivided(model, layout, ("embed",)):

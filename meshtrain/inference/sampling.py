@@ -38,11 +38,12 @@ def key(seed, batch, row, sample):
 
 def pick(how: Picking, logits_BV, keys_B) -> Draw:
     """keys_B: a key for each row, of this token alone. The largest of logits and Gumbel noise is a draw from their
-    softmax; float32 noise is finite, so tokens of a probability below 1e-7 come at another rate."""
+    softmax."""
     z_BV = (allowed(how, logits_BV) if how.temperature else logits_BV).astype(jnp.float32)
     noisy_BV = z_BV
     if how.temperature:
-        noisy_BV += jax.vmap(lambda key: jax.random.gumbel(key, z_BV.shape[-1:]))(keys_B)
+        # Not the default mode: of noise above 9, two programs round the logarithm of a number near 1 by 1e-4 apart.
+        noisy_BV += jax.vmap(lambda key: jax.random.gumbel(key, z_BV.shape[-1:], mode="high"))(keys_B)
     token_B = jnp.argmax(noisy_BV, -1).astype(jnp.int32)
     # By comparison with the token, not top_k or a gather: the vocabulary may be split.
     is_it_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1) == token_B[:, None]
