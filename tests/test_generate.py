@@ -202,6 +202,17 @@ def test_a_folder_is_asked_with_ids_and_only_json_is_said():
                      for prompt, tokens, end in zip(prompts, greedy, ends)]
 
 
+def test_several_answers_to_each_prompt_follow_one_another():
+    asked = (GOLDENS / "qwen3", "--prompt-ids", ids([5, 6, 7], [8]), "--max-tokens=6", "--temperature=1", "--json",
+             "--mesh.tensor=1")
+    found = json.loads(call(generate.main, *asked, "--samples=3").out)["completions"]
+    assert [one["prompt_ids"] for one in found] == [[5, 6, 7]] * 3 + [[8]] * 3
+    assert len({tuple(one["token_ids"]) for one in found}) == 6
+    assert json.loads(call(generate.main, *asked).out)["completions"] == found[::3]
+    asked = asked[:3] + ("--max-tokens=2", "--top-k=5", "--samples=2", "--mesh.tensor=1")
+    assert len(call(generate.main, *asked).out.splitlines()) == 4
+
+
 @pytest.fixture(scope="module")
 def run_dir(home, tiny):
     """A run of two stages of three layers."""
