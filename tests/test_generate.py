@@ -29,7 +29,7 @@ FAST = ("gpt2", "gemma3")
 NEW = 24
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2)       # the programs of all of them are more memory maps than a process may have
 def generator(name: str, **sizes):
     """(mesh, generator) of a golden, in float32."""
     words = [f"--mesh.{axis}={size}" for axis, size in sizes.items()]

@@ -203,3 +203,23 @@ def test_prompts_of_one_token_and_budgets_of_none():
         answers = made.complete([[7], list(range(6, 26)), [8, 9]], GenerationLimits(3, length=20))
     assert [len(one.tokens) for one in answers] == [3, 1, 3]
     assert [len(one.logprobs) for one in answers] == [3, 1, 3]
+
+
+@pytest.mark.parametrize("model", [MODEL, MODEL | dict(mixers="GF", linear=dict(key_heads=3, value_heads=6, key_dim=8,
+                                                                                value_dim=4, conv_width=3))])
+def test_tensor_need_not_divide_the_key_heads(model):
+    """Nor the key heads of a recurrent mixer, whose value heads must lie with them: passes over whole sequences, too."""
+    run, logits = config.Run(model=model), []
+    built = transformer.build(run.model)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 30))
+    index = np.broadcast_to(np.arange(30), tokens.shape)
+    batch = dict(tokens=tokens, segments=np.ones_like(tokens), index=index, positions=index, sequence=np.arange(2))
+    for sizes in ({}, dict(tensor=2)):
+        spec = MeshSpec(sizes)
+        mesh, layout = spec.build(jax.devices()[:max([*sizes.values(), 1])]), placement.command(built, spec.sizes)
+        with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+            ex = trained.execution(run, built, layout, mesh)
+            params = jax.jit(built.init)(jax.random.key(0))
+            x_BTD, _ = jax.jit(lambda p: built.through_layers(ex, p, jax.tree.map(jnp.asarray, batch)))(params)
+            logits.append(np.asarray(x_BTD))
+    np.testing.assert_allclose(*logits, atol=1e-4)

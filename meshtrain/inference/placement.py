@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from meshtrain import pattern
 from meshtrain.model.layers import kv_heads
 from meshtrain.model import transformer
 from meshtrain.model.transformer import Transformer
@@ -26,13 +27,16 @@ def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
     faults = [f"mesh.{axis}={sizes[axis]} has no use here: a model answers without stages, and its sequences stay "
               f"whole; leave it out, and use mesh.tensor or mesh.fsdp"
               for axis in ("stage", "context") if sizes[axis] > 1]
-    laid_out = lambda sizes, split=SPLIT: _layout(model, sizes, ("data",), ("fsdp",), split)
-    layout, others = laid_out(sizes), [logical for logical in SPLIT if logical != "kv_heads"]
-    if _undivided(model, layout, ("kv_heads",)):        # few beside the query heads: whole on every device
-        layout = laid_out(sizes, others)
-    if wrong := _undivided(model, layout, others):
+    laid_out = lambda sizes, split: _layout(model, sizes, ("data",), ("fsdp",), split)
+    layout, split = laid_out(sizes, SPLIT), SPLIT
+    if _undivided(model, layout, ("kv_heads",)):
+        # Whole on every device, as few as they are. A recurrent mixer's value heads lie with their key heads.
+        recurrent = any(kind.mixer in pattern.RECURRENT for kind in pattern.kinds(model.cfg))
+        split = tuple(logical for logical in SPLIT if logical != "kv_heads" and not (recurrent and logical == "heads"))
+        layout = laid_out(sizes, split)
+    if wrong := _undivided(model, layout, split):
         fitting = [n for n in range(1, sizes["tensor"] + 1)
-                   if not _undivided(model, laid_out({**sizes, "tensor": n}, others), others)]
+                   if not _undivided(model, laid_out({**sizes, "tensor": n}, split), split)]
         faults.append(f"mesh.tensor={sizes['tensor']} does not divide this model's {' or '.join(wrong)}; use "
                       f"mesh.tensor={fitting[-1]}, and mesh.data or mesh.fsdp for other devices")
     if wrong := _undivided(model, layout, ("embed",)):
