@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from meshtrain import hardware, known_bad
-from meshtrain.cluster import agree, find, gpus, meet, watch
+from meshtrain.cluster import agree, find, gpus, meet, numa, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.names import AXES
 from meshtrain.run import say
@@ -87,6 +87,9 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
             if not cluster or cluster.index == 0:
                 say.err(f"warning: {line}")
         prepare_gpus(os.environ)
+        # before the devices start: the threads and pinned memory of a driver are then there as well
+        if cluster and (line := numa.bind(cluster.local_devices, os.environ)) and cluster.index == 0:
+            say.out(line)
     else:
         # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
