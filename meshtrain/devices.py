@@ -149,7 +149,8 @@ def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
         return
     ours = {DEVICE_COUNT_FLAG, *(one.name for one in (*ON_GPUS, *SIMULATED))}
     given = sorted(set(re.findall(r"(?:^|\s)(--\w+)", text)) - ours)
-    libraries = [library for library in xla_flags.xla_libraries() if gpus_expected() or library.name == xla_flags.JAXLIB]
+    libraries = [library for library in xla_flags.xla_libraries()
+                 if gpus_expected() or library.name == xla_flags.JAXLIB]
     unknown = sorted(set(given) - xla_flags.known_flags(given, libraries)) if libraries else []
     if unknown:
         here = f"the XLA of jaxlib {importlib.metadata.version('jaxlib')}"
