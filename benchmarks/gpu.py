@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 
-from benchmarks import gpu_attention, gpu_speed, gpu_steps, machine, words
+from benchmarks import gpu_attention, gpu_flags, gpu_speed, gpu_steps, machine, words
 from benchmarks.gpu_record import FAILED, GROUPS, RIGHT, WRONG, Item, Record, code_digest
 from meshtrain import devices as local_devices
 from meshtrain import hardware
@@ -49,7 +49,7 @@ def by_worth(devices, cpu, out: Path) -> list[Item]:
     first, rest = len(attention) // 3 + 1, 3            # one head_dim; the rule files that most runs take
     return [*attention[:first], *bf16[:rest], *measured[:2], *attention[first:], *float32[:rest],
             *bf16[rest:], *measured[2:],
-            *float32[rest:]]
+            *float32[rest:], *gpu_flags.items(devices)]
 
 
 def identity(devices) -> tuple[str, dict]:

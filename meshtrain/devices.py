@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
-import mmap
 import os
 import re
 import socket
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import jax
 
+from meshtrain import flags as xla_flags
 from meshtrain import hardware, known_bad
-from meshtrain.cluster import agree, find, gpus, meet, watch
+from meshtrain.cluster import agree, find, gpus, meet, numa, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.names import AXES
 from meshtrain.run import say
@@ -34,9 +34,7 @@ class Setting:
     why: str
 
 
-JAXLIB = "libjax_common.so"
-
-# What the compiled programs are given is elsewhere: training.step has those options.
+# What the compiled programs are given is elsewhere: `flags` has those options.
 ON_GPUS = (
     Setting(hardware.MEMORY_VARIABLES[0], str(hardware.MEMORY_SHARE),
             "the share of a GPU's memory that a run takes; jax alone takes 0.75"),
@@ -87,6 +85,9 @@ def start(run: Run, cluster: find.Cluster | None = None) -> Sequence[jax.Device]
             if not cluster or cluster.index == 0:
                 say.err(f"warning: {line}")
         prepare_gpus(os.environ)
+        # before the devices start: the threads and pinned memory of a driver are then there as well
+        if cluster and (line := numa.bind(cluster.local_devices, os.environ)) and cluster.index == 0:
+            say.out(line)
     else:
         # Without this an installed CUDA plugin tries to start, fails with a page of warnings, and ends on the CPU.
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
@@ -137,7 +138,7 @@ def prepare_gpus(environ: MutableMapping[str, str]) -> None:
     """
     with user_errors():
         hardware.memory_share(environ)
-    known = known_flags([one.name for one in ON_GPUS if one.name.startswith("--")])
+    known = xla_flags.known_flags([one.name for one in ON_GPUS if one.name.startswith("--")])
     _set(environ, [one for one in ON_GPUS if one.name in known or not one.name.startswith("--")])
 
 
@@ -148,34 +149,13 @@ def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
         return
     ours = {DEVICE_COUNT_FLAG, *(one.name for one in (*ON_GPUS, *SIMULATED))}
     given = sorted(set(re.findall(r"(?:^|\s)(--\w+)", text)) - ours)
-    libraries = [library for library in _xla_libraries() if gpus_expected() or library.name == JAXLIB]
-    unknown = sorted(set(given) - known_flags(given, libraries)) if libraries else []
+    libraries = [library for library in xla_flags.xla_libraries()
+                 if gpus_expected() or library.name == xla_flags.JAXLIB]
+    unknown = sorted(set(given) - xla_flags.known_flags(given, libraries)) if libraries else []
     if unknown:
         here = f"the XLA of jaxlib {importlib.metadata.version('jaxlib')}"
         raise ConfigError(f"XLA_FLAGS has {', '.join(unknown)}, which {here} does not know, and it aborts at that; "
                           f"take it out, or install the jaxlib that it is of")
-
-
-def known_flags(names: Sequence[str], libraries: Sequence[Path] | None = None) -> set[str]:
-    """Those of these flags that each XLA library here knows (jaxlib and the GPU plugin, which both read XLA_FLAGS).
-
-    XLA reads its flags once and cannot be asked, so the libraries' bytes are searched for the names, in 0.3 s.
-    """
-    libraries = _xla_libraries() if libraries is None else libraries
-    known = set(names) if libraries else set()
-    for library in libraries:
-        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
-            known = {name for name in known if code.find(name.removeprefix("--").encode() + b"\0") >= 0}
-    return known
-
-
-def _xla_libraries() -> list[Path]:
-    found = []
-    for package, pattern in (("jaxlib", JAXLIB), ("jax_plugins", "xla_*/xla_*_plugin.so")):
-        spec = importlib.util.find_spec(package)
-        for folder in (spec.submodule_search_locations or ()) if spec else ():
-            found += Path(folder).glob(pattern)
-    return found
 
 
 def _set(environ: MutableMapping[str, str], settings: Sequence[Setting]) -> None:

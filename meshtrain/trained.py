@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from meshtrain import assembly, config, devices, files
+from meshtrain import assembly, config, devices, files, flags
 from meshtrain.checkpoint import adapters, pretrained, resume
 from meshtrain.checkpoint.checkpoint import Saved
 from meshtrain.config import ConfigError, Run
@@ -32,7 +32,6 @@ from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
 from meshtrain.sharding.mesh import MeshSpec, by_gloo
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import step as training_step
 
 KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # that every command on a trained model takes
 TOKENIZER = "tokenizer.json"
@@ -120,7 +119,7 @@ class Trained:
                                      lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
                 with config.user_errors():
                     weights = adapters.restore(self.weights, wanted)
-            options = training_step.compiler_options(found[0].platform, deterministic=False)
+            options = flags.options(found[0].platform)
             return LoadedModel(model, mesh, execution(self.run, model, layout, mesh), weights, options)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshtrain import assembly, config, devices, inspect, train
+from meshtrain import assembly, config, devices, flags, inspect, train
 from meshtrain.cluster import watch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,7 +18,7 @@ FLAGS = [one for one in devices.ON_GPUS if one.name.startswith("--")]
 
 def test_the_flags_of_gpus_are_known_to_this_xla_and_one_that_is_not_is_left_out(monkeypatch):
     names = [one.name for one in FLAGS]
-    assert devices.known_flags([*names, "--xla_gpu_no_such_flag", names[0][:-1]]) == set(names)
+    assert flags.known_flags([*names, "--xla_gpu_no_such_flag", names[0][:-1]]) == set(names)
     odd = devices.Setting("--xla_gpu_no_such_flag", "1", "a flag of another XLA")
     monkeypatch.setattr(devices, "ON_GPUS", (odd, *devices.ON_GPUS))
     environ = {}
@@ -29,7 +29,7 @@ def test_the_flags_of_gpus_are_known_to_this_xla_and_one_that_is_not_is_left_out
 
 
 def test_where_xlas_libraries_are_not_found_no_flag_is_set(monkeypatch):
-    monkeypatch.setattr(devices, "_xla_libraries", list)
+    monkeypatch.setattr(flags, "xla_libraries", list)
     environ = {"XLA_FLAGS": "--mine=1"}
     devices.prepare_gpus(environ)
     assert environ["XLA_FLAGS"] == "--mine=1" and environ["NCCL_DEBUG"] == "WARN"
@@ -55,12 +55,12 @@ def test_simulated_devices_keep_the_users_flags_and_their_own_count(monkeypatch)
     code = ("import os\nfrom meshtrain import config, devices\n"
             "run = config.load(['--mesh.simulated_devices', '4', '--mesh.fsdp', '-1', '--mesh.data', '1', "
             "'--mesh.tensor', '1'])\nprint(len(devices.start(run)), os.environ['XLA_FLAGS'])")
-    flags = " ".join(f"{one.name}={one.value}" for one in FLAGS)        # of GPUs: known to the CPU's XLA as well
-    environ = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "XLA_FLAGS": f"{devices.DEVICE_COUNT_FLAG}=2 {flags}"}
+    given = " ".join(f"{one.name}={one.value}" for one in FLAGS)        # of GPUs: known to the CPU's XLA as well
+    environ = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "XLA_FLAGS": f"{devices.DEVICE_COUNT_FLAG}=2 {given}"}
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, text=True,
                          capture_output=True, timeout=300)
     (scheduler,) = devices.SIMULATED
-    assert ran.stdout.split() == ["4", *flags.split(), f"{scheduler.name}={scheduler.value}",
+    assert ran.stdout.split() == ["4", *given.split(), f"{scheduler.name}={scheduler.value}",
                                   f"{devices.DEVICE_COUNT_FLAG}=4"], ran
 
 
@@ -73,7 +73,7 @@ def test_flags_of_another_xla_are_a_mistake_that_names_them(monkeypatch):
                        match="XLA_FLAGS has --xla_bogus, which the XLA of jaxlib .* does not know") as raised:
         devices.refuse_unknown_flags({"XLA_FLAGS": f"{own} --xla_bogus=1"})
     assert "take it out" in str(raised.value)
-    monkeypatch.setattr(devices, "_xla_libraries", list)
+    monkeypatch.setattr(flags, "xla_libraries", list)
     devices.refuse_unknown_flags({"XLA_FLAGS": "--xla_bogus=1"})       # nobody knows
 
 

@@ -15,7 +15,7 @@ import sampling
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))       # benchmarks is installed nowhere
 
 import crashing  # noqa: E402
-from benchmarks import gpu, gpu_attention, gpu_record, gpu_speed, gpu_steps  # noqa: E402
+from benchmarks import gpu, gpu_attention, gpu_flags, gpu_record, gpu_speed, gpu_steps  # noqa: E402
 from benchmarks import tiles as tile_timing  # noqa: E402
 from benchmarks.gpu_record import BEGUN, FAILED, RIGHT, WRONG, Item, Record  # noqa: E402
 from meshtrain import assembly, config  # noqa: E402
@@ -122,7 +122,8 @@ def test_the_process_that_computes_takes_every_item_once_and_tells_the_other_of_
     assert len({item.key for item in items}) == len(items)
     assert {item.group for item in items} == set(gpu_record.GROUPS) - {"tiles"}
     made = [module.items(*args) for module, args in (
-        (gpu_attention, (devices, CPU())), (gpu_steps, (devices, CPU())), (gpu_speed, (devices, tmp_path)))]
+        (gpu_attention, (devices, CPU())), (gpu_steps, (devices, CPU())), (gpu_speed, (devices, tmp_path)),
+        (gpu_flags, (devices,)))]
     assert {item.key for item in items} == {item.key for part in made for item in part}
     monkeypatch.setattr(gpu, "by_worth", lambda *args: [item._replace(measure=dict) for item in items])
     pipe = SimpleNamespace(send=news.append)

@@ -31,7 +31,7 @@ OPEN_TO = {
     "inspection": {"assembly", "cost/formulas", "cost/planner", "cost/program", "parallel/pipeline", "run", "sharding"},
     "checkpoint": {"cluster", "config", "data", "data/documents", "huggingface", "model", "run", "training"},
 }
-EVERYONE = {"names", "pattern", "shipped", "jax_private", "units", "files", "hardware"}
+EVERYONE = {"names", "pattern", "shipped", "jax_private", "units", "files", "hardware", "flags"}
 
 
 def room(name: str) -> str:

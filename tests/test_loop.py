@@ -1,13 +1,15 @@
 """The loop with stand-ins for model and data: what is read when, what hooks are told, and what ends a run."""
 import dataclasses
+import gc
 import time
+import weakref
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
 from meshtrain import config
-from meshtrain.run import loop
+from meshtrain.run import garbage, loop
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
 from meshtrain.run.hooks import ValidationHook
@@ -152,3 +154,69 @@ def test_a_validation_is_given_up_between_two_batches_where_a_stop_is_requested(
     validation, numbers = validated(bench, sets)
     assert (numbers, validation.loss, read) == ({}, None, [0, 1, 2]) and bench.stop.agreed
     assert "given up" in capsys.readouterr().out
+
+
+class Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.fixture
+def collected(monkeypatch):
+    """The number of steps taken at each collection, while the loop runs; automatic ones are noted as such."""
+    bench, found = Bench("--training.steps", "12"), []
+    monkeypatch.setattr(garbage, "EVERY", 5)
+
+    def note(phase, info):
+        taken = sum(kind == "step" for kind, _ in bench.events)
+        if phase == "start" and (not gc.isenabled() or 0 < taken < 12):
+            found.append("automatic" if gc.isenabled() else taken)
+    gc.callbacks.append(note)
+    yield bench, found
+    gc.callbacks.remove(note)
+
+
+def test_garbage_is_collected_at_the_same_steps_and_never_else(collected):
+    """Also in a process that allocates more than its peers; what is collected depends on the step alone."""
+    bench, found = collected
+    kept, step = [], bench._step
+    bench._step = lambda *args: (kept.extend([] for _ in range(20_000)), step(*args))[1]   # many automatic collections
+    assert gc.isenabled() and bench.train(loop.Hook(at(7), lambda step, state: {})) == 12
+    assert found == [0, 5, 7, 10], "before the first step, every fifth one, and where all wait for a hook"
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_a_resumed_process_collects_at_the_steps_of_the_run(collected):
+    bench, found = collected
+    bench.train(start=4)
+    assert found == [0, 1, 6], "steps 5 and 10 of the run"
+
+
+def test_cycles_live_no_longer_than_until_the_next_collection(collected):
+    bench, _ = collected
+    cycles, alive, step = [], [], bench._step
+
+    def leaves_a_cycle(*args):
+        cycles.append(weakref.ref(Cycle()))
+        alive.append(sum(one() is not None for one in cycles))
+        return step(*args)
+    bench._step = leaves_a_cycle
+    bench.train()
+    assert alive == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
+    gc.collect()
+    assert not any(one() for one in cycles), "a loop that ends before its next collection leaves them to Python"
+
+
+def test_whatever_ends_the_loop_the_collector_is_as_before():
+    bench = Bench("--training.max_skipped_steps", "1", broken=(2,))
+    with pytest.raises(TooManySkippedSteps):
+        bench.train()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    gc.disable()
+    try:
+        Bench().train()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

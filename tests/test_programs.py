@@ -1,16 +1,16 @@
 """Every program of a run is compiled with the same options and searched, and the options are those that were asked
 for."""
+import dataclasses
 import types
 
 import jax
 import numpy as np
 import pytest
 
-from meshtrain import assembly, config, train, trained
+from meshtrain import assembly, config, flags, train, trained
 from meshtrain.cost.program import audit, compile
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
-from meshtrain.training import step
 
 TINY = dict(vocab_size=300, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16)
 PERMUTE = ('%p.1 = f32[4]{0} collective-permute(%x), channel_id=1, source_target_pairs={%s}, '
@@ -72,7 +72,7 @@ def test_step_evaluation_initialization_and_sampling_are_compiled_with_the_same_
         options.append(compiler_options)
         return compile_lowered(self, compiler_options, **kwargs)
     monkeypatch.setattr(jax.stages.Lowered, "compile", recorded)
-    monkeypatch.setitem(step.COMPILER_OPTIONS, "cpu", {"xla_backend_optimization_level": 0})
+    monkeypatch.setattr(flags, "options", lambda *args: {"xla_backend_optimization_level": 0})
     run = config.Run(model=TINY, data=dict(seq_len=16, global_batch=2))
     made = assembly.assemble(run, jax.devices()[:1])
     state = assembly.initialize(made)
@@ -85,15 +85,56 @@ def test_step_evaluation_initialization_and_sampling_are_compiled_with_the_same_
 
 
 def test_nothing_is_asked_of_cpus_for_deterministic_runs():
-    assert step.compiler_options("cpu", True) == step.compiler_options("cpu", False) == {}
-    assert step.compiler_options("gpu", False).items() >= step.COMPILER_OPTIONS["gpu"].items()
+    assert flags.options("cpu", {flags.DETERMINISTIC}) == flags.options("cpu") == {}
+
+
+def test_a_program_gets_the_flags_whose_condition_holds():
+    names = lambda *facts: set(flags.options("gpu", set(facts), environ={}))
+    of = lambda *conditions: {flag.name for flag in flags.ON_GPUS if flag.when in conditions}
+    assert names() == of(flags.ALWAYS) and "xla_gpu_enable_latency_hiding_scheduler" in names()
+    for fact in (flags.DETERMINISTIC, flags.SEVERAL, flags.OFFLOAD, flags.CUBLAS):
+        assert names(fact) == of(flags.ALWAYS, fact)
+    assert not names(flags.DETERMINISTIC, flags.SEVERAL, flags.OFFLOAD, flags.CUBLAS) & of(flags.NEVER)
 
 
 def test_collectives_overlap_with_experts_or_stages_but_never_beside_copies_to_the_host():
     """Reported to corrupt training together: offload, the latency-hiding scheduler, and a limit above 1."""
-    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    assert step.compiler_options("gpu", False, several=True)[limit] > 1
-    assert step.compiler_options("gpu", False, remat="offload", several=True)[limit] == 1
+    assert flags.options("gpu", {flags.SEVERAL})[flags.OVERLAP] > 1
+    assert flags.options("gpu", {flags.OFFLOAD, flags.SEVERAL})[flags.OVERLAP] == 1
+
+
+def test_a_flag_of_the_user_is_not_overridden(monkeypatch):
+    """Options of a program win over XLA_FLAGS, so that they are not given."""
+    name = "xla_gpu_enable_latency_hiding_scheduler"
+    assert name not in flags.options("gpu", environ={"XLA_FLAGS": f"--a=1 --{name}=false"})
+    assert name in flags.options("gpu", environ={"XLA_FLAGS": f"--{name}_of_another=false"})
+
+
+def test_a_flag_that_this_xla_does_not_know_is_not_given(monkeypatch):
+    odd = flags.Flag("xla_gpu_no_such_flag", True, flags.ALWAYS, "", "", "", "")
+    monkeypatch.setattr(flags, "ON_GPUS", (*flags.ON_GPUS, odd))
+    flags._known_of_table.cache_clear()
+    assert odd.name not in flags.options("gpu")
+    flags._known_of_table.cache_clear()
+
+
+def test_the_table_tells_which_flags_this_xla_knows():
+    known = {flag.name for flag in flags.ON_GPUS if flags.known(flag.name)}
+    newer = {flag.name for flag in flags.ON_GPUS if flag.since == "0.12"}
+    assert known == {flag.name for flag in flags.ON_GPUS} - (newer if jax.__version_info__ < (0, 11) else set())
+    assert all(flag.why and flag.source and flag.default for flag in flags.ON_GPUS)
+    tried = [str(flag.value) for flag in flags.ON_GPUS if flag.name == "xla_gpu_enable_command_buffer"]
+    assert tried and not any("COLLECTIVES" in value for value in tried), "it hangs"
+
+
+@pytest.mark.skipif(compile.missing_wheels(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
+def test_a_step_compiles_with_every_flag_of_the_table():
+    """What XLA does not know, or a value that it does not take, raises when a program is compiled."""
+    run = config.Run(model=TINY, mesh={"fsdp": 8}, data=dict(seq_len=64, global_batch=8))
+    made = assembly.assemble(run, compile.topology("h100:8"))
+    for given in ({}, {flag.name: flag.value for flag in flags.ON_GPUS if flags.known(flag.name)}):
+        program = dataclasses.replace(made.program, compiler_options=made.program.compiler_options | given)
+        assert program.compile().as_text().startswith("HloModule")
 
 
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
@@ -108,7 +149,7 @@ def test_matmuls_are_cublas_s_alone_where_nothing_splits_a_layer(mesh, cublas):
 
 def test_xla_may_fill_what_the_process_takes(monkeypatch):
     """Beyond its limit, 80% of a GPU, XLA recomputes by itself: of a process that takes 92% the limit is 92%."""
-    limit = lambda share: step.compiler_options("gpu", False, memory_share=share)["xla_gpu_memory_limit_slop_factor"]
+    limit = lambda share: flags.options("gpu", memory_share=share)["xla_gpu_memory_limit_slop_factor"]
     assert (limit(0.92), limit(0.8), limit(0.4)) == (115, 100, 50)
 
 

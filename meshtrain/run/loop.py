@@ -16,6 +16,7 @@ import jax
 from meshtrain.cluster import agree, watch
 from meshtrain.data.documents import contracts
 from meshtrain.data.documents.contracts import Batches
+from meshtrain.run import garbage
 from meshtrain.run.record import Record
 from meshtrain.run.stops import Listener
 from meshtrain.training.state import State
@@ -62,7 +63,7 @@ def train(program: Program, step: Callable, state: State, data: Batches, last: i
     """
     done = int(state.step)
     batches = contracts.iterate(data, done, rows=program.rows)
-    with contextlib.closing(batches), concurrent.futures.ThreadPoolExecutor(1) as clock:
+    with contextlib.closing(batches), concurrent.futures.ThreadPoolExecutor(1) as clock, garbage.by_step() as collect:
         ended = clock.submit(_time_when_ready, ())      # when the device ended the step before
         paused = True       # before this step: its host comes as late as what was done meanwhile took
         while done < last and not stop.agreed:
@@ -89,6 +90,8 @@ def train(program: Program, step: Callable, state: State, data: Batches, last: i
                         if hook.after_row:
                             record.settle()
                         record.add(hook.act(done, state))
+            # while the device takes the step; if it takes longer than that, no host is a straggler for it
+            paused |= collect(done, paused)
         record.settle()
     return state, done
 

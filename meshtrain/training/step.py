@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from meshtrain import flags
 from meshtrain.model import float8, moe, params
 from meshtrain.names import SCORE_BOUND
 from meshtrain.training import accumulate, pipelined, qk_clip
@@ -22,76 +23,6 @@ from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State
 
 DROPOUT = 0x64726F70        # tag of the keys of dropout, larger than any number of keys that a seed is split into
-
-# Options that every program of a run is compiled with, by platform. Each has its reason; nothing else is set.
-COMPILER_OPTIONS = {
-    "gpu": {
-        # Overlaps collectives with the matmuls that do not need them.
-        "xla_gpu_enable_latency_hiding_scheduler": True,
-        # Reduce-scatters of weights are not merged into one that waits for the last of them: llama3-70b, tensor 8 ×
-        # fsdp 8 on 64 H100, 24.7 to 24.2 s by the roofline; elsewhere no change. Tried and left out: pipelined
-        # all-gathers (8B 7.7 to 8.5 s, 70B 24.7 to 25.7), the same threshold for all-gathers (0.3%), the analytical
-        # latency estimator (none).
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
-        # Rewrites gather + slice into a permute that can have no pairs and then outputs zeros (openxla/xla 45218,
-        # 47083).
-        "xla_disable_hlo_passes": "all-gather-to-collective-permute-simplifier",
-    },
-    "cpu": {},
-}
-# On GPUs, with training.deterministic: the same bits in every run on the same GPUs. CPUs give them anyway.
-DETERMINISTIC_OPTIONS = {
-    # Scatters add in a fixed order (the embedding's gradient: sorted first), and no kernel with atomics is taken.
-    "xla_gpu_deterministic_ops": True,
-    "xla_gpu_exclude_nondeterministic_ops": True,
-    # No timing decides between kernels: one compilation may choose another than the next, and adds in another order.
-    "xla_gpu_autotune_level": 0,
-}
-# On GPUs, with training.deterministic, since jax 0.12 finds no Triton configuration without timing; where nothing
-# splits a layer's matmuls or its tokens, and it has no experts; and where no dot can ask for float8 by its algorithm
-# (`float8.precision`).
-CUBLAS_OPTIONS = {
-    # cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual stream).
-    # llama3-8b on 8 H100 by the roofline: 7.15 to 7.07 s. With tensor 8 more of the tensor axis' traffic is exposed
-    # (llama3-70b: 4.3 to 6.8%).
-    "xla_gpu_enable_triton_gemm": False,
-}
-# On GPUs, with training.remat = "offload".
-OFFLOAD_OPTIONS = {
-    # A layer's input comes back from the host while the backward of the layer behind it runs, not before its own first
-    # matmul; one more of them stands on the device.
-    "xla_gpu_enable_pipelined_host_offloading": True,
-    # One collective at a time, XLA's default, also with experts (SEVERAL_OPTIONS): copies to the host, the
-    # latency-hiding scheduler and a higher limit are reported to corrupt training together, though no two of them do
-    # (marin-community/marin, experiments/grug/moe_hero_ep, on GB200; not reproduced). It costs what is told there: 446
-    # to 460 ms.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
-}
-# On GPUs, with stages or experts.
-SEVERAL_OPTIONS = {
-    # F, B and W of a layer stand beside each other, and gradients of experts beside their tokens: with one collective
-    # under way at a time, one that is awaited soon waits for one that is not. llama3-70b-pipeline on 64 H100 by the
-    # roofline: 19.8 s, with two 19.2, with four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, zero3_experts_fsdp,
-    # data 4: 460 ms, with four 446; zero3 470 and 471. Without either it lost (llama3-70b 22.9 to 23.5 s, llama3-8b 7.7
-    # to 7.9).
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-}
-# The share of a GPU's memory beyond which XLA recomputes values by itself, in silence; its flag is in percent of that.
-# Llama 3 8B without remat on 16 A100, 68 of 73 GiB, by the roofline: 10.8 s, and 8.9 s where the limit is what the
-# process takes.
-XLA_MEMORY_SHARE = 0.80
-
-
-def compiler_options(platform: str, deterministic: bool, remat: str = "none", several: bool = False,
-                     memory_share: float = XLA_MEMORY_SHARE, cublas: bool = False) -> dict:
-    """XLA options of every program of a run on this platform (jax's name). several: see SEVERAL_OPTIONS. memory_share:
-    of a GPU, for the process. cublas: see CUBLAS_OPTIONS."""
-    if platform == "cpu":
-        return COMPILER_OPTIONS["cpu"]
-    limit = {"xla_gpu_memory_limit_slop_factor": round(100 * memory_share / XLA_MEMORY_SHARE)}
-    return (COMPILER_OPTIONS["gpu"] | limit | (DETERMINISTIC_OPTIONS if deterministic else {})
-            | (SEVERAL_OPTIONS if several else {}) | (OFFLOAD_OPTIONS if remat == "offload" else {})
-            | (CUBLAS_OPTIONS if cublas or deterministic else {}))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,11 +90,15 @@ def dropout_key(seed: int, step) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
 
 
-def build(step: accumulate.StepSpec, memory_share: float = XLA_MEMORY_SHARE) -> Program:
-    """memory_share: see `compiler_options`."""
+def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -> Program:
+    """memory_share: see `flags.options`."""
     run, model, layout, mesh, spec = step.run, step.model, step.layout, step.mesh, step.state
     split = any(layout.sizes[axis] > 1 for axis in ("stage", "tensor", "context"))
     training, goal = run.training, step.objective
+    facts = {fact for fact, holds in (
+        (flags.DETERMINISTIC, training.deterministic), (flags.OFFLOAD, training.remat == "offload"),
+        (flags.SEVERAL, step.schedule is not None or run.model.num_experts > 0),
+        (flags.CUBLAS, not split and not run.model.num_experts or step.ex.float8 is float8.BY_CUBLAS)) if holds}
     roles = [info.role for info in model.parameters() if info.trainable]
     gradients, loss_sum, *more = pipelined.pipelined(step) if step.schedule else accumulate.scanned(step)
 
@@ -220,7 +155,4 @@ def build(step: accumulate.StepSpec, memory_share: float = XLA_MEMORY_SHARE) -> 
         preferred=jax.jit(more[0], in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole)
         if training.objective == "dpo" else None,
         step=step,
-        compiler_options=compiler_options(mesh.devices.flat[0].platform, training.deterministic, training.remat,
-                                          step.schedule is not None or run.model.num_experts > 0, memory_share,
-                                          cublas=not split and not run.model.num_experts
-                                          or step.ex.float8 is float8.BY_CUBLAS))
+        compiler_options=flags.options(mesh.devices.flat[0].platform, facts, memory_share))

@@ -1,0 +1,79 @@
+"""Step time and losses with each unproven flag of `meshtrain.flags` off and on, garbage collection left alone and by
+step, and the process unbound and bound to its GPUs' NUMA node. One 1B shape; the row says what the table should be."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks import gpu_speed
+from benchmarks.gpu_record import Item
+from meshtrain import assembly, flags
+from meshtrain.cluster import numa
+from meshtrain.run import garbage
+
+PLAN = gpu_speed.PLANS[2]       # 1B, packed
+STEPS, WARM = 40, 3
+GAIN = 0.005        # of a step's time: less is noise
+# The same numbers added in another order, in bfloat16, over STEPS; reported corruption of training is far beyond.
+LOSS = 2e-2
+
+
+def trained(made, step, around: Callable = contextlib.nullcontext) -> tuple[list[float], list[float]]:
+    """(seconds of each step, losses). around: () -> a context around the steps; what it gives is called after each."""
+    batch, state, times, losses = made.program.place(gpu_speed.rows(made.run)), assembly.initialize(made), [], []
+    with around() as after:
+        for number in range(STEPS):
+            began = time.perf_counter()
+            state, metrics = step(state, batch)
+            if after:
+                after(number, False)
+            losses.append(float(metrics["loss"]))
+            times.append(time.perf_counter() - began)
+    return times[WARM:], losses
+
+
+def compared(off, on, kept: str, taken: str) -> dict:
+    """Item's found. kept, taken: what to do where `on` gains nothing, and where it gains."""
+    (off_s, off_loss), (on_s, on_loss) = off, on
+    before, after = statistics.median(off_s), statistics.median(on_s)
+    differ = max(abs(a - b) / abs(b) for a, b in zip(on_loss, off_loss, strict=True))
+    gains = 1 - after / before > GAIN and differ <= LOSS
+    return {"compared": {"losses": (differ, LOSS)},
+            "row": {"off, s": f"{before:.4g}", "on, s": f"{after:.4g}", "slowest off and on, s":
+                    f"{max(off_s):.4g}, {max(on_s):.4g}", "gain": f"{1 - after / before:.1%}",
+                    "losses differ by": f"{differ:.1g}", "so": taken if gains else kept}}
+
+
+def flag(row: flags.Flag, devices, sizes: gpu_speed.Sizes) -> dict:
+    made, step, _ = gpu_speed.compiled(PLAN, devices, sizes)
+    given = made.program.compiler_options | {row.name: row.value}
+    other = dataclasses.replace(made.program, compiler_options=given).compile()
+    return compared(trained(made, step), trained(made, other), "the table stays: never",
+                    f"the table should say {row.name} = {row.value} always")
+
+
+def collection(devices, sizes: gpu_speed.Sizes) -> dict:
+    made, step, _ = gpu_speed.compiled(PLAN, devices, sizes)
+    return compared(trained(made, step), trained(made, step, garbage.by_step),
+                    "no gain in one process; it is for many", "a gain even in one process")
+
+
+def binding(devices, sizes: gpu_speed.Sizes) -> dict:
+    """Of the first GPU alone: a process with GPUs of several nodes is not bound."""
+    made, step, _ = gpu_speed.compiled(PLAN, devices[:1], sizes)
+    unbound = trained(made, step)
+    said = numa.bind((0,), os.environ)
+    return compared(unbound, trained(made, step), said or "this machine does not tell, or the process is bound",
+                    said or "noise: nothing was bound")
+
+
+def items(devices, sizes: gpu_speed.Sizes = gpu_speed.Sizes()) -> list[Item]:
+    rows = [row for row in flags.ON_GPUS if row.when == flags.NEVER and flags.known(row.name)]
+    return [*(Item(f"flags/{row.name}", partial(flag, row, devices, sizes), 120, alone=True) for row in rows),
+            Item("flags/garbage collection by step", partial(collection, devices, sizes), 90, alone=True),
+            Item("flags/NUMA binding", partial(binding, devices, sizes), 90, alone=True)]

@@ -1,0 +1,99 @@
+"""Binds a process to the CPUs next to its GPUs: those of their NUMA node.
+
+The kernel's /proc and /sys tell where a GPU is; no driver is started and no tool is called. A process is left as it is
+where its GPUs cannot be told for sure, where they are on several nodes (one process with all GPUs of a host), and where
+it may not run on all CPUs of its machine: then the user, Slurm or the kubelet has bound it.
+
+Memory follows by first touch: bound threads get pages of their own node, and those of another once it is full. A strict
+policy (set_mempolicy) would kill the process there.
+"""
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from meshtrain.cluster import gpus
+
+ROOT = Path("/")
+
+
+def bind(local_devices: Sequence[int] | None, environ: Mapping[str, str], root: Path = ROOT) -> str:
+    """Binds all threads of this process, and so those that they start. Returns a line about it; empty: nothing done.
+
+    local_devices: indices of its own among the visible GPUs; None: all. root: of a tree with proc, sys and dev.
+    """
+    try:
+        cpus, node = _beside(_addresses(local_devices, environ, root), root)
+        online = _numbers((root / "sys/devices/system/cpu/online").read_text(encoding="utf-8"))
+    except (OSError, ValueError):       # another kernel's or driver's files
+        return ""
+    if not cpus or not cpus < online or os.sched_getaffinity(0) != online:
+        return ""
+    for thread in os.listdir("/proc/self/task"):        # affinity is a thread's; jax has started some already
+        try:
+            os.sched_setaffinity(int(thread), cpus)
+        except ProcessLookupError:
+            continue
+        except OSError:
+            return ""
+    return f"this process runs on the {len(cpus)} CPUs of NUMA node {node}, where its GPUs are"
+
+
+def _addresses(local_devices: Sequence[int] | None, environ: Mapping[str, str], root: Path) -> list[str]:
+    """PCI addresses of the process's GPUs; empty if one of them is unknown."""
+    there = _found(root)
+    names = gpus.visible(environ)
+    if "CUDA_VISIBLE_DEVICES" not in environ:
+        names = [str(index) for index in range(len(there))]
+    if local_devices is not None:
+        if not all(index < len(names) for index in local_devices):
+            return []
+        names = [names[index] for index in local_devices]
+    # CUDA counts the fastest first unless told otherwise; GPUs of one model it counts by their address.
+    counted = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({model for _, model, _ in there}) == 1
+    addresses = [[address for index, (address, _, uuid) in enumerate(there)
+                  if (counted and index == int(name) if name.isdecimal() else _is_prefix(name, uuid))]
+                 for name in names]
+    return [own for own, in addresses] if all(len(own) == 1 for own in addresses) else []
+
+
+def _is_prefix(name: str, uuid: str) -> bool:
+    """CUDA takes the beginning of a UUID, too. Parts of a GPU (MIG-…) have other ones, and are unknown here."""
+    return name.startswith("GPU-") and uuid.startswith(name)
+
+
+def _found(root: Path) -> list[tuple[str, str, str]]:
+    """(PCI address, model, UUID) of the GPUs that CUDA would find, by address."""
+    found = []
+    for folder in (root / "proc/driver/nvidia/gpus").iterdir():
+        told = dict(re.findall(r"^([\w ]+):[ \t]*(.*?)[ \t]*$", (folder / "information").read_text(encoding="utf-8"),
+                               re.MULTILINE))
+        if _opens(root / f"dev/nvidia{told.get('Device Minor', '')}"):
+            found.append((folder.name.lower(), told.get("Model", ""), told.get("GPU UUID", "")))
+    return sorted(found)
+
+
+def _opens(device: Path) -> bool:
+    """Whether this process may use it: a container has no others, and a cgroup (Slurm) refuses them when opened."""
+    try:
+        os.close(os.open(device, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def _beside(addresses: Sequence[str], root: Path) -> tuple[set[int], int]:
+    """(the CPUs of the NUMA node of these PCI devices, the node); no CPUs unless it is one node."""
+    places = [root / "sys/bus/pci/devices" / address for address in addresses]
+    nodes = {int((place / "numa_node").read_text(encoding="utf-8")) for place in places}
+    if len(nodes) != 1 or min(nodes) < 0:       # -1: the machine does not tell, as most virtual ones
+        return set(), -1
+    return set.union(*(_numbers((place / "local_cpulist").read_text(encoding="utf-8")) for place in places)), min(nodes)
+
+
+def _numbers(text: str) -> set[int]:
+    """'0-3,8' -> {0, 1, 2, 3, 8}."""
+    ranges = (part.partition("-") for part in text.strip().split(",") if part)
+    return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}

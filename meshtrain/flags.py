@@ -1,0 +1,145 @@
+"""XLA's flags for the programs of a run: one table, a row a flag, each with its evidence.
+
+A program gets the rows whose condition holds, unless XLA_FLAGS names the flag, which is then the user's, or the
+installed XLA does not know it. A flag without proof is in the table with the condition NEVER; `benchmarks.gpu` times it
+and compares losses. Flags that are set before jax starts are in `devices`.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import mmap
+import os
+import re
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+
+JAXLIB = "libjax_common.so"
+# The share of a GPU's memory beyond which XLA recomputes values by itself, in silence; its flag is in percent of that.
+# Llama 3 8B without remat on 16 A100, 68 of 73 GiB, by the roofline: 10.8 s, and 8.9 s where the limit is what the
+# process takes.
+MEMORY_SHARE = 0.80
+# What a row asks of a run. SEVERAL: it has stages or experts. CUBLAS: nothing splits a layer's matmuls or its tokens,
+# and it has no experts; or a dot can ask for float8 by its algorithm (`float8.precision`).
+ALWAYS, DETERMINISTIC, SEVERAL, OFFLOAD, CUBLAS, NEVER = (
+    "always", "deterministic", "several", "offload", "cublas", "never")
+OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
+MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """value: of a program for which `when` holds; of two rows the later wins. default: XLA's. since: the oldest jax
+    that was found to know it; 0.10 also if older ones do."""
+    name: str
+    value: bool | int | str
+    when: str
+    default: str
+    since: str
+    why: str
+    source: str
+
+
+ROOFLINE = "roofline of the compiled program"
+ON_GPUS = (
+    Flag("xla_gpu_enable_latency_hiding_scheduler", True, ALWAYS, "false", "0.10",
+         "overlaps collectives with the matmuls that do not need them", "XLA"),
+    Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", 2**20, ALWAYS, "30 MiB", "0.10",
+         "reduce-scatters of weights are not merged into one that waits for the last: llama3-70b, tensor 8 × "
+         "fsdp 8 on 64 H100, 24.7 to 24.2 s; elsewhere no change. Tried and left out: pipelined all-gathers "
+         "(8B 7.7 to 8.5 s, 70B 24.7 to 25.7), the same threshold for all-gathers (0.3%), the analytical "
+         "latency estimator (none)", ROOFLINE),
+    Flag("xla_disable_hlo_passes", "all-gather-to-collective-permute-simplifier", ALWAYS, "none", "0.10",
+         "the pass rewrites gather + slice into a permute that can have no pairs and then outputs zeros",
+         "openxla/xla#45218, #47083"),
+    Flag(MEMORY_LIMIT, 100, ALWAYS, "95", "0.10",
+         "XLA recomputes beyond what the process takes, not beyond 80% of a GPU; the value follows its share",
+         ROOFLINE),
+    Flag(OVERLAP, 4, SEVERAL, "1", "0.10",
+         "F, B and W of a layer are beside each other, and gradients of experts beside their tokens: with one "
+         "collective at a time, one that is awaited soon waits for one that is not. llama3-70b-pipeline on 64 "
+         "H100 19.8 s, with two 19.2, with four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, "
+         "zero3_experts_fsdp, data 4: 460 ms, with four 446; zero3 470 and 471. Without either it lost "
+         "(llama3-70b 22.9 to 23.5 s, llama3-8b 7.7 to 7.9)", ROOFLINE),
+    Flag("xla_gpu_enable_pipelined_host_offloading", True, OFFLOAD, "false", "0.10",
+         "a layer's input comes back from the host during the backward of the layer behind it, not before its "
+         "own first matmul; one more of them is on the device", "openxla/xla#32297"),
+    Flag(OVERLAP, 1, OFFLOAD, "1", "0.10",
+         "also with experts: copies to the host, the latency-hiding scheduler and a higher limit are reported to "
+         "corrupt training together, though no two of them do (on GB200; not reproduced). It costs 446 to 460 ms",
+         "marin-community/marin, experiments/grug/moe_hero_ep"),
+    Flag("xla_gpu_deterministic_ops", True, DETERMINISTIC, "false", "0.10",
+         "scatters add in a fixed order (the embedding's gradient: sorted first)", "XLA"),
+    Flag("xla_gpu_exclude_nondeterministic_ops", True, DETERMINISTIC, "false", "0.10",
+         "no kernel with atomics is taken", "XLA"),
+    Flag("xla_gpu_autotune_level", 0, DETERMINISTIC, "4", "0.10",
+         "no timing decides between kernels: one compilation may choose another than the next, and adds in another "
+         "order", "XLA"),
+    # jax 0.12 finds no Triton configuration without timing.
+    *(Flag("xla_gpu_enable_triton_gemm", False, when, "true", "0.10",
+           "cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual "
+           "stream): llama3-8b on 8 H100 7.15 to 7.07 s. With tensor 8 more of that axis' traffic is exposed "
+           "(llama3-70b: 4.3 to 6.8%)", ROOFLINE) for when in (DETERMINISTIC, CUBLAS)),
+    # Off until a GPU has timed them: what others report.
+    Flag("xla_gpu_experimental_enable_nccl_symmetric_buffers", True, NEVER, "false", "0.10",
+         "NCCL's symmetric kernels: 8B, +7% in bfloat16, +8% in float8, as reported; needs NCCL 2.27, and "
+         "buffers of its own", "openxla/xla#36462"),
+    Flag("xla_gpu_enable_command_buffer", "", NEVER, "a set without COLLECTIVES", "0.10",
+         "none, to time XLA's default set against it: kernels start as CUDA graphs, 16.47 to 16.20 s on GB200. With "
+         "COLLECTIVES it hung at step 838, and collectives overlap no more: no row adds them",
+         "marin-community/marin#8277, #5675; openxla/xla#48900"),
+    Flag("xla_gpu_experimental_parallel_scale_up_collective_overlap_limit", 2, NEVER, "1", "0.12",
+         "collectives over NVLink and over the network each have a limit", "openxla/xla#47467"),
+    Flag("xla_gpu_experimental_enable_selective_memcpy_overlap", True, NEVER, "false", "0.12",
+         "1 to 5% of a step where copies of dynamic-update-slice show, as reported", "openxla/xla#46151"),
+    Flag("xla_gpu_enable_pdl_launch", True, NEVER, "false", "0.12",
+         "a kernel's start overlaps the end of the one before: 1%, as reported", "openxla/xla#38544, #45001"),
+)
+
+
+def options(platform: str, facts: Set[str] = frozenset(), memory_share: float = MEMORY_SHARE,
+            environ: Mapping[str, str] = os.environ) -> dict[str, bool | int | str]:
+    """XLA options of every program of a run on this platform (jax's name). facts: conditions that hold, beside ALWAYS.
+    memory_share: of a GPU, for the process."""
+    if platform == "cpu":
+        return {}
+    rows = [flag for flag in ON_GPUS if flag.when in {ALWAYS, *facts}]
+    users = set(re.findall(r"(?:^|\s)--(\w+)", environ.get("XLA_FLAGS", "")))
+    chosen = {flag.name: flag.value for flag in rows if flag.name not in users and known(flag.name)}
+    if MEMORY_LIMIT in chosen:
+        chosen[MEMORY_LIMIT] = round(100 * memory_share / MEMORY_SHARE)
+    return chosen
+
+
+def known(name: str) -> bool:
+    """Whether the installed XLA knows a flag of the table; True where its libraries are not found."""
+    libraries = xla_libraries()
+    return not libraries or name in _known_of_table(tuple(libraries))
+
+
+@functools.cache
+def _known_of_table(libraries: tuple[Path, ...]) -> set[str]:
+    return known_flags([flag.name for flag in ON_GPUS], libraries)
+
+
+def known_flags(names: Sequence[str], libraries: Sequence[Path] | None = None) -> set[str]:
+    """Those of these flags that each XLA library here knows (jaxlib and the GPU plugin, which both read XLA_FLAGS).
+
+    XLA reads its flags once and cannot be asked, so the libraries' bytes are searched for the names, in 0.3 s.
+    """
+    libraries = xla_libraries() if libraries is None else libraries
+    found = set(names) if libraries else set()
+    for library in libraries:
+        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+            found = {name for name in found if code.find(name.removeprefix("--").encode() + b"\0") >= 0}
+    return found
+
+
+def xla_libraries() -> list[Path]:
+    found = []
+    for package, pattern in (("jaxlib", JAXLIB), ("jax_plugins", "xla_*/xla_*_plugin.so")):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            found += Path(folder).glob(pattern)
+    return found
