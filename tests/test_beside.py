@@ -88,16 +88,16 @@ CELLS = {
     # What a window's blocks leave to live XLA orders as it likes.
     "a window round a ring": Cell("ddp", dict(data=2, context=4), "selective", memory=.1,
                                   **LONG, model=MODEL | dict(window=5000)),
-    "windows and global layers round a ring": Cell("zero3", dict(fsdp=2, context=4), "full", **LONG, model=MODEL | dict(
-        window=2048, mixers="WF")),
+    # With windows more lives in a layer than round a ring without.
+    "windows and global layers round a ring": Cell("zero3", dict(fsdp=2, context=4), "full", memory=.08, **LONG,
+                                                   model=MODEL | dict(window=2048, mixers="WF")),
     "windows and global layers in stages": Cell("zero1", dict(stage=2, fsdp=4), "selective",
                                                 8, 1, memory=.1, model=MODEL | dict(
         window=1024, mixers="WF")),
     "a window, gathered": Cell("ddp", dict(data=2, context=4), "full", method="gather",
                                memory=.1, **LONG, model=MODEL | dict(
         window=3000)),
-    # The formula is that of windows and global layers round a ring; without windows less lives.
-    "zero3 and context": Cell("zero3", dict(fsdp=2, context=4), "full", memory=.06, **LONG),
+    "zero3 and context": Cell("zero3", dict(fsdp=2, context=4), "full", **LONG),
     # A ring of two needs no loop, and less lives in it.
     "zero3, tensor and context": Cell("zero3", dict(fsdp=2, tensor=2, context=2), "full", memory=.1, **LONG),
     # Of stages the slots are counted; what is taken out of them and put in, XLA copies as it sees fit.

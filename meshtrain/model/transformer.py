@@ -94,12 +94,60 @@ class LayerGroup:
 
     def apply(self, ex: Execution, weights: tuple, x_BTD, e):
         """(output, aux) of one repeat; weights: of each layer of the period. e: (number of its first layer, Inputs)."""
+        # XLA delays weight gradients to the end of a period's backward. Tried and left out: a barrier that lets the
+        # cotangent wait for those of the layer behind (all, or the MLP's; one layer later, too). qwen3.5-9b-continue on
+        # 8 H100 by the roofline: 7.48 to 7.50–7.56 s, reduce-scatters then being exposed, and nothing less at the peak,
+        # which is that of the loss.
         number, inputs = e
         aux: dict = {}
-        for i, (layer, layer_weights) in enumerate(zip(self.period, weights, strict=True)):
+        import os
+        mode = os.environ.get("TIE", "")
+        weights = list(weights)
+        for i, layer in enumerate(self.period):
+            layer_weights = weights[i]
+            if mode and i:
+                if "C" in mode:
+                    if i + 1 < len(self.period):
+                        x_BTD, weights[i + 1] = tied(mode, x_BTD, weights[i + 1])
+                elif "D" in mode:
+                    if i + 1 < len(self.period):
+                        mlp = {k: v for k, v in weights[i + 1].items() if "mlp" in k or "moe" in k}
+                        x_BTD, mlp = tied(mode, x_BTD, mlp)
+                        weights[i + 1] = weights[i + 1] | mlp
+                elif "M" in mode:
+                    mlp = {k: v for k, v in layer_weights.items() if "mlp" in k or "moe" in k}
+                    x_BTD, mlp = tied(mode, x_BTD, mlp)
+                    layer_weights = layer_weights | mlp
+                elif "B" in mode:
+                    mlp = {k: v for k, v in layer_weights.items() if "mlp" in k or "moe" in k}
+                    x_BTD, mlp = tied(mode, x_BTD, mlp)
+                    layer_weights = layer_weights | mlp
+                    if i + 1 < len(self.period):
+                        att = {k: v for k, v in weights[i + 1].items() if not ("mlp" in k or "moe" in k)}
+                        x_BTD, att = tied(mode, x_BTD, att)
+                        weights[i + 1] = weights[i + 1] | att
+                else:
+                    x_BTD, layer_weights = tied(mode, x_BTD, layer_weights)
             x_BTD, layer_aux = block(ex, layer, layer_weights, x_BTD, inputs, number + i)
             aux = add_aux(aux, layer_aux)
         return x_BTD, aux
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def tied(mode, x_BTD, weights):
+    return x_BTD, weights
+
+def _tied_backward(mode, _, ds):
+    dx_BTD, dws = ds
+    if "R" in mode:
+        from meshtrain.sharding import mesh
+        leaves, tree = jax.tree.flatten(dws)
+        def local(dx, *leaves):
+            return mesh.after(dx, leaves)
+        return mesh.after(dx_BTD, [d for d in leaves if d.size > 100000]), dws
+    return jax.lax.optimization_barrier((dx_BTD, dws))
+
+tied.defvjp(lambda mode, x, w: ((x, w), None), _tied_backward)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -307,6 +355,11 @@ class Transformer:
         eq = "BTD,DV->BTV" if axes == ("embed", "vocab") else "BTD,VD->BTV"
         logits_BTV = products.einsum(eq, x_BTD, w.astype(ex.dtype), jnp.float32)
         return capped(logits_BTV[..., :self.cfg.vocab_size], self.cfg.logit_softcap)
+
+    def read_by_head(self, ends: dict) -> dict:
+        """Those of the parameters outside the layers that the head, the loss or the final norm read."""
+        unread = {"position"} if self.cfg.tie_embeddings else {"position", "embedding"}
+        return {name: subtree for name, subtree in ends.items() if name not in unread}
 
     def _head(self, p):
         if self.cfg.tie_embeddings:

@@ -188,8 +188,11 @@ def _microbatch_gradients(step: StepSpec):
         def embed(ends, microbatch):
             return model.embed(ex, params.joined(ends, frozen_ends), microbatch, key)
 
-        def head(ends, x_BTD):
-            total, nll, more = goal.head(model, ex, params.joined(ends, frozen_ends), x_BTD, microbatch)
+        def added(totals, grads):
+            return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), totals, grads)
+
+        def head(read, x_BTD):
+            total, nll, more = goal.head(model, ex, params.joined(ends | read, frozen_ends), x_BTD, microbatch)
             return total, (nll, more)
 
         x_BTD, embed_vjp = jax.vjp(lambda ends: embed(ends, microbatch), ends)
@@ -198,10 +201,13 @@ def _microbatch_gradients(step: StepSpec):
             x_BTD, group_aux, residuals = stack.forward(w, x_BTD, layer_inputs, own)
             aux = transformer.add_aux(aux, group_aux)
             done.append((stack, w, residuals, model.weights(grads, group)))
-        _, head_vjp, (nll, more) = jax.vjp(head, ends, x_BTD, has_aux=True)
+        read = model.read_by_head(ends)
+        _, head_vjp, (nll, more) = jax.vjp(head, read, x_BTD, has_aux=True)
 
         d_head, dx_BTD = head_vjp(1 / normalizers.objective)
-        dx_BTD = ex.after(dx_BTD, (d_head, nll))
+        # Added before the layers' backward, else the head's gradient, float32 and not yet reduced, lives beside it.
+        head_grads, dx_BTD = jax.lax.optimization_barrier((added({name: grads[name] for name in read}, d_head), dx_BTD))
+        dx_BTD = ex.after(dx_BTD, (head_grads, nll))
         stack_grads = []
         for stack, w, residuals, total in reversed(done):
             dx_BTD, total = stack.backward(w, layer_inputs, *residuals, dx_BTD, total, True)
@@ -209,9 +215,8 @@ def _microbatch_gradients(step: StepSpec):
         if ex.in_order:     # XLA gathers token ids for the embedding's gradient, and would do so beside the loops above
             _, embed_vjp = jax.vjp(lambda ends: embed(ends, ex.after(microbatch, dx_BTD)), ends)
         d_embed, = embed_vjp(dx_BTD)
-        d_head, nll = ex.after((d_head, nll), dx_BTD)
-        ends_grads = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), without_layers(grads),
-                                  jax.tree.map(jnp.add, d_head, d_embed))
+        head_grads, nll = ex.after((head_grads, nll), dx_BTD)
+        ends_grads = added(without_layers(grads) | head_grads, d_embed)
         buffers = [own if own is None else residuals for own, (_, _, residuals, _) in zip(buffers, done)]
         return model.with_layers(ends_grads, stack_grads[::-1]), nll, buffers, aux | more
     return gradients

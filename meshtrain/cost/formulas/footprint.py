@@ -53,18 +53,18 @@ def _in_layers(placed: Placed, options: Options) -> float:
     kept = cfg.num_layers * (size * tokens * kept_width(placed, options) + (experts.saved_bytes if experts else 0))
     stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
     head = placed.head.n * placed.head.k
-    # A chunk's float32 logits and their gradient; the output, normed, and its gradient; the gathered head and its
-    # transpose.
+    # A chunk's float32 logits and their gradient; the output, normed, and its gradient; the gathered head.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
-    loss += 2 * size * head if placed.by_layer else 0
-    # The head's float32 gradient lives until the layers' backward ends.
+    loss += size * head if placed.by_layer else 0
+    gradient = 4 * head * placed.head.trained       # of the head, float32: added to the sum before the layers' backward
     layer = size * tokens * _working_width(placed, options) + _part_grads_bytes(placed, options)
     if experts:
         inputs, weights = (size * tokens * width for width in _expert_backward_widths(placed, options))
         beside = size * tokens * _period_width(placed, options)
         layer = max(layer, experts.inputs_bytes + inputs + beside, experts.weights_bytes + weights + beside)
-    kept += size * tokens * _transposed_width(placed, options) + _early_zeros(placed)
-    return kept + 4 * head * placed.head.trained + max(loss, layer)
+    kept += size * tokens * _transposed_width(placed, options)
+    alone = options.microbatches == 1 and not placed.by_layer       # the sum is the gradient, not yet reduced
+    return kept + max(loss + gradient, layer + gradient * alone + _early_zeros(placed))
 
 
 def _early_zeros(placed: Placed) -> float:
