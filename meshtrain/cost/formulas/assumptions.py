@@ -18,6 +18,7 @@ _HOT = "a step is hot: power and clocks; from published runs. Blackwell rests on
 _GROUPED = ("share of the dense bf16 peak that rows × experts' matrices, or the latter's gradients, reach in Triton, "
             "before matmul.sustained. assumption: as Liger-Kernel's at the shapes of Qwen3-30B-A3B on H100, 501 "
             "TFLOP/s forward, 413 both ways (Liger-Kernel 1294). To be measured")
+_NARROW = "share of its peak that products in a narrow dtype reach, over that of bfloat16"
 _NCCL = "microseconds in NCCL's own model (NVIDIA/nccl, src/graph/tuning.cc, protocol LL128): "
 _FLASH = ("share of the dense bf16 peak, the causal half counted; FlashAttention-3's paper: H100, head_dim 128, 4,096 "
           "tokens, cuDNN 609 TFLOP/s forward; SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
@@ -54,6 +55,8 @@ TABLE = {row.name: row for row in (
                "share of a wave of 128 × 256 tiles that the last, partly filled one costs", 0, 10),
     Assumption("matmul.k0", {"": 128},
                "prologue and epilogue of a tile, in elements of the contracted dimension", 0, 1e4),
+    Assumption("matmul.float8", {"": 1.0}, _NARROW, high=2),
+    Assumption("matmul.mxfp8", {"": 1.0}, _NARROW, high=2, formula=True),
     Assumption("grouped.rows", {"": .65}, _GROUPED),
     Assumption("grouped.outer", {"": .40}, _GROUPED),
     Assumption("experts.rounds", {"": 0},
@@ -117,6 +120,15 @@ TABLE = {row.name: row for row in (
     Assumption("overlap.user_buffers", {"": .60},
                "the same where a framework cuts them into chunks beside their products (Transformer Engine's user "
                "buffers)", 0, formula=True),
+    Assumption("overlap.exchange", {"": 0},
+               "share of the exchange of tokens with experts that hides", 0, formula=True),
+    Assumption("gap.layer_us", {"": 0}, "of other frameworks", 0, 1e5, formula=True),
+    Assumption("gap.experts_us", {"": 0}, "of other frameworks", 0, 1e5, formula=True),
+    Assumption("gap.expert_us", {"": 0}, "of other frameworks", 0, 1e5, formula=True),
+    Assumption("gap.narrow_us", {"": 0}, "of other frameworks", 0, 1e5, formula=True),
+    Assumption("host.layer_us", {"": 0}, "of other frameworks", 0, 1e5, formula=True),
+    Assumption("host.experts_us", {"": 0}, "of other frameworks", 0, 1e5, formula=True),
+    Assumption("exchange.share", {"": 1.0}, "of link", 0.01, 1, formula=True),
     Assumption("elementwise.eager", {"": 1.8},
                "bytes of elementwise work without a fusing compiler over those with one", 1, 10, formula=True),
     Assumption("offload.gb_per_s", {"": 50, "a100": 25, "gb": 200, "mi": 50},
