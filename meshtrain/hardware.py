@@ -124,6 +124,7 @@ _DTYPES = {
 
 
 def is_float8(dtype: str) -> bool:
+    """Whether products in this dtype have the peak of float8: e4m3 and e5m2, whatever their scales."""
     return _DTYPES.get(dtype, dtype) == "float8"
 
 

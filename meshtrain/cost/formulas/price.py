@@ -2,7 +2,8 @@
 
 `placed`, `traffic` and `footprint` give the sizes, `rates` the seconds of a matmul, a stream and a collective. A
 collective hides behind a fraction of the compute that it overlaps, and slows that compute by a fraction of its own
-time. The formulas met 51 published runs of other frameworks (`placed.Framework`).
+time. The formulas met 51 published runs of other frameworks (`placed.Framework`), and 166 of 2026
+(benchmarks/published_2026.py).
 """
 from __future__ import annotations
 
@@ -74,10 +75,7 @@ class Links:
         return DeviceGroup(*self.mesh.in_domain(tuple(axis.partition(":")[0] for axis in axes), self.domain))
 
     def one_s(self, sent: traffic.Sent) -> float:
-        slow = 1.0
-        if sent.label == traffic.ROUTED and sent.kind == "all-to-all":
-            slow = self.rates.assumed["exchange.share"]
-        return sent.arrays / slow * self.rates.collective_s(sent.kind, sent.array_bytes / sent.arrays, self.group(sent.axes))
+        return sent.arrays * self.rates.collective_s(sent.kind, sent.array_bytes / sent.arrays, self.group(sent.axes))
 
 
 def price(placed: Placed, rated: Rates, options: Options) -> Price:
@@ -236,7 +234,7 @@ class _LayerTimes:
         self.input_grad_s = (backward / 2 + attention_b + recurrence_b + small_b + recomputed_s + stage_b + experts_b
                              + moved_b)
         self.weight_grad_s = backward / 2 + stage_w + experts_w
-        gap_f, gap_b = _gaps_s(placed, rated, options, self.forward_s, self.input_grad_s + self.weight_grad_s)
+        gap_f, gap_b = _gaps_s(placed, rated, options)
         self.forward_s, self.input_grad_s = self.forward_s + gap_f, self.input_grad_s + gap_b
         self.backward_s = self.input_grad_s + self.weight_grad_s
         self.compute_s = {traffic.FORWARD: self.forward_s, traffic.BACKWARD: self.backward_s,
@@ -254,19 +252,16 @@ class _LayerTimes:
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)} if n else {}
 
 
-def _gaps_s(placed: Placed, rated: Rates, options: Options, forward_s: float, backward_s: float) -> tuple[float, float]:
+def _gaps_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
     """Seconds in which a layer's kernels of another framework wait for each other and for the host (forward,
-    backward). forward_s, backward_s: of the kernels."""
+    backward). Each expert of a device adds its own, as its products and casts are kernels of their own."""
     if not placed.framework:
         return 0.0, 0.0
-    assumed, experts = rated.assumed, pattern.share(placed.cfg, mlps="e")
-    gap = assumed["gap.layer_us"]
+    assumed, gap_us = rated.assumed, rated.assumed["gap.layer_us"]
     if found := routed.of(placed, options):
         each = assumed["gap.expert_us"] + (placed.experts_dtype != placed.cfg.compute_dtype) * assumed["gap.narrow_us"]
-        gap += experts * (assumed["gap.experts_us"] + found.sizes.num_experts * each)
-    gap *= 1e-6
-    host = 1e-6 * (assumed["host.layer_us"] + experts * assumed["host.experts_us"])
-    return max(gap / 3, host / 3 - forward_s), max(2 * gap / 3, 2 * host / 3 - backward_s)
+        gap_us += found.share * found.sizes.num_experts * each
+    return rates.US * gap_us / 3, 2 * rates.US * gap_us / 3
 
 
 def _attention_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
@@ -336,12 +331,12 @@ def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[fl
 
     def one_s(outer: bool) -> float:
         size = found.sizes.itemsize
+        moved = size * found.rows.executed * (k + n) + (4 if outer else size) * found.sizes.matrix
         if placed.framework:        # a product of each expert's own, several at once
             even = found.rows.even / found.sizes.num_experts
             shape = (k, n, even) if outer else (even, n, k)
-            return max(rated.matmul_s(Matmul(*shape, found.sizes.num_experts, dtype)),
-                       rated.stream_s(size * found.rows.even * (k + n) + (4 if outer else size) * found.sizes.matrix))
-        moved = size * found.rows.executed * (k + n) + (4 if outer else size) * found.sizes.matrix
+            product_s = rated.matmul_s(Matmul(*shape, found.sizes.num_experts, dtype)) / rated.assumed["experts.rate"]
+            return max(product_s, rated.stream_s(moved))
         kernel = rates.GroupedMatmul(found.rows.executed, found.sizes.num_experts, k, n, dtype, outer)
         return max(rated.grouped_s(kernel), rated.stream_s(moved))
     products = (found.share * times * one_s(outer) for times, outer in zip(found.products, (False, False, True)))

@@ -102,6 +102,9 @@ def _weights(placed: Placed, options: Options) -> Iterator[Sent]:
             continue        # others scatter cotangents into the gradient of the table
         if move.part == "lookup":
             yield _lookup(placed, options, move)
+        elif framework and move.kind == SUM and move.part != "update":     # others sum their accumulators once a step
+            whole = dataclasses.replace(move, elements=n * placed.layers(options) if layer else n)
+            yield _update(placed, whole, grads)
         elif move.part == "update":
             yield _update(placed, move, grads)
         elif move.kind != GATHER:
