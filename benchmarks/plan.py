@@ -32,8 +32,8 @@ COMPARED = """\
 Error: tokens per second by the formulas over those published, − 1, without its sign. The rows with their sources are in
 tests/goldens/published_2026.csv; benchmarks/published_2026.py maps them to layouts. Other frameworks ran them
 (Megatron-Bridge, NeMo, AutoModel, torchtitan, MaxText); one layout differs by 6% in the median between releases of its
-maker. Eleven constants are fitted to all rows together: the share of its peak that Blackwell sustains, those of float8
-and MXFP8 by generation, the gaps of a layer and of an expert, the rate of many experts' products on Blackwell, and 12%
+maker. Ten constants are fitted to all rows together: the share of its peak that Blackwell sustains, those of float8
+and MXFP8 of B200 and of B300, the gaps of a layer and of an expert, the rate of many experts' products on Blackwell, and 12%
 a year from release to release in narrow dtypes. The last two columns fit them again without the rows of one model, or
 of one source, and show the errors of those. Sources do not say everything: unsaid microbatches are 1, unsaid experts
 are evenly busy, unsaid recomputation is none (AutoModel: all of it where the run would not fit). The tail is of early
