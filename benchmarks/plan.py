@@ -36,7 +36,8 @@ maker. Ten constants are fitted to all rows together: the share of its peak that
 and MXFP8 of B200 and of B300, the gaps of a layer and of an expert, the rate of many experts' products on Blackwell, and 12%
 a year from release to release in narrow dtypes. The last two columns fit them again without the rows of one model, or
 of one source, and show the errors of those. Sources do not say everything: unsaid microbatches are 1, unsaid experts
-are evenly busy, unsaid recomputation is none (AutoModel: all of it where the run would not fit). The tail is of early
+are evenly busy, unsaid recomputation is none (AutoModel: all of it where the run would not fit). These readings, and
+what the formulas have for other frameworks, were chosen with all rows in view; only constants are left out and refitted. The tail is of early
 releases and of short steps (Moonlight, 0.46 s), where the host decides.
 
 MXFP8 and narrow experts are priced for this comparison alone: `train` has neither, and `plan` proposes neither.
