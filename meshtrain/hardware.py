@@ -118,9 +118,15 @@ def usable_bytes(gpu: Gpu, environ: Mapping[str, str] = os.environ) -> int:
 # JAX's and HLO's names → the table's. float32 is that of the plain pipes, not TF32, which `kernels.products` asks XLA
 # not to take.
 _DTYPES = {
-    "f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8": "float8",
+    "f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8": "float8", "mxfp8": "float8",
     "float8_e4m3fn": "float8", "float8_e5m2": "float8", "f8e4m3fn": "float8", "f8e5m2": "float8",
 }  # fmt: skip
+
+
+def is_float8(dtype: str) -> bool:
+    """Whether products in this dtype have the peak of float8: e4m3 and e5m2, whatever their scales."""
+    return _DTYPES.get(dtype, dtype) == "float8"
+
 
 _A100 = {"float32": 19.5 * _T, "bfloat16": 312 * _T, "float16": 312 * _T}
 _H100 = {"float32": 66.9 * _T, "bfloat16": 989.4 * _T, "float16": 989.4 * _T, "float8": 1978.9 * _T}

@@ -1,8 +1,9 @@
 """The table of assumed GPU speeds: the fractions of its peaks, memory and links that a training step reaches.
 
 This project measured none of them. `inspect --assume NAME=VALUE` replaces one; each has its reason. The specifications
-of GPUs are in `hardware`. With these values closed formulas met 51 published runs with a median error of 4.3%, 90% of
-them within 11.5%; the rates of our own kernels were not among them. `matmul.sustained`, `link.contend` and the
+of GPUs are in `hardware`. With these values closed formulas met 51 published runs with a median error of 3.9%, 90% of
+them within 10.8%, and 166 of 2026 with 4.1% (dense) and 10.7% (experts); the rates of our own kernels were not among
+them. `matmul.sustained`, `link.contend` and the
 attention rates move a predicted step most.
 """
 from __future__ import annotations
@@ -14,10 +15,15 @@ from collections.abc import Mapping
 
 _MAMF = ("largest matmul rate found by search over shapes, share of the dense bf16 peak (stas00/ml-engineering, MAMF "
          "table)")
-_HOT = "a step is hot: power and clocks; from published runs. Blackwell rests on two of them (+13%, -8%)"
+_HOT = ("a step is hot: power and clocks; from published runs, Blackwell's from the dense ones of 2026 (.64 to .72 fit "
+        "about as well)")
 _GROUPED = ("share of the dense bf16 peak that rows × experts' matrices, or the latter's gradients, reach in Triton, "
             "before matmul.sustained. assumption: as Liger-Kernel's at the shapes of Qwen3-30B-A3B on H100, 501 "
             "TFLOP/s forward, 413 both ways (Liger-Kernel 1294). To be measured")
+_NARROW = ("share of its peak that products in float8 (a scale a tensor) or mxfp8 (a scale for 32 elements) reach, "
+           "over bfloat16's of its own; from dense runs of 2026. B300 has 1.4 times the power of B200, and its peaks")
+_GAP = ("microseconds, forward and backward, in which kernels of other frameworks wait for each other and for the "
+        "host; from the runs of 2026: ")
 _NCCL = "microseconds in NCCL's own model (NVIDIA/nccl, src/graph/tuning.cc, protocol LL128): "
 _FLASH = ("share of the dense bf16 peak, the causal half counted; FlashAttention-3's paper: H100, head_dim 128, 4,096 "
           "tokens, cuDNN 609 TFLOP/s forward; SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
@@ -48,12 +54,14 @@ class Assumption:
 
 TABLE = {row.name: row for row in (
     Assumption("matmul.best", {"": .803, "a100": .869, "b200": .776, "b300": .776, "gb": .729, "mi": .514}, _MAMF),
-    Assumption("matmul.sustained", {"": .84, "a100": .92, "b200": .64, "b300": .64, "gb": .64, "mi": .84}, _HOT),
+    Assumption("matmul.sustained", {"": .84, "a100": .92, "b200": .68, "b300": .68, "gb": .68, "mi": .84}, _HOT),
     Assumption("matmul.clock", {"": 1.0, "h100-96gb": .80}, "500 W instead of 700 W; from that part's runs"),
     Assumption("matmul.wave", {"": .35},
                "share of a wave of 128 × 256 tiles that the last, partly filled one costs", 0, 10),
     Assumption("matmul.k0", {"": 128},
                "prologue and epilogue of a tile, in elements of the contracted dimension", 0, 1e4),
+    Assumption("matmul.float8", {"": 1.0, "b2": 1.1, "gb2": 1.1, "b3": 1.5, "gb3": 1.5}, _NARROW, high=2),
+    Assumption("matmul.mxfp8", {"": 1.0, "b3": 1.4, "gb3": 1.4}, _NARROW, high=2, formula=True),
     Assumption("grouped.rows", {"": .65}, _GROUPED),
     Assumption("grouped.outer", {"": .40}, _GROUPED),
     Assumption("experts.rounds", {"": 0},
@@ -117,6 +125,17 @@ TABLE = {row.name: row for row in (
     Assumption("overlap.user_buffers", {"": .60},
                "the same where a framework cuts them into chunks beside their products (Transformer Engine's user "
                "buffers)", 0, formula=True),
+    Assumption("overlap.exchange", {"": 0},
+               "share of the exchange of tokens with experts that hides, in other frameworks. Megatron's overlap of "
+               "two microbatches: .80, from 24.7 s to 21.0 s a step (Megatron-Bridge, Qwen3-30B on 16 H100)", 0,
+               formula=True),
+    Assumption("gap.layer_us", {"": 600}, _GAP + "of a layer", 0, 1e5, formula=True),
+    Assumption("gap.expert_us", {"": 250}, _GAP + "of each expert of a device and layer", 0, 1e5, formula=True),
+    Assumption("gap.narrow_us", {"": 40}, _GAP + "more where experts multiply in a narrow dtype", 0, 1e5,
+               formula=True),
+    Assumption("experts.rate", {"": 1.0, "b": .7, "gb": .7},
+               "rate of a product of many experts in other frameworks over that of one product as large; Blackwell's "
+               "from published runs of 2026", 0, 2, formula=True),
     Assumption("elementwise.eager", {"": 1.8},
                "bytes of elementwise work without a fusing compiler over those with one", 1, 10, formula=True),
     Assumption("offload.gb_per_s", {"": 50, "a100": 25, "gb": 200, "mi": 50},

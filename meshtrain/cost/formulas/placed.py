@@ -32,11 +32,17 @@ class Framework:
     Each of its pipeline stages runs a program of its own, with the head on the last stage. Its gradients are reduced in
     buckets, overlapped with the backward.
     recomputed: fractions of a layer's forward matmuls, attention and elementwise work that the backward recomputes.
-    eager: elementwise work is not fused. grad_bytes: bytes of a gradient element in a reduction.
+    eager: elementwise work is not fused. grad_bytes: bytes of a gradient element in a reduction. narrow: dtype of the
+    products of layers and experts where it is not compute_dtype: float8 (a scale a tensor) or mxfp8 (a scale for 32
+    elements), of which [model] has no mxfp8 and no narrow experts. copies: how often a token is sent to experts'
+    devices where it is sent once to each device or host; 0: once to each expert.
     """
     recomputed: tuple[float, float, float]
     eager: bool = False
     grad_bytes: int = 4
+    narrow: str = ""
+    copies: float = 0.0
+    spreads_head: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +194,19 @@ class Placed:
     def float8(self) -> bool:
         """Whether the layers' projections multiply in float8. Their inputs are then gathered in float8, each with a
         scale."""
-        return self.cfg.matmul_dtype == "float8"
+        return self.matmul_dtype != self.cfg.compute_dtype
+
+    @property
+    def matmul_dtype(self) -> str:
+        """The dtype in which the layers' projections are multiplied."""
+        if self.framework and self.framework.narrow:
+            return self.framework.narrow
+        return "float8" if self.cfg.matmul_dtype == "float8" else self.cfg.compute_dtype
+
+    @property
+    def experts_dtype(self) -> str:
+        """The dtype in which experts are multiplied; ours are never narrow."""
+        return self.matmul_dtype if self.framework else self.cfg.compute_dtype
 
     @property
     def dtype(self) -> str:

@@ -2,7 +2,8 @@
 
 `placed`, `traffic` and `footprint` give the sizes, `rates` the seconds of a matmul, a stream and a collective. A
 collective hides behind a fraction of the compute that it overlaps, and slows that compute by a fraction of its own
-time. The formulas met 51 published runs of other frameworks (`placed.Framework`).
+time. The formulas met 51 published runs of other frameworks (`placed.Framework`), and 166 of 2026
+(benchmarks/published_2026.py).
 """
 from __future__ import annotations
 
@@ -84,6 +85,8 @@ def price(placed: Placed, rated: Rates, options: Options) -> Price:
     work, layers = _LayerTimes(placed, rated, options), placed.layers(options)
     waits = _Waits(placed, rated, options, work, layers)
     head_s = sum(work.head.values())
+    if placed.framework and placed.framework.spreads_head:
+        head_s /= p
     layer_s, waits_s = work.forward_s + work.backward_s, waits.layer_s / (m * layers)
     stage_s = layers * (layer_s + waits_s)
     idle_s = 0.0
@@ -171,6 +174,7 @@ class _Waits:
             alone = (1 - assumed["overlap.reduced"]) * reduced[name, overlaps, layer] * (not placed.framework)
             exposed_s = (1 - (assumed["overlap.tensor"] if name == "tensor" else 0.0)) * _exposed_s(
                 seconds, alone, compute[overlaps], hide, assumed["link.contend"])
+            exposed_s *= 1 - assumed["overlap.exchange"] if name == traffic.ROUTED else 1.0
             exposed_s *= m * layers / visits if layer else 1.0      # masked passes wait in the bubble
             self.exposed[name] += exposed_s
             self.layer_s += exposed_s if layer else 0.0
@@ -189,13 +193,14 @@ class _LayerTimes:
 
     def __init__(self, placed: Placed, rated: Rates, options: Options):
         cfg, tokens = placed.cfg, placed.tokens(options)
-        matmul = functools.partial(matmul_s, rated, "float8" if placed.float8 else cfg.compute_dtype, placed.itemsize)
+        matmul = functools.partial(matmul_s, rated, placed.matmul_dtype, placed.itemsize)
         dense, routers = ([w for w in placed.layer.products if w.router == wanted and not w.expands]
                           for wanted in (False, True))
         products = [w.share * matmul(tokens, w.n, w.k) for w in dense]
         forward = sum(products)
         backward = sum(w.share * (matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens)) for w in dense)
-        routing = sum(w.share * matmul_s(rated, "float32", 4, tokens / placed.stream_shards, w.n, w.k)
+        exact = (cfg.compute_dtype, placed.itemsize) if placed.framework else ("float32", 4)
+        routing = sum(w.share * matmul_s(rated, *exact, tokens / placed.stream_shards, w.n, w.k)
                       for w in routers)
         forward, backward = forward + routing, backward + 2 * routing
         attention, attention_b = _attention_s(placed, rated, options)
@@ -229,18 +234,34 @@ class _LayerTimes:
         self.input_grad_s = (backward / 2 + attention_b + recurrence_b + small_b + recomputed_s + stage_b + experts_b
                              + moved_b)
         self.weight_grad_s = backward / 2 + stage_w + experts_w
+        gap_f, gap_b = _gaps_s(placed, rated, options)
+        self.forward_s, self.input_grad_s = self.forward_s + gap_f, self.input_grad_s + gap_b
         self.backward_s = self.input_grad_s + self.weight_grad_s
         self.compute_s = {traffic.FORWARD: self.forward_s, traffic.BACKWARD: self.backward_s,
                           traffic.ATTENTION: attention, traffic.ATTENTION_BACKWARD: attention_b}
         self.parts = {"matmul": forward + again_s + backward + experts + experts_b + experts_w,
                       "attention": attention * (1 + again[1]) + attention_b,
                       "elementwise": small * (1 + again[2]) + small_b + stage_f + stage_b + stage_w + moved_f + moved_b}
+        if gap_f + gap_b:
+            self.parts["gaps"] = gap_f + gap_b
         if recurrence:
             self.parts["recurrence"] = recurrence * (1 + again[1]) + recurrence_b
         matmul = functools.partial(matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)} if n else {}
+
+
+def _gaps_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
+    """Seconds in which a layer's kernels of another framework wait for each other and for the host (forward,
+    backward). Each expert of a device adds its own, as its products and casts are kernels of their own."""
+    if not placed.framework:
+        return 0.0, 0.0
+    assumed, gap_us = rated.assumed, rated.assumed["gap.layer_us"]
+    if found := routed.of(placed, options):
+        each = assumed["gap.expert_us"] + (placed.experts_dtype != placed.cfg.compute_dtype) * assumed["gap.narrow_us"]
+        gap_us += found.share * found.sizes.num_experts * each
+    return rates.US * gap_us / 3, 2 * rates.US * gap_us / 3
 
 
 def _attention_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
@@ -277,7 +298,7 @@ def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float,
     sequences are split, each device expands the whole, or with ulysses its heads of the whole."""
     tokens, split = placed.tokens(options), placed.num_shards("seq")
     tokens, heads = tokens * split, split if options.method == "ulysses" else 1
-    matmul = functools.partial(matmul_s, rated, placed.cfg.compute_dtype, placed.itemsize)
+    matmul = functools.partial(matmul_s, rated, placed.experts_dtype, placed.itemsize)
     found = [(w, w.n / heads) for w in placed.layer.products if w.expands]
     forward = sum(w.share * matmul(tokens, n, w.k) for w, n in found)
     backward = forward + sum(w.share * (matmul(tokens, w.k, n) + w.trained * matmul(w.k, n, tokens)) for w, n in found)
@@ -306,15 +327,33 @@ def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[fl
     found = routed.of(placed, options)
     if not found:
         return (0.0,) * 3, (0.0,) * 2
-    k, n, dtype = found.sizes.embed_dim, found.sizes.width, placed.cfg.compute_dtype
+    k, n, dtype = found.sizes.embed_dim, found.sizes.width, placed.experts_dtype
 
     def one_s(outer: bool) -> float:
         size = found.sizes.itemsize
         moved = size * found.rows.executed * (k + n) + (4 if outer else size) * found.sizes.matrix
+        if placed.framework:        # a product of each expert's own, several at once
+            even = found.rows.even / found.sizes.num_experts
+            shape = (k, n, even) if outer else (even, n, k)
+            product_s = rated.matmul_s(Matmul(*shape, found.sizes.num_experts, dtype)) / rated.assumed["experts.rate"]
+            return max(product_s, rated.stream_s(moved))
         kernel = rates.GroupedMatmul(found.rows.executed, found.sizes.num_experts, k, n, dtype, outer)
         return max(rated.grouped_s(kernel), rated.stream_s(moved))
     products = (found.share * times * one_s(outer) for times, outer in zip(found.products, (False, False, True)))
-    return tuple(products), tuple(found.share * rated.stream_s(moved) for moved in found.elementwise_bytes())
+    moved = found.elementwise_bytes()
+    if placed.framework:
+        moved = _permuted_bytes(found, placed.experts_dtype != placed.cfg.compute_dtype)
+    return tuple(products), tuple(found.share * rated.stream_s(each) for each in moved)
+
+
+def _permuted_bytes(found: routed.Routed, narrow: bool) -> tuple[float, float]:
+    """HBM bytes beside the experts' products in other frameworks (forward, backward): rows are sorted by expert and
+    back, activated and weighted; casts to a narrow dtype."""
+    size, n = found.sizes.itemsize, found.sizes.width
+    moved, hidden = 4 * size * found.sizes.embed_dim, size * (found.sizes.inward + 1) * n
+    cast = narrow * QUANTISE_BYTES * (found.sizes.embed_dim + n)
+    cast_b = narrow * (QUANTISE_BYTES + 1) * (found.sizes.embed_dim + found.sizes.inward * n)
+    return found.rows.executed * (moved + hidden + cast), found.rows.executed * (moved + 2 * hidden + cast_b)
 
 
 def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:

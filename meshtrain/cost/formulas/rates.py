@@ -88,8 +88,14 @@ class Rates:
         a = self.assumed
         waves = matmul.batch * matmul.m * matmul.n / TILE / self.gpu.num_sms
         full = waves / (waves + a["matmul.wave"]) * matmul.k / (matmul.k + a["matmul.k0"])
-        return (matmul.flops
-                / (self.peak(matmul.dtype) * a["matmul.best"] * a["matmul.sustained"] * a["matmul.clock"] * full))
+        share = a["matmul.best"] * a["matmul.sustained"] * a["matmul.clock"] * self.narrow_share(matmul.dtype)
+        return matmul.flops / (self.peak(matmul.dtype) * share * full)
+
+    def narrow_share(self, dtype: str) -> float:
+        """The share of its own peak that a narrow dtype reaches, over bfloat16's share of its peak."""
+        if dtype == "mxfp8":
+            return self.assumed["matmul.mxfp8"]
+        return self.assumed["matmul.float8"] if hardware.is_float8(dtype) else 1.0
 
     def grouped_s(self, grouped: GroupedMatmul) -> float:
         a = self.assumed
@@ -97,6 +103,7 @@ class Rates:
         summed = grouped.rows / grouped.groups if grouped.outer else grouped.k
         waves = results / TILE / self.gpu.num_sms
         share = a["grouped.outer" if grouped.outer else "grouped.rows"] * a["matmul.sustained"] * a["matmul.clock"]
+        share *= self.narrow_share(grouped.dtype)
         full = waves / (waves + a["matmul.wave"]) * summed / (summed + a["matmul.k0"])
         return grouped.flops / (self.peak(grouped.dtype) * share * full)
 

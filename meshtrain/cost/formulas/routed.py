@@ -153,10 +153,14 @@ def of(placed: Placed, options: Options) -> Routed | None:
     if not cfg.num_experts:
         return None
     region, K = dispatch.ManualRegion.of(layout), cfg.experts_per_token
-    by_all_to_all = dispatch.dispatch(options.dispatch, K, layout)[0] == "all_to_all"
+    elsewhere = placed.framework is not None        # its rows are as many as the tokens' choices
+    by_all_to_all = elsewhere or dispatch.dispatch(options.dispatch, K, layout)[0] == "all_to_all"
     tokens, num_shards = placed.tokens(options) / placed.stream_shards, layout.num_shards(region.experts)
     e, block = cfg.num_experts / num_shards, tiles.GROUPED[placed.itemsize].rows
-    if by_all_to_all:
+    if elsewhere:
+        seen, choices = tokens * (placed.framework.copies or K), 1
+        even = rows = most = tokens * K * layout.num_shards(region.inner)
+    elif by_all_to_all:
         seen = most = num_shards * math.ceil(all_to_all.CAPACITY_FACTOR * tokens * K / num_shards)
         even, rows, choices = tokens * K, most, 1
     else:
@@ -167,9 +171,10 @@ def of(placed: Placed, options: Options) -> Routed | None:
     trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
     sizes = ExpertSizes(e, cfg.embed_dim, cfg.expert_mlp_dim / layout.num_shards(region.inner), inward, trained,
                         placed.itemsize)
-    counts = RowCounts(even, (math.ceil(rows / block) + e) * block, grouped.executed_rows(even, e, block))
+    counts = RowCounts(even, even, even) if elsewhere else RowCounts(
+        even, (math.ceil(rows / block) + e) * block, grouped.executed_rows(even, e, block))
     gathered = layout.num_shards(layout.mesh_axes("params", "expert_embed"))
     return Routed(by_all_to_all, region, tokens, seen, choices, counts, sizes, by_all_to_all or rows < most,
                   placed.mesh.sizes["stage"] > 1, gathered if placed.moving(GATHER, "experts") else 1,
-                  dispatch.saves_inward(options.remat, placed.mesh.sizes["stage"]),
+                  elsewhere or dispatch.saves_inward(options.remat, placed.mesh.sizes["stage"]),
                   pattern.share(cfg, mlps="e"))

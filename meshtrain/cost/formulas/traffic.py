@@ -98,8 +98,13 @@ def _weights(placed: Placed, options: Options) -> Iterator[Sent]:
     arrays = 1 if framework else placed.matrices
     for move in placed.moves:
         n, layer = move.elements, move.part in ("layers", "experts", "routers")
+        if move.part == "lookup" and framework:
+            continue        # others scatter cotangents into the gradient of the table
         if move.part == "lookup":
             yield _lookup(placed, options, move)
+        elif framework and move.kind == SUM and move.part != "update":     # others sum their accumulators once a step
+            whole = dataclasses.replace(move, elements=n * placed.layers(options) if layer else n)
+            yield _update(placed, whole, grads)
         elif move.part == "update":
             yield _update(placed, move, grads)
         elif move.kind != GATHER:
@@ -147,7 +152,7 @@ def _tensor(placed: Placed, options: Options) -> Iterator[Sent]:
     split = frozenset(placed.layout.mesh_axes("activations", "residual_seq"))
     stream = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
     send = lambda kind, axes, times, layer: Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
-    if placed.float8:
+    if placed.float8 and not placed.framework:      # others scale by blocks, or by the last steps' maxima
         axes = tuple(a for a in AXES if placed.layout.sizes[a] > 1)
         yield Sent("all-reduce", axes, FLOAT32, 4, SCALES * forward, "scales")
     for product in placed.layer.products:
@@ -184,6 +189,12 @@ def _experts(placed: Placed, options: Options) -> Iterator[Sent]:
     stream, choices = found.seen * found.sizes.embed_dim * placed.itemsize, found.seen * found.choices * 4
     brought, summed = found.axes
     send = lambda kind, axes, dtype, sent_bytes, runs: Sent(kind, axes, dtype, sent_bytes, runs, ROUTED)
+    if placed.framework:            # to the experts and back, and their gradients
+        yield send("all-to-all", brought, placed.dtype, stream, 4 * forward)
+        rows = found.rows.even * found.sizes.embed_dim * placed.itemsize
+        for kind in ("all-gather", "reduce-scatter"):         # of an expert's parts
+            yield send(kind, found.region.inner, placed.dtype, rows, 2 * forward)
+        return
     there, back = ("all-to-all",) * 2 if found.by_all_to_all else ("all-gather", "reduce-scatter")
     yield send(there, brought, placed.dtype, stream, forward + 2 * backward)
     yield send(back, brought, placed.dtype, stream, forward + backward)
