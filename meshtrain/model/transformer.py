@@ -100,54 +100,10 @@ class LayerGroup:
         # which is that of the loss.
         number, inputs = e
         aux: dict = {}
-        import os
-        mode = os.environ.get("TIE", "")
-        weights = list(weights)
-        for i, layer in enumerate(self.period):
-            layer_weights = weights[i]
-            if mode and i:
-                if "C" in mode:
-                    if i + 1 < len(self.period):
-                        x_BTD, weights[i + 1] = tied(mode, x_BTD, weights[i + 1])
-                elif "D" in mode:
-                    if i + 1 < len(self.period):
-                        mlp = {k: v for k, v in weights[i + 1].items() if "mlp" in k or "moe" in k}
-                        x_BTD, mlp = tied(mode, x_BTD, mlp)
-                        weights[i + 1] = weights[i + 1] | mlp
-                elif "M" in mode:
-                    mlp = {k: v for k, v in layer_weights.items() if "mlp" in k or "moe" in k}
-                    x_BTD, mlp = tied(mode, x_BTD, mlp)
-                    layer_weights = layer_weights | mlp
-                elif "B" in mode:
-                    mlp = {k: v for k, v in layer_weights.items() if "mlp" in k or "moe" in k}
-                    x_BTD, mlp = tied(mode, x_BTD, mlp)
-                    layer_weights = layer_weights | mlp
-                    if i + 1 < len(self.period):
-                        att = {k: v for k, v in weights[i + 1].items() if not ("mlp" in k or "moe" in k)}
-                        x_BTD, att = tied(mode, x_BTD, att)
-                        weights[i + 1] = weights[i + 1] | att
-                else:
-                    x_BTD, layer_weights = tied(mode, x_BTD, layer_weights)
+        for i, (layer, layer_weights) in enumerate(zip(self.period, weights, strict=True)):
             x_BTD, layer_aux = block(ex, layer, layer_weights, x_BTD, inputs, number + i)
             aux = add_aux(aux, layer_aux)
         return x_BTD, aux
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tied(mode, x_BTD, weights):
-    return x_BTD, weights
-
-def _tied_backward(mode, _, ds):
-    dx_BTD, dws = ds
-    if "R" in mode:
-        from meshtrain.sharding import mesh
-        leaves, tree = jax.tree.flatten(dws)
-        def local(dx, *leaves):
-            return mesh.after(dx, leaves)
-        return mesh.after(dx_BTD, [d for d in leaves if d.size > 100000]), dws
-    return jax.lax.optimization_barrier((dx_BTD, dws))
-
-tied.defvjp(lambda mode, x, w: ((x, w), None), _tied_backward)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
