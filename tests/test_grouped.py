@@ -15,7 +15,7 @@ from meshtrain.kernels import grouped, tiles
 from meshtrain.sharding.mesh import MeshSpec
 from test_pallas import ptxas
 
-SMALL = dict.fromkeys((2, 4), tiles.GroupedTile(16, 16, 16, 16, 4, 2))
+SMALL = dict.fromkeys((2, 4), tiles.GroupedTile(16, 32, 16, 16, 16, 16, 4, 2, deep=32))
 ENGINES = {"loop": grouped.loop(), "kernels": grouped.kernels(SMALL, interpret=True)}
 # Rows of each group: odd ones, one that has all, none at all, whole blocks.
 SIZES = {"odd": [5, 16, 33, 0, 1], "one has all": [0, 0, 64, 0], "none": [0, 0, 0], "whole blocks": [16, 32, 16],
@@ -97,13 +97,19 @@ def test_rows_are_taken_by_number_and_products_go_on_at_once(sizes, name, dtype,
         assert near(into[:, group], rows[mine].T @ first[mine]) and near(back[group], second[mine].T @ rows[mine])
 
 
+def test_the_large_tile_is_for_deep_sums_with_nothing_beside():
+    tile = tiles.GROUPED[2]
+    assert [tile.width(*of) for of in ((4096, 0), (2048, 0), (768, 0), (4096, 1), (768, 1), (4096, 2))] == [
+        256, 256, 128, 128, 128, 64]
+
+
 def test_blocks_fill_up_less_than_a_block_for_each_group():
     for rows, of in ((64, 8), (4096, 8), (1, 64), (100000, 16)):
         assert 8 <= grouped.loop().block(rows, of) <= 128 and grouped.kernels().block(rows, of) == tiles.GROUPED[2].rows
 
 
-# Qwen3-30B-A3B over 8 and gpt-oss's width, which no power of two beyond 64 divides.
-SHAPES = {"2048 × 768": (2048, 768), "2880 × 2880": (2880, 2880)}
+# Qwen3-30B-A3B, gpt-oss's width, which no power of two beyond 64 divides, and Mixtral.
+SHAPES = {"2048 × 768": (2048, 768), "2880 × 2880": (2880, 2880), "4096 × 14336": (4096, 14336)}
 
 
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
@@ -117,12 +123,13 @@ def test_kernels_compiled_for_a_gpu_spill_nothing_and_need_no_memory_beside_thei
     assert sorted(re.sub(r"_+\d+$", "", name) for name in found) == sorted([
         *["grouped_rows_gkn", "grouped_rows_kgn"] * 3, "grouped_rows_gnk", "grouped_rows_ngk",
         "grouped_outer_gkn", "grouped_outer_gnk", "grouped_outer_kgn"])
-    for name, (spilled, shared) in found.items():
+    for name, (spilled, shared, registers) in found.items():
+        assert registers <= 65536 // (32 * tiles.GROUPED[2].warps), (name, found)
         assert spilled == 0 and 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block, (name, found)
 
 
-def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, tuple[int, int]]:
-    """{kernel: (spilled bytes of a thread, shared memory of a block)} of the products of 16 groups, in the orders that
+def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, tuple[int, int, int]]:
+    """{kernel: (spilled bytes of a thread, shared memory of a block, registers of a thread)} of the products of 16 groups, in the orders that
     experts have."""
     E, engine, mesh = 16, grouped.kernels(), MeshSpec({}).build(compile.topology(f"{gpu}:1"))
     block = engine.block(0, E)
@@ -163,5 +170,6 @@ def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, t
             said = subprocess.run([ptxas(), "-v", f"-arch={architecture}", path, "-o", "/dev/null"],
                                   capture_output=True, text=True)
             assert said.returncode == 0, said.stderr[:300]
-            found[name] = int(re.search(r"(\d+) bytes spill stores", said.stderr).group(1)), shared[name]
+            number = lambda pattern: int(re.search(pattern, said.stderr).group(1))
+            found[name] = number(r"(\d+) bytes spill stores"), shared[name], number(r"Used (\d+) registers")
     return found

@@ -206,7 +206,8 @@ def _triton_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *,
                  by_size: Mapping[int, tiles.GroupedTile], interpret: bool):
     (first, w, dims), all_dims = pairs[0], [dims for _, _, dims in pairs]
     of, N = by_size[_array(first).dtype.itemsize], w.shape[dims.index("n")]
-    width = _tile(N, of.columns if sum(a.shape[1] > 1 for a in beside) < 2 else of.beside)
+    contracted = sum(_array(x).shape[1] for x, _, _ in pairs)
+    width = _tile(N, of.width(contracted, sum(a.shape[1] > 1 for a in beside)))
     steps = [_tile(_array(x).shape[1], of.step) for x, _, _ in pairs]
     xs = [_padded(x, step, 1) for (x, _, _), step in zip(pairs, steps)]
     ws = [_padded(_padded(w, width, dims.index("n")), step, dims.index("k"))
@@ -249,7 +250,7 @@ def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, 
 def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.GroupedTile], interpret: bool):
     of = by_size[_array(x).dtype.itemsize]
     K, N, G, block = _array(x).shape[1], _array(y).shape[1], len(groups.first), _block_rows(x, groups)
-    height, width, step = _tile(K, of.rows), _tile(N, of.columns), min(of.step, block)
+    height, width, step = _tile(K, of.rows), _tile(N, of.columns), min(of.outer_step, block)
     x, y = _padded(x, height, 1), _padded(y, width, 1)
     columns_x, columns_y = _array(x).shape[1], _array(y).shape[1]
     sums = pl.pallas_call(
