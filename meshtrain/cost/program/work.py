@@ -23,7 +23,7 @@ FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after
 _UPDATES = ("dynamic-update-slice", "scatter")      # update a part of their first operand
 _FUSIONS = ("fusion", "fusion-start")               # jax 0.12 runs some asynchronously
 _WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort", "rng-bit-generator")
-PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)}  # of a Pallas kernel with keys and values, per visited pair
+PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)}  # of our kernels with keys and values, per visited pair
 # `kernels.engine.Mask.label`
 _OURS = re.compile(r"meshtrain_(attention|mosaic)_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")
 # `kernels.grouped`, with the order of a matrix's dims
@@ -142,6 +142,10 @@ def _matmuls(module, computation, ins):
 def _attention(module, computation, ins, visited) -> AttentionKernel | None:
     """Read a kernel of cuDNN or our Pallas kernels. q [B, T, N, H], k [B, S, K, H] and v [B, S, K,
     V] are its first 4-d operands."""
+    if ins.op in _FUSIONS:      # jax 0.12 fuses slices of stacked operands into a kernel's call
+        inside = (_attention(module, name, inner, visited) for name in ins.called
+                  for inner in module.computations[name].values())
+        return next((found for found in inside if found), None)
     ours = _OURS.search(ins.attrs) if ins.op == "custom-call" else None
     if not ours and "fmha" not in ins.target:
         return None
