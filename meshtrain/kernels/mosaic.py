@@ -1,10 +1,10 @@
 """Flash attention with documents and windows for Hopper GPUs, as Pallas kernels lowered through Mosaic GPU.
 
-A document's tokens are neighbours, so a query sees one interval of keys and a key is seen by one interval of queries;
-causal masks, windows and chunk offsets only shorten them. `intervals` finds them outside the kernels, which need neither
-segments nor a mask. `bounds` has the steps that a block of rows visits, and those that need no mask. The backward is
-one kernel for dq and one for dk and dv; without atomics, so it is deterministic. As with `pallas`, all mesh axes must
-be manual. Source: FlashAttention-3, arXiv:2407.08608. Knows no mesh.
+A document's tokens are neighbours, so a query sees one interval of keys and a key is seen by one interval of
+queries; causal masks, windows and chunk offsets only shorten them. `intervals` finds them outside the kernels, which
+need neither segments nor a mask. `bounds` has the steps that a block of rows visits, and those that need no mask. The
+backward is one kernel for dq and one for dk and dv; without atomics, so it is deterministic. As with `pallas`, all mesh
+axes must be manual. Source: FlashAttention-3, arXiv:2407.08608. Knows no mesh.
 """
 from __future__ import annotations
 

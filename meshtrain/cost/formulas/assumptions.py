@@ -26,10 +26,10 @@ _TRITON = ("share of the dense bf16 peak, the visited pairs counted. assumption:
            "FlashAttention-2 on H100 (.37, .33); A100 between FlashAttention-2 (.58, .50) and Triton's kernels of 2023 "
            "(.36, .32). To be measured")
 
-_MOSAIC = ("share of the dense bf16 peak, the visited pairs counted. assumption: as tokamax's kernels of the same scheme on "
-           "H100 by its autotuning files of July 2026, 8,192 causal tokens: .63 and .44 at head_dim 128, .47 and .31 at "
-           "64, which attention.narrow meets. They count five products backward, where ours count the seven that are "
-           "computed: .44 is the cautious reading, .62 the other. To be measured")
+_MOSAIC = ("share of the dense bf16 peak, the visited pairs counted. assumption: as tokamax's kernels of the same "
+           "scheme on H100 by its autotuning files of July 2026, 8,192 causal tokens: .63 and .44 at head_dim 128, "
+           ".47 and .31 at 64, which attention.narrow meets. They count five products backward, where ours count the "
+           "seven that are computed: .44 is the cautious reading, .62 the other. To be measured")
 _BLOCKWISE = ("share of the dense bf16 peak, the causal half counted, of blocks compiled by XLA, whose scores go "
               "through memory: by the roofline of compiled programs on H100 .029 and .047 in bfloat16, .026 and .032 "
               "in float32; elsewhere in proportion to the memory's bandwidth")
