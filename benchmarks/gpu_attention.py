@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.gpu_record import Item
 from meshtrain import hardware
-from meshtrain.kernels import blockwise, cudnn, pallas, tiles
+from meshtrain.kernels import blockwise, cudnn, mosaic, pallas, tiles
 from meshtrain.kernels.engine import CAUSAL, MASKED, WHOLE, Engine, Mask
 from meshtrain.kernels.tiles import Tiles
 
@@ -66,7 +66,8 @@ def cases(sizes: Sizes, with_documents: bool) -> Iterator[Case]:
     line = documents(rng, B, T + S, T / 3)
     line[1, S + 5:] = 0                                              # what follows the last document
     yield Case("documents over two chunks", line[:, S:], line[:, :S], WHOLE)
-    blind, unseen = packed.copy(), packed.copy()
+    # a document begins behind what is hidden: the tokens of each are neighbours
+    blind, unseen = ((packed + np.where(np.arange(T) < T // 2, 0, T)).astype(np.int32) for _ in range(2))
     blind[:, T // 4:T // 2], unseen[:, T // 4:T // 2], blind[-1], unseen[-1] = -1, -2, -1, -2
     yield Case("rows that see nothing", blind, unseen, CAUSAL)
     yield Case("nothing in common", 5 * ones(T), 3 * ones(S), WHOLE)
@@ -151,6 +152,9 @@ def engines(width: int, gpu: str, sizes: Sizes, interpret: bool) -> dict[str, Ca
         made["pallas"] = partial(pallas.engine, chosen, full=1, interpret=interpret)        # as in a run of any size
         if width == sizes.widths[0]:
             made["pallas, heads summed outside"] = partial(pallas.engine, chosen, full=10**9, interpret=interpret)
+    chip = hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
+    if chip and chip.compute_capability == mosaic.COMPUTE_CAPABILITY and mosaic.width_of(width) and not interpret:
+        made["mosaic"] = mosaic.engine
     if not interpret and width <= 128 and cudnn.engine():
         made["cudnn"] = cudnn.engine
     return made | {"blockwise": partial(blockwise.engine, sizes.block)}

@@ -23,6 +23,10 @@ GROUPS = {"attention": "Attention engines against whole scores in float32 on the
           "tiles": "Tiles of the Pallas kernels, timed"}
 
 
+# model.attention -> the item that tells its step; the same run but for the engine
+BY_ENGINE = {"pallas": "speed/8B, packed, remat selective", "mosaic": "speed/8B mosaic, packed, remat selective"}
+
+
 class Item(NamedTuple):
     """One thing to find out. key: GROUP/…; it begins with what is listed in GROUPS.
 
@@ -120,7 +124,8 @@ def page(record: Record) -> str:
              "",
              " · ".join(f"{name} {value}" for name, value in record.of.items() if value), "",
              ", ".join(f"{number} {status}"
-                       for status, number in counts.items()) + f", {len(record.left)} still to do."]
+                       for status, number in counts.items()) + f", {len(record.left)} still to do.",
+             *advice(record.items)]
     for group, title in GROUPS.items():
         items = {key: item for key, item in record.items.items() if key.partition("/")[0] == group
                  and item["status"] != BEGUN}
@@ -133,6 +138,20 @@ def page(record: Record) -> str:
     if record.left:
         lines += ["", "## Still to do", "", ", ".join(f"`{key}`" for key in record.left)]
     return "\n".join(lines) + "\n"
+
+
+def advice(items: Mapping[str, dict]) -> list[str]:
+    """In one line what model.attention = "auto" should take for packed rows; nothing until both engines have run."""
+    steps = {name: float(items[key]["row"]["step, s"].replace(",", "")) for name, key in BY_ENGINE.items()
+             if "row" in items.get(key, {})}
+    if len(steps) < len(BY_ENGINE):
+        return []
+    wrong = [key for key, item in items.items() if key.startswith("attention/mosaic") and item["status"] != RIGHT]
+    wrong += [BY_ENGINE["mosaic"]] * (items[BY_ENGINE["mosaic"]]["status"] != RIGHT)
+    best = "pallas" if wrong else min(steps, key=steps.get)
+    why = f"mosaic is not right: {', '.join(wrong)}" if wrong else " and ".join(
+        f"{name} {step:.4g} s a step" for name, step in steps.items())
+    return ["", f"For packed rows `model.attention = \"auto\"` should take **{best}** here ({why})."]
 
 
 def _checks(items: Mapping[str, dict]) -> list[str]:

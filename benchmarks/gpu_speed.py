@@ -25,7 +25,7 @@ from meshtrain import hardware
 from meshtrain.cost.formulas import assumptions, flops
 from meshtrain.cost.program import audit, roofline
 from meshtrain.inspection import memory
-from meshtrain.kernels import tiles
+from meshtrain.kernels import mosaic, tiles
 
 GIB = 2**30
 
@@ -46,7 +46,9 @@ class Plan(NamedTuple):
 
 EIGHT, ONE = ("8B", "configs/llama3-8b.toml", 1), ("1B", "configs/llama3.2-1b.toml", 4)
 IN_FLOAT8 = ("--model.matmul_dtype", "float8")
-PLANS = (Plan(*EIGHT, True, "selective"), Plan(*EIGHT, False, "selective"), Plan(*ONE, True, "selective"),
+IN_MOSAIC = ("--model.attention", "mosaic")
+BY_ATTENTION = Plan(*EIGHT, True, "selective"), Plan("8B mosaic", *EIGHT[1:], True, "selective", IN_MOSAIC)
+PLANS = (*BY_ATTENTION, Plan(*EIGHT, False, "selective"), Plan(*ONE, True, "selective"),
          Plan("8B float8", *EIGHT[1:], True, "selective", IN_FLOAT8), Plan(*EIGHT, True, "full"),
          Plan(*ONE, False, "selective"), Plan(*EIGHT, True, "none"), Plan(*ONE, True, "none"))
 
@@ -284,6 +286,9 @@ def items(devices, directory: Path, sizes: Sizes = Sizes()) -> list[Item]:
     out, gpu = [], hardware.from_device_kind(devices[0].device_kind)
     for plan in sizes.plans:
         if devices[0].platform != "cpu" and plan.overrides == IN_FLOAT8 and hardware.lacks_float8(gpu):
+            continue
+        if plan.overrides == IN_MOSAIC and not (gpu and gpu.chip and gpu.chip.compute_capability ==
+                                                mosaic.COMPUTE_CAPABILITY):
             continue
         profile = directory / plan.key.replace(",", "").replace(" ", "-")
         out.append(Item(f"speed/{plan.key}", partial(speed, plan, devices, sizes, profile), 100, alone=True))

@@ -69,6 +69,7 @@ def with_cudnn(monkeypatch):
     ("blockwise", dict(model=dict(compute_dtype="float32"))), ("blockwise", dict(platform="cpu", gpu="cpu")),
     ("blockwise", dict(data=WHOLE, model=dict(attention="blockwise"))),
     ("pallas", dict(data=WHOLE, model=dict(attention="pallas"))),
+    ("mosaic", dict(model=dict(attention="mosaic"))), ("mosaic", dict(model=dict(attention="mosaic"), gpu="h200")),
     ("blockwise", dict(table=HEADS_ALONE, sizes=dict(tensor=2))), ("pallas", dict(table=HEADS_ALONE)),
     ("pallas", dict(table=HEADS_ALONE, sizes=dict(tensor=2), model=dict(num_kv_heads=1))),
     ("blockwise", dict(data=WHOLE, table=SEQUENCE_OVER_TENSOR, sizes=dict(tensor=2))),
@@ -92,7 +93,7 @@ def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, as
     if platform == "gpu" and gpu:
         run, layout = asked_for(**{key: value for key, value in asked.items() if key != "gpu"})
         priced = rates.attended(run, layout, Assumptions(gpu))
-        assert priced.engine == expected and priced.documents == (run.data.document_mask and expected == "pallas")
+        assert priced.engine == expected and priced.documents == (run.data.document_mask and expected in rates.OURS)
 
 
 def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch):
@@ -117,6 +118,10 @@ def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch)
 @pytest.mark.parametrize("asked, said", [
     (dict(model=dict(attention="cudnn")), 'cudnn" cannot serve this run: cuDNN\'s kernel has no document mask'),
     (dict(model=dict(attention="pallas"), platform="cpu"), "kernels run on GPUs, not on platform 'cpu'"),
+    (dict(model=dict(attention="mosaic"), platform="cpu"), "kernels run on GPUs, not on platform 'cpu'"),
+    *((dict(model=dict(attention="mosaic"), gpu=gpu), f"need Hopper's wgmma (h100, h200, gh200), which {gpu} does not")
+      for gpu in ("a100-80gb", "b200")),
+    (dict(model=dict(attention="mosaic", head_dim=256)), "Mosaic kernels take heads of a width of at most 128, not 256"),
     (dict(model=dict(attention="pallas", head_dim=512)), "heads of a width of at most 256, not 512"),
     (dict(model=dict(attention="pallas"), table=HEADS_ALONE, sizes=dict(tensor=2)),
      "splits heads over ['tensor'] and kv_heads over []"),

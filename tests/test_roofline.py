@@ -216,6 +216,7 @@ custom_call_target="{target}", {extra}""")
     ("__gpu$xla.gpu.triton",
      'metadata={op_name="jit(f)/attention/meshtrain_attention_dq_causal/pallas_call"}', 3, 1 / 2),
     ("__gpu$xla.gpu.triton", 'metadata={op_name="jit(f)/attention/meshtrain_attention_dkv/pallas_call"}', 4, 1),
+    ("mosaic_gpu_v2", 'metadata={op_name="jit(f)/attention/meshtrain_mosaic_dq_causal/mpmd_map"}', 3, 1 / 2),
 ])
 def test_an_attention_kernel_counts_what_it_computes(target, extra, products, pairs):
     line = lined(attention(target, extra), packed=False)

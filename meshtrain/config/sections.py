@@ -281,9 +281,10 @@ class Model(Section):
     tie_embeddings: bool = key(False, "the head is the transposed embedding")
     embedding_dropout: float = key(0.0, "dropout after the embedding", ge=0, lt=1)
     residual_dropout: float = key(0.0, "dropout of what attention and MLP add to the residual stream", ge=0, lt=1)
-    attention: Literal["auto", "blockwise", "cudnn", "pallas"] = key(
+    attention: Literal["auto", "blockwise", "cudnn", "mosaic", "pallas"] = key(
         "auto",
-        "engine of attention: by GPU and shape; blockwise: XLA, anywhere; cudnn: whole rows; pallas: packed documents"
+        "engine of attention: by GPU and shape; blockwise: XLA, anywhere; cudnn: whole rows; pallas: packed documents; "
+        "mosaic: these on H100 and H200"
     )
     param_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "dtype of the master parameters (optimizer state is float32)")

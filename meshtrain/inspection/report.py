@@ -115,7 +115,7 @@ def collectives_table(step: Inspected) -> str:
 def matmuls(program: audit.ProgramAudit, formulas: formula_vs_compiled.Formulas | None = None) -> str:
     """FLOPs of a step's matmuls on one device."""
     per_dtype = ", ".join(f"{dtype} {flops:.4g}" for dtype, flops in sorted(program.flops.items()))
-    unsure = [kernel for kernel in program.uncounted if not re.search("meshtrain_attention|fmha", kernel)]
+    unsure = [kernel for kernel in program.uncounted if not re.search("meshtrain_(attention|mosaic)|fmha", kernel)]
     apart = "; beside them attention's kernels" if len(unsure) < len(program.uncounted) else ""
     apart += f"; not counted: {', '.join(unsure)}" if unsure else ""
     priced = f"; by formulas {formulas.matmul_flops:.4g} without attention" if formulas else ""

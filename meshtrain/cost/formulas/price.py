@@ -266,19 +266,19 @@ def _gaps_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, floa
 
 def _attention_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
     """Seconds of a layer's attention (forward, backward), mean over layers."""
-    forward_s, backward_s, apart = 0.0, 0.0, options.attended.engine == "pallas"
+    forward_s, backward_s, apart = 0.0, 0.0, options.attended.engine in rates.OURS
     for mixer in placed.mixers:
         if mixer.recurrent:
             continue
         pairs = mixer.share * placed.tokens(options) * options.seq_len * options.attended.visited.get(mixer.letter, 1.0)
-        wide = lambda n: 1 << (n - 1).bit_length() if apart else n          # Pallas kernels pad heads
+        wide = lambda n: 1 << (n - 1).bit_length() if apart else n          # our kernels pad heads
         H, V = (mixer.heads * wide(n) for n in (mixer.key_dim, mixer.value_dim))
         kernels = _kernels(mixer, placed, options)
         attend = lambda direction, width, pairs=pairs, kernels=kernels, mixer=mixer: sum(rated.attention_s(
             rates.AttentionKernel(options.attended.engine, direction, share * pairs * width, keys, mixer.key_dim))
             for share, keys in kernels)
         forward_s += attend("forward", H + V)
-        # One kernel recomputes the scores and has four products for two; our two Pallas kernels both recompute them.
+        # One kernel recomputes the scores and has four products for two; our two kernels both recompute them.
         backward_s += attend("backward", 4 * H + 3 * V if apart else 3 * H + 2 * V)
     return forward_s, backward_s
 

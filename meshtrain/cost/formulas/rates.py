@@ -56,7 +56,7 @@ class GroupedMatmul:
 @dataclasses.dataclass(frozen=True)
 class AttentionKernel:
     """One flash attention kernel. flops: without the pairs that it skips."""
-    # as `assumptions` names it: cudnn, pallas, blockwise; of other frameworks flash2, triton, scores
+    # as `assumptions` names it: cudnn, pallas, mosaic, blockwise; of other frameworks flash2, triton, scores
     engine: str
     direction: str      # forward, backward
     flops: float
@@ -162,6 +162,7 @@ class Rates:
 
 # ---- how much of a packed row its kernels visit ----------------------------------------------------------------------
 
+OURS = ("pallas", "mosaic")
 BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 64 a row of 8,192 has 2% less to visit
 
 
@@ -171,7 +172,7 @@ def attended(run, layout, assumed: Assumptions) -> Attended:
     cfg, length = run.model, run.data.seq_len
     engine = attention.engine_name(run, layout, assumed.gpu_name)
     mixers = sorted({kind.mixer for kind in pattern.kinds(cfg)} & set(pattern.ATTENTION))
-    if not run.data.document_mask or engine != "pallas":        # the others mask what they have computed
+    if not run.data.document_mask or engine not in OURS:        # the others mask what they have computed
         return Attended({mixer: flops.attended(cfg, mixer, length) for mixer in mixers}, engine, False)
     documents = assumed["documents.mean"], assumed["documents.sigma"]
     num_shards = layout.num_shards(layout.all_axes("activations", "seq"))

@@ -23,9 +23,9 @@ FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after
 _UPDATES = ("dynamic-update-slice", "scatter")      # update a part of their first operand
 _FUSIONS = ("fusion", "fusion-start")               # jax 0.12 runs some asynchronously
 _WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort", "rng-bit-generator")
-PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)}  # of a Pallas kernel with keys and values, per visited pair
+PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)}  # of our kernels with keys and values, per visited pair
 # `kernels.engine.Mask.label`
-_PALLAS = re.compile(r"meshtrain_attention_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")
+_OURS = re.compile(r"meshtrain_(attention|mosaic)_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")
 # `kernels.grouped`, with the order of a matrix's dims
 _GROUPED = re.compile(r"\bgrouped_(rows|outer)_([gkn]{3})\b")
 _RECURRENCE = re.compile(rf"\b{recurrence_pallas.NAME}_([a-z_]+?)({recurrence_pallas.DELTA})?\b")
@@ -142,17 +142,22 @@ def _matmuls(module, computation, ins):
 def _attention(module, computation, ins, visited) -> AttentionKernel | None:
     """Read a kernel of cuDNN or our Pallas kernels. q [B, T, N, H], k [B, S, K, H] and v [B, S, K,
     V] are its first 4-d operands."""
-    ours = _PALLAS.search(ins.attrs) if ins.op == "custom-call" else None
+    if ins.op in _FUSIONS:      # jax 0.12 fuses slices of stacked operands into a kernel's call
+        inside = (_attention(module, name, inner, visited) for name in ins.called
+                  for inner in module.computations[name].values())
+        return next((found for found in inside if found), None)
+    ours = _OURS.search(ins.attrs) if ins.op == "custom-call" else None
     if not ours and "fmha" not in ins.target:
         return None
     arrays = [dims for _, dims in module.operand_shapes(computation, ins) if len(dims) == 4]
     (B, T, N, H), (_, S, _, _) = arrays[:2]
     if ours:
-        kernel, causal, window, ahead = ours.groups()
+        name, kernel, causal, window, ahead = ours.groups()
         V = arrays[2][3] if len(arrays) > 2 else H
         flops = 2 * B * N * (PRODUCTS[kernel][0] * H + PRODUCTS[kernel][1] * V) * visited(
             T, S, bool(causal), int(window or 0), int(ahead or 0))
-        return AttentionKernel("pallas", "forward" if kernel == "forward" else "backward", flops, S, H)
+        engine = "mosaic" if name == "mosaic" else "pallas"
+        return AttentionKernel(engine, "forward" if kernel == "forward" else "backward", flops, S, H)
     backward, causal = "Backward" in ins.target, '"mask_type":"NO_MASK"' not in ins.attrs
     window = int(found.group(1)) if (found := _CUDNN_WINDOW.search(ins.attrs)) else 0
     pairs = window * (T - window / 2) if 0 < window < T else T * S / 2 if causal else T * S

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain import pattern
-from meshtrain.kernels import blockwise, cudnn, pallas, tiles
+from meshtrain import hardware, pattern
+from meshtrain.kernels import blockwise, cudnn, mosaic, pallas, tiles
 from meshtrain.kernels.engine import CAUSAL, Engine, Expansion, Mask, Output, Scores
 from meshtrain.names import PADDING
 from meshtrain.parallel.context import gather, ring, ulysses
@@ -31,7 +31,10 @@ from meshtrain.sharding.rules import Layout
 METHODS: dict[str, ModuleType] = {"ring": ring, "gather": gather, "ulysses": ulysses}
 GPU_PLATFORMS = ("gpu", "cuda")
 LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only what documents reach",
+          "mosaic": "Mosaic kernels for Hopper that visit only what documents reach",
           "blockwise": "blockwise XLA engine"}
+# What "auto" takes, the first that can serve; mosaic only where it is named, until a GPU has compared it with pallas.
+AUTO = ("cudnn", "pallas", "blockwise")
 
 
 def attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, sinks_N=None):
@@ -221,7 +224,8 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
         why = [*dict.fromkeys(why + against["pallas"])]
     if platform not in GPU_PLATFORMS and asked == "auto":
         why = []                # no note is shown there
-    note = f"attention: {LABELS[name]}{_of(run)}" + (f", because {'; '.join(why)}" if why else "")
+    label = LABELS[name] + (f" ({left})" if (left := name == "mosaic" and _left_to_pallas(run)) else "")
+    note = f"attention: {label}{_of(run)}" + (f", because {'; '.join(why)}" if why else "")
     made = RunAttention(functools.cache(partial(_engine, name, run, cp, gpu)),
                         METHODS[run.context.method] if cp > 1 else None, run.data.document_mask)
     return made, note if platform in GPU_PLATFORMS or asked != "auto" or window(run) else ""
@@ -236,14 +240,14 @@ def engine_name(run, layout: Layout, gpu: str) -> str:
 
 
 def _against(run, layout: Layout, platform: str, gpu: str) -> dict[str, list[str]]:
-    """Reasons why each engine cannot serve this run, whatever is installed; fastest engine first."""
+    """Reasons why each engine cannot serve this run, whatever is installed."""
     return {"cudnn": _against_cudnn(run, layout, platform, gpu), "pallas": _against_pallas(run, layout, platform, gpu),
-            "blockwise": []}
+            "mosaic": _against_mosaic(run, layout, platform, gpu), "blockwise": []}
 
 
 def _chosen(asked: str, against: Mapping[str, list[str]]) -> str:
     """The engine to use. Raises: ValueError if the requested one cannot serve the run."""
-    name = next(name for name, reasons in against.items() if not reasons) if asked == "auto" else asked
+    name = next(name for name in AUTO if not against[name]) if asked == "auto" else asked
     if against[name]:
         able = " or ".join(f'"{other}"' for other in ("auto", *against) if not against.get(other))
         raise ValueError(f'model.attention="{name}" cannot serve this run: {"; ".join(against[name])}; use {able}')
@@ -261,7 +265,9 @@ def _of(run) -> str:
 def _engine(name: str, run, cp: int, gpu: str, head_dim: int, value_dim: int, scores: Scores) -> Engine:
     if name == "cudnn":
         return cudnn.engine(scores)
-    if name == "pallas":
+    if name == "mosaic" and mosaic.width_of(head_dim, value_dim):
+        return mosaic.engine(scores)
+    if name in ("pallas", "mosaic"):        # wide heads of some layers: `_left_to_pallas`
         return pallas.engine(tiles.of(head_dim, gpu, bool(scores.softcap), value_dim), scores)
     if cp == 1 or run.context.method == "ulysses":
         return blockwise.engine(scores=scores)
@@ -345,6 +351,24 @@ def _against_pallas(run, layout: Layout, platform: str, gpu: str) -> list[str]:
     elif platform in GPU_PLATFORMS and not all(tiles.of(keys, gpu, value_dim=values) for keys, values in widths):
         reasons.append(f"no tiles are known to fit this GPU ({gpu or 'not in the table of GPUs'})")
     return reasons
+
+
+def _against_mosaic(run, layout: Layout, platform: str, gpu: str) -> list[str]:
+    """Why the Mosaic kernels cannot serve this run; empty if they can, if need be beside Pallas for wide heads."""
+    chip = hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
+    fits = chip is not None and chip.compute_capability == mosaic.COMPUTE_CAPABILITY
+    if platform in GPU_PLATFORMS and not fits:
+        return [f"the Mosaic kernels need Hopper's wgmma (h100, h200, gh200), which {gpu or 'this GPU'} does not have"]
+    widths = sorted({(cfg.head_dim, value_dim(cfg)) for cfg in attending(run)})
+    if widths and not any(mosaic.width_of(*pair) for pair in widths):
+        return [f"the Mosaic kernels take heads of a width of at most {max(mosaic.BLOCKS)}, not {max(widths[0])}"]
+    return _against_pallas(run, layout, platform, gpu)
+
+
+def _left_to_pallas(run) -> str:
+    """Which heads the Pallas kernels compute where "mosaic" is asked for; "" if none."""
+    wide = sorted({cfg.head_dim for cfg in attending(run) if not mosaic.width_of(cfg.head_dim, value_dim(cfg))})
+    return f"heads of {', '.join(map(str, wide))}: Pallas kernels" if wide else ""
 
 
 def _has_cudnn() -> bool:

@@ -1,0 +1,128 @@
+"""Flash attention with documents and windows for Hopper GPUs, as Pallas kernels lowered through Mosaic GPU.
+
+A document's tokens are neighbours, so a query sees one interval of keys and a key is seen by one interval of
+queries; causal masks, windows and chunk offsets only shorten them. `intervals` finds them outside the kernels, which
+need neither segments nor a mask. `bounds` has the steps that a block of rows visits, and those that need no mask. The
+backward is one kernel for dq and one for dk and dv; without atomics, so it is deterministic. As with `pallas`, all mesh
+axes must be manual. Source: FlashAttention-3, arXiv:2407.08608. Knows no mesh.
+"""
+from __future__ import annotations
+
+from functools import partial
+
+import jax.numpy as jnp
+
+from meshtrain.kernels import mosaic_backward, mosaic_forward
+from meshtrain.kernels.engine import Engine, Mask, Scores
+from meshtrain.kernels.warpgroups import TILE, Call
+
+NAME = "meshtrain_mosaic"               # kernel name in profiles and in the compiled program
+COMPUTE_CAPABILITY = 9                  # wgmma and setmaxnreg exist on sm_90a only
+# Width of keys and of values, both padded to it -> (block, stages) of the forward, of dq and of dkv. 256 is not here:
+# its backward needs 266 KB of shared memory, so it stays with `pallas`; so do latents' 192 and 128.
+BLOCKS = {64: ((128, 2), (64, 2), (64, 2)), 128: ((128, 2), (64, 2), (64, 2))}
+
+
+def engine(scores: Scores = Scores(), interpret=False) -> Engine:
+    """The Mosaic engine; bfloat16 or float16, widths of keys and values up to 128.
+
+    The tokens of a segment must be neighbours: lse of a query, and dk of a key, are NaN where they are not.
+    interpret: jax's InterpretGPUParams, for tests on CPUs.
+    """
+    return Engine(partial(_forward, scores=scores, interpret=interpret),
+                  partial(_backward, scores=scores, interpret=interpret), partitions=False)
+
+
+def width_of(head_dim: int, value_dim: int = 0) -> int | None:
+    """The width that heads are padded to; None if the kernels have none."""
+    return next((width for width in BLOCKS if max(head_dim, value_dim) <= width), None)
+
+
+def intervals(own_BT, other_BS, mask: Mask, own_are_queries: bool):
+    """(low, high int32 [B, T]: each of `own` sees `other` from low to high, exclusive; bool [B, T]: it truly is one
+    interval)."""
+    T, S = own_BT.shape[1], other_BS.shape[1]
+    low = jnp.zeros(own_BT.shape, jnp.int32)
+    high, single = low + S, jnp.ones(own_BT.shape, bool)
+    if mask.documents:      # reductions that XLA fuses; a binary search would be 13 small kernels in turn
+        same, at = own_BT[:, :, None] == other_BS[:, None, :], jnp.arange(S, dtype=jnp.int32)
+        low = jnp.min(jnp.where(same, at, S), -1)
+        high = jnp.max(jnp.where(same, at + 1, 0), -1)
+        single = jnp.sum(same, -1, dtype=jnp.int32) == jnp.maximum(high - low, 0)
+    at = jnp.arange(T, dtype=jnp.int32)
+    # query t sees key s if 0 <= t + ahead - s < window; 0 <= is for `causal` alone
+    if own_are_queries:
+        high = jnp.minimum(high, at + mask.ahead + 1) if mask.causal else high
+        low = jnp.maximum(low, at + mask.ahead - mask.window + 1) if mask.window else low
+    else:
+        low = jnp.maximum(low, at - mask.ahead) if mask.causal else low
+        high = jnp.minimum(high, at - mask.ahead + mask.window) if mask.window else high
+    low = jnp.clip(low, 0, S)
+    return low, jnp.clip(high, low, S), single
+
+
+def bounds(low, high, step: int):
+    """int32 [B, tiles, 4] for tiles of `TILE` rows, in steps: (start, bare_start, bare_stop, stop). All that a tile's
+    rows see lies in [start, stop); in [bare_start, bare_stop) all rows see all."""
+    low, high = (x.reshape(x.shape[0], -1, TILE) for x in (low, high))
+    some = high > low
+    stop = -(-jnp.where(some, high, 0).max(-1) // step)
+    start = jnp.minimum(jnp.where(some, low, jnp.iinfo(jnp.int32).max).min(-1) // step, stop)
+    bare_start = jnp.clip(-(-low.max(-1) // step), start, stop)
+    bare_stop = jnp.clip(high.min(-1) // step, bare_start, stop)
+    return jnp.stack([start, bare_start, bare_stop, stop], -1).astype(jnp.int32)
+
+
+def _padded(x, axis: int, width: int = 0):
+    """x with this axis padded with zeros to whole tiles, and heads to `width`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % TILE)
+    if width:
+        widths[3] = (0, width - x.shape[3])
+    return jnp.pad(x, widths)
+
+
+def _call(what: str, mask: Mask, scores: Scores, head_dim: int, blocks, interpret) -> Call:
+    return Call(f"{NAME}_{what}{mask.label}", scores.scaled_for(head_dim), scores.softcap, *blocks, interpret)
+
+
+def _visits(own_BT, other_BS, mask: Mask, own_are_queries: bool, step: int):
+    """((low, high, bounds) of padded rows, of which padding sees nothing; `single` of `intervals`)."""
+    *found, single = intervals(own_BT, other_BS, mask, own_are_queries)
+    low, high = (_padded(x, 1) for x in found)
+    return (low, high, bounds(low, high, step)), single
+
+
+def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, scores, interpret):
+    T, H, V = q_BTNH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3]
+    width = width_of(H, V)
+    blocks = BLOCKS[width][0]
+    q, k, v = (_padded(x, 1, width) for x in (q_BTNH, k_BSKH, v_BSKV))
+    visits, single_BT = _visits(q_segments_BT, k_segments_BS, mask, True, blocks[0])
+    o, lse = mosaic_forward.forward(_call("forward", mask, scores, H, blocks, interpret), q, k, v, *visits)
+    lse_BTN = lse[:, :, :T].swapaxes(1, 2)
+    if mask.documents:
+        lse_BTN = jnp.where(single_BT[..., None], lse_BTN, jnp.nan)
+    # float32 by contract; if the caller rounds again, XLA drops both casts.
+    return o[:, :T, :, :V].astype(jnp.float32), lse_BTN
+
+
+def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_BTN, do_BTNV, mask, *, scores,
+              interpret):
+    H, V = q_BTNH.shape[3], v_BSKV.shape[3]
+    width = width_of(H, V)
+    _, for_dq, for_dkv = BLOCKS[width]
+    delta_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
+    q, k, v, do = (_padded(x, 1, width) for x in (q_BTNH, k_BSKH, v_BSKV, do_BTNV.astype(q_BTNH.dtype)))
+    lse, delta = (_padded(x.swapaxes(1, 2), 2) for x in (lse_BTN, delta_BTN))
+    args = q, k, v, do, lse, delta
+    by_query, _ = _visits(q_segments_BT, k_segments_BS, mask, True, for_dq[0])
+    by_key, single_BS = _visits(k_segments_BS, q_segments_BT, mask, False, for_dkv[0])
+    dq = mosaic_backward.dq_of(_call("dq", mask, scores, H, for_dq, interpret), *args, *by_query)
+    dk, dv = mosaic_backward.dkv_of(_call("dkv", mask, scores, H, for_dkv, interpret), *args, *by_key)
+
+    def cut(x, like):
+        return x[:, :like.shape[1], :, :like.shape[3]].astype(jnp.float32)
+    dk = cut(dk, k_BSKH)
+    dk = jnp.where(single_BS[..., None, None], dk, jnp.nan) if mask.documents else dk
+    return cut(dq, q_BTNH), dk, cut(dv, v_BSKV)

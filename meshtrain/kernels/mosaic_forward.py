@@ -1,0 +1,121 @@
+"""The forward kernel of `mosaic`: the two warp groups that compute take turns, so that one's softmax runs beside the
+other's products. Source: FlashAttention-3, arXiv:2407.08608."""
+from __future__ import annotations
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from meshtrain.kernels import warpgroups
+from meshtrain.kernels.engine import MASKED
+from meshtrain.kernels.warpgroups import BY_ROW, COMPUTE, LOG2E, ROWS, TILE, Call, Machine, by_row, i32
+
+SOME = MASKED / 1e10            # a row whose maximum is larger has seen a key
+
+
+def forward(call: Call, q, k, v, low, high, bounds):
+    """(o [B, T, N, H], lse [B, N, T] float32). q [B, T, N, H], k and v [B, S, K, H] in whole tiles; low, high and
+    bounds as `mosaic.intervals` and `mosaic.bounds`."""
+    (B, T, N, H), K, dtype = q.shape, k.shape[2], q.dtype
+    tiles, group, block, stages = T // TILE, N // K, call.block, call.stages
+    machine = Machine(bool(call.interpret))
+
+    def kernel(refs, scoped):
+        q_ref, k_ref, v_ref, low_ref, high_ref, bounds_ref, o_ref, lse_ref = refs
+        (q_all, k_smem, v_smem, lse_all, low_all, high_all, own_loaded, k_loaded, v_loaded, k_released, v_released,
+         turn, *scratch) = scoped
+        b, n, wg = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
+        i = i32(tiles - 1) - lax.axis_index("tile")         # if causal, the longest rows first
+        limits = [bounds_ref[b, i, j] for j in range(4)]
+        start, stop = limits[0], limits[3]
+
+        def slot_of(step):
+            return lax.rem(step - start, i32(stages))
+
+        def next_turn():
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+        @pl.when(wg < COMPUTE)
+        def _compute():
+            plgpu.set_max_registers(warpgroups.MORE, action="increase")
+            own, q_smem = pl.ds(i * TILE + wg * ROWS, ROWS), q_all.at[wg]
+            low_smem, high_smem = low_all.at[wg], high_all.at[wg]
+            for source, target in ((q_ref.at[b, own, n], q_smem), (low_ref.at[b, own], low_smem),
+                                   (high_ref.at[b, own], high_smem)):
+                plgpu.copy_gmem_to_smem(source, target, own_loaded.at[wg])
+            plgpu.barrier_wait(own_loaded.at[wg])
+
+            @pl.when(stop > start)
+            def _first_keys():
+                plgpu.barrier_wait(k_loaded.at[0])
+            pl.when(wg == 1)(next_turn)
+
+            def visit(step, carry, masked):
+                o, m, l = carry                 # unnormalized output, running maximum and sum
+                slot = slot_of(step)
+                s = machine.product(q_smem, k_smem.at[slot], next_turn)
+                plgpu.barrier_arrive(k_released.at[slot])
+                s, factor, _ = warpgroups.scored(s, call)
+                if masked:
+                    s = jnp.where(machine.seen(step * block, low_smem, high_smem, s.shape), s, MASKED)
+                m_new = jnp.maximum(m, s.max(axis=1) * factor)
+                # s · factor - m is one fused multiply-add. In a row that has seen nothing its rounding, 1e22 at 1e30,
+                # would be exp2's argument; from 0 all of its masked scores give 0.
+                base = jnp.where(m_new > SOME, m_new, 0.0) if masked else m_new
+                keep = jnp.exp2(m - base)
+                p = jnp.exp2(s * factor - by_row(base, s.shape))
+                o *= by_row(keep, o.shape)
+                l = l * keep + p.sum(axis=1)
+                # Nothing of the softmax may move behind the barrier, where the tensor core is ours.
+                o, l, m_new, p = lax.optimization_barrier((o, l, m_new, p.astype(dtype)))
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(v_loaded.at[slot])
+                plgpu.barrier_wait(turn)
+
+                def next_keys():
+                    @pl.when(step + 1 < stop)
+                    def _():
+                        plgpu.barrier_wait(k_loaded.at[slot_of(step + 1)])
+                o = machine.add_product(o, p, v_smem.at[slot], scratch[0].at[wg] if scratch else None, next_keys)
+                plgpu.barrier_arrive(v_released.at[slot])
+                return o, m_new, l
+
+            o, m, l = warpgroups.three_loops(limits, visit, (
+                machine.full((ROWS, H), 0), machine.full((ROWS,), MASKED, BY_ROW), machine.full((ROWS,), 0, BY_ROW)))
+            pl.when(wg == 0)(next_turn)
+            some = m > SOME
+            l = jnp.where(some, l, 1.0)
+            q_smem[...] = (o * by_row(jnp.where(some, 1.0 / l, 0.0), o.shape)).astype(dtype)
+            lse_all[wg] = jnp.where(some, m * (1 / LOG2E) + jnp.log(l), MASKED)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_smem, o_ref.at[b, own, n])
+            plgpu.copy_smem_to_gmem(lse_all.at[wg], lse_ref.at[b, n, own])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == COMPUTE)
+        def _load():
+            plgpu.set_max_registers(warpgroups.FEWER, action="decrease")
+            head = lax.div(n, i32(group))
+
+            def load(step, _):
+                slot, at = slot_of(step), (b, pl.ds(step * block, block), head)
+                for ref, smem, full, empty in ((k_ref, k_smem, k_loaded, k_released),
+                                               (v_ref, v_smem, v_loaded, v_released)):
+                    pl.when(step - start >= stages)(partial(plgpu.barrier_wait, empty.at[slot]))
+                    plgpu.copy_gmem_to_smem(ref.at[at], smem.at[slot], full.at[slot])
+                return ()
+            lax.fori_loop(start, stop, load, ())
+
+    staged, row = warpgroups.swizzled((stages, block, H), dtype), warpgroups.rows
+    scratch = [warpgroups.swizzled((COMPUTE, ROWS, H), dtype), staged, staged, row(jnp.float32), row(jnp.int32),
+               row(jnp.int32), warpgroups.loaded(COMPUTE, 3), warpgroups.loaded(stages), warpgroups.loaded(stages),
+               warpgroups.released(stages), warpgroups.released(stages), plgpu.Barrier(num_arrivals=COMPUTE)]
+    scratch += [plgpu.SMEM((COMPUTE, ROWS, block), dtype)] * machine.interpreted
+    return warpgroups.launch(
+        kernel, call, scratch, {"head": N, "tile": tiles, "batch": B},
+        [warpgroups.shape_of(dtype, *q.shape), warpgroups.shape_of(jnp.float32, B, N, T)],
+        (q, k, v, low, high, bounds))

@@ -1,0 +1,179 @@
+"""What the Mosaic kernels of attention share: products of a warp group, tiles in shared memory, loops over steps.
+
+Two warp groups compute 64 rows each and a third loads by TMA (Hopper's wgmma takes 64 rows of a warp group of 128
+threads). `Machine` hides what jax's interpreter of GPU kernels lacks: layouts, operands in registers and accumulators
+that begin with a value. Source: FlashAttention-3, arXiv:2407.08608.
+"""
+from __future__ import annotations
+
+import inspect
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E = math.log2(math.e)               # scores are powers of two: exp2 is one instruction, exp is two
+ROWS = 64                               # of a warp group
+COMPUTE = 2                             # warp groups that compute; the next one loads
+TILE = COMPUTE * ROWS                   # rows of a program
+# Registers per thread: setmaxnreg moves them from the warp group that loads to those that compute.
+MORE, FEWER = 240, 24
+ROW_MAJOR = plgpu.Layout.WGMMA
+BY_ROW, BY_COLUMN = ROW_MAJOR.reduce(1), ROW_MAJOR.reduce(0)
+_LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters       # jax 0.10
+
+
+class Call(NamedTuple):
+    """Static arguments of a kernel. name: in profiles and the compiled program. block, stages: rows of the operand that
+    is loaded step by step, and how many steps are in flight. interpret: False, or jax's parameters of its interpreter.
+    """
+    name: str
+    scale: float
+    softcap: float
+    block: int
+    stages: int
+    interpret: object = False
+
+
+class Machine(NamedTuple):
+    """A GPU, or the interpreter, which takes operands of products from memory only."""
+    interpreted: bool
+
+    def cast(self, x, layout):
+        return x if self.interpreted else plgpu.layout_cast(x, layout)
+
+    def full(self, shape, value, layout=ROW_MAJOR):
+        return self.cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def load(self, ref, layout):
+        if self.interpreted:
+            return ref[...]
+        index = [()] if _LOAD_TAKES_INDEX else []
+        return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+    def columns(self, shape):
+        """int32: the column of each element."""
+        if self.interpreted:
+            return lax.broadcasted_iota(jnp.int32, shape, 1)
+        return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROW_MAJOR)
+
+    def seen(self, first, low_ref, high_ref, shape):
+        """bool: whether column `first` + i lies in the interval of its row."""
+        at = self.columns(shape) + first
+        low, high = self.load(low_ref, BY_ROW), self.load(high_ref, BY_ROW)
+        return (at >= by_row(low, shape)) & (at < by_row(high, shape))
+
+    def product(self, a, b, meanwhile=lambda: None):
+        """a · bᵀ of refs. meanwhile() runs once the tensor core has begun."""
+        def body(sum_ref):
+            plgpu.wgmma(sum_ref, a, turned(b))
+            meanwhile()
+            return sum_ref[...]
+        return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
+
+    def two_products(self, a, b, c, d):
+        """(a · bᵀ, c · dᵀ) of refs, computed together."""
+        def body(one_ref, other_ref):
+            plgpu.wgmma(one_ref, a, turned(b))
+            plgpu.wgmma(other_ref, c, turned(d))
+            return one_ref[...], other_ref[...]
+        return pl.run_scoped(body, *(plgpu.ACC((x.shape[0], y.shape[0]), jnp.float32) for x, y in ((a, b), (c, d))))
+
+    def add_product(self, total, a, b, scratch, meanwhile=lambda: None):
+        """total + a · b, of which b is a ref. scratch: memory for a where interpreted."""
+        def start(sum_ref, a):
+            plgpu.wgmma(sum_ref, a, b)
+            meanwhile()
+        if not self.interpreted:
+            return pl.run_state(partial(start, a=a))(plgpu.ACC.init(total))
+        scratch[...] = a
+        plgpu.commit_smem()
+
+        def body(sum_ref):
+            start(sum_ref, scratch)
+            return sum_ref[...]
+        return total + pl.run_scoped(body, plgpu.ACC(total.shape, jnp.float32))
+
+    def add_product_and_product(self, total, a, b, c, d, scratch):
+        """(total + a · b, c · dᵀ), computed together."""
+        if self.interpreted:
+            return self.add_product(total, a, b, scratch), self.product(c, d)
+
+        def both(refs):
+            plgpu.wgmma(refs[0], a, b)
+            plgpu.wgmma(refs[1], c, turned(d))
+        return pl.run_state(both)((plgpu.ACC.init(total), plgpu.ACC.init(self.full((c.shape[0], d.shape[0]), 0))))
+
+
+def turned(ref):
+    return plgpu.transpose_ref(ref, (1, 0))
+
+
+def by_row(x, shape):
+    return lax.broadcast_in_dim(x, shape, (0,))
+
+
+def by_column(x, shape):
+    return lax.broadcast_in_dim(x, shape, (1,))
+
+
+def scored(product, call: Call):
+    """(x, factor, derivative of x by the scaled product; None: 1): x · factor are the scores in base 2."""
+    if not call.softcap:
+        return product, call.scale * LOG2E, None
+    capped = jnp.tanh(product * (call.scale / call.softcap))
+    return capped, call.softcap * LOG2E, 1.0 - capped * capped
+
+
+def swizzled(shape, dtype):
+    """Shared memory in the layout that TMA writes and wgmma reads without bank conflicts."""
+    width = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
+    tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
+
+
+def rows(dtype):
+    """One number of each row of a program."""
+    return plgpu.SMEM((COMPUTE, ROWS), dtype)
+
+
+def loaded(stages: int, arrays: int = 1):
+    """Barriers of `arrays` copies each that TMA completes."""
+    return plgpu.Barrier(num_arrivals=arrays, num_barriers=stages)
+
+
+def released(stages: int):
+    """Barriers at which the warp groups that compute release a stage."""
+    return plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)
+
+
+def three_loops(bounds, visit, carry):
+    """Scan visit(step, carry, masked) over the steps of a row of `bounds`."""
+    start, bare_start, bare_stop, stop = bounds
+    for first, last, masked in ((start, bare_start, True), (bare_start, bare_stop, False), (bare_stop, stop, True)):
+        carry = lax.fori_loop(first, last, partial(visit, masked=masked), carry)
+    return carry
+
+
+def launch(kernel, call: Call, scratch, grid: dict[str, int], out_type, args):
+    """Run kernel(refs of args and results, refs of scratch) on a grid; the first axis varies fastest."""
+    def entry(*refs):
+        pl.run_scoped(lambda *scoped: kernel(refs, scoped), *scratch, collective_axes="warpgroup")
+
+    return plgpu.kernel(
+        entry, out_type=out_type, grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=COMPUTE + 1,
+        thread_name="warpgroup", compiler_params=plgpu.CompilerParams(approx_math=True), kernel_name=call.name,
+        interpret=call.interpret or None)(*args)
+
+
+def i32(x):
+    return jnp.array(x, jnp.int32)
+
+
+def shape_of(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
