@@ -30,7 +30,7 @@ from meshtrain.sharding.mesh import MeshSpec
 
 slow = partial(pytest.param, marks=sampling.GRID)
 SMALL = recurrence_pallas.engine(Launch(chunk=16, columns=16, key_columns=16, interpret=True))
-KINDS = ("delta", "sum")        # those with decays per head
+KINDS = plain.KINDS
 LENGTHS = [1, 3, 20, 1, 13, 5]  # 43 tokens: no whole number of chunks
 
 
