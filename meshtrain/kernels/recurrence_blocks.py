@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton
 
 NAME = "meshtrain_recurrence"           # kernel names in profiles and in the compiled program
 DELTA = "_delta"        # suffix of those that may also run without the delta rule
+CHANNELS = "channels_"  # prefix of those with decays per channel
 CHUNK = 64
 COLUMNS = 32            # of the state in one program that visits all chunks: four programs for each head of 128
 KEY_COLUMNS = 64        # of keys in one program of `_gradients`; with 128 it spills

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshtrain.kernels.recurrence import LEAF
-from meshtrain.kernels.recurrence_blocks import CLOSE, Launch, call, chunks, dot, given, inverse, split_dot
+from meshtrain.kernels.recurrence_blocks import CHANNELS, CLOSE, Launch, call, chunks, dot, given, inverse, split_dot
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -80,11 +80,9 @@ def _multiplier(launch: Launch, writes, w, through):
 # ---- pairs of a chunk's tokens: refs are of one row, chunk and head --------------------------------------------------
 
 
-LEVELS_FROM = LEAF.bit_length() - 1
-
-
 def _levels(C: int):
-    return range(LEVELS_FROM, C.bit_length() - 1)
+    """Logarithms of the halves' tokens, from blocks of LEAF to the chunk."""
+    return range(LEAF.bit_length() - 1, C.bit_length() - 1)
 
 
 def _between(level: int, columns, decay_ref, segment_ref):
@@ -185,7 +183,7 @@ def _inside(launch: Launch, q, k, v, decay, beta, segments, states=None):
     known, keys = partial(given, states), array(k.shape, v.dtype)
     found = call(
         launch, partial(_inside_kernel, width=min(H, launch.key_columns)),
-        "channels_inside" if states is None else "channels_inside_again", 8, 1, grid=(T // C, N, B),
+        CHANNELS + ("inside" if states is None else "inside_again"), 8, 1, grid=(T // C, N, B),
         in_specs=[of(H), of(H), of(V), of(H), row, rows, known(state(H, V))],
         out_specs=(of(V), of(H), of(H), of(H), square, known(square)),
         out_shape=(array(v.shape, v.dtype), keys, keys, keys, array((B, N, T // C, C, C), v.dtype),
@@ -231,7 +229,7 @@ def _forward(launch: Launch, reads, writes, u, w, scores, through, S0):
     key, value, square, decays, states, state = _rows(T, Z, H, columns)
     out = partial(given, reads)
     return call(
-        launch, partial(_forward_kernel, C=launch.chunk), f"channels_{'summary' if reads is None else 'forward'}", 4, 2,
+        launch, partial(_forward_kernel, C=launch.chunk), CHANNELS + ("summary" if reads is None else "forward"), 4, 2,
         grid=(V // columns, N, B),
         in_specs=[out(key), key, given(u, value), key, out(square), decays, given(S0, state)],
         out_specs=(out(value), out(states), state),
@@ -263,7 +261,7 @@ def _reverse(launch: Launch, reads, writes, w, scores, through, do, dend, only_e
     key, value, square, decays, states, state = _rows(T, Z, H, columns)
     out = partial(given, None if only_end else do)
     return call(
-        launch, partial(_reverse_kernel, C=launch.chunk), f"channels_reverse{'_end' * only_end}", 4, 2,
+        launch, partial(_reverse_kernel, C=launch.chunk), CHANNELS + "reverse" + "_end" * only_end, 4, 2,
         grid=(V // columns, N, B),
         in_specs=[key, key, key, square, decays, value, given(dend, state)],
         out_specs=(out(value), out(states), state),
@@ -296,12 +294,12 @@ def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, do_ref
 
 
 def _inside_gradients(launch: Launch, k, v, decay, beta, segments, do, new, dnew, T, states):
-    """dv; of since k [B, T, N, H]; of A / beta and of pairs of queries [B, N, Z, C, C], to be masked; of beta in part."""
+    """dv; of since k [B, T, N, H]; of A / beta and of pairs of queries [B, N, Z, C, C], not masked; part of beta's."""
     (B, length, N, H), V, C, array = k.shape, v.shape[3], launch.chunk, jax.ShapeDtypeStruct
     of, row, rows, state, square = chunks(launch, k, N)
     pairs = array((B, N, length // C, C, C), k.dtype)
     return call(
-        launch, partial(_inside_gradients_kernel, width=min(H, launch.key_columns)), "channels_inside_gradients", 8, 1,
+        launch, partial(_inside_gradients_kernel, width=min(H, launch.key_columns)), CHANNELS + "inside_gradients", 8, 1,
         grid=(length // C, N, B),
         in_specs=[of(H), of(V), of(H), row, rows, of(V), of(V), of(V), square, state(H, V)],
         out_specs=(of(V), of(H), square, square, row),
@@ -316,11 +314,13 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
     z, (C, H), dtype = pl.program_id(0), k_ref.shape, k_ref.dtype
     i, j, whole, at = jnp.arange(C)[:, None], jnp.arange(C)[None, :], slice(None), jnp.arange(C)
     q, k, beta = q_ref[...].astype(jnp.float32), k_ref[...].astype(jnp.float32), beta_ref[...]
-    dkk, dqk, S, dS = dkk_ref[...].astype(jnp.float32), dqk_ref[...].astype(jnp.float32), states_ref[...], dstates_ref[...]
+    dkk, dqk = dkk_ref[...].astype(jnp.float32), dqk_ref[...].astype(jnp.float32)
+    S, dS = states_ref[...], dstates_ref[...]
     since, until = _edges(whole, decay_ref, _ends(segments))
     through = jnp.where(start_ref[z] == end_ref[z], jnp.exp(decay_ref[C - 1, :]), 0.0)
-    # dk has three parts: of keys that are read with, here without beta; those of since k; and of keys as written.
-    dq, dk_read, dk_written = dot(do_ref[...], S.T) * since, jnp.zeros((C, H), jnp.float32), dot(new_ref[...], dS.T) * until
+    # dk in two parts: of keys that read, first without beta and since k, and of keys as written.
+    dq, dk_written = dot(do_ref[...], S.T) * since, dot(new_ref[...], dS.T) * until
+    dk_read = jnp.zeros((C, H), jnp.float32)
     dlast = through * jnp.sum(S.astype(jnp.float32) * dS.astype(jnp.float32), 1) + jnp.sum(k * dk_written, 0)
     same = jnp.sum(jnp.where(i == j, dqk, 0.0), 1)[:, None]
     dq += same * k
@@ -333,8 +333,8 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
         dk_read += jnp.sum(kk, 1)[:, None] * writer
         dq += jnp.sum(qk, 1)[:, None] * writer
         other, e = _neighbours(-back, whole, decay_ref, segment_ref)
-        readers = jnp.sum(kk * beta[:, None], 0)[:, None] * k_ref[other, :] + jnp.sum(qk, 0)[:, None] * q_ref[other, :]
-        dk_written += readers * e
+        of_keys, of_queries = jnp.sum(kk * beta[:, None], 0)[:, None], jnp.sum(qk, 0)[:, None]
+        dk_written += (of_keys * k_ref[other, :] + of_queries * q_ref[other, :]) * e
     for level in _levels(C):
         e, joined = _between(level, whole, decay_ref, segment_ref)
         kk, qk = jnp.where(joined, dkk, 0.0), jnp.where(joined, dqk, 0.0).astype(dtype)
@@ -358,7 +358,7 @@ def _gradients(launch: Launch, q, k, decay, beta, segments, do, new, dsince, dkk
     by_block = pl.BlockSpec((None, None, *row.block_shape[1:]), lambda z, n, b: (n % blocks, b, n // blocks, z))
     key, states_part = of(width, part=True), state(width, V)
     dq, dk, ddecay, dbeta = call(
-        launch, _gradients_kernel, "channels_gradients", 8, 1, grid=(T // launch.chunk, N * blocks, B),
+        launch, _gradients_kernel, CHANNELS + "gradients", 8, 1, grid=(T // launch.chunk, N * blocks, B),
         in_specs=[key, key, key, row, rows, of(V), of(V), key, square, square, states_part, states_part],
         out_specs=(key, key, key, by_block),
         out_shape=(array(q.shape, q.dtype), array(k.shape, k.dtype), array(k.shape, jnp.float32),

@@ -1,10 +1,11 @@
 """`recurrence` as Pallas GPU kernels, lowered through Triton: the choice, and the kernels of decays per head.
 
-Those of decays per channel are in `recurrence_channels`. Forward: one kernel inverts every chunk's triangular matrix (delta rule only), one visits a row's chunks in order with a
-block of the state's columns in registers. Backward: the first again, one that visits the chunks from the right for the
-states' gradients, and two for all other gradients, of all chunks at once: those of what the second kernel reads, then
-those of what the first does. What goes through memory between them is in v's dtype, but for the inverses in the
-backward, float32. No atomics: deterministic. As with `pallas`, all mesh axes must be manual.
+Those of decays per channel are in `recurrence_channels`. Forward: one kernel inverts every chunk's triangular matrix
+(delta rule only), one visits a row's chunks in order with a block of the state's columns in registers. Backward: the
+first again, one that visits the chunks from the right for the states' gradients, and two for all other gradients, of
+all chunks at once: those of what the second kernel reads, then those of what the first does. What goes through memory
+between them is in v's dtype, but for the inverses in the backward, float32. No atomics: deterministic. As with
+`pallas`, all mesh axes must be manual.
 Sources: the split into kernels is that of flash-linear-attention (arXiv:2406.06484, 3.3). Knows no mesh.
 """
 from __future__ import annotations
@@ -21,7 +22,7 @@ from meshtrain.kernels import recurrence_channels
 from meshtrain.kernels.recurrence import (BEFORE_ALL, LEAF, Recurred, RecurrentState, documents_of, padded, recurrence,
                                           since_document)
 from meshtrain.kernels.recurrence_blocks import (
-    CHUNK, CLOSE, DELTA, MIN_WIDTH, NAME, ROWS, Launch, call, chunks, dot, given, inverse, split_dot,
+    CHANNELS, CHUNK, CLOSE, DELTA, MIN_WIDTH, NAME, ROWS, Launch, call, chunks, dot, given, inverse, split_dot,
 )  # fmt: skip
 
 COMPILED = (9, 10)      # major compute capabilities of the chips for which registers and memory were counted
@@ -52,12 +53,12 @@ def products_of(what: str, H: int, V: int, delta: bool, launch: Launch = Launch(
             "gradients": [*[(C, C, V)] * -(-H // launch.key_columns), *[(C, H, V)] * (2 + delta), by_key, by_key],
             "inside_gradients": [pairs, pairs, (C, C, V), *[of_pairs] * split, *[(C, C, C)] * (2 * close), by_key,
                                  by_key],
-            "channels_inside": of_channels, "channels_inside_again": [*of_channels, read],
-            "channels_forward": [read, read, of_pairs, written], "channels_summary": [read, written],
-            "channels_reverse": backward, "channels_reverse_end": backward,
-            "channels_inside_gradients": [(C, H, V), by_key, pairs, (C, C, V), (C, C, V), *[of_pairs] * split,
+            CHANNELS + "inside": of_channels, CHANNELS + "inside_again": [*of_channels, read],
+            CHANNELS + "forward": [read, read, of_pairs, written], CHANNELS + "summary": [read, written],
+            CHANNELS + "reverse": backward, CHANNELS + "reverse_end": backward,
+            CHANNELS + "inside_gradients": [(C, H, V), by_key, pairs, (C, C, V), (C, C, V), *[of_pairs] * split,
                                           *[(C, C, C)] * (2 * close)],
-            "channels_gradients": [(C, H, V), (C, H, V), *[by_key] * (4 * decayed)]}[what]
+            CHANNELS + "gradients": [(C, H, V), (C, H, V), *[by_key] * (4 * decayed)]}[what]
 
 
 def _recurrence(launch: Launch, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT,
