@@ -80,9 +80,9 @@ def _multiplier(launch: Launch, writes, w, through):
 # ---- pairs of a chunk's tokens: refs are of one row, chunk and head --------------------------------------------------
 
 
-def _levels(C: int):
-    """Logarithms of the halves' tokens, from blocks of LEAF to the chunk."""
-    return range(LEAF.bit_length() - 1, C.bit_length() - 1)
+def _levels(C: int) -> tuple[int, int]:
+    """The first logarithm of a half's tokens, of blocks of LEAF, and one after the last, of half the chunk."""
+    return LEAF.bit_length() - 1, C.bit_length() - 1
 
 
 def _between(level: int, columns, decay_ref, segment_ref):
@@ -125,12 +125,12 @@ def _pairs(q_ref, k_ref, decay_ref, segment_ref, width: int):
             writer, own = k_ref[other, columns] * e, j == i - back
             of_queries += jnp.where(own, jnp.sum(q * writer, 1)[:, None], 0.0)
             of_keys += jnp.where(own, jnp.sum(k * writer, 1)[:, None], 0.0)
-        for level in _levels(C):
+        def level(level, sums):
             e, joined = _between(level, columns, decay_ref, segment_ref)
             reader, writer = (q * e).astype(k_ref.dtype), (k * e).astype(k_ref.dtype)
-            of_queries += jnp.where(joined, dot(reader, writer.T), 0.0)
-            of_keys += jnp.where(joined, dot(writer, writer.T), 0.0)
-        return of_queries, of_keys
+            return (sums[0] + jnp.where(joined, dot(reader, writer.T), 0.0),
+                    sums[1] + jnp.where(joined, dot(writer, writer.T), 0.0))
+        return lax.fori_loop(*_levels(C), level, (of_queries, of_keys))
     zeros = jnp.zeros((C, C), jnp.float32)
     return lax.fori_loop(0, H // width, some, (zeros, zeros))
 
@@ -294,7 +294,7 @@ def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, do_ref
 
 
 def _inside_gradients(launch: Launch, k, v, decay, beta, segments, do, new, dnew, T, states):
-    """dv; of since k [B, T, N, H]; of A / beta and of pairs of queries [B, N, Z, C, C], not masked; part of beta's."""
+    """dv; of since k [B, T, N, H]; of A / beta and of pairs of queries [B, N, Z, C, C], unmasked; part of beta's."""
     (B, length, N, H), V, C, array = k.shape, v.shape[3], launch.chunk, jax.ShapeDtypeStruct
     of, row, rows, state, square = chunks(launch, k, N)
     pairs = array((B, N, length // C, C, C), k.dtype)
@@ -314,20 +314,21 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
     z, (C, H), dtype = pl.program_id(0), k_ref.shape, k_ref.dtype
     i, j, whole, at = jnp.arange(C)[:, None], jnp.arange(C)[None, :], slice(None), jnp.arange(C)
     q, k, beta = q_ref[...].astype(jnp.float32), k_ref[...].astype(jnp.float32), beta_ref[...]
-    dkk, dqk = dkk_ref[...].astype(jnp.float32), dqk_ref[...].astype(jnp.float32)
     S, dS = states_ref[...], dstates_ref[...]
-    since, until = _edges(whole, decay_ref, _ends(segments))
+    ends = _ends(segments)
+    since, until = _edges(whole, decay_ref, ends)
     through = jnp.where(start_ref[z] == end_ref[z], jnp.exp(decay_ref[C - 1, :]), 0.0)
     # dk in two parts: of keys that read, first without beta and since k, and of keys as written.
     dq, dk_written = dot(do_ref[...], S.T) * since, dot(new_ref[...], dS.T) * until
     dk_read = jnp.zeros((C, H), jnp.float32)
     dlast = through * jnp.sum(S.astype(jnp.float32) * dS.astype(jnp.float32), 1) + jnp.sum(k * dk_written, 0)
-    same = jnp.sum(jnp.where(i == j, dqk, 0.0), 1)[:, None]
+    masked = lambda ref, mask: jnp.where(mask, ref[...].astype(jnp.float32), 0.0)
+    same = jnp.sum(masked(dqk_ref, i == j), 1)[:, None]
     dq += same * k
     dk_written += same * q
     for back in range(1, LEAF):
         own = j == i - back
-        kk, qk = jnp.where(own, dkk, 0.0), jnp.where(own, dqk, 0.0)
+        kk, qk = masked(dkk_ref, own), masked(dqk_ref, own)
         other, e = _neighbours(back, whole, decay_ref, segment_ref)
         writer = k_ref[other, :] * e
         dk_read += jnp.sum(kk, 1)[:, None] * writer
@@ -335,15 +336,19 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
         other, e = _neighbours(-back, whole, decay_ref, segment_ref)
         of_keys, of_queries = jnp.sum(kk * beta[:, None], 0)[:, None], jnp.sum(qk, 0)[:, None]
         dk_written += (of_keys * k_ref[other, :] + of_queries * q_ref[other, :]) * e
-    for level in _levels(C):
+
+    def level(level, sums):
+        dq, dk_read, dk_written = sums
         e, joined = _between(level, whole, decay_ref, segment_ref)
-        kk, qk = jnp.where(joined, dkk, 0.0), jnp.where(joined, dqk, 0.0).astype(dtype)
-        ke, qe = (k * e).astype(dtype), (q * e).astype(dtype)
-        dk_read += dot(kk.astype(dtype), ke) * e
-        dq += dot(qk, ke) * e
-        dk_written += (dot((kk * beta[:, None]).T.astype(dtype), ke) + dot(qk.T, qe)) * e
+        # Read again: few registers spill.
+        kk, qk = masked(dkk_ref, joined), masked(dqk_ref, joined).astype(dtype)
+        ke, qe = (k_ref[...] * e).astype(dtype), (q_ref[...] * e).astype(dtype)
+        written = dot((kk * beta[:, None]).T.astype(dtype), ke) + dot(qk.T, qe)
+        return dq + dot(qk, ke) * e, dk_read + dot(kk.astype(dtype), ke) * e, dk_written + written * e
+    dq, dk_read, dk_written = lax.fori_loop(*_levels(C), level, (dq, dk_read, dk_written))
+    q, k = q_ref[...].astype(jnp.float32), k_ref[...].astype(jnp.float32)
     dbeta_ref[...] = jnp.sum(k * dk_read, 1)
-    dk_read = dk_read * beta[:, None] + dsince_ref[...] * since
+    dk_read = dk_read * beta[:, None] + dsince_ref[...] * _edges(whole, decay_ref, ends)[0]
     # A token's decay multiplies all that it reads and divides all that it writes.
     ddecay_ref[...] = q * dq + k * (dk_read - dk_written) + jnp.where(at[:, None] == C - 1, dlast[None, :], 0.0)
     dq_ref[...], dk_ref[...] = dq.astype(dq_ref.dtype), (dk_read + dk_written).astype(dk_ref.dtype)
