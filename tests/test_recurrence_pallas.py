@@ -116,7 +116,7 @@ def test_split_sequences_match_one_device(kind, method):
 
 # ---- what the GPU's compiler makes of them ---------------------------------------------------------------------------
 
-MAX_SPILLED_BYTES = 1024       # of a thread: 376 with jax 0.10, 800 with the Triton of jax 0.12, in gradients of a chunk
+MAX_SPILLED_BYTES = 1024      # of a thread: 376 with jax 0.10, 800 with the Triton of jax 0.12, in gradients of a chunk
 
 
 B, T, K, N, H = 1, 1024, 8, 16, 128

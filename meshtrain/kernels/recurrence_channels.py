@@ -299,8 +299,8 @@ def _inside_gradients(launch: Launch, k, v, decay, beta, segments, do, new, dnew
     of, row, rows, state, square = chunks(launch, k, N)
     pairs = array((B, N, length // C, C, C), k.dtype)
     return call(
-        launch, partial(_inside_gradients_kernel, width=min(H, launch.key_columns)), CHANNELS + "inside_gradients", 8, 1,
-        grid=(length // C, N, B),
+        launch, partial(_inside_gradients_kernel, width=min(H, launch.key_columns)), CHANNELS + "inside_gradients",
+        8, 1, grid=(length // C, N, B),
         in_specs=[of(H), of(V), of(H), row, rows, of(V), of(V), of(V), square, state(H, V)],
         out_specs=(of(V), of(H), square, square, row),
         out_shape=(array(v.shape, v.dtype), array(k.shape, k.dtype), pairs, pairs, array(beta.shape, jnp.float32)),
@@ -340,7 +340,7 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
     def level(level, sums):
         dq, dk_read, dk_written = sums
         e, joined = _between(level, whole, decay_ref, segment_ref)
-        # Read again: few registers spill.
+        # Read again, as below: fewer registers spill.
         kk, qk = masked(dkk_ref, joined), masked(dqk_ref, joined).astype(dtype)
         ke, qe = (k_ref[...] * e).astype(dtype), (q_ref[...] * e).astype(dtype)
         written = dot((kk * beta[:, None]).T.astype(dtype), ke) + dot(qk.T, qe)
@@ -357,7 +357,7 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
 def _gradients(launch: Launch, q, k, decay, beta, segments, do, new, dsince, dkk, dqk, states, dstates):
     """dq, dk, ddecay, and dbeta of A."""
     (B, T, N, H), V, array = k.shape, do.shape[3], jax.ShapeDtypeStruct
-    width = min(H, launch.key_columns)
+    width = min(H, launch.key_columns // 2)     # with all, 750 bytes of a thread spill
     blocks = H // width
     of, row, rows, state, square = chunks(launch, k, N, None, blocks)
     by_block = pl.BlockSpec((None, None, *row.block_shape[1:]), lambda z, n, b: (n % blocks, b, n // blocks, z))
