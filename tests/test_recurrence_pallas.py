@@ -30,7 +30,6 @@ from meshtrain.sharding.mesh import MeshSpec
 
 slow = partial(pytest.param, marks=sampling.GRID)
 SMALL = recurrence_pallas.engine(Launch(chunk=16, columns=16, key_columns=16, interpret=True))
-KINDS = ("delta", "sum")        # those with decays per head
 LENGTHS = [1, 3, 20, 1, 13, 5]  # 43 tokens: no whole number of chunks
 
 
@@ -41,7 +40,7 @@ def both_ways(engine):
     return jax.jit(lambda inputs, segments, do: plain.with_gradients(recur, inputs, segments, do=do))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", plain.KINDS)
 @pytest.mark.parametrize("dtype, H, V, tolerance", [
     (jnp.float32, 8, 6, 2e-6),          # sums of 43 terms in another order; widths are padded to 16
     slow(jnp.float32, 32, 32, 2e-6),    # several blocks of columns
@@ -55,14 +54,30 @@ def test_kernels_match_token_by_token(kind, dtype, H, V, tolerance):
     assert max(plain.error(*pair) for pair in zip(found, expected) if pair[0] is not None) < tolerance
 
 
-def test_keys_that_repeat_lose_no_more_than_in_xla():
-    inputs = rounded(plain.drawn("delta", 48, decay=1e-3, alike=1.0, beta=1.9), jnp.float32)
+@pytest.mark.parametrize("kind", plain.KINDS)
+@pytest.mark.parametrize("decay, tolerance", [(5.0, 2e-5), slow(0.0, 5e-6), slow(100.0, 1e-3)])
+def test_weak_and_strong_decays_in_documents_cut_anywhere(kind, decay, tolerance):
+    """Sums of decays of 100 are rounded to 1e-5; the decay's gradient is a difference of two of them."""
+    rng = np.random.default_rng(3)
+    segments = (1 + np.cumsum(rng.random((12, 43)) < rng.choice([0, 0.05, 0.5, 1], (12, 1)), 1)).astype(np.int32)
+    segments[::3][:, :7] = 0                    # padding before the first document
+    with jax.enable_x64(True):
+        inputs = rounded(plain.drawn(kind, 43, B=12, K=1, H=12, V=6, decay=decay), jnp.float32)
+        do = np.random.default_rng(9).standard_normal(inputs[2].shape)
+        expected = both_ways(None)(jax.tree.map(lambda x: x.astype(jnp.float64), inputs), segments, do)
+        found = both_ways(SMALL)(inputs, segments, do)
+    assert max(plain.error(*pair) for pair in zip(found, expected) if pair[0] is not None) < tolerance
+
+
+@pytest.mark.parametrize("kind", ["delta", "channels"])
+def test_keys_that_repeat_lose_no_more_than_in_xla(kind):
+    inputs = rounded(plain.drawn(kind, 48, decay=1e-3, alike=1.0, beta=1.9), jnp.float32)
     segments, do = plain.segments_of([20, 28]), np.ones(inputs[2].shape, np.float32)
     assert plain.error(both_ways(SMALL)(inputs, segments, do),
                        both_ways(recurrence.recurrence)(inputs, segments, do)) < 2e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", plain.KINDS)
 def test_rows_go_on_from_a_state(kind):
     inputs, segments = rounded(plain.drawn(kind, 37, K=1), jnp.float32), plain.segments_of([20, 17])
     do = jnp.sin(jnp.arange(inputs[2].size, dtype=jnp.float32)).reshape(inputs[2].shape)
@@ -83,7 +98,8 @@ def test_rows_go_on_from_a_state(kind):
         assert plain.error(of(SMALL, cut), of(recurrence.recurrence, cut)) < 5e-6
 
 
-@pytest.mark.parametrize("kind, method", [("delta", "ring"), slow("sum", "ring"), slow("delta", "ulysses")])
+@pytest.mark.parametrize("kind, method", [("delta", "ring"), ("channels", "ring"), slow("sum", "ring"),
+                                          slow("delta", "ulysses"), slow("channels", "ulysses")])
 def test_split_sequences_match_one_device(kind, method):
     mesh, layout = context.laid_out(dict(context=2, tensor=2), "ddp")
     inputs, ws, segments, do = context.drawn(kind)
@@ -100,19 +116,21 @@ def test_split_sequences_match_one_device(kind, method):
 
 # ---- what the GPU's compiler makes of them ---------------------------------------------------------------------------
 
-MAX_SPILLED_BYTES = 1024       # of a thread: 376 with jax 0.10, 800 with the Triton of jax 0.12, in the gradients of a chunk
+MAX_SPILLED_BYTES = 1024      # of a thread: 376 with jax 0.10, 800 with the Triton of jax 0.12, in gradients of a chunk
 
 
 B, T, K, N, H = 1, 1024, 8, 16, 128
-V = {"delta": 128, "sum": 64}
+V = {"delta": 128, "channels": 128, "sum": 64}
 
 
 def compiled(gpu: str, kind: str, folder: Path) -> str:
     """The program of forward and backward of a layer with widths as in published models; its PTX is in the folder."""
     mesh = MeshSpec({}).build(compile.topology(f"{gpu}:1"))
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P()))
-    q, v, g = array(jnp.bfloat16, B, T, K, H), array(jnp.bfloat16, B, T, N, V[kind]), array(jnp.float32, B, T, N)
-    inputs = q, q, v, g, g if kind == "delta" else None
+    q = array(jnp.bfloat16, B, T, N if kind == "channels" else K, H)
+    v, rates = array(jnp.bfloat16, B, T, N, V[kind]), array(jnp.float32, B, T, N)
+    g = array(jnp.float32, B, T, N, H) if kind == "channels" else rates
+    inputs = q, q, v, g, None if kind == "sum" else rates
     step = lambda inputs, segments, do: plain.with_gradients(
         lambda *args: recurrence_pallas.engine()(*args).o_BTNV, inputs, segments, do=do)
     with jax.set_mesh(mesh):
@@ -139,21 +157,25 @@ def resources(gpu: str, folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
-@pytest.mark.parametrize("gpu, kind", [("h100", "delta"), slow("b200", "delta"), slow("h100", "sum"),
-                                       slow("b200", "sum")])
+@pytest.mark.parametrize("gpu, kind", [("h100", "delta"), slow("b200", "delta"), ("h100", "channels"),
+                                       slow("b200", "channels"), slow("h100", "sum"), slow("b200", "sum")])
 def test_kernels_compiled_for_a_gpu_spill_little_fit_its_shared_memory_and_are_priced(gpu, kind, tmp_path):
     text = compiled(gpu, kind, tmp_path)
     found = resources(gpu, tmp_path)
     kernels = ["forward", "reverse", "gradients"]
     if kind == "delta":
         kernels = [what + recurrence_pallas.DELTA for what in kernels] + ["inside", "inside_again", "inside_gradients"]
+    if kind == "channels":
+        kernels = [recurrence_pallas.CHANNELS + what for what in (
+            *kernels, "inside", "inside_again", "inside_gradients")]
     assert set(found) == {f"{recurrence_pallas.NAME}_{what}" for what in kernels}
     for name, (spilled, shared) in found.items():
         assert spilled <= MAX_SPILLED_BYTES, (name, found)
         assert 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block, (name, found)
     priced = roofline.read(text, MeshSpec({}), rates.Rates(hardware.get(gpu), Assumptions(gpu, {})), T, 1.0)
-    (forward,) = [kernel for kernel in priced.kernels if f"{recurrence_pallas.NAME}_forward" in kernel.source]
-    C, columns, products = 64, V[kind] // 32, 3 if kind == "delta" else 2       # with the state; q k^T for all columns
+    (forward,) = [kernel for kernel in priced.kernels if f"{recurrence_pallas.NAME}_{kernels[0]}" in kernel.source]
+    # with the state; q k^T for all columns, where another kernel has not made it
+    C, columns, products = 64, 0 if kind == "channels" else V[kind] // 32, 2 if kind == "sum" else 3
     assert forward.flops == N * T * 2 * (C * H * columns + products * H * V[kind] + C * V[kind])
     assert priced.uncounted == () and sum("pallas_call" in kernel.source for kernel in priced.kernels) >= len(kernels)
 
@@ -162,6 +184,8 @@ def test_kernels_are_chosen_where_they_are_compiled_for_and_the_reason_is_said_e
     run, (_, layout) = config.Run(model=dict(mixers="G", compute_dtype="bfloat16")), context.laid_out({})
     engine = lambda *args: linear.choose(*args).recur.args[0].engine
     assert engine(run, layout, "cuda", "h100").func is recurrence_pallas.engine().func
+    assert "Pallas" in linear.choose(config.Run(model=dict(mixers="K", compute_dtype="bfloat16")), layout, "cuda",
+                                     "b200").note
     for platform, gpu, said in (("cpu", "", ""), ("cuda", "a100-80gb", "a100-80gb"), ("cuda", "", "not in the table")):
         assert engine(run, layout, platform, gpu) is recurrence.recurrence
         assert said in linear.choose(run, layout, platform, gpu).note

@@ -1,10 +1,11 @@
-"""`recurrence` with decays per head as Pallas GPU kernels, lowered through Triton.
+"""`recurrence` as Pallas GPU kernels, lowered through Triton: the choice, and the kernels of decays per head.
 
-Forward: one kernel inverts every chunk's triangular matrix (delta rule only), one visits a row's chunks in order with a
-block of the state's columns in registers. Backward: the first again, one that visits the chunks from the right for the
-states' gradients, and two for all other gradients, of all chunks at once: those of what the second kernel reads, then
-those of what the first does. What goes through memory between them is in v's dtype, but for the inverses in the
-backward, float32. No atomics: deterministic. As with `pallas`, all mesh axes must be manual.
+Those of decays per channel are in `recurrence_channels`. Forward: one kernel inverts every chunk's triangular matrix
+(delta rule only), one visits a row's chunks in order with a block of the state's columns in registers. Backward: the
+first again, one that visits the chunks from the right for the states' gradients, and two for all other gradients, of
+all chunks at once: those of what the second kernel reads, then those of what the first does. What goes through memory
+between them is in v's dtype, but for the inverses in the backward, float32. No atomics: deterministic. As with
+`pallas`, all mesh axes must be manual.
 Sources: the split into kernels is that of flash-linear-attention (arXiv:2406.06484, 3.3). Knows no mesh.
 """
 from __future__ import annotations
@@ -16,33 +17,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from meshtrain.kernels.recurrence import (BEFORE_ALL, Recurred, RecurrentState, documents_of, padded, recurrence,
+from meshtrain.kernels import recurrence_channels
+from meshtrain.kernels.recurrence import (BEFORE_ALL, LEAF, Recurred, RecurrentState, documents_of, padded, recurrence,
                                           since_document)
+from meshtrain.kernels.recurrence_blocks import (
+    CHANNELS, CHUNK, CLOSE, DELTA, MIN_WIDTH, NAME, ROWS, Launch, call, chunks, dot, given, inverse, split_dot,
+)  # fmt: skip
 
-NAME = "meshtrain_recurrence"           # kernel names in profiles and in the compiled program
-DELTA = "_delta"        # suffix of those that may also run without the delta rule
-CHUNK = 64
-COLUMNS = 32            # of the state in one program that visits all chunks: four programs for each head of 128
-KEY_COLUMNS = 64        # of keys in one program of `_gradients`; with 128 it spills
 COMPILED = (9, 10)      # major compute capabilities of the chips for which registers and memory were counted
 WIDEST = 128            # head for which the kernels are compiled and their registers counted
-ROWS = 16               # of a diagonal block that is inverted row by row
-MIN_WIDTH = 16          # smallest width that tensor cores contract
-
-
-class Launch(NamedTuple):
-    """How the kernels run. interpret: by XLA on any device, for tests."""
-    chunk: int = CHUNK
-    columns: int = COLUMNS
-    key_columns: int = KEY_COLUMNS
-    interpret: bool = False
 
 
 def engine(launch: Launch = Launch()):
-    """A function like `recurrence.recurrence`, for bfloat16. It leaves decays per channel and heads wider than WIDEST
-    to that one."""
+    """A function like `recurrence.recurrence`, for bfloat16. It leaves heads wider than WIDEST to that one."""
     return partial(_recurrence, launch)
 
 
@@ -54,19 +42,28 @@ def products_of(what: str, H: int, V: int, delta: bool, launch: Launch = Launch(
     C, exact, close, split = launch.chunk, 6, 3, 2      # products for one of float32
     pairs, of_pairs, read, written, by_key = (C, C, H), (C, V, C), (C, V, H), (H, V, C), (C, H, C)
     levels, by_columns = (C // ROWS).bit_length() - 1, -(-V // launch.columns)
-    inside = [pairs, *[(C, C, C)] * (2 * exact * levels), *[of_pairs] * split, *[by_key] * split]
+    inverted, decayed = [(C, C, C)] * (2 * exact * levels), (C // LEAF).bit_length() - 1
+    inside = [pairs, *inverted, *[of_pairs] * split, *[by_key] * split]
+    of_channels = [*[pairs] * (2 * decayed), *inverted, *[of_pairs] * split, *[by_key] * close]
+    backward = [of_pairs, read, written, written]
     reverse = [*[pairs] * by_columns, of_pairs, read, written, *[written] * delta]
     return {"inside": inside, "inside_again": [*inside, read],
             "forward": [*[pairs] * by_columns, read, of_pairs, written, *[read] * delta],
             "summary": [written, *[read] * delta], "reverse": reverse, "reverse_end": reverse,
             "gradients": [*[(C, C, V)] * -(-H // launch.key_columns), *[(C, H, V)] * (2 + delta), by_key, by_key],
             "inside_gradients": [pairs, pairs, (C, C, V), *[of_pairs] * split, *[(C, C, C)] * (2 * close), by_key,
-                                 by_key]}[what]
+                                 by_key],
+            CHANNELS + "inside": of_channels, CHANNELS + "inside_again": [*of_channels, read],
+            CHANNELS + "forward": [read, read, of_pairs, written], CHANNELS + "summary": [read, written],
+            CHANNELS + "reverse": backward, CHANNELS + "reverse_end": backward,
+            CHANNELS + "inside_gradients": [(C, H, V), by_key, pairs, (C, C, V), (C, C, V), *[of_pairs] * split,
+                                          *[(C, C, C)] * (2 * close)],
+            CHANNELS + "gradients": [(C, H, V), (C, H, V), *[by_key] * (4 * decayed)]}[what]
 
 
 def _recurrence(launch: Launch, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT,
                 start: RecurrentState | None = None, *, across=None, states_ZBNHV=None, chunk: int = 0) -> Recurred:
-    if g.ndim == 4 or max(k_BTKH.shape[3], v_BTNV.shape[3]) > WIDEST:
+    if max(k_BTKH.shape[3], v_BTNV.shape[3]) > WIDEST:
         return recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start, across=across,
                           states_ZBNHV=states_ZBNHV, chunk=chunk)
     (B, T, _, H), V, C = k_BTKH.shape, v_BTNV.shape[3], chunk or launch.chunk
@@ -78,12 +75,14 @@ def _recurrence(launch: Launch, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT
     documents = documents_of(segments_ZBC, start.segment_B)
     ends_BZ = segments_ZBC[..., -1].T
     starts_BZ = jnp.concatenate([start.segment_B[:, None].astype(jnp.int32), ends_BZ[:, :-1]], 1)
-    decay_BNT = since_document(g, documents).swapaxes(1, 2)
+    decay = since_document(g, documents)
     beta_BNT = None if beta_BTN is None else padded(beta_BTN.astype(jnp.float32), C).swapaxes(1, 2)
     q, k, v = (_widened(padded(x.astype(v_BTNV.dtype), C), wide(x.shape[-1])) for x in (q_BTKH, k_BTKH, v_BTNV))
     S0, kept = (x if x is None else _widened(_widened(x, wide(V)).swapaxes(-1, -2), wide(H)).swapaxes(-1, -2)
                 for x in (start.S_BNHV, states_ZBNHV))
-    o, states, end = _core(launch, across, q, k, v, decay_BNT, beta_BNT, (segments_BT, starts_BZ, ends_BZ), S0, kept)
+    core, decay = ((_core, decay.swapaxes(1, 2)) if g.ndim == 3 else
+                   (recurrence_channels.core, _widened(decay, wide(H))))
+    o, states, end = core(launch, across, q, k, v, decay, beta_BNT, (segments_BT, starts_BZ, ends_BZ), S0, kept)
     return Recurred(o[:, :T, :, :V], end if end is None else end[..., :H, :V], states[..., :H, :V])
 
 
@@ -148,21 +147,6 @@ def _multiplier(launch, k, w, decay, segments):
 # ---- what the kernels share: refs are of one row and one head --------------------------------------------------------
 
 
-def _call(launch: Launch, kernel, what: str, warps: int, stages: int, delta: bool = False, **kwargs):
-    return pl.pallas_call(kernel, name=f"{NAME}_{what}{DELTA * delta}", interpret=launch.interpret,
-                          compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages), **kwargs)
-
-
-EXACT, CLOSE = lax.DotAlgorithmPreset.BF16_BF16_F32_X6, lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-
-
-def _dot(x, y, of_float32=EXACT):
-    """x y, summed in float32. Float32 operands are split into bfloat16 parts, whose products are exact to 2^-24, or to
-    2^-16 if CLOSE: without tensor cores the compiler would spill 19 kB a thread."""
-    precision = of_float32 if x.dtype == jnp.float32 else None
-    return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=precision)
-
-
 class _Chunk(NamedTuple):
     """A chunk's decays, 0 between documents."""
     between: jax.Array      # [I, J] from token j to token i
@@ -190,38 +174,6 @@ def _of_row(z, C: int, decay_ref, segments) -> tuple:
     return at, _chunk(decay_ref[at], decay_ref[z * C + C - 1], segment_ref[at], start_ref[z], end_ref[z])
 
 
-def _inverse(A):
-    """(I + A)^-1 of strictly lower A [C, C] float32, by substitution.
-
-    Row by row in all diagonal blocks of ROWS at once; then by blocks, on whole matrices: if T has the inverses of
-    blocks of b, T - T L T has those of 2b, where L is A between the two blocks.
-    """
-    C = A.shape[0]
-    i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
-    block = min(C, ROWS)
-    level = block.bit_length() - 1
-    own = (i >> level) == (j >> level)
-
-    def substitute(row, T):
-        now = own & ((i & block - 1) == row)        # this row of every block
-        a = jnp.sum(jnp.where(now, A, 0.0), 0)
-        return T - jnp.where(now, jnp.sum(a[:, None] * T, 0)[None, :], 0.0)
-    T = lax.fori_loop(1, block, substitute, jnp.where(i == j, 1.0, 0.0))
-    while 1 << level < C:
-        between = ((i >> level + 1) == (j >> level + 1)) & ((i >> level) != (j >> level))
-        T -= _dot(T, _dot(jnp.where(between, A, 0.0), T))
-        level += 1
-    return T
-
-
-def _split_dot(x, y):
-    """x y of float32 x, which is split in two parts of y's dtype if that is narrower."""
-    if y.dtype == jnp.float32:
-        return _dot(x, y)
-    high = x.astype(y.dtype)
-    return _dot(high, y) + _dot((x - high.astype(jnp.float32)).astype(y.dtype), y)
-
-
 def _rows(launch: Launch, k, N: int, columns: int):
     """Specs of whole rows for a grid (blocks of columns, N, B): of keys, of `columns` of the values, of decays, of
     segments, and of states [B, N, H, V]."""
@@ -235,28 +187,6 @@ def _rows(launch: Launch, k, N: int, columns: int):
             pl.BlockSpec((None, None, H, columns), lambda i, n, b: (b, n, 0, i)))
 
 
-def _chunks(launch: Launch, k, N: int, heads: int | None = None, blocks: int = 1):
-    """Specs of one chunk for a grid (Z, blocks × N, B): of values by width, or keys; of decays; of segments; of states
-    [Z, B, N, H, V]; of inverses [B, N, Z, C, C]. heads: value heads in one program; None: one, without a dim. blocks:
-    programs that share a head's keys."""
-    (_, T, K, _), C, G = k.shape, launch.chunk, N // k.shape[2]
-    by_chunk = pl.BlockSpec((None, T // C), lambda z, n, b: (b, 0))
-
-    def of(width: int, key: bool = False, part: bool = False):
-        group = G if key and heads is None else 1
-        return pl.BlockSpec((None, C, None if key else heads, width),
-                            lambda z, n, b: (b, z, n // blocks // group, n % blocks if part else 0))
-    return (of, pl.BlockSpec((None, heads, C), lambda z, n, b: (b, n // blocks, z)),
-            (pl.BlockSpec((None, C), lambda z, n, b: (b, z)), by_chunk, by_chunk),
-            lambda H, V: pl.BlockSpec((None, None, heads, H, V), lambda z, n, b: (z, b, n // blocks, n % blocks, 0)),
-            pl.BlockSpec((None, heads, None, C, C), lambda z, n, b: (b, n // blocks, z, 0, 0)))
-
-
-def _given(x, spec):
-    """The spec of an argument that may be missing."""
-    return None if x is None else spec
-
-
 # ---- the triangular matrix of every chunk ----------------------------------------------------------------------------
 
 
@@ -267,23 +197,23 @@ def _inside_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, states_ref, u_re
     k, beta = k_ref[...], beta_ref[...]
     chunk = _chunk(decay_ref[...], decay_ref[C - 1], segment_ref[...], start_ref[z], end_ref[z])
     below = jnp.arange(C)[:, None] > jnp.arange(C)[None, :]
-    T = _inverse(jnp.where(below, _dot(k, k.T) * chunk.between * beta[:, None], 0.0))
+    T = inverse(jnp.where(below, dot(k, k.T) * chunk.between * beta[:, None], 0.0))
     if T_ref is not None:
         T_ref[...] = T
     T *= beta[None, :]
-    w = _split_dot(T * chunk.since[None, :], k).astype(w_ref.dtype)
+    w = split_dot(T * chunk.since[None, :], k).astype(w_ref.dtype)
     w_ref[...] = w
-    u = _split_dot(T, v_ref[...])
-    u = u if states_ref is None else u - _dot(w, states_ref[...])
+    u = split_dot(T, v_ref[...])
+    u = u if states_ref is None else u - dot(w, states_ref[...])
     u_ref[...] = u.astype(u_ref.dtype)
 
 
 def _inside(launch: Launch, k, v, decay, beta, segments, states=None):
     """u [B, T, N, V] and w [B, T, N, H]; of known states u - w S, w, and the inverses [B, N, Z, C, C] float32."""
     (B, T, _, H), (N, V), C, array = k.shape, v.shape[2:], launch.chunk, jax.ShapeDtypeStruct
-    of, row, rows, state, inverse = _chunks(launch, k, N)
-    known = partial(_given, states)
-    found = _call(
+    of, row, rows, state, inverse = chunks(launch, k, N)
+    known = partial(given, states)
+    found = call(
         launch, _inside_kernel, "inside" if states is None else "inside_again", 4, 1,
         grid=(T // C, N, B), in_specs=[of(H, True), of(V), row, row, rows, known(state(H, V))],
         out_specs=(of(V), of(H), known(inverse)),
@@ -302,14 +232,14 @@ def _forward_kernel(q_ref, k_ref, u_ref, w_ref, decay_ref, segments, S0_ref, o_r
         low = S.astype(k.dtype)
         new = u_ref[at, :].astype(jnp.float32) if u_ref is not None else 0.0
         if w_ref is not None:
-            new -= _dot(w_ref[at, :], low)
+            new -= dot(w_ref[at, :], low)
         if q_ref is not None:
             q = q_ref[at, :]
-            scores = (_dot(q, k.T) * chunk.between).astype(k.dtype)
-            o = _dot(q, low) * chunk.since[:, None] + _dot(scores, new.astype(k.dtype))
+            scores = (dot(q, k.T) * chunk.between).astype(k.dtype)
+            o = dot(q, low) * chunk.since[:, None] + dot(scores, new.astype(k.dtype))
             o_ref[at, :] = o.astype(o_ref.dtype)
             states_ref[z] = low
-        return chunk.through * S + _dot(k.T, (new * chunk.until[:, None]).astype(k.dtype))
+        return chunk.through * S + dot(k.T, (new * chunk.until[:, None]).astype(k.dtype))
 
     S0 = jnp.zeros(end_ref.shape, jnp.float32) if S0_ref is None else S0_ref[...]
     end_ref[...] = lax.fori_loop(0, k_ref.shape[0] // C, visit, S0)
@@ -325,11 +255,11 @@ def _forward(launch: Launch, q, k, u, w, decay, segments, S0, kept):
     array, o = jax.ShapeDtypeStruct, None if q is None else jax.ShapeDtypeStruct((B, T, N, V), k.dtype)
     states = pl.BlockSpec((Z, None, None, H, columns), lambda i, n, b: (0, b, n, 0, i))
     what = "summary" if q is None else "forward"
-    o, found, end = _call(
+    o, found, end = call(
         launch, partial(_forward_kernel, C=launch.chunk), what, 4, 2, w is not None,
         grid=(V // columns, N, B),
-        in_specs=[_given(q, key), key, _given(u, value), _given(w, by_value_head), row, rows, _given(S0, state)],
-        out_specs=(_given(q, value), _given(q, states), state),
+        in_specs=[given(q, key), key, given(u, value), given(w, by_value_head), row, rows, given(S0, state)],
+        out_specs=(given(q, value), given(q, states), state),
         out_shape=(o, o and array((Z, B, N, H, V), k.dtype), array((B, N, H, V), jnp.float32)),
     )(q, k, u, w, decay, segments, S0)
     return (o, found, end) if kept is None else (o, kept, None)
@@ -344,13 +274,13 @@ def _reverse_kernel(q_ref, k_ref, w_ref, decay_ref, do_ref, segments, dend_ref, 
         at, chunk = _of_row(z, C, decay_ref, segments)
         q, k, do = q_ref[at, :], k_ref[at, :], do_ref[at, :]
         low = dS.astype(k.dtype)
-        scores = (_dot(q, k.T) * chunk.between).astype(k.dtype)
-        dnew = (_dot(scores.T, do) + _dot(k, low) * chunk.until[:, None]).astype(k.dtype)
+        scores = (dot(q, k.T) * chunk.between).astype(k.dtype)
+        dnew = (dot(scores.T, do) + dot(k, low) * chunk.until[:, None]).astype(k.dtype)
         if dnew_ref is not None:
             dnew_ref[at, :] = dnew
             dstates_ref[z] = low
-        dS = chunk.through * dS + _dot(q.T, (do * chunk.since[:, None]).astype(k.dtype))
-        return dS if w_ref is None else dS - _dot(w_ref[at, :].T, dnew)
+        dS = chunk.through * dS + dot(q.T, (do * chunk.since[:, None]).astype(k.dtype))
+        return dS if w_ref is None else dS - dot(w_ref[at, :].T, dnew)
 
     dS = jnp.zeros(dS_ref.shape, jnp.float32) if dend_ref is None else dend_ref[...]
     dS_ref[...] = lax.fori_loop(0, Z, visit, dS)
@@ -366,10 +296,10 @@ def _reverse(launch: Launch, q, k, w, decay, do, segments, dend, only_end: bool 
     outputs = ((value, array(do.shape, k.dtype)), (states, array((Z, B, N, H, V), k.dtype)))
     outputs = ((None, None),) * 2 if only_end else outputs
     specs, shapes = zip(*outputs, (state, array((B, N, H, V), jnp.float32)))
-    return _call(
+    return call(
         launch, partial(_reverse_kernel, C=launch.chunk), "reverse_end" if only_end else "reverse", 4, 2, w is not None,
         grid=(V // columns, N, B),
-        in_specs=[key, key, _given(w, by_value_head), row, value, rows, _given(dend, state)], out_specs=specs,
+        in_specs=[key, key, given(w, by_value_head), row, value, rows, given(dend, state)], out_specs=specs,
         out_shape=shapes)(q, k, w, decay, do.astype(k.dtype), segments, dend)
 
 
@@ -390,13 +320,13 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, segments, do_ref, new_ref, dnew_r
         chunk = _chunk(decay_ref[n, :], decay_ref[n, C - 1], segment, start, end)
         do, new, S, dS = do_ref[:, n, :], new_ref[:, n, :], states_ref[n], dstates_ref[n]
         through = chunk.through * jnp.sum(jnp.sum(S.astype(jnp.float32) * dS.astype(jnp.float32), 1), 0)
-        dqk = (_dot(do, new.T) * chunk.between).astype(k.dtype)
-        dq = _dot(do, S.T) * chunk.since[:, None] + _dot(dqk, k)
-        dwritten = _dot(new, dS.T) * chunk.until[:, None]
+        dqk = (dot(do, new.T) * chunk.between).astype(k.dtype)
+        dq = dot(do, S.T) * chunk.since[:, None] + dot(dqk, k)
+        dwritten = dot(new, dS.T) * chunk.until[:, None]
         dlast = through + jnp.sum(jnp.sum(k * dwritten, 1), 0)
-        dk = dwritten + _dot(dqk.T, q)
+        dk = dwritten + dot(dqk.T, q)
         if dw_ref is not None:
-            dw_ref[:, n, :] = (-_dot(dnew_ref[:, n, :], S.T)).astype(dw_ref.dtype)
+            dw_ref[:, n, :] = (-dot(dnew_ref[:, n, :], S.T)).astype(dw_ref.dtype)
         # A token's decay multiplies all that it reads and divides all that it writes.
         ddecay_ref[n, :] = jnp.sum(q * dq, 1) - jnp.sum(k * dk, 1) + jnp.where(at == C - 1, dlast, 0.0)
         return dq_sum + dq, dk_sum + dk
@@ -411,10 +341,10 @@ def _gradients(launch: Launch, q, k, decay, segments, do, new, dnew, states, dst
     (B, T, K, H), (N, V), array = k.shape, do.shape[2:], jax.ShapeDtypeStruct
     G, width = N // K, min(H, launch.key_columns)
     blocks = H // width
-    of, row, rows, state, _ = _chunks(launch, k, N, G, blocks)
+    of, row, rows, state, _ = chunks(launch, k, N, G, blocks)
     by_block = pl.BlockSpec((None, None, *row.block_shape[1:]), lambda z, n, b: (n % blocks, b, n // blocks, z))
     key = of(width, True, True)
-    dq, dk, dw, ddecay = _call(
+    dq, dk, dw, ddecay = call(
         launch, partial(_gradients_kernel, heads=G), "gradients", 8, 1, delta, grid=(T // launch.chunk, K * blocks, B),
         in_specs=[key, key, row, rows, of(V), of(V), of(V) if delta else None, state(width, V), state(width, V)],
         out_specs=(key, key, of(width, part=True) if delta else None, by_block),
@@ -433,29 +363,29 @@ def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, T_ref,
     chunk = _chunk(decay_ref[...], decay_ref[C - 1], segment_ref[...], start_ref[z], end_ref[z])
     scaled = T * beta[None, :]
     since = scaled * chunk.since[None, :]
-    dk = _dot(since.T.astype(k.dtype), dw)
-    dsince = _dot(dw, k.T)
+    dk = dot(since.T.astype(k.dtype), dw)
+    dsince = dot(dw, k.T)
     ddecay = jnp.sum(dsince * since, 0)
     du = du_ref[...]
-    dscaled = _dot(du, v_ref[...].T) + dsince * chunk.since[None, :]
+    dscaled = dot(du, v_ref[...].T) + dsince * chunk.since[None, :]
     dbeta = jnp.sum(dscaled * T, 0)
-    dv_ref[...] = _split_dot(scaled.T, du).astype(dv_ref.dtype)
-    dA = -_dot(_dot(T.T, dscaled * beta[None, :], CLOSE), T.T, CLOSE) * chunk.between
+    dv_ref[...] = split_dot(scaled.T, du).astype(dv_ref.dtype)
+    dA = -dot(dot(T.T, dscaled * beta[None, :], CLOSE), T.T, CLOSE) * chunk.between
     dA = jnp.where(at[:, None] > at[None, :], dA, 0.0)
-    dA_kk = dA * _dot(k, k.T)
+    dA_kk = dA * dot(k, k.T)
     dbeta_ref[...] = dbeta + jnp.sum(dA_kk, 1)
     dA_kk *= beta[:, None]
     ddecay_ref[...] = ddecay + jnp.sum(dA_kk, 1) - jnp.sum(dA_kk, 0)
     dkk = dA * beta[:, None]
-    dk_ref[...] = (dk + _dot((dkk + dkk.T).astype(k.dtype), k)).astype(dk_ref.dtype)
+    dk_ref[...] = (dk + dot((dkk + dkk.T).astype(k.dtype), k)).astype(dk_ref.dtype)
 
 
 def _inside_gradients(launch: Launch, k, v, decay, beta, segments, T, du, dw):
     """What is to be added to dk, of each value head [B, T, N, H]; dv; what is to be added to ddecay; dbeta."""
     (B, length, _, H), (N, V), array = k.shape, v.shape[2:], jax.ShapeDtypeStruct
-    of, row, rows, _, inverse = _chunks(launch, k, N)
+    of, row, rows, _, inverse = chunks(launch, k, N)
     decays = array(decay.shape, jnp.float32)
-    return _call(
+    return call(
         launch, _inside_gradients_kernel, "inside_gradients", 8, 1, grid=(length // launch.chunk, N, B),
         in_specs=[of(H, True), of(V), row, row, rows, inverse, of(V), of(H)], out_specs=(of(H), of(V), row, row),
         out_shape=(array((B, length, N, H), k.dtype), array(v.shape, v.dtype), decays, decays),

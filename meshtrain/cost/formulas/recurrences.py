@@ -40,6 +40,7 @@ MOVED = {
     (XLA, "K"): (HbmBytes(50, 151, 39, 55, 9, 50), HbmBytes(170, 473, 61, 130, 9, 90), HbmBytes(12, 89, 11, 25)),
     (XLA, "M"): (HbmBytes(4, 0, 30, 40, 3, 15), HbmBytes(24, 0, 78, 56, 3, 34), HbmBytes(10, 0, 15, 4)),
     (PALLAS, "G"): (HbmBytes(0, 6, 9.4, 2, 0, 7), HbmBytes(0, 20, 23, 8, 0, 12), HbmBytes(0, 10, 12, 5)),
+    (PALLAS, "K"): (HbmBytes(4, 28, 8, 2, 0, 7), HbmBytes(20, 62, 22, 10, 0, 12), HbmBytes(0, 20, 12, 5)),
     (PALLAS, "M"): (HbmBytes(0, 0, 5, 2, 0, 6), HbmBytes(0, 0, 7, 8, 0, 10), HbmBytes(0, 0, 18, 5))}
 # Pallas kernels of the forward and of the backward, with the delta rule and without; for the summary of a run
 KERNELS = {True: (("inside", "forward"), ("inside_again", "reverse", "gradients", "inside_gradients")),
@@ -50,6 +51,8 @@ CONVOLVED, CONVOLUTIONS = (2, 10), (2, 8)
 # Products in float32 in XLA: of the inverse of a chunk's pairs with values and keys; the backward makes them again, has
 # two for each, and two for the inverse.
 INVERTED = (1, 3)
+# Products in float32, in XLA, that sum decays per channel; the backward of Pallas kernels makes them again.
+SUMMED = (1, 2)
 # HBM bytes of an element of a state before a chunk, for the summary of a run (forward, backward), and kernels of a step
 SUMMARIZED, SUMMARY_STEP = (90, 62), 7
 
@@ -66,9 +69,8 @@ class Scan:
 
 
 def engine(mixer: RecurrenceSizes, asked: str) -> str:
-    """The engine of a mixer; Pallas kernels leave decays of channels and wide heads to XLA."""
-    wide = max(mixer.key_dim, mixer.value_dim) > recurrence_pallas.WIDEST
-    return XLA if mixer.by_channel or wide else asked
+    """The engine of a mixer; Pallas kernels leave wide heads to XLA."""
+    return XLA if max(mixer.key_dim, mixer.value_dim) > recurrence_pallas.WIDEST else asked
 
 
 def chunk(mixer: RecurrenceSizes, asked: str) -> int:
@@ -121,8 +123,13 @@ def _in_pallas(mixer: RecurrenceSizes, rated: Rates, runs: Scan, direction: int,
     wide = lambda n: max(recurrence_pallas.MIN_WIDTH, 1 << (n - 1).bit_length())
     names = KERNELS[delta][direction] + (OF_SUMMARY[direction:direction + 1] if runs.split else ())
     products = [shape for name in names for shape in recurrence_pallas.products_of(
-        name, wide(mixer.key_dim), wide(mixer.value_dim), delta)]
-    return runs.parts * _composed_s(mixer, rated, runs) + max(rated.stream_s(hbm), sum(
+        recurrence_pallas.CHANNELS * mixer.by_channel + name, wide(mixer.key_dim), wide(mixer.value_dim), delta)]
+    one_s, C = runs.parts * _composed_s(mixer, rated, runs), recurrence_pallas.CHUNK
+    if mixer.by_channel:
+        own = SUMMED[direction] * 8 * runs.tokens * mixer.keys
+        product_s = rated.matmul_s(Matmul(C, mixer.key_dim, C, count, "float32"))
+        one_s, hbm = one_s + max(SUMMED[direction] * product_s, rated.stream_s(own)), hbm - own
+    return one_s + max(rated.stream_s(hbm), sum(
         rated.matmul_s(Matmul(*shape, count, "bfloat16")) for shape in products))
 
 

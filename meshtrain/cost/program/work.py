@@ -100,19 +100,21 @@ def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Gr
 def _recurrence(module: hlo.HloModule, computation: str, ins: hlo.Instruction):
     """The matmuls of a kernel of `kernels.recurrence_pallas`: those of a chunk of a head, for all chunks and heads.
 
-    Its operands are among others keys [B, T, K, H], values [B, T, N, V], decays [B, N, T], and two integers of each
-    chunk [B, Z].
+    Its operands are among others keys [B, T, K, H], values [B, T, N, V], and either rates [B, N, T] with two integers
+    of each chunk [B, Z], or decays of chunks [B, N, Z, H].
     """
     found = _RECURRENCE.search(ins.op_name) if ins.op == "custom-call" else None
     if not found:
         return
     what, arrays = found[1], module.operand_shapes(computation, ins)
     of = lambda dtype, dims: [shape for name, shape in arrays if name == dtype and len(shape) == dims]
-    (B, Z), (_, N, _), H = of("s32", 2)[-1], of("f32", 3)[0], of("bf16", 4)[0][-1]
-    first_result = hlo.shapes(ins.type_text)[0][1]      # o, dnew or the last state
-    V = {"gradients": of("bf16", 4)[2:], "inside": of("bf16", 4)[1:]}.get(what.partition("_")[0], [first_result])[0][-1]
+    of_chunks, H = of("s32", 2), of("bf16", 4)[0][-1]
+    heads = math.prod(of_chunks[-1]) * of("f32", 3)[0][1] if of_chunks else math.prod(of("f32", 4)[0][:3])
+    # of the operands, else of the first result
+    values = {"gradients": 2, recurrence_pallas.CHANNELS + "gradients": 2, "inside_gradients": 1}.get(what)
+    V = (hlo.shapes(ins.type_text)[0][1] if values is None else of("bf16", 4)[values])[-1]
     for shape, count in Counter(recurrence_pallas.products_of(what, H, V, bool(found[2]))).items():
-        yield Matmul(*shape, count * B * Z * N, "bf16")
+        yield Matmul(*shape, count * heads, "bf16")
 
 
 def _row_gathers(arrays):

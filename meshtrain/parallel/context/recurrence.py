@@ -68,9 +68,7 @@ def _against_kernels(run, platform: str, gpu: str) -> list[str]:
         reasons.append(f"kernels take bfloat16, not model.compute_dtype={run.model.compute_dtype}")
     if run.model.attention == "blockwise":
         reasons.append("model.attention=blockwise")
-    linear, mixers = run.model.linear, {kind.mixer for kind in pattern.kinds(run.model)} & set(pattern.RECURRENT)
-    if mixers == {"K"}:
-        reasons.append("decays per channel (K) have no kernel")
+    linear = run.model.linear
     if (width := max(linear.key_dim, linear.value_dim)) > recurrence_pallas.WIDEST:
         reasons.append(f"kernels take heads of a width of at most {recurrence_pallas.WIDEST}, not {width}")
     return reasons
