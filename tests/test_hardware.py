@@ -60,7 +60,7 @@ def test_numbers_that_the_field_knows_by_heart():
 
 
 def test_a_run_takes_092_of_a_gpus_memory_unless_the_environment_says_another_share(monkeypatch):
-    monkeypatch.setattr(devices, "known_flags", set)
+    monkeypatch.setattr(devices.xla_flags, "known_flags", set)
     h100, (new, old) = hardware.get("h100"), hardware.MEMORY_VARIABLES
     for given, share in (({}, 0.92), ({new: "0.5"}, 0.5), ({old: ".75"}, 0.75), ({new: ""}, 0.92)):
         assert hardware.usable_bytes(h100, given) == int(share * h100.hbm_bytes)
