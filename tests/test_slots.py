@@ -174,7 +174,8 @@ def test_draws_of_samples_have_the_probabilities_of_the_logits():
     assert common.sum() > 5
     expected = np.append(p[common], p[~common].sum()) * count
     off = (np.append(found[common], found[~common].sum()) - expected) ** 2 / expected
-    assert off.sum() < (free := len(off) - 1) + 4 * (2 * free) ** 0.5 + 5, "chi-squared, beyond four deviations"
+    free = len(off) - 1
+    assert off.sum() < free + 4 * (2 * free) ** 0.5 + 5, "chi-squared, beyond four deviations"
     first = np.array([one.tokens[0] for one in answers]) == found.argmax()
     assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 4 / count ** 0.5
 
