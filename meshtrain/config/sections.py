@@ -331,7 +331,8 @@ class Component(Section):
 class Data(Section):
     """[data]: what is read, and how much of it per step."""
 
-    source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "preferences", "mixture"] = key(
+    source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "preferences", "prompts",
+                    "mixture"] = key(
         "stdlib",
         "Python's library sources, files of data.paths (chat: conversations in lines of JSON), or data.mixture"
     )
@@ -380,8 +381,8 @@ class Training(Section):
         "what the backward pass recomputes instead of keeping; offload: as full, layers' inputs wait on the host"
     )
     grad_clip: float = key(1.0, "largest global norm of the gradient; 0 = off", ge=0)
-    objective: Literal["next_token", "dpo"] = key(
-        "next_token", "what is learned: the next token, or preferences of pairs (DPO)")
+    objective: Literal["next_token", "dpo", "rl"] = key(
+        "next_token", "what is learned: the next token, preferences of pairs (DPO), or from rewards of samples ([rl])")
     dpo_beta: float = key(0.1, "how much departing from the reference weighs against the preferences (DPO)", gt=0)
     z_loss: float = key(0.0, "weight of the squared log-partition, which keeps logits small; 0 = off", ge=0)
     loss_chunk: int = key(
@@ -472,6 +473,51 @@ class Experts(Section):
     bias_warmup: int = key(0, "batches, the run's first, that move the biases alone before the first step", ge=0)
 
 
+class Rl(Section):
+    """[rl]: with training.objective = "rl" the model draws answers to prompts, and learns from their rewards."""
+
+    prompts: int = key(64, "prompts that are answered together, with the same weights", ge=1)
+    samples: int = key(8, "answers to each prompt, a group", ge=1)
+    max_tokens: int = key(512, "tokens of an answer at most", ge=1)
+    temperature: float = key(1.0, "of the draws, and of the log-probabilities that are trained", gt=0)
+    stop: tuple[str, ...] = key((), "strings that end an answer, beside the end tokens", strict=False)
+    slots: int = key(0, "answers that are drawn together on all devices; 0 = prompts × samples", ge=0)
+    rules: PathKey = key("", "rule file of the weights while answers are drawn; empty = gathered, but for tensor")
+    reward: PathKey = key(
+        "", 'exact, number, choice or regex, against a column of the prompt\'s line; or a function, "rewards.py:score"')
+    reward_workers: int = key(0, "processes of each host that score answers; 0 = half of its cores", ge=0)
+    reward_timeout_s: float = key(10.0, "seconds after which a score has failed, and its process is killed", gt=0)
+    reward_memory_gb: float = key(2.0, "memory of such a process at most", gt=0)
+    reward_failures: Literal["drop", "zero", "stop"] = key(
+        "drop", "an answer whose score failed is left out of its group, has reward 0, or ends the run")
+    reward_check: float = key(0.01, "share of the answers that are scored twice, to find rewards that differ", ge=0,
+                              le=1)
+    advantage: Literal["group_std", "group", "loo", "batch_std"] = key(
+        "group_std", "reward less the mean of its group; over its deviation, or that of all; or less the others' mean")
+    aggregate: Literal["token", "sequence", "constant"] = key(
+        "token", "the loss is a mean over tokens, over answers of their means, or of their sums over max_tokens")
+    ratio: Literal["token", "sequence", "cispo"] = key(
+        "token", "of probabilities to those before, of each token or a mean of the answer, clipped; or as a weight")
+    clip_low: float = key(0.2, "a ratio is clipped to 1 - this", ge=0, le=1)
+    clip_high: float = key(0.2, "and to 1 + this", ge=0)
+    ratio_limit: float = key(0.0, "the ratio that is not clipped is at most this; 0 = no limit", ge=0)
+    dual_clip: float = key(0.0, "of a negative advantage, the loss is at most this many times it; 0 = off", ge=0)
+    kl: float = key(0.0, "weight of the divergence from the weights that the run started from", ge=0)
+    kl_form: Literal["k1", "k2", "k3", "k3_corrected"] = key(
+        "k3", "its estimate, log-ratio, half its square, or exp(x) - x - 1, as it is or times the ratio")
+    entropy: float = key(0.0, "weight of the entropy of each token, which is added to the objective", ge=0)
+    updates: int = key(1, "steps that learn from the same answers, each from a part of them", ge=1)
+    old: Literal["auto", "trainer", "sampler"] = key(
+        "auto", "log-probabilities that ratios are to: computed anew if updates is not 1, or as they were drawn")
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = key(
+        "none", "weight of what the sampler rounds otherwise than the trainer: ratios up to a limit, or 0 beyond")
+    correction_limit: float = key(2.0, "the limit", gt=0)
+    filter: Literal["none", "equal"] = key(
+        "none", "equal: groups with equal rewards, of which nothing is learned, are replaced by those of more prompts")
+    truncated: Literal["keep", "mask"] = key("keep", "answers that max_tokens ended: learned from, or left out")
+    keep: int = key(10, "batches of answers kept as text, the newest, in run.dir/rollouts", ge=1)
+
+
 class Validation(Section):
     """[validation]: the loss on held-out data."""
 
@@ -543,6 +589,7 @@ class Run(Section):
     pipeline: Pipeline = Pipeline()
     context: Context = Context()
     experts: Experts = Experts()
+    rl: Rl = Rl()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
