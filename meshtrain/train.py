@@ -27,6 +27,7 @@ if __name__ == "__main__":
         importlib.import_module("jax")
 
 import jax
+import jax.numpy as jnp
 
 from meshtrain import assembly, config, devices, elastic, files, hardware, trained
 from meshtrain.checkpoint import exports, init_from, pretrained, resume
@@ -37,21 +38,23 @@ from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import flops
 from meshtrain.data import sources
-from meshtrain.data.batches import packing, preferences
+from meshtrain.data.batches import packing, preferences, prompts
 from meshtrain.data.cache import parts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.files import FileSystemError
-from meshtrain.huggingface import folder
+from meshtrain.huggingface import folder, settings
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import measured, memory, report
 from meshtrain.inspection.inspected import Inspected
+from meshtrain.model import params as model_params
 from meshtrain.run import bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, rundir
-from meshtrain.run.hooks import Trace, ValidationHook
+from meshtrain.run.hooks import RewardValidation, Trace, ValidationHook
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
 from meshtrain.run.replicas import Replicas, ReplicasDiffer
+from meshtrain.run.rollouts import RolloutError, Rollouts
 from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
 from meshtrain.training.state import State
@@ -81,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         if jax.process_index() == 0:
             say.err(f"stopped: {error}")
         return FAILED
-    except (PeerError, FileSystemError, assembly.BrokenProgramError, ReplicasDiffer) as error:
+    except (PeerError, FileSystemError, assembly.BrokenProgramError, ReplicasDiffer, RolloutError) as error:
         return _fail(FAILED, f"error: {error}", error)
     except Exception as error:
         if files.is_moment(error):      # met where nobody had a word for it
@@ -250,14 +253,43 @@ def _begun(session: _Session, start: resume.Start, given) -> State:
         return agree.everywhere(lambda: _start_state(session.made, start, given))
 
 
-def _with_references(session: _Session, start: resume.Start, batches: Batches, state: State) -> Batches:
-    """The batches, for DPO with the margins of the reference model: the weights that the run starts from."""
+def _with_references(session: _Session, start: resume.Start, batches, state: State) -> Batches | Rollouts:
+    """The batches, for DPO with the margins of the reference model: the weights that the run starts from. Of prompts:
+    what draws answers to them."""
+    if session.run.training.objective == "rl":
+        return agree.everywhere(lambda: _rollouts(session, start, batches, state))
     if session.run.training.objective != "dpo":
         return batches
     weights = None if start.saved else state.params
     with session.attempt.account.to("data"), watch.phase("reference log-probabilities", watch.UNLIMITED):
         return agree.everywhere(lambda: dpo_reference.with_references(
             session.run, session.made.program, batches, session.corpus, session.directory, weights))
+
+
+def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, state: State) -> Rollouts:
+    run, tokenizer = session.run, session.corpus.tokenizer
+    folders = folder.companions_of(run.run.dir, run.checkpoint.init_from)
+    with config.user_errors():
+        of_folder = next((settings.stop_ids(path) for path in folders if folder.is_one(path)), ())
+    words = Words(tokenizer.decode, run.rl.stop, tuple(dict.fromkeys((session.corpus.eos, *of_folder))))
+    rollouts = Rollouts(run, session.made.program, found, words, trained.beside(session.made), session.directory,
+                        start.saved and start.saved.metadata["data"]["position"])
+    if run.rl.kl:
+        rollouts.reference = _reference(session, start, state)
+    return rollouts
+
+
+def _reference(session: _Session, start: resume.Start, state: State) -> dict:
+    """The weights that the run started from, a copy. With adapters: the same base, and adapters that are zero."""
+    made = session.made
+    if made.run.lora.rank:
+        trained, frozen = made.model.divided(state.params)
+        return model_params.joined(jax.tree.map(jnp.zeros_like, trained), frozen)
+    params = state.params
+    if start.saved is not None:
+        params = _start_state(made, dataclasses.replace(start, saved=None), pretrained.opened(made.run, made.model)).params
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
+        lambda leaf: leaf.sharding, params))(params)
 
 
 def _compile(session: _Session, batches: Batches) -> None:
@@ -312,12 +344,17 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
         return loop.Hook(due, lambda number, state: {"checkpoint_wait_s": store.save(number, state, metadata(number))},
                          part="checkpoint")
 
-    validation = ValidationHook(run, made.program, batches, stop)
+    learns_of_rewards = isinstance(batches, Rollouts)
+    validation = RewardValidation(run, batches, stop) if learns_of_rewards else ValidationHook(
+        run, made.program, batches, stop)
+    feed = batches if learns_of_rewards else loop.Stream(made.program, batches, start.step)
     with (metrics.open_writers(run, directory, start.step) as writer,
           Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace,
           account.to(goodput.LOOP)):
         record = Record(run, writer, Progress(run.training.steps, _memory(made, session.step)), *_flops(made), account,
                         spikes, agree.exchange(socket.gethostname()))
+        if learns_of_rewards:
+            batches.record = record
         if start.rollbacks:
             record.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
         shared = lambda number, ending: ending or checkpoints.due(number)
@@ -329,7 +366,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
         if session.replicas:
             hooks = (session.replicas.hook(run.training.check_replicas_every, hooks), *hooks)
         hooks = (validation.hook(), trace.hook(), *hooks)
-        state, done = loop.train(made.program, session.step, state, batches, run.training.steps, record, hooks, stop)
+        state, done = loop.train(made.program, session.step, state, feed, run.training.steps, record, hooks, stop)
     # a stop in the step of a spike: nothing else has this
     if start.is_of(local) and done == start.step < run.training.steps:
         with watch.phase(f"checkpoint after step {done}", "save"):
@@ -386,12 +423,22 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
             peak * made.mesh_spec.num_devices if peak else None)
 
 
-def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, Batches]:
-    """Opens the run's data, tokenized if needed, and its batches from `start` on."""
+def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, Batches | prompts.Prompts]:
+    """Opens the run's data, tokenized if needed, and its batches from `start` on, or its prompts."""
     d = run.data
     if d.source == "preferences" and run.training.objective != "dpo":
         raise ConfigError('data.source="preferences" has pairs of answers, from which training.objective="dpo" learns; '
                           'use that, or another source')
+    if d.source == "prompts":
+        with config.user_errors():
+            corpus, found = prompts.open_prompts(
+                d, vocab_size=run.model.vocab_size, seed=run.run.seed, longest=d.seq_len - run.rl.max_tokens,
+                folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
+        resume.check_tokenizer(run, start, corpus.tokenizer)
+        resume.check_data(run, start, corpus.fingerprint)
+        say.out(f"{len(found.prompts)} prompts to learn from, {len(found.held)} held out, of up to {found.longest} "
+                "tokens")
+        return corpus, found
     with config.user_errors():
         described = sources.describe(d, vocab_size=run.model.vocab_size,
                                      folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
@@ -429,7 +476,9 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
 
 def _tell_the_end(session: _Session, state: State, val_loss: float | None, stopped: bool) -> None:
     run = session.run
-    if val_loss is not None:
+    if val_loss is not None and run.training.objective == "rl":
+        say.out(f"validation reward {val_loss:.4f}")
+    elif val_loss is not None:
         say.out(f"validation loss {val_loss:.4f} a pair" if run.training.objective == "dpo" else
                 f"validation loss {val_loss:.4f} nats per token ({val_loss / math.log(2):.3f} bits)")
     if run.run.sample_tokens and not stopped:

@@ -50,6 +50,7 @@ CHANGES = (
     ("data.*", CONTENT),
     ("optimizer.name", STAYS), ("lora.export", FREE), ("lora.*", STAYS),
     ("training.max_skipped_steps", FREE), ("training.check_replicas_every", FREE), ("training.objective", STAYS),
+    ("rl.slots", FREE), ("rl.rules", FREE), ("rl.reward_*", FREE), ("rl.keep", FREE), ("rl.updates", STAYS),
     ("validation.*", FREE), ("checkpoint.*", FREE), ("metrics.*", FREE), ("distributed.*", FREE),
     ("*", RECORDED),
 )

@@ -33,7 +33,7 @@ def problems(run: Run) -> list[str]:
     """Messages about keys that contradict each other or the files they name; empty if the run is valid."""
     return [*_text_problems(run), *_run_problems(run), *_mesh_problems(run), *_model_problems(run),
             *_expert_problems(run), *_data_problems(run),
-            *_training_problems(run), *_clip_problems(run), *_lora_problems(run), *_preference_problems(run),
+            *_training_problems(run), *_clip_problems(run), *_lora_problems(run), *_preference_problems(run), *_rl_problems(run),
             *_distributed_problems(run), *_metrics_problems(run)]
 
 
@@ -79,7 +79,7 @@ def _text_problems(run: Run):
 # Keys that name files and directories.
 PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "data.validation_paths",
          "data.tokenizer", "data.chat_template",
-         "data.cache", "checkpoint.init_from", "checkpoint.local_dir")
+         "data.cache", "checkpoint.init_from", "checkpoint.local_dir", "rl.rules")
 
 
 def _run_problems(run: Run):
@@ -356,7 +356,7 @@ def _data_problems(run: Run):
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
     for key in ("chat_template", "loss_on"):
         if getattr(data, key) != Data.model_fields[key].default and "chat" not in {one.source for _, one in named} and (
-                key == "loss_on" or data.source != "preferences"):
+                key == "loss_on" or data.source not in ("preferences", "prompts")):
             yield (f'data.{key}={toml(getattr(data, key))} is read for conversations alone; use data.source="chat", or '
                    f'leave it out')
     named += [(f"data.validation_sources[{i}]", one) for i, one in enumerate(data.validation_sources)]
@@ -366,7 +366,7 @@ def _data_problems(run: Run):
                    f"{join(map(toml, FIELD_SOURCES), 'or')}, or leave it out")
         if one.source not in ("stdlib", "mixture") and not one.paths:
             example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl",
-                       "preferences": "data/*.jsonl"}.get(one.source, f"data/*.{one.source}")
+                       "preferences": "data/*.jsonl", "prompts": "data/*.jsonl"}.get(one.source, f"data/*.{one.source}")
             yield (f'{where}.source={toml(one.source)} has no {where}.paths to read; use e.g. '
                    f'{where}.paths=["{example}"]')
 
@@ -391,6 +391,56 @@ def _preference_problems(run: Run):
         if getattr(data, key) != Data.model_fields[key].default:
             yield (f'data.{key}={toml(getattr(data, key))} is not read by data.source="preferences", a pair a '
                    f'sequence; leave it out')
+
+
+def _rl_problems(run: Run):
+    data, training, rl = run.data, run.training, run.rl
+    learns, prompts = training.objective == "rl", data.source == "prompts"
+    if learns != prompts:
+        yield (f'training.objective={toml(training.objective)} and data.source={toml(data.source)}: from rewards of '
+               f'answers to prompts learns training.objective="rl" with data.source="prompts"; give both, or neither')
+    if not learns:
+        if given := [f"rl.{key}={toml(value)}" for key, value in rl if value != type(rl).model_fields[key].default]:
+            yield (f"{join(given, 'and')}: [rl] is not read by training.objective={toml(training.objective)}; use "
+                   f'"rl", or leave it out')
+        return
+    if not rl.reward:
+        yield ('rl.reward is empty, and training.objective="rl" learns from nothing else; use "exact", "number", '
+               '"choice" or "regex", or a function of your own, "rewards.py:score"')
+    if rl.max_tokens >= data.seq_len:
+        yield (f"rl.max_tokens={rl.max_tokens} leaves no room for a prompt in data.seq_len={data.seq_len}; use a longer "
+               f"data.seq_len, e.g. {2 * rl.max_tokens}")
+    if rl.samples == 1:
+        yield (f"rl.samples=1: an advantage is the reward less that of the group (rl.advantage={toml(rl.advantage)}), "
+               "and one answer is none; use e.g. 8")
+    if rl.prompts % rl.updates:
+        yield (f"rl.updates={rl.updates} does not divide rl.prompts={rl.prompts}, of which each learns from a part; use "
+               f"rl.prompts={next_multiple(rl.prompts, rl.updates)}")
+    if rl.ratio == "cispo" and rl.dual_clip:
+        yield f'rl.dual_clip={rl.dual_clip:g} is not part of rl.ratio="cispo", which clips no loss; leave it out'
+    if rl.old == "sampler" and rl.correction != "none":
+        yield (f'rl.correction={toml(rl.correction)} weighs old log-probabilities by the sampler\'s, and rl.old="sampler" '
+               f'takes these for old ones; use rl.old="trainer", or no correction')
+    if rl.kl and not run.checkpoint.init_from:
+        yield (f"rl.kl={rl.kl:g} is a divergence from the weights that the run starts from, and these are random; give "
+               f"checkpoint.init_from, or leave rl.kl out")
+    for key in ("embedding_dropout", "residual_dropout"):
+        if getattr(run.model, key):
+            yield (f'model.{key}={getattr(run.model, key):g}: answers are drawn without dropout, and '
+                   f'training.objective="rl" learns from what is drawn; use 0')
+    if training.z_loss:
+        yield f'training.z_loss={training.z_loss} is not part of training.objective="rl"; use 0'
+    if run.experts.bias_warmup:
+        yield (f"experts.bias_warmup={run.experts.bias_warmup} reads batches before the first step, and those of "
+               f'training.objective="rl" are drawn; use 0')
+    if training.loss_spike in ("skip", "rollback"):
+        yield (f'training.loss_spike={toml(training.loss_spike)}: the loss of training.objective="rl" is around 0, '
+               f'whatever is learned; leave it out')
+    if not data.document_mask:
+        yield ('data.document_mask=false would let an answer see others (data.source="prompts"); leave it out')
+    for key in ("skip_batches", "validation_sources", "packing"):
+        if getattr(data, key) != Data.model_fields[key].default:
+            yield f'data.{key}={toml(getattr(data, key))} is not read by data.source="prompts"; leave it out'
 
 
 def _training_problems(run: Run):

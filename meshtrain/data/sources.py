@@ -33,7 +33,7 @@ from meshtrain.data.files import token_files
 
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
             "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl",
-            "preferences": "pairs/*.jsonl"}
+            "preferences": "pairs/*.jsonl", "prompts": "prompts/*.jsonl"}
 CHATS = ("chat", "preferences")     # conversations
 TRAIN, VALIDATION, CURVE = "train", "validation", "curve"
 CACHE = ".meshtrain"    # directory of the token cache, beside the files

@@ -92,11 +92,13 @@ class Generator:
                  how: sampling.Picking = sampling.Picking(), seed: int = 0,
                  tell: Callable[[int, list[int]], None] | None = None,
                  samples: Sequence[int] | None = None,
-                 counters: Sequence[tuple[int, int]] | None = None) -> list[Completion]:
+                 counters: Sequence[tuple[int, int]] | None = None,
+                 each: Callable[[int, Completion], None] | None = None) -> list[Completion]:
         """The completions of non-empty prompts: all samples of the first, then of the second.
 
         samples: of each prompt, default 1. tell: called with a completion's number and its tokens so far. counters: of
-        each prompt, (batch, row) of `sampling.key`, uint32; default: 0 and a checksum of the prompt.
+        each prompt, (batch, row) of `sampling.key`, uint32; default: 0 and a checksum of the prompt. each: called with
+        a completion's number and the completion, as they end.
         """
         samples = [1] * len(prompts) if samples is None else samples
         counters = [(0, zlib.crc32(np.asarray(prompt, "<i4").tobytes())) for prompt in prompts
@@ -110,6 +112,8 @@ class Generator:
             stopped = request.ended or request.tokens[-1] in limits.stop_ids
             found[request.number] = Completion(request.prompt, request.tokens, "stop" if stopped else "length",
                                                request.logprobs, request.margins)
+            if each:
+                each(request.number, found[request.number])
         return found
 
     def _answered(self, waiting: collections.deque[_Request], limits: GenerationLimits, how, seed: int, tell):

@@ -18,7 +18,8 @@ from meshtrain.units import duration
 LOOP = "loop"       # of an account alone; in lines of the history it is divided into steps, data and rest
 # The parts of all seconds, and what they are called. The last three are found when a try has ended.
 PARTS = {"steps": "steps", "start": "start", "compile": "compile", "restore": "restore", "data": "data",
-         "checkpoint": "checkpoints", "validation": "validation", "rest": "the rest", "hang": "hang",
+         "checkpoint": "checkpoints", "validation": "validation", "sync": "weight sync", "sampling": "sampling",
+         "rewards": "rewards", "rest": "the rest", "hang": "hang",
          "again": "steps taken again", "down": "between tries"}
 # a try that lived on so long, and for so many of its steps, after its last one was stuck
 HANG_S, HANG_STEPS = 60.0, 10.0

@@ -64,6 +64,19 @@ class ValidationHook:
         return total / max(count, 1)
 
 
+class RewardValidation(ValidationHook):
+    """The mean reward of an answer to each held-out prompt. rollouts: `run.rollouts.Rollouts`. `loss` is the reward."""
+
+    def __init__(self, run: Run, rollouts, stop: Stop):
+        self.rollouts, self.sets, self.stop, self.loss = rollouts, rollouts.prompts.held, stop, None
+        self.every, self.last = run.validation.every, run.training.steps
+
+    def _act(self, step: int, state: State) -> dict[str, float]:
+        self.loss, error, count = self.rollouts.validate(state)
+        say.out(f"step {step}: validation reward {self.loss:.4f} ± {error:.4f}, of {count} answers")
+        return {"val_reward": self.loss, "val_reward_error": error}
+
+
 class Trace:
     """The trace of `steps` (first, last; from 1, both included; empty: none) of a run that resumes after step `after`.
 

@@ -1,4 +1,4 @@
-"""The training loop: a batch, a step, then the hooks that are due.
+"""The training loop: a batch of the feed, a step, then the hooks that are due.
 
 The host waits for the device only to read the metrics of the step before, while the next one runs, and before a hook.
 Validation, checkpoints and profiles are hooks.
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 
@@ -39,6 +40,43 @@ class Hook:
     part: str = "rest"
 
 
+class Given(NamedTuple):
+    """The batch of a step, on the devices. tokens: in it. paused: whether the device waited for it, as told to the
+    record."""
+    batch: dict
+    tokens: int
+    paused: bool = False
+
+
+class Feed(Protocol):
+    """Where the loop gets its batches from."""
+
+    def next(self, done: int, state: State) -> Given:
+        """The batch of the step after `done` steps, which have made `state`."""
+
+    def tokens(self, steps: int) -> int:
+        """Tokens in the run's first `steps` batches."""
+
+    def close(self) -> None: ...
+
+
+class Stream:
+    """A feed of batches that are a function of their number: threads read them ahead."""
+
+    def __init__(self, program: Program, data: Batches, start: int):
+        self.program, self.data = program, data
+        self._batches = contracts.iterate(data, start, rows=program.rows)
+
+    def next(self, done: int, state: State) -> Given:
+        return Given(self.program.place(next(self._batches)), self.data.tokens(done + 1) - self.data.tokens(done))
+
+    def tokens(self, steps: int) -> int:
+        return self.data.tokens(steps)
+
+    def close(self) -> None:
+        self._batches.close()
+
+
 class Stop:
     """Agreement of all processes to end the loop after the same step, when one of them was asked to (`listener`)."""
 
@@ -53,32 +91,33 @@ class Stop:
         return self.agreed
 
 
-def train(program: Program, step: Callable, state: State, data: Batches, last: int, record: Record,
+def train(program: Program, step: Callable, state: State, feed: Feed, last: int, record: Record,
           hooks: Sequence[Hook], stop: Stop) -> tuple[State, int]:
     """Trains from state.step to step `last`. Returns (state, number of steps the run has taken), fewer than `last`
     after a stop.
 
-    Every process calls it alike. step: the compiled training step. hooks: in the order in which they act. Raises:
+    Every process calls it alike. step: the compiled training step. feed: is closed. hooks: in the order in which they act. Raises:
     TooManySkippedSteps, LossSpike.
     """
     done = int(state.step)
-    batches = contracts.iterate(data, done, rows=program.rows)
-    with contextlib.closing(batches), concurrent.futures.ThreadPoolExecutor(1) as clock, garbage.by_step() as collect:
+    with contextlib.closing(feed), concurrent.futures.ThreadPoolExecutor(1) as clock, garbage.by_step() as collect:
         ended = clock.submit(_time_when_ready, ())      # when the device ended the step before
         paused = True       # before this step: its host comes as late as what was done meanwhile took
         while done < last and not stop.agreed:
             watch.step(done + 1)
             asked = time.perf_counter()
-            batch = program.place(next(batches))
+            batch, tokens, waited = feed.next(done, state)
+            paused |= waited
             # While the step before still runs, nobody waits for the batch of the next.
-            data_wait_s = max(0.0, time.perf_counter() - max(asked, ended.result())) if ended.done() else 0.0
+            data_wait_s = max(0.0, time.perf_counter() - max(asked, ended.result())
+                              ) if ended.done() and not waited else 0.0
             done, came, before = done + 1, time.perf_counter(), ended
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
                 state, metrics = step(state, batch, *program.limit(record.spikes.limit(done)))
             if not all(value.is_ready() for value in metrics.values()):     # until now the device was given nothing
                 came = time.perf_counter()
             ended = clock.submit(_time_when_ready, metrics)
-            record.dispatched(done, data.tokens(done), metrics, ended)
+            record.dispatched(done, feed.tokens(done), tokens, metrics, ended)
             record.add({"data_wait_s": data_wait_s})
             stop.reached(None if paused else _late_s(before, came))
             record.late(stop.agreement.late)

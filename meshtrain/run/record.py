@@ -35,10 +35,11 @@ STEP_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped")
 
 
 class _Step(NamedTuple):
-    """A dispatched step. tokens: of the run so far. ended: time at which the device finished it. paused_s: pauses
+    """A dispatched step. tokens: of the run so far. own: of the step. ended: time at which the device finished it. paused_s: pauses
     between the step before and this one."""
     number: int
     tokens: int
+    own: int
     metrics: dict
     ended: Future
     paused_s: float
@@ -94,11 +95,12 @@ class Record:
         self._waited_s = 0.0        # for data, since the step before
         self.stragglers, self.hosts, self._step_time_s = Stragglers(), hosts, None
 
-    def dispatched(self, number: int, tokens: int, metrics: dict, ended: Future) -> None:
-        """A step was given to the device: writes the row of the one before while this one runs."""
+    def dispatched(self, number: int, tokens: int, own: int, metrics: dict, ended: Future) -> None:
+        """A step was given to the device: writes the row of the one before while this one runs. tokens: of the run so
+        far; own: of the step."""
         paused_s, self._paused_s = self._paused_s, 0.0
         self.settle()
-        self._pending = _Step(number, tokens, metrics, ended, paused_s)
+        self._pending = _Step(number, tokens, own, metrics, ended, paused_s)
 
     def settle(self) -> None:
         """Waits for the step under way, reads its metrics and writes its row; does nothing if that is already done.
@@ -154,10 +156,11 @@ class Record:
         self._mark, waited_s, self._waited_s = ended, self._waited_s, 0.0
         self._step_time_s, named = step_time_s, self.stragglers.named
         self.account.took(step.number, step_time_s, min(waited_s, step_time_s))
+        flops = self.flops_per_step * step.own / self.tokens_per_step
         return {"step": step.number, **{name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")},
                 "tokens": step.tokens,
-                "step_time_s": step_time_s, "tokens_per_s": self.tokens_per_step / step_time_s,
-                "mfu": self.flops_per_step / step_time_s / self.peak_flops if self.peak_flops else None,
+                "step_time_s": step_time_s, "tokens_per_s": step.own / step_time_s,
+                "mfu": flops / step_time_s / self.peak_flops if self.peak_flops else None,
                 "skipped": bool(metrics["skipped"]),
                 **{name: _listed(value) for name, value in metrics.items() if name not in STEP_METRICS},
                 **dict.fromkeys(WAITS, 0.0), **self._extra, **self.account.at(ended),

@@ -42,7 +42,9 @@ class Spikes:
     """
 
     def __init__(self, run: Run, saved: dict | None = None, rollbacks: int = 0):
-        self.policy, self.threshold = run.training.loss_spike, run.training.spike_threshold
+        # the loss of "rl" is around 0, whatever is learned
+        self.policy = "off" if run.training.objective == "rl" else run.training.loss_spike
+        self.threshold = run.training.spike_threshold
         self.rollbacks = rollbacks or (saved["rollbacks"] if saved else 0)
         self._losses = [tuple(one) for one in saved["losses"]] if saved else []
 

@@ -1,0 +1,129 @@
+"""Prompts in lines of JSON, which the model answers while it is trained (training.objective = "rl").
+
+A line has a "prompt", a text that is read as it is, or "messages", written by the chat template up to the assistant's
+answer; all its other keys are for the reward. Batch n is a function of (seed, n): epochs of all prompts, each freshly
+shuffled. All prompts are held in memory.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from meshtrain.data import sources
+from meshtrain.data.batches import order
+from meshtrain.data.documents import chat, conversations, formats
+from meshtrain.data.documents.tokenizer import Ids, Tokenizer
+
+ORDER, HELD = 7, 8      # seed tags: epoch, hold-out
+EXAMPLE = '{"prompt": "…", "answer": "…"}'
+MOST_FAULTS = 5         # told at once
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+    """ids: int32 [T], the token that begins a document included. text: what the reward is given. line: all of it.
+    place: file and line, for messages."""
+    ids: np.ndarray
+    text: str
+    line: dict
+    place: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompts:
+    """prompts: to train on, at least one. held: to validate on, in file order."""
+    prompts: Sequence[Prompt]
+    held: Sequence[Prompt]
+    seed: int
+
+    def draw(self, first: int, count: int) -> list[Prompt]:
+        """Prompts `first` to first + count - 1 of the endless sequence of epochs."""
+        epochs, places = np.divmod(np.arange(first, first + count), len(self.prompts))
+        return [self.prompts[self._order(epoch)[place]] for epoch, place in zip(epochs.tolist(), places.tolist())]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt, a held-out one included."""
+        return max(len(one.ids) for one in (*self.prompts, *self.held))
+
+    @functools.lru_cache(maxsize=4)
+    def _order(self, epoch: int) -> np.ndarray:
+        return order.permutation(len(self.prompts), self.seed, ORDER, epoch)
+
+
+def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
+                 folders: Sequence[Path] = ()) -> tuple[sources.Corpus, Prompts]:
+    """The prompts of data.source = "prompts", and a corpus that has the tokenizer, and no documents.
+
+    longest: tokens of a prompt at most. folders: as `sources.describe`. Raises: ValueError with every fault of the
+    tokenizer or the files, a line each.
+    """
+    reader, eos = sources.reader_of(data, vocab_size=vocab_size)
+    if isinstance(reader, Ids):
+        raise ValueError('data.source="prompts" needs a data.tokenizer, to write text')
+    if reader.vocab_size > vocab_size:
+        raise ValueError(f"data.tokenizer={data.tokenizer!r} has ids up to {reader.vocab_size - 1}, and "
+                         f"model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; use "
+                         f"model.vocab_size={reader.vocab_size} or more")
+    template = functools.cache(lambda: chat.open_template(reader, data.chat_template, folders))
+    read = lambda patterns, where: [
+        prompt for path in sources.match_globs(patterns, "prompts", where)
+        for prompt in _read(path, reader, template)]
+    prompts = read(data.paths, "data")
+    held = read(data.validation_paths, "data.validation") if data.validation_paths else []
+    if both := sorted({one.place for one in prompts} & {one.place for one in held}):
+        raise ValueError(f"data.validation_paths: {both[0]} is trained on, too; take the file out of one")
+    digest = hashlib.blake2b(json.dumps([reader.key, reader.bos]).encode(), digest_size=8)
+    for one in prompts:
+        digest.update(json.dumps([one.ids.tolist(), one.line], sort_keys=True).encode())
+    if not prompts:
+        raise ValueError(f"data.paths={list(data.paths)} has no line; give prompts, one a line, e.g. {EXAMPLE}")
+    if long := [one for one in (*prompts, *held) if len(one.ids) > longest]:
+        told = ", ".join(f"{one.place} has {len(one.ids)}" for one in long[:MOST_FAULTS])
+        raise ValueError(f"{len(long)} prompts have more than the {longest} tokens that data.seq_len={data.seq_len} "
+                         f"leaves beside an answer of rl.max_tokens={data.seq_len - longest} ({told}); use a larger "
+                         f"data.seq_len, or take them out")
+    if not held and data.validation_fraction and len(prompts) > 1:
+        count = max(1, int(len(prompts) * data.validation_fraction))
+        drawn = order.permutation(len(prompts), HELD)
+        held, prompts = ([prompts[i] for i in np.sort(part)] for part in (drawn[:count], drawn[count:]))
+    corpus = sources.Corpus((), (), reader, eos, (), (), digest.hexdigest())
+    return corpus, Prompts(tuple(prompts), tuple(held), seed)
+
+
+def _read(path: str, reader: Tokenizer, template: Callable[[], chat.Template]) -> list[Prompt]:
+    found = []
+    with formats.reading(path):
+        for number, line, _ in formats.read_objects(path, EXAMPLE):
+            place = f"{path}, line {number}"
+            try:
+                found.append(Prompt(*_prompt(line, reader, template), line, place))
+            except ValueError as error:
+                raise formats.fault(path, f"line {number}", str(error)) from None
+    return found
+
+
+def _prompt(line: dict, reader: Tokenizer, template: Callable[[], chat.Template]) -> tuple[np.ndarray, str]:
+    """(ids, text). Raises: ValueError."""
+    if "messages" in line:
+        messages = conversations.read_messages(line["messages"], "messages")
+        if messages[-1]["role"] == conversations.ASSISTANT:
+            raise ValueError("ends with an answer of the assistant, and the model is to write it; leave it out")
+        ids = chat.prompt(template(), messages, line.get("tools"))
+        return ids, reader.decode(ids.tolist())
+    text = line.get("prompt")
+    if not isinstance(text, str):
+        keys = ", ".join(map(repr, list(line)[:8])) or "none"
+        raise ValueError(f'has no text in "prompt" and no "messages" (its keys: {keys}); write e.g. {EXAMPLE}')
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("has half a character, a lone surrogate; mend or remove the line") from None
+    (ids,) = reader.encode([text])
+    return np.concatenate([[reader.bos], ids]).astype(np.int32), text
