@@ -196,7 +196,8 @@ def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contesta
             kept = SimpleNamespace(write=lambda row: (rows.append(row), writer.write(row)))
             with contextlib.redirect_stdout(io.StringIO()):
                 record = Record(this, kept, Progress(last), 0.0, None)
-                carry[0], _ = loop.train(made.program, compiled, carry[0], corpus, last, record, (),
+                feed = loop.Stream(made.program, corpus, int(carry[0].step))
+                carry[0], _ = loop.train(made.program, compiled, carry[0], feed, last, record, (),
                                          loop.Stop(SimpleNamespace(number=None)))
         return sum(row["step_time_s"] for row in rows[warm_up:]) / n, None
 

@@ -76,7 +76,7 @@ class Life:
                                              1.0, None, account)
                         for number in range(step + 1, to + 1):
                             sleep(step_s)
-                            kept.dispatched(number, number,
+                            kept.dispatched(number, number, 1,
                                             dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, skipped=False),
                                             self._ended())
                             kept.add({"data_wait_s": wait})
@@ -137,7 +137,7 @@ def three_tries(life: Life) -> None:
 
 
 SPENT = {"steps": 12 * 1.5, "start": 30.0, "compile": 60.0, "restore": 15.0, "data": 15 * 0.5,
-         "checkpoints": 3 * 3.0, "validation": 0.0,
+         "checkpoints": 3 * 3.0, "validation": 0.0, "weight sync": 0.0, "sampling": 0.0, "rewards": 0.0,
          "the rest": 0.0, "hang": 0.0, "steps taken again": 3 * 1.5, "between tries": 100.0}
 
 

@@ -37,7 +37,8 @@ class Bench:
     def train(self, *hooks: loop.Hook, start: int = 0) -> int:
         writer = SimpleNamespace(write=lambda row: (self.rows.append(row), self.events.append(("row", row["step"]))))
         record = Record(self.run, writer, Progress(self.run.training.steps), 0.0, None)
-        return loop.train(self.program, self._step, State(start), self.data, self.run.training.steps, record, hooks,
+        feed = loop.Stream(self.program, self.data, start)
+        return loop.train(self.program, self._step, State(start), feed, self.run.training.steps, record, hooks,
                           self.stop)[1]
 
     def _step(self, state, batch):

@@ -37,13 +37,13 @@ def metrics(loss=2.0, skipped=False) -> dict:
 def test_a_row_has_the_steps_own_time_and_rates_and_pauses_are_in_none(monkeypatch):
     kept, steps = record_of()
     begin = steps._mark
-    steps.dispatched(1, 128, metrics(), ended(begin + 2))
+    steps.dispatched(1, 128, 128, metrics(), ended(begin + 2))
     steps.settle()
     clock = iter([begin + 2.5, begin + 7.5])
     monkeypatch.setattr(record, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     with steps.paused():        # 5 s
         pass
-    steps.dispatched(2, 256, metrics(), ended(begin + 10))      # 8 s after the one before
+    steps.dispatched(2, 256, 128, metrics(), ended(begin + 10))      # 8 s after the one before
     steps.settle()
     first, second = kept.rows
     assert (first["step"], first["tokens"], second["step"], second["tokens"]) == (1, 128, 2, 256)
@@ -55,7 +55,7 @@ def test_a_row_has_the_steps_own_time_and_rates_and_pauses_are_in_none(monkeypat
 def test_waits_of_rows_that_are_not_written_add_up_and_other_numbers_ask_for_a_row():
     kept, steps = record_of(every=3)
     for number in (1, 2, 3, 4):
-        steps.dispatched(number, number * 128, metrics(), ended(time.perf_counter()))
+        steps.dispatched(number, number * 128, 128, metrics(), ended(time.perf_counter()))
         steps.add({"data_wait_s": 0.5} | ({"val_loss": 1.5} if number == 4 else {}))
         steps.settle()
     assert [(row["step"], row["data_wait_s"], row.get("val_loss")) for row in kept.rows] == [
@@ -66,13 +66,13 @@ def test_waits_of_rows_that_are_not_written_add_up_and_other_numbers_ask_for_a_r
 def test_only_skips_in_a_row_end_a_run(capsys):
     kept, steps = record_of(max_skipped_steps=2)
     for number, (skipped, in_a_row) in enumerate(((True, 1), (False, 0), (True, 1)), 1):
-        steps.dispatched(number, number * 128, metrics(float("nan") if skipped else 2.0, skipped),
+        steps.dispatched(number, number * 128, 128, metrics(float("nan") if skipped else 2.0, skipped),
                          ended(time.perf_counter()))
         steps.settle()
         assert steps.skipped_in_a_row == in_a_row
     assert [row["skipped"] for row in kept.rows] == [True, False,
                                                      True] and "not finite, skipped" in capsys.readouterr().out
-    steps.dispatched(4, 512, metrics(float("nan"), True), ended(time.perf_counter()))
+    steps.dispatched(4, 512, 128, metrics(float("nan"), True), ended(time.perf_counter()))
     with pytest.raises(record.TooManySkippedSteps, match="2 steps in a row, the last of them 4"):
         steps.settle()
     assert kept.rows[-1]["step"] == 4, "the row stands, and tells why"
