@@ -78,8 +78,8 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         loaded = rules.load(run.sharding.rules)
         model = transformer.build(run.model, run.lora)
     layout, notes, faults = lay_out(run, sizes, loaded, model)
-    if run.training.objective == "dpo" and sizes["stage"] > 1:
-        faults = [f'mesh.stage={sizes["stage"]}: training.objective="dpo" is not computed in pipelines; use '
+    if run.training.objective in ("dpo", "rl") and sizes["stage"] > 1:
+        faults = [f'mesh.stage={sizes["stage"]}: training.objective="{run.training.objective}" is not computed in pipelines; use '
                   f'mesh.stage=1', *faults]
     if faults:
         raise ConfigError(*faults)

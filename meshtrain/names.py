@@ -37,8 +37,11 @@ NO_TARGET = -1         # in a batch's targets: no loss at this token
 AUX_LOSS = "aux_loss"  # the one entry of a layer's aux that is added to the objective
 EXPERT_LOAD = "expert_load"    # in a layer's aux: tokens by layer and expert [L, E]
 # In a layer's aux, with optimizer.qk_clip: by layer and head [L, N], zero in other layers' rows, a bound of the scores:
-# the largest log-sum-exp of a token's, not below 0. Maxima are taken of it, not sums.
+# the largest log-sum-exp of a token's, not below 0.
 SCORE_BOUND = "score_bound"
+# Of drawn tokens: the largest difference of the trainer's log-probability and the sampler's.
+MISMATCH_MAX = "mismatch_max"
+MAXIMA = {SCORE_BOUND, MISMATCH_MAX}    # of an aux: its maximum is taken where others are summed; none is below 0
 # Of a row of metrics, made of EXPERT_LOAD: numbers of each layer [L], null where it has no experts.
 LOAD_BY_LAYER = ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert_load_entropy_by_layer")
 # Logical axes of the experts' matrices and of the biases of their inward ones, by their names in the parameter tree.
@@ -47,5 +50,6 @@ EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert"
                "gate_bias": ("expert", "expert_mlp"), "up_bias": ("expert", "expert_mlp")}
 # Scopes of what no compiler knows: around a condition, how often it holds in how many executions; around the matmuls of
 # experts, the rows that a device has where all experts are equally busy; around a loop, that it runs where they are
-# not.
+# not, or how often it runs at most.
 TAKEN, BALANCED_ROWS, FURTHER_ROUNDS = "taken_{}_of_{}", "balanced_rows_{}", "further_rounds"
+AT_MOST = "at_most_{}_trips"

@@ -249,7 +249,7 @@ def float8_products(model: dict) -> int:
     made = assembly.assemble(run_of("ddp", ONE, model), jax.devices()[:1])
     layer, ex = made.model.groups[0].period[0], made.program.step.ex
     arrays = {name: jnp.zeros((2, T) if dims else 2, jnp.int32)
-              for name, (dims, _) in objective.of_run(made.run.training).fields.items()}
+              for name, (dims, _) in objective.of_run(made.run).fields.items()}
     with jax.set_mesh(made.mesh):
         f = lambda w, x: layer.bind(w)(ex, x, made.model.inputs(arrays), 0)[0]
         text = str(jax.make_jaxpr(f)(jax.eval_shape(layer.init, jax.random.key(0)),

@@ -30,6 +30,7 @@ class LossSpec:
     chunk: int
     softcap: float = 0.0        # tanh bound of the logits; 0: none
     frozen: bool = False        # the weight has no gradient
+    temperature: float = 1.0    # what the logits are divided by, after the softcap
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -114,6 +115,60 @@ def _nll_backward(ex, spec, saved, d_BT):
 token_nll.defvjp(_nll_forward, _nll_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def token_losses(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT, given):
+    """(sum of the losses of the tokens with a target, log-probability [B, T], entropy [B, T]), float32; the last two
+    are 0 without a target.
+
+    of_token: (log-probability, entropy, given) -> (loss, its derivative by the log-probability, by the entropy; None:
+    0), elementwise. given: arrays [B, T] by name, of which places without a target are not read. Only the sum's
+    gradient by x and w is defined. 3 head matmuls, as `loss_sums`.
+    """
+    return _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads=False)[0]
+
+
+def _token_losses_forward(ex, spec, of_token, x_BTD, w, targets_BT, given):
+    return _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads=True)
+
+
+def _token_losses_backward(ex, spec, of_token, saved, cotangents):
+    return *_loss_backward(ex, spec, saved, cotangents), None
+
+
+token_losses.defvjp(_token_losses_forward, _token_losses_backward)
+
+
+def _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads: bool):
+    """(what `token_losses` returns, (dx_BTD, dw) or None)."""
+    f32, chunks = jnp.float32, _Chunks(ex, spec, x_BTD, w, targets_BT)
+    assert not chunks.manual        # the sums over the vocabulary below are not those of a pipeline
+    given_nrs = {name: chunks.tokens.cut(x) for name, x in given.items()}
+
+    def visit(carry, c):
+        total, logps, entropies, grads = carry
+        x_c, t_c, logits, lse, hit_V, hit = chunks.take(c)
+        has, p = t_c != NO_TARGET, jnp.exp(logits - lse[..., None])
+        at_target = lambda x: jnp.where(has, x, 0.0)
+        logits_or_0 = jnp.where(logits > -jnp.inf, logits, 0.0)
+        mean = jnp.sum(p * logits_or_0, -1)
+        logp, entropy = at_target(hit - lse), at_target(lse - mean)
+        loss, by_logp, by_entropy = of_token(
+            logp, entropy, {name: at_target(chunks.tokens.take(x, c)) for name, x in given_nrs.items()})
+        total = total + at_target(loss).sum((1, 2))
+        if with_grads:
+            dl = at_target(by_logp)[..., None] * (hit_V.astype(f32) - p)
+            if by_entropy is not None:
+                dl = dl - at_target(by_entropy)[..., None] * p * (logits_or_0 - mean[..., None])
+            grads = chunks.add(grads, c, x_c, logits, dl)
+        return (total, chunks.tokens.put(logps, logp, c), chunks.tokens.put(entropies, entropy, c), grads), None
+
+    zeros = jnp.zeros(chunks.targets_nrs.shape, f32)
+    start = jnp.zeros((chunks.tokens.n,), f32), zeros, zeros, chunks.zeros() if with_grads else None
+    (total, logps, entropies, grads), _ = jax.lax.scan(visit, start, jnp.arange(chunks.tokens.count))
+    found = total.sum(), chunks.tokens.join(logps), chunks.tokens.join(entropies)
+    return found, chunks.summed(grads) if with_grads else None
+
+
 def capped(logits, softcap: float):
     """Logits within ±softcap, by tanh; unchanged if it is 0."""
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
@@ -143,7 +198,7 @@ class _Chunks:
         """
         x_c, t_c = self.tokens.take(self.x_nrsD, c), self.tokens.take(self.targets_nrs, c)
         logits = self._pin(products.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, jnp.float32))
-        logits = jnp.where(self.real_V, capped(logits, self.spec.softcap), -jnp.inf)
+        logits = jnp.where(self.real_V, capped(logits, self.spec.softcap) / self.spec.temperature, -jnp.inf)
         hit_V = self.first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
         hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
         if not self.manual:
@@ -163,8 +218,9 @@ class _Chunks:
         """(dx, dw) with those of chunk c added. dl: the cotangent of its logits."""
         dx, dw = grads
         if self.spec.softcap:        # at padding dl is 0, and the logit has no derivative
-            dl = dl * jnp.where(logits > -jnp.inf, 1 - jnp.square(logits / self.spec.softcap), 0.0)
-        dl = self._pin(dl.astype(self.ex.dtype))
+            bent = logits * self.spec.temperature / self.spec.softcap
+            dl = dl * jnp.where(logits > -jnp.inf, 1 - jnp.square(bent), 0.0)
+        dl = self._pin((dl / self.spec.temperature).astype(self.ex.dtype))
         dx_c = products.einsum(f"nrsV,{self.letters}->nrsD", dl, self.full)
         dx = self.tokens.put(dx, psum(dx_c, self.manual) if self.manual else dx_c, c)
         if dw is not None:

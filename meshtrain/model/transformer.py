@@ -25,10 +25,10 @@ from meshtrain.model import float8, lora, params, parts, rope
 from meshtrain.model.latent import LatentAttention
 from meshtrain.model.layers import MLP, Attention, Embedding, Execution, Layer, Linear, Norm, dropout, kv_heads
 from meshtrain.model.linear import RecurrentMixer
-from meshtrain.model.loss import LossSpec, capped, loss_sums, token_nll
+from meshtrain.model.loss import LossSpec, capped, loss_sums, token_losses, token_nll
 from meshtrain.model.moe import MoE
 from meshtrain.model.parts import Inputs
-from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES, SCORE_BOUND
+from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES, MAXIMA
 from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 
 VOCAB_MULTIPLE = 256
@@ -264,16 +264,26 @@ class Transformer:
 
         The objective is differentiated, with aux[AUX_LOSS] if the layers make one.
         """
-        return loss_sums(ex, *self._head_inputs(ex, p, x_BTD, z_loss, chunk), targets_BT)
+        return loss_sums(ex, *self._head_inputs(ex, p, x_BTD, chunk, z_loss=z_loss), targets_BT)
 
-    def head_token_nll(self, ex: Execution, p, x_BTD, targets_BT, chunk: int = 2048):
+    def head_token_nll(self, ex: Execution, p, x_BTD, targets_BT, chunk: int = 2048, temperature: float = 1.0):
         """nll of each token [B, T], float32, from the last layer's output; 0 without a target."""
-        return token_nll(ex, *self._head_inputs(ex, p, x_BTD, 0.0, chunk), targets_BT)
+        return token_nll(ex, *self._head_inputs(ex, p, x_BTD, chunk, temperature=temperature), targets_BT)
 
-    def _head_inputs(self, ex: Execution, p, x_BTD, z_loss: float, chunk: int):
+    def head_token_losses(self, ex: Execution, p, x_BTD, batch, of_token, chunk: int, temperature: float):
+        """(sum of the losses `of_token`, log-probability and entropy of each token [B, T]), as `loss.token_losses`.
+
+        batch: "targets" and what `of_token` is given.
+        """
+        spec, x_BTD, w = self._head_inputs(ex, p, x_BTD, chunk, temperature=temperature)
+        given = {name: x for name, x in batch.items() if name != "targets"}
+        return token_losses(ex, spec, of_token, x_BTD, w, batch["targets"], given)
+
+    def _head_inputs(self, ex: Execution, p, x_BTD, chunk: int, *, z_loss: float = 0.0, temperature: float = 1.0):
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
-        spec = LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap, frozen=self.lora is not None)
+        spec = LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap,
+                        frozen=self.lora is not None, temperature=temperature)
         return spec, self._normed(ex, p, x_BTD), w
 
     def through_layers(self, ex: Execution, p, batch, dropout_key=None):
@@ -445,14 +455,14 @@ def _can_share(ex: Execution, infos) -> bool:
 
 
 def add_aux(a: dict, b: dict) -> dict:
-    """The sums of two layers, by name; a missing name counts as zero. Of SCORE_BOUND the maximum."""
-    add = lambda name: jnp.maximum if name == SCORE_BOUND else jnp.add
+    """The sums of two layers, by name; a missing name counts as zero. Of MAXIMA the maximum."""
+    add = lambda name: jnp.maximum if name in MAXIMA else jnp.add
     return a | {name: add(name)(a[name], value) if name in a else value for name, value in b.items()}
 
 
 def summed(name: str, a):
-    """The sum of an aux over the leading dim; of SCORE_BOUND the maximum."""
-    return a.max(0) if name == SCORE_BOUND else a.sum(0)
+    """The sum of an aux over the leading dim; of MAXIMA the maximum."""
+    return a.max(0) if name in MAXIMA else a.sum(0)
 
 
 def rematerialized(layer, ex: Execution):

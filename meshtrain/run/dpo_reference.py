@@ -56,9 +56,9 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
 
 
 def _computed(program: Program, pairs: Pairs, count: int, params: dict) -> np.ndarray:
-    preferred = program.compiled(program.preferred, program.step.state.abstract.params, program.step.batch)
+    scores = program.compiled(program.scores, program.step.state.abstract.params, program.step.batch)
     every = PairValidation(pairs.source, pairs.all_pairs, pairs.seq_len, pairs.global_batch)
-    found = [np.asarray(preferred(params, program.place(every.batch(i, program.rows)))).reshape(-1)
+    found = [np.asarray(scores(params, program.place(every.batch(i, program.rows)))).reshape(-1)
              for i in range(every.num_batches)]
     values = np.full(count, np.nan, np.float32)
     values[pairs.all_pairs] = np.concatenate(found)[:len(pairs.all_pairs)]

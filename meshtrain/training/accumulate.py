@@ -22,7 +22,7 @@ from meshtrain.model import float8, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
-from meshtrain.names import AUX_LOSS, SCORE_BOUND
+from meshtrain.names import AT_MOST, AUX_LOSS, MAXIMA, NO_TARGET
 from meshtrain.parallel.context import attention
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import layer_vjp
@@ -54,7 +54,7 @@ class StepSpec:
 
     @property
     def objective(self):
-        return objective.of_run(self.run.training)
+        return objective.of_run(self.run)
 
 
 class Normalizers(NamedTuple):
@@ -83,7 +83,7 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, r
     sequences = data.global_batch // training.microbatches // replicas
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims,
                                         dtype, sharding=placed(dims))
-             for name, (dims, dtype) in objective.of_run(training).fields.items()}
+             for name, (dims, dtype) in objective.of_run(run).fields.items()}
     held = state.describe(model, run.optimizer, training.steps, layout, mesh, run.experts.bias_rate,
                           run.experts.bias_rule)
     return StepSpec(run, model, layout, mesh, held, ex, deferred, batch, schedule,
@@ -91,12 +91,13 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, r
 
 
 def scanned(step: StepSpec):
-    """(`gradients`, `evaluate`, `preferred`), microbatch after microbatch.
+    """(`gradients`, `evaluate`, `scores`), microbatch after microbatch.
 
     gradients: (params, batch, dropout key) -> (grads of what is trained, placed as [optimizer]; loss; count; aux). aux:
       the layers' sums by name, divided by their normalizer.
     evaluate: (params, batch) -> sum of the loss.
-    preferred, of DPO: (params, batch) -> `Preference.preferred` of every sequence, [microbatches, replicas, sequences].
+    scores, of DPO and RL: (params, batch) -> `scores` of the objective, [microbatches, replicas, sequences] of DPO,
+      [microbatches, replicas, sequences, T] of RL, 0 in microbatches that are not computed.
     """
     goal, microbatch_gradients = step.objective, _microbatch_gradients(step)
     layout, deferred, trained_axes = step.layout, step.deferred_axes, step.state.trained_axes
@@ -126,8 +127,9 @@ def scanned(step: StepSpec):
 
     def gradients(p, batch, key):
         weights, count = step.model.divided(as_read(p)), jnp.maximum(goal.count(batch), 1).astype(jnp.float32)
-        normalizers = Normalizers(count, objective.tokens(batch))
-        grads, nll, aux = replicated(unsummed)(step.ex.after(batch, normalizers), weights, normalizers, key)
+        normalizers, used = Normalizers(count, objective.tokens(batch)), used_microbatches(batch)
+        grads, nll, aux = replicated(unsummed)(step.ex.after(batch, (normalizers, used)), weights, normalizers, key,
+                                               used)
 
         def reduced(axes, g):
             # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1:
@@ -135,10 +137,31 @@ def scanned(step: StepSpec):
             return reduce_deferred(layout, deferred, axes, _unsummed(layout, deferred, axes, g))
         grads = jax.tree.map(reduced, trained_axes, grads, is_leaf=rules.is_axes)
         return grads, nll.sum() / count, count, {
-            name: transformer.summed(name, a) / (1 if name == SCORE_BOUND else normalizers[name == AUX_LOSS])
+            name: transformer.summed(name, a) / (1 if name in MAXIMA else normalizers[name == AUX_LOSS])
             for name, a in aux.items()}
 
-    def unsummed(batch, weights, normalizers, key):
+    def used_microbatches(batch):
+        """How many microbatches are computed: up to the last with a target. None: all."""
+        if goal.fills_all:
+            return None
+        has_M = jnp.any(batch["targets"] != NO_TARGET, (1, 2, 3))
+        return jnp.max(jnp.where(has_M, 1 + jnp.arange(len(has_M)), 0))
+
+    def each(f, carry, batch, used):
+        """`lax.scan` of f over the microbatches, with the sums of what it puts out; used: only the first of them."""
+        if used is None:
+            carry, aux = jax.lax.scan(f, carry, batch)
+            return carry, {name: transformer.summed(name, a) for name, a in aux.items()}
+        of = lambda m: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False), batch)
+        aux = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(lambda: f(carry, of(0))[1]))
+
+        def body(m, carried):
+            carry, more = f(carried[0], of(m))
+            return carry, transformer.add_aux(carried[1], more)
+        with jax.named_scope(AT_MOST.format(step.run.training.microbatches)):
+            return jax.lax.fori_loop(0, used, body, (carry, aux))
+
+    def unsummed(batch, weights, normalizers, key, used):
         stacks, buffers = _layer_stacks(step, weights, jax.tree.map(lambda x: x[0], batch), normalizers, key)
 
         def add(carry, microbatch):
@@ -150,8 +173,7 @@ def scanned(step: StepSpec):
         def zeros(tree, dtype=None):
             return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype or a.dtype), tree)
         start = pin(zeros(weights.trained, jnp.float32)), jnp.float32(0), zeros(buffers)
-        (grads, nll, _), aux = jax.lax.scan(add, start, batch)
-        aux = {name: transformer.summed(name, a) for name, a in aux.items()}
+        (grads, nll, _), aux = each(add, start, batch, used)
         return jax.tree.map(lambda x: x[None], (grads, nll, aux))
 
     def evaluate(p, batch):
@@ -160,13 +182,23 @@ def scanned(step: StepSpec):
             return jax.lax.scan(lambda total, b: (total + loss(b), None), jnp.float32(0), batch)[0][None]
         return replicated(losses)(batch, as_read(p)).sum()
 
-    def preferred(p, batch):
-        def of_all(batch, p):
-            of = lambda b: goal.preferred(step.model, step.ex, p, step.model.through_layers(step.ex, p, b)[0], b)
-            return jax.lax.scan(lambda _, b: (None, of(b)), None, batch)[1][:, None]
-        return replicated(of_all, P(None, deferred or None))(batch, as_read(p))
+    def scores(p, batch):
+        used = used_microbatches(batch)
 
-    return gradients, evaluate, preferred
+        def of_all(batch, p, used):
+            def put(carry, microbatch):
+                m, found = carry
+                x_BTD, _ = step.model.through_layers(step.ex, p, microbatch)
+                new = goal.scores(step.model, step.ex, p, x_BTD, microbatch)
+                return (m + 1, jax.lax.dynamic_update_index_in_dim(found, new, m, 0)), {}
+            B, T = batch["targets"].shape[1:]
+            shape = (step.run.training.microbatches, B) + (() if goal.fills_all else (T,))
+            (_, found), _ = each(put, (jnp.int32(0), jnp.zeros(shape, jnp.float32)), batch, used)
+            return found[:, None]
+        found = replicated(of_all, P(None, deferred or None))(step.ex.after(batch, used), as_read(p), used)
+        return found if goal.fills_all or step.order is None else found[..., np.argsort(step.order)]
+
+    return gradients, evaluate, scores
 
 
 def _microbatch_gradients(step: StepSpec):

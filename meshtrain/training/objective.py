@@ -1,7 +1,7 @@
-"""Training objectives: next-token loss (pretraining, SFT) or preference loss (DPO).
+"""Training objectives: next-token loss (pretraining, SFT), preference loss (DPO) or policy gradient (RL).
 
 An objective gives the sums of a microbatch from the last layer's output, and the count they are divided by. Source of
-DPO: arXiv:2305.18290, equation 7, with the log-probabilities of answers summed, not averaged.
+DPO: arXiv:2305.18290, equation 7, with the log-probabilities of answers summed, not averaged. RL: `policy`.
 """
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
-from meshtrain.names import CHOSEN, NO_TARGET, PADDING, REJECTED
+from meshtrain.names import CHOSEN, MISMATCH_MAX, NO_TARGET, PADDING, REJECTED
+from meshtrain.training.policy import Policy
 
 # of a batch: dims after [batch]
 FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, "sequence": 0}
@@ -24,6 +25,7 @@ class NextToken:
     z_loss: float
     chunk: int
     fields = {name: (dims, jnp.int32) for name, dims in FIELDS.items()}
+    fills_all = True        # whether every microbatch has targets; else those behind the last target are not computed
 
     def count(self, batch):
         return jnp.sum(batch["targets"] != NO_TARGET)
@@ -44,18 +46,19 @@ class Preference:
     beta: float
     chunk: int
     fields = NextToken.fields | {"reference": (0, jnp.float32)}
+    fills_all = True
 
     def count(self, batch):
         return jnp.sum(self._pairs(batch))
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
-        margin_B = self.beta * (self.preferred(model, ex, p, x_BTD, batch) - batch["reference"])
+        margin_B = self.beta * (self.scores(model, ex, p, x_BTD, batch) - batch["reference"])
         real_B = self._pairs(batch)
         over = lambda values_B: jnp.sum(jnp.where(real_B, values_B, 0.0))
         loss = over(jax.nn.softplus(-margin_B))
         return loss, loss, {"reward_margin": over(margin_B), "reward_accuracy": over(margin_B > 0)}
 
-    def preferred(self, model: Transformer, ex: Execution, p, x_BTD, batch):
+    def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch):
         """[B]: log-probability of the chosen answer less that of the rejected one."""
         nll_BT = model.head_token_nll(ex, p, x_BTD, batch["targets"], self.chunk)
         of = lambda segment: jnp.sum(jnp.where(batch["segments"] == segment, nll_BT, 0.0), -1)
@@ -66,14 +69,75 @@ class Preference:
         return jnp.any(batch["segments"] == REJECTED, -1)
 
 
+@dataclasses.dataclass(frozen=True)
+class PolicyGradient:
+    """The loss of drawn tokens that `Policy` makes of their log-probabilities at this temperature.
+
+    A segment holds a prompt and its answer, whose tokens are the targets. A batch has beside NextToken's arrays
+    weight: of each token's loss, times the step's number of targets; advantage; sampled: the sampler's log-probability;
+    old: the trainer's before the first step on these answers; reference: that of the weights that KL is measured to.
+    """
+    policy: Policy
+    temperature: float
+    chunk: int
+    fills_all = False
+
+    @property
+    def fields(self):
+        return NextToken.fields | {name: (1, jnp.float32) for name in self.policy.reads}
+
+    def count(self, batch):
+        return jnp.sum(batch["targets"] != NO_TARGET)
+
+    def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
+        targets_BT = batch["targets"]
+        real_BT = targets_BT != NO_TARGET
+        given = {name: jnp.where(real_BT, batch[name], 0.0) for name in self.policy.reads}
+        slopes, total = given, None
+        if not self.policy.elementwise:     # one forward matmul of the head more
+            total = answer_sums(ex, jnp.where(real_BT, batch["segments"], PADDING))
+            logp_BT = self.scores(model, ex, *jax.lax.stop_gradient((p, x_BTD)), batch)
+            loss_BT, slope_BT, _ = self.policy.losses(logp_BT, given, total)
+            slopes = {"weight": given["weight"], "loss": loss_BT, "slope": slope_BT}
+        loss, logp_BT, entropy_BT = model.head_token_losses(
+            ex, p, x_BTD, {"targets": targets_BT, **slopes}, self.policy.of_token, self.chunk, self.temperature)
+        _, _, metrics = self.policy.losses(logp_BT, given, total)
+        apart_BT = jnp.where(real_BT, jnp.abs(logp_BT - given["sampled"]), 0.0)
+        metrics |= {"entropy": entropy_BT, "mismatch_mean": apart_BT}
+        aux = {name: jnp.sum(jnp.where(real_BT, value, 0.0)) for name, value in metrics.items()}
+        return loss, loss, jax.lax.stop_gradient(aux | {MISMATCH_MAX: apart_BT.max()})
+
+    def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch):
+        """[B, T]: log-probabilities of the targets, 0 where there is none."""
+        return -model.head_token_nll(ex, p, x_BTD, batch["targets"], self.chunk, self.temperature)
+
+
+def answer_sums(ex: Execution, segments_BT):
+    """x_BT -> [B, T]: at each token the sum of x over its segment in its row; segments are numbered up to T.
+
+    Rows are gathered first where they are split (T float32 numbers), because the segments cross the shards.
+    """
+    T = segments_BT.shape[1]
+    whole = lambda x: ex.layout.act(x, "batch", None)
+    segments_BT = whole(segments_BT)
+
+    def total(x_BT):
+        def row(x_T, segments_T):
+            return jax.ops.segment_sum(x_T, segments_T, num_segments=T + 1)[segments_T]
+        return ex.layout.act(jax.vmap(row)(whole(x_BT), segments_BT), "batch", "seq")
+    return total
+
+
 def tokens(batch):
     """Tokens of a step without padding. AUX_LOSS is divided by them, so that it weighs the same whatever share of
     tokens are targets."""
     return jnp.maximum(jnp.sum(batch["segments"] != PADDING), 1).astype(jnp.float32)
 
 
-def of_run(training) -> NextToken | Preference:
-    """training: the section [training]."""
+def of_run(run) -> NextToken | Preference | PolicyGradient:
+    training = run.training
     if training.objective == "dpo":
         return Preference(training.dpo_beta, training.loss_chunk)
+    if training.objective == "rl":
+        return PolicyGradient(Policy.of(run.rl), run.rl.temperature, training.loss_chunk)
     return NextToken(training.z_loss, training.loss_chunk)

@@ -32,8 +32,9 @@ class Program:
     `train(state, batch) -> (state, metrics)` (with `limited` `train(state, batch, limit)`) donates the state; metrics:
     loss (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the aux of the layers
     as `moe.reported` has it. `evaluate(params, batch) -> (sum of the loss, number of targets, or pairs, in it)`.
-    `preferred(params, batch)`, of DPO -> the model's margins [microbatches, replicas, sequences], replicated on every
-    process. `initialize() -> State`, a function of the seed alone.
+    `scores(params, batch)`, replicated on every process: of DPO the model's margins [microbatches, replicas,
+    sequences], of RL the log-probabilities of the targets [microbatches, replicas, sequences, T].
+    `initialize() -> State`, a function of the seed alone.
     """
     train: Callable
     # the step takes a third argument, the largest loss with which it is applied (see `limit`)
@@ -42,7 +43,7 @@ class Program:
     gradients: Callable
     evaluate: Callable
     initialize: Callable
-    preferred: Callable | None
+    scores: Callable | None
     step: accumulate.StepSpec
     compiler_options: dict
 
@@ -152,7 +153,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         gradients=gradients,
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
-        preferred=jax.jit(more[0], in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole)
-        if training.objective == "dpo" else None,
+        scores=jax.jit(more[0], in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole)
+        if training.objective in ("dpo", "rl") else None,
         step=step,
         compiler_options=flags.options(mesh.devices.flat[0].platform, facts, memory_share))

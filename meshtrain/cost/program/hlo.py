@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from meshtrain.names import FURTHER_ROUNDS, TAKEN
+from meshtrain.names import AT_MOST, FURTHER_ROUNDS, TAKEN
 
 Shape = tuple[str, tuple[int, ...]]  # (dtype as HLO spells it, dimensions)
 
@@ -23,6 +23,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([0-9,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
 _TAKEN = TAKEN.format(r"(\d+)", r"(\d+)")
+_AT_MOST = re.compile(AT_MOST.format(r"(\d+)") + "/while$")
 _MAX_SIMULATED_TRIPS = 1 << 16  # a loop counter is stepped at most so often before the loop is called unknown
 
 
@@ -79,6 +80,12 @@ class Instruction:
     def further_rounds(self) -> bool:
         """Whether it is a loop that runs only if experts are unbalanced."""
         return self.op == "while" and self.op_name.endswith(f"{FURTHER_ROUNDS}/while")
+
+    @property
+    def most_trips(self) -> int | None:
+        """Of a loop whose trips depend on the data: the most, by the annotation `names.AT_MOST`."""
+        found = _AT_MOST.search(self.op_name) if self.op == "while" else None
+        return int(found.group(1)) if found else None
 
     @cached_property
     def target(self) -> str:
@@ -181,7 +188,7 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
     """Find every wanted instruction with its executions per step, and the loops of unknown trip count.
 
     Uses XLA's known_trip_count. Where a pass dropped it, steps the loop counter from its constant start until the
-    condition fails. Loops of further rounds count 0 trips. Skips loops without a wanted instruction.
+    condition fails. Loops of further rounds count 0 trips, those annotated with AT_MOST the most. Skips loops without a wanted instruction.
     """
     holds = _holders(module, wanted)
     visits, unknown = [], []
@@ -195,7 +202,7 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
             if called and ins.op == "while":
                 body, condition = ins.attr("body"), ins.attr("condition")
                 state = frame.scalars(ins.operands[0])
-                n = 0 if ins.further_rounds else known_trips(ins)
+                n = 0 if ins.further_rounds else ins.most_trips or known_trips(ins)
                 if n is None:
                     n = _simulated_trips(module, condition, body, state)
                 if n is None:
