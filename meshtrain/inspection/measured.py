@@ -18,7 +18,7 @@ import numpy as np
 
 from meshtrain import files
 from meshtrain.names import LOAD_BY_LAYER
-from meshtrain.run import goodput, history, rows, rundir
+from meshtrain.run import contents, goodput, history, rows, rundir
 
 COST = "cost.json"          # what `inspect --json` prints of the step, written by `train`
 PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops",
@@ -26,7 +26,8 @@ PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_fl
 MOST_ROWS = 3000            # of metrics in the answer
 MOST_STRETCHES = 60         # of steps, for numbers of every layer
 CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "grad_norm", "learning_rate", "data_wait_s",
-          "expert_load_max", "expert_load_entropy")
+          "expert_load_max", "expert_load_entropy", "reward", "val_reward", "answer_tokens", "entropy", "mismatch_max")
+MOST_ANSWERS = 32           # of the newest batch, where the run learns from rewards
 
 
 def of(directory: Path) -> dict:
@@ -60,7 +61,8 @@ def of(directory: Path) -> dict:
             "changes": _changes(directory),
             "checkpoints": sorted(int(entry.name) for entry in saved.glob("*") if entry.name.isdecimal())
             if saved.is_dir() else [],
-            "rows": _curves(metrics.columns), "experts": experts, "priced": _priced(directory),
+            "rows": _curves(metrics.columns), "experts": experts, "answers": _answers(directory),
+            "priced": _priced(directory),
             "no_rows": metrics.no_rows}
 
 
@@ -142,14 +144,14 @@ def _changes(directory: Path) -> list[dict]:
 
 def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, list]:
     """Columns, thinned to the rows with the lowest and highest loss of each interval, and all validated ones."""
-    count, losses, validated = len(columns["step"]), columns["loss"], columns["val_loss"]
+    count, losses, validated = len(columns["step"]), columns["loss"], (columns["val_loss"], columns["val_reward"])
     kept = range(count)
     if count > MOST_ROWS:
         stretch, chosen = -(-2 * count // MOST_ROWS), set()
         for start in range(0, count, stretch):
             part = sorted(range(start, min(start + stretch, count)),
                           key=lambda k: 0.0 if math.isnan(losses[k]) else losses[k])
-            chosen |= {part[0], part[-1], *(k for k in part if not math.isnan(validated[k]))}
+            chosen |= {part[0], part[-1], *(k for k in part if not all(math.isnan(values[k]) for values in validated))}
         kept = sorted(chosen)
     found = {key: [None if math.isnan(columns[key][k]) else columns[key][k] for k in kept] for key in CURVES}
     return found | {"step": [int(step) for step in found["step"]]}
@@ -181,6 +183,17 @@ def _experts(metric_rows: rows.MetricRows, count: int) -> dict | None:
             values = [(had, row[key][i]) for had, i in zip(found[name][-1], layers)]
             found[name][-1] = [pick((value for value in pair if value is not None), default=None) for pair in values]
     return found
+
+
+def _answers(directory: Path) -> dict | None:
+    """The newest batch of answers of a run that learns from rewards: {"batch": number, "lines": [{prompt, answer,
+    reward, …}]}."""
+    kept = directory / contents.ROLLOUTS
+    with contextlib.suppress(OSError, ValueError):
+        batch = max(int(path.stem) for path in kept.glob("*.jsonl") if path.stem.isdecimal())
+        lines = (kept / f"{batch}.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+        return {"batch": batch, "lines": [json.loads(line) for line in lines[:MOST_ANSWERS]]}
+    return None
 
 
 def _priced(directory: Path) -> dict | None:

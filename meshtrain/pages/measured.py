@@ -18,7 +18,8 @@ SPEED = {"step_time_s": ("a step", seconds), "tokens_per_s": ("tokens/s", "{:,.0
 
 def page(data: dict) -> str:
     """data: the dict of `measured.of`."""
-    found = [PageSection("loss", "Loss", loss(data)), PageSection("speed", "Speed", speed(data)),
+    found = [*([PageSection("rewards", "Rewards and answers", rewards(data))] if data["answers"] else []),
+             PageSection("loss", "Loss", loss(data)), PageSection("speed", "Speed", speed(data)),
              *([PageSection("experts", "How busy the experts are", experts(data))] if data["experts"] else []),
              PageSection("spent", "Where the time went", spent(data)),
              PageSection("starts", "Starts and stops", starts(data)),
@@ -96,6 +97,30 @@ def loss(data: dict) -> str:
             for step, value in validated]
     caption = "Mean nats a target token." + " Lines across: the run went on here." * (len(data["starts"]) > 1)
     return (skin.figure(drawn, caption, key) if drawn else "") + skin.table(columns, rows, "validation")
+
+
+def rewards(data: dict) -> str:
+    """Of a run that learns from rewards: their curve, and the newest answers."""
+    validated = _points(data, "val_reward")
+    more = (PlotCurve(1, "validation", validated, dots=True),) if validated else ()
+    drawn = _curve(data, "reward", PlotAxis("reward", "{:.3g}".format), height=340, more=more)
+    key = skin.key([(0, "of the answers that are learned from, mean of a batch", ""),
+                    *([(1, "of an answer to each held-out prompt", "")] if more else [])])
+    columns = [Column("prompt"), Column("answer"), Column("reward", "n"), Column("tokens", "n"), Column("ended by")]
+    rows = [(_short(line["prompt"]), _short(line["answer"]), number("{:.3g}".format, line["reward"]),
+             of_count(line["tokens"]), line.get("failure") or {"stop": "an end token or string",
+                                                               "length": "rl.max_tokens"}[line["stopped"]])
+            for line in data["answers"]["lines"]]
+    return (skin.figure(drawn, "", key) + _small(data, "answer_tokens", "tokens of an answer, mean of a batch", 2)
+            + _small(data, "entropy", "entropy of a token, nats", 3)
+            + _small(data, "mismatch_max", "log-probability of a token, sampler against trainer, largest difference", 4)
+            + skin.paragraph(f"Answers of batch {data['answers']['batch']:,}, the newest:", "small")
+            + skin.table(columns, rows, "answers"))
+
+
+def _short(text: str, most: int = 300) -> str:
+    """The end of a text, where its answer stands."""
+    return text if len(text) <= most else f"… {text[-most:]}"
 
 
 def speed(data: dict) -> str:

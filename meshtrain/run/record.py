@@ -82,7 +82,7 @@ class Record:
     def __init__(self, run: Run, writer: Writers, progress: Progress, flops_per_step: float, peak_flops: float | None,
                  account: goodput.Account | None = None, spikes: Spikes | None = None, hosts: Sequence[str] = ()):
         self.every, self.max_skipped = run.metrics.every, run.training.max_skipped_steps
-        self.optimizer = run.optimizer
+        self.optimizer, self.samples = run.optimizer, run.training.objective == "rl"
         self.tokens_per_step = run.data.global_batch * run.data.seq_len
         self.writer, self.progress = writer, progress
         self.flops_per_step, self.peak_flops = flops_per_step, peak_flops
@@ -161,7 +161,7 @@ class Record:
                 "tokens": step.tokens,
                 "step_time_s": step_time_s, "tokens_per_s": step.own / step_time_s,
                 "mfu": flops / step_time_s / self.peak_flops if self.peak_flops else None,
-                "skipped": bool(metrics["skipped"]),
+                "skipped": bool(metrics["skipped"]), **({"train_s": step_time_s, "kl": None} if self.samples else {}),
                 **{name: _listed(value) for name, value in metrics.items() if name not in STEP_METRICS},
                 **dict.fromkeys(WAITS, 0.0), **self._extra, **self.account.at(ended),
                 **({"straggler": named[0], "straggler_s": named[1]} if named else {})}

@@ -28,6 +28,7 @@ from meshtrain.data.batches.prompts import Prompt, Prompts
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
+from meshtrain.names import NO_TARGET
 from meshtrain.run import contents, replicas, say
 from meshtrain.run.loop import Given
 from meshtrain.run.record import Record
@@ -124,7 +125,7 @@ class Rollouts:
             self._held = number, *self._batch(number, part, state)
         _, parts, drawn = self._held
         batch = parts[part]
-        tokens = answers.used_rows(batch) * self.run.data.seq_len
+        tokens = self._computed(batch)
         _, tokens_before, drawn_before = self._mark(done)
         self._marks = [*self._marks[-64:], (done + 1, tokens_before + tokens,
                                             drawn if part + 1 == self.rl.updates else drawn_before)]
@@ -144,7 +145,7 @@ class Rollouts:
             say.err(f"{kept.path} is gone or damaged, with the answers that the steps before this one learned from; "
                     f"they are drawn again, with the weights of now")
         groups, drawn, scores = found or (*self._drawn(number, first, state), {})
-        parts = self._packed(groups)
+        parts = self._packed(groups, number * self.rl.updates)
         if missing := [name for name in SCORES if name in self.program.step.batch and name not in scores]:
             scores = dict(scores)
             with self._timed("sampling", "score_s"):
@@ -240,21 +241,26 @@ class Rollouts:
 
     # ---- what is learned ---------------------------------------------------------------------------------------------
 
-    def _packed(self, groups: Sequence[Group]) -> list[dict]:
-        """A batch for each update: every so manieth group."""
+    def _packed(self, groups: Sequence[Group], first: int) -> list[dict]:
+        """A batch for each update, from every so manieth group. first: step before which they are learned from."""
         rl, data = self.rl, self.run.data
-        if not groups:
-            return [answers.pack([], self._how, data.global_batch, data.seq_len)] * rl.updates
-        gain_GN = answers.advantages(np.stack([group.rewards for group in groups]), rl.advantage)
+        gain_GN = answers.advantages(np.stack([group.rewards for group in groups]), rl.advantage) if groups else []
         parts = []
         for update in range(rl.updates):
-            found = [answers.Answer(group.prompt.ids, np.asarray(one.tokens, np.int32),
-                                    np.asarray(one.logprobs, np.float32), float(gain),
-                                    learned=not np.isnan(reward) and (rl.truncated == "keep" or one.stopped == "stop"))
+            found = [answers.DrawnAnswer(group.prompt.ids, np.asarray(one.tokens, np.int32),
+                                         np.asarray(one.logprobs, np.float32), float(gain),
+                                         learned=not np.isnan(reward) and (rl.truncated == "keep" or one.stopped == "stop"))
                      for group, gain_N in list(zip(groups, gain_GN, strict=True))[update::rl.updates]
                      for one, gain, reward in zip(group.answers, gain_N, group.rewards, strict=True)]
-            parts.append(answers.pack(found, rl, data.global_batch, data.seq_len))
+            batch, _ = answers.pack(found, rl, data.global_batch, data.seq_len, (first + update) * data.global_batch)
+            parts.append(batch)
         return parts
+
+    def _computed(self, batch: dict) -> int:
+        """Tokens, padding among them, of the microbatches that are computed."""
+        rows = self.run.data.global_batch // self.run.training.microbatches
+        used = np.flatnonzero((batch["targets"] != NO_TARGET).any(1))
+        return (int(used[-1]) // rows + 1) * rows * self.run.data.seq_len if len(used) else 0
 
     def _scored(self, params: dict, batch: dict) -> np.ndarray:
         """Log-probabilities of the targets, float32 [rows, T]."""
@@ -348,7 +354,11 @@ class _Kept:
         np.savez(content, told=np.frombuffer(json.dumps(told).encode(), np.uint8), tokens=flat("tokens", np.int32),
                  logprobs=flat("logprobs", np.float32), margins=flat("margins", np.float32),
                  rewards=np.concatenate([group.rewards for group in groups]) if groups else np.zeros(0), **scores)
-        _quietly(lambda: files.replace(self.path, content.getvalue()))
+
+        def place() -> None:
+            self.directory.mkdir(exist_ok=True)
+            files.replace(self.path, content.getvalue())
+        _quietly(place)
 
     def read(self, weights: str | None, first: int, prompts: Prompts,
              words: Words) -> tuple[list[Group], int, dict] | None:
