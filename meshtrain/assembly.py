@@ -79,8 +79,8 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         model = transformer.build(run.model, run.lora)
     layout, notes, faults = lay_out(run, sizes, loaded, model)
     if run.training.objective in ("dpo", "rl") and sizes["stage"] > 1:
-        faults = [f'mesh.stage={sizes["stage"]}: training.objective="{run.training.objective}" is not computed in pipelines; use '
-                  f'mesh.stage=1', *faults]
+        faults = [f'mesh.stage={sizes["stage"]}: training.objective="{run.training.objective}" is not computed in '
+                  f'pipelines; use mesh.stage=1', *faults]
     if faults:
         raise ConfigError(*faults)
     with config.user_errors():

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The keys of [rl] of the same names; old: "current" (the ratio is 1 before the derivative), "trainer" or "sampler".
+    """The keys of [rl] of the same names. old: "current" (log-probabilities of this very step, so that the ratio is 1
+    and only its derivative counts), "trainer" (those before the first step on these answers) or "sampler".
 
-    A ratio is exp(log-probability - old); "sequence": exp of its mean over an answer. "cispo": the loss is -ratio · A ·
-    log-probability, the ratio at most 1 + clip_high and not differentiated. A correction is exp(old - sampled), of a
-    "sequence" the product over an answer as in TRL; it multiplies all but KL and entropy, and is not differentiated.
+    The ratio is exp(log-probability - old); "sequence": the geometric mean over an answer. "cispo": the loss is -ratio ·
+    A · log-probability, the ratio at most 1 + clip_high and not differentiated. The correction is exp(old - sampled),
+    of a "sequence" the product over an answer, as in TRL. It multiplies all but KL and entropy, and is not
+    differentiated.
     """
     ratio: str = "token"
     clip_low: float = 0.2
@@ -105,7 +107,8 @@ class Policy:
         free = (jnp.minimum(ratio, self.ratio_limit) if limited else ratio) * A
         clipped = jnp.clip(ratio, low, high) * A
         loss = -jnp.minimum(free, clipped)
-        moves = jnp.where(free < clipped, ratio < self.ratio_limit if limited else True, (ratio >= low) & (ratio <= high))
+        inside = (ratio >= low) & (ratio <= high)
+        moves = jnp.where(free < clipped, ratio < self.ratio_limit if limited else True, inside)
         slope = jnp.where(moves, -ratio * A, 0.0)
         if self.dual_clip:
             most = -self.dual_clip * A

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshtrain.cost.program import hlo, work
-from meshtrain.names import BALANCED_ROWS, FURTHER_ROUNDS, TAKEN
+from meshtrain.names import AT_MOST, BALANCED_ROWS, FURTHER_ROUNDS, TAKEN
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -160,7 +160,7 @@ def short_source(op_name: str) -> str:
 
 # What no JAX path has but by us: scopes that say how often, see `names`.
 _TOLD = re.compile("|".join((r"jit\(\w+\)", TAKEN.format(r"\d+", r"\d+"), BALANCED_ROWS.format(r"\d+"),
-                             FURTHER_ROUNDS)))
+                             FURTHER_ROUNDS, AT_MOST.format(r"\d+"))))
 
 
 def _source(module: hlo.HloModule, visit: hlo.Visit) -> str:

@@ -81,12 +81,6 @@ class Instruction:
         """Whether it is a loop that runs only if experts are unbalanced."""
         return self.op == "while" and self.op_name.endswith(f"{FURTHER_ROUNDS}/while")
 
-    @property
-    def most_trips(self) -> int | None:
-        """Of a loop whose trips depend on the data: the most, by the annotation `names.AT_MOST`."""
-        found = _AT_MOST.search(self.op_name) if self.op == "while" else None
-        return int(found.group(1)) if found else None
-
     @cached_property
     def target(self) -> str:
         """The target of a custom call: '__cublas$gemm', or ''."""
@@ -188,7 +182,8 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
     """Find every wanted instruction with its executions per step, and the loops of unknown trip count.
 
     Uses XLA's known_trip_count. Where a pass dropped it, steps the loop counter from its constant start until the
-    condition fails. Loops of further rounds count 0 trips, those annotated with AT_MOST the most. Skips loops without a wanted instruction.
+    condition fails. Loops of further rounds count 0 trips, those annotated with AT_MOST the most. Skips
+    loops without a wanted instruction.
     """
     holds = _holders(module, wanted)
     visits, unknown = [], []
@@ -202,7 +197,7 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
             if called and ins.op == "while":
                 body, condition = ins.attr("body"), ins.attr("condition")
                 state = frame.scalars(ins.operands[0])
-                n = 0 if ins.further_rounds else ins.most_trips or known_trips(ins)
+                n = 0 if ins.further_rounds else known_trips(ins)
                 if n is None:
                     n = _simulated_trips(module, condition, body, state)
                 if n is None:
@@ -324,7 +319,8 @@ def _top_level_types(type_text: str) -> Iterator[str]:
 
 
 def known_trips(ins: Instruction) -> int | None:
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"', ins.attrs)
+    """Of a loop: XLA's known_trip_count; the most, by the annotation `names.AT_MOST`, where they depend on the data."""
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"', ins.attrs) or _AT_MOST.search(ins.op_name)
     return int(found.group(1)) if found else None
 
 
