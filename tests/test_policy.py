@@ -17,13 +17,11 @@ import sampling
 from meshtrain import assembly, config
 from meshtrain.data.batches import answers as answers_of
 from meshtrain.data.batches.answers import DrawnAnswer
-from meshtrain.model.layers import Execution
 from meshtrain.names import NO_TARGET
-from meshtrain.sharding import rules
-from meshtrain.sharding.rules import Layout
 from meshtrain.training import objective
 from meshtrain.training.policy import Policy
 from meshtrain.training.state import State
+from test_collective_order import by_gloo, unordered  # noqa: F401
 from test_layouts import MODEL, ONE, run_of
 from test_lora import ALPHA, RANK, assert_equal_gradients, without_adapters
 
@@ -70,16 +68,13 @@ def at_tokens(values: list, places, shape, fill: float = 0.0) -> np.ndarray:
     return out
 
 
-WHOLE = Execution(Layout(rules.parse(""), dict.fromkeys(parity.AXES, 1)), jnp.dtype("float32"), None)
-
-
 def loss_and_slopes(policy: Policy, aggregate: str, drawn: list[DrawnAnswer], logps, rows: int, seq_len: int,
                     max_tokens: int = LONGEST):
     """(loss, its derivative by each answer's log-probabilities, metrics [B, T]), float32."""
     batch, places = answers_of.pack(drawn, rl_of(policy, aggregate, max_tokens), rows, seq_len, 0)
     logp_BT = at_tokens([logp[:len(answer.tokens)] for answer, logp in zip(drawn, logps)], places, (rows, seq_len))
     real_BT = batch["targets"] != NO_TARGET
-    total = objective.answer_sums(WHOLE, jnp.where(real_BT, batch["segments"], 0))
+    total = objective.answer_sums(jnp.where(real_BT, batch["segments"], 0))
     given = {name: jnp.asarray(batch[name]) for name in policy.reads}
     loss_BT, slope_BT, metrics = policy.losses(jnp.float32(logp_BT), given, total)
     count = max(real_BT.sum(), 1)
@@ -305,7 +300,8 @@ def batch_of(run: config.Run, drawn, rows: int = ROWS) -> dict:
     return batch
 
 
-CASES = [("grpo", "ddp", ONE, 4), ("all", "zero3", dict(data=2, fsdp=2, tensor=2), 2), ("gspo", "ddp", ONE, 2)]
+CASES = [("grpo", "ddp", ONE, 4), ("all", "zero3", dict(data=2, fsdp=2, tensor=2), 2),
+         ("gspo", "zero1", dict(data=2, context=2), 2)]
 GRID = [(name, *case) for name in KEYS for case in (
     ("ddp", ONE, 1), ("zero3", dict(fsdp=2), 4), ("tensor", dict(tensor=2), 2), ("zero1", dict(context=2), 2),
     ("zero1", dict(data=2), 4), ("zero3", dict(fsdp=2, tensor=2, context=2), 2))]
@@ -414,6 +410,19 @@ def test_stages_are_refused():
     run = rl_run({}).replaced(mesh={"stage": 2}, model={"num_layers": 2})
     with pytest.raises(config.ConfigError, match='mesh.stage=2: training.objective="rl" is not computed in pipelines'):
         parity.assembled(run)
+
+
+def test_a_step_of_several_processes_has_one_order(by_gloo):
+    """As `test_collective_order`: the loops of the head, what is gathered between them, and the metrics."""
+    case = parity.compiled(rl_run(KEYS["gspo"], "zero3", dict(data=2, fsdp=2, context=2), 2))
+    assert unordered(case.step.as_text(), case.made.mesh.size) == []
+    p, drawn, loss, grads, _ = expected("gspo")
+    metrics, found = moments_of(case, p, batch_of(case.made.run, drawn))
+    assert abs(metrics["loss"] - loss) < 1e-5 * max(abs(loss), 0.1)
+    assert_equal_gradients(found, grads, 1e-5)
+    spec, program = case.made.program.step, case.made.program
+    scores = program.compiled(program.scores, spec.state.abstract.params, spec.batch)
+    assert unordered(scores.as_text(), case.made.mesh.size) == []
 
 
 # ---- enumeration -----------------------------------------------------------------------------------------------------
