@@ -17,15 +17,13 @@ import sampling
 from meshtrain import assembly, config
 from meshtrain.data.batches import answers as answers_of
 from meshtrain.data.batches.answers import DrawnAnswer
-from meshtrain.model.layers import Execution
 from meshtrain.names import NO_TARGET
-from meshtrain.sharding import rules
-from meshtrain.sharding.rules import Layout
 from meshtrain.training import objective
 from meshtrain.training.policy import Policy
 from meshtrain.training.state import State
+from test_collective_order import by_gloo, unordered  # noqa: F401
 from test_layouts import MODEL, ONE, run_of
-from test_lora import assert_equal_gradients
+from test_lora import ALPHA, RANK, assert_equal_gradients, without_adapters
 
 GOLDEN = json.loads((Path(__file__).parent / "goldens" / "policy_losses.json").read_text())
 TENSORS = {name: np.array(x) for name, x in GOLDEN["tensors"].items()}
@@ -70,16 +68,13 @@ def at_tokens(values: list, places, shape, fill: float = 0.0) -> np.ndarray:
     return out
 
 
-WHOLE = Execution(Layout(rules.parse(""), dict.fromkeys(parity.AXES, 1)), jnp.dtype("float32"), None)
-
-
 def loss_and_slopes(policy: Policy, aggregate: str, drawn: list[DrawnAnswer], logps, rows: int, seq_len: int,
                     max_tokens: int = LONGEST):
     """(loss, its derivative by each answer's log-probabilities, metrics [B, T]), float32."""
     batch, places = answers_of.pack(drawn, rl_of(policy, aggregate, max_tokens), rows, seq_len, 0)
     logp_BT = at_tokens([logp[:len(answer.tokens)] for answer, logp in zip(drawn, logps)], places, (rows, seq_len))
     real_BT = batch["targets"] != NO_TARGET
-    total = objective.answer_sums(WHOLE, jnp.where(real_BT, batch["segments"], 0))
+    total = objective.answer_sums(jnp.where(real_BT, batch["segments"], 0))
     given = {name: jnp.asarray(batch[name]) for name in policy.reads}
     loss_BT, slope_BT, metrics = policy.losses(jnp.float32(logp_BT), given, total)
     count = max(real_BT.sum(), 1)
@@ -210,7 +205,7 @@ KEYS = {
     "all": dict(temperature=0.7, entropy=0.05, kl=0.1, kl_form="k3_corrected", dual_clip=1.2, old="trainer",
                 correction="token_truncate", correction_limit=1.2, aggregate="sequence"),
     "gspo": dict(temperature=1.3, entropy=0.05, ratio="sequence", kl=0.1, old="trainer", correction="sequence_mask",
-                 correction_limit=2.0, clip_low=0.1, clip_high=0.1),
+                 correction_limit=1.2, clip_low=0.1, clip_high=0.1),
 }
 
 
@@ -219,6 +214,9 @@ def rl_run(keys: dict, rule: str = "ddp", mesh: dict = ONE, microbatches: int = 
     run = run_of(rule, mesh, TINY | model, dict(objective="rl", grad_clip=0.0, microbatches=microbatches,
                                                 loss_chunk=20))
     return run.replaced(data={"global_batch": ROWS, "seq_len": T}, rl=dict(max_tokens=LONGEST) | keys, **sections)
+
+
+LORA = dict(lora=dict(rank=RANK, alpha=ALPHA))
 
 
 def moments_of(compiled: parity.Compiled, p, batch):
@@ -245,33 +243,53 @@ def of_answers(log_p_BTV, batch, drawn, places):
     return cut(logp_BT), cut(entropy_BT)
 
 
+def by_temperature(p):
+    """The head's weights grown: logits large enough to tell temperatures and entropies apart."""
+    p["head"]["kernel"] = p["head"]["kernel"] * 8
+    return p
+
+
 @functools.cache
-def expected(name: str):
-    """(parameters, answers, loss, gradients) of the plain computation with whole logits, one answer a row."""
-    run = rl_run(KEYS[name])
+def expected(name: str, adapted: bool = False):
+    """(parameters, answers, loss, gradients, metrics) of the plain computation with whole logits, an answer a row."""
+    run = rl_run(KEYS[name], **LORA if adapted else {})
     made = assembly.assemble(run, jax.devices()[:1])
-    p = parity.drawn_parameters(made, 0)
-    p["head"]["kernel"] = p["head"]["kernel"] * 8       # logits large enough to tell temperatures and entropies apart
-    drawn, _ = drawn_answers(1)
-    batch, places = answers_of.pack(drawn, run.rl, len(drawn), T, 0)
+    p = by_temperature(parity.drawn_parameters(made, 0))
+    policy, rl, (drawn, _) = Policy.of(run.rl), run.rl, drawn_answers(1)
+    batch, places = answers_of.pack([dataclasses.replace(answer, learned=True) for answer in drawn], rl, len(drawn), T,
+                                    0)
+
+    def scores(p):
+        return of_answers(log_softmax(run, without_adapters(p), batch), batch, drawn, places)
+
+    def loss(p):
+        now, entropies = scores(p)
+        learned = [i for i, answer in enumerate(drawn) if answer.learned and len(answer.tokens)]
+        tokens, count = sum(len(now[i]) for i in learned), sum(answer.learned for answer in drawn)
+        bonus = sum(entropies[i].sum() / (tokens if rl.aggregate == "token" else count * len(now[i])) for i in learned)
+        return plain(policy, rl.aggregate, LONGEST, drawn, now, jax.lax.stop_gradient(now), jnp) - rl.entropy * bonus
     with jax.default_matmul_precision("highest"):
-        logps, _ = jax.jit(lambda p: of_answers(log_softmax(run, p, batch), batch, drawn, places))(p)
+        logps, entropies = jax.device_get(jax.jit(scores)(p))
         rng = np.random.default_rng(5)
-        noise = lambda logp, size: (np.asarray(logp) + size * rng.standard_normal(len(logp))).astype(np.float32)
+        noise = lambda logp, size: (logp + size * rng.standard_normal(len(logp))).astype(np.float32)
         drawn = [dataclasses.replace(answer, sampled=noise(old := noise(logp, 0.3), 0.2), old=old,
                                      reference=noise(logp, 0.4)) for answer, logp in zip(drawn, logps)]
-        policy, (rl, learned) = Policy.of(run.rl), (run.rl, [a for a in drawn if a.learned])
-        entropy_weight = {"token": lambda n: 1 / sum(len(a.tokens) for a in learned),
-                          "sequence": lambda n: 1 / (len(learned) * n)}[rl.aggregate]
-
-        def loss(p):
-            now, entropies = of_answers(log_softmax(run, p, batch), batch, drawn, places)
-            bonus = sum(jnp.sum(h) * entropy_weight(len(h)) for h, a in zip(entropies, drawn)
-                        if a.learned and len(a.tokens))
-            return plain(policy, rl.aggregate, LONGEST, drawn, now, jax.lax.stop_gradient(now),
-                         jnp) - rl.entropy * bonus
-        value, grads = jax.jit(jax.value_and_grad(loss))(p)
-    return p, drawn, float(value), jax.device_get(grads)
+        value, grads = jax.device_get(jax.jit(jax.value_and_grad(loss))(p))
+    of_tokens = {"entropy": [], "kl": [], "ratio": [], "clip_low": [], "clip_high": [], "mismatch_mean": []}
+    for answer, logp, entropy in zip(drawn, logps, entropies):
+        if not answer.learned:
+            continue
+        ratio = np.exp(logp - (logp if policy.old == "current" else answer.old))
+        if policy.ratio == "sequence" and len(ratio):
+            ratio = np.full_like(ratio, np.exp(np.log(ratio).mean()))
+        x, A = answer.reference - logp, answer.advantage
+        new = {"entropy": entropy, "kl": np.exp(x) - x - 1, "ratio": ratio,
+               "clip_low": (ratio < 1 - policy.clip_low) * (A < 0),
+               "clip_high": (ratio > 1 + policy.clip_high) * (A > 0), "mismatch_mean": np.abs(logp - answer.sampled)}
+        of_tokens = {key: [*values, *new[key]] for key, values in of_tokens.items()}
+    metrics = {key: np.mean(values) for key, values in of_tokens.items() if key != "kl" or policy.kl}
+    metrics["mismatch_max"] = max(of_tokens["mismatch_mean"])
+    return p, drawn, float(value), made.model.divided(grads)[0], metrics
 
 
 def batch_of(run: config.Run, drawn, rows: int = ROWS) -> dict:
@@ -282,7 +300,8 @@ def batch_of(run: config.Run, drawn, rows: int = ROWS) -> dict:
     return batch
 
 
-CASES = [("grpo", "ddp", ONE, 4), ("all", "zero3", dict(data=2, fsdp=2, tensor=2), 2), ("gspo", "ddp", ONE, 2)]
+CASES = [("grpo", "ddp", ONE, 4), ("all", "zero3", dict(data=2, fsdp=2, tensor=2), 2),
+         ("gspo", "zero1", dict(data=2, context=2), 2)]
 GRID = [(name, *case) for name in KEYS for case in (
     ("ddp", ONE, 1), ("zero3", dict(fsdp=2), 4), ("tensor", dict(tensor=2), 2), ("zero1", dict(context=2), 2),
     ("zero1", dict(data=2), 4), ("zero3", dict(fsdp=2, tensor=2, context=2), 2))]
@@ -291,14 +310,173 @@ GRID = [(name, *case) for name in KEYS for case in (
 @pytest.mark.parametrize("name, rule, mesh, microbatches",
                          [*CASES, *(pytest.param(*case, marks=sampling.GRID) for case in GRID)], ids=str)
 def test_loss_and_every_gradient_are_those_of_whole_logits(name, rule, mesh, microbatches):
-    p, drawn, loss, grads = expected(name)
+    """An answer a row there, packed rows here, the last of them empty."""
+    p, drawn, loss, grads, told = expected(name)
     run = rl_run(KEYS[name], rule, mesh, microbatches)
     batch = batch_of(run, drawn)
-    if microbatches > 1:
-        assert np.all(batch["targets"][-ROWS // microbatches:] == NO_TARGET), "a microbatch is not computed"
+    assert microbatches == 1 or np.all(batch["targets"][-ROWS // microbatches:] == NO_TARGET)
     metrics, found = moments_of(parity.compiled(run), p, batch)
     assert abs(metrics["loss"] - loss) < 1e-5 * max(abs(loss), 0.1)
     assert_equal_gradients(found, grads, 1e-5)
-    assert metrics["tokens"] == np.sum(batch["targets"] != NO_TARGET) and metrics["entropy"] > 0
+    assert metrics["tokens"] == np.sum(batch["targets"] != NO_TARGET)
+    for key, value in told.items():
+        assert abs(metrics[key] - value) < 1e-5 * max(1, abs(value)), key
     if run.rl.old == "auto":
         assert metrics["ratio"] == 1 and metrics["clip_low"] == 0 and metrics["clip_high"] == 0
+    else:
+        assert 0 < metrics["clip_low"] + metrics["clip_high"] < 0.6
+
+
+@pytest.mark.parametrize("rule, mesh, microbatches", [("ddp", ONE, 4), pytest.param(
+    "zero3", dict(data=2, fsdp=2), 2, marks=sampling.GRID)], ids=str)
+def test_adapters_have_the_gradients_of_whole_logits(rule, mesh, microbatches):
+    p, drawn, loss, grads, _ = expected("grpo", adapted=True)
+    run = rl_run(KEYS["grpo"], rule, mesh, microbatches, **LORA)
+    metrics, found = moments_of(parity.compiled(run), p, batch_of(run, drawn))
+    assert abs(metrics["loss"] - loss) < 1e-5 * max(abs(loss), 0.1)
+    assert_equal_gradients(found, grads, 2e-5)
+
+
+EXPERTS = dict(model=dict(num_experts=4), experts=dict(aux_loss=0.5, z_loss=0.1))
+
+
+@functools.cache
+def with_experts(rule: str, mesh: tuple, microbatches: int) -> parity.Compiled:
+    return parity.compiled(rl_run(KEYS["grpo"], rule, dict(mesh), microbatches, **EXPERTS))
+
+
+@pytest.mark.parametrize("rule, mesh, microbatches", [("zero3", dict(fsdp=2), 4), pytest.param(
+    "zero3", dict(data=2, tensor=2), 2, marks=sampling.GRID)], ids=str)
+def test_experts_learn_the_same_whatever_the_layout_and_the_microbatches(rule, mesh, microbatches):
+    one, case = with_experts("ddp", (), 1), with_experts(rule, tuple(mesh.items()), microbatches)
+    p, drawn = parity.drawn_parameters(one.made, 0), expected("grpo")[1]
+    batch = batch_of(one.made.run, drawn)
+    (metrics, grads), (found_metrics, found) = (moments_of(made, p, batch) for made in (one, case))
+    assert metrics["aux_loss"] > 0
+    for key in ("loss", "aux_loss", "mismatch_max", "mismatch_mean"):
+        assert abs(metrics[key] - found_metrics[key]) < 1e-5 * abs(metrics[key])
+    assert_equal_gradients(found, grads, 2e-5)
+
+
+def test_microbatches_behind_the_last_target_are_not_computed():
+    """Tokens there would add to the experts' loss; the divisor counts them, so it tells how many were computed."""
+    case, drawn = with_experts("zero3", (("fsdp", 2),), 4), expected("grpo")[1]
+    p, batch = parity.drawn_parameters(case.made, 0), batch_of(case.made.run, drawn)
+    assert np.all(batch["segments"][-2:] == 0)
+    of_padding, _ = moments_of(case, p, batch)
+    tokens = np.sum(batch["segments"] != 0)
+    batch["segments"][-2:] = 1
+    of_tokens, _ = moments_of(case, p, batch)
+    assert abs(of_tokens["aux_loss"] * (tokens + 2 * T) - of_padding["aux_loss"] * tokens) < 1e-4
+
+
+def test_a_step_without_a_target_is_finite():
+    case = with_experts("zero3", (("fsdp", 2),), 4)
+    p = parity.drawn_parameters(case.made, 0)
+    metrics, grads = moments_of(case, p, batch_of(case.made.run, []))
+    assert not metrics["skipped"] and metrics["loss"] == 0 and metrics["grad_norm"] == 0 and metrics["tokens"] == 1
+    assert all(np.all(g == 0) for g in jax.tree.leaves(grads)) and metrics["mismatch_max"] == 0
+
+
+@pytest.mark.parametrize("mesh", [dict(data=2, context=2), pytest.param(ONE, marks=sampling.GRID)], ids=str)
+def test_scores_are_the_log_probabilities_at_the_temperature_in_the_order_of_the_row(mesh):
+    p, drawn, *_ = expected("grpo")
+    run = rl_run(KEYS["grpo"], "zero1", mesh, 4)
+    made = parity.assembled(run)
+    batch, places = answers_of.pack(drawn, run.rl, ROWS, T, 0)
+    spec = made.program.step
+    with jax.default_matmul_precision("highest"):
+        scores = made.program.compiled(made.program.scores, spec.state.abstract.params, spec.batch)
+        found = np.asarray(scores(jax.device_put(p, spec.state.sharding.params), made.program.place(batch)))
+        assert found.shape == spec.batch["targets"].shape
+        found = found.reshape(ROWS, T)
+        logps, _ = of_answers(log_softmax(run, p, batch), batch, drawn, places)
+    for score, logp in zip(answers_of.by_answer(found, drawn, places), logps, strict=True):
+        assert score is None or np.abs(score - logp).max() < 2e-6 * np.abs(logp).max()
+    assert np.all(found[batch["targets"] == NO_TARGET] == 0)
+
+
+def test_the_head_multiplies_no_more_than_that_of_the_next_token():
+    """Three matmuls, not four, and as many trips are counted as there are microbatches."""
+    found = []
+    for training in (dict(objective="rl"), dict(objective="next_token")):
+        case = parity.compiled(rl_run(KEYS["grpo"], microbatches=4).replaced(training=training))
+        assert not case.audit.unknown_loops
+        found.append(case.audit.flops)
+    assert found[0] == found[1]
+
+
+def test_stages_are_refused():
+    run = rl_run({}).replaced(mesh={"stage": 2}, model={"num_layers": 2})
+    with pytest.raises(config.ConfigError, match='mesh.stage=2: training.objective="rl" is not computed in pipelines'):
+        parity.assembled(run)
+
+
+def test_a_step_of_several_processes_has_one_order(by_gloo):
+    """As `test_collective_order`: the loops of the head, what is gathered between them, and the metrics."""
+    case = parity.compiled(rl_run(KEYS["gspo"], "zero3", dict(data=2, fsdp=2, context=2), 2))
+    assert unordered(case.step.as_text(), case.made.mesh.size) == []
+    p, drawn, loss, grads, _ = expected("gspo")
+    metrics, found = moments_of(case, p, batch_of(case.made.run, drawn))
+    assert abs(metrics["loss"] - loss) < 1e-5 * max(abs(loss), 0.1)
+    assert_equal_gradients(found, grads, 1e-5)
+    spec, program = case.made.program.step, case.made.program
+    scores = program.compiled(program.scores, spec.state.abstract.params, spec.batch)
+    assert unordered(scores.as_text(), case.made.mesh.size) == []
+
+
+# ---- enumeration -----------------------------------------------------------------------------------------------------
+
+VOCABULARY, END, PROMPT = 8, 0, 3
+EVERY = [(END,), *((a, b) for a in range(1, VOCABULARY) for b in range(VOCABULARY))]      # the answers of at most 2
+
+
+@functools.cache
+def enumerated(correction: str) -> parity.Compiled:
+    return parity.compiled(rl_run(
+        dict(aggregate="constant", max_tokens=2, correction=correction, correction_limit=1e9, temperature=0.8),
+        model=dict(vocab_size=VOCABULARY)))
+
+
+def probabilities(run: config.Run, p):
+    """[answers]: of each of EVERY, from whole logits."""
+    tokens = np.array([[PROMPT, *answer[:1]] for answer in EVERY])
+    batch = {"tokens": tokens, "segments": np.ones_like(tokens), "positions": np.arange(2) * np.ones_like(tokens)}
+    log_p_BTV = log_softmax(run, p, batch)
+    return jnp.exp(jnp.stack([sum(log_p_BTV[i, t, token] for t, token in enumerate(answer))
+                              for i, answer in enumerate(EVERY)]))
+
+
+@pytest.mark.parametrize("how, share", [("reinforce", 1.0), ("loo", 1.0), ("group", 0.5)])
+@pytest.mark.parametrize("correction", ["on policy", "sequence_truncate", "none"])
+def test_the_mean_over_every_answer_is_the_exact_gradient_of_the_reward(how, share, correction):
+    """d/dp of the sum of probability · reward. A group of two has half of it (the mean holds the reward itself). Drawn
+    by other weights it is exact with the product of an answer's ratios as the correction, and biased without."""
+    if how != "loo" and correction != "on policy":
+        pytest.skip("the correction knows no baseline")
+    case = enumerated("none" if correction == "on policy" else correction)
+    p, other = (by_temperature(parity.drawn_parameters(case.made, seed)) for seed in (0, 1))
+    run, rewards = case.made.run, np.random.default_rng(2).standard_normal(len(EVERY))
+    with jax.default_matmul_precision("highest"):
+        exact = jax.device_get(jax.jit(jax.grad(lambda p: probabilities(run, p) @ rewards))(p))
+        drawn_by = np.float64(probabilities(run, p if correction == "on policy" else other))
+    assert abs(drawn_by.sum() - 1) < 1e-5
+    if how == "reinforce":
+        advantage = rewards
+    else:       # the mean over whom an answer is drawn with
+        pairs = np.stack(np.meshgrid(rewards, rewards, indexing="ij"), -1).reshape(-1, 2)
+        advantage = answers_of.advantages(pairs, how)[:, 0].reshape(len(EVERY), -1) @ drawn_by
+    sampled = log_probabilities_of(run, p if correction == "on policy" else other)
+    drawn = [DrawnAnswer(np.array([PROMPT]), np.array(answer), logp, a * mu * len(EVERY) * 2)
+             for answer, logp, a, mu in zip(EVERY, sampled, advantage, drawn_by, strict=True)]
+    _, found = moments_of(case, p, batch_of(run, drawn))
+    flat = lambda tree: np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+    off = np.linalg.norm(flat(found) + share * flat(exact)) / np.linalg.norm(share * flat(exact))
+    assert off > 0.1 if correction == "none" else off < 1e-5
+
+
+def log_probabilities_of(run: config.Run, p) -> list[np.ndarray]:
+    drawn = [DrawnAnswer(np.array([PROMPT]), np.array(answer), np.zeros(len(answer)), 1.0) for answer in EVERY]
+    batch, places = answers_of.pack(drawn, run.rl, ROWS, T, 0)
+    with jax.default_matmul_precision("highest"):
+        return jax.device_get(of_answers(log_softmax(run, p, batch), batch, drawn, places)[0])

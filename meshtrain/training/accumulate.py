@@ -127,7 +127,8 @@ def scanned(step: StepSpec):
 
     def gradients(p, batch, key):
         weights, count = step.model.divided(as_read(p)), jnp.maximum(goal.count(batch), 1).astype(jnp.float32)
-        normalizers, used = Normalizers(count, objective.tokens(batch)), used_microbatches(batch)
+        normalizers = Normalizers(count, objective.tokens(batch))
+        used = used_microbatches(step.ex.after(batch, normalizers))
         grads, nll, aux = replicated(unsummed)(step.ex.after(batch, (normalizers, used)), weights, normalizers, key,
                                                used)
 
@@ -195,7 +196,8 @@ def scanned(step: StepSpec):
             shape = (step.run.training.microbatches, B) + (() if goal.fills_all else (T,))
             (_, found), _ = each(put, (jnp.int32(0), jnp.zeros(shape, jnp.float32)), batch, used)
             return found[:, None]
-        found = replicated(of_all, P(None, deferred or None))(step.ex.after(batch, used), as_read(p), used)
+        found = replicated(of_all, P(None, deferred or None))(
+            batch if used is None else step.ex.after(batch, used), as_read(p), used)
         return found if goal.fills_all or step.order is None else found[..., np.argsort(step.order)]
 
     return gradients, evaluate, scores
@@ -239,7 +241,7 @@ def _microbatch_gradients(step: StepSpec):
         d_head, dx_BTD = head_vjp(1 / normalizers.objective)
         # Added before the layers' backward, else the head's gradient, float32 and not yet reduced, lives beside it.
         head_grads, dx_BTD = jax.lax.optimization_barrier((added({name: grads[name] for name in read}, d_head), dx_BTD))
-        dx_BTD = ex.after(dx_BTD, (head_grads, nll))
+        dx_BTD = ex.after(dx_BTD, (head_grads, nll, more))
         stack_grads = []
         for stack, w, residuals, total in reversed(done):
             dx_BTD, total = stack.backward(w, layer_inputs, *residuals, dx_BTD, total, True)

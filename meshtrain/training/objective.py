@@ -93,39 +93,42 @@ class PolicyGradient:
         targets_BT = batch["targets"]
         real_BT = targets_BT != NO_TARGET
         given = {name: jnp.where(real_BT, batch[name], 0.0) for name in self.policy.reads}
-        slopes, total = given, None
-        if not self.policy.elementwise:     # one forward matmul of the head more
-            total = answer_sums(ex, jnp.where(real_BT, batch["segments"], PADDING))
-            logp_BT = self.scores(model, ex, *jax.lax.stop_gradient((p, x_BTD)), batch)
-            loss_BT, slope_BT, _ = self.policy.losses(logp_BT, given, total)
-            slopes = {"weight": given["weight"], "loss": loss_BT, "slope": slope_BT}
+        of_answers = {} if self.policy.elementwise else self._of_answers(model, ex, p, x_BTD, batch, given)
+        metrics = of_answers.pop("metrics", None)
         loss, logp_BT, entropy_BT = model.head_token_losses(
-            ex, p, x_BTD, {"targets": targets_BT, **slopes}, self.policy.of_token, self.chunk, self.temperature)
-        _, _, metrics = self.policy.losses(logp_BT, given, total)
+            ex, p, x_BTD, {"targets": targets_BT, **(of_answers or given)}, self.policy.of_token, self.chunk,
+            self.temperature)
+        if metrics is None:
+            _, _, metrics = self.policy.losses(logp_BT, given)
         apart_BT = jnp.where(real_BT, jnp.abs(logp_BT - given["sampled"]), 0.0)
         metrics |= {"entropy": entropy_BT, "mismatch_mean": apart_BT}
         aux = {name: jnp.sum(jnp.where(real_BT, value, 0.0)) for name, value in metrics.items()}
         return loss, loss, jax.lax.stop_gradient(aux | {MISMATCH_MAX: apart_BT.max()})
+
+    def _of_answers(self, model: Transformer, ex: Execution, p, x_BTD, batch, given: dict) -> dict:
+        """Weight, loss and slope of each token, and metrics, where they depend on the whole answer: the head's forward
+        is computed twice.
+
+        Answers cross the shards of sequences, so rows are gathered: 4·T bytes of each array, in one all-gather.
+        """
+        logp_BT = self.scores(model, ex, *jax.lax.stop_gradient((p, x_BTD)), batch)
+        segments_BT = jnp.where(batch["targets"] != NO_TARGET, batch["segments"], PADDING)
+        arrays = [logp_BT, segments_BT.astype(jnp.float32), *given.values()]        # segments stay exact up to 2**24
+        logp_BT, segments_BT, *whole = jnp.moveaxis(ex.layout.act(jnp.stack(arrays, -1), "batch", None, None), -1, 0)
+        given = dict(zip(given, whole, strict=True))
+        loss, slope, metrics = self.policy.losses(logp_BT, given, answer_sums(segments_BT.astype(jnp.int32)))
+        return {"weight": given["weight"], "loss": loss, "slope": slope, "metrics": metrics}
 
     def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch):
         """[B, T]: log-probabilities of the targets, 0 where there is none."""
         return -model.head_token_nll(ex, p, x_BTD, batch["targets"], self.chunk, self.temperature)
 
 
-def answer_sums(ex: Execution, segments_BT):
-    """x_BT -> [B, T]: at each token the sum of x over its segment in its row; segments are numbered up to T.
-
-    Rows are gathered first where they are split (T float32 numbers), because the segments cross the shards.
-    """
-    T = segments_BT.shape[1]
-    whole = lambda x: ex.layout.act(x, "batch", None)
-    segments_BT = whole(segments_BT)
-
-    def total(x_BT):
-        def row(x_T, segments_T):
-            return jax.ops.segment_sum(x_T, segments_T, num_segments=T + 1)[segments_T]
-        return ex.layout.act(jax.vmap(row)(whole(x_BT), segments_BT), "batch", "seq")
-    return total
+def answer_sums(segments_BT):
+    """x_BT -> [B, T]: at each token the sum of x over its segment in its row; segments are numbered up to T."""
+    rows = jax.vmap(lambda x_T, segments_T: jax.ops.segment_sum(
+        x_T, segments_T, num_segments=segments_T.size + 1)[segments_T])
+    return lambda x_BT: rows(x_BT, segments_BT)
 
 
 def tokens(batch):
