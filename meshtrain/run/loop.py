@@ -40,7 +40,7 @@ class Hook:
     part: str = "rest"
 
 
-class Given(NamedTuple):
+class StepBatch(NamedTuple):
     """The batch of a step, on the devices. tokens: in it. paused: whether the device waited for it, as told to the
     record."""
     batch: dict
@@ -51,7 +51,7 @@ class Given(NamedTuple):
 class Feed(Protocol):
     """Where the loop gets its batches from."""
 
-    def next(self, done: int, state: State) -> Given:
+    def next(self, done: int, state: State) -> StepBatch:
         """The batch of the step after `done` steps, which have made `state`."""
 
     def tokens(self, steps: int) -> int:
@@ -67,8 +67,8 @@ class Stream:
         self.program, self.data = program, data
         self._batches = contracts.iterate(data, start, rows=program.rows)
 
-    def next(self, done: int, state: State) -> Given:
-        return Given(self.program.place(next(self._batches)), self.data.tokens(done + 1) - self.data.tokens(done))
+    def next(self, done: int, state: State) -> StepBatch:
+        return StepBatch(self.program.place(next(self._batches)), self.data.tokens(done + 1) - self.data.tokens(done))
 
     def tokens(self, steps: int) -> int:
         return self.data.tokens(steps)

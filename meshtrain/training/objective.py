@@ -100,7 +100,8 @@ class PolicyGradient:
             self.temperature)
         if metrics is None:
             _, _, metrics = self.policy.losses(logp_BT, given)
-        apart_BT = jnp.where(real_BT, jnp.abs(logp_BT - given["sampled"]), 0.0)
+        # of the weights that drew: after the first update, those before it
+        apart_BT = jnp.where(real_BT, jnp.abs(given.get("old", logp_BT) - given["sampled"]), 0.0)
         metrics |= {"entropy": entropy_BT, "mismatch_mean": apart_BT}
         aux = {name: jnp.sum(jnp.where(real_BT, value, 0.0)) for name, value in metrics.items()}
         return loss, loss, jax.lax.stop_gradient(aux | {MISMATCH_MAX: apart_BT.max()})

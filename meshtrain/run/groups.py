@@ -1,0 +1,171 @@
+"""Groups of answers with their rewards, and the files of run.dir/rollouts that hold the newest batches of them.
+
+N.jsonl is for readers: prompts, answers, rewards. N.npz has the ids and numbers, with which a killed run goes on. Both
+are whole or absent, and what cannot be written costs no run.
+"""
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from meshtrain import files
+from meshtrain.cluster import agree
+from meshtrain.data.batches.prompts import Prompt, Prompts
+from meshtrain.inference.detokenizer import Words
+from meshtrain.inference.generate import Completion
+from meshtrain.run import say
+
+ARRAYS = {"tokens", "logprobs", "margins", "rewards"}       # of N.npz, beside the scores
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """The answers to one prompt. row: of the prompt in the batch. text: of each answer. rewards: float64 [samples], NaN
+    where there is none. parts: of each answer, further values of its reward by name. failures: of each, why it has no
+    reward; empty: it has one. unsteady: answers whose reward was another the second time."""
+    prompt: Prompt
+    row: int
+    answers: list[Completion]
+    text: list[str]
+    rewards: np.ndarray
+    parts: list[dict]
+    failures: list[str]
+    unsteady: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing can be learned of it: all rewards that there are are the same."""
+        there = self.rewards[~np.isnan(self.rewards)]
+        return len(there) < 2 or bool((there == there[0]).all())
+
+
+@dataclasses.dataclass(eq=False)
+class AnswerBatch:
+    """A batch of answers. drawn: prompts of the run by then. equal: share of the groups that were drawn, in which all
+    rewards are equal. scores: log-probabilities by the trainer's forward pass, fields of a batch, [updates, rows,
+    T]."""
+    groups: list[Group]
+    drawn: int
+    equal: float
+    scores: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def numbers(self) -> dict[str, float]:
+        """Columns of the metrics row."""
+        every = [one for group in self.groups for one in group.answers]
+        if not every:
+            return {"equal_groups": self.equal}
+        found = np.concatenate([group.rewards for group in self.groups])
+        there = found[~np.isnan(found)]
+        lengths = [len(one.tokens) for one in every]
+        parts = [one for group in self.groups for one in group.parts]
+        mean = lambda values: float(np.mean(values)) if len(values) else 0.0
+        failures = [failure for group in self.groups for failure in group.failures if failure]
+        return {"reward": mean(there), "reward_std": float(np.std(there)) if len(there) else 0.0,
+                **{f"reward/{name}": mean([one[name] for one in parts if name in one])
+                   for name in sorted({name for one in parts for name in one})},
+                "equal_groups": self.equal, "answer_tokens": mean(lengths), "answer_tokens_max": float(max(lengths)),
+                "truncated": mean([one.stopped == "length" for one in every]),
+                "reward_failed": float(len(failures)),
+                "reward_timeouts": float(sum("timeout" in failure for failure in failures)),
+                "reward_unsteady": float(sum(group.unsteady for group in self.groups))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A batch of answers on disk, as arrays: whole or absent. key: of what it is a function of."""
+    directory: Path
+    number: int
+    key: str
+
+    @property
+    def path(self) -> Path:
+        return self.directory / f"{self.number}.npz"
+
+    def write(self, batch: AnswerBatch, weights: str, most: int) -> None:
+        """Keeps the newest `most` batches. Best effort: a run that is killed here draws the same answers again."""
+        groups = batch.groups
+        every = [one for group in groups for one in group.answers]
+        told = {"key": self.key, "weights": weights, "drawn": batch.drawn, "equal": batch.equal,
+                "samples": [len(group.answers) for group in groups], "stopped": [one.stopped for one in every],
+                "lengths": [len(one.tokens) for one in every], "rows": [group.row for group in groups],
+                "parts": [one for group in groups for one in group.parts],
+                "failures": [one for group in groups for one in group.failures],
+                "unsteady": [group.unsteady for group in groups]}
+        flat = lambda name, dtype: np.array([value for one in every for value in getattr(one, name)], dtype)
+        content = io.BytesIO()
+        np.savez(content, told=np.frombuffer(json.dumps(told).encode(), np.uint8), tokens=flat("tokens", np.int32),
+                 logprobs=flat("logprobs", np.float32), margins=flat("margins", np.float32),
+                 rewards=np.concatenate([group.rewards for group in groups]) if groups else np.zeros(0), **batch.scores)
+
+        def place() -> None:
+            self.directory.mkdir(exist_ok=True)
+            files.replace(self.path, content.getvalue())
+            files.replace(self.path.with_suffix(".jsonl"), _text(groups))
+            _drop_before(self.directory, self.number - most + 1)
+        _quietly(place)
+
+    def read(self, weights: str | None, first: int, prompts: Prompts, words: Words) -> AnswerBatch | None:
+        """The batch, in every process; None where there is none of this key and these weights (None: of any). first:
+        prompts drawn before it."""
+        found = self._read()
+        usable = found is not None and found[0]["key"] == self.key and weights in (None, found[0]["weights"])
+        if not all(agree.exchange(usable)):
+            return None
+        told, arrays = found
+        cuts = np.cumsum(told["lengths"])[:-1]
+        values = zip(*(np.split(arrays[name], cuts) for name in ("tokens", "logprobs", "margins")), told["stopped"],
+                     arrays["rewards"], told["parts"], told["failures"], strict=True)
+        groups = []
+        for row, samples, unsteady in zip(told["rows"], told["samples"], told["unsteady"], strict=True):
+            (prompt,) = prompts.draw(first + row, 1)
+            group = Group(prompt, row, [], [], np.zeros(samples), [], [], unsteady)
+            for i in range(samples):
+                tokens, logprobs, margins, stopped, group.rewards[i], parts, failure = next(values)
+                group.answers.append(Completion(prompt.ids.tolist(), tokens.tolist(), stopped, logprobs.tolist(),
+                                                margins.tolist()))
+                group.text.append(words.text(tokens.tolist()))
+                group.parts.append(parts)
+                group.failures.append(failure)
+            groups.append(group)
+        return AnswerBatch(groups, told["drawn"], told["equal"],
+                      {name: arrays[name] for name in arrays.keys() - ARRAYS})
+
+    def _read(self) -> tuple[dict, dict] | None:
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                arrays = dict(file)
+            return json.loads(arrays.pop("told").tobytes()), arrays
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return None
+
+
+def _text(groups: Sequence[Group]) -> bytes:
+    lines = [{"prompt": group.prompt.text, "place": group.prompt.place, "answer": text, "tokens": len(one.tokens),
+              "stopped": one.stopped, "reward": None if np.isnan(reward) else float(reward), **parts,
+              **({"failure": failure} if failure else {})}
+             for group in groups for one, text, reward, parts, failure in zip(
+                 group.answers, group.text, group.rewards, group.parts, group.failures, strict=True)]
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode(errors="surrogatepass")
+
+
+def _drop_before(directory: Path, first: int) -> None:
+    for path in directory.iterdir():
+        if path.suffix in (".npz", ".jsonl") and path.stem.isdigit() and int(path.stem) < first:
+            path.unlink(missing_ok=True)
+
+
+def _quietly(write: Callable[[], None]) -> None:
+    """Writes in process 0; what fails is told, and costs no run."""
+    if jax.process_index():
+        return
+    try:
+        write()
+    except OSError as error:
+        say.err(f"answers are not kept ({files.said(error)}); the run goes on without")

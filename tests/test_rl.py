@@ -1,0 +1,292 @@
+"""Runs that learn from rewards, by the command: they learn, go on bit for bit wherever they are killed, draw the same
+answers on every mesh, and tell mistakes before anything is compiled."""
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import assert_same_bits
+from commands import call, home, in_a_directory_of_its_own  # noqa: F401
+from test_lora_runs import saved
+
+from meshtrain import files, report, train
+from meshtrain.inference.generate import Generator
+from meshtrain.run import groups, rollouts
+from meshtrain.run.record import Record
+
+REWARD = '''
+def score(prompt, answer, example):
+    return {"reward": sum(ord(one) % 2 for one in answer) / 6, "length": len(answer), "of": example["number"]}
+'''
+COLUMNS = {"reward", "reward_std", "answer_tokens", "truncated", "entropy", "kl", "clip_low", "clip_high",
+           "mismatch_max", "sample_s", "reward_s", "sync_s", "train_s", "equal_groups", "reward_failed", "reward/length"}
+TIMES = ("time", "elapsed_s", "goodput", "tokens_per_s")
+OTHER = ("--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2", "--sharding.rules=sharding_rules/zero3.toml")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("rl")
+    (place / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i * i}: ", "number": i}) + "\n"
+                                                 for i in range(21)))
+    (place / "rewards.py").write_text(REWARD)
+    return place
+
+
+def words(place, name: str, *more) -> list[str]:
+    values = {"run.dir": place / name, "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8,
+              "sharding.rules": "sharding_rules/ddp.toml", "model.vocab_size": 257, "model.embed_dim": 32,
+              "model.num_layers": 1, "model.num_heads": 2, "model.mlp_dim": 64, "model.compute_dtype": "float32",
+              "data.source": "prompts", "data.paths": json.dumps([str(place / "prompts.jsonl")]), "data.seq_len": 32,
+              "data.global_batch": 8, "training.objective": "rl", "training.microbatches": 1, "training.steps": 4,
+              "optimizer.learning_rate": 0.01, "optimizer.schedule": "constant", "rl.prompts": 4, "rl.samples": 4,
+              "rl.max_tokens": 6, "rl.reward": f"{place / 'rewards.py'}:score", "rl.reward_workers": 1,
+              "validation.every": 2, "metrics.tensorboard": "false", "run.compilation_cache": ""}
+    return [f"--{key}={value}" for key, value in values.items()] + list(more)
+
+
+def ran(*words):
+    done = call(train.main, *words)
+    assert done.code == 0, done.err
+    return done
+
+
+def rows(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(row: dict) -> dict:
+    return {key: value for key, value in row.items() if key not in TIMES and not key.endswith("_s")}
+
+
+def drawn(directory, batch: int) -> list[tuple]:
+    lines = (directory / "rollouts" / f"{batch}.jsonl").read_text().splitlines()
+    return [(one["prompt"], one["answer"], one["reward"]) for one in map(json.loads, lines)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place, home):  # noqa: F811
+    ran(*words(place, "undisturbed", "--checkpoint.every=2"))
+    return place / "undisturbed"
+
+
+def test_a_run_learns_and_tells_what_it_drew(place, undisturbed):
+    found = rows(undisturbed)
+    assert all(COLUMNS <= row.keys() for row in found)
+    assert all(row["ratio"] == 1.0 and row["clip_low"] == row["clip_high"] == 0 for row in found), "one update: exactly"
+    assert all(0 < row["mismatch_max"] < 1e-4 for row in found), "the sampler reads what the trainer does"
+    assert {"val_reward", "val_reward_error"} <= found[1].keys() and "val_reward" not in found[0]
+    lines = [json.loads(line) for line in (undisturbed / "rollouts" / "3.jsonl").read_text().splitlines()]
+    assert len(lines) == 16 and len({line["prompt"] for line in lines}) == 4
+    assert all(line["reward"] == sum(ord(c) % 2 for c in line["answer"]) / 6 for line in lines)
+    assert all(line["of"] ** 2 == int(line["prompt"][:-2]) for line in lines), "the reward has the prompt's line"
+    assert found[3]["reward"] == pytest.approx(np.mean([line["reward"] for line in lines]))
+    assert len({line["answer"] for line in lines}) > 12, "samples of a prompt differ"
+    done = call(report.main, undisturbed, "--html", undisturbed / "report.html")
+    assert done.code == 0 and "Rewards and answers" in (undisturbed / "report.html").read_text()
+
+
+def test_longer_learning_raises_the_reward(place, home):  # noqa: F811
+    ran(*words(place, "longer", "--training.steps=40", "--validation.every=0"))
+    found = [row["reward"] for row in rows(place / "longer")]
+    assert np.mean(found[-5:]) > np.mean(found[:5]) + 0.3, found
+
+
+PLACES = {
+    "before the answers": (Generator, "complete", False), "after the answers": (Generator, "complete", True),
+    "before the rewards are read": (rollouts.Rollouts, "_check_failures", False),
+    "before the batch is kept": (groups.Kept, "write", False),
+    "after the batch is kept": (groups.Kept, "write", True),
+    "while text is kept": (groups, "_drop_before", False), "after the step": (Record, "dispatched", True)}
+
+
+def killed_at(monkeypatch, owner, name: str, count: int, after: bool, words) -> None:
+    """Runs the command until the function is called for the so manieth time; after: until it has done its work."""
+    real, calls = getattr(owner, name), []
+
+    def killed(*args, **keys):
+        calls.append(1)
+        if len(calls) == count:
+            if after:
+                real(*args, **keys)
+            raise KeyboardInterrupt
+        return real(*args, **keys)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            call(train.main, *words)
+
+
+GRID = [pytest.mark.slow, pytest.mark.grid]
+
+
+@pytest.mark.parametrize("where", [pytest.param(where, marks=GRID * (where != "after the batch is kept"))
+                                   for where in PLACES])
+def test_a_run_that_is_killed_goes_on_bit_for_bit(place, undisturbed, monkeypatch, where):
+    owner, name, after = PLACES[where]
+    directory = place / where.replace(" ", "-")
+    # in the fourth step, behind the checkpoint of the second, or nearly
+    killed_at(monkeypatch, owner, name, 4, after, words(place, directory.name, "--checkpoint.every=2"))
+    ran(*words(place, directory.name, "--checkpoint.every=2"))
+    assert list(map(timeless, rows(directory))) == list(map(timeless, rows(undisturbed)))
+    assert_same_bits(saved(directory, 4)["params"], saved(undisturbed, 4)["params"])
+    assert drawn(directory, 3) == drawn(undisturbed, 3)
+
+
+def test_half_a_file_of_answers_is_drawn_again(place, undisturbed):
+    directory = place / "half"
+    shutil.copytree(undisturbed, directory)
+    shutil.rmtree(directory / "checkpoints" / "4")
+    kept = directory / "rollouts" / "2.npz"
+    kept.write_bytes(kept.read_bytes()[:-100])
+    ran(*words(place, "half", "--checkpoint.every=2"))
+    assert list(map(timeless, rows(directory))) == list(map(timeless, rows(undisturbed)))
+
+
+def test_answers_of_other_weights_are_not_taken(place, undisturbed):
+    directory = place / "others"
+    (directory / "rollouts").mkdir(parents=True)
+    shutil.copy(undisturbed / "rollouts" / "0.npz", directory / "rollouts" / "0.npz")
+    (directory / ".lock").touch()
+    ran(*words(place, "others", "--run.seed=1", "--training.steps=1", "--validation.every=0"))
+    assert drawn(directory, 0) != drawn(undisturbed, 0)
+
+
+@pytest.mark.parametrize("more", [pytest.param(OTHER, marks=GRID), (*OTHER, "--training.microbatches=2",
+                                                                    "--rl.slots=8")])
+def test_other_meshes_draw_the_same_answers(place, undisturbed, more):
+    name = f"mesh{len(more)}"
+    ran(*words(place, name, *more))
+    for batch in range(4):
+        assert drawn(place / name, batch) == drawn(undisturbed, batch)
+    for one, other in zip(rows(place / name), rows(undisturbed), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert one["mismatch_max"] < 1e-4
+
+
+@pytest.mark.parametrize("name, more", [
+    ("updates", ["--rl.updates=2"]), ("kl", ["--rl.kl=0.1", "--rl.updates=2"]),
+    pytest.param("lora", ["--rl.kl=0.1", "--lora.rank=2"], marks=GRID)])
+def test_a_stop_between_the_updates_of_a_batch_changes_nothing(place, undisturbed, monkeypatch, name, more):
+    more = [*more, "--training.steps=5", "--validation.every=0", f"--checkpoint.init_from={undisturbed}",
+            "--checkpoint.every=3"]
+    ran(*words(place, f"{name}-one", *more))
+    killed_at(monkeypatch, Record, "dispatched", 5, True, words(place, name, *more))
+    ran(*words(place, name, *more))
+    assert list(map(timeless, rows(place / name))) == list(map(timeless, rows(place / f"{name}-one")))
+    found = rows(place / name)
+    if "--rl.kl=0.1" in more:
+        assert abs(found[0]["kl"]) < 1e-6 < found[-1]["kl"], "it begins at its reference, and departs from it"
+    if "--rl.updates=2" in more:
+        assert found[0]["ratio"] == pytest.approx(1, abs=1e-5) and found[1]["ratio"] != 1
+        assert "reward" in found[2] and "reward" not in found[1]
+        assert all(row["mismatch_max"] < 1e-4 for row in found), "of the weights that drew"
+
+
+def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch):  # noqa: F811
+    """The plant: weights that are laid out once, and never again."""
+    from meshtrain import trained
+    real, kept = trained.beside, []
+
+    def beside(made):
+        sampler = real(made)
+        generator = sampler.generator
+
+        def stale(params):
+            kept[:] = kept or [jax.tree.map(lambda x: x.copy(), params)]
+            return generator(kept[0])
+        sampler = type("Stale", (), {"generator": staticmethod(stale)})()
+        return sampler
+    monkeypatch.setattr(trained, "beside", beside)
+    ran(*words(place, "stale", "--validation.every=0"))
+    found = [row["mismatch_max"] for row in rows(place / "stale")]
+    assert found[0] < 1e-4 and min(found[1:]) > 1e-3
+
+
+def test_a_reward_that_fails_leaves_its_answer_out(place, home):  # noqa: F811
+    (place / "failing.py").write_text('''
+def score(prompt, answer, example):
+    if example["number"] == 3 and len(answer) % 2:
+        raise ValueError("odd")
+    return float(len(answer))
+''')
+    reward = f"--rl.reward={place / 'failing.py'}:score"
+    ran(*words(place, "drop", reward, "--training.steps=6", "--validation.every=0", "--data.validation_fraction=0"))
+    lines = [json.loads(line) for batch in range(6)
+             for line in (place / "drop" / "rollouts" / f"{batch}.jsonl").read_text().splitlines()]
+    failed = [line for line in lines if line.get("failure")]
+    assert failed and all(line["reward"] is None and "ValueError: odd" in line["failure"] for line in failed)
+    assert sum(row["reward_failed"] for row in rows(place / "drop")) == len(failed)
+    done = call(train.main, *words(place, "stop", reward, "--rl.reward_failures=stop", "--training.steps=6",
+                                   "--validation.every=0", "--data.validation_fraction=0"))
+    assert done.code == 1 and "ValueError: odd" in done.err and "Traceback" not in done.err
+
+
+def test_rewards_that_are_all_equal_leave_the_weights_as_they_were(place, home):  # noqa: F811
+    (place / "same.py").write_text("def score(prompt, answer, example):\n    return 1\n")
+    ran(*words(place, "same", f"--rl.reward={place / 'same.py'}:score", "--validation.every=0",
+               "--optimizer.weight_decay=0", "--training.steps=2", "--checkpoint.every=1"))
+    found = rows(place / "same")
+    assert [row["equal_groups"] for row in found] == [1.0, 1.0] and [row["grad_norm"] for row in found] == [0.0, 0.0]
+    assert not any(row["skipped"] for row in found)
+    assert_same_bits(saved(place / "same", 1)["params"], saved(place / "same", 2)["params"])
+
+
+def test_groups_with_equal_rewards_are_replaced(place, home):  # noqa: F811
+    (place / "some.py").write_text('''
+def score(prompt, answer, example):
+    return 1.0 if example["number"] % 2 else float(len(answer))
+''')
+    ran(*words(place, "filter", f"--rl.reward={place / 'some.py'}:score", "--rl.filter=equal", "--training.steps=3",
+               "--validation.every=0", "--checkpoint.every=2"))
+    for batch in range(3):
+        rewards = {}
+        for prompt, _, reward in drawn(place / "filter", batch):
+            rewards.setdefault(prompt, set()).add(reward)
+        assert all(len(found) > 1 for found in rewards.values())
+    shutil.rmtree(place / "filter" / "checkpoints" / "3")
+    before = drawn(place / "filter", 2)
+    (place / "filter" / "rollouts" / "2.npz").unlink()
+    ran(*words(place, "filter", f"--rl.reward={place / 'some.py'}:score", "--rl.filter=equal", "--training.steps=3",
+               "--validation.every=0", "--checkpoint.every=2"))
+    assert drawn(place / "filter", 2) == before, "how many prompts were drawn before is part of the checkpoint"
+
+
+def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  # noqa: F811
+    real = files.replace
+
+    def full(path, *args, **keys):
+        if "rollouts" in str(path):
+            raise OSError(28, "No space left on device")
+        return real(path, *args, **keys)
+    monkeypatch.setattr(files, "replace", full)
+    done = ran(*words(place, "full", "--training.steps=1", "--validation.every=0"))
+    assert "answers are not kept" in done.err
+
+
+@pytest.mark.parametrize("more, told", [
+    (["--data.source=stdlib", "--data.paths=[]"], 'learns training.objective="rl" with data.source="prompts"'),
+    (["--training.objective=next_token"], '[rl] is not read by training.objective="next_token"'),
+    (["--rl.reward="], "rl.reward is empty"),
+    (["--rl.reward=exakt"], "exakt"),
+    (["--rl.reward=nowhere.py:score"], "nowhere.py"),
+    (["--rl.samples=1"], "rl.samples=1: an advantage is the reward less that of the group"),
+    (["--rl.max_tokens=32"], "leaves no room for a prompt"),
+    (["--data.global_batch=2"], "data.global_batch=2 sequences of data.seq_len=32 may not hold the 16 answers"),
+    (["--rl.updates=3"], "rl.updates=3 does not divide rl.prompts=4"),
+    (["--rl.kl=0.1"], "rl.kl=0.1 is a divergence from the weights that the run starts from, and these are random"),
+    (["--rl.old=sampler", "--rl.correction=token_mask"], "rl.correction=\"token_mask\" weighs old log-probabilities"),
+    (["--rl.top_k=5"], "rl.top_k"),
+    (["--model.residual_dropout=0.1"], "answers are drawn without dropout"),
+    (["--training.z_loss=0.1"], 'training.z_loss=0.1 is not part of training.objective="rl"'),
+    (["--training.loss_spike=skip"], "training.loss_spike=\"skip\""),
+    (["--data.packing=whole"], "data.packing=\"whole\" is not read by"),
+    (["--data.seq_len=9"], "prompts have more than the 3 tokens that data.seq_len=9 leaves"),
+    (["--mesh.stage=2", "--mesh.data=4", "--model.num_layers=2"], "is not computed in pipelines"),
+])  # fmt: skip
+def test_faults_are_told_by_name(place, more, told):
+    done = call(train.main, *words(place, "faulty", *more))
+    assert done.code == 2 and told in done.err and "Traceback" not in done.err, done.err
+    assert not (place / "faulty" / "metrics.jsonl").exists()
