@@ -306,7 +306,7 @@ def batch_of(run: config.Run, drawn, rows: int = ROWS) -> dict:
 
 
 CASES = [("grpo", "ddp", ONE, 4), ("all", "zero3", dict(data=2, fsdp=2, tensor=2), 2),
-         ("gspo", "zero1", dict(data=2, context=2), 2), ("softcap", "tensor", dict(tensor=2), 2)]
+         ("gspo", "zero1", dict(data=2, context=2), 2), ("softcap", "tensor", dict(tensor=2), 1)]
 GRID = [(name, *case) for name in KEYS for case in (
     ("ddp", ONE, 1), ("zero3", dict(fsdp=2), 4), ("tensor", dict(tensor=2), 2), ("zero1", dict(context=2), 2),
     ("zero1", dict(data=2), 4), ("zero3", dict(fsdp=2, tensor=2, context=2), 2))]
