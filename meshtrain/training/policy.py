@@ -19,9 +19,9 @@ class Policy:
     """The keys of [rl] of the same names. old: "current" (log-probabilities of this very step, so that the ratio is 1
     and only its derivative counts), "trainer" (those before the first step on these answers) or "sampler".
 
-    The ratio is exp(log-probability - old); "sequence": the geometric mean over an answer. "cispo": the loss is -ratio ·
-    A · log-probability, the ratio at most 1 + clip_high and not differentiated. The correction is exp(old - sampled),
-    of a "sequence" the product over an answer, as in TRL. It multiplies all but KL and entropy, and is not
+    The ratio is exp(log-probability - old); "sequence": the geometric mean over an answer. "cispo": the loss is
+    -ratio · A · log-probability, the ratio at most 1 + clip_high and not differentiated. The correction is exp(old -
+    sampled), of a "sequence" the product over an answer, as in TRL. It multiplies all but KL and entropy, and is not
     differentiated.
     """
     ratio: str = "token"
