@@ -287,7 +287,8 @@ def _reference(session: _Session, start: resume.Start, state: State) -> dict:
         return model_params.joined(jax.tree.map(jnp.zeros_like, trained), frozen)
     params = state.params
     if start.saved is not None:
-        params = _start_state(made, dataclasses.replace(start, saved=None), pretrained.opened(made.run, made.model)).params
+        given = pretrained.opened(made.run, made.model)
+        params = _start_state(made, dataclasses.replace(start, saved=None), given).params
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
         lambda leaf: leaf.sharding, params))(params)
 

@@ -213,14 +213,15 @@ def score(prompt, answer, example):
     return float(len(answer))
 ''')
     reward = f"--rl.reward={place / 'failing.py'}:score"
-    ran(*words(place, "drop", reward, "--training.steps=6", "--validation.every=0", "--data.validation_fraction=0"))
+    few = ["--rl.prompts=10", "--rl.samples=2", "--data.global_batch=16", "--training.steps=6", "--validation.every=0",
+           "--data.validation_fraction=0"]
+    ran(*words(place, "drop", reward, *few))
     lines = [json.loads(line) for batch in range(6)
              for line in (place / "drop" / "rollouts" / f"{batch}.jsonl").read_text().splitlines()]
     failed = [line for line in lines if line.get("failure")]
     assert failed and all(line["reward"] is None and "ValueError: odd" in line["failure"] for line in failed)
     assert sum(row["reward_failed"] for row in rows(place / "drop")) == len(failed)
-    done = call(train.main, *words(place, "stop", reward, "--rl.reward_failures=stop", "--training.steps=6",
-                                   "--validation.every=0", "--data.validation_fraction=0"))
+    done = call(train.main, *words(place, "stop", reward, "--rl.reward_failures=stop", *few))
     assert done.code == 1 and "ValueError: odd" in done.err and "Traceback" not in done.err
 
 
@@ -274,7 +275,7 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
     (["--rl.reward=nowhere.py:score"], "nowhere.py"),
     (["--rl.samples=1"], "rl.samples=1: an advantage is the reward less that of the group"),
     (["--rl.max_tokens=32"], "leaves no room for a prompt"),
-    (["--data.global_batch=2"], "data.global_batch=2 sequences of data.seq_len=32 may not hold the 16 answers"),
+    (["--rl.prompts=16"], "data.global_batch=8 sequences of data.seq_len=32 may not hold the 64 answers"),
     (["--rl.updates=3"], "rl.updates=3 does not divide rl.prompts=4"),
     (["--rl.kl=0.1"], "rl.kl=0.1 is a divergence from the weights that the run starts from, and these are random"),
     (["--rl.old=sampler", "--rl.correction=token_mask"], "rl.correction=\"token_mask\" weighs old log-probabilities"),

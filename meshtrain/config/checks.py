@@ -33,8 +33,8 @@ def problems(run: Run) -> list[str]:
     """Messages about keys that contradict each other or the files they name; empty if the run is valid."""
     return [*_text_problems(run), *_run_problems(run), *_mesh_problems(run), *_model_problems(run),
             *_expert_problems(run), *_data_problems(run),
-            *_training_problems(run), *_clip_problems(run), *_lora_problems(run), *_preference_problems(run), *_rl_problems(run),
-            *_distributed_problems(run), *_metrics_problems(run)]
+            *_training_problems(run), *_clip_problems(run), *_lora_problems(run), *_preference_problems(run),
+            *_rl_problems(run), *_distributed_problems(run), *_metrics_problems(run)]
 
 
 def _strings(value):
@@ -408,19 +408,19 @@ def _rl_problems(run: Run):
         yield ('rl.reward is empty, and training.objective="rl" learns from nothing else; use "exact", "number", '
                '"choice" or "regex", or a function of your own, "rewards.py:score"')
     if rl.max_tokens >= data.seq_len:
-        yield (f"rl.max_tokens={rl.max_tokens} leaves no room for a prompt in data.seq_len={data.seq_len}; use a longer "
-               f"data.seq_len, e.g. {2 * rl.max_tokens}")
+        yield (f"rl.max_tokens={rl.max_tokens} leaves no room for a prompt in data.seq_len={data.seq_len}; use a "
+               f"longer data.seq_len, e.g. {2 * rl.max_tokens}")
     if rl.samples == 1:
         yield (f"rl.samples=1: an advantage is the reward less that of the group (rl.advantage={toml(rl.advantage)}), "
                "and one answer is none; use e.g. 8")
     if rl.prompts % rl.updates:
-        yield (f"rl.updates={rl.updates} does not divide rl.prompts={rl.prompts}, of which each learns from a part; use "
-               f"rl.prompts={next_multiple(rl.prompts, rl.updates)}")
+        yield (f"rl.updates={rl.updates} does not divide rl.prompts={rl.prompts}, of which each learns from a part; "
+               f"use rl.prompts={next_multiple(rl.prompts, rl.updates)}")
     if rl.ratio == "cispo" and rl.dual_clip:
         yield f'rl.dual_clip={rl.dual_clip:g} is not part of rl.ratio="cispo", which clips no loss; leave it out'
     if rl.old == "sampler" and rl.correction != "none":
-        yield (f'rl.correction={toml(rl.correction)} weighs old log-probabilities by the sampler\'s, and rl.old="sampler" '
-               f'takes these for old ones; use rl.old="trainer", or no correction')
+        yield (f'rl.correction={toml(rl.correction)} weighs old log-probabilities by the sampler\'s, and '
+               f'rl.old="sampler" takes these for old ones; use rl.old="trainer", or no correction')
     if rl.kl and not run.checkpoint.init_from:
         yield (f"rl.kl={rl.kl:g} is a divergence from the weights that the run starts from, and these are random; give "
                f"checkpoint.init_from, or leave rl.kl out")

@@ -96,8 +96,8 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
     """Trains from state.step to step `last`. Returns (state, number of steps the run has taken), fewer than `last`
     after a stop.
 
-    Every process calls it alike. step: the compiled training step. feed: is closed. hooks: in the order in which they act. Raises:
-    TooManySkippedSteps, LossSpike.
+    Every process calls it alike. step: the compiled training step. feed: is closed. hooks: in the order in which they
+    act. Raises: TooManySkippedSteps, LossSpike.
     """
     done = int(state.step)
     with contextlib.closing(feed), concurrent.futures.ThreadPoolExecutor(1) as clock, garbage.by_step() as collect:

@@ -35,8 +35,8 @@ STEP_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped")
 
 
 class _Step(NamedTuple):
-    """A dispatched step. tokens: of the run so far. own: of the step. ended: time at which the device finished it. paused_s: pauses
-    between the step before and this one."""
+    """A dispatched step. tokens: of the run so far. own: of the step. ended: time at which the device finished it.
+    paused_s: pauses between the step before and this one."""
     number: int
     tokens: int
     own: int

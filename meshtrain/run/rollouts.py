@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain import rewards
+from meshtrain.rewards import workers
 from meshtrain.cluster import agree, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data.batches import answers
@@ -68,8 +68,8 @@ class Rollouts:
         self._check_rows()
         rl = self.rl
         with user_errors():
-            rewards.check(rl.reward, prompts.prompts[0].line)
-            self.scorer = rewards.Scorer(rl.reward, rl.reward_workers, rl.reward_timeout_s, rl.reward_memory_gb,
+            workers.check(rl.reward, prompts.prompts[0].line, rl.reward_memory_gb)
+            self.rewards = workers.RewardWorkers(rl.reward, rl.reward_workers, rl.reward_timeout_s, rl.reward_memory_gb,
                                          rl.reward_check)
 
     def _check_rows(self) -> None:
@@ -84,7 +84,7 @@ class Rollouts:
                 f"that are needed, by training.microbatches")
 
     def close(self) -> None:
-        self.scorer.close()
+        self.rewards.close()
 
     def tokens(self, steps: int) -> int:
         return self._mark(steps)[1]
@@ -178,7 +178,7 @@ class Rollouts:
             text[i] = self.words.text(answer.tokens)
             if own(i):
                 prompt = prompts[i // samples]
-                self.scorer.submit(i, prompt.text, text[i], prompt.line)
+                self.rewards.submit(i, prompt.text, text[i], prompt.line)
         limits = GenerationLimits(self.rl.max_tokens, self.words.stop_ids,
                                   ended=(lambda _, tokens: self.words.ended(tokens)) if self.words.stops else None)
         with timed("sampling", "sample_s"):
@@ -187,8 +187,8 @@ class Rollouts:
                 samples=[samples] * len(prompts), counters=counters, each=ended)
         with timed("rewards", "reward_s"):
             outcomes = {}
-            for part in agree.exchange({i: dataclasses.astuple(one) for i, one in self.scorer.results().items()}):
-                outcomes |= {int(i): rewards.Outcome(*one) for i, one in part.items()}
+            for part in agree.exchange({i: dataclasses.astuple(one) for i, one in self.rewards.results().items()}):
+                outcomes |= {int(i): workers.Reward(*one) for i, one in part.items()}
         wrong = [i for i, one in enumerate(found) if not np.isfinite(one.logprobs).all()]
         if wrong:
             raise RolloutError(f"the logits are not finite in {len(wrong)} of {len(found)} answers, the first to "

@@ -1,0 +1,94 @@
+"""A process that scores answers: python worker.py REWARD IN OUT MEMORY_BYTES, with the descriptors of two pipes.
+
+Reads lines of JSON [prompt, answer, line] and writes lines {"reward", "parts"} or {"failure"}; the first line that it
+writes is {} once the function is loaded. What the function prints is dropped. Imports the standard library alone.
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import math
+import os
+import resource
+import signal
+import sys
+
+FILE_BYTES = 1 << 28        # that a function may write to one file
+MOST_PARTS, MOST_CHARS = 32, 300
+PR_SET_PDEATHSIG = 1
+
+
+def load(reward: str):
+    """The function of "name" (built-in) or "file.py:name"."""
+    path, _, name = reward.rpartition(":")
+    if not path:
+        return getattr(_module("meshtrain_builtin", os.path.join(os.path.dirname(__file__), "builtin.py")), name)
+    sys.path[0] = os.path.dirname(path)
+    return getattr(_module("rewards", path), name)
+
+
+def _module(name: str, path: str):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def number(value, name: str) -> float:
+    """Raises: ValueError."""
+    if hasattr(value, "item") and not isinstance(value, (dict, str)):     # of numpy
+        value = value.item()
+    if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} is not a finite number, but {value!r}"[:MOST_CHARS])
+    return float(value)
+
+
+def scored(function, prompt: str, answer: str, line: dict) -> dict:
+    try:
+        found = function(prompt, answer, line)
+        parts = found if isinstance(found, dict) else {"reward": found}
+        if "reward" not in parts or len(parts) > MOST_PARTS:
+            raise ValueError(f'a dict of rewards has "reward" and at most {MOST_PARTS - 1} others, not {list(parts)}')
+        parts = {str(name): number(value, str(name)) for name, value in parts.items()}
+        return {"reward": parts.pop("reward"), "parts": parts}
+    except BaseException as error:      # whatever it is, also exits and interrupts
+        return {"failure": said(error)}
+
+
+def said(error: BaseException) -> str:
+    text = type(error).__name__
+    with contextlib.suppress(BaseException):        # its own __str__ may fail
+        text = f"{text}: {error}"
+    return " ".join(text[:MOST_CHARS].split())
+
+
+def main(reward: str, source: str, target: str, memory: str) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is for the training, which ends this process
+    for limit, value in ((resource.RLIMIT_AS, int(memory)), (resource.RLIMIT_FSIZE, FILE_BYTES),
+                         (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(limit, (value, value))
+    requests, replies = os.fdopen(int(source), "r", encoding="utf-8"), int(target)
+    for number_ in (int(source), replies):
+        os.set_inheritable(number_, False)
+
+    def tell(reply: dict) -> None:
+        data = json.dumps(reply).encode() + b"\n"
+        while data:
+            data = data[os.write(replies, data):]
+    try:
+        function = load(reward)
+    except BaseException as error:
+        tell({"failure": said(error)})
+        return
+    tell({})
+    for request in requests:
+        tell(scored(function, *json.loads(request)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    os._exit(0)     # whatever threads a function has left

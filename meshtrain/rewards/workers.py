@@ -1,0 +1,213 @@
+"""Rewards of answers, by functions that run in processes of their own: one that hangs, dies or eats memory costs its
+answer's reward, and never the run.
+
+Each process has one answer at a time. After `timeout_s` it is killed with all that it has started, and another takes
+its place. This keeps accidents apart. It is no sandbox: a function has the user's rights.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from meshtrain.rewards import builtin, worker
+
+START_S = 60.0              # for imports of the user's file
+LOOK_S = 0.2                # between looks whether a process lives, whose pipe another may hold open
+MOST_REPLY_BYTES = 1 << 16
+KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR")
+
+
+@dataclasses.dataclass
+class Reward:
+    """reward: None where it failed; failure: why, in a line. parts: the function's other values by name. unsteady: it
+    was scored twice, and another reward came out."""
+    reward: float | None
+    parts: dict[str, float]
+    failure: str = ""
+    unsteady: bool = False
+
+
+def check(reward: str, line: dict, memory_gb: float = 2.0) -> None:
+    """Raises: ValueError if `rl.reward` names no function that can be loaded, or a prompt's line lacks its column."""
+    path, _, _ = reward.rpartition(":")
+    if not path:
+        if reward not in builtin.COLUMNS:
+            near = difflib.get_close_matches(reward, builtin.COLUMNS, n=1)
+            raise ValueError(f'rl.reward="{reward}" is none of {", ".join(builtin.COLUMNS)}, and no function of a '
+                             'file; ' + (f'did you mean "{near[0]}"?' if near else 'name one as "rewards.py:score"'))
+        if builtin.COLUMNS[reward] not in line:
+            raise ValueError(f'rl.reward="{reward}" reads "{builtin.COLUMNS[reward]}" of each prompt\'s line, and the '
+                             f'first has {", ".join(map(repr, line))}; add it, or use a function of your own')
+        return
+    if not os.path.isfile(os.path.expanduser(path)):
+        raise ValueError(f'rl.reward="{reward}": {path} is not a file (relative to {os.getcwd()}); name one as '
+                         f'"rewards.py:score"')
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(_Process(reward, memory_gb, folder)) as process:
+        if failure := process.started():
+            raise ValueError(f'rl.reward="{reward}" cannot be loaded: {failure}; mend the file, or name another '
+                             f'function')
+
+
+class RewardWorkers:
+    """Scores what is submitted, in the background. reward: as rl.reward. count: processes; 0: half of the host's
+    cores. check: share of the answers that are scored twice, the same ones in every run."""
+
+    def __init__(self, reward: str, count: int, timeout_s: float, memory_gb: float, check: float = 0.0):
+        self.reward, self.timeout_s, self.memory_gb, self.check = reward, timeout_s, memory_gb, check
+        self._folder = tempfile.TemporaryDirectory(prefix="meshtrain-rewards-")
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._found: dict[int, list[Reward]] = {}
+        self._left, self._changed = 0, threading.Condition()
+        self._threads = [threading.Thread(target=self._work, daemon=True, name=f"rewards {i}")
+                         for i in range(count or max(1, (os.cpu_count() or 2) // 2))]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, number: int, prompt: str, answer: str, line: dict) -> None:
+        """Scores an answer; returns at once."""
+        request = json.dumps([prompt, answer, line]).encode() + b"\n"
+        times = 2 if is_checked(request, self.check) else 1
+        with self._changed:
+            self._left += times
+        for _ in range(times):
+            self._jobs.put((number, request))
+
+    def results(self) -> dict[int, Reward]:
+        """Waits for all that was submitted since the last call. By number."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left == 0)
+            found, self._found = self._found, {}
+        return {number: dataclasses.replace(one, unsteady=any(
+            (other.reward, other.parts) != (one.reward, one.parts) for other in others))
+            for number, (one, *others) in found.items()}
+
+    def close(self) -> None:
+        """Kills the processes. May be called twice."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(self.timeout_s + 5)
+        self._threads = []
+        self._folder.cleanup()
+
+    def _work(self) -> None:
+        process = None
+        while (job := self._jobs.get()) is not None:
+            number, request = job
+            try:
+                failure = ""
+                if process is None:
+                    process = _Process(self.reward, self.memory_gb, self._folder.name)
+                    failure = process.started()
+                reply = process.ask(request, self.timeout_s) if not failure else {
+                    "failure": f"its process did not start: {failure}"}
+            except OSError as error:        # no process, or no descriptor, is to be had
+                reply = {"failure": f"its process did not start: {error}"}
+            if process is not None and (not process.usable or failure):
+                process.close()
+                process = None
+            found = Reward(reply.get("reward"), reply.get("parts", {}), reply.get("failure", ""))
+            with self._changed:
+                self._found.setdefault(number, []).append(found)
+                self._left -= 1
+                self._changed.notify_all()
+        if process is not None:
+            process.close()
+
+
+def is_checked(request: bytes, share: float) -> bool:
+    """Whether a request is one of this share, by its hash."""
+    return int.from_bytes(hashlib.blake2b(request, digest_size=6).digest(), "big") < share * 2**48
+
+
+class _Process:
+    """A worker process. usable: it may be asked again."""
+
+    def __init__(self, reward: str, memory_gb: float, folder: str):
+        path, _, name = reward.rpartition(":")
+        reward = f"{Path(path).expanduser().resolve()}:{name}" if path else name
+        environment = {key: os.environ[key] for key in KEPT_ENVIRONMENT if key in os.environ}
+        # sets of strings in the same order in every run; one thread, as there are processes enough
+        environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        source, self._requests = os.pipe()
+        self._replies, target = os.pipe()
+        self.usable, self._rest = True, b""
+        self._process = subprocess.Popen(
+            [sys.executable, worker.__file__, reward, str(source), str(target), str(int(memory_gb * 2**30))],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder,
+            env=environment, pass_fds=(source, target), start_new_session=True)
+        os.close(source)
+        os.close(target)
+        os.set_blocking(self._requests, False)
+
+    def started(self) -> str:
+        """Why the function cannot be called; empty: it can."""
+        return self._reply(START_S, b"").get("failure", "")
+
+    def ask(self, request: bytes, timeout_s: float) -> dict:
+        """The reply to a request, after `timeout_s` at most: a failure then."""
+        return self._reply(timeout_s, request)
+
+    def _reply(self, timeout_s: float, request: bytes) -> dict:
+        """Writes the request and reads a line."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._rest:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return self._failed(f"timeout after {timeout_s:g} s")
+            readable, writable, _ = select.select([self._replies], [self._requests] if request else [], [],
+                                                  min(left_s, LOOK_S))
+            try:
+                if writable:
+                    request = request[os.write(self._requests, request):]
+                data = os.read(self._replies, MOST_REPLY_BYTES) if readable else None
+            except BlockingIOError:
+                data = None
+            except OSError:     # a broken pipe
+                data = b""
+            if data == b"" or data is None and self._process.poll() is not None:
+                return self._failed(self._ending(deadline))
+            self._rest += data or b""
+            if len(self._rest) > MOST_REPLY_BYTES:
+                return self._failed("a reply that is no reward")
+        line, self._rest = self._rest.split(b"\n", 1)
+        try:
+            reply = json.loads(line)
+            if self._rest or not isinstance(reply, dict):
+                raise ValueError
+            if reply.keys() != {"failure"} and reply and not isinstance(reply["reward"], float):
+                raise ValueError
+        except (ValueError, KeyError):
+            return self._failed("a reply that is no reward")
+        return reply
+
+    def _failed(self, why: str) -> dict:
+        self.usable = False
+        return {"failure": why}
+
+    def _ending(self, deadline: float) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(max(0.0, min(1.0, deadline - time.monotonic())))
+            return f"its process ended, {f'killed by signal {-code}' if code < 0 else f'with exit code {code}'}"
+        return "its process closed the pipe"
+
+    def close(self) -> None:
+        """Kills the process, and those of its group that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for descriptor in (self._requests, self._replies):
+            os.close(descriptor)

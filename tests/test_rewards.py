@@ -1,0 +1,236 @@
+"""Rewards: the built-in ones on odd answers, and functions of every bad kind, none of which costs more than its answer."""
+import json
+import os
+import subprocess
+import time
+
+import pytest
+
+from meshtrain.rewards import builtin, worker, workers
+
+LINE = {"answer": "The train takes 1,200 s.\n#### 1,200", "pattern": r"(yes|no)\.?"}
+
+
+@pytest.mark.parametrize("answer, right", [
+    ("1200", True), ("It is 1,200.", True), ("= 1200.0", True), ("2400/2", True), ("first 7, then 1200", True),
+    ("1200, I mean 7", False), ("#### 1200 (not 7)\n", False), ("7 #### 1200", True), (r"7 \boxed{1200} 8", True),
+    ("-1200", False), ("−1200", False), ("12 00", False), ("1.200", False), ("", False), ("none", False), ("1200/0", False),
+    (".", False), ("1200%", True), ("$1,200.00", True)])
+def test_numbers_are_compared_exactly(answer, right):
+    assert builtin.number("", answer, LINE) == right
+
+
+def test_fractions_have_no_rounding():
+    assert builtin.number("", "0.1", {"answer": "1/10"}) == 1 == builtin.number("", "2/6", {"answer": "1/3"})
+    assert builtin.number("", "0.3333333333333333", {"answer": "1/3"}) == 0
+
+
+@pytest.mark.parametrize("answer, right", [
+    ("B", True), ("b", True), ("(B)", True), ("(b)", True), ("The answer is B.", True), ("A or B? (B)", True),
+    ("I think (A), no, (B)", True), ("A", False), ("(A) and not B", False), ("", False), ("Bob", False), ("B or C", False)])
+def test_choices_are_the_last_letter(answer, right):
+    assert builtin.choice("", answer, {"answer": "B"}) == right == builtin.choice("", answer, {"answer": "(b)"})
+
+
+@pytest.mark.parametrize("name, answer, right", [
+    ("exact", f" {LINE['answer']}\n", True), ("exact", "1200", False),
+    ("regex", "yes", True), ("regex", " no. ", True), ("regex", "yes it is", False)])
+def test_texts(name, answer, right):
+    assert getattr(builtin, name)("", answer, LINE) == right
+
+
+HOSTILE = '''
+import itertools, os, random, signal, subprocess, sys, time
+
+class Rude(Exception):
+    def __str__(self):
+        raise ValueError
+
+def score(prompt, answer, line):
+    if answer == "sleep":
+        time.sleep(1000)
+    if answer == "spin":
+        while True:
+            pass
+    if answer == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    if answer == "raise":
+        raise KeyError("no such key")
+    if answer == "rude":
+        raise Rude
+    if answer == "exit":
+        sys.exit(3)
+    if answer == "die":
+        os._exit(3)
+    if answer == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if answer == "memory":
+        return len(bytearray(10 << 30))
+    if answer == "fork":
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(0)
+    if answer == "child":
+        subprocess.Popen(["sleep", "1000"])
+        time.sleep(1000)
+    if answer == "print":
+        for _ in range(1 << 14):
+            print("x" * (1 << 16))
+        sys.stderr.write("x" * (1 << 20))
+    if answer == "disk":
+        with open("much", "wb") as file:
+            for _ in range(1 << 10):
+                file.write(bytes(1 << 20))
+    if answer == "close":
+        os.closerange(3, 100)
+    if answer == "garbage":
+        for descriptor in range(3, 20):
+            try:
+                os.write(descriptor, b"garbage\\n")
+            except OSError:
+                pass
+    if answer == "deep":
+        return score(prompt, answer, line)
+    return {"nan": float("nan"), "none": None, "text": "1", "list": [1], "dict": {"other": 1.0}, "bool": True,
+            "parts": {"reward": 0.5, "length": 7}, "whole": 3, "many": {str(i): 1.0 for i in range(1000)},
+            "part": {"reward": 1.0, "of": "text"}}.get(answer, 1.0)
+'''
+FAILURES = {
+    "sleep": "timeout after 1 s", "spin": "timeout after 1 s", "deaf": "timeout after 1 s", "raise": "KeyError: 'no such key'",
+    "rude": "Rude", "exit": "SystemExit: 3", "die": "its process ended, with exit code 3",
+    "crash": "its process ended, killed by signal 11", "memory": "MemoryError", "fork": "its process ended, with exit code 0",
+    "child": "timeout after 1 s", "disk": "OSError", "close": "", "garbage": "a reply that is no reward",
+    "deep": "RecursionError", "nan": "reward is not a finite number, but nan", "none": "but None", "text": "but '1'",
+    "list": "but [1]", "dict": 'a dict of rewards has "reward"', "many": 'a dict of rewards has "reward"',
+    "part": "of is not a finite number"}
+VALUES = {"print": 1.0, "bool": 1.0, "parts": 0.5, "whole": 3.0, "plain": 1.0}
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    (tmp_path / "rewards.py").write_text(HOSTILE)
+    return f"{tmp_path / 'rewards.py'}:score"
+
+
+def of_the_functions(reward: str) -> list[str]:
+    """Command lines of processes that score by it."""
+    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.splitlines()
+    return [line for line in found if reward in line and "worker.py" in line]
+
+
+def test_no_function_costs_more_than_its_answer(hostile):
+    pool = workers.RewardWorkers(hostile, 2, 1.0, 1.0)
+    names = [*FAILURES, *VALUES]
+    begun = time.monotonic()
+    for number, name in enumerate(names):
+        pool.submit(number, "prompt", name, LINE)
+    found = {names[number]: one for number, one in pool.results().items()}
+    assert time.monotonic() - begun < 60 and found.keys() == set(names)
+    for name, said in FAILURES.items():
+        assert found[name].reward is None and found[name].failure and said in found[name].failure, (name, found[name])
+    for name, value in VALUES.items():
+        assert (found[name].reward, found[name].failure) == (value, ""), (name, found[name])
+    assert found["parts"].parts == {"length": 7.0}
+    pool.submit(0, "", "plain", LINE)
+    assert pool.results()[0].reward == 1.0, "and the workers go on"
+    pool.close()
+    assert not of_the_functions(hostile), "nothing is left"
+    assert not subprocess.run(["pgrep", "-f", "sleep 1000"], capture_output=True, text=True).stdout
+
+
+def test_a_deadline_is_kept(hostile):
+    pool = workers.RewardWorkers(hostile, 1, 1.0, 1.0)
+    pool.submit(0, "", "plain", LINE)
+    pool.results()
+    begun = time.monotonic()
+    pool.submit(1, "", "sleep", LINE)
+    assert pool.results()[1].failure == "timeout after 1 s" and time.monotonic() - begun < 3
+    pool.close()
+
+
+def test_workers_die_with_the_process_that_has_them(hostile, tmp_path):
+    program = (f"import os, time\nfrom meshtrain.rewards import workers\n"
+               f"pool = workers.RewardWorkers({hostile!r}, 1, 100.0, 1.0)\n"
+               f"pool.submit(0, '', 'plain', {{}})\npool.results()\npool.submit(1, '', 'sleep', {{}})\n"
+               f"time.sleep(0.5)\nos.kill(os.getpid(), 9)\n")
+    subprocess.run([os.sys.executable, "-c", program], cwd=os.path.dirname(os.path.dirname(__file__)))
+    deadline = time.monotonic() + 10
+    while of_the_functions(hostile) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not of_the_functions(hostile)
+
+
+def test_a_share_is_scored_twice_and_differences_are_found(tmp_path):
+    (tmp_path / "rewards.py").write_text(
+        "import random\ndef score(prompt, answer, line):\n    return random.random() if answer == 'a' else 1.0\n")
+    pool = workers.RewardWorkers(f"{tmp_path / 'rewards.py'}:score", 1, 5.0, 1.0, check=1.0)
+    for number, answer in enumerate("ab"):
+        pool.submit(number, "", answer, {})
+    found = pool.results()
+    assert found[0].unsteady and not found[1].unsteady and found[1].reward == 1.0
+    pool.close()
+
+
+def test_the_share_that_is_scored_twice_is_the_same_in_every_run():
+    requests = [str(i).encode() for i in range(2000)]
+    assert 150 < sum(workers.is_checked(one, 0.1) for one in requests) < 250
+    assert not any(workers.is_checked(one, 0.0) for one in requests) and all(
+        workers.is_checked(one, 1.0) for one in requests)
+
+
+def test_what_a_function_computes_does_not_depend_on_hashes_of_the_process(tmp_path):
+    (tmp_path / "rewards.py").write_text(
+        "def score(prompt, answer, line):\n    return float(list({'a', 'b', 'c', 'd', 'e', 'f'}).index('a'))\n")
+    pool = workers.RewardWorkers(f"{tmp_path / 'rewards.py'}:score", 3, 5.0, 1.0)
+    for number in range(12):
+        pool.submit(number, "", "", {})
+    assert len({one.reward for one in pool.results().values()}) == 1
+    pool.close()
+
+
+def test_a_file_may_import_what_lies_beside_it_and_finds_no_module_of_ours(tmp_path):
+    (tmp_path / "helper.py").write_text("def half(x):\n    return x / 2\n")
+    (tmp_path / "rewards.py").write_text("import helper\ntry:\n    import builtin\n    builtin = True\n"
+                                         "except ImportError:\n    builtin = False\n"
+                                         "def score(prompt, answer, line):\n    return helper.half(3) + 10 * builtin\n")
+    pool = workers.RewardWorkers(f"{tmp_path / 'rewards.py'}:score", 1, 5.0, 1.0)
+    pool.submit(0, "", "", {})
+    assert pool.results()[0].reward == 1.5
+    pool.close()
+
+
+@pytest.mark.parametrize("text, told", [
+    ("def score(prompt, answer, line)\n", "SyntaxError"), ("import nowhere\n", "No module named 'nowhere'"),
+    ("scores = 1\n", "has no attribute 'score'"), ("raise SystemExit(3)\n", "SystemExit: 3"),
+    ("import os\nos._exit(3)\n", "its process ended, with exit code 3")])
+def test_a_file_that_cannot_be_loaded_is_told_before_the_run(tmp_path, text, told):
+    (tmp_path / "rewards.py").write_text(text)
+    with pytest.raises(ValueError, match="cannot be loaded") as error:
+        workers.check(f"{tmp_path / 'rewards.py'}:score", {})
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("reward, told", [
+    ("exakt", 'did you mean "exact"?'), ("mine", 'name one as "rewards.py:score"'), ("nowhere.py:score", "is not a file"),
+    ("regex", 'reads "pattern" of each prompt\'s line, and the first has \'answer\'')])
+def test_names_that_are_none_are_told(reward, told):
+    with pytest.raises(ValueError) as error:
+        workers.check(reward, {"answer": "7"})
+    assert told in str(error.value)
+
+
+def test_every_built_in_reward_has_its_column():
+    for name, column in builtin.COLUMNS.items():
+        workers.check(name, {column: "7"})
+        assert worker.load(name)("", "7", {column: "7"}) == 1.0 or name == "choice"
+
+
+def test_unusual_texts_travel(tmp_path):
+    (tmp_path / "rewards.py").write_text("def score(prompt, answer, line):\n    return len(prompt + answer + line['x'])\n")
+    pool = workers.RewardWorkers(f"{tmp_path / 'rewards.py'}:score", 1, 5.0, 1.0)
+    texts = ["", "\n", "é\u2028\x00", "\ud800", "x" * (1 << 20), json.dumps({"a": "\n"})]
+    for number, text in enumerate(texts):
+        pool.submit(number, text, text, {"x": text})
+    assert [pool_one.reward for _, pool_one in sorted(pool.results().items())] == [3 * len(text) for text in texts]
+    pool.close()
