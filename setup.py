@@ -2,8 +2,8 @@
 package."""
 from setuptools import find_packages, setup
 
-SHIPPED = {f"meshtrain.{path.replace('/', '.')}": path for path in ("configs", "configs/models", "sharding_rules")}
+SHIPPED = {f"meshtrain.{path.replace('/', '.')}": path for path in ("configs", "configs/models", "configs/reverse", "sharding_rules")}
 
 setup(packages=[*find_packages(include=["meshtrain*", "launch*"]), *SHIPPED], package_dir=SHIPPED,
-      package_data={**dict.fromkeys(SHIPPED, ["*.toml"]), "launch": ["*.sbatch", "*.yaml"],
+      package_data={**dict.fromkeys(SHIPPED, ["*.toml", "*.jsonl.gz"]), "launch": ["*.sbatch", "*.yaml"],
                     "meshtrain.pages": ["*.css", "*.js"]})

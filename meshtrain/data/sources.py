@@ -30,6 +30,7 @@ from meshtrain.data.documents.contracts import Source
 from meshtrain.data.documents.conversations import Chats
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.files import token_files
+from meshtrain.shipped import found as found_file
 
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
             "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl",
@@ -366,7 +367,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
                          f'e.g. ["{EXAMPLES[name]}"]')
     found, faults, real = {}, [], resolver()
     for pattern in patterns:
-        wanted = os.path.expanduser(pattern)
+        wanted = str(found_file(os.path.expanduser(pattern)))
         literal = files.status(wanted) is not None
         # A file under two names would count twice, perhaps in both training and validation.
         root = os.path.dirname(wanted if literal else re.split(r"[*?[]", wanted)[0]) or "."

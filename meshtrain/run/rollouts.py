@@ -246,9 +246,7 @@ class Rollouts:
             step = self.program.step
             self._score = self.program.compiled(self.program.scores, step.state.abstract.params, step.batch)
         rows = {name: x[self.program.rows] for name, x in batch.items()}
-        found_BT = np.asarray(self._score(params, self.program.place(rows))).reshape(batch["tokens"].shape)
-        order = self.program.step.order
-        return found_BT if order is None else found_BT[:, np.argsort(order)]
+        return np.asarray(self._score(params, self.program.place(rows))).reshape(batch["tokens"].shape)
 
     def validate(self, state: State) -> tuple[float, float, int]:
         """(mean reward of one answer to each held-out prompt, its standard error, number of answers with a reward)."""
