@@ -104,6 +104,8 @@ def _run_problems(run: Run):
     if not source or "://" in source:
         return
     if not os.path.isdir(source):
+        if Path(source).parts[:1] == ("runs",):     # one that is still to be made; train looks for its checkpoint
+            return
         yield (f"checkpoint.init_from={toml(source)} is not a directory; name the run.dir, or the model folder, whose "
                f"weights to start from")
     elif run.checkpoint.init_optimizer and folder.is_one(source):
@@ -321,6 +323,8 @@ def notes(run: Run) -> list[str]:
     if run.data.packing == "stream" and "chat" in {one.source for one in run.data.mixture or [run.data]}:
         found.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without '
                      'their question; data.packing="whole" keeps them together')
+    if (source := run.checkpoint.init_from) and not os.path.isdir(source):
+        found.append(f"checkpoint.init_from={toml(source)} is not there yet; train it first")
     if run.lora.rank and not run.checkpoint.init_from:
         found.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes weights that nobody has trained")
     if run.lora.rank and run.experts.bias_rate:
