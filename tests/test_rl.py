@@ -188,18 +188,13 @@ def test_a_stop_between_the_updates_of_a_batch_changes_nothing(place, undisturbe
 def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch):  # noqa: F811
     """The plant: weights that are laid out once, and never again."""
     from meshtrain import trained
-    real, kept = trained.beside, []
+    real, kept = trained.Sampler, []
 
-    def beside(made):
-        sampler = real(made)
-        generator = sampler.generator
-
-        def stale(params):
+    class Stale(real):
+        def generator(self, params):
             kept[:] = kept or [jax.tree.map(lambda x: x.copy(), params)]
-            return generator(kept[0])
-        sampler = type("Stale", (), {"generator": staticmethod(stale)})()
-        return sampler
-    monkeypatch.setattr(trained, "beside", beside)
+            return super().generator(kept[0])
+    monkeypatch.setattr(trained, "Sampler", Stale)
     ran(*words(place, "stale", "--validation.every=0"))
     found = [row["mismatch_max"] for row in rows(place / "stale")]
     assert found[0] < 1e-4 and min(found[1:]) > 1e-3
