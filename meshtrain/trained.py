@@ -22,7 +22,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, settings
-from meshtrain.inference import placement, sync
+from meshtrain.inference import placement
 from meshtrain.inference.generate import Generator
 from meshtrain.inference.score import Scorer
 from meshtrain.model import params, transformer
@@ -31,7 +31,6 @@ from meshtrain.names import AXES
 from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
 from meshtrain.sharding.mesh import MeshSpec, by_gloo
-from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
 
 KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # that every command on a trained model takes
@@ -159,52 +158,6 @@ def within(made: assembly.Assembly, weights: dict) -> LoadedModel:
     layout = placement.within(made.model, made.layout)
     return LoadedModel(made.model, made.mesh, execution(made.run, made.model, layout, made.mesh),
                        weights, made.program.compiler_options)
-
-
-class Sampler:
-    """What draws the answers of a run that learns from rewards, on the run's devices. Its programs are compiled once;
-    its weights are laid out anew for each batch, but for frozen ones.
-
-    Raises: ConfigError where rl.rules do not fit. `generator` raises: assembly.BrokenProgramError.
-    """
-
-    def __init__(self, made: assembly.Assembly):
-        run, model = made.run, made.model
-        self.made, self.layout = made, placement.beside(model, made.layout)
-        if run.rl.rules:
-            with config.user_errors("rl.rules: "):
-                fitted, _ = model.fit(rules.load(run.rl.rules), made.layout.sizes)
-                tensors = [rules.Tensor("params", info.name, info.shape, info.axes) for info in model.parameters()]
-                if faults := rules.problems(fitted, made.layout.sizes, tensors, config.SIZE_KEYS):
-                    raise ValueError("\n".join(faults))
-                self.layout = Layout(fitted, made.layout.sizes)
-        ex = execution(run, model, self.layout, made.mesh)
-        slots = run.rl.slots or run.rl.prompts * run.rl.samples
-        self._generator = Generator(model, ex, {}, self._compiled, slots)
-        self._move = jax.jit(lambda p: sync.moved(model, made.layout, self.layout, p, ex.dtype))
-        self._moves: dict = {}
-        self._frozen: dict | None = None
-
-    def generator(self, stored: dict) -> Generator:
-        """With these parameters of the training state. `release` lets go of the copy."""
-        trained, frozen = self.made.model.divided(stored)
-        if self._frozen is None:
-            self._frozen = self._moved("the layout of frozen weights", frozen) if jax.tree.leaves(frozen) else {}
-        weights = params.joined(self._moved("the weight sync", trained), self._frozen)
-        self._generator.params.update(weights)
-        return self._generator
-
-    def release(self) -> None:
-        """Frees the weights, but for frozen ones, which stay laid out."""
-        self._generator.params.clear()
-
-    def _moved(self, name: str, tree: dict) -> dict:
-        if name not in self._moves:
-            self._moves[name] = self._compiled(name, self._move, tree)
-        return self._moves[name](tree)
-
-    def _compiled(self, name: str, jitted, *args):
-        return assembly.checked_program(self.made.mesh, name, self.made.program.compiled(jitted, *args))
 
 
 def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Execution:

@@ -188,13 +188,12 @@ def test_a_stop_between_the_updates_of_a_batch_changes_nothing(place, undisturbe
 def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch):  # noqa: F811
     """The plant: weights that are laid out once, and never again."""
     from meshtrain import trained
-    real, kept = trained.Sampler, []
+    real, kept = trained.Sampler.generator, []
 
-    class Stale(real):
-        def generator(self, params):
-            kept[:] = kept or [jax.tree.map(lambda x: x.copy(), params)]
-            return super().generator(kept[0])
-    monkeypatch.setattr(trained, "Sampler", Stale)
+    def stale(self, params):
+        kept[:] = kept or [jax.tree.map(lambda x: x.copy(), params)]
+        return real(self, kept[0])
+    monkeypatch.setattr(trained.Sampler, "generator", stale)
     ran(*words(place, "stale", "--validation.every=0"))
     found = [row["mismatch_max"] for row in rows(place / "stale")]
     assert found[0] < 1e-4 and min(found[1:]) > 1e-3

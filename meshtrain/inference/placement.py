@@ -30,7 +30,9 @@ def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
     laid_out = lambda sizes, split: _layout(model, sizes, ("data",), ("fsdp",), split)
     layout, split = laid_out(sizes, SPLIT), SPLIT
     if _undivided(model, layout, ("kv_heads",)):
-        split = _without_kv_heads(model)
+        # Whole on every device, as few as they are. A recurrent mixer's value heads lie with their key heads.
+        recurrent = any(kind.mixer in pattern.RECURRENT for kind in pattern.kinds(model.cfg))
+        split = tuple(logical for logical in SPLIT if logical != "kv_heads" and not (recurrent and logical == "heads"))
         layout = laid_out(sizes, split)
     if wrong := _undivided(model, layout, split):
         fitting = [n for n in range(1, sizes["tensor"] + 1)
@@ -56,25 +58,6 @@ def within(model: Transformer, trained: Layout) -> Layout:
         if model.cfg.embed_dim % (math.prod(trained.sizes[a] for a in embed) * trained.sizes[axis]) == 0:
             embed += (axis,)
     return _layout(model, trained.sizes, (), embed, split)
-
-
-def beside(model: Transformer, trained: Layout) -> Layout:
-    """The layout for many rows on a training mesh: `tensor` splits what it divides of heads, MLP and vocabulary, and
-    devices along all other axes have rows of their own, with a copy of the weights."""
-    rows = ("data", "fsdp", "context", "stage")
-    layout = _layout(model, trained.sizes, rows, (), SPLIT)
-    if _undivided(model, layout, ("kv_heads",)):
-        layout = _layout(model, trained.sizes, rows, (), _without_kv_heads(model))
-    split = [logical for logical in SPLIT if layout.mesh_axes("params", logical)
-             and not _undivided(model, layout, (logical,))]
-    return _layout(model, trained.sizes, rows, (), split)
-
-
-def _without_kv_heads(model: Transformer) -> tuple[str, ...]:
-    """What is split where `tensor` does not divide the key and value heads: these are whole on every device, as few as
-    they are. A recurrent mixer's value heads lie with their key heads."""
-    recurrent = any(kind.mixer in pattern.RECURRENT for kind in pattern.kinds(model.cfg))
-    return tuple(logical for logical in SPLIT if logical != "kv_heads" and not (recurrent and logical == "heads"))
 
 
 def _layout(model: Transformer, sizes: Mapping[str, int], rows: tuple[str, ...], embed: tuple[str, ...],

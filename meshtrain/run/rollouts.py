@@ -154,7 +154,6 @@ class Rollouts:
             groups += found if self.rl.filter == "none" else [group for group in found if not group.equal]
             if len(groups) == wanted:
                 break
-        self.sampler.release()
         if not groups:
             say.out(f"batch {number}: in {row} groups of answers all rewards are equal, and nothing can be learned of "
                     f"them; give easier or harder prompts, or another reward")
@@ -255,7 +254,6 @@ class Rollouts:
         generator = self.sampler.generator(state.params)
         groups = self._answered(generator, prompts, 1, [(VALIDATION, row) for row in range(len(prompts))],
                                 lambda *_: contextlib.nullcontext())        # within a validation's time
-        self.sampler.release()
         found = np.concatenate([group.rewards for group in groups])
         found = found[~np.isnan(found)]
         error = float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else 0.0
