@@ -15,14 +15,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from meshtrain import assembly, config, devices, files, flags
+from meshtrain import assembly, config, devices, files, flags, shipped
 from meshtrain.checkpoint import adapters, pretrained, resume
 from meshtrain.checkpoint.checkpoint import Saved
 from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, settings
-from meshtrain.inference import placement
+from meshtrain.inference import placement, sync
 from meshtrain.inference.generate import Generator
 from meshtrain.inference.score import Scorer
 from meshtrain.model import params, transformer
@@ -30,6 +30,7 @@ from meshtrain.model.layers import Execution
 from meshtrain.names import AXES
 from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
+from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec, by_gloo
 from meshtrain.sharding.rules import Layout
 
@@ -158,6 +159,52 @@ def within(made: assembly.Assembly, weights: dict) -> LoadedModel:
     layout = placement.within(made.model, made.layout)
     return LoadedModel(made.model, made.mesh, execution(made.run, made.model, layout, made.mesh),
                        weights, made.program.compiler_options)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sampler:
+    """What draws answers between two steps of a training run, whose mesh it uses. Made once: its programs are compiled
+    with the first answers. room: tokens of a prompt with its answer, at most."""
+    made: assembly.Assembly
+    ex: Execution
+    slots: int
+    room: int
+
+    @functools.cached_property
+    def sync(self) -> sync.WeightSync:
+        made = self.made
+        return sync.WeightSync(made.model, made.mesh, made.layout, self.ex.layout, self.ex.dtype, self._compiled)
+
+    @functools.cached_property
+    def _programs(self) -> dict:
+        return {}
+
+    def weights(self, params: dict) -> dict:
+        """The weights of a step's state, in the sampler's layout. Raises: assembly.BrokenProgramError."""
+        with jax.set_mesh(self.made.mesh):
+            return self.sync(params)
+
+    def generator(self, params: dict) -> Generator:
+        """With the weights of a step's state, which only it refers to. Raises: assembly.BrokenProgramError."""
+        return Generator(self.made.model, self.ex, self.weights(params), self._compiled, self.slots, self.room,
+                         self._programs)
+
+    def _compiled(self, name: str, jitted, *args):
+        return assembly.checked_program(self.made.mesh, name, jitted.lower(*args).compile(
+            compiler_options=self.made.program.compiler_options))
+
+
+def beside(made: assembly.Assembly, longest: int = 0) -> Sampler:
+    """The sampler of a run with [rl], on the run's devices. longest: tokens of a prompt with its answer; 0:
+    data.seq_len. Raises: ConfigError with every fault of rl.rules."""
+    rl = made.run.rl
+    with config.user_errors():
+        given = rules.load(shipped.found(rl.rules)) if rl.rules else None
+        layout = placement.beside(made.model, made.layout, given)
+    if faults := dispatch.problems(made.run, layout):
+        raise ConfigError(*faults)
+    return Sampler(made, execution(made.run, made.model, layout, made.mesh), rl.slots or rl.prompts * rl.samples,
+                   longest or made.run.data.seq_len)
 
 
 def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Execution:

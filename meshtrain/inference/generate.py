@@ -80,13 +80,16 @@ class GenerationLimits:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Generator:
     """A model with its weights on the mesh that is in context. compiled: (name, jitted, its arguments) -> the compiled
-    function. slots: at most, of all devices."""
+    function. slots: at most, of all devices. room: tokens of a slot at least, so that calls share their programs, and
+    the number of slots is then a power of two where it is below the most. kept: the programs; a Generator of the same
+    but other weights may have them too."""
     model: Transformer
     ex: Execution
     params: dict
     compiled: Callable = lambda name, jitted, *args: jitted
     slots: int = SLOTS
-    _kept: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
+    room: int = 0
+    kept: dict = dataclasses.field(default_factory=dict, repr=False)
 
     def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits,
                  how: sampling.Picking = sampling.Picking(), seed: int = 0,
@@ -123,8 +126,9 @@ class Generator:
         shards = self.ex.layout.num_shards(self.ex.layout.batch_axes)
         # Two rows at least: XLA makes a slice of a lookup by one id, and to slice a table that is split it gathers all
         # of it.
-        S = max(-(-min(len(waiting), self.slots) // shards) * shards, 2)
-        room = cache.rounded_room(max(max(one.read + one.budget, _padded(one.read)) for one in waiting))
+        count = min(1 << (len(waiting) - 1).bit_length() if self.room else len(waiting), self.slots)
+        S = max(-(-count // shards) * shards, 2)
+        room = cache.rounded_room(max(self.room, *(max(one.read + one.budget, _padded(one.read)) for one in waiting)))
         programs = _programs(self.model, self.ex, S, room, how, tuple(limits.stop_ids))
         run = functools.partial(self._run, (S, room, how, limits.stop_ids))
         slots = run("the room of the cache", programs.empty, self.params)
@@ -157,9 +161,9 @@ class Generator:
 
     def _run(self, settings, name: str, jitted, *args):
         shapes = tuple(np.shape(x) for x in jax.tree.leaves(args[2:]))
-        if (settings, name, shapes) not in self._kept:
-            self._kept[settings, name, shapes] = self.compiled(name, jitted, *args)
-        return self._kept[settings, name, shapes](*args)
+        if (settings, name, shapes) not in self.kept:
+            self.kept[settings, name, shapes] = self.compiled(name, jitted, *args)
+        return self.kept[settings, name, shapes](*args)
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,7 +13,8 @@ from meshtrain import pattern
 from meshtrain.model.layers import kv_heads
 from meshtrain.model import transformer
 from meshtrain.model.transformer import Transformer
-from meshtrain.sharding.rules import TABLES, Layout, Rules
+from meshtrain.sharding import rules
+from meshtrain.sharding.rules import GATHERED, TABLES, Layout, Rules, Tensor
 
 NAME = "the layout of generation"
 SPLIT = ("heads", "kv_heads", "mlp", "vocab")
@@ -51,13 +52,59 @@ def within(model: Transformer, trained: Layout) -> Layout:
 
     `tensor` splits the same dims; all other axes split the embedding dim as far as it divides.
     """
-    split = [logical for logical in SPLIT if "tensor" in trained.rules.mesh_axes("params", logical)]
-    split += [logical for logical in ("kv_heads",) if "heads" in split and logical not in split]
+    split = _split_in(trained)
     embed: tuple[str, ...] = ()
     for axis in ("data", "fsdp", "context", "stage"):       # as [optimizer] lists them; stages come in by an all-to-all
         if model.cfg.embed_dim % (math.prod(trained.sizes[a] for a in embed) * trained.sizes[axis]) == 0:
             embed += (axis,)
     return _layout(model, trained.sizes, (), embed, split)
+
+
+def beside(model: Transformer, trained: Layout, given: Rules | None = None) -> Layout:
+    """The layout of many rows on a training mesh, as for the samples of RL.
+
+    By default data, fsdp and context split rows, `tensor` the same dims as in training, and every device holds what
+    that leaves. given: a rule file that says otherwise, of which [params] and [activations] are read, without seq and
+    residual_seq: sequences grow by one token at a time. Raises: ValueError with every fault.
+    """
+    if trained.sizes["stage"] > 1:
+        raise ValueError(f"mesh.stage={trained.sizes['stage']}: a model answers without stages; use mesh.stage=1")
+    if given is None:
+        split = _split_in(trained)
+        rows = ("data", "fsdp", "context") if split else ("data", "fsdp", "tensor", "context")
+        return _layout(model, trained.sizes, rows, (), split)
+    tables = {name: {logical: axes for logical, axes in table.items() if logical not in ("seq", "residual_seq")}
+              for name, table in given.tables.items()}
+    given = Rules(tables, given.text, given.path)
+    layout = Layout(model.fit(given, trained.sizes)[0], trained.sizes)
+    tensors = [Tensor("params", info.name, info.shape, info.axes) for info in model.parameters()]
+    faults = rules.problems(layout.rules, trained.sizes,
+                            tensors + model.activations(layout.num_shards(layout.batch_axes), 1, layout))
+    faults += _gathered(model, layout) + rules.unsplit(Layout(given, trained.sizes), model.products())[0]
+    if faults:
+        raise ValueError("\n".join(faults))
+    return layout
+
+
+def _gathered(model: Transformer, layout: Layout) -> list[str]:
+    """Faults of weights that every token would gather."""
+    faults = {}
+    for info in model.parameters():
+        for logical in info.axes:
+            split = layout.mesh_axes("params", logical)
+            kept = () if logical == "expert_embed" else layout.mesh_axes(GATHERED, logical)
+            if moved := [axis for axis in split if axis not in kept]:
+                axes, other = ", ".join(moved), logical != "expert_embed"
+                faults.setdefault((logical, axes), (
+                    f"{layout.rules.path} [params] {logical} = {list(split)}: {info.name} would be gathered over "
+                    f"{axes} for every token; take {axes} out of it{', or out of batch in [activations]' * other}"))
+    return [*faults.values()]
+
+
+def _split_in(trained: Layout) -> list[str]:
+    """The dims of SPLIT that `tensor` splits in training."""
+    split = [logical for logical in SPLIT if "tensor" in trained.rules.mesh_axes("params", logical)]
+    return split + [logical for logical in ("kv_heads",) if "heads" in split and logical not in split]
 
 
 def _layout(model: Transformer, sizes: Mapping[str, int], rows: tuple[str, ...], embed: tuple[str, ...],

@@ -1,0 +1,81 @@
+"""The weights of a training run as its sampler reads them: cast, and moved from one layout to the other.
+
+Both layouts are on the same mesh. Every array is cast where it is stored, before it moves, and moves as
+`sharding.moves` says. An array that lies there already, in that dtype, is not copied. Adapters are not merged into
+their projections: the layers add them as in training, and rounding the sum would make the sampler another policy.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from meshtrain.model.params import ParamInfo, tree
+from meshtrain.model.transformer import Transformer
+from meshtrain.names import MATMUL_ROLES
+from meshtrain.sharding import moves
+from meshtrain.sharding.rules import Layout
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WeightSync:
+    """stored: the layout whose [optimizer] the weights are stored by. read: the one whose [params] the sampler reads
+    them by. dtype: of matmul weights there. compiled: see `Generator`."""
+    model: Transformer
+    mesh: jax.sharding.Mesh
+    stored: Layout
+    read: Layout
+    dtype: jnp.dtype
+    compiled: Callable
+    _frozen: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def __call__(self, params: dict) -> dict:
+        """The weights; frozen ones are moved the first time, and kept. Raises: as `compiled`."""
+        leaves = {info: functools.reduce(dict.__getitem__, info.path, params) for info in self.model.parameters()}
+        moving = [info for info in leaves if self.moves(info)]
+        if not self._frozen:
+            self._frozen.update(self._moved("the frozen weights' way to the sampler", [
+                info for info in moving if not info.trainable], leaves))
+        moved = self._moved("the weights' way to the sampler", [info for info in moving if info.trainable], leaves)
+        return tree(self.model.parameters(), (leaves | self._frozen | moved).__getitem__)
+
+    def moves(self, info: ParamInfo) -> moves.Moves | None:
+        """None where the sampler reads the stored array."""
+        split = lambda layout, table: tuple(layout.mesh_axes(table, axis) for axis in info.axes)
+        found = moves.moves(info.shape, split(self.stored, "optimizer"), split(self.read, "params"), self.read.sizes)
+        return None if found.before == found.after and info.dtype == self.dtype_of(info) else found
+
+    def dtype_of(self, info: ParamInfo) -> jnp.dtype:
+        return self.dtype if info.role in MATMUL_ROLES else info.dtype
+
+    def program(self, infos: Sequence[ParamInfo]):
+        """A jitted function: the stored arrays -> these weights."""
+        way = {info: self.moves(info) for info in infos}
+        placed = lambda info, split: NamedSharding(self.mesh, way[info].spec(split))
+
+        def moved(arrays: list) -> list:
+            found = []
+            for (info, along), w in zip(way.items(), arrays, strict=True):
+                w = w.astype(self.dtype_of(info))
+                for split in (along.before, along.between):
+                    w = jax.lax.with_sharding_constraint(w, placed(info, split))
+                found.append(w)
+            return found
+        return jax.jit(moved, in_shardings=([placed(info, along.before) for info, along in way.items()],),
+                       out_shardings=[placed(info, along.after) for info, along in way.items()])
+
+    def _moved(self, name: str, infos: Sequence[ParamInfo], leaves: dict) -> dict:
+        if not infos:
+            return {}
+        arrays = [leaves[info] for info in infos]
+        if name not in self._programs:
+            self._programs[name] = self.compiled(name, self.program(infos), arrays)
+        return dict(zip(infos, self._programs[name](arrays), strict=True))
+
+    @functools.cached_property
+    def _programs(self) -> dict:
+        return {}

@@ -1,0 +1,78 @@
+"""How an array goes from one sharding to another on the same mesh without ever being whole on a device.
+
+In two moves: first each dim is split as it shall be in the end, and by what is left of the old mesh axes (an
+all-to-all: no device holds more than before), then it is gathered over those. XLA alone finds other ways, which send up
+to three times as much, and gathers whole arrays where it finds none ("involuntary full rematerialization").
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec as P
+
+Split = tuple[tuple[str, ...], ...]      # of each dim, the mesh axes that split it
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """before, between, after: the array's splits. sizes: of the mesh."""
+    before: Split
+    between: Split
+    after: Split
+    sizes: Mapping[str, int]
+
+    @property
+    def exchanged(self) -> tuple[str, ...]:
+        """Mesh axes that split another dim after the first move: an all-to-all."""
+        return tuple(axis for old, new in zip(self.before, self.between) for axis in old if axis not in new and any(
+            axis in other for other in self.between))
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Mesh axes over which the second move gathers."""
+        kept = {axis for dim in self.after for axis in dim}
+        return tuple(axis for axis in self.sizes if any(axis in dim for dim in self.before) and axis not in kept)
+
+    @property
+    def permuted(self) -> bool:
+        """Whether the first move also changes which device has which shard: an axis goes away before another that
+        stays, so the shard of each device goes to another one."""
+        left = [tuple(axis for axis in new if axis in old) for old, new in zip(self.before, self.between)]
+        return any(old[:len(stays)] != stays for old, stays in zip(self.before, left))
+
+    def spec(self, split: Split) -> P:
+        return P(*(axes or None for axes in split))
+
+    def shards(self, split: Split) -> int:
+        return math.prod(self.sizes[axis] for axes in split for axis in axes)
+
+    def sent(self, array_bytes: float) -> dict[tuple[str, tuple[str, ...]], float]:
+        """(kind, mesh axes) -> bytes that a device sends of an array of that size, as `inspect` counts them."""
+        own, last = array_bytes / self.shards(self.before), array_bytes / self.shards(self.after)
+        over = lambda axes: math.prod(self.sizes[axis] for axis in axes)
+        found = {}
+        if self.permuted:
+            moved = {axis for old, new in zip(self.before, self.between) if old != new for axis in old}
+            found["collective-permute", tuple(axis for axis in self.sizes if axis in moved)] = own
+        if t := self.exchanged:
+            found["all-to-all", t] = own * (1 - 1 / over(t))
+        if g := self.gathered:
+            found["all-gather", g] = last * (1 - 1 / over(g))
+        return found
+
+
+def moves(shape: Sequence[int], before: Split, after: Split, sizes: Mapping[str, int]) -> Moves:
+    """The mesh axes that `after` lacks stay at their dims where these divide, or go to another dim; if there is none,
+    the array is gathered over them at once."""
+    between, kept = list(after), {axis for axes in after for axis in axes}
+    for dim, axes in enumerate(before):
+        for axis in axes:
+            if axis in kept:
+                continue
+            into = lambda at: math.prod(sizes[a] for a in (*between[at], axis))
+            fitting = (at for at in (dim, *range(len(shape))) if shape[at] % into(at) == 0)
+            if (at := next(fitting, None)) is not None:
+                between[at] += (axis,)
+    return Moves(tuple(before), tuple(between), tuple(after), sizes)
