@@ -19,7 +19,7 @@ from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import rates
 from meshtrain.cost.program import compile, hlo
 from meshtrain.inspection import report
-from meshtrain.kernels import pallas, tiles
+from meshtrain.kernels import mosaic, pallas, tiles
 from meshtrain.kernels.engine import Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.parallel.context import attention
@@ -194,23 +194,23 @@ def test_kernels_on_a_mesh_equal_plain_attention_inside_a_pipelines_region_too(m
 L, M, B, T, N, K, H = 2, 2, 16, 512, 8, 4, 64
 
 
-def kernels(text: str) -> Counter:
-    """{(kernel, shape of its first result): calls in a step}."""
-    visits, unknown = hlo.walk(hlo.parse(text), lambda ins: ins.op == "custom-call" and pallas.NAME in ins.attrs)
+def kernels(text: str, engine=pallas) -> Counter:
+    """{(kernel of this engine, shape of its first result): calls in a step}."""
+    visits, unknown = hlo.walk(hlo.parse(text), lambda ins: ins.op == "custom-call" and engine.NAME in ins.attrs)
     assert not unknown
     found = Counter()
     for visit in visits:
-        name = re.search(rf"{pallas.NAME}_(\w+)", visit.instruction.attrs).group(1)
+        name = re.search(rf"{engine.NAME}_(\w+)", visit.instruction.attrs).group(1)
         found[name, hlo.shapes(visit.instruction.type_text)[0][1]] += visit.trips
     return found
 
 
-def gpu_step(rule: str, mesh: dict, model: dict = {}, **sections):
+def gpu_step(rule: str, mesh: dict, model: dict = {}, remat: str = "selective", **sections):
     run = config.Run(mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")),
                      model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=N,
                                 num_kv_heads=K, head_dim=H, mlp_dim=256) | model,
                      data=dict(seq_len=T, global_batch=B),
-                     training=dict(microbatches=M, remat="selective", loss_chunk=256), **sections)
+                     training=dict(microbatches=M, remat=remat, loss_chunk=256), **sections)
     return assembly.assemble(run, compile.topology("h100:8"))
 
 
@@ -224,6 +224,28 @@ def test_under_selective_remat_each_layer_runs_its_forward_once_on_a_devices_own
     assert kernels(text) == {("forward_causal", (rows, T, heads, H)): L * M, ("dq_causal", (rows, T, heads, H)): L * M,
                              # few programs: heads of a group summed outside
                              ("dkv_causal", (rows, T, heads, H)): L * M}
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("method, mesh", [
+    (None, dict(fsdp=4, tensor=2)), slow("ring", dict(context=2, fsdp=2, tensor=2)),
+    slow("gather", dict(context=2, fsdp=2, tensor=2))])
+def test_where_mosaic_is_asked_for_a_remat_of_scanned_layers_runs_its_kernels_alone(method, mesh):
+    """Each layer's forward runs twice; over chunks o and lse are kept. A kernel of another engine would be a
+    fallback."""
+    width, cp = 128, mesh.get("context", 1)
+    sections = dict(context=dict(method=method)) if method else {}
+    made = gpu_step("zero3", mesh, dict(attention="mosaic", head_dim=width), "full", **sections)
+    text, found = made.program.compile().as_text(), Counter()
+    assert not kernels(text) and "fmha" not in text
+    for (name, (*_, heads, H)), calls in kernels(text, mosaic).items():
+        assert (heads, H) == ((K if "dkv" in name else N) // mesh["tensor"], width)
+        found[name] += calls
+    # pairs of chunks of a layer: with and without a diagonal
+    near, far = {None: (1, 0), "ring": (1, 2 * (cp - 1)), "gather": (2, 2 * cp - 1)}[method]
+    assert found == Counter({kernel + label: pairs * L * M * (1 if method or kernel != "forward" else 2)
+                             for kernel in ("forward", "dq", "dkv") for label, pairs in (("_causal", near), ("", far))
+                             if pairs})
 
 
 @needs_gpu_compiler
