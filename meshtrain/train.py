@@ -272,8 +272,8 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
     with config.user_errors():
         of_folder = next((settings.stop_ids(path) for path in folders if folder.is_one(path)), ())
     words = Words(tokenizer.decode, run.rl.stop, tuple(dict.fromkeys((session.corpus.eos, *of_folder))))
-    rollouts = Rollouts(run, session.made.program, found, words, trained.beside(session.made, found.longest + run.rl.max_tokens),
-                        session.directory,
+    sampler = trained.beside(session.made, found.longest + run.rl.max_tokens)
+    rollouts = Rollouts(run, session.made.program, found, words, sampler, session.directory,
                         start.saved and start.saved.metadata["data"]["position"])
     if run.rl.kl:
         rollouts.reference = _reference(session, start, state)
