@@ -68,13 +68,18 @@ class AnswerBatch:
         mean = lambda values: float(np.mean(values)) if len(values) else 0.0
         failures = [failure for group in self.groups for failure in group.failures if failure]
         return {"reward": mean(there), "reward_std": float(np.std(there)) if len(there) else 0.0,
-                **{f"reward/{name}": mean([one[name] for one in parts if name in one])
-                   for name in sorted({name for one in parts for name in one})},
+                **{f"reward/{name}": value for name, value in means(parts).items()},
                 "equal_groups": self.equal, "answer_tokens": mean(lengths), "answer_tokens_max": float(max(lengths)),
                 "truncated": mean([one.stopped == "length" for one in every]),
                 "reward_failed": float(len(failures)),
                 "reward_timeouts": float(sum("timeout" in failure for failure in failures)),
                 "reward_unsteady": float(sum(group.unsteady for group in self.groups))}
+
+
+def means(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of the values of each name, over those that have it."""
+    return {name: float(np.mean([one[name] for one in parts if name in one]))
+            for name in sorted({name for one in parts for name in one})}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from meshtrain.inference.generate import Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.names import NO_TARGET
 from meshtrain.run import contents, replicas, say
-from meshtrain.run.groups import Group, AnswerBatch, Kept
+from meshtrain.run.groups import AnswerBatch, Group, Kept, means
 from meshtrain.run.loop import StepBatch
 from meshtrain.run.record import Record
 from meshtrain.training.state import State
@@ -248,16 +248,19 @@ class Rollouts:
         rows = {name: x[self.program.rows] for name, x in batch.items()}
         return np.asarray(self._score(params, self.program.place(rows))).reshape(batch["tokens"].shape)
 
-    def validate(self, state: State) -> tuple[float, float, int]:
-        """(mean reward of one answer to each held-out prompt, its standard error, number of answers with a reward)."""
+    def validate(self, state: State) -> tuple[dict[str, float], int]:
+        """(columns of the metrics row: mean reward of one answer to each held-out prompt, its standard error, further
+        values by name; number of answers with a reward)."""
         prompts = self.prompts.held[:self.run.validation.batches * self.rl.prompts]
         generator = self.sampler.generator(state.params)
         groups = self._answered(generator, prompts, 1, [(VALIDATION, row) for row in range(len(prompts))],
                                 lambda *_: contextlib.nullcontext())        # within a validation's time
         found = np.concatenate([group.rewards for group in groups])
         found = found[~np.isnan(found)]
-        error = float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else 0.0
-        return float(found.mean()) if len(found) else 0.0, error, len(found)
+        parts = [one for group in groups for one in group.parts]
+        return {"val_reward": float(found.mean()) if len(found) else 0.0,
+                "val_reward_error": float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else 0.0,
+                **{f"val_reward/{name}": mean for name, mean in means(parts).items()}}, len(found)
 
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
