@@ -49,7 +49,7 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import measured, memory, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import params as model_params
-from meshtrain.run import bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, rundir
+from meshtrain.run import bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, rollouts, rundir
 from meshtrain.run.hooks import RewardValidation, Trace, ValidationHook
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
@@ -273,11 +273,11 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
         of_folder = next((settings.stop_ids(path) for path in folders if folder.is_one(path)), ())
     words = Words(tokenizer.decode, run.rl.stop, tuple(dict.fromkeys((session.corpus.eos, *of_folder))))
     sampler = trained.beside(session.made, found.longest + run.rl.max_tokens)
-    rollouts = Rollouts(run, session.made.program, found, words, sampler, session.directory,
-                        start.saved and start.saved.metadata["data"]["position"])
+    feed = Rollouts(run, session.made.program, found, words, sampler, session.directory,
+                    start.saved and start.saved.metadata["data"]["position"])
     if run.rl.kl:
-        rollouts.reference = _reference(session, start, state)
-    return rollouts
+        feed.reference = _reference(session, start, state)
+    return feed
 
 
 def _reference(session: _Session, start: resume.Start, state: State) -> dict:
@@ -438,6 +438,7 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
                 folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
         resume.check_tokenizer(run, start, corpus.tokenizer)
         resume.check_data(run, start, corpus.fingerprint)
+        rollouts.check(run, found)
         say.out(f"{len(found.prompts)} prompts to learn from, {len(found.held)} held out, of up to {found.longest} "
                 "tokens")
         return corpus, found

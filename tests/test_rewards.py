@@ -202,7 +202,8 @@ def test_a_file_may_import_what_lies_beside_it_and_finds_no_module_of_ours(tmp_p
 
 @pytest.mark.parametrize("text, told", [
     ("def score(prompt, answer, line)\n", "SyntaxError"), ("import nowhere\n", "No module named 'nowhere'"),
-    ("scores = 1\n", "has no attribute 'score'"), ("raise SystemExit(3)\n", "SystemExit: 3"),
+    ("scores = 1\n", "has no attribute 'score'"), ("score = 1\n", "score is no function, but 1"),
+    ("def score(answer):\n    return 1\n", "too many positional arguments"), ("raise SystemExit(3)\n", "SystemExit: 3"),
     ("import os\nos._exit(3)\n", "its process ended, with exit code 3")])
 def test_a_file_that_cannot_be_loaded_is_told_before_the_run(tmp_path, text, told):
     (tmp_path / "rewards.py").write_text(text)
@@ -213,16 +214,16 @@ def test_a_file_that_cannot_be_loaded_is_told_before_the_run(tmp_path, text, tol
 
 @pytest.mark.parametrize("reward, told", [
     ("exakt", 'did you mean "exact"?'), ("mine", 'name one as "rewards.py:score"'), ("nowhere.py:score", "is not a file"),
-    ("regex", 'reads "pattern" of each prompt\'s line, and the first has \'answer\'')])
+    ("regex", 'reads "pattern" of each prompt\'s line, and a, line 2 has \'answer\' (1 of 2 lines lack it)')])
 def test_names_that_are_none_are_told(reward, told):
     with pytest.raises(ValueError) as error:
-        workers.check(reward, {"answer": "7"})
+        workers.check(reward, {"a, line 1": {"answer": "7", "pattern": "7"}, "a, line 2": {"answer": "7"}})
     assert told in str(error.value)
 
 
 def test_every_built_in_reward_has_its_column():
     for name, column in builtin.COLUMNS.items():
-        workers.check(name, {column: "7"})
+        workers.check(name, {"line 1": {column: "7"}})
         assert worker.load(name)("", "7", {column: "7"}) == 1.0 or name == "choice"
 
 

@@ -153,6 +153,25 @@ def test_answers_of_other_weights_are_not_taken(place, undisturbed):
     assert drawn(directory, 0) != drawn(undisturbed, 0)
 
 
+@pytest.mark.parametrize("name, old, new", [("prompts.jsonl", '": "', '": "0'), ("rewards.py", "% 2", "% 3")])
+def test_kept_answers_are_those_to_these_prompts_by_this_reward(place, undisturbed, name, old, new):
+    """Who mends the data or the reward and starts again is not given what was drawn before."""
+    directory, text = place / f"mended-{name}", (place / name).read_text()
+    (directory / "rollouts").mkdir(parents=True)
+    shutil.copy(undisturbed / "rollouts" / "0.npz", directory / "rollouts" / "0.npz")
+    (directory / ".lock").touch()
+    (place / name).write_text(text.replace(old, new))
+    try:
+        ran(*words(place, directory.name, "--training.steps=1", "--validation.every=0"))
+    finally:
+        (place / name).write_text(text)
+    before, now = ([(answer, reward) for _, answer, reward in drawn(one, 0)] for one in (undisturbed, directory))
+    if name == "rewards.py":
+        assert now == [(answer, sum(ord(c) % 3 for c in answer) / 6) for answer, _ in before]
+    else:
+        assert [answer for answer, _ in now] != [answer for answer, _ in before]
+
+
 @pytest.mark.parametrize("more", [pytest.param(OTHER, marks=GRID), (*OTHER, "--training.microbatches=2",
                                                                     "--rl.slots=8")])
 def test_other_meshes_draw_the_same_answers(place, undisturbed, more):

@@ -152,8 +152,8 @@ class Kept:
 
 
 def _text(groups: Sequence[Group]) -> bytes:
-    lines = [{"prompt": group.prompt.text, "place": group.prompt.place, "answer": text, "tokens": len(one.tokens),
-              "stopped": one.stopped, "reward": None if np.isnan(reward) else float(reward), **parts,
+    lines = [{**parts, "prompt": group.prompt.text, "place": group.prompt.place, "answer": text,
+              "tokens": len(one.tokens), "stopped": one.stopped, "reward": None if np.isnan(reward) else float(reward),
               **({"failure": failure} if failure else {})}
              for group in groups for one, text, reward, parts, failure in zip(
                  group.answers, group.text, group.rewards, group.parts, group.failures, strict=True)]

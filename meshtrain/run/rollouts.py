@@ -46,12 +46,28 @@ class RolloutError(RuntimeError):
     """Answers that nothing should be learned from. Every process raises it alike."""
 
 
+def check(run: Run, prompts: Prompts) -> None:
+    """Before weights are read. Raises: ConfigError where answers may not fit in a batch, or the reward cannot be used.
+    """
+    rl, data = run.rl, run.data
+    count = rl.prompts * rl.samples // rl.updates
+    longest = prompts.longest + rl.max_tokens - 1
+    needed = answers.needed_rows(count, longest, data.seq_len)
+    if needed > data.global_batch:
+        raise ConfigError(
+            f"data.global_batch={data.global_batch} sequences of data.seq_len={data.seq_len} may not hold the {count} "
+            f"answers of a step (rl.prompts × rl.samples / rl.updates), each with its prompt of up to {longest} tokens; "
+            f"use data.global_batch={needed} or more, of which only those are computed that are needed, by "
+            f"training.microbatches")
+    with user_errors():
+        workers.check(rl.reward, {one.place: one.line for one in (*prompts.prompts, *prompts.held)},
+                      rl.reward_memory_gb)
+
+
 class Rollouts:
     """A feed (loop.Feed) and its data. words: text of ids, with the tokens that end an answer. sampler:
     `generator(params)` gives a Generator with these weights. record: of the run, set before the loop begins. position:
     of the checkpoint that the run resumes from. reference: the weights that rl.kl is measured to.
-
-    Raises: ConfigError where the answers may not fit in a batch, or the reward cannot be used.
     """
 
     validation = ()     # there are no batches with a loss; see `validate`
@@ -65,23 +81,9 @@ class Rollouts:
         self._marks = [(position["batches"], position["tokens"], position["drawn"]) if position else (0, 0, 0)]
         self._held: tuple[int, list[dict], int] | None = None       # number of the batch, its parts, prompts drawn then
         self._score: Callable | None = None
-        self._check_rows()
         rl = self.rl
-        with user_errors():
-            workers.check(rl.reward, prompts.prompts[0].line, rl.reward_memory_gb)
-            self.rewards = workers.RewardWorkers(rl.reward, rl.reward_workers, rl.reward_timeout_s, rl.reward_memory_gb,
-                                         rl.reward_check)
-
-    def _check_rows(self) -> None:
-        count = self.rl.prompts * self.rl.samples // self.rl.updates
-        longest = self.prompts.longest + self.rl.max_tokens - 1
-        needed = answers.needed_rows(count, longest, self.run.data.seq_len)
-        if needed > self.run.data.global_batch:
-            raise ConfigError(
-                f"data.global_batch={self.run.data.global_batch} sequences of data.seq_len={self.run.data.seq_len} may "
-                f"not hold the {count} answers of a step (rl.prompts × rl.samples / rl.updates), each with its prompt "
-                f"of up to {longest} tokens; use data.global_batch={needed} or more, of which only those are computed "
-                f"that are needed, by training.microbatches")
+        self.rewards = workers.RewardWorkers(rl.reward, rl.reward_workers, rl.reward_timeout_s, rl.reward_memory_gb,
+                                             rl.reward_check)
 
     def close(self) -> None:
         self.rewards.close()
@@ -265,9 +267,10 @@ class Rollouts:
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
     def _key(self, number: int) -> str:
-        """Hash of what batch `number` is a function of, but for the weights."""
+        """Hash of what batch `number` is a function of, but for the weights. Of a reward's file, of its text."""
         identity = [number, self.run.run.seed, self.rl.model_dump(exclude=set(FREE)), self.run.data.seq_len,
-                    self.run.data.global_batch, self.run.model.model_dump(), self.run.lora.model_dump()]
+                    self.run.data.global_batch, self.run.model.model_dump(), self.run.lora.model_dump(),
+                    self.prompts.digest, workers.digest(self.rl.reward)]
         return hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()
 
     def _checksum(self, params: dict) -> str:
