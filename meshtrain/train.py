@@ -371,6 +371,8 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
                         spikes, agree.exchange(socket.gethostname()))
         if learns_of_rewards:
             batches.record = record
+            if batches.orders:
+                batches.orders.stopping = stop.reached
         if start.rollbacks:
             record.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
         shared = lambda number, ending: ending or checkpoints.due(number)

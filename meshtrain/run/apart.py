@@ -34,9 +34,10 @@ from meshtrain.data.batches.prompts import Prompts
 from meshtrain.inference.generate import Completion
 from meshtrain.run import contents, groups, replicas, say
 from meshtrain.run.groups import Kept, RolloutError
+from meshtrain.run.loop import NoBatch
 
 PARTS = 4               # of an order, unless rl.slots says how many answers a sampler draws together
-LOOK_S, RENEWED_S = 0.1, 5.0
+LOOK_S, WAITS_S, RENEWED_S = 0.1, 1.0, 5.0
 LAPSED_S = 60.0         # a sign that has not changed for so long is of no sampler
 MISSING_S = 10.0        # one that is not there: on a shared file system another host's may not be seen yet
 TOLD_EVERY_S = 30.0
@@ -155,7 +156,8 @@ class Signs:
 
 class Orders:
     """The trainer's side; every process calls it alike, and process 0 writes. store: of weights. document: its
-    metadata. queue: of a checkpoint, see `queue`."""
+    metadata. queue: of a checkpoint, see `queue`. stopping: whether to stop the run, called by all processes alike;
+    set before the loop begins."""
 
     def __init__(self, run: Run, prompts: Prompts, stop_ids: Sequence[int], store, document: dict,
                  queue: Sequence[Sequence] = ()):
@@ -164,6 +166,7 @@ class Orders:
         self.place, self.batches = Place.of(self.directory), -(-run.training.steps // run.rl.updates)
         self.draws = {"seed": run.run.seed, "temperature": self.rl.temperature, "max_tokens": self.rl.max_tokens,
                       "samples": self.rl.samples, "stop": list(self.rl.stop), "stop_ids": list(stop_ids)}
+        self.stopping: Callable[[], bool] = lambda: False
         self.sums = {version: weights for _, version, weights in queue}
         self.given: dict[int, Order] = {}       # by batch
         self._versions = {batch: version for batch, version, _ in queue}
@@ -290,14 +293,20 @@ class Arriving:
     """The answers to an order, as they come."""
     orders: Orders
     order: Order
-    lone: float | None = None       # since when no sampler is there
+
+    def __post_init__(self):
+        self._told = self._seen = time.monotonic()      # when it was last told, and a sampler was there
 
     def complete(self, prompts: Sequence[Sequence[int]], *_, each: Callable[[int, Completion], None],
                  **__) -> list[Completion]:
-        """As of `Generator`; all else is in the order. Raises: RolloutError."""
+        """As of `Generator`; all else is in the order. Raises: RolloutError; NoBatch where the run is to stop: what has
+        come stays."""
         found, missing = {}, list(self.order.parts)
         while missing:
-            for part in agree.on_first(lambda: self._arrived(missing)):
+            there = agree.on_first(lambda: self._arrived(missing))
+            if not there and self.orders.stopping():
+                raise NoBatch
+            for part in there:
                 samples = self.order.draws["samples"]
                 for i, one in enumerate(self._read(part), self.order.rows(part)[0] * samples):
                     found[i] = dataclasses.replace(one, prompt=list(prompts[i // samples]))
@@ -307,24 +316,27 @@ class Arriving:
         return [found[i] for i in sorted(found)]
 
     def _arrived(self, missing: Sequence[int]) -> list[int]:
-        """In process 0: waits until some parts have come, or it is time to tell of it."""
-        until, batch = time.monotonic() + TOLD_EVERY_S, self.order.batch
+        """In process 0: waits a moment for parts, and tells now and then what it waits for."""
+        until, batch = time.monotonic() + WAITS_S, self.order.batch
         while time.monotonic() < until:
             if failure := self.orders.store.failure:
                 raise files.FileSystemError(f"the weights for the samplers: {failure}")
             if there := [part for part in missing if self.orders.place.answers(batch, part).exists()]:
                 return there
             time.sleep(LOOK_S)
-        waits = f"waiting for {len(missing)} of {len(self.order.parts)} parts of the answers of batch {batch}"
-        if self.orders.signs.any():
-            self.lone = None
-            say.out(waits)
-            return []
-        self.lone = self.lone or time.monotonic()
-        if time.monotonic() - self.lone >= LOST_S:
-            raise RolloutError(f"no sampler was there for {LOST_S:g} s: start {SAMPLE} {self.orders.directory}, and "
-                               f"the run again")
-        say.err(f"{waits}, and no sampler is there: start {SAMPLE} {self.orders.directory}")
+        if alone := not self.orders.signs.any():
+            if time.monotonic() - self._seen > LOST_S:
+                raise RolloutError(f"no sampler was there for {LOST_S:g} s: start {SAMPLE} {self.orders.directory}, "
+                                   f"and the run again")
+        else:
+            self._seen = time.monotonic()
+        if time.monotonic() - self._told > TOLD_EVERY_S:
+            self._told = time.monotonic()
+            waits = f"waiting for {len(missing)} of {len(self.order.parts)} parts of the answers of batch {batch}"
+            if alone:
+                say.err(f"{waits}, and no sampler is there: start {SAMPLE} {self.orders.directory}")
+            else:
+                say.out(waits)
         return []
 
     def _read(self, part: int) -> list[Completion]:
