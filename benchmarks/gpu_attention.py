@@ -153,7 +153,7 @@ def engines(width: int, gpu: str, sizes: Sizes, interpret: bool) -> dict[str, Ca
         if width == sizes.widths[0]:
             made["pallas, heads summed outside"] = partial(pallas.engine, chosen, full=10**9, interpret=interpret)
     chip = hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
-    if chip and chip.compute_capability == mosaic.COMPUTE_CAPABILITY and mosaic.width_of(width) and not interpret:
+    if chip and chip.compute_capability == mosaic.COMPUTE_CAPABILITY and mosaic.widths_of(width) and not interpret:
         made["mosaic"] = mosaic.engine
     if not interpret and width <= 128 and cudnn.engine():
         made["cudnn"] = cudnn.engine

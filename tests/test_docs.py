@@ -46,7 +46,7 @@ def commands(page: Path) -> list[str]:
 def as_a_user(tmp_path, monkeypatch):
     """A directory with what the pages take for given: a finished run, a rule file of one's own, a model folder."""
     monkeypatch.chdir(tmp_path)
-    for run in ("quickstart", "sft"):
+    for run in ("quickstart", "sft", "quickstart-rl-sft"):
         (tmp_path / "runs" / run).mkdir(parents=True)
     for name in ("my_rules.toml", "RUN.toml"):
         (tmp_path / name).write_text("")

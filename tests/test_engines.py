@@ -19,7 +19,7 @@ from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import rates
 from meshtrain.cost.program import compile, hlo
 from meshtrain.inspection import report
-from meshtrain.kernels import pallas, tiles
+from meshtrain.kernels import mosaic, pallas, tiles
 from meshtrain.kernels.engine import Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.parallel.context import attention
@@ -121,7 +121,8 @@ def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch)
     (dict(model=dict(attention="mosaic"), platform="cpu"), "kernels run on GPUs, not on platform 'cpu'"),
     *((dict(model=dict(attention="mosaic"), gpu=gpu), f"need Hopper's wgmma (h100, h200, gh200), which {gpu} does not")
       for gpu in ("a100-80gb", "b200")),
-    (dict(model=dict(attention="mosaic", head_dim=256)), "Mosaic kernels take heads of a width of at most 128, not 256"),
+    (dict(model=dict(attention="mosaic", head_dim=256)),
+     "keys and values of a width of at most 64 and 64 or 128 and 128 or 192 and 128, not 256 and 256"),
     (dict(model=dict(attention="pallas", head_dim=512)), "heads of a width of at most 256, not 512"),
     (dict(model=dict(attention="pallas"), table=HEADS_ALONE, sizes=dict(tensor=2)),
      "splits heads over ['tensor'] and kv_heads over []"),
@@ -194,23 +195,23 @@ def test_kernels_on_a_mesh_equal_plain_attention_inside_a_pipelines_region_too(m
 L, M, B, T, N, K, H = 2, 2, 16, 512, 8, 4, 64
 
 
-def kernels(text: str) -> Counter:
-    """{(kernel, shape of its first result): calls in a step}."""
-    visits, unknown = hlo.walk(hlo.parse(text), lambda ins: ins.op == "custom-call" and pallas.NAME in ins.attrs)
+def kernels(text: str, engine=pallas) -> Counter:
+    """{(kernel of this engine, shape of its first result): calls in a step}."""
+    visits, unknown = hlo.walk(hlo.parse(text), lambda ins: ins.op == "custom-call" and engine.NAME in ins.attrs)
     assert not unknown
     found = Counter()
     for visit in visits:
-        name = re.search(rf"{pallas.NAME}_(\w+)", visit.instruction.attrs).group(1)
+        name = re.search(rf"{engine.NAME}_(\w+)", visit.instruction.attrs).group(1)
         found[name, hlo.shapes(visit.instruction.type_text)[0][1]] += visit.trips
     return found
 
 
-def gpu_step(rule: str, mesh: dict, model: dict = {}, **sections):
+def gpu_step(rule: str, mesh: dict, model: dict = {}, remat: str = "selective", **sections):
     run = config.Run(mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")),
                      model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=N,
                                 num_kv_heads=K, head_dim=H, mlp_dim=256) | model,
                      data=dict(seq_len=T, global_batch=B),
-                     training=dict(microbatches=M, remat="selective", loss_chunk=256), **sections)
+                     training=dict(microbatches=M, remat=remat, loss_chunk=256), **sections)
     return assembly.assemble(run, compile.topology("h100:8"))
 
 
@@ -227,13 +228,39 @@ def test_under_selective_remat_each_layer_runs_its_forward_once_on_a_devices_own
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("mesh", [dict(fsdp=4, tensor=2), slow(dict(context=4, tensor=2))])
-def test_kernels_of_latents_have_values_of_their_own_width(mesh):
-    """Keys of 192 are padded to 256, values stay 128."""
-    model = dict(head_dim=192, num_kv_heads=N, latent=dict(kv_dim=64, query_dim=96, rope_dim=64, value_dim=128))
-    found = kernels(gpu_step("zero3", mesh, model).program.compile().as_text())
-    assert {(name.split("_")[0], *shape[2:]) for name, shape in found} == {
-        ("forward", N // 2, 128), ("dq", N // 2, 256), ("dkv", N // 2, 256)}
+@pytest.mark.parametrize("method, mesh", [
+    (None, dict(fsdp=4, tensor=2)), slow("ring", dict(context=2, fsdp=2, tensor=2)),
+    slow("gather", dict(context=2, fsdp=2, tensor=2))])
+def test_where_mosaic_is_asked_for_a_remat_of_scanned_layers_runs_its_kernels_alone(method, mesh):
+    """Each layer's forward runs twice; over chunks o and lse are kept. A kernel of another engine would be a
+    fallback."""
+    width, cp = 128, mesh.get("context", 1)
+    sections = dict(context=dict(method=method)) if method else {}
+    made = gpu_step("zero3", mesh, dict(attention="mosaic", head_dim=width), "full", **sections)
+    text, found = made.program.compile().as_text(), Counter()
+    assert not kernels(text) and "fmha" not in text
+    for (name, (*_, heads, H)), calls in kernels(text, mosaic).items():
+        assert (heads, H) == ((K if "dkv" in name else N) // mesh["tensor"], width)
+        found[name] += calls
+    # pairs of chunks of a layer: with and without a diagonal
+    near, far = {None: (1, 0), "ring": (1, 2 * (cp - 1)), "gather": (2, 2 * cp - 1)}[method]
+    assert found == Counter({kernel + label: pairs * L * M * (1 if method or kernel != "forward" else 2)
+                             for kernel in ("forward", "dq", "dkv") for label, pairs in (("_causal", near), ("", far))
+                             if pairs})
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("engine, mesh", [(pallas, dict(fsdp=4, tensor=2)), slow(pallas, dict(context=4, tensor=2)),
+                                          slow(mosaic, dict(fsdp=4, tensor=2))])
+def test_kernels_of_latents_have_values_of_their_own_width(engine, mesh):
+    """Keys of 192 are padded to 256 by Triton's kernels and to nothing by Mosaic's, values stay 128."""
+    width = 192 if engine is mosaic else 256
+    model = dict(head_dim=192, num_kv_heads=N, latent=dict(kv_dim=64, query_dim=96, rope_dim=64, value_dim=128),
+                 attention=engine.__name__.rpartition(".")[2])
+    text = gpu_step("zero3", mesh, model).program.compile().as_text()
+    assert {(name.split("_")[0], *shape[2:]) for name, shape in kernels(text, engine)} == {
+        ("forward", N // 2, 128), ("dq", N // 2, width), ("dkv", N // 2, width)}
+    assert not kernels(text, {pallas: mosaic, mosaic: pallas}[engine])
 
 
 @needs_gpu_compiler

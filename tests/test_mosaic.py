@@ -99,8 +99,9 @@ def test_a_segment_whose_tokens_are_no_neighbours_is_noticed():
 
 
 def test_heads_wider_than_the_kernels_have_none():
-    assert [mosaic.width_of(*pair) for pair in ((16, 0), (64, 64), (48, 80), (128, 0), (192, 128), (256, 0))] == [
-        64, 64, 128, 128, None, None]
+    assert [mosaic.widths_of(*pair) for pair in (
+        (16, 0), (64, 64), (48, 80), (128, 0), (192, 128), (160, 64), (192, 0), (256, 0), (256, 128))] == [
+        (64, 64), (64, 64), (128, 128), (128, 128), (192, 128), (192, 128), None, None, None]
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -116,6 +117,9 @@ SLOW = {
     "a window": (300, 300, 2, 2, (64, 64), Mask(True, 70), 0.0, "documents"),
     "an earlier chunk": (140, 260, 4, 2, (80, 128), WHOLE, 0.0, "documents"),
     "nothing in common": (128, 140, 2, 1, (64, 64), WHOLE, 0.0, "nothing in common"),
+    "values narrower than keys": (200, 200, 2, 1, (192, 128), CAUSAL, 0.0, "documents"),
+    "values narrower than keys, an earlier chunk, softcap": (130, 256, 2, 2, (160, 72), Mask(False, 200, 100), 5.0,
+                                                             "rows that see nothing"),
     "one document, softcap": (256, 256, 1, 1, (128, 128), CAUSAL, 30.0, "one document"),
 }
 TOLERANCE = 1e-2            # of the largest number of a result: o, p and ds are rounded to 8 bits before they are summed
@@ -221,20 +225,20 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 
 # ---- what the GPU's compiler makes of them ---------------------------------------------------------------------------
 
-COMPILED = [(gpu, width, softcap, mask) for gpu in ("h100", "h200") for width in mosaic.BLOCKS for softcap, mask in (
+COMPILED = [(gpu, widths, softcap, mask) for gpu in ("h100", "h200") for widths in mosaic.BLOCKS for softcap, mask in (
     (0.0, CAUSAL), (0.0, WHOLE), (50.0, Mask(True, 4096)), (0.0, Mask(False, 4096, 2048)))]
-COMPILED_FAST = [("h100", 128, 0.0, CAUSAL)]
+COMPILED_FAST = [("h100", (128, 128), 0.0, CAUSAL), ("h100", (192, 128), 0.0, CAUSAL)]
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("gpu, width, softcap, mask", [*COMPILED_FAST, *(
+@pytest.mark.parametrize("gpu, widths, softcap, mask", [*COMPILED_FAST, *(
     slow(*cell) for cell in COMPILED if cell not in COMPILED_FAST)])
-def test_kernels_compiled_for_hopper_spill_next_to_nothing(gpu, width, softcap, mask, tmp_path):
+def test_kernels_compiled_for_hopper_spill_next_to_nothing(gpu, widths, softcap, mask, tmp_path):
     """In a process of its own: jax reads where to write the compiler's report when it is imported."""
     environ = os.environ | {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "MOSAIC_GPU_DUMP_PTXAS": "1"}
     environ.pop("XLA_FLAGS", None)
     ran = subprocess.run([sys.executable, ROOT / "tests" / "mosaic_compiled.py", gpu, *map(str, (
-        width, softcap, int(mask.causal), mask.window, mask.ahead))], env=environ | {"PYTHONPATH": str(ROOT)},
+        *widths, softcap, int(mask.causal), mask.window, mask.ahead))], env=environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
     said = {path.name: path.read_text() for path in tmp_path.glob("*.ptxas")}

@@ -52,6 +52,22 @@ def test_a_row_has_the_steps_own_time_and_rates_and_pauses_are_in_none(monkeypat
     assert (first["mfu"], second["mfu"]) == pytest.approx((6 / 2 / 4, 6 / 3 / 4))
 
 
+def test_a_second_pause_after_a_step_begins_where_the_first_ended(monkeypatch):
+    """A validation leaves the step's row to the checkpoint's hook, and neither counts the other's time."""
+    kept, steps = record_of()
+    begin = steps._mark
+    steps.dispatched(1, 128, 128, metrics(), ended(begin + 2))
+    clock = iter([begin + 6, begin + 7])
+    monkeypatch.setattr(record, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    with steps.paused("validation"):        # 4 s
+        pass
+    with steps.paused("checkpoint"):        # 1 s
+        steps.settle()
+    steps.dispatched(2, 256, 128, metrics(), ended(begin + 10))
+    steps.settle()
+    assert [row["step_time_s"] for row in kept.rows] == pytest.approx([2, 3])
+
+
 def test_waits_of_rows_that_are_not_written_add_up_and_other_numbers_ask_for_a_row():
     kept, steps = record_of(every=3)
     for number in (1, 2, 3, 4):

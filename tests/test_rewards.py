@@ -75,7 +75,7 @@ def score(prompt, answer, line):
         subprocess.Popen(["sleep", "1000"])
         time.sleep(1000)
     if answer == "print":
-        for _ in range(1 << 14):
+        for _ in range(1 << 11):
             print("x" * (1 << 16))
         sys.stderr.write("x" * (1 << 20))
     if answer == "disk":
@@ -97,10 +97,10 @@ def score(prompt, answer, line):
             "part": {"reward": 1.0, "of": "text"}}.get(answer, 1.0)
 '''
 FAILURES = {
-    "sleep": "timeout after 1 s", "spin": "timeout after 1 s", "deaf": "timeout after 1 s", "raise": "KeyError: 'no such key'",
+    "sleep": "timeout after 3 s", "spin": "timeout after 3 s", "deaf": "timeout after 3 s", "raise": "KeyError: 'no such key'",
     "rude": "Rude", "exit": "SystemExit: 3", "die": "its process ended, with exit code 3",
     "crash": "its process ended, killed by signal 11", "memory": "MemoryError", "fork": "its process ended, with exit code 0",
-    "child": "timeout after 1 s", "disk": "OSError", "close": "", "garbage": "a reply that is no reward",
+    "child": "timeout after 3 s", "disk": "OSError", "close": "", "garbage": "a reply that is no reward",
     "deep": "RecursionError", "nan": "reward is not a finite number, but nan", "none": "but None", "text": "but '1'",
     "list": "but [1]", "dict": 'a dict of rewards has "reward"', "many": 'a dict of rewards has "reward"',
     "part": "of is not a finite number"}
@@ -120,7 +120,7 @@ def of_the_functions(reward: str) -> list[str]:
 
 
 def test_no_function_costs_more_than_its_answer(hostile):
-    pool = workers.RewardWorkers(hostile, 2, 1.0, 1.0)
+    pool = workers.RewardWorkers(hostile, 2, 3.0, 1.0)
     names = [*FAILURES, *VALUES]
     begun = time.monotonic()
     for number, name in enumerate(names):
@@ -202,7 +202,8 @@ def test_a_file_may_import_what_lies_beside_it_and_finds_no_module_of_ours(tmp_p
 
 @pytest.mark.parametrize("text, told", [
     ("def score(prompt, answer, line)\n", "SyntaxError"), ("import nowhere\n", "No module named 'nowhere'"),
-    ("scores = 1\n", "has no attribute 'score'"), ("raise SystemExit(3)\n", "SystemExit: 3"),
+    ("scores = 1\n", "has no attribute 'score'"), ("score = 1\n", "score is no function, but 1"),
+    ("def score(answer):\n    return 1\n", "too many positional arguments"), ("raise SystemExit(3)\n", "SystemExit: 3"),
     ("import os\nos._exit(3)\n", "its process ended, with exit code 3")])
 def test_a_file_that_cannot_be_loaded_is_told_before_the_run(tmp_path, text, told):
     (tmp_path / "rewards.py").write_text(text)
@@ -213,16 +214,16 @@ def test_a_file_that_cannot_be_loaded_is_told_before_the_run(tmp_path, text, tol
 
 @pytest.mark.parametrize("reward, told", [
     ("exakt", 'did you mean "exact"?'), ("mine", 'name one as "rewards.py:score"'), ("nowhere.py:score", "is not a file"),
-    ("regex", 'reads "pattern" of each prompt\'s line, and the first has \'answer\'')])
+    ("regex", 'reads "pattern" of each prompt\'s line, and a, line 2 has \'answer\' (1 of 2 lines lack it)')])
 def test_names_that_are_none_are_told(reward, told):
     with pytest.raises(ValueError) as error:
-        workers.check(reward, {"answer": "7"})
+        workers.check(reward, {"a, line 1": {"answer": "7", "pattern": "7"}, "a, line 2": {"answer": "7"}})
     assert told in str(error.value)
 
 
 def test_every_built_in_reward_has_its_column():
     for name, column in builtin.COLUMNS.items():
-        workers.check(name, {column: "7"})
+        workers.check(name, {"line 1": {column: "7"}})
         assert worker.load(name)("", "7", {column: "7"}) == 1.0 or name == "choice"
 
 

@@ -153,6 +153,25 @@ def test_answers_of_other_weights_are_not_taken(place, undisturbed):
     assert drawn(directory, 0) != drawn(undisturbed, 0)
 
 
+@pytest.mark.parametrize("name, old, new", [("prompts.jsonl", '": "', '": "0'), ("rewards.py", "% 2", "% 3")])
+def test_kept_answers_are_those_to_these_prompts_by_this_reward(place, undisturbed, name, old, new):
+    """Who mends the data or the reward and starts again is not given what was drawn before."""
+    directory, text = place / f"mended-{name}", (place / name).read_text()
+    (directory / "rollouts").mkdir(parents=True)
+    shutil.copy(undisturbed / "rollouts" / "0.npz", directory / "rollouts" / "0.npz")
+    (directory / ".lock").touch()
+    (place / name).write_text(text.replace(old, new))
+    try:
+        ran(*words(place, directory.name, "--training.steps=1", "--validation.every=0"))
+    finally:
+        (place / name).write_text(text)
+    before, now = ([(answer, reward) for _, answer, reward in drawn(one, 0)] for one in (undisturbed, directory))
+    if name == "rewards.py":
+        assert now == [(answer, sum(ord(c) % 3 for c in answer) / 6) for answer, _ in before]
+    else:
+        assert [answer for answer, _ in now] != [answer for answer, _ in before]
+
+
 @pytest.mark.parametrize("more", [pytest.param(OTHER, marks=GRID), (*OTHER, "--training.microbatches=2",
                                                                     "--rl.slots=8")])
 def test_other_meshes_draw_the_same_answers(place, undisturbed, more):
@@ -188,18 +207,12 @@ def test_a_stop_between_the_updates_of_a_batch_changes_nothing(place, undisturbe
 def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch):  # noqa: F811
     """The plant: weights that are laid out once, and never again."""
     from meshtrain import trained
-    real, kept = trained.beside, []
+    real, kept = trained.Sampler.generator, []
 
-    def beside(made):
-        sampler = real(made)
-        generator = sampler.generator
-
-        def stale(params):
-            kept[:] = kept or [jax.tree.map(lambda x: x.copy(), params)]
-            return generator(kept[0])
-        sampler = type("Stale", (), {"generator": staticmethod(stale)})()
-        return sampler
-    monkeypatch.setattr(trained, "beside", beside)
+    def stale(self, params):
+        kept[:] = kept or [jax.tree.map(lambda x: x.copy(), params)]
+        return real(self, kept[0])
+    monkeypatch.setattr(trained.Sampler, "generator", stale)
     ran(*words(place, "stale", "--validation.every=0"))
     found = [row["mismatch_max"] for row in rows(place / "stale")]
     assert found[0] < 1e-4 and min(found[1:]) > 1e-3

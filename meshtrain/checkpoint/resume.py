@@ -50,7 +50,8 @@ CHANGES = (
     ("data.*", CONTENT),
     ("optimizer.name", STAYS), ("lora.export", FREE), ("lora.*", STAYS),
     ("training.max_skipped_steps", FREE), ("training.check_replicas_every", FREE), ("training.objective", STAYS),
-    ("rl.slots", FREE), ("rl.rules", FREE), ("rl.reward_*", FREE), ("rl.keep", FREE), ("rl.updates", STAYS),
+    ("rl.slots", FREE), ("rl.rules", FREE), ("rl.keep", FREE), ("rl.updates", STAYS),
+    ("rl.reward_failures", RECORDED), ("rl.reward_*", FREE),
     ("validation.*", FREE), ("checkpoint.*", FREE), ("metrics.*", FREE), ("distributed.*", FREE),
     ("*", RECORDED),
 )

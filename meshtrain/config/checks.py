@@ -104,6 +104,8 @@ def _run_problems(run: Run):
     if not source or "://" in source:
         return
     if not os.path.isdir(source):
+        if Path(source).parts[:1] == ("runs",):     # one that is still to be made; train looks for its checkpoint
+            return
         yield (f"checkpoint.init_from={toml(source)} is not a directory; name the run.dir, or the model folder, whose "
                f"weights to start from")
     elif run.checkpoint.init_optimizer and folder.is_one(source):
@@ -321,6 +323,8 @@ def notes(run: Run) -> list[str]:
     if run.data.packing == "stream" and "chat" in {one.source for one in run.data.mixture or [run.data]}:
         found.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without '
                      'their question; data.packing="whole" keeps them together')
+    if (source := run.checkpoint.init_from) and not os.path.isdir(source):
+        found.append(f"checkpoint.init_from={toml(source)} is not there yet; train it first")
     if run.lora.rank and not run.checkpoint.init_from:
         found.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes weights that nobody has trained")
     if run.lora.rank and run.experts.bias_rate:
@@ -421,6 +425,12 @@ def _rl_problems(run: Run):
     if rl.old == "sampler" and rl.correction != "none":
         yield (f'rl.correction={toml(rl.correction)} weighs old log-probabilities by the sampler\'s, and '
                f'rl.old="sampler" takes these for old ones; use rl.old="trainer", or no correction')
+    if rl.lag and rl.filter != "none":
+        yield (f'rl.lag={rl.lag} orders prompts before the rewards of earlier ones are known, and '
+               f'rl.filter={toml(rl.filter)} draws more in place of some; use rl.filter="none", or rl.lag=0')
+    if rl.lag and rl.rules:
+        yield (f"rl.lag={rl.lag}: answers are drawn by processes apart, on meshes of their own, and "
+               f"rl.rules={toml(rl.rules)} is of the trainer's; leave it out, or use rl.lag=0")
     if rl.kl and not run.checkpoint.init_from:
         yield (f"rl.kl={rl.kl:g} is a divergence from the weights that the run starts from, and these are random; give "
                f"checkpoint.init_from, or leave rl.kl out")

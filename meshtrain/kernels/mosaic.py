@@ -18,13 +18,15 @@ from meshtrain.kernels.warpgroups import TILE, Call
 
 NAME = "meshtrain_mosaic"               # kernel name in profiles and in the compiled program
 COMPUTE_CAPABILITY = 9                  # wgmma and setmaxnreg exist on sm_90a only
-# Width of keys and of values, both padded to it -> (block, stages) of the forward, of dq and of dkv. 256 is not here:
-# its backward needs 266 KB of shared memory, so it stays with `pallas`; so do latents' 192 and 128.
-BLOCKS = {64: ((128, 2), (64, 2), (64, 2)), 128: ((128, 2), (64, 2), (64, 2))}
+# Widths of keys and of values, padded to them -> (block, stages) of the forward, of dq and of dkv. dkv of 192 and 128
+# spills 660 bytes a thread with blocks of 64. 256 is not here: its backward needs 266 KB of shared memory, so it stays
+# with `pallas`.
+BLOCKS = {(64, 64): ((128, 2), (64, 2), (64, 2)), (128, 128): ((128, 2), (64, 2), (64, 2)),
+          (192, 128): ((128, 2), (64, 2), (32, 2))}
 
 
 def engine(scores: Scores = Scores(), interpret=False) -> Engine:
-    """The Mosaic engine; bfloat16 or float16, widths of keys and values up to 128.
+    """The Mosaic engine; bfloat16 or float16, widths of keys and values up to 128, of keys up to 192 with such values.
 
     The tokens of a segment must be neighbours: lse of a query, and dk of a key, are NaN where they are not.
     interpret: jax's InterpretGPUParams, for tests on CPUs.
@@ -33,9 +35,9 @@ def engine(scores: Scores = Scores(), interpret=False) -> Engine:
                   partial(_backward, scores=scores, interpret=interpret), partitions=False)
 
 
-def width_of(head_dim: int, value_dim: int = 0) -> int | None:
-    """The width that heads are padded to; None if the kernels have none."""
-    return next((width for width in BLOCKS if max(head_dim, value_dim) <= width), None)
+def widths_of(head_dim: int, value_dim: int = 0) -> tuple[int, int] | None:
+    """The widths that keys and values are padded to; None if the kernels have none. value_dim 0: that of keys."""
+    return next(((H, V) for H, V in BLOCKS if head_dim <= H and (value_dim or head_dim) <= V), None)
 
 
 def intervals(own_BT, other_BS, mask: Mask, own_are_queries: bool):
@@ -95,9 +97,10 @@ def _visits(own_BT, other_BS, mask: Mask, own_are_queries: bool, step: int):
 
 def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, scores, interpret):
     T, H, V = q_BTNH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3]
-    width = width_of(H, V)
-    blocks = BLOCKS[width][0]
-    q, k, v = (_padded(x, 1, width) for x in (q_BTNH, k_BSKH, v_BSKV))
+    widths = widths_of(H, V)
+    blocks = BLOCKS[widths][0]
+    q, k = (_padded(x, 1, widths[0]) for x in (q_BTNH, k_BSKH))
+    v = _padded(v_BSKV, 1, widths[1])
     visits, single_BT = _visits(q_segments_BT, k_segments_BS, mask, True, blocks[0])
     o, lse = mosaic_forward.forward(_call("forward", mask, scores, H, blocks, interpret), q, k, v, *visits)
     lse_BTN = lse[:, :, :T].swapaxes(1, 2)
@@ -110,10 +113,11 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, scor
 def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_BTN, do_BTNV, mask, *, scores,
               interpret):
     H, V = q_BTNH.shape[3], v_BSKV.shape[3]
-    width = width_of(H, V)
-    _, for_dq, for_dkv = BLOCKS[width]
+    widths = widths_of(H, V)
+    _, for_dq, for_dkv = BLOCKS[widths]
     delta_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
-    q, k, v, do = (_padded(x, 1, width) for x in (q_BTNH, k_BSKH, v_BSKV, do_BTNV.astype(q_BTNH.dtype)))
+    q, k = (_padded(x, 1, widths[0]) for x in (q_BTNH, k_BSKH))
+    v, do = (_padded(x, 1, widths[1]) for x in (v_BSKV, do_BTNV.astype(q_BTNH.dtype)))
     lse, delta = (_padded(x.swapaxes(1, 2), 2) for x in (lse_BTN, delta_BTN))
     args = q, k, v, do, lse, delta
     by_query, _ = _visits(q_segments_BT, k_segments_BS, mask, True, for_dq[0])

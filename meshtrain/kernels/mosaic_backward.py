@@ -15,8 +15,9 @@ from meshtrain.kernels.warpgroups import (
 
 
 def dq_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
-    """dq [B, T, N, H]. lse and delta [B, N, T], delta = sum(do · o, -1); the others as in `mosaic_forward.forward`."""
-    (B, T, N, H), K, dtype = q.shape, k.shape[2], q.dtype
+    """dq [B, T, N, H]. do [B, T, N, V], lse and delta [B, N, T], delta = sum(do · o, -1); the others as in
+    `mosaic_forward.forward`."""
+    (B, T, N, H), (*_, K, V), dtype = q.shape, v.shape, q.dtype
     tiles, group, block, stages = T // TILE, N // K, call.block, call.stages
     machine = Machine(bool(call.interpret))
 
@@ -81,9 +82,9 @@ def dq_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
                 return ()
             lax.fori_loop(start, stop, load, ())
 
-    own, row = warpgroups.swizzled((COMPUTE, ROWS, H), dtype), warpgroups.rows
-    staged = warpgroups.swizzled((stages, block, H), dtype)
-    scratch = [own, own, row(jnp.float32), row(jnp.float32), row(jnp.int32), row(jnp.int32), staged, staged,
+    row, swizzled = warpgroups.rows, partial(warpgroups.swizzled, dtype=dtype)
+    scratch = [swizzled((COMPUTE, ROWS, H)), swizzled((COMPUTE, ROWS, V)), row(jnp.float32), row(jnp.float32),
+               row(jnp.int32), row(jnp.int32), swizzled((stages, block, H)), swizzled((stages, block, V)),
                warpgroups.loaded(COMPUTE, 6), warpgroups.loaded(stages), warpgroups.loaded(stages),
                warpgroups.released(stages), warpgroups.released(stages)]
     scratch += [plgpu.SMEM((COMPUTE, ROWS, block), dtype)] * machine.interpreted
@@ -92,9 +93,9 @@ def dq_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
 
 
 def dkv_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
-    """(dk, dv) [B, S, K, H]. low, high [B, S]: the queries that see a key. A program has 128 keys of one head, and
-    sums over all query heads of its group. Scores are [keys, queries], so that no p is transposed."""
-    (B, T, N, H), (_, S, K, _), dtype = q.shape, k.shape, q.dtype
+    """(dk [B, S, K, H], dv [B, S, K, V]). low, high [B, S]: the queries that see a key. A program has 128 keys of one
+    head, and sums over all query heads of its group. Scores are [keys, queries], so that no p is transposed."""
+    (B, T, N, H), (_, S, K, V), dtype = q.shape, v.shape, q.dtype
     tiles, group, block, stages = S // TILE, N // K, call.block, call.stages
     machine = Machine(bool(call.interpret))
 
@@ -147,7 +148,7 @@ def dkv_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
 
             def of_head(member, sums):
                 return warpgroups.three_loops(limits, partial(visit, member=member), sums)
-            zeros = machine.full((ROWS, H), 0), machine.full((ROWS, H), 0)
+            zeros = machine.full((ROWS, H), 0), machine.full((ROWS, V), 0)
             dk, dv = lax.fori_loop(i32(0), i32(group), of_head, zeros) if group > 1 else of_head(i32(0), zeros)
             k_smem[...] = (dk * call.scale).astype(dtype)
             v_smem[...] = dv.astype(dtype)
@@ -175,12 +176,13 @@ def dkv_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
                 return lax.fori_loop(start, stop, load, ())
             lax.fori_loop(i32(0), i32(group), of_head, ())
 
-    own, staged = warpgroups.swizzled((COMPUTE, ROWS, H), dtype), warpgroups.swizzled((stages, block, H), dtype)
+    swizzled = partial(warpgroups.swizzled, dtype=dtype, block=block)
     per_query = plgpu.SMEM((stages, block), jnp.float32)
-    scratch = [own, own, warpgroups.rows(jnp.int32), warpgroups.rows(jnp.int32), staged, staged, per_query, per_query,
-               warpgroups.loaded(COMPUTE, 4), warpgroups.loaded(stages, 2), warpgroups.loaded(stages, 2),
+    scratch = [swizzled((COMPUTE, ROWS, H)), swizzled((COMPUTE, ROWS, V)), warpgroups.rows(jnp.int32),
+               warpgroups.rows(jnp.int32), swizzled((stages, block, H)), swizzled((stages, block, V)), per_query,
+               per_query, warpgroups.loaded(COMPUTE, 4), warpgroups.loaded(stages, 2), warpgroups.loaded(stages, 2),
                warpgroups.released(stages), warpgroups.released(stages)]
     scratch += [plgpu.SMEM((COMPUTE, ROWS, block), dtype)] * machine.interpreted
-    shape = warpgroups.shape_of(dtype, *k.shape)
-    return warpgroups.launch(kernel, call, scratch, {"head": K, "tile": tiles, "batch": B}, [shape, shape],
+    shapes = [warpgroups.shape_of(dtype, *x.shape) for x in (k, v)]
+    return warpgroups.launch(kernel, call, scratch, {"head": K, "tile": tiles, "batch": B}, shapes,
                              (q, k, v, do, lse, delta, low, high, bounds))

@@ -17,16 +17,16 @@ SOME = MASKED / 1e10            # a row whose maximum is larger has seen a key
 
 
 def forward(call: Call, q, k, v, low, high, bounds):
-    """(o [B, T, N, H], lse [B, N, T] float32). q [B, T, N, H], k and v [B, S, K, H] in whole tiles; low, high and
-    bounds as `mosaic.intervals` and `mosaic.bounds`."""
-    (B, T, N, H), K, dtype = q.shape, k.shape[2], q.dtype
+    """(o [B, T, N, V], lse [B, N, T] float32). q [B, T, N, H], k [B, S, K, H] and v [B, S, K, V] in whole tiles; low,
+    high and bounds as `mosaic.intervals` and `mosaic.bounds`."""
+    (B, T, N, H), (*_, K, V), dtype = q.shape, v.shape, q.dtype
     tiles, group, block, stages = T // TILE, N // K, call.block, call.stages
     machine = Machine(bool(call.interpret))
 
     def kernel(refs, scoped):
         q_ref, k_ref, v_ref, low_ref, high_ref, bounds_ref, o_ref, lse_ref = refs
-        (q_all, k_smem, v_smem, lse_all, low_all, high_all, own_loaded, k_loaded, v_loaded, k_released, v_released,
-         turn, *scratch) = scoped
+        ((q_all, o_all), k_smem, v_smem, lse_all, low_all, high_all, own_loaded, k_loaded, v_loaded, k_released,
+         v_released, turn, *scratch) = scoped
         b, n, wg = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
         i = i32(tiles - 1) - lax.axis_index("tile")         # if causal, the longest rows first
         limits = [bounds_ref[b, i, j] for j in range(4)]
@@ -42,7 +42,7 @@ def forward(call: Call, q, k, v, low, high, bounds):
         @pl.when(wg < COMPUTE)
         def _compute():
             plgpu.set_max_registers(warpgroups.MORE, action="increase")
-            own, q_smem = pl.ds(i * TILE + wg * ROWS, ROWS), q_all.at[wg]
+            own, q_smem, o_smem = pl.ds(i * TILE + wg * ROWS, ROWS), q_all.at[wg], o_all.at[wg, pl.ds(0, ROWS)]
             low_smem, high_smem = low_all.at[wg], high_all.at[wg]
             for source, target in ((q_ref.at[b, own, n], q_smem), (low_ref.at[b, own], low_smem),
                                    (high_ref.at[b, own], high_smem)):
@@ -85,14 +85,14 @@ def forward(call: Call, q, k, v, low, high, bounds):
                 return o, m_new, l
 
             o, m, l = warpgroups.three_loops(limits, visit, (
-                machine.full((ROWS, H), 0), machine.full((ROWS,), MASKED, BY_ROW), machine.full((ROWS,), 0, BY_ROW)))
+                machine.full((ROWS, V), 0), machine.full((ROWS,), MASKED, BY_ROW), machine.full((ROWS,), 0, BY_ROW)))
             pl.when(wg == 0)(next_turn)
             some = m > SOME
             l = jnp.where(some, l, 1.0)
-            q_smem[...] = (o * by_row(jnp.where(some, 1.0 / l, 0.0), o.shape)).astype(dtype)
+            o_smem[...] = (o * by_row(jnp.where(some, 1.0 / l, 0.0), o.shape)).astype(dtype)
             lse_all[wg] = jnp.where(some, m * (1 / LOG2E) + jnp.log(l), MASKED)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem, o_ref.at[b, own, n])
+            plgpu.copy_smem_to_gmem(o_smem, o_ref.at[b, own, n])
             plgpu.copy_smem_to_gmem(lse_all.at[wg], lse_ref.at[b, n, own])
             plgpu.wait_smem_to_gmem(0)
 
@@ -110,12 +110,14 @@ def forward(call: Call, q, k, v, low, high, bounds):
                 return ()
             lax.fori_loop(start, stop, load, ())
 
-    staged, row = warpgroups.swizzled((stages, block, H), dtype), warpgroups.rows
-    scratch = [warpgroups.swizzled((COMPUTE, ROWS, H), dtype), staged, staged, row(jnp.float32), row(jnp.int32),
+    row, swizzled = warpgroups.rows, partial(warpgroups.swizzled, dtype=dtype)
+    # A warp group's o, its first `ROWS` rows, takes the place of its own q: beside keys of 192 nothing is left for it.
+    own = plgpu.RefUnion(swizzled((COMPUTE, ROWS, H)), swizzled((COMPUTE, ROWS * H // V, V)))
+    scratch = [own, swizzled((stages, block, H)), swizzled((stages, block, V)), row(jnp.float32), row(jnp.int32),
                row(jnp.int32), warpgroups.loaded(COMPUTE, 3), warpgroups.loaded(stages), warpgroups.loaded(stages),
                warpgroups.released(stages), warpgroups.released(stages), plgpu.Barrier(num_arrivals=COMPUTE)]
     scratch += [plgpu.SMEM((COMPUTE, ROWS, block), dtype)] * machine.interpreted
     return warpgroups.launch(
         kernel, call, scratch, {"head": N, "tile": tiles, "batch": B},
-        [warpgroups.shape_of(dtype, *q.shape), warpgroups.shape_of(jnp.float32, B, N, T)],
+        [warpgroups.shape_of(dtype, B, T, N, V), warpgroups.shape_of(jnp.float32, B, N, T)],
         (q, k, v, low, high, bounds))

@@ -130,9 +130,10 @@ def scored(product, call: Call):
     return capped, call.softcap * LOG2E, 1.0 - capped * capped
 
 
-def swizzled(shape, dtype):
-    """Shared memory in the layout that TMA writes and wgmma reads without bank conflicts."""
-    width = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
+def swizzled(shape, dtype, block: int = TILE):
+    """Shared memory in the layout that TMA writes and wgmma reads without bank conflicts. block: rows of the steps that
+    a product sums over; wgmma takes as many at a time as a swizzled row has elements."""
+    width = min(128, min(shape[-1], block) * jnp.dtype(dtype).itemsize)
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -21,12 +22,17 @@ PR_SET_PDEATHSIG = 1
 
 
 def load(reward: str):
-    """The function of "name" (built-in) or "file.py:name"."""
+    """The function of "name" (built-in) or "file.py:name". Raises: TypeError if it cannot be called with an answer."""
     path, _, name = reward.rpartition(":")
     if not path:
         return getattr(_module("meshtrain_builtin", os.path.join(os.path.dirname(__file__), "builtin.py")), name)
     sys.path[0] = os.path.dirname(path)
-    return getattr(_module("rewards", path), name)
+    function = getattr(_module("rewards", path), name)
+    if not callable(function):
+        raise TypeError(f"{name} is no function, but {function!r}")
+    with contextlib.suppress(ValueError):       # of some that are written in C nothing is known
+        inspect.signature(function).bind("prompt", "answer", {})
+    return function
 
 
 def _module(name: str, path: str):

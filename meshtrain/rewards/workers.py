@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from meshtrain.rewards import builtin, worker
@@ -40,17 +41,20 @@ class Reward:
     unsteady: bool = False
 
 
-def check(reward: str, line: dict, memory_gb: float = 2.0) -> None:
-    """Raises: ValueError if `rl.reward` names no function that can be loaded, or a prompt's line lacks its column."""
+def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> None:
+    """lines: of the prompts, by place. Raises: ValueError if `rl.reward` names no function that can be loaded, or a
+    line lacks its column."""
     path, _, _ = reward.rpartition(":")
     if not path:
         if reward not in builtin.COLUMNS:
             near = difflib.get_close_matches(reward, builtin.COLUMNS, n=1)
             raise ValueError(f'rl.reward="{reward}" is none of {", ".join(builtin.COLUMNS)}, and no function of a '
                              'file; ' + (f'did you mean "{near[0]}"?' if near else 'name one as "rewards.py:score"'))
-        if builtin.COLUMNS[reward] not in line:
-            raise ValueError(f'rl.reward="{reward}" reads "{builtin.COLUMNS[reward]}" of each prompt\'s line, and the '
-                             f'first has {", ".join(map(repr, line))}; add it, or use a function of your own')
+        column = builtin.COLUMNS[reward]
+        if lacking := [place for place, line in lines.items() if column not in line]:
+            raise ValueError(f'rl.reward="{reward}" reads "{column}" of each prompt\'s line, and {lacking[0]} has '
+                             f'{", ".join(map(repr, lines[lacking[0]]))} ({len(lacking)} of {len(lines)} lines lack '
+                             f'it); add it, or use a function of your own')
         return
     if not os.path.isfile(os.path.expanduser(path)):
         raise ValueError(f'rl.reward="{reward}": {path} is not a file (relative to {os.getcwd()}); name one as '
@@ -59,6 +63,15 @@ def check(reward: str, line: dict, memory_gb: float = 2.0) -> None:
         if failure := process.started():
             raise ValueError(f'rl.reward="{reward}" cannot be loaded: {failure}; mend the file, or name another '
                              f'function')
+
+
+def digest(reward: str) -> str:
+    """Hash of the text of the function's file; empty for a built-in one, or where the file is gone."""
+    path, _, _ = reward.rpartition(":")
+    try:
+        return hashlib.blake2b(Path(path).expanduser().read_bytes(), digest_size=10).hexdigest() if path else ""
+    except OSError:
+        return ""
 
 
 class RewardWorkers:

@@ -91,6 +91,7 @@ class Record:
         self.skipped_in_a_row = 0
         self._pending: _Step | None = None
         self._mark, self._paused_s = time.perf_counter(), 0.0
+        self._paused_until = 0.0
         self._extra: dict[str, float] = {}
         self._waited_s = 0.0        # for data, since the step before
         self.stragglers, self.hosts, self._step_time_s = Stragglers(), hosts, None
@@ -129,12 +130,13 @@ class Record:
     @contextlib.contextmanager
     def paused(self, part: str = "rest"):
         """Context between two steps: its time belongs to no step. part: of the goodput account."""
-        began = time.perf_counter() if self._pending is None else self._pending.ended.result()
+        began = time.perf_counter() if self._pending is None else max(self._pending.ended.result(), self._paused_until)
         try:
             with self.account.to(part):
                 yield
         finally:
-            self._paused_s += time.perf_counter() - began
+            self._paused_until = time.perf_counter()
+            self._paused_s += self._paused_until - began
 
     def late(self, late: tuple[int, float] | None) -> None:
         """Notes which process came last to a step, and by how much; see `Stragglers`."""

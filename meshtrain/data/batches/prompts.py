@@ -47,6 +47,14 @@ class Prompts:
         epochs, places = np.divmod(np.arange(first, first + count), len(self.prompts))
         return [self.prompts[self._order(epoch)[place]] for epoch, place in zip(epochs.tolist(), places.tolist())]
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hash of the prompts to train on, with what their rewards read."""
+        found = hashlib.blake2b(digest_size=10)
+        for one in self.prompts:
+            found.update(json.dumps([one.ids.tolist(), one.line], sort_keys=True).encode())
+        return found.hexdigest()
+
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt, a held-out one included."""

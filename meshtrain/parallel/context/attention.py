@@ -265,7 +265,7 @@ def _of(run) -> str:
 def _engine(name: str, run, cp: int, gpu: str, head_dim: int, value_dim: int, scores: Scores) -> Engine:
     if name == "cudnn":
         return cudnn.engine(scores)
-    if name == "mosaic" and mosaic.width_of(head_dim, value_dim):
+    if name == "mosaic" and mosaic.widths_of(head_dim, value_dim):
         return mosaic.engine(scores)
     if name in ("pallas", "mosaic"):        # wide heads of some layers: `_left_to_pallas`
         return pallas.engine(tiles.of(head_dim, gpu, bool(scores.softcap), value_dim), scores)
@@ -360,14 +360,15 @@ def _against_mosaic(run, layout: Layout, platform: str, gpu: str) -> list[str]:
     if platform in GPU_PLATFORMS and not fits:
         return [f"the Mosaic kernels need Hopper's wgmma (h100, h200, gh200), which {gpu or 'this GPU'} does not have"]
     widths = sorted({(cfg.head_dim, value_dim(cfg)) for cfg in attending(run)})
-    if widths and not any(mosaic.width_of(*pair) for pair in widths):
-        return [f"the Mosaic kernels take heads of a width of at most {max(mosaic.BLOCKS)}, not {max(widths[0])}"]
+    if widths and not any(mosaic.widths_of(*pair) for pair in widths):
+        most, (keys, values) = " or ".join("{} and {}".format(*pair) for pair in mosaic.BLOCKS), widths[0]
+        return [f"the Mosaic kernels take keys and values of a width of at most {most}, not {keys} and {values}"]
     return _against_pallas(run, layout, platform, gpu)
 
 
 def _left_to_pallas(run) -> str:
     """Which heads the Pallas kernels compute where "mosaic" is asked for; "" if none."""
-    wide = sorted({cfg.head_dim for cfg in attending(run) if not mosaic.width_of(cfg.head_dim, value_dim(cfg))})
+    wide = sorted({cfg.head_dim for cfg in attending(run) if not mosaic.widths_of(cfg.head_dim, value_dim(cfg))})
     return f"heads of {', '.join(map(str, wide))}: Pallas kernels" if wide else ""
 
 
