@@ -7,6 +7,7 @@ not expect.
 """
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -20,11 +21,13 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 
 from meshtrain import assembly, config, elastic
 from meshtrain import devices as local_devices
-from meshtrain import hardware
+from meshtrain import hardware, trained
 from meshtrain.config import ConfigError
-from meshtrain.cost.formulas import assumptions, simulate
+from meshtrain.cost.formulas import assumptions, decode, simulate
+from meshtrain.cost.formulas.placed import place
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
+from meshtrain.inference import cache
 from meshtrain.inspection import chart, expect, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, skin
@@ -71,7 +74,8 @@ def main(own: config.Arguments) -> int:
     logged: list[str] = []
     with say.without_noise(logged):
         executable = made.program.compile()       # a broken one is shown, not refused
-    step = Inspected(made, executable, given, logged)
+        sampling = _sampling(made) if run.training.objective == "rl" else None
+    step = Inspected(made, executable, given, logged, sampling)
     now = expect.of(made, step.program, step.held)
     if own["update"]:
         _write(own["expect"], expect.dumps(
@@ -96,9 +100,19 @@ def _tell(step: Inspected, own: config.Arguments) -> None:
         say.out("\n\n".join([
             report.before(step.made), report.params_table(step.made), report.memory_table(step),
             report.collectives_table(step), report.matmuls(step.program, step.formulas), "\n".join(warnings),
+            *([report.sampling_table(step.sampled)] if step.sampled else []),
             *([report.roofline_table(step.roofline, step.made.mesh_spec)] if step.roofline else [])]))
     if own["html"]:
         say.err(f"written: {own['html']}")
+
+
+def _sampling(made: assembly.Assembly):
+    """Of `Inspected`. Raises: ConfigError for rl.rules, assembly.BrokenProgramError."""
+    sampler = trained.beside(made)
+    room = cache.rounded_room(sampler.room)
+    placed = place(made.model.parameters(), made.run.model, sampler.ex.layout, made.mesh_spec)
+    return (decode.Sampling(placed, made.layout, sampler.all_slots, room, functools.partial(cache.places, room=room)),
+            sampler.programs())
 
 
 def _assumed(own: config.Arguments) -> dict[str, float]:

@@ -190,6 +190,21 @@ class Sampler:
         return Generator(self.made.model, self.ex, self.weights(params), self._compiled, self.slots, self.room,
                          self._programs)
 
+    @property
+    def all_slots(self) -> int:
+        """With those that fill up the last shard of the batch."""
+        return Generator(self.made.model, self.ex, {}, slots=self.slots).slots_for(self.slots)
+
+    def programs(self) -> dict[str, jax.stages.Compiled]:
+        """What is compiled for a batch of answers, by shapes alone: sync (where weights move), fill, decode. Raises:
+        assembly.BrokenProgramError."""
+        made, by_shapes = self.made, Generator(self.made.model, self.ex, self.sync.abstract(), self._compiled,
+                                               self.slots, self.room)
+        with jax.set_mesh(made.mesh):
+            moved = self.sync.program_of(made.state_shapes.params)
+            prompt = max(self.room - made.run.rl.max_tokens, 1)
+            return ({"sync": moved} if moved else {}) | by_shapes.programs(prompt)
+
     def _compiled(self, name: str, jitted, *args):
         return assembly.checked_program(self.made.mesh, name, jitted.lower(*args).compile(
             compiler_options=self.made.program.compiler_options))

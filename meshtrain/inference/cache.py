@@ -40,9 +40,9 @@ def _block(room: int) -> int:
     return -(-room // (BLOCK * MOST_BLOCKS)) * BLOCK
 
 
-def _held(mask: Mask, room: int) -> int:
-    """Places of a layer with this mask."""
-    return min(room, rounded_room(mask.window)) if mask.window else room
+def places(window: int, room: int) -> int:
+    """Of a layer with this window in a slot; 0: none."""
+    return min(room, rounded_room(window)) if window else room
 
 
 def slot_bytes(cfg, room: int, itemsize: int) -> int:
@@ -52,7 +52,7 @@ def slot_bytes(cfg, room: int, itemsize: int) -> int:
         keys = cfg.of(mixer)
         latent = keys.latent
         width = latent.kv_dim + latent.rope_dim if latent.kv_dim else 2 * keys.num_kv_heads * keys.head_dim
-        return width * _held(Mask(window=keys.window if mixer in pattern.WINDOWED else 0), room)
+        return width * places(keys.window if mixer in pattern.WINDOWED else 0, room)
     return itemsize * sum(of(kind.mixer) for kind in pattern.kinds(cfg) if kind.mixer in pattern.ATTENTION)
 
 
@@ -181,7 +181,7 @@ class _Writing:
 
     def attend(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, *, mask: Mask, **kind):
         T = k_BTKH.shape[1]
-        self.cache = tuple(_placed(layout, _by_head(x)[..., T - _held(mask, T):, :], "batch") for x in (k_BTKH, v_BTKH))
+        self.cache = tuple(_placed(layout, _by_head(x)[..., T - places(mask.window, T):, :], "batch") for x in (k_BTKH, v_BTKH))
         return self.ex.attend(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask=mask, **kind)
 
     def convolve(self, layout: Layout, xs, ws, segments_BT):

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.sharding.rules import Layout
+
 Split = tuple[tuple[str, ...], ...]      # of each dim, the mesh axes that split it
 
 
@@ -48,18 +50,17 @@ class Moves:
     def shards(self, split: Split) -> int:
         return math.prod(self.sizes[axis] for axes in split for axis in axes)
 
-    def sent(self, array_bytes: float) -> dict[tuple[str, tuple[str, ...]], float]:
-        """(kind, mesh axes) -> bytes that a device sends of an array of that size, as `inspect` counts them."""
-        own, last = array_bytes / self.shards(self.before), array_bytes / self.shards(self.after)
-        over = lambda axes: math.prod(self.sizes[axis] for axis in axes)
-        found = {}
+    def collectives(self, array_bytes: float) -> list[tuple[str, tuple[str, ...], float]]:
+        """(kind, mesh axes, bytes) of an array of that size; the bytes are what a device holds before, of an all-gather
+        what it holds after."""
+        own, found = array_bytes / self.shards(self.before), []
         if self.permuted:
             moved = {axis for old, new in zip(self.before, self.between) if old != new for axis in old}
-            found["collective-permute", tuple(axis for axis in self.sizes if axis in moved)] = own
-        if t := self.exchanged:
-            found["all-to-all", t] = own * (1 - 1 / over(t))
-        if g := self.gathered:
-            found["all-gather", g] = last * (1 - 1 / over(g))
+            found.append(("collective-permute", tuple(axis for axis in self.sizes if axis in moved), own))
+        if self.exchanged:
+            found.append(("all-to-all", self.exchanged, own))
+        if self.gathered:
+            found.append(("all-gather", self.gathered, array_bytes / self.shards(self.after)))
         return found
 
 
@@ -76,3 +77,9 @@ def moves(shape: Sequence[int], before: Split, after: Split, sizes: Mapping[str,
             if (at := next(fitting, None)) is not None:
                 between[at] += (axis,)
     return Moves(tuple(before), tuple(between), tuple(after), sizes)
+
+
+def of_weight(shape: Sequence[int], axes: Sequence[str | None], stored: Layout, read: Layout) -> Moves:
+    """From [optimizer] of one layout to [params] of another on the same mesh. axes: logical."""
+    split = lambda layout, table: tuple(layout.mesh_axes(table, axis) for axis in axes)
+    return moves(shape, split(stored, "optimizer"), split(read, "params"), read.sizes)
