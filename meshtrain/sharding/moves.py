@@ -32,17 +32,14 @@ class Moves:
             axis in other for other in self.between))
 
     @property
-    def gathered(self) -> tuple[str, ...]:
-        """Mesh axes over which the second move gathers."""
-        kept = {axis for dim in self.after for axis in dim}
-        return tuple(axis for axis in self.sizes if any(axis in dim for dim in self.before) and axis not in kept)
-
-    @property
-    def permuted(self) -> bool:
-        """Whether the first move also changes which device has which shard: an axis goes away before another that
-        stays, so the shard of each device goes to another one."""
-        left = [tuple(axis for axis in new if axis in old) for old, new in zip(self.before, self.between)]
-        return any(old[:len(stays)] != stays for old, stays in zip(self.before, left))
+    def permuted(self) -> tuple[str, ...]:
+        """Mesh axes of dims from which one goes away before another that stays: the first move begins with a permute,
+        in which each device's shard goes to another."""
+        found = set()
+        for old, new in zip(self.before, self.between):
+            stay = tuple(axis for axis in new if axis in old)
+            found |= set(old) if old[:len(stay)] != stay else set()
+        return tuple(axis for axis in self.sizes if axis in found)
 
     def spec(self, split: Split) -> P:
         return P(*(axes or None for axes in split))
@@ -51,16 +48,24 @@ class Moves:
         return math.prod(self.sizes[axis] for axes in split for axis in axes)
 
     def collectives(self, array_bytes: float) -> list[tuple[str, tuple[str, ...], float]]:
-        """(kind, mesh axes, bytes) of an array of that size; the bytes are what a device holds before, of an all-gather
-        what it holds after."""
-        own, found = array_bytes / self.shards(self.before), []
+        """(kind, mesh axes, bytes) of an array of that size, in their order; the bytes are what a device holds before,
+        of an all-gather what it holds after. Behind a permute XLA exchanges over other axes of the same number."""
+        held, found = array_bytes / self.shards(self.before), []
+
+        def gather(axes: tuple[str, ...]) -> None:
+            nonlocal held
+            if axes:
+                held *= math.prod(self.sizes[axis] for axis in axes)
+                found.append(("all-gather", axes, held))
+        named = lambda split: {axis for axes in split for axis in axes}
+        gather(tuple(axis for axis in self.sizes if axis in named(self.before) - named(self.between)))
         if self.permuted:
-            moved = {axis for old, new in zip(self.before, self.between) if old != new for axis in old}
-            found.append(("collective-permute", tuple(axis for axis in self.sizes if axis in moved), own))
+            found.append(("collective-permute", self.permuted, held))
         if self.exchanged:
-            found.append(("all-to-all", self.exchanged, own))
-        if self.gathered:
-            found.append(("all-gather", self.gathered, array_bytes / self.shards(self.after)))
+            found.append(("all-to-all", self.exchanged, held))
+        held = array_bytes / self.shards(self.between)
+        for axes, kept in reversed([*zip(self.between, self.after)]):     # the last dim first
+            gather(tuple(axis for axis in axes if axis not in kept))
         return found
 
 
