@@ -1,8 +1,8 @@
 """The feed of training.objective = "rl": draws answers to prompts, has them scored, and makes batches of them.
 
 Batch n of answers is a function of the settings, n and the weights after (n - rl.lag) · rl.updates steps: keys of draws
-are counters, and nothing depends on time, order or layout. Every process draws all answers, scores its share, and packs the
-same rows. run.dir/rollouts keeps the newest batches: as text, and as arrays with which a killed run goes on without
+are counters, and nothing depends on time, order or layout. Every process draws all answers, scores its share, and packs
+the same rows. run.dir/rollouts keeps the newest batches: as text, and as arrays with which a killed run goes on without
 drawing again, and with the rewards it had.
 """
 from __future__ import annotations
@@ -53,8 +53,8 @@ def check(run: Run, prompts: Prompts) -> None:
     if needed > data.global_batch:
         raise ConfigError(
             f"data.global_batch={data.global_batch} sequences of data.seq_len={data.seq_len} may not hold the {count} "
-            f"answers of a step (rl.prompts × rl.samples / rl.updates), each with its prompt of up to {longest} tokens; "
-            f"use data.global_batch={needed} or more, of which only those are computed that are needed, by "
+            f"answers of a step (rl.prompts × rl.samples / rl.updates), each with its prompt of up to {longest} "
+            f"tokens; use data.global_batch={needed} or more, of which only those are computed that are needed, by "
             f"training.microbatches")
     with user_errors():
         workers.check(rl.reward, {one.place: one.line for one in (*prompts.prompts, *prompts.held)},
