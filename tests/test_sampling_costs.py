@@ -55,6 +55,7 @@ def test_8b_on_8_h100_by_hand():
     assert costs.sync_s(FULL) == pytest.approx(31.2e-3, rel=.02)            # at 450 GB/s
     assert costs.copied_bytes() == pytest.approx(16.06e9, rel=1e-3)
     assert costs.slot_bytes == 2048 * 32 * 2 * 8 * 128 * 2                  # 128 KiB a token
+    assert costs.fitting(2.5 * costs.slot_bytes) == 16 and costs.fitting(-1.0) == 0
 
 
 @pytest.mark.parametrize(("preset", "tensor", "rows", "by_hand_s", "weights"), [

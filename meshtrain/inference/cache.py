@@ -181,7 +181,8 @@ class _Writing:
 
     def attend(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, *, mask: Mask, **kind):
         T = k_BTKH.shape[1]
-        self.cache = tuple(_placed(layout, _by_head(x)[..., T - places(mask.window, T):, :], "batch") for x in (k_BTKH, v_BTKH))
+        first = T - places(mask.window, T)
+        self.cache = tuple(_placed(layout, _by_head(x)[..., first:, :], "batch") for x in (k_BTKH, v_BTKH))
         return self.ex.attend(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask=mask, **kind)
 
     def convolve(self, layout: Layout, xs, ws, segments_BT):

@@ -165,7 +165,8 @@ def sampling_table(data: dict) -> str:
     fits = data["slots_that_fit"]
     lines = [f"sampling: {data['slots']:,} slots of {data['room']:,} tokens on all devices, {data['rules']}",
              columns([("memory per device while answers are drawn", "by formulas", "compiled"),
-                      *((part, show(held["formula"][part]), show(held["compiled"][part])) for part in held["formula"])]),
+                      *((part, show(priced), show(held["compiled"][part]))
+                        for part, priced in held["formula"].items())]),
              f"peak of sampling and training: {size(data['peak_bytes'])}" + (
                  "" if fits is None else f"; {fits:,} slots fit" + (
                      "" if fits >= data["slots"] else f": SET rl.slots={fits}" if fits else ": NONE"))]

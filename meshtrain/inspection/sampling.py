@@ -1,5 +1,5 @@
-"""What a run with [rl] costs between its steps: the weights' way to the sampler, the memory while answers are drawn, and
-the rate at which they are.
+"""What a run with [rl] costs between its steps: the weights' way to the sampler, the memory while answers are drawn,
+and the rate at which they are.
 
 Takes the costs by formulas, and the compiled programs of the sampler.
 """
