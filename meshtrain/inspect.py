@@ -7,7 +7,6 @@ not expect.
 """
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shlex
@@ -23,11 +22,9 @@ from meshtrain import assembly, config, elastic
 from meshtrain import devices as local_devices
 from meshtrain import hardware, trained
 from meshtrain.config import ConfigError
-from meshtrain.cost.formulas import assumptions, decode, simulate
-from meshtrain.cost.formulas.placed import place
+from meshtrain.cost.formulas import assumptions, simulate
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
-from meshtrain.inference import cache
 from meshtrain.inspection import chart, expect, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, skin
@@ -109,10 +106,7 @@ def _tell(step: Inspected, own: config.Arguments) -> None:
 def _sampling(made: assembly.Assembly):
     """Of `Inspected`. Raises: ConfigError for rl.rules, assembly.BrokenProgramError."""
     sampler = trained.beside(made)
-    room = cache.rounded_room(sampler.room)
-    placed = place(made.model.parameters(), made.run.model, sampler.ex.layout, made.mesh_spec)
-    return (decode.Sampling(placed, made.layout, sampler.all_slots, room, functools.partial(cache.places, room=room)),
-            sampler.programs())
+    return sampler.costs, sampler.programs()
 
 
 def _assumed(own: config.Arguments) -> dict[str, float]:

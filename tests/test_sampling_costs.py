@@ -120,17 +120,10 @@ def made_for(case: str, tmp_path, devices, dtype: str) -> trained.Sampler:
         rules=str(tmp_path / "rules.toml") if text else "", prompts=8, samples=2)))
 
 
-def costs_of(sampler: trained.Sampler) -> decode.Sampling:
-    made = sampler.made
-    placed = place(made.model.parameters(), made.run.model, sampler.ex.layout, made.mesh_spec)
-    room = cache.rounded_room(sampler.room)
-    return decode.Sampling(placed, made.layout, sampler.all_slots, room, functools.partial(cache.places, room=room))
-
-
 def check_sync(sampler: trained.Sampler, cast_in_float32: bool) -> None:
     """Kinds, axes (but behind a permute) and bytes; what lives beside arguments and results is at most the largest weight twice, and the cast
     shards."""
-    made, costs = sampler.made, costs_of(sampler)
+    made, costs = sampler.made, sampler.costs
     with jax.set_mesh(made.mesh):
         program = sampler.sync.program_of(made.state_shapes.params)
     if program is None:
@@ -182,7 +175,7 @@ def test_the_compilers_own_way_sends_more(monkeypatch, tmp_path):
 @pytest.mark.parametrize("case", ["whole copies", "three axes", "experts"])
 def test_a_token_moves_no_weight_and_the_cache_lies_there_once(case, tmp_path):
     sampler = made_for(case, tmp_path, compile.topology("h100:8"), "bfloat16")
-    costs, made = costs_of(sampler), sampler.made
+    costs, made = sampler.costs, sampler.made
     programs = sampler.programs()
     found = audit.read(programs["decode"].as_text(), made.mesh)
     largest = max(math.prod(dims) for one in found.collectives for dims in one.arrays)
@@ -247,8 +240,25 @@ def test_inspect_prices_sampling_on_gpus(home):  # noqa: F811
     assert time["total"] == pytest.approx(time["HBM"] + time["collectives"])
     assert found["decode"]["tokens_per_s_per_gpu"] == pytest.approx(12 / time["total"] / 8)
     assert found["sync"]["time_s"] > 0
+    assert found["decode"]["batch_s_at_most"] == pytest.approx(2 * 6 * time["total"])       # 16 answers in 12 slots
     text = call(inspect.main, *WORDS, "--topology=h100:8").out
     assert "slots fit" in text and "tokens/s a GPU" in text
+
+
+@needs_gpu_compiler
+def test_as_many_slots_as_fit():
+    model = MODEL | dict(vocab_size=128256, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, mlp_dim=14336)
+    devices, asked = compile.topology("h100:8"), dict(prompts=512, samples=16)
+    with_ = lambda mesh, **rl: trained.beside(assembled(mesh, "zero3", devices, model | dict(
+        compute_dtype="bfloat16"), rl=asked | rl), 2048)
+    costs = with_(dict(fsdp=8)).costs
+    assert costs.slots % 8 == 0 and 8 * 100 < costs.slots < 512 * 16
+    state = 8.03e9 * 12 / 8
+    free = .9 * hardware.usable_bytes(hardware.get("h100")) - state - costs.copied_bytes()
+    assert free - costs.slot_bytes < costs.cache_bytes <= free + 1e-3 * state
+    assert with_(dict(fsdp=8), slots=64).costs.slots == 64
+    with pytest.raises(config.ConfigError, match="no answer can be drawn: of 72.8 GiB on h100"):
+        trained.beside(assembled(dict(data=8), "ddp", devices, model | dict(compute_dtype="bfloat16"), rl=asked), 2048)
 
 
 def test_other_objectives_have_no_sampling(home):  # noqa: F811

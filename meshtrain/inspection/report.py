@@ -181,7 +181,8 @@ def sampling_table(data: dict) -> str:
     if time := decode["time_s"]:
         parts = ", ".join(f"{name} {seconds(s)}" for name, s in time.items() if name != "total")
         lines.append(f"a token of every slot, with full slots: {seconds(time['total'])} ({parts}), "
-                     f"{decode['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU")
+                     f"{decode['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; a batch of answers: at most "
+                     f"{seconds(decode['batch_s_at_most'])}, where all of them have rl.max_tokens")
     return "\n".join(lines)
 
 

@@ -39,7 +39,8 @@ class SamplingCosts:
         beside = held["compiled"]["total"] - held["compiled"]["cache"]
         usable = gpu and hardware.usable_bytes(gpu)
         parts = rated and costs.token_s(rated, costs.room)
-        token_s = parts and sum(parts.values())
+        token_s, rl = parts and sum(parts.values()), self.made.run.rl
+        passes = -(-rl.prompts * rl.samples // costs.slots) * rl.max_tokens
         return {
             "slots": costs.slots, "room": costs.room, "rules": layout.rules.path, "memory_bytes": held,
             "peak_bytes": max(held["compiled"]["total"], self.training_bytes),
@@ -49,6 +50,7 @@ class SamplingCosts:
             "decode": {"hbm_bytes": round(costs.token_bytes(costs.room)), "flops": round(costs.token_flops(costs.room)),
                        "collectives": {"formula": traffic.summarized(costs.token(), sizes), "compiled": of("decode")},
                        "time_s": parts and {**parts, "total": token_s},
+                       "batch_s_at_most": token_s and passes * token_s,
                        "tokens_per_s_per_gpu": token_s and costs.slots / token_s / self.made.mesh_spec.num_devices}}
 
     def _held(self) -> dict[str, dict[str, int | None]]:
