@@ -40,9 +40,6 @@ from meshtrain.units import size
 
 KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # that every command on a trained model takes
 TOKENIZER = "tokenizer.json"
-# Of the memory beside a sampler's cache, for prompts that are read and for logits. Compiled for 8 and 64 H100: 1.0 and
-# 1.3 GiB of 72.8 (8B and 70B, 64 slots of 2,048 and 4,096 tokens a GPU).
-SPARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +210,7 @@ class Sampler:
         state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
                     for leaf in jax.tree.leaves(self.made.state_shapes))
         held, usable = state + self.costs.copied_bytes(), hardware.usable_bytes(gpu)
-        slots = self.costs.fitting((1 - SPARE) * usable - held)
+        slots = self.costs.fitting_beside(state, usable)
         if not slots:
             raise ConfigError(f"no answer can be drawn: of {size(usable)} on {gpu.name} the training state and the "
                               f"sampler's weights take {size(held)}, and a slot of {self.room} tokens "

@@ -10,7 +10,7 @@ from commands import call, home, in_a_directory_of_its_own  # noqa: F401
 from jax.sharding import NamedSharding, PartitionSpec as P
 from test_weight_sync import BY_FSDP, EXPERTS, MODEL, assembled
 
-from meshtrain import assembly, config, hardware, inspect, trained
+from meshtrain import assembly, config, hardware, inspect, plan, trained
 from meshtrain.cost.formulas import decode, traffic
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas.placed import place
@@ -266,3 +266,22 @@ def test_other_objectives_have_no_sampling(home):  # noqa: F811
     ran = call(inspect.main, *others, "--mesh.simulated_devices=8", "--json")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["sampling"] is None
+
+
+def test_plan_tells_what_answers_cost_and_takes_no_stages(home):  # noqa: F811
+    file = home / "rl.toml"
+    file.write_text('[model]\npreset = "llama3-8b"\n[data]\nsource = "prompts"\npaths = ["x.jsonl"]\nseq_len = 2048\n'
+                    'global_batch = 64\n[training]\nobjective = "rl"\n[rl]\nreward = "exact"\nmax_tokens = 1024\n')
+    asked = str(file), "--gpus=8", "--gpu=h100", "--remat=full", "--microbatches=2"
+    plans = json.loads(call(plan.main, *asked, "--json").out)["plans"]
+    assert {one["mesh"]["stage"] for one in plans} == {1}
+    whole = next(one for one in plans if one["mesh"]["fsdp"] == 8 and one["rules"].endswith("zero3.toml"))["sampling"]
+    by_hand = priced("llama3-8b", 512, 2048, fsdp=8)
+    usual = Rates(hardware.get("h100"), Assumptions("h100"))
+    assert (whole["slots"], whole["weights_bytes"], whole["sync_s"]) == (
+        512, round(by_hand.copied_bytes()), by_hand.sync_s(usual))
+    assert whole["batch_s_at_most"] == pytest.approx(1024 * sum(by_hand.token_s(usual, 2048).values()))
+    text = call(plan.main, *asked).out
+    assert "Sampling under the first plan, once a batch of answers: weights to the sampler" in text
+    few = call(plan.main, *asked, "--max-memory=24", "--fsdp=8").out
+    assert "NO slot fits" in few
