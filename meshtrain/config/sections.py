@@ -482,7 +482,7 @@ class Rl(Section):
     max_tokens: int = key(512, "tokens of an answer at most", ge=1)
     temperature: float = key(1.0, "of the draws, and of the log-probabilities that are trained", gt=0)
     stop: tuple[str, ...] = key((), "strings that end an answer, beside the end tokens", strict=False)
-    slots: int = key(0, "answers that are drawn together on all devices; 0 = prompts × samples", ge=0)
+    slots: int = key(0, "answers that are drawn together on all devices; 0 = prompts × samples, or what fits", ge=0)
     rules: PathKey = key("", "rule file of the weights while answers are drawn; empty = gathered, but for tensor")
     reward: PathKey = key(
         "", 'exact, number, choice or regex, against a column of the prompt\'s line; or a function, "rewards.py:score"')
