@@ -359,9 +359,9 @@ def _readable_size(path: str) -> int:
     return size
 
 
-def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data") -> dict[str, str]:
+def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data", key: str = "paths") -> dict[str, str]:
     """Every file that a glob matches, once, sorted, with the directory before the glob's first wildcard. An existing
-    name is taken literally, brackets included."""
+    name is taken literally, brackets included. where, key: section and key of the run file that has them."""
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
                          f'e.g. ["{EXAMPLES[name]}"]')
@@ -376,10 +376,10 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
             if (target := real(path)) is not None:
                 some, found[target] = True, (path, root)
         if files.is_dir(wanted):
-            faults.append(f"{where}.paths: {pattern!r} is a directory; name its files, e.g. "
+            faults.append(f"{where}.{key}: {pattern!r} is a directory; name its files, e.g. "
                           f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES[name]))!r}")
         elif not some:
-            faults.append(f"{where}.paths: {pattern!r} matches no file (relative to {os.getcwd()})")
+            faults.append(f"{where}.{key}: {pattern!r} matches no file (relative to {os.getcwd()})")
     if faults:
         raise ValueError("\n".join(faults))
     return dict(found[path] for path in sorted(found))
