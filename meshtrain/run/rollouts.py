@@ -193,9 +193,10 @@ class Rollouts:
                 outcomes |= {int(i): workers.Reward(*one) for i, one in part.items()}
         wrong = [i for i, one in enumerate(found) if not np.isfinite(one.logprobs).all()]
         if wrong:
-            raise RolloutError(f"the logits are not finite in {len(wrong)} of {len(found)} answers, the first to "
-                               f"{prompts[wrong[0] // samples].place}: nothing of them is learned; go on from an "
-                               f"earlier checkpoint by checkpoint.step, with a lower optimizer.learning_rate")
+            raise agree.agreed(RolloutError(
+                f"the logits are not finite in {len(wrong)} of {len(found)} answers, the first to "
+                f"{prompts[wrong[0] // samples].place}: nothing of them is learned; go on from an earlier checkpoint by "
+                f"checkpoint.step, with a lower optimizer.learning_rate"))
         self._check_failures(outcomes)
         groups = []
         for p, prompt in enumerate(prompts):
@@ -212,8 +213,9 @@ class Rollouts:
         failed = {i: one.failure for i, one in sorted(outcomes.items()) if one.failure}
         most = 0 if self.rl.reward_failures == "stop" else MOST_FAILURES * len(outcomes)
         if len(failed) > most:
-            raise RolloutError(f"{len(failed)} of {len(outcomes)} answers have no reward, since rl.reward="
-                               f"{self.rl.reward} failed: {'; '.join(list(dict.fromkeys(failed.values()))[:3])}")
+            raise agree.agreed(RolloutError(
+                f"{len(failed)} of {len(outcomes)} answers have no reward, since rl.reward={self.rl.reward} failed: "
+                f"{'; '.join(list(dict.fromkeys(failed.values()))[:3])}"))
         if unsteady := sum(one.unsteady for one in outcomes.values()):
             say.err(f"{unsteady} answers were scored twice and have two rewards: rl.reward={self.rl.reward} is not a "
                     f"function of the answer, and a run that goes on after a stop will differ")
