@@ -28,6 +28,7 @@ from meshtrain.cost.program import roofline
 from meshtrain.inspection import memory
 
 GPUS = ("h100", "a100-80gb", "h200", "b200")
+PARTS = tuple(part for part in roofline.PARTS if part != roofline.RECURRENCE)       # no shipped run has such mixers
 FLAT = {"matmul.best": .78, "matmul.sustained": 1, "matmul.clock": 1, "matmul.wave": 0, "matmul.k0": 0,
         "attention.cudnn_forward": .60, "attention.cudnn_backward": .50, "attention.pallas_forward": .38,
         "attention.pallas_backward": .28, "attention.ramp": 0, "hbm.share": .85, "link.start_us": 15,
@@ -113,7 +114,7 @@ def row(gpu: str, case: Case) -> list[str]:
     percent = lambda name: f"{line.shares[name]:.1%}"
     print(f"{gpu} {case.name}: {line.step_s:.2f} s, MFU {line.mfu:.1%}", flush=True)
     return [gpu, case.name, f"{line.step_s:.2f}", f"{line.tokens_per_s / line.num_gpus:,.0f}", f"**{line.mfu:.1%}**",
-            *map(percent, (*roofline.PARTS, roofline.COMMUNICATION, roofline.CONTENTION)),
+            *map(percent, (*PARTS, roofline.COMMUNICATION, roofline.CONTENTION)),
             f"{held / 2**30:.1f}{fits}", f"{flat.step_s:.2f}", f"{flat.mfu:.1%}"]
 
 
@@ -158,7 +159,7 @@ def written() -> str:
              "Written by `python benchmarks/roofline.py`; how a step is priced stands in meshtrain/cost/program/roofline.py. "
              "Nothing here was measured.", "",
              machine.line("", "jax", "jaxlib"), "",
-             *table(("GPU", "run", "s a step", "tokens/s a GPU", "MFU", *roofline.PARTS,
+             *table(("GPU", "run", "s a step", "tokens/s a GPU", "MFU", *PARTS,
                      "communication, exposed", "contention",
                      "GiB a GPU", "s, flat rates", "MFU, flat rates"), shipped), "",
              "Shares are those of the step. Rows hold packed documents of 2,000 tokens in the mean. Flat rates: "

@@ -1,25 +1,29 @@
 """Run N processes on this machine: python -m launch.local --processes 2 -- configs/quickstart.toml.
 
 They connect over loopback and divide the simulated devices, or the GPUs, among them. Signals to the launcher are
-forwarded to every process. Without RUN.toml: configs/quickstart.toml. Linux only.
+forwarded to every process. Without RUN.toml: configs/quickstart.toml. With rl.lag, --samplers N draw answers beside
+them, on GPUs of their own. Linux only.
 Exit codes: the run's 0, 2 or 75 if all processes agree on it; 2 also if the others failed because of it; else 1.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from launch import elastic, restart, supervise
+from launch import elastic, restart, samplers, supervise
 from meshtrain import config
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, contents, say
 
-COMMAND = config.Command("launch.local", {**elastic.OPTIONS, **restart.OPTIONS}, launcher=True)
+COMMAND = config.Command("launch.local", {**elastic.OPTIONS, **restart.OPTIONS, **samplers.OPTIONS},
+                         launcher=True)
 
 
 @command.entry(COMMAND, __doc__)
@@ -28,10 +32,20 @@ def main(given: config.Arguments) -> int:
         raise ConfigError("--min-processes needs --max-restarts of at least 2: a process is left out after it has "
                           "failed twice")
     run, rest, count = elastic.run_of(given), given.run, given["processes"]
-    environs, simulated = environments(run, count, os.environ), run.mesh.simulated_devices
-    slots = Slots(rest, count, given["min-processes"], simulated or len(gpus.visible(os.environ)), bool(simulated),
+    drawing, each = samplers.asked(run, given)
+    environ, theirs = samplers.divided(run, drawing, each, os.environ)
+    environs, simulated = environments(run, count, environ), run.mesh.simulated_devices
+    slots = Slots(rest, count, given["min-processes"], simulated or len(gpus.visible(environ)), bool(simulated),
                   run.mesh.full_devices)
     failures = restart.Failures(run, given["max-restarts"])
+    with _beside([sys.executable, "-m", "launch.samplers", f"--samplers={drawing}", f"--sampler-gpus={each}", "--",
+                  *rest] if drawing else None, theirs):
+        return _supervised(run, rest, slots, environs, failures)
+
+
+def _supervised(run: Run, rest: Sequence[str], slots: Slots, environs: Sequence[Mapping[str, str]],
+                failures: restart.Failures) -> int:
+    """Starts the processes, and again where they fail. Returns the exit code."""
     while True:     # a new port each time: an old process may still hold the last one
         words = commands([*rest, *slots.overrides()], len(slots.taken), supervise.free_port())
         outcome = supervise.supervise(words, [environs[slot] for slot in slots.taken],
@@ -42,6 +56,25 @@ def main(given: config.Arguments) -> int:
             return outcome.code
         slots.after(outcome.culprit, first=len(failures.said) == 1)
         time.sleep(wait_s)
+
+
+@contextlib.contextmanager
+def _beside(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Iterator[None]:
+    """Meanwhile the samplers run, if there are any."""
+    if argv is None:
+        yield
+        return
+    process = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
+                               preexec_fn=supervise.die_with(os.getpid()))
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(2 * samplers.ENDS_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @dataclasses.dataclass

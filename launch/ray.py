@@ -3,7 +3,8 @@
 A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` as a child process;
 no data of the run passes through Ray. The cluster is that of RAY_ADDRESS, or this machine; on KubeRay use this
 command in a RayJob. meshtrain must be installed on all nodes, and run.dir shared by them. A failed run is restarted by
-the rule of all launchers, once Ray has the resources again. Extra `ray`.
+the rule of all launchers, once Ray has the resources again. With rl.lag, --samplers N are actors beside the group;
+one that is lost is started again wherever there is room. Extra `ray`.
 Exit codes: the run's 0, 2 or 75 if all processes agree on it, else 1.
 """
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from launch import elastic, restart, supervise
+from launch import elastic, restart, samplers, supervise
 from meshtrain import config
 from meshtrain.cluster import find
 from meshtrain.config import ConfigError, Run
@@ -37,6 +38,7 @@ COMMAND = config.Command("launch.ray", {
     "gpus-per-process": config.Option("GPUs of each, at best all of a host (default 1; 0 with mesh.simulated_devices)",
                                       "G", "8", config.whole()),
     "cpus-per-process": config.Option("cores that Ray reserves for each", "C", "4", config.whole(1), 1),
+    **samplers.OPTIONS,
 }, launcher=True)
 FIRST_PORT = 20_000
 POLL_S = 0.3
@@ -138,10 +140,55 @@ class Member(supervise.Child):
         return "its node is lost, or the worker of Ray's that held it was killed" if self.lost else super().ending
 
 
+class Beside:
+    """A sampler: an actor with GPUs of its own, started once the trainer has its room, and again where it has failed.
+    words: of its command line."""
+
+    def __init__(self, index: int, gpus: int, words: Sequence[str]):
+        self.index, self.gpus, self.words = index, gpus, words
+        self.actor = self.ending = None
+        self.begins, self.waits, self.heard = 0.0, samplers.Waits(), time.monotonic()
+
+    def look(self) -> None:
+        """Called now and then."""
+        if self.ending is None:
+            if time.monotonic() >= self.begins:
+                self.waits.began = time.monotonic()
+                kind = ray.remote(num_cpus=1, num_gpus=self.gpus, max_restarts=0, max_concurrency=4)(Process)
+                environ = {"PYTHONUNBUFFERED": "1"} | ({} if self.gpus else {"CUDA_VISIBLE_DEVICES": ""})
+                self.actor = kind.remote()
+                self.ending = self.actor.run.remote(self.words, environ, os.getcwd())
+            return
+        if not ray.wait([self.ending], timeout=0)[0]:
+            if time.monotonic() - self.heard > TOLD_EVERY_S:
+                self.heard = time.monotonic()
+                self.actor.new_lines.remote()       # or they are kept for ever
+            return
+        try:
+            code, lines = ray.get(self.ending), ray.get(self.actor.new_lines.remote(), timeout=ANSWER_S)
+            how = samplers.ending(code)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            code, lines, how = stops.FAILED, [], "is lost, with its node or its worker of Ray's"
+        self.leave()
+        if code in restart.ENDS:
+            self.begins = float("inf")
+        else:
+            self.begins = time.monotonic() + (wait_s := self.waits.after())
+            how += f"; it is started again in {wait_s:g} s, and others draw what it had begun"
+        if code not in (stops.DONE, stops.STOPPED):
+            last = next((line.decode(errors="replace").strip() for number, line in reversed(lines) if number == 2), "")
+            say.err(f"sampler {self.index} {how}{f'; its last line: {last}' if last else ''}")
+
+    def leave(self) -> None:
+        if self.actor is not None:
+            ray.kill(self.actor)        # its process dies with it
+        self.actor = self.ending = None
+
+
 @command.entry(COMMAND, __doc__)
 def main(given: config.Arguments) -> int:
     run, rest = elastic.run_of(given), given.run
-    bundle = bundle_of(run, given)
+    bundle, drawing = bundle_of(run, given), samplers.asked(run, given)
     if ray is None:
         raise ConfigError("ray is not installed here; pip install '.[ray]' where this repository lies")
     asked: list[int] = []
@@ -161,6 +208,7 @@ def main(given: config.Arguments) -> int:
         signal.signal(number, lambda number, frame: asked.append(number))
     room = Room(run, given, rest, bundle, asked)
     failures = restart.Failures(run, given["max-restarts"])
+    room.beside = [Beside(index, drawing[1], samplers.words(run)) for index in range(drawing[0])]
     try:
         while room.reserve():
             outcome = life(room, [*rest, *room.overrides()], Path(run.run.dir) / contents.STACKS)
@@ -170,6 +218,8 @@ def main(given: config.Arguments) -> int:
             _sleep(wait_s, asked)
         return stops.STOPPED if asked else stops.FAILED
     finally:
+        for one in room.beside:
+            one.leave()
         room.leave()
         ray.shutdown()
 
@@ -193,7 +243,7 @@ def bundle_of(run: Run, options: config.Arguments) -> dict[str, int]:
 @dataclasses.dataclass
 class Room:
     """The placement group of the next start's bundles: for all processes or, if the cluster has no room, fewer, at
-    least --min-processes. asked: signals received."""
+    least --min-processes. asked: signals received. beside: the samplers, which outlive a start."""
     run: Run
     options: config.Arguments
     words: Sequence[str]
@@ -201,6 +251,7 @@ class Room:
     asked: list[int]
     group: object = None
     count: int = 0
+    beside: list[Beside] = dataclasses.field(default_factory=list)
 
     @property
     def devices(self) -> int:
@@ -293,7 +344,7 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome
         running = {member.actor.run.remote(["-m", "meshtrain.train", *rest, *place,
                                             *[f"--distributed.process_id={member.index}"] * (count > 1)],
                                            environ, os.getcwd()): member for member in members}
-        ended = supervise.wait(members, _polling(running, room.asked), start, supervise.GRACE_S, killed_s=ANSWER_S)
+        ended = supervise.wait(members, _polling(running, room), start, supervise.GRACE_S, killed_s=ANSWER_S)
         return supervise.conclude(ended, left, since)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         words = f"Ray could not start the processes: {_first_line(error)}"
@@ -304,8 +355,9 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome
             ray.kill(actor)
 
 
-def _polling(running: dict[object, Member], asked: list[int]) -> Callable[[float], Iterable[Member]]:
+def _polling(running: dict[object, Member], room: Room) -> Callable[[float], Iterable[Member]]:
     """The poll for these: forwards their output and received signals. running: by Ray's reference to their end."""
+    asked = room.asked
     members, passed_on = list(running.values()), 0
 
     def poll(seconds: float) -> Iterator[Member]:
@@ -314,6 +366,8 @@ def _polling(running: dict[object, Member], asked: list[int]) -> Callable[[float
             for member in members:
                 member.send(number)
         passed_on = len(asked)
+        for one in room.beside:
+            one.look()
         done, _ = ray.wait([one for one, member in running.items() if member.code is None],
                            timeout=min(seconds, POLL_S))
         _hear([member for member in members if member.index == 0 and member.code is None])

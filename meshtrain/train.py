@@ -49,7 +49,10 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import measured, memory, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import params as model_params
-from meshtrain.run import bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, rollouts, rundir
+from meshtrain.run import (
+    apart, bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, rollouts, rundir,
+)
+from meshtrain.run.apart import Orders
 from meshtrain.run.hooks import RewardValidation, Trace, ValidationHook
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
@@ -223,6 +226,8 @@ def _train(session: _Session, start: resume.Start) -> int:
             start, state, batches = _back_before(session, start, spikes, *spike)
             spikes = Spikes(run, start.kept("spikes"), start.rollbacks)
         missing = _saved(session, done)
+        if run.rl.lag and done == run.training.steps:
+            batches.orders.finish()
         code = STOPPED if done < run.training.steps else FAILED if missing else DONE
         session.attempt.ended(listener.ending(done == run.training.steps), code=code)
     say.out(session.attempt.line())
@@ -273,11 +278,22 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
         of_folder = next((settings.stop_ids(path) for path in folders if folder.is_one(path)), ())
     words = Words(tokenizer.decode, run.rl.stop, tuple(dict.fromkeys((session.corpus.eos, *of_folder))))
     sampler = trained.beside(session.made, found.longest + run.rl.max_tokens)
-    feed = Rollouts(run, session.made.program, found, words, sampler, session.directory,
-                    start.saved and start.saved.metadata["data"]["position"])
+    position = start.saved and start.saved.metadata["data"]["position"]
+    feed = Rollouts(run, session.made.program, found, words, sampler, session.directory, position)
     if run.rl.kl:
         feed.reference = _reference(session, start, state)
+    if run.rl.lag:
+        feed.orders = _orders(session, found, words, position)
     return feed
+
+
+def _orders(session: _Session, found: prompts.Prompts, words: Words, position: dict | None) -> Orders:
+    """Orders to samplers apart, which go on where the checkpoint was made."""
+    run = session.run
+    store = Checkpoints(apart.Place.of(session.directory).weights, keep=run.rl.lag + 2,
+                        check_claim=session.checkpoints.check_claim)
+    document = rundir.metadata(run, session.made.layout.rules.text, {})
+    return Orders(run, found, words.stop_ids, store, document, (position or {}).get("queue", ()))
 
 
 def _reference(session: _Session, start: resume.Start, state: State) -> dict:
@@ -357,6 +373,8 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
                         spikes, agree.exchange(socket.gethostname()))
         if learns_of_rewards:
             batches.record = record
+            if batches.orders:
+                batches.orders.stopping = stop.reached
         if start.rollbacks:
             record.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
         shared = lambda number, ending: ending or checkpoints.due(number)

@@ -23,6 +23,7 @@ from meshtrain.data import sources
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, settings
 from meshtrain.inference import placement, sync
+from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Generator
 from meshtrain.inference.score import Scorer
 from meshtrain.model import params, transformer
@@ -205,6 +206,63 @@ def beside(made: assembly.Assembly, longest: int = 0) -> Sampler:
         raise ConfigError(*faults)
     return Sampler(made, execution(made.run, made.model, layout, made.mesh), rl.slots or rl.prompts * rl.samples,
                    longest or made.run.data.seq_len)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ApartSampler:
+    """What draws answers in a process of its own, with the weights of one version after the other, on its own mesh.
+    sections: of the run that trains them."""
+    sections: dict
+    model: transformer.Transformer
+    mesh: jax.sharding.Mesh
+    ex: Execution
+    options: dict
+    _programs: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def restore(self, saved: Saved) -> dict:
+        """The weights as they are stored, in the layout that they are read in. Raises: CheckpointError."""
+        placed = lambda info: jax.sharding.NamedSharding(self.mesh, self.ex.layout.spec("params", info.axes))
+        wanted = params.tree(self.model.parameters(),
+                             lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
+        return saved.restore({"params": wanted}, part=True)["params"]
+
+    def generator(self, stored: dict, slots: int, room: int) -> Generator:
+        """Call it, and what it returns, with the mesh in context. Raises: assembly.BrokenProgramError."""
+        if "read" not in self._programs:
+            read = jax.jit(lambda p: self.model.as_read(self.ex.layout, p, self.ex.dtype))
+            self._programs["read"] = self._compiled("the reading of the weights", read, stored)
+        return Generator(self.model, self.ex, self._programs["read"](stored), self._compiled, slots, room,
+                         self._programs)
+
+    def words(self, stops: Sequence[str], stop_ids: Sequence[int]) -> Words:
+        """Raises: ConfigError where the tokenizer cannot be opened."""
+        run, _ = _resolved({"data": self.sections["data"]}, (), KEYS, "sample")
+        with config.user_errors():
+            reader, _ = sources.reader_of(run.data, vocab_size=self.sections["model"]["vocab_size"])
+        return Words(reader.decode, tuple(stops), tuple(stop_ids))
+
+    @property
+    def on(self) -> str:
+        """Its mesh and devices: of two samplers that have the same, answers are the same to the bit."""
+        sizes = " ".join(f"{axis}={n}" for axis, n in self.ex.layout.sizes.items() if n > 1)
+        return f"{self.mesh.size} × {self.mesh.devices.flat[0].device_kind} {sizes} jax {jax.__version__}"
+
+    def _compiled(self, name: str, jitted, *args):
+        return assembly.checked_program(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
+
+
+def apart(saved: Saved, words: Sequence[str], command: str) -> ApartSampler:
+    """A sampler of the run that has saved these weights. words: of the command line. Raises: ConfigError."""
+    sections = saved.run
+    run, given = _resolved({"model": {**sections["model"], "matmul_dtype": "auto"}, "lora": sections["lora"],
+                            "data": sections["data"]}, words, KEYS, command)
+    found = devices.start(run)
+    model = transformer.build(run.model, run.lora)
+    spec = MeshSpec(_sizes(run, given, model, len(found)), run.mesh.placement)
+    with config.user_errors():
+        layout = placement.command(model, spec.sizes)
+    mesh = spec.build(found)
+    return ApartSampler(sections, model, mesh, execution(run, model, layout, mesh), flags.options(found[0].platform))
 
 
 def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Execution:

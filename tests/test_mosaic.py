@@ -43,7 +43,8 @@ def hidden(segments: np.ndarray, first: int, last: int, to: int) -> np.ndarray:
 
 def drawn(kind: str, rng, B: int, T: int, S: int, mask: Mask):
     """Segments of queries and keys: the same tokens if causal, else the last T and the S before them."""
-    mean = {"one document": 1e9, "short documents": 4, "nothing in common": 1}.get(kind, S / 3)
+    mean = {"one document": 1e9, "rows that see nothing": 1e9, "short documents": 4, "nothing in common": 1}.get(
+        kind, S / 3)
     line = documents(rng, B, T + S, mean)
     q, k = (line[:, :T], line[:, :S]) if mask.causal else (line[:, S:], line[:, :S])
     q, k = q.copy(), k.copy()
@@ -152,6 +153,7 @@ def prepared(cell, seed: int = 0):
 def errors(cell, forward=True, backward=True) -> dict[str, float]:
     """Of the largest number of each result, at least 1."""
     (q, k, v, q_segments, k_segments, whole, together, do), (o, lse), grads, nothing = prepared(cell)
+    assert nothing.all() == (cell[7] == "nothing in common")
     engine, mask = interpreted(Scores(softcap=cell[6])), cell[5]
     of = lambda *arrays: [jnp.asarray(x, jnp.bfloat16) for x in arrays]
     args = *of(q, k, v), jnp.asarray(q_segments), jnp.asarray(k_segments)

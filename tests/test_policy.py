@@ -290,7 +290,8 @@ def expected(name: str, adapted: bool = False):
         x, A = answer.reference - logp, answer.advantage
         new = {"entropy": entropy, "kl": np.exp(x) - x - 1, "ratio": ratio,
                "clip_low": (ratio < 1 - policy.clip_low) * (A < 0) * (policy.ratio != "cispo"),
-               "clip_high": (ratio > 1 + policy.clip_high) * (A > 0), "mismatch_mean": np.abs(logp - answer.sampled)}
+               "clip_high": (ratio > 1 + policy.clip_high) * (A > 0),
+               "mismatch_mean": np.abs((answer.old if policy.old == "trainer" else logp) - answer.sampled)}
         of_tokens = {key: [*values, *new[key]] for key, values in of_tokens.items()}
     metrics = {key: np.mean(values) for key, values in of_tokens.items() if key != "kl" or policy.kl}
     metrics["mismatch_max"] = max(of_tokens["mismatch_mean"])

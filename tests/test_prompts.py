@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from meshtrain.config.sections import Data
+from meshtrain.data import sources
 from meshtrain.data.batches import prompts
 
 LINES = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(7)]
@@ -75,3 +76,8 @@ def test_messages_are_written_by_the_chat_template_up_to_the_answer(tmp_path):
     _, found = opened(tmp_path, [{"messages": [{"role": "user", "content": "3+3"}], "answer": "6"}],
                       chat_template=str(template), longest=30)
     assert found.prompts[0].ids.tolist() == list(b"<user>3+3<assistant>") and found.prompts[0].line["answer"] == "6"
+
+
+def test_prompts_are_no_documents(tmp_path):
+    with pytest.raises(ValueError, match="has no documents to tokenize"):
+        sources.describe(Data(source="prompts", paths=("prompts.jsonl",)), vocab_size=257)

@@ -75,7 +75,7 @@ def score(prompt, answer, line):
         subprocess.Popen(["sleep", "1000"])
         time.sleep(1000)
     if answer == "print":
-        for _ in range(1 << 14):
+        for _ in range(1 << 11):
             print("x" * (1 << 16))
         sys.stderr.write("x" * (1 << 20))
     if answer == "disk":
@@ -97,10 +97,10 @@ def score(prompt, answer, line):
             "part": {"reward": 1.0, "of": "text"}}.get(answer, 1.0)
 '''
 FAILURES = {
-    "sleep": "timeout after 1 s", "spin": "timeout after 1 s", "deaf": "timeout after 1 s", "raise": "KeyError: 'no such key'",
+    "sleep": "timeout after 3 s", "spin": "timeout after 3 s", "deaf": "timeout after 3 s", "raise": "KeyError: 'no such key'",
     "rude": "Rude", "exit": "SystemExit: 3", "die": "its process ended, with exit code 3",
     "crash": "its process ended, killed by signal 11", "memory": "MemoryError", "fork": "its process ended, with exit code 0",
-    "child": "timeout after 1 s", "disk": "OSError", "close": "", "garbage": "a reply that is no reward",
+    "child": "timeout after 3 s", "disk": "OSError", "close": "", "garbage": "a reply that is no reward",
     "deep": "RecursionError", "nan": "reward is not a finite number, but nan", "none": "but None", "text": "but '1'",
     "list": "but [1]", "dict": 'a dict of rewards has "reward"', "many": 'a dict of rewards has "reward"',
     "part": "of is not a finite number"}
@@ -120,7 +120,7 @@ def of_the_functions(reward: str) -> list[str]:
 
 
 def test_no_function_costs_more_than_its_answer(hostile):
-    pool = workers.RewardWorkers(hostile, 2, 1.0, 1.0)
+    pool = workers.RewardWorkers(hostile, 2, 3.0, 1.0)
     names = [*FAILURES, *VALUES]
     begun = time.monotonic()
     for number, name in enumerate(names):

@@ -227,6 +227,61 @@ def test_an_attention_kernel_counts_what_it_computes(target, extra, products, pa
     assert kernel.hbm_bytes == 2 * q + 2 * k + 2 * 32 * 4096 * 4, "q, k, v, o and lse, without the workspace"
 
 
+def parameters(*shapes: str) -> str:
+    return "\n".join(f"  %p{i} = {shape} parameter({i})" for i, shape in enumerate(shapes))
+
+
+def mosaic_call(what: str, *operands: str) -> str:
+    return f'custom-call({", ".join(operands)}), custom_call_target="mosaic_gpu_v2", ' \
+           f'metadata={{op_name="jit(f)/attention/meshtrain_mosaic_{what}/mpmd_map"}}'
+
+
+FORWARD = f"""HloModule m
+
+ENTRY %main () -> f32[] {{
+{parameters("bf16[2,1024,4,64]", *["bf16[2,1024,2,64]"] * 2, *["s32[2,1024]"] * 2, "s32[2,8,4]")}
+  ROOT %r = (bf16[2,1024,4,64], f32[2,4,1024]) {mosaic_call("forward_causal", *(f"%p{i}" for i in range(6)))}
+}}
+"""
+# dk and dv of 2,048 keys by 1,024 queries; lse is one of three layers' and sliced in the kernel's fusion, as jax 0.12
+# compiles it
+OPERANDS = ["bf16[2,1024,4,192]", "bf16[2,2048,2,192]", "bf16[2,2048,2,128]", "bf16[2,1024,4,128]", "f32[2,4,1024]",
+            *["s32[2,2048]"] * 2, "s32[2,16,4]", "f32[3,2,4,1024]", "s32[]"]
+GRADIENTS = "(bf16[2,2048,2,192], bf16[2,2048,2,128])"
+DKV_FUSED = f"""HloModule m
+
+%sliced () -> f32[] {{
+{parameters(*OPERANDS)}
+  %slice = f32[1,2,4,1024] dynamic-slice(%p8, %p9, %p9, %p9, %p9), dynamic_slice_sizes={{1,2,4,1024}}
+  %lse = f32[2,4,1024] bitcast(%slice)
+  ROOT %r = {GRADIENTS} {mosaic_call("dkv", "%p0", "%p1", "%p2", "%p3", "%lse", "%p4", "%p5", "%p6", "%p7")}
+}}
+
+ENTRY %main () -> f32[] {{
+{parameters(*OPERANDS)}
+  ROOT %fused = {GRADIENTS} fusion({", ".join(f"%p{i}" for i in range(10))}), kind=kCustom, calls=%sliced
+}}
+"""
+OF_QUERY, OF_KEY = 2 * 1024 * 4 * 2, 2 * 2048 * 2 * 2       # bytes of a bfloat16 of each query head, of each key head
+
+
+@pytest.mark.parametrize("text, flops, moved_bytes, share", [
+    # products: scores and dk 192 wide, dv and dp 128; 2 FLOPs × 2 rows × 4 heads × 640 × 1,024 × 2,048 pairs
+    (DKV_FUSED, 21_474_836_480, OF_QUERY * (192 + 128) + 2 * OF_KEY * (192 + 128)
+     + 2 * (2 * 4 * 1024) * 4 + 4 + 2 * (2 * 2048) * 4 + 2 * 16 * 4 * 4, .44 * 2048 / 2448),
+    # 2 FLOPs × 2 rows × 4 heads × (64 + 64) × 1,024² / 2 pairs; at width 64 three quarters of the rate
+    (FORWARD, 1_073_741_824,
+     2 * OF_QUERY * 64 + OF_KEY * 64 + 2 * 4 * 1024 * 4 + 2 * (2 * 1024) * 4 + 2 * 8 * 4 * 4, .63 * .75 * 1024 / 1424),
+], ids=["dkv of latents, in a fusion", "forward at 64"])
+def test_a_mosaic_kernel_is_priced_by_its_widths_its_rate_and_the_layer_it_reads(text, flops, moved_bytes, share):
+    module, rated = hlo.parse(text), rates.Rates(H100, Assumptions("h100"))
+    root = hlo.root(module.computations["main"])
+    found = work.of(module, "main", root, lambda T, S, causal, window, ahead: T * S / (2 if causal else 1))
+    assert (found.flops, found.hbm_bytes, found.known) == (flops, moved_bytes, True)
+    assert found.attention.engine == "mosaic"
+    assert rated.attention_s(found.attention) == pytest.approx(flops / (PEAK * share))
+
+
 def test_packed_documents_cost_a_kernel_that_skips_blocks_what_it_visits_and_cudnn_everything():
     ours = 'metadata={op_name="jit(f)/attention/meshtrain_attention_forward_causal/pallas_call"}'
     flops = lambda text, packed: sum(kernel.flops for kernel in lined(text, packed=packed).kernels)

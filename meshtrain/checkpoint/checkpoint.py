@@ -267,6 +267,11 @@ class Checkpoints:
         self._join()
         agree.exchange(None)
 
+    @property
+    def failure(self) -> str:
+        """Why the last save failed, in this process; empty while it is under way."""
+        return "" if self._thread is not None and self._thread.is_alive() else self._failure
+
     def wait(self) -> None:
         """Wait until no process is writing. Raises: CheckpointError if the last save failed."""
         self._join()
@@ -308,7 +313,7 @@ class Checkpoints:
     def _save(self, step, place, state, document, copied):
         """In the background, in every process: write its part; process 0 then commits."""
         index = jax.process_index()
-        key, error = f"checkpoint {step} {self._saves}", None
+        key, error = f"{self.directory.name} {step} {self._saves}", None
         try:
             self.check_claim()
             writing = asyncio.run(self._write(place, state))

@@ -427,6 +427,12 @@ def _rl_problems(run: Run):
     if rl.old == "sampler" and rl.correction != "none":
         yield (f'rl.correction={toml(rl.correction)} weighs old log-probabilities by the sampler\'s, and '
                f'rl.old="sampler" takes these for old ones; use rl.old="trainer", or no correction')
+    if rl.lag and rl.filter != "none":
+        yield (f'rl.lag={rl.lag} orders prompts before the rewards of earlier ones are known, and '
+               f'rl.filter={toml(rl.filter)} draws more in place of some; use rl.filter="none", or rl.lag=0')
+    if rl.lag and rl.rules:
+        yield (f"rl.lag={rl.lag}: answers are drawn by processes apart, on meshes of their own, and "
+               f"rl.rules={toml(rl.rules)} is of the trainer's; leave it out, or use rl.lag=0")
     if rl.kl and not run.checkpoint.init_from:
         yield (f"rl.kl={rl.kl:g} is a divergence from the weights that the run starts from, and these are random; give "
                f"checkpoint.init_from, or leave rl.kl out")

@@ -478,6 +478,7 @@ class Rl(Section):
 
     prompts: int = key(64, "prompts that are answered together, with the same weights", ge=1)
     samples: int = key(8, "answers to each prompt, a group", ge=1)
+    lag: int = key(0, "batch n is drawn with the weights of batch n - lag; from 1 on by processes apart", ge=0)
     max_tokens: int = key(512, "tokens of an answer at most", ge=1)
     temperature: float = key(1.0, "of the draws, and of the log-probabilities that are trained", gt=0)
     stop: tuple[str, ...] = key((), "strings that end an answer, beside the end tokens", strict=False)
@@ -508,7 +509,7 @@ class Rl(Section):
     entropy: float = key(0.0, "weight of the entropy of each token, which is added to the objective", ge=0)
     updates: int = key(1, "steps that learn from the same answers, each from a part of them", ge=1)
     old: Literal["auto", "trainer", "sampler"] = key(
-        "auto", "log-probabilities that ratios are to: computed anew if updates is not 1, or as they were drawn")
+        "auto", "log-probabilities that ratios are to: computed anew (auto: with updates or lag), or as drawn")
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = key(
         "none", "weight of what the sampler rounds otherwise than the trainer: ratios up to a limit, or 0 beyond")
     correction_limit: float = key(2.0, "the limit", gt=0)

@@ -145,6 +145,9 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     vocab_size: the model's. folders: model folders that may have a chat template, if the tokenizer's has none. Raises:
     ValueError listing every fault of the tokenizer or the files, a line each.
     """
+    if data.source == "prompts":
+        raise ValueError('data.source="prompts" has no documents to tokenize: training.objective="rl" reads prompts as '
+                         'they are')
     named = [(f"data.mixture[{i}]", one.name or str(i), one) for i, one in enumerate(data.mixture)] \
         if data.source == "mixture" else [("data", "", data)]
     reader = _open_tokenizer(data, vocab_size)

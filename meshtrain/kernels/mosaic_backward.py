@@ -15,7 +15,8 @@ from meshtrain.kernels.warpgroups import (
 
 
 def dq_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
-    """dq [B, T, N, H]. do [B, T, N, V], lse and delta [B, N, T], delta = sum(do · o, -1); the others as in `mosaic_forward.forward`."""
+    """dq [B, T, N, H]. do [B, T, N, V], lse and delta [B, N, T], delta = sum(do · o, -1); the others as in
+    `mosaic_forward.forward`."""
     (B, T, N, H), (*_, K, V), dtype = q.shape, v.shape, q.dtype
     tiles, group, block, stages = T // TILE, N // K, call.block, call.stages
     machine = Machine(bool(call.interpret))
@@ -92,8 +93,8 @@ def dq_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
 
 
 def dkv_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
-    """(dk [B, S, K, H], dv [B, S, K, V]). low, high [B, S]: the queries that see a key. A program has 128 keys of one head, and
-    sums over all query heads of its group. Scores are [keys, queries], so that no p is transposed."""
+    """(dk [B, S, K, H], dv [B, S, K, V]). low, high [B, S]: the queries that see a key. A program has 128 keys of one
+    head, and sums over all query heads of its group. Scores are [keys, queries], so that no p is transposed."""
     (B, T, N, H), (_, S, K, V), dtype = q.shape, v.shape, q.dtype
     tiles, group, block, stages = S // TILE, N // K, call.block, call.stages
     machine = Machine(bool(call.interpret))

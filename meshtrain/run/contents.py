@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 CONFIG, RULES, LOCK, CHECKPOINTS, TENSORBOARD = "config.toml", "rules.toml", ".lock", "checkpoints", "tensorboard"
-CHANGES, REFERENCE, ROLLOUTS = "changes.jsonl", "reference.npy", "rollouts"
+CHANGES, REFERENCE, ROLLOUTS, SAMPLERS = "changes.jsonl", "reference.npy", "rollouts", "samplers"
 HISTORY, ALIVE, STACKS = "history.jsonl", ".alive", "stacks"
 CACHE = ".meshtrain"                                        # of tokens
 RESTARTS, LAST_WORDS = "restarts.json", "last_words"        # of launchers
@@ -19,7 +19,7 @@ RESTARTS, LAST_WORDS = "restarts.json", "last_words"        # of launchers
 BEFORE_THE_CLAIM = frozenset({CACHE, RESTARTS, LAST_WORDS})
 # Written by a start that holds the lock file and has not come to its first step. Without a lock file these are a
 # stranger's.
-BEFORE_THE_FIRST_STEP = BEFORE_THE_CLAIM | {LOCK, RULES, CONFIG, CHANGES, REFERENCE, ROLLOUTS,
+BEFORE_THE_FIRST_STEP = BEFORE_THE_CLAIM | {LOCK, RULES, CONFIG, CHANGES, REFERENCE, ROLLOUTS, SAMPLERS,
                                             CHECKPOINTS, TENSORBOARD, HISTORY, ALIVE, STACKS}
 TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")               # NAME.tmp or NAME.PID.tmp, of a write that was cut off
 

@@ -25,6 +25,10 @@ from meshtrain.run import say
 ARRAYS = {"tokens", "logprobs", "margins", "rewards"}       # of N.npz, beside the scores
 
 
+class RolloutError(RuntimeError):
+    """Answers that nothing should be learned from. Every process raises it alike."""
+
+
 @dataclasses.dataclass(eq=False)
 class Group:
     """The answers to one prompt. row: of the prompt in the batch. text: of each answer. rewards: float64 [samples], NaN
@@ -49,11 +53,12 @@ class Group:
 @dataclasses.dataclass(eq=False)
 class AnswerBatch:
     """A batch of answers. drawn: prompts of the run by then. equal: share of the groups that were drawn, in which all
-    rewards are equal. scores: log-probabilities by the trainer's forward pass, fields of a batch, [updates, rows,
-    T]."""
+    rewards are equal. version: of the weights that drew them, those after so many batches. scores: log-probabilities by
+    the trainer's forward pass, fields of a batch, [updates, rows, T]."""
     groups: list[Group]
     drawn: int
     equal: float
+    version: int
     scores: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def numbers(self) -> dict[str, float]:
@@ -68,13 +73,18 @@ class AnswerBatch:
         mean = lambda values: float(np.mean(values)) if len(values) else 0.0
         failures = [failure for group in self.groups for failure in group.failures if failure]
         return {"reward": mean(there), "reward_std": float(np.std(there)) if len(there) else 0.0,
-                **{f"reward/{name}": mean([one[name] for one in parts if name in one])
-                   for name in sorted({name for one in parts for name in one})},
+                **{f"reward/{name}": value for name, value in means(parts).items()},
                 "equal_groups": self.equal, "answer_tokens": mean(lengths), "answer_tokens_max": float(max(lengths)),
                 "truncated": mean([one.stopped == "length" for one in every]),
                 "reward_failed": float(len(failures)),
                 "reward_timeouts": float(sum("timeout" in failure for failure in failures)),
                 "reward_unsteady": float(sum(group.unsteady for group in self.groups))}
+
+
+def means(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of the values of each name, over those that have it."""
+    return {name: float(np.mean([one[name] for one in parts if name in one]))
+            for name in sorted({name for one in parts for name in one})}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,63 +101,89 @@ class Kept:
     def write(self, batch: AnswerBatch, weights: str, most: int) -> None:
         """Keeps the newest `most` batches. Best effort: a run that is killed here draws the same answers again."""
         groups = batch.groups
-        every = [one for group in groups for one in group.answers]
-        told = {"key": self.key, "weights": weights, "drawn": batch.drawn, "equal": batch.equal,
-                "samples": [len(group.answers) for group in groups], "stopped": [one.stopped for one in every],
-                "lengths": [len(one.tokens) for one in every], "rows": [group.row for group in groups],
+        said, arrays = flat([one for group in groups for one in group.answers])
+        told = {"key": self.key, "weights": weights, "version": batch.version, "drawn": batch.drawn,
+                "equal": batch.equal, **said,
+                "samples": [len(group.answers) for group in groups], "rows": [group.row for group in groups],
                 "parts": [one for group in groups for one in group.parts],
                 "failures": [one for group in groups for one in group.failures],
                 "unsteady": [group.unsteady for group in groups]}
-        flat = lambda name, dtype: np.array([value for one in every for value in getattr(one, name)], dtype)
-        content = io.BytesIO()
-        np.savez(content, told=np.frombuffer(json.dumps(told).encode(), np.uint8), tokens=flat("tokens", np.int32),
-                 logprobs=flat("logprobs", np.float32), margins=flat("margins", np.float32),
-                 rewards=np.concatenate([group.rewards for group in groups]) if groups else np.zeros(0), **batch.scores)
+        rewards = np.concatenate([group.rewards for group in groups]) if groups else np.zeros(0)
+        content = packed(told, arrays | {"rewards": rewards} | batch.scores)
 
         def place() -> None:
             self.directory.mkdir(exist_ok=True)
-            files.replace(self.path, content.getvalue())
-            files.replace(self.path.with_suffix(".jsonl"), _text(groups))
+            files.replace(self.path, content)
+            files.replace(self.path.with_suffix(".jsonl"), _text(groups, batch.version))
             _drop_before(self.directory, self.number - most + 1)
         _quietly(place)
 
     def read(self, weights: str | None, first: int, prompts: Prompts, words: Words) -> AnswerBatch | None:
         """The batch, in every process; None where there is none of this key and these weights (None: of any). first:
         prompts drawn before it."""
-        found = self._read()
-        usable = found is not None and found[0]["key"] == self.key and weights in (None, found[0]["weights"])
-        if not all(agree.exchange(usable)):
+        found = unpacked(self.path)
+        if not all(agree.exchange(self._fits(found, weights))):
             return None
         told, arrays = found
-        cuts = np.cumsum(told["lengths"])[:-1]
-        values = zip(*(np.split(arrays[name], cuts) for name in ("tokens", "logprobs", "margins")), told["stopped"],
-                     arrays["rewards"], told["parts"], told["failures"], strict=True)
+        values = zip(unflat(told, arrays), arrays["rewards"], told["parts"], told["failures"], strict=True)
         groups = []
         for row, samples, unsteady in zip(told["rows"], told["samples"], told["unsteady"], strict=True):
             (prompt,) = prompts.draw(first + row, 1)
             group = Group(prompt, row, [], [], np.zeros(samples), [], [], unsteady)
             for i in range(samples):
-                tokens, logprobs, margins, stopped, group.rewards[i], parts, failure = next(values)
-                group.answers.append(Completion(prompt.ids.tolist(), tokens.tolist(), stopped, logprobs.tolist(),
-                                                margins.tolist()))
-                group.text.append(words.text(tokens.tolist()))
+                one, group.rewards[i], parts, failure = next(values)
+                group.answers.append(dataclasses.replace(one, prompt=prompt.ids.tolist()))
+                group.text.append(words.text(one.tokens))
                 group.parts.append(parts)
                 group.failures.append(failure)
             groups.append(group)
-        return AnswerBatch(groups, told["drawn"], told["equal"],
-                      {name: arrays[name] for name in arrays.keys() - ARRAYS})
+        return AnswerBatch(groups, told["drawn"], told["equal"], told["version"],
+                           {name: arrays[name] for name in arrays.keys() - ARRAYS})
 
-    def _read(self) -> tuple[dict, dict] | None:
-        try:
-            with np.load(self.path, allow_pickle=False) as file:
-                arrays = dict(file)
-            return json.loads(arrays.pop("told").tobytes()), arrays
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            return None
+    def has(self, weights: str | None) -> bool:
+        """Whether this process finds the batch, see `read`."""
+        return self._fits(unpacked(self.path), weights)
+
+    def _fits(self, found: tuple[dict, dict] | None, weights: str | None) -> bool:
+        return found is not None and found[0]["key"] == self.key and weights in (None, found[0]["weights"])
 
 
-def _text(groups: Sequence[Group]) -> bytes:
-    lines = [{**parts, "prompt": group.prompt.text, "place": group.prompt.place, "answer": text,
+def flat(answers: Sequence[Completion]) -> tuple[dict, dict]:
+    """(JSON, arrays) of answers, but for their prompts."""
+    values = lambda name, dtype: np.array([value for one in answers for value in getattr(one, name)], dtype)
+    return ({"stopped": [one.stopped for one in answers], "lengths": [len(one.tokens) for one in answers]},
+            {"tokens": values("tokens", np.int32), "logprobs": values("logprobs", np.float32),
+             "margins": values("margins", np.float32)})
+
+
+def unflat(told: dict, arrays: dict) -> list[Completion]:
+    """The answers of `flat`, without prompts."""
+    cuts = np.cumsum(told["lengths"])[:-1]
+    each = zip(*(np.split(arrays[name], cuts) for name in ("tokens", "logprobs", "margins")), told["stopped"],
+               strict=True)
+    return [Completion([], tokens.tolist(), stopped, logprobs.tolist(), margins.tolist())
+            for tokens, logprobs, margins, stopped in each]
+
+
+def packed(told: dict, arrays: dict) -> bytes:
+    """The content of a file with JSON and arrays."""
+    content = io.BytesIO()
+    np.savez(content, told=np.frombuffer(json.dumps(told).encode(), np.uint8), **arrays)
+    return content.getvalue()
+
+
+def unpacked(path: Path) -> tuple[dict, dict] | None:
+    """(JSON, arrays) of a file; None where there is none, or a damaged one."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+        return json.loads(arrays.pop("told").tobytes()), arrays
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def _text(groups: Sequence[Group], version: int) -> bytes:
+    lines = [{**parts, "prompt": group.prompt.text, "place": group.prompt.place, "version": version, "answer": text,
               "tokens": len(one.tokens), "stopped": one.stopped, "reward": None if np.isnan(reward) else float(reward),
               **({"failure": failure} if failure else {})}
              for group in groups for one, text, reward, parts, failure in zip(

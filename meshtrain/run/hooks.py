@@ -72,9 +72,11 @@ class RewardValidation(ValidationHook):
         self.every, self.last = run.validation.every, run.training.steps
 
     def _act(self, step: int, state: State) -> dict[str, float]:
-        self.loss, error, count = self.rollouts.validate(state)
-        say.out(f"step {step}: validation reward {self.loss:.4f} ± {error:.4f}, of {count} answers")
-        return {"val_reward": self.loss, "val_reward_error": error}
+        numbers, count = self.rollouts.validate(state)
+        self.loss = numbers["val_reward"]
+        say.out(f"step {step}: validation reward {self.loss:.4f} ± {numbers['val_reward_error']:.4f}, of {count} "
+                f"answers")
+        return numbers
 
 
 class Trace:

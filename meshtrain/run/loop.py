@@ -52,12 +52,16 @@ class Feed(Protocol):
     """Where the loop gets its batches from."""
 
     def next(self, done: int, state: State) -> StepBatch:
-        """The batch of the step after `done` steps, which have made `state`."""
+        """The batch of the step after `done` steps, which have made `state`. Raises: NoBatch."""
 
     def tokens(self, steps: int) -> int:
         """Tokens in the run's first `steps` batches."""
 
     def close(self) -> None: ...
+
+
+class NoBatch(Exception):
+    """A feed was to stop, in all processes, before it had a batch."""
 
 
 class Stream:
@@ -99,14 +103,30 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
     Every process calls it alike. step: the compiled training step. feed: is closed. hooks: in the order in which they
     act. Raises: TooManySkippedSteps, LossSpike.
     """
-    done = int(state.step)
+    done = first = int(state.step)
+
+    def act(due: Callable[[Hook], bool]) -> bool:
+        acted = False
+        for hook in hooks:
+            if due(hook):       # a hook, too, may find that the loop is to stop
+                acted = True
+                with record.paused(hook.part), watch.phase(f"{hook.part} after step {done}", "save"):
+                    if hook.after_row:
+                        record.settle()
+                    record.add(hook.act(done, state))
+        return acted
+
     with contextlib.closing(feed), concurrent.futures.ThreadPoolExecutor(1) as clock, garbage.by_step() as collect:
         ended = clock.submit(_time_when_ready, ())      # when the device ended the step before
         paused = True       # before this step: its host comes as late as what was done meanwhile took
         while done < last and not stop.agreed:
             watch.step(done + 1)
             asked = time.perf_counter()
-            batch, tokens, waited = feed.next(done, state)
+            try:
+                batch, tokens, waited = feed.next(done, state)
+            except NoBatch:
+                act(lambda hook: done > first and hook.due(done, True) and not hook.due(done, False))
+                break
             paused |= waited
             # While the step before still runs, nobody waits for the batch of the next.
             data_wait_s = max(0.0, time.perf_counter() - max(asked, ended.result())
@@ -121,14 +141,7 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
             record.add({"data_wait_s": data_wait_s})
             stop.reached(None if paused else _late_s(before, came))
             record.late(stop.agreement.late)
-            paused = False
-            for hook in hooks:
-                if hook.due(done, done == last or stop.agreed):     # a hook, too, may find that the loop is to stop
-                    paused = True
-                    with record.paused(hook.part), watch.phase(f"{hook.part} after step {done}", "save"):
-                        if hook.after_row:
-                            record.settle()
-                        record.add(hook.act(done, state))
+            paused = act(lambda hook: hook.due(done, done == last or stop.agreed))
             # while the device takes the step; if it takes longer than that, no host is a straggler for it
             paused |= collect(done, paused)
         record.settle()

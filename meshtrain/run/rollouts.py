@@ -1,8 +1,8 @@
 """The feed of training.objective = "rl": draws answers to prompts, has them scored, and makes batches of them.
 
-Batch n of answers is a function of the settings, n and the weights after n · rl.updates steps: keys of draws are
-counters, and nothing depends on time, order or layout. Every process draws all answers, scores its share, and packs the
-same rows. run.dir/rollouts keeps the newest batches: as text, and as arrays with which a killed run goes on without
+Batch n of answers is a function of the settings, n and the weights after (n - rl.lag) · rl.updates steps: keys of draws
+are counters, and nothing depends on time, order or layout. Every process draws all answers, scores its share, and packs
+the same rows. run.dir/rollouts keeps the newest batches: as text, and as arrays with which a killed run goes on without
 drawing again, and with the rewards it had.
 """
 from __future__ import annotations
@@ -28,7 +28,8 @@ from meshtrain.inference.generate import Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.names import NO_TARGET
 from meshtrain.run import contents, replicas, say
-from meshtrain.run.groups import Group, AnswerBatch, Kept
+from meshtrain.run.apart import Orders
+from meshtrain.run.groups import AnswerBatch, Group, Kept, RolloutError, means
 from meshtrain.run.loop import StepBatch
 from meshtrain.run.record import Record
 from meshtrain.training.state import State
@@ -42,10 +43,6 @@ SCORES = ("old", "reference")       # log-probabilities by the trainer's forward
 FREE = ("slots", "rules", "reward_workers", "reward_timeout_s", "reward_memory_gb", "reward_check", "keep")
 
 
-class RolloutError(RuntimeError):
-    """Answers that nothing should be learned from. Every process raises it alike."""
-
-
 def check(run: Run, prompts: Prompts) -> None:
     """Before weights are read. Raises: ConfigError where answers may not fit in a batch, or the reward cannot be used.
     """
@@ -56,8 +53,8 @@ def check(run: Run, prompts: Prompts) -> None:
     if needed > data.global_batch:
         raise ConfigError(
             f"data.global_batch={data.global_batch} sequences of data.seq_len={data.seq_len} may not hold the {count} "
-            f"answers of a step (rl.prompts × rl.samples / rl.updates), each with its prompt of up to {longest} tokens; "
-            f"use data.global_batch={needed} or more, of which only those are computed that are needed, by "
+            f"answers of a step (rl.prompts × rl.samples / rl.updates), each with its prompt of up to {longest} "
+            f"tokens; use data.global_batch={needed} or more, of which only those are computed that are needed, by "
             f"training.microbatches")
     with user_errors():
         workers.check(rl.reward, {one.place: one.line for one in (*prompts.prompts, *prompts.held)},
@@ -67,7 +64,8 @@ def check(run: Run, prompts: Prompts) -> None:
 class Rollouts:
     """A feed (loop.Feed) and its data. words: text of ids, with the tokens that end an answer. sampler:
     `generator(params)` gives a Generator with these weights. record: of the run, set before the loop begins. position:
-    of the checkpoint that the run resumes from. reference: the weights that rl.kl is measured to.
+    of the checkpoint that the run resumes from. reference: the weights that rl.kl is measured to. orders: with rl.lag,
+    to samplers apart.
     """
 
     validation = ()     # there are no batches with a loss; see `validate`
@@ -78,6 +76,7 @@ class Rollouts:
         self.sampler, self.directory = sampler, directory / contents.ROLLOUTS
         self.record: Record | None = None
         self.reference: dict | None = None
+        self.orders: Orders | None = None
         self._marks = [(position["batches"], position["tokens"], position["drawn"]) if position else (0, 0, 0)]
         self._held: tuple[int, list[dict], int] | None = None       # number of the batch, its parts, prompts drawn then
         self._score: Callable | None = None
@@ -93,7 +92,8 @@ class Rollouts:
 
     def position(self, steps: int) -> dict:
         _, tokens, drawn = self._mark(steps)
-        return {"batches": steps, "packing": "answers", "tokens": tokens, "drawn": drawn}
+        queue = {"queue": self.orders.queue(steps)} if self.orders else {}
+        return {"batches": steps, "packing": "answers", "tokens": tokens, "drawn": drawn, **queue}
 
     def _mark(self, steps: int) -> tuple[int, int, int]:
         """(steps, tokens in their batches, prompts drawn for the batches of answers that are used up by then)."""
@@ -119,8 +119,13 @@ class Rollouts:
         """(the parts of batch `number`, a step each; prompts drawn by then). state: after the steps before `part`."""
         self.record.settle()        # the row of the step before: the numbers that follow are of the next
         kept = Kept(self.directory, number, self._key(number))
-        weights = self._checksum(state.params) if part == 0 else None
         first = self._mark(number * self.rl.updates + part)[2]
+        if self.orders:
+            with self._timed("sync", "sync_s"):
+                self.orders.offer(number, part, first, state.params, self._key)
+            weights = self.orders.given[number].weights
+        else:
+            weights = replicas.digest(state.params) if part == 0 else None
         found = kept.read(weights, first, self.prompts, self.words)
         if found is None and part:
             say.err(f"{kept.path} is gone or damaged, with the answers that the steps before this one learned from; "
@@ -143,9 +148,13 @@ class Rollouts:
 
     def _drawn(self, number: int, first: int, state: State) -> AnswerBatch:
         """Batch `number`; `first` prompts are drawn before it."""
-        with self._timed("sync", "sync_s"):
-            generator = self.sampler.generator(state.params)
-            jax.block_until_ready(generator.params)
+        if self.orders:
+            generator, version = self.orders.answers(number), self.orders.given[number].version
+        else:
+            version = number
+            with self._timed("sync", "sync_s"):
+                generator = self.sampler.generator(state.params)
+                jax.block_until_ready(generator.params)
         groups, wanted, equal, row = [], self.rl.prompts, 0, 0
         for _ in range(ROUNDS if self.rl.filter == "equal" else 1):
             prompts = self.prompts.draw(first + row, wanted - len(groups))
@@ -159,7 +168,7 @@ class Rollouts:
         if not groups:
             say.out(f"batch {number}: in {row} groups of answers all rewards are equal, and nothing can be learned of "
                     f"them; give easier or harder prompts, or another reward")
-        return AnswerBatch(groups, first + row, equal / row)
+        return AnswerBatch(groups, first + row, equal / row, version)
 
     @contextlib.contextmanager
     def _timed(self, part: str, column: str) -> Iterator[None]:
@@ -252,16 +261,19 @@ class Rollouts:
         rows = {name: x[self.program.rows] for name, x in batch.items()}
         return np.asarray(self._score(params, self.program.place(rows))).reshape(batch["tokens"].shape)
 
-    def validate(self, state: State) -> tuple[float, float, int]:
-        """(mean reward of one answer to each held-out prompt, its standard error, number of answers with a reward)."""
+    def validate(self, state: State) -> tuple[dict[str, float], int]:
+        """(columns of the metrics row: mean reward of one answer to each held-out prompt, its standard error, further
+        values by name; number of answers with a reward)."""
         prompts = self.prompts.held[:self.run.validation.batches * self.rl.prompts]
         generator = self.sampler.generator(state.params)
         groups = self._answered(generator, prompts, 1, [(VALIDATION, row) for row in range(len(prompts))],
                                 lambda *_: contextlib.nullcontext())        # within a validation's time
         found = np.concatenate([group.rewards for group in groups])
         found = found[~np.isnan(found)]
-        error = float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else 0.0
-        return float(found.mean()) if len(found) else 0.0, error, len(found)
+        parts = [one for group in groups for one in group.parts]
+        return {"val_reward": float(found.mean()) if len(found) else 0.0,
+                "val_reward_error": float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else 0.0,
+                **{f"val_reward/{name}": mean for name, mean in means(parts).items()}}, len(found)
 
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
@@ -271,9 +283,3 @@ class Rollouts:
                     self.run.data.global_batch, self.run.model.model_dump(), self.run.lora.model_dump(),
                     self.prompts.digest, workers.digest(self.rl.reward)]
         return hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()
-
-    def _checksum(self, params: dict) -> str:
-        sums = jax.device_get(_checksums(params))
-        return hashlib.blake2b(json.dumps([int(one) for one in sums]).encode(), digest_size=10).hexdigest()
-
-_checksums = jax.jit(lambda params: [replicas.checksum(leaf) for leaf in jax.tree.leaves(params)])

@@ -40,7 +40,7 @@ class Policy:
     def of(cls, rl) -> Policy:
         """rl: the section [rl]."""
         shared = {field.name: getattr(rl, field.name) for field in dataclasses.fields(cls)}
-        auto = "current" if rl.updates == 1 else "trainer"
+        auto = "current" if rl.updates == 1 and rl.lag == 0 else "trainer"
         return cls(**shared | {"old": auto if rl.old == "auto" else rl.old})
 
     @property

@@ -1,0 +1,465 @@
+"""Answers that are drawn by processes apart from the trainer: orders and answers as files in run.dir/samplers.
+
+    weights/V/          the weights of version V, those after V batches of answers: a checkpoint of nothing else
+    orders/N.json       batch N: its prompts, how they are answered, the version and the sum of the weights
+    answers/N-P.npz     the answers to part P of its prompts, the same whoever draws them
+    answers/N-P.claim   which sampler draws them; void when its sign lapses
+    signs/NAME          of a sampler, renewed while it is there
+    finished            the run has taken all its steps
+
+All are whole or absent. Batch N is drawn with version N - rl.lag, exactly. A token depends on the order alone, so
+nothing here needs a lock: what two samplers draw is equal. Ages are measured by the reader's own clock, as the time
+since a file has changed, because clocks of hosts differ.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from meshtrain import files
+from meshtrain.cluster import agree, watch
+from meshtrain.config import Run
+from meshtrain.data.batches.prompts import Prompts
+from meshtrain.inference.generate import Completion
+from meshtrain.run import contents, groups, replicas, say
+from meshtrain.run.groups import Kept, RolloutError
+from meshtrain.run.loop import NoBatch
+
+PARTS = 4               # of an order, unless rl.slots says how many answers a sampler draws together
+LOOK_S, WAITS_S, RENEWED_S = 0.1, 1.0, 5.0
+LAPSED_S = 60.0         # a sign that has not changed for so long is of no sampler
+MISSING_S = 10.0        # one that is not there: on a shared file system another host's may not be seen yet
+TOLD_EVERY_S = 30.0
+LOST_S = 600.0          # without any sampler, until the run ends
+SAMPLE = "python -m meshtrain.sample"
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """A batch of answers, as a function of which every part of them is drawn. weights: the sum of their version's. key:
+    of the settings. draws: seed, temperature, max_tokens, samples, stop, stop_ids. room: tokens of a prompt with its
+    answer at most. part: prompts of a part. prompts: ids."""
+    batch: int
+    version: int
+    weights: str
+    key: str
+    draws: dict
+    room: int
+    part: int
+    prompts: list[list[int]]
+
+    @functools.cached_property
+    def id(self) -> str:
+        return hashlib.blake2b(self.text.encode(), digest_size=10).hexdigest()
+
+    @property
+    def text(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @property
+    def parts(self) -> range:
+        return range(-(-len(self.prompts) // self.part))
+
+    def rows(self, part: int) -> range:
+        """The prompts of a part."""
+        return range(part * self.part, min((part + 1) * self.part, len(self.prompts)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The paths in run.dir/samplers."""
+    directory: Path
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Place:
+        return cls(run_dir / contents.SAMPLERS)
+
+    @property
+    def orders(self) -> Path:
+        return self.directory / "orders"
+
+    @property
+    def signs(self) -> Path:
+        return self.directory / "signs"
+
+    @property
+    def weights(self) -> Path:
+        return self.directory / "weights"
+
+    @property
+    def finished(self) -> Path:
+        return self.directory / "finished"
+
+    def order(self, batch: int) -> Path:
+        return self.orders / f"{batch}.json"
+
+    def answers(self, batch: int, part: int) -> Path:
+        return self.directory / "answers" / f"{batch}-{part}.npz"
+
+    def of_batch(self, batch: int) -> Iterator[Path]:
+        """Answers and claims of a batch."""
+        return (self.directory / "answers").glob(f"{batch}-*")
+
+    def read(self, batch: int) -> Order | None:
+        try:
+            return Order(**json.loads(files.patiently(lambda: self.order(batch).read_text(encoding="utf-8"))))
+        except FileNotFoundError:
+            return None
+
+    def sum_of(self, version: int) -> str | None:
+        """The sum of the weights that are there as this version; None where there are none."""
+        try:
+            return json.loads((self.weights / str(version) / "metadata.json").read_text(encoding="utf-8"))["weights"]
+        except FileNotFoundError:
+            return None
+
+
+class Signs:
+    """Which samplers are there, by the times for which their signs have not changed."""
+
+    def __init__(self, place: Place):
+        self.directory, self._seen = place.signs, {}
+
+    def alive(self, name: str) -> bool:
+        """Whether a sampler is there; one that is looked at for the first time is."""
+        try:
+            changed = os.stat(self.directory / name).st_mtime_ns
+        except FileNotFoundError:
+            changed = None
+        before, since = self._seen.get(name, (0, 0.0))
+        if changed != before:
+            since = time.monotonic()
+            self._seen[name] = changed, since
+        return time.monotonic() - since < (LAPSED_S if changed else min(MISSING_S, LAPSED_S))
+
+    def any(self) -> bool:
+        """Whether any is there; signs that have lapsed are removed."""
+        names = os.listdir(self.directory)
+        for name in (gone := [name for name in names if not self.alive(name)]):
+            (self.directory / name).unlink(missing_ok=True)
+        return len(names) > len(gone)
+
+
+# ---- the trainer -----------------------------------------------------------------------------------------------------
+
+
+class Orders:
+    """The trainer's side; every process calls it alike, and process 0 writes. store: of weights. document: its
+    metadata. queue: of a checkpoint, see `queue`. stopping: whether to stop the run, called by all processes alike;
+    set before the loop begins."""
+
+    def __init__(self, run: Run, prompts: Prompts, stop_ids: Sequence[int], store, document: dict,
+                 queue: Sequence[Sequence] = ()):
+        self.run, self.rl, self.prompts, self.store, self.document = run, run.rl, prompts, store, document
+        self.directory = Path(run.run.dir)
+        self.place, self.batches = Place.of(self.directory), -(-run.training.steps // run.rl.updates)
+        self.draws = {"seed": run.run.seed, "temperature": self.rl.temperature, "max_tokens": self.rl.max_tokens,
+                      "samples": self.rl.samples, "stop": list(self.rl.stop), "stop_ids": list(stop_ids)}
+        self.stopping: Callable[[], bool] = lambda: False
+        self.sums = {version: weights for _, version, weights in queue}
+        self.given: dict[int, Order] = {}       # by batch
+        self._versions = {batch: version for batch, version, _ in queue}
+        self._begun = False
+        agree.on_first(self._open)
+        self.signs = Signs(self.place)
+
+    def _open(self) -> None:
+        for name in ("orders", "answers", "signs"):
+            (self.place.directory / name).mkdir(parents=True, exist_ok=True)
+        self.place.finished.unlink(missing_ok=True)
+
+    def queue(self, steps: int) -> list:
+        """(batch, version, its sum) of the batches from there on that older weights draw: what a checkpoint needs.
+        These weights are on disk when it returns. Raises: FileSystemError."""
+        self.store.wait()
+        updates = self.rl.updates
+        return [[batch, one.version, one.weights] for batch, one in sorted(self.given.items())
+                if batch >= steps // updates and one.version * updates < steps]
+
+    def offer(self, number: int, part: int, first: int, params: dict, key_of: Callable[[int], str]) -> None:
+        """Orders batch `number` and the rl.lag behind it, as far as nobody has. params: of the step before `part` of
+        the batch. first: prompts drawn before it. Raises: FileSystemError."""
+        if part == 0:
+            self.sums[number] = replicas.digest(params)
+        begins = not self._begun
+        self._begun = True
+        first -= number * self.rl.prompts
+        wanted = [batch for batch in range(number, min(number + self.rl.lag + 1, self.batches))
+                  if batch not in self.given]
+
+        def order(batch: int, version: int) -> Order:
+            ids = [one.ids.tolist() for one in self.prompts.draw(first + batch * self.rl.prompts, self.rl.prompts)]
+            part = max(1, self.rl.slots // self.rl.samples) if self.rl.slots else -(-len(ids) // PARTS)
+            return Order(batch, version, self.sums[version], key_of(batch), self.draws,
+                         self.prompts.longest + self.rl.max_tokens, part, ids)
+
+        def chosen() -> dict:
+            """Whose weights draw what. There are none of a version behind which a run goes back, or began to lag."""
+            found = []
+            for batch in wanted:
+                version = self._versions.get(batch, max(batch - self.rl.lag, 0))
+                there = version in self.sums and (
+                    version == number and part == 0 or self.place.sum_of(version) == self.sums[version]
+                    or self._answered(order(batch, version)))
+                if not there:
+                    say.err(f"batch {batch} is drawn with the weights of version {number}: neither those of version "
+                            f"{version} are there any more, nor their answers")
+                found.append([batch, version if there else number])
+            if begins:
+                self._remove_weights_after(number)
+            return {"versions": found, "there": number in self.sums and self.place.sum_of(number) == self.sums[number]}
+
+        verdict = agree.on_first(chosen)
+        if number in {version for _, version in verdict["versions"]} and not verdict["there"]:
+            if number not in self.sums or part:
+                self.sums[number] = replicas.digest(params)
+            made = [order(batch, number) for batch, version in verdict["versions"] if version == number]
+            if not agree.on_first(lambda: all(map(self._answered, made))):
+                agree.on_first(lambda: self._remove_weights(number))
+                self.store.save(number, {"params": params}, self.document | {"weights": self.sums[number]})
+        for batch, version in verdict["versions"]:
+            self.given[batch] = order(batch, version)
+
+        def give() -> None:
+            for order in map(self.given.get, wanted):
+                if not self._answered(order):
+                    self._give(order)
+            self._drop_before(number)
+        agree.on_first(give)
+
+    def _answered(self, order: Order) -> bool:
+        """Whether all answers to an order are there, or were learned from by a start that was killed."""
+        if Kept(self.directory / contents.ROLLOUTS, order.batch, order.key).has(order.weights):
+            return True
+        return all(_answers(self.place.answers(order.batch, part), order) for part in order.parts)
+
+    def _give(self, order: Order) -> None:
+        replaced = self.place.read(order.batch) != order
+        for path in self.place.of_batch(order.batch):
+            if replaced if path.suffix != ".npz" else not _answers(path, order):
+                path.unlink(missing_ok=True)
+        if replaced:
+            files.replace(self.place.order(order.batch), order.text)
+
+    def _remove_weights_after(self, number: int) -> None:
+        for name in os.listdir(self.place.weights):
+            if name.isdecimal() and int(name) > number:
+                self._remove_weights(int(name))
+
+    def _remove_weights(self, version: int) -> None:
+        path = self.place.weights / str(version)
+        if path.exists():
+            files.remove(path.rename(path.with_name(f".{version}.deleting-{secrets.token_hex(4)}")))
+
+    def _drop_before(self, number: int) -> None:
+        """Removes orders and answers that no start goes back to: of the batches that a checkpoint's queue has, whose
+        weights may be gone, they stay."""
+        updates, lag = self.rl.updates, self.rl.lag
+        kept = set(range(number - lag - 1 - self.run.checkpoint.local_every // updates, number + lag + 1))
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.directory / contents.CHECKPOINTS):
+                if found := re.match(r"\.?(\d+)", name):        # one that is being written, too
+                    step = int(found[1])
+                    kept |= set(range(step // updates, -(-step // updates) + lag))
+        for directory in (self.place.orders, self.place.answers(0, 0).parent):
+            for name in os.listdir(directory):
+                if (batch := int(re.match(r"\d*", name)[0] or number)) not in kept and batch < number:
+                    (directory / name).unlink(missing_ok=True)
+
+    def answers(self, number: int) -> Arriving:
+        """What takes the place of a `Generator` for batch `number`."""
+        order = self.given[number]
+        agree.on_first(lambda: self.place.read(number) == order or self._give(order))
+        return Arriving(self, order)
+
+    def finish(self) -> None:
+        """Tells samplers that nothing more is ordered."""
+        agree.on_first(lambda: files.replace(self.place.finished, ""))
+
+
+@dataclasses.dataclass(eq=False)
+class Arriving:
+    """The answers to an order, as they come."""
+    orders: Orders
+    order: Order
+
+    def __post_init__(self):
+        self._told = self._seen = time.monotonic()      # when it was last told, and a sampler was there
+
+    def complete(self, prompts: Sequence[Sequence[int]], *_, each: Callable[[int, Completion], None],
+                 **__) -> list[Completion]:
+        """As of `Generator`; all else is in the order. Raises: RolloutError; NoBatch where the run is to stop: what has
+        come stays."""
+        found, missing = {}, list(self.order.parts)
+        while missing:
+            there = agree.on_first(lambda: self._arrived(missing))
+            if not there and self.orders.stopping():
+                raise NoBatch
+            for part in there:
+                samples = self.order.draws["samples"]
+                for i, one in enumerate(self._read(part), self.order.rows(part)[0] * samples):
+                    found[i] = dataclasses.replace(one, prompt=list(prompts[i // samples]))
+                    each(i, found[i])
+                missing.remove(part)
+            watch.progress()
+        return [found[i] for i in sorted(found)]
+
+    def _arrived(self, missing: Sequence[int]) -> list[int]:
+        """In process 0: waits a moment for parts, and tells now and then what it waits for."""
+        until, batch = time.monotonic() + WAITS_S, self.order.batch
+        while time.monotonic() < until:
+            if failure := self.orders.store.failure:
+                raise files.FileSystemError(f"the weights for the samplers: {failure}")
+            if there := [part for part in missing if self.orders.place.answers(batch, part).exists()]:
+                return there
+            time.sleep(LOOK_S)
+        if alone := not self.orders.signs.any():
+            if time.monotonic() - self._seen > LOST_S:
+                raise RolloutError(f"no sampler was there for {LOST_S:g} s: start {SAMPLE} {self.orders.directory}, "
+                                   f"and the run again")
+        else:
+            self._seen = time.monotonic()
+        if time.monotonic() - self._told > TOLD_EVERY_S:
+            self._told = time.monotonic()
+            waits = f"waiting for {len(missing)} of {len(self.order.parts)} parts of the answers of batch {batch}"
+            if alone:
+                say.err(f"{waits}, and no sampler is there: start {SAMPLE} {self.orders.directory}")
+            else:
+                say.out(waits)
+        return []
+
+    def _read(self, part: int) -> list[Completion]:
+        path = self.orders.place.answers(self.order.batch, part)
+
+        def read():
+            if (found := groups.unpacked(path)) is None:
+                raise FileNotFoundError(2, "no whole file of answers", os.fspath(path))
+            return found
+        told, arrays = files.patiently(read, missing=True)
+        if told["order"] != self.order.id:
+            raise RolloutError(
+                f"{path} answers another order: it was drawn with version {told['version']} ({told['weights']}) of the "
+                f"weights by {told['by']}, and batch {self.order.batch} is to be drawn with version "
+                f"{self.order.version} ({self.order.weights}); nothing of it is learned. The same command removes it")
+        return groups.unflat(told, arrays)
+
+
+def _answers(path: Path, order: Order) -> bool:
+    found = groups.unpacked(path)
+    return found is not None and found[0]["order"] == order.id
+
+
+# ---- a sampler -------------------------------------------------------------------------------------------------------
+
+
+class Taker:
+    """A sampler's side: takes parts of orders that nobody else draws."""
+
+    def __init__(self, run_dir: Path):
+        self.place = Place.of(run_dir)
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.signs, self._claimed, self._left = Signs(self.place), None, threading.Event()
+        self._orders: dict[int, tuple[int, Order]] = {}
+        self._thread = threading.Thread(target=self._renew, daemon=True, name="sign")
+
+    def begin(self) -> None:
+        """From now on its sign is there, until `leave`."""
+        self._sign()
+        self._thread.start()
+
+    def leave(self) -> None:
+        self._left.set()
+        with contextlib.suppress(OSError):
+            (self.place.signs / self.name).unlink(missing_ok=True)
+            self.release()
+
+    def _renew(self) -> None:
+        while not self._left.wait(min(RENEWED_S, LAPSED_S / 4)):
+            with contextlib.suppress(OSError):      # the next time, or it lapses
+                self._sign()
+
+    def _sign(self) -> None:
+        (self.place.signs / self.name).write_text(str(time.time()), encoding="utf-8")
+
+    def next(self) -> tuple[Order, int] | None:
+        """The first part that nobody has answered or draws, whose weights are there; it is claimed."""
+        batches = sorted(int(name[:-5]) for name in os.listdir(self.place.orders) if re.fullmatch(r"\d+\.json", name))
+        self._orders = {batch: one for batch, one in self._orders.items() if batch in batches}
+        for batch in batches:
+            order = self._order(batch)
+            if order is None or self.place.sum_of(order.version) != order.weights:
+                continue
+            for part in order.parts:
+                if not self.place.answers(batch, part).exists() and self._claim(batch, part):
+                    return order, part
+        return None
+
+    def _order(self, batch: int) -> Order | None:
+        with contextlib.suppress(FileNotFoundError):
+            changed = os.stat(self.place.order(batch)).st_mtime_ns
+            if batch not in self._orders or self._orders[batch][0] != changed:
+                if (order := self.place.read(batch)) is None:
+                    return None
+                self._orders[batch] = changed, order
+            return self._orders[batch][1]
+        return None
+
+    def _claim(self, batch: int, part: int) -> bool:
+        path = self.place.answers(batch, part).with_suffix(".claim")
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(self.name)
+        except FileExistsError:
+            if self.signs.alive(files.patiently(lambda: path.read_text(encoding="utf-8"), missing=True)):
+                return False
+            # of several that take it over the last has it, and what another draws is equal
+            files.replace(path, self.name, shared=True)
+            if path.read_text(encoding="utf-8") != self.name:
+                return False
+        self._claimed = path
+        return True
+
+    def release(self) -> None:
+        """Its part is to be taken by others."""
+        path, self._claimed = self._claimed, None
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+    def wanted(self, order: Order) -> bool:
+        """Whether it is still the order of its batch."""
+        return self.place.read(order.batch) == order
+
+    def deliver(self, order: Order, part: int, found: Sequence[Completion], on: str) -> None:
+        """Raises: RolloutError where another sampler of this kind has given other answers."""
+        told, arrays = groups.flat(found)
+        told |= {"order": order.id, "batch": order.batch, "part": part, "version": order.version,
+                 "weights": order.weights, "by": self.name, "on": on}
+        path = self.place.answers(order.batch, part)
+        before = groups.unpacked(path)
+        if before and before[0]["order"] == order.id:
+            _compare(path, before, (told, arrays))
+        elif self.wanted(order):
+            files.patiently(lambda: files.replace(path, groups.packed(told, arrays), shared=True))
+        self.release()
+
+
+def _compare(path: Path, before: tuple[dict, dict], now: tuple[dict, dict]) -> None:
+    if before[0]["lengths"] == now[0]["lengths"] and all(
+            before[1][name].tobytes() == now[1][name].tobytes() for name in now[1]):
+        return
+    words = f"{path}: {before[0]['by']} has drawn other answers than {now[0]['by']} to one order"
+    if before[0]["on"] == now[0]["on"]:
+        raise RolloutError(f"{words}, on the same devices ({now[0]['on']}): one of the two computes wrong; see to both "
+                           f"hosts. The first answers are used")
+    say.err(f"{words}, on {before[0]['on']} and {now[0]['on']}: other meshes round otherwise")

@@ -1,0 +1,142 @@
+"""Draws answers for a run that learns from rewards elsewhere (rl.lag): python -m meshtrain.sample RUN_DIR.
+
+Takes orders from RUN_DIR/samplers and leaves answers there, until the run has all its steps. Start as many as there
+are devices for, before or after the trainer, and any that ends again: the others draw what it had begun, the same
+tokens. --mesh.data, --mesh.fsdp, --mesh.tensor N: the sampler's own mesh, in one process; without, all devices on
+tensor. Exit codes: 0 the run is finished · 2 the user's mistake, one message · 75 stopped on request · 1 anything else.
+"""
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshtrain.run import command, say, stops
+
+if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+    command.begin()
+
+import jax
+
+from meshtrain import assembly, config, devices, trained
+from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints
+from meshtrain.cluster import watch
+from meshtrain.inference.generate import Completion, GenerationLimits
+from meshtrain.inference.sampling import Picking
+from meshtrain.run import apart, replicas
+from meshtrain.run.groups import RolloutError
+
+COMMAND = config.Command("meshtrain.sample", {}, "RUN_DIR", (1, 1))
+
+
+@command.entry(COMMAND, __doc__, (assembly.BrokenProgramError, RolloutError))
+def main(given: config.Arguments) -> int:
+    directory = Path(given.names[0])
+    config.resolve({}, given.keys, trained.KEYS, "sample")      # a mistake is told before the run has begun
+    with watch.on(watch.PhaseLimits(), 0, 1, say.err):
+        with watch.phase("waiting for orders", watch.UNLIMITED):
+            return serve(directory, given.keys)
+
+
+def serve(run_dir: Path, words: Sequence[str]) -> int:
+    """Draws answers until the run is finished. words: keys of the command line."""
+    place, waiting = apart.Place.of(run_dir), _Waiting(f"waiting for orders in {run_dir}")
+    while not place.orders.is_dir():
+        waiting.pause()
+    taker = apart.Taker(run_dir)
+    stops.end_together(taker.leave)
+    taker.begin()
+    drawing = _Drawing(run_dir, words)
+    done, old = 0, place.finished.exists()
+    since = time.monotonic()
+    try:
+        while True:
+            if place.finished.exists():
+                if not old or time.monotonic() - since > apart.LOST_S:
+                    say.out(f"{run_dir} is finished: {done} parts of its answers were drawn here")
+                    return stops.DONE
+            else:
+                old = False
+            if (taken := taker.next()) is None:
+                waiting.pause()
+                continue
+            order, part = taken
+            try:
+                with watch.phase(f"part {part} of batch {order.batch}", "save"):
+                    found = drawing.answers(order, part)
+            except CheckpointError:     # removed, since others have answered it all
+                if taker.wanted(order) and place.sum_of(order.version) == order.weights:
+                    raise
+                found = None
+            if found is None:
+                taker.release()
+                continue
+            taker.deliver(order, part, found, drawing.sampler.on)
+            done, waiting.since = done + 1, time.monotonic()
+            say.out(f"batch {order.batch}, part {part + 1} of {len(order.parts)}: {len(found)} answers with version "
+                    f"{order.version} of the weights, {sum(len(one.tokens) for one in found)} tokens")
+    finally:
+        taker.leave()
+
+
+class _Waiting:
+    """Tells now and then that nothing is to be done. since: when there was something, monotonic."""
+
+    def __init__(self, words: str):
+        self.words, self.since = words, time.monotonic()
+
+    def pause(self) -> None:
+        if time.monotonic() - self.since > apart.TOLD_EVERY_S:
+            self.since = time.monotonic()
+            say.out(self.words)
+        time.sleep(apart.LOOK_S)
+
+
+class _Drawing:
+    """The model with the weights of the last order."""
+
+    def __init__(self, run_dir: Path, words: Sequence[str]):
+        self.run_dir, self.words = run_dir, words
+        self.sampler: trained.ApartSampler | None = None
+        self.store: Checkpoints | None = None
+        self._weights, self._generator = "", None
+
+    def answers(self, order: apart.Order, part: int) -> list[Completion] | None:
+        """None where the weights are no longer there. Raises: CheckpointError; RolloutError where they are others than
+        was told."""
+        if self.store is None:
+            devices.start(config.resolve({}, self.words, trained.KEYS, "sample")[0])
+            self.store = Checkpoints(apart.Place.of(self.run_dir).weights, read_only=True)
+        saved = self.store.open(order.version)
+        if self.sampler is None:
+            self.sampler = trained.apart(saved, self.words, "sample")
+            held = sum(info.size for info in self.sampler.model.parameters())
+            say.out(f"answers are drawn on {self.sampler.on}: {held:,} parameters")
+        with jax.set_mesh(self.sampler.mesh):
+            slots = order.part * order.draws["samples"]
+            if self._weights != order.weights:
+                self._weights, self._generator = "", None       # its memory is for those that come
+                stored = self.sampler.restore(saved)
+                if (found := replicas.digest(stored)) != order.weights:
+                    raise RolloutError(f"{self.store.directory / str(order.version)} has other weights ({found}) than "
+                                       f"batch {order.batch} is to be drawn with ({order.weights}): nothing is drawn")
+                self._generator = self.sampler.generator(stored, slots, order.room)
+                self._weights = order.weights
+            return self._drawn(order, part)
+
+    def _drawn(self, order: apart.Order, part: int) -> list[Completion]:
+        draws, rows = order.draws, order.rows(part)
+        ended = None
+        if draws["stop"]:
+            words = self.sampler.words(draws["stop"], draws["stop_ids"])
+            ended = lambda _, tokens: words.ended(tokens)
+        limits = GenerationLimits(draws["max_tokens"], tuple(draws["stop_ids"]), ended=ended)
+        return self._generator.complete(
+            [order.prompts[row] for row in rows], limits, Picking(draws["temperature"]), draws["seed"],
+            samples=[draws["samples"]] * len(rows), counters=[(order.batch, row) for row in rows],
+            each=lambda *_: watch.progress())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
