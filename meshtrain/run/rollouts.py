@@ -81,6 +81,7 @@ class Rollouts:
         self._held: tuple[int, list[dict], int] | None = None       # number of the batch, its parts, prompts drawn then
         self._score: Callable | None = None
         rl = self.rl
+        self._of_reward = workers.digest(rl.reward)     # as its processes read it, whatever is written there meanwhile
         self.rewards = workers.RewardWorkers(rl.reward, rl.reward_workers, rl.reward_timeout_s, rl.reward_memory_gb,
                                              rl.reward_check)
 
@@ -127,7 +128,7 @@ class Rollouts:
         else:
             weights = replicas.digest(state.params) if part == 0 else None
         found = kept.read(weights, first, self.prompts, self.words)
-        if found is None and part:
+        if found is None and part and jax.process_index() == 0:
             say.err(f"{kept.path} is gone or damaged, with the answers that the steps before this one learned from; "
                     f"they are drawn again, with the weights of now")
         drawn = found or self._drawn(number, first, state)
@@ -225,7 +226,8 @@ class Rollouts:
             raise agree.agreed(RolloutError(
                 f"{len(failed)} of {len(outcomes)} answers have no reward, since rl.reward={self.rl.reward} failed: "
                 f"{'; '.join(list(dict.fromkeys(failed.values()))[:3])}"))
-        if unsteady := sum(one.unsteady for one in outcomes.values()):
+        unsteady = sum(one.unsteady for one in outcomes.values())
+        if unsteady and jax.process_index() == 0:
             say.err(f"{unsteady} answers were scored twice and have two rewards: rl.reward={self.rl.reward} is not a "
                     f"function of the answer, and a run that goes on after a stop will differ")
 
@@ -281,5 +283,5 @@ class Rollouts:
         """Hash of what batch `number` is a function of, but for the weights. Of a reward's file, of its text."""
         identity = [number, self.run.run.seed, self.rl.model_dump(exclude=set(FREE)), self.run.data.seq_len,
                     self.run.data.global_batch, self.run.model.model_dump(), self.run.lora.model_dump(),
-                    self.prompts.digest, workers.digest(self.rl.reward)]
+                    self.prompts.digest, self._of_reward]
         return hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()
