@@ -296,18 +296,20 @@ def _orders(session: _Session, found: prompts.Prompts, words: Words, position: d
     return Orders(run, found, words.stop_ids, store, document, (position or {}).get("queue", ()))
 
 
-def _reference(session: _Session, start: resume.Start, state: State) -> dict:
-    """The weights that the run started from, a copy. With adapters: the same base, and adapters that are zero."""
+def _reference(session: _Session, start: resume.Start, state: State) -> Callable[[dict], dict]:
+    """A step's weights -> those that the run started from, a copy. With adapters: the same base, which each step has
+    from the one before, and adapters that are zero."""
     made = session.made
     if made.run.lora.rank:
-        trained, frozen = made.model.divided(state.params)
-        return model_params.joined(jax.tree.map(jnp.zeros_like, trained), frozen)
+        zeros = jax.tree.map(jnp.zeros_like, made.model.divided(state.params)[0])
+        return lambda params: model_params.joined(zeros, made.model.divided(params)[1])
     params = state.params
     if start.saved is not None:
         given = pretrained.opened(made.run, made.model)
         params = _start_state(made, dataclasses.replace(start, saved=None), given).params
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
+    kept = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
         lambda leaf: leaf.sharding, params))(params)
+    return lambda _: kept
 
 
 def _compile(session: _Session, batches: Batches) -> None:

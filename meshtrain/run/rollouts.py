@@ -64,8 +64,8 @@ def check(run: Run, prompts: Prompts) -> None:
 class Rollouts:
     """A feed (loop.Feed) and its data. words: text of ids, with the tokens that end an answer. sampler:
     `generator(params)` gives a Generator with these weights. record: of the run, set before the loop begins. position:
-    of the checkpoint that the run resumes from. reference: the weights that rl.kl is measured to. orders: with rl.lag,
-    to samplers apart.
+    of the checkpoint that the run resumes from. reference: a step's weights -> those that rl.kl is measured to. orders:
+    with rl.lag, to samplers apart.
     """
 
     validation = ()     # there are no batches with a loss; see `validate`
@@ -75,7 +75,7 @@ class Rollouts:
         self.run, self.rl, self.program, self.prompts, self.words = run, run.rl, program, prompts, words
         self.sampler, self.directory = sampler, directory / contents.ROLLOUTS
         self.record: Record | None = None
-        self.reference: dict | None = None
+        self.reference: Callable[[dict], dict] | None = None
         self.orders: Orders | None = None
         self._marks = [(position["batches"], position["tokens"], position["drawn"]) if position else (0, 0, 0)]
         self._held: tuple[int, list[dict], int] | None = None       # number of the batch, its parts, prompts drawn then
@@ -136,7 +136,7 @@ class Rollouts:
         if missing := [name for name in SCORES if name in self.program.step.batch and name not in drawn.scores]:
             with self._timed("sampling", "score_s"):
                 for name in missing:
-                    params = state.params if name == "old" else self.reference
+                    params = state.params if name == "old" else self.reference(state.params)
                     drawn.scores[name] = np.stack([self._scored(params, batch) for batch in parts])
         for name, values in drawn.scores.items():
             for batch, values_BT in zip(parts, values, strict=True):
