@@ -147,7 +147,8 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     """
     if data.source == "prompts":
         raise ValueError('data.source="prompts" has no documents to tokenize: training.objective="rl" reads prompts as '
-                         'they are')
+                         'they are; of a trained model val_reward is in its metrics, and its loss on documents is '
+                         'evaluated by --data.source and --data.paths')
     named = [(f"data.mixture[{i}]", one.name or str(i), one) for i, one in enumerate(data.mixture)] \
         if data.source == "mixture" else [("data", "", data)]
     reader = _open_tokenizer(data, vocab_size)
