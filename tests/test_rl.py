@@ -245,6 +245,7 @@ def test_rewards_that_are_all_equal_leave_the_weights_as_they_were(place, home):
     found = rows(place / "same")
     assert [row["equal_groups"] for row in found] == [1.0, 1.0] and [row["grad_norm"] for row in found] == [0.0, 0.0]
     assert not any(row["skipped"] for row in found)
+    assert {row[name] for row in found for name in ("entropy", "ratio", "mismatch_max")} == {None}, "of no tokens"
     assert_same_bits(saved(place / "same", 1)["params"], saved(place / "same", 2)["params"])
 
 
