@@ -204,6 +204,17 @@ def test_a_stop_between_the_updates_of_a_batch_changes_nothing(place, undisturbe
         assert all(row["mismatch_max"] < 1e-4 for row in found), "of the weights that drew"
 
 
+def test_a_run_that_goes_on_measures_to_the_weights_that_it_started_from(place, undisturbed):
+    more = ["--rl.kl=0.1", "--training.steps=1", "--validation.every=0"]
+    ran(*words(place, "reference", f"--checkpoint.init_from={undisturbed}", *more))
+    shutil.copytree(undisturbed, place / "trained-on")
+    shutil.rmtree(place / "trained-on" / "checkpoints" / "4")
+    more[1] = "--training.steps=2"
+    done = call(train.main, *words(place, "reference", f"--checkpoint.init_from={place / 'trained-on'}", *more))
+    assert done.code == 2 and "has other weights than those" in done.err, done.err
+    ran(*words(place, "reference", f"--checkpoint.init_from={undisturbed}", *more))
+
+
 def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch):  # noqa: F811
     """The plant: weights that are laid out once, and never again."""
     from meshtrain import trained
