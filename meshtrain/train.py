@@ -50,7 +50,7 @@ from meshtrain.inspection import measured, memory, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import params as model_params
 from meshtrain.run import (
-    apart, bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, rollouts, rundir,
+    apart, bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, replicas, rollouts, rundir,
 )
 from meshtrain.run.apart import Orders
 from meshtrain.run.hooks import RewardValidation, Trace, ValidationHook
@@ -280,8 +280,17 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
     sampler = trained.beside(session.made, found.longest + run.rl.max_tokens)
     position = start.saved and start.saved.metadata["data"]["position"]
     feed = Rollouts(run, session.made.program, found, words, sampler, session.directory, position)
-    if run.rl.kl:
-        feed.reference = _reference(session, start, state)
+    if run.rl.kl and run.lora.rank:     # each step has the base from the one before, whose buffers it takes
+        of = session.made.model.divided
+        zeros = jax.tree.map(jnp.zeros_like, of(state.params)[0])
+        feed.reference = lambda params: model_params.joined(zeros, of(params)[1])
+    elif run.rl.kl:
+        kept = _reference(session.made, start, state)
+        feed.reference, feed.origin = lambda _: kept, replicas.digest(kept)
+        if (position or {}).get("origin", feed.origin) != feed.origin:
+            raise ConfigError(f"checkpoint.init_from={json.dumps(run.checkpoint.init_from)} has other weights than "
+                              f"those that the run in {run.run.dir} measures rl.kl to; give the ones that it started "
+                              f"from, or another run.name")
     if run.rl.lag:
         feed.orders = _orders(session, found, words, position)
     return feed
@@ -296,18 +305,14 @@ def _orders(session: _Session, found: prompts.Prompts, words: Words, position: d
     return Orders(run, found, words.stop_ids, store, document, (position or {}).get("queue", ()))
 
 
-def _reference(session: _Session, start: resume.Start, state: State) -> dict:
-    """The weights that the run started from, a copy. With adapters: the same base, and adapters that are zero."""
-    made = session.made
-    if made.run.lora.rank:
-        trained, frozen = made.model.divided(state.params)
-        return model_params.joined(jax.tree.map(jnp.zeros_like, trained), frozen)
-    params = state.params
-    if start.saved is not None:
-        given = pretrained.opened(made.run, made.model)
-        params = _start_state(made, dataclasses.replace(start, saved=None), given).params
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
-        lambda leaf: leaf.sharding, params))(params)
+def _reference(made: assembly.Assembly, start: resume.Start, state: State) -> dict:
+    """The weights that the run started from, a copy."""
+    if start.saved is None:
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
+            lambda leaf: leaf.sharding, state.params))(state.params)
+    # There may be no room for another optimizer's state.
+    fresh = State(state.step, assembly.initialize_params(made), {})
+    return _with_weights(made, pretrained.opened(made.run, made.model), fresh).params
 
 
 def _compile(session: _Session, batches: Batches) -> None:
@@ -486,7 +491,13 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
         say.out(f"going on after step "
                 f"{start.step}{', kept in checkpoint.local_dir' * isinstance(start.saved.store, LocalCheckpoints)}")
         return state
-    state = assembly.initialize(made)
+    return _with_weights(made, given, assembly.initialize(made), run.checkpoint.init_optimizer)
+
+
+def _with_weights(made: assembly.Assembly, given, state: State, optimizer: bool = False) -> State:
+    """The initialized state with the weights that the run starts from, if there are any. optimizer: and with the
+    optimizer's state."""
+    run = made.run.replaced(checkpoint={"init_optimizer": optimizer})
     if given:
         pretrained.tell(given[0])
         return State(state.step, pretrained.load(*given, made.model.places(), state.params), state.opt_state)
