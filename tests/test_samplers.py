@@ -6,13 +6,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from checkpoints import assert_same_bits
-from commands import ROOT, call, home, in_a_directory_of_its_own, process, refused  # noqa: F401
+from commands import ROOT, call, home, in_a_directory_of_its_own, refused  # noqa: F401
 from test_lora_runs import saved
 from test_rl import drawn, killed_at, place, ran, rows, timeless, words  # noqa: F401
 
@@ -300,14 +301,28 @@ sys.exit(sample.main(sys.argv[1:]))
 """
 
 
+def process(*words) -> subprocess.Popen:
+    """With the flags of this process, with which programs round as they do here."""
+    return subprocess.Popen([sys.executable, *map(str, words)], text=True,
+                            env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 @pytest.mark.slow
 def test_a_sampler_that_is_killed_with_an_order_under_way_changes_nothing(place, two_behind):  # noqa: F811
     directory = place / "dead"
-    one, other = (process("-c", code, directory, "--run.compilation_cache=") for code in (KILLED, OTHER))
+    one, found = process("-c", KILLED, directory, *ALONE), []
+
+    def another():
+        one.communicate(timeout=200)
+        found.append(process("-c", OTHER, directory, *ALONE))
+    thread = threading.Thread(target=another)
+    thread.start()
     ran(*words(place, "dead", "--rl.lag=2", *FEW))
-    one.communicate(timeout=60)
-    out, err = other.communicate(timeout=60)
-    assert one.returncode == -signal.SIGKILL and other.returncode == 0, err
+    thread.join()
+    out, err = found[0].communicate(timeout=60)
+    assert one.returncode == -signal.SIGKILL and found[0].returncode == 0, err
+    assert "batch 1, part 2 of 4" in out, "that which was under way"
     assert "is finished" in out and not list((directory / "samplers" / "signs").glob("*"))
     same(directory, two_behind)
 
@@ -317,7 +332,7 @@ def test_a_sampler_stops_when_it_is_asked_and_leaves_its_part_to_others(place, t
     shutil.copytree(two_behind / "samplers", tmp_path / "samplers")
     there = apart.Place.of(tmp_path)
     there.finished.unlink()
-    one = process("-m", "meshtrain.sample", tmp_path, "--run.compilation_cache=")
+    one = process("-m", "meshtrain.sample", tmp_path, *ALONE)
     deadline = time.monotonic() + 60
     while not list(there.signs.iterdir()):
         assert time.monotonic() < deadline and one.poll() is None
@@ -345,3 +360,36 @@ def test_the_launcher_starts_samplers_again_and_ends_them(place, two_behind):  #
     assert killed and f"(pid {killed}) was killed by SIGKILL; it is started again in 5 s" in err
     same(directory, two_behind)
     assert not subprocess.run(["pgrep", "-f", f"meshtrain.sample {directory}"], capture_output=True).stdout
+
+
+@pytest.mark.slow
+def test_two_trainer_processes_learn_from_the_same_answers(place, two_behind):  # noqa: F811
+    directory = place / "two"
+    one = process("-m", "launch.local", "--processes=2", "--samplers=1", "--",
+                  *words(place, "two", "--rl.lag=2", *FEW))
+    out, err = one.communicate(timeout=300)
+    assert one.returncode == 0, err
+    for batch in range(5):
+        assert drawn(directory, batch) == drawn(two_behind, batch)
+    for row, other in zip(rows(directory), rows(two_behind), strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_ray_starts_samplers_again(place, two_behind, monkeypatch):  # noqa: F811
+    pytest.importorskip("ray", reason="extra `ray` is not installed")
+    directory = place / "ray"
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    one = process("-m", "launch.ray", "--processes=1", "--samplers=1", "--",
+                  *words(place, "ray", "--rl.lag=2", *FEW))
+    signs, killed = directory / "samplers" / "signs", 0
+    deadline = time.monotonic() + 400
+    while one.poll() is None and time.monotonic() < deadline:
+        if not killed and signs.is_dir() and (names := [path.name for path in signs.iterdir()]):
+            killed = int(names[0].split("-")[-2])
+            os.kill(killed, signal.SIGKILL)
+        time.sleep(0.05)
+    out, err = one.communicate(timeout=60)
+    assert one.returncode == 0, err
+    assert "sampler 0 was killed by SIGKILL; it is started again in 5 s" in err
+    same(directory, two_behind)

@@ -156,12 +156,13 @@ class Signs:
 
 class Orders:
     """The trainer's side; every process calls it alike, and process 0 writes. store: of weights. document: its
-    metadata. queue: of a checkpoint, see `queue`. stopping: whether to stop the run, called by all processes alike;
+    metadata. cast: the trainer's weights to the samplers'. queue: of a checkpoint, see `queue`. stopping: whether to stop the run, called by all processes alike;
     set before the loop begins."""
 
     def __init__(self, run: Run, prompts: Prompts, stop_ids: Sequence[int], store, document: dict,
-                 queue: Sequence[Sequence] = ()):
-        self.run, self.rl, self.prompts, self.store, self.document = run, run.rl, prompts, store, document
+                 cast: Callable[[dict], dict], queue: Sequence[Sequence] = ()):
+        self.run, self.rl, self.prompts, self.cast = run, run.rl, prompts, cast
+        self.store, self.document = store, document
         self.directory = Path(run.run.dir)
         self.place, self.batches = Place.of(self.directory), -(-run.training.steps // run.rl.updates)
         self.draws = {"seed": run.run.seed, "temperature": self.rl.temperature, "max_tokens": self.rl.max_tokens,
@@ -189,54 +190,56 @@ class Orders:
 
     def offer(self, number: int, part: int, first: int, params: dict, key_of: Callable[[int], str]) -> None:
         """Orders batch `number` and the rl.lag behind it, as far as nobody has. params: of the step before `part` of
-        the batch. first: prompts drawn before it. Raises: FileSystemError."""
+        the batch. first: prompts drawn before it. key_of: a batch's, see `Order`. Raises: FileSystemError."""
+        params = self.cast(params)
+        now = replicas.digest(params)
         if part == 0:
-            self.sums[number] = replicas.digest(params)
-        begins = not self._begun
-        self._begun = True
-        first -= number * self.rl.prompts
+            self.sums[number] = now
+        begins, self._begun = not self._begun, True
         wanted = [batch for batch in range(number, min(number + self.rl.lag + 1, self.batches))
                   if batch not in self.given]
-
-        def order(batch: int, version: int) -> Order:
-            ids = [one.ids.tolist() for one in self.prompts.draw(first + batch * self.rl.prompts, self.rl.prompts)]
-            part = max(1, self.rl.slots // self.rl.samples) if self.rl.slots else -(-len(ids) // PARTS)
-            return Order(batch, version, self.sums[version], key_of(batch), self.draws,
-                         self.prompts.longest + self.rl.max_tokens, part, ids)
+        order = lambda batch, version: self._order(
+            batch, version, first + (batch - number) * self.rl.prompts, key_of(batch))
 
         def chosen() -> dict:
-            """Whose weights draw what. There are none of a version behind which a run goes back, or began to lag."""
-            found = []
+            """The version of each, and whether the weights of now are there."""
+            if begins:
+                self._remove_weights_after(number)
+            found = {}
             for batch in wanted:
                 version = self._versions.get(batch, max(batch - self.rl.lag, 0))
                 there = version in self.sums and (
                     version == number and part == 0 or self.place.sum_of(version) == self.sums[version]
                     or self._answered(order(batch, version)))
-                if not there:
+                if not there:       # the run goes back behind what is kept, or begins to lag
                     say.err(f"batch {batch} is drawn with the weights of version {number}: neither those of version "
                             f"{version} are there any more, nor their answers")
-                found.append([batch, version if there else number])
-            if begins:
-                self._remove_weights_after(number)
-            return {"versions": found, "there": number in self.sums and self.place.sum_of(number) == self.sums[number]}
+                found[batch] = version if there else number
+            return {"versions": list(found.items()), "there": self.place.sum_of(number) == self.sums.get(number, now)}
 
-        verdict = agree.on_first(chosen)
-        if number in {version for _, version in verdict["versions"]} and not verdict["there"]:
-            if number not in self.sums or part:
-                self.sums[number] = replicas.digest(params)
-            made = [order(batch, number) for batch, version in verdict["versions"] if version == number]
-            if not agree.on_first(lambda: all(map(self._answered, made))):
+        chose = agree.on_first(chosen)
+        if new := [batch for batch, version in chose["versions"] if version == number]:
+            if not chose["there"]:
+                self.sums[number] = now
+            if not chose["there"] and not agree.on_first(
+                    lambda: all(self._answered(order(batch, number)) for batch in new)):
                 agree.on_first(lambda: self._remove_weights(number))
-                self.store.save(number, {"params": params}, self.document | {"weights": self.sums[number]})
-        for batch, version in verdict["versions"]:
-            self.given[batch] = order(batch, version)
+                self.store.save(number, {"params": params}, self.document | {"weights": now})
+        self.given |= {batch: order(batch, version) for batch, version in chose["versions"]}
 
         def give() -> None:
-            for order in map(self.given.get, wanted):
-                if not self._answered(order):
-                    self._give(order)
+            for batch in wanted:
+                if not self._answered(self.given[batch]):
+                    self._give(self.given[batch])
             self._drop_before(number)
         agree.on_first(give)
+
+    def _order(self, batch: int, version: int, first: int, key: str) -> Order:
+        """first: prompts drawn before the batch."""
+        ids = [one.ids.tolist() for one in self.prompts.draw(first, self.rl.prompts)]
+        part = max(1, self.rl.slots // self.rl.samples) if self.rl.slots else -(-len(ids) // PARTS)
+        return Order(batch, version, self.sums[version], key, self.draws, self.prompts.longest + self.rl.max_tokens,
+                     part, ids)
 
     def _answered(self, order: Order) -> bool:
         """Whether all answers to an order are there, or were learned from by a start that was killed."""
