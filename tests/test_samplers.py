@@ -19,6 +19,7 @@ from test_rl import drawn, killed_at, place, ran, rows, timeless, words  # noqa:
 
 from launch import samplers
 from meshtrain import config, files, sample, train
+from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.inference.generate import Completion
 from meshtrain.run import apart, groups, loop, stops
 from meshtrain.run.record import Record
@@ -103,6 +104,56 @@ def test_two_samplers_draw_the_same_and_a_killed_trainer_goes_on_bit_for_bit(
         shutil.rmtree(directory / "samplers" / "weights" / "0")     # older than those that are kept
         ran(*words(place, "killed", *more))
     same(directory, two_behind, 2)
+
+
+PLACES = {
+    "before anything is ordered": (apart.Orders, "offer", 4, False), "with all that is ordered": (
+        apart.Orders, "offer", 4, True),
+    "before an order": (apart.Orders, "_give", 5, False), "after an order": (apart.Orders, "_give", 5, True),
+    "before the weights are saved": (Checkpoints, "save", 4, False), "while they are": (Checkpoints, "save", 4, True),
+    "with some answers": (apart.Arriving, "_read", 13, True), "with all of a batch": (
+        apart.Arriving, "complete", 4, True),
+    "before old files go": (apart.Orders, "_drop_before", 4, False),
+    "before a checkpoint has its queue": (apart.Orders, "queue", 2, False)}
+
+
+@pytest.mark.parametrize("where", [pytest.param(where, marks=[pytest.mark.slow, pytest.mark.grid]) for where in PLACES])
+def test_a_trainer_that_is_killed_goes_on_bit_for_bit(place, two_behind, monkeypatch, where):  # noqa: F811
+    owner, name, count, after = PLACES[where]
+    directory = place / where.replace(" ", "-")
+    more = words(place, directory.name, "--rl.lag=2", *FEW)
+    with Beside(directory):
+        killed_at(monkeypatch, owner, name, count, after, more)
+        ran(*more)
+    same(directory, two_behind)
+    assert versions(directory) == [0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("name, more", [pytest.param(name, more, marks=[pytest.mark.slow, pytest.mark.grid])
+                                        for name, more in {
+    "bfloat16": ["--model.compute_dtype=bfloat16"], "stop": ['--rl.stop=["a", "7"]'], "slots": ["--rl.slots=4"],
+    "lora": ["--lora.rank=2", "--checkpoint.init_from={lag2}", "--rl.kl=0.1"]}.items()])
+def test_samplers_apart_draw_what_the_trainer_would(place, two_behind, name, more):  # noqa: F811
+    more = [*(one.format(lag2=two_behind) for one in more), "--training.steps=1", "--validation.every=0"]
+    with Beside(place / name):
+        ran(*words(place, name, "--rl.lag=1", *more))
+    ran(*words(place, f"{name}-beside", *more))
+    assert drawn(place / name, 0) == drawn(place / f"{name}-beside", 0)
+    assert rows(place / name)[0]["mismatch_max"] < (0.1 if name == "bfloat16" else 1e-4)
+
+
+@pytest.mark.slow
+def test_stale_answers_raise_the_reward_with_a_correction(place, home):  # noqa: F811
+    rewards = {}
+    for correction in ("token_truncate", "none"):
+        directory = place / f"learns-{correction}"
+        with Beside(directory, 2):
+            ran(*words(place, directory.name, "--rl.lag=2", f"--rl.correction={correction}", "--training.steps=40",
+                       "--validation.every=0"))
+        rewards[correction] = [row["reward"] for row in rows(directory)]
+    print({name: (found[:3], found[-3:]) for name, found in rewards.items()})
+    found = rewards["token_truncate"]
+    assert sum(found[-5:]) / 5 > sum(found[:5]) / 5 + 0.3, found
 
 
 def test_a_run_with_several_updates_of_a_batch_counts_batches_and_not_steps(place, home):  # noqa: F811

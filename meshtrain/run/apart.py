@@ -156,8 +156,8 @@ class Signs:
 
 class Orders:
     """The trainer's side; every process calls it alike, and process 0 writes. store: of weights. document: its
-    metadata. cast: the trainer's weights to the samplers'. queue: of a checkpoint, see `queue`. stopping: whether to stop the run, called by all processes alike;
-    set before the loop begins."""
+    metadata. cast: the trainer's weights to the samplers'. queue: of a checkpoint, see `queue`. stopping: whether to
+    stop the run, called by all processes alike; set before the loop begins."""
 
     def __init__(self, run: Run, prompts: Prompts, stop_ids: Sequence[int], store, document: dict,
                  cast: Callable[[dict], dict], queue: Sequence[Sequence] = ()):
