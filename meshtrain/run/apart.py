@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import os
 import re
@@ -47,13 +48,12 @@ SAMPLE = "python -m meshtrain.sample"
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A batch of answers, as a function of which every part of them is drawn. weights: the sum of their version's. key:
-    of the settings. draws: seed, temperature, max_tokens, samples, stop, stop_ids. room: tokens of a prompt with its
-    answer at most. part: prompts of a part. prompts: ids."""
+    """A batch of answers, as a function of which every part of them is drawn. weights: the sum of their
+    version's. draws: seed, temperature, max_tokens, samples, stop, stop_ids. room: tokens of a prompt with its answer
+    at most. part: prompts of a part. prompts: ids."""
     batch: int
     version: int
     weights: str
-    key: str
     draws: dict
     room: int
     part: int
@@ -190,7 +190,7 @@ class Orders:
 
     def offer(self, number: int, part: int, first: int, params: dict, key_of: Callable[[int], str]) -> None:
         """Orders batch `number` and the rl.lag behind it, as far as nobody has. params: of the step before `part` of
-        the batch. first: prompts drawn before it. key_of: a batch's, see `Order`. Raises: FileSystemError."""
+        the batch. first: prompts drawn before it. key_of: a batch's, as of `Kept`. Raises: FileSystemError."""
         params = self.cast(params)
         now = replicas.digest(params)
         if part == 0:
@@ -198,14 +198,13 @@ class Orders:
         begins, self._begun = not self._begun, True
         wanted = [batch for batch in range(number, min(number + self.rl.lag + 1, self.batches))
                   if batch not in self.given]
-        order = lambda batch, version: self._order(
-            batch, version, first + (batch - number) * self.rl.prompts, key_of(batch))
+        order = lambda batch, version: self._order(batch, version, first + (batch - number) * self.rl.prompts)
 
         def chosen() -> dict:
-            """The version of each, and whether the weights of now are there."""
+            """The version of each, whether the weights of now are there, and whether others are lost."""
             if begins:
                 self._remove_weights_after(number)
-            found = {}
+            found, lost = {}, False
             for batch in wanted:
                 version = self._versions.get(batch, max(batch - self.rl.lag, 0))
                 there = version in self.sums and (
@@ -214,37 +213,39 @@ class Orders:
                 if not there:       # the run goes back behind what is kept, or begins to lag
                     say.err(f"batch {batch} is drawn with the weights of version {number}: neither those of version "
                             f"{version} are there any more, nor their answers")
-                found[batch] = version if there else number
-            return {"versions": list(found.items()), "there": self.place.sum_of(number) == self.sums.get(number, now)}
+                found[batch], lost = version if there else number, lost or not there
+            return {"versions": list(found.items()), "lost": lost,
+                    "there": self.place.sum_of(number) == self.sums.get(number, now)}
 
         chose = agree.on_first(chosen)
-        if new := [batch for batch, version in chose["versions"] if version == number]:
-            if not chose["there"]:
-                self.sums[number] = now
-            if not chose["there"] and not agree.on_first(
-                    lambda: all(self._answered(order(batch, number)) for batch in new)):
-                agree.on_first(lambda: self._remove_weights(number))
-                self.store.save(number, {"params": params}, self.document | {"weights": now})
+        if chose["lost"] and not chose["there"]:
+            self.sums[number] = now
         self.given |= {batch: order(batch, version) for batch, version in chose["versions"]}
 
-        def give() -> None:
+        def gave() -> bool:
+            """Whether somebody needs the weights of now."""
             for batch in wanted:
                 if not self._answered(self.given[batch]):
                     self._give(self.given[batch])
+                    self._take_over(self.given[batch], key_of(batch))
             self._drop_before(number)
-        agree.on_first(give)
+            needed = any(self.given[batch].version == number and not self._answered(self.given[batch])
+                         for batch in wanted)
+            if needed and not chose["there"]:
+                self._remove_weights(number)
+            return needed
+        if agree.on_first(gave) and not chose["there"]:
+            self.store.save(number, {"params": params}, self.document | {"weights": now})
 
-    def _order(self, batch: int, version: int, first: int, key: str) -> Order:
+    def _order(self, batch: int, version: int, first: int) -> Order:
         """first: prompts drawn before the batch."""
         ids = [one.ids.tolist() for one in self.prompts.draw(first, self.rl.prompts)]
         part = max(1, self.rl.slots // self.rl.samples) if self.rl.slots else -(-len(ids) // PARTS)
-        return Order(batch, version, self.sums[version], key, self.draws, self.prompts.longest + self.rl.max_tokens,
-                     part, ids)
+        return Order(batch, version, self.sums[version], self.draws, self.prompts.longest + self.rl.max_tokens, part,
+                     ids)
 
     def _answered(self, order: Order) -> bool:
-        """Whether all answers to an order are there, or were learned from by a start that was killed."""
-        if Kept(self.directory / contents.ROLLOUTS, order.batch, order.key).has(order.weights):
-            return True
+        """Whether all answers to an order are there."""
         return all(_answers(self.place.answers(order.batch, part), order) for part in order.parts)
 
     def _give(self, order: Order) -> None:
@@ -254,6 +255,18 @@ class Orders:
                 path.unlink(missing_ok=True)
         if replaced:
             files.replace(self.place.order(order.batch), order.text)
+
+    def _take_over(self, order: Order, key: str) -> None:
+        """Answers from run.dir/rollouts, where a start that was killed has learned from them: nobody draws them again.
+        """
+        kept = Kept(self.directory / contents.ROLLOUTS, order.batch, key)
+        if (found := kept.found(order.weights)) is None:
+            return
+        every, samples = groups.unflat(*found), order.draws["samples"]
+        for part in order.parts:
+            rows = order.rows(part)
+            files.replace(self.place.answers(order.batch, part), _content(
+                order, part, every[rows.start * samples:rows.stop * samples], "the trainer", ""))
 
     def _remove_weights_after(self, number: int) -> None:
         for name in os.listdir(self.place.weights):
@@ -358,6 +371,13 @@ class Arriving:
         return groups.unflat(told, arrays)
 
 
+def _content(order: Order, part: int, found: Sequence[Completion], by: str, on: str) -> bytes:
+    """Of a file of answers. by: the sampler. on: see `Taker.deliver`."""
+    told, arrays = groups.flat(found)
+    return groups.packed(told | {"order": order.id, "version": order.version, "weights": order.weights, "by": by,
+                                 "on": on}, arrays)
+
+
 def _answers(path: Path, order: Order) -> bool:
     found = groups.unpacked(path)
     return found is not None and found[0]["order"] == order.id
@@ -444,16 +464,14 @@ class Taker:
         return self.place.read(order.batch) == order
 
     def deliver(self, order: Order, part: int, found: Sequence[Completion], on: str) -> None:
-        """Raises: RolloutError where another sampler of this kind has given other answers."""
-        told, arrays = groups.flat(found)
-        told |= {"order": order.id, "batch": order.batch, "part": part, "version": order.version,
-                 "weights": order.weights, "by": self.name, "on": on}
-        path = self.place.answers(order.batch, part)
+        """on: the sampler's mesh and devices. Raises: RolloutError where another one on the same has given other
+        answers."""
+        path, content = self.place.answers(order.batch, part), _content(order, part, found, self.name, on)
         before = groups.unpacked(path)
         if before and before[0]["order"] == order.id:
-            _compare(path, before, (told, arrays))
+            _compare(path, before, groups.unpacked(io.BytesIO(content)))
         elif self.wanted(order):
-            files.patiently(lambda: files.replace(path, groups.packed(told, arrays), shared=True))
+            files.patiently(lambda: files.replace(path, content, shared=True))
         self.release()
 
 
