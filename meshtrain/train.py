@@ -286,9 +286,11 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
         zeros = jax.tree.map(jnp.zeros_like, of(state.params)[0])
         feed.reference = lambda params: model_params.joined(zeros, of(params)[1])
     elif run.rl.kl:
-        kept = _reference(session.made, start, state)
-        feed.reference, feed.origin = lambda _: kept, replicas.digest(kept)
-        if (position or {}).get("origin", feed.origin) != feed.origin:
+        step = run.checkpoint.step if start.saved is None else 0    # later it is a step of this run
+        before = (position or {}).get("origin") or ["", step]
+        kept = _reference(session.made, start, state, before[1])
+        feed.reference, feed.origin = lambda _: kept, [replicas.digest(kept), before[1]]
+        if before[0] not in ("", feed.origin[0]):
             raise ConfigError(f"checkpoint.init_from={json.dumps(run.checkpoint.init_from)} has other weights than "
                               f"those that the run in {run.run.dir} measures rl.kl to; give the ones that it started "
                               f"from, or another run.name")
@@ -311,14 +313,14 @@ def _orders(session: _Session, found: prompts.Prompts, words: Words, position: d
     return Orders(run, found, words.stop_ids, store, document, cast, (position or {}).get("queue", ()))
 
 
-def _reference(made: assembly.Assembly, start: resume.Start, state: State) -> dict:
-    """The weights that the run started from, a copy."""
+def _reference(made: assembly.Assembly, start: resume.Start, state: State, step: int) -> dict:
+    """The weights that the run started from, a copy. step: of the run that they are from; 0: its newest."""
     if start.saved is None:
         return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
             lambda leaf: leaf.sharding, state.params))(state.params)
     # There may be no room for another optimizer's state.
     fresh = State(state.step, assembly.initialize_params(made), {})
-    return _with_weights(made, pretrained.opened(made.run, made.model), fresh).params
+    return _with_weights(made, pretrained.opened(made.run, made.model), fresh, step=step, init_optimizer=False).params
 
 
 def _compile(session: _Session, batches: Batches) -> None:
@@ -497,13 +499,13 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
         say.out(f"going on after step "
                 f"{start.step}{', kept in checkpoint.local_dir' * isinstance(start.saved.store, LocalCheckpoints)}")
         return state
-    return _with_weights(made, given, assembly.initialize(made), run.checkpoint.init_optimizer)
+    return _with_weights(made, given, assembly.initialize(made))
 
 
-def _with_weights(made: assembly.Assembly, given, state: State, optimizer: bool = False) -> State:
-    """The initialized state with the weights that the run starts from, if there are any. optimizer: and with the
-    optimizer's state."""
-    run = made.run.replaced(checkpoint={"init_optimizer": optimizer})
+def _with_weights(made: assembly.Assembly, given, state: State, **keys) -> State:
+    """The initialized state with the weights that the run starts from, if there are any. keys: others of [checkpoint].
+    """
+    run = made.run.replaced(checkpoint=keys)
     if given:
         pretrained.tell(given[0])
         return State(state.step, pretrained.load(*given, made.model.places(), state.params), state.opt_state)

@@ -213,6 +213,9 @@ def test_a_run_that_goes_on_measures_to_the_weights_that_it_started_from(place, 
     done = call(train.main, *words(place, "reference", f"--checkpoint.init_from={place / 'trained-on'}", *more))
     assert done.code == 2 and "has other weights than those" in done.err, done.err
     ran(*words(place, "reference", f"--checkpoint.init_from={undisturbed}", *more))
+    once = rows(place / "reference")[1]
+    ran(*words(place, "reference", f"--checkpoint.init_from={undisturbed}", *more, "--checkpoint.step=1"))
+    assert timeless(rows(place / "reference")[1]) == timeless(once) and once["kl"] > 0, "a step of this run, not of that"
 
 
 def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch):  # noqa: F811

@@ -65,7 +65,7 @@ class Rollouts:
     """A feed (loop.Feed) and its data. words: text of ids, with the tokens that end an answer. sampler:
     `generator(params)` gives a Generator with these weights. record: of the run, set before the loop begins. position:
     of the checkpoint that the run resumes from. reference: a step's weights -> those that rl.kl is measured to. origin:
-    their digest, where they are not the base of adapters. orders: with rl.lag, to samplers apart.
+    [their digest, step of checkpoint.init_from], where they are not the base of adapters. orders: with rl.lag, to samplers apart.
     """
 
     validation = ()     # there are no batches with a loss; see `validate`
@@ -76,7 +76,7 @@ class Rollouts:
         self.sampler, self.directory = sampler, directory / contents.ROLLOUTS
         self.record: Record | None = None
         self.reference: Callable[[dict], dict] | None = None
-        self.origin = ""
+        self.origin: list = []
         self.orders: Orders | None = None
         self._marks = [(position["batches"], position["tokens"], position["drawn"]) if position else (0, 0, 0)]
         self._held: tuple[int, list[dict], int] | None = None       # number of the batch, its parts, prompts drawn then
