@@ -65,7 +65,8 @@ class Rollouts:
     """A feed (loop.Feed) and its data. words: text of ids, with the tokens that end an answer. sampler:
     `generator(params)` gives a Generator with these weights. record: of the run, set before the loop begins. position:
     of the checkpoint that the run resumes from. reference: a step's weights -> those that rl.kl is measured to. origin:
-    [their digest, step of checkpoint.init_from], where they are not the base of adapters. orders: with rl.lag, to samplers apart.
+    [their digest, step of checkpoint.init_from], where they are not the base of adapters. orders: with rl.lag, to
+    samplers apart.
     """
 
     validation = ()     # there are no batches with a loss; see `validate`
