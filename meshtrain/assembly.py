@@ -141,6 +141,13 @@ def initialize(made: Assembly) -> state.State:
     return checked_program(made.mesh, "the initialization", made.program.compiled(made.program.initialize))()
 
 
+def initialize_params(made: Assembly) -> dict:
+    """Compute the weights before the first step alone. Raises: as `checked_program`."""
+    alone = jax.jit(lambda: made.program.initialize().params,
+                    out_shardings=jax.tree.map(lambda leaf: leaf.sharding, made.state_shapes.params))
+    return checked_program(made.mesh, "the initialization of the weights", made.program.compiled(alone))()
+
+
 def checked_program(mesh: jax.sharding.Mesh, name: str, executable):
     """Returns the executable if nothing in it is known to give wrong numbers. name: for the message.
 

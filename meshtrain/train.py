@@ -43,6 +43,7 @@ from meshtrain.data.cache import parts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.files import FileSystemError
 from meshtrain.huggingface import folder, settings
+from meshtrain.inference import sync
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
@@ -50,7 +51,7 @@ from meshtrain.inspection import measured, memory, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import params as model_params
 from meshtrain.run import (
-    apart, bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, rollouts, rundir,
+    apart, bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, replicas, rollouts, rundir,
 )
 from meshtrain.run.apart import Orders
 from meshtrain.run.hooks import RewardValidation, Trace, ValidationHook
@@ -280,8 +281,19 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
     sampler = trained.beside(session.made, found.longest + run.rl.max_tokens)
     position = start.saved and start.saved.metadata["data"]["position"]
     feed = Rollouts(run, session.made.program, found, words, sampler, session.directory, position)
-    if run.rl.kl:
-        feed.reference = _reference(session, start, state)
+    if run.rl.kl and run.lora.rank:     # each step has the base from the one before, whose buffers it takes
+        of = session.made.model.divided
+        zeros = jax.tree.map(jnp.zeros_like, of(state.params)[0])
+        feed.reference = lambda params: model_params.joined(zeros, of(params)[1])
+    elif run.rl.kl:
+        step = run.checkpoint.step if start.saved is None else 0    # later it is a step of this run
+        before = (position or {}).get("origin") or ["", step]
+        kept = _reference(session.made, start, state, before[1])
+        feed.reference, feed.origin = lambda _: kept, [replicas.digest(kept), before[1]]
+        if before[0] not in ("", feed.origin[0]):
+            raise ConfigError(f"checkpoint.init_from={json.dumps(run.checkpoint.init_from)} has other weights than "
+                              f"those that the run in {run.run.dir} measures rl.kl to; give the ones that it started "
+                              f"from, or another run.name")
     if run.rl.lag:
         feed.orders = _orders(session, found, words, position)
     return feed
@@ -293,21 +305,22 @@ def _orders(session: _Session, found: prompts.Prompts, words: Words, position: d
     store = Checkpoints(apart.Place.of(session.directory).weights, keep=run.rl.lag + 2,
                         check_claim=session.checkpoints.check_claim)
     document = rundir.metadata(run, session.made.layout.rules.text, {})
-    return Orders(run, found, words.stop_ids, store, document, (position or {}).get("queue", ()))
+    dtype, kept = jnp.dtype(run.model.compute_dtype), jax.tree.map(
+        lambda leaf: leaf.sharding, session.made.state_shapes.params)
+    cast = jax.jit(lambda params: sync.cast(session.made.model, params, dtype), out_shardings=kept)
+    if all(info.dtype == sync.read_dtype(info, dtype) for info in session.made.model.parameters()):
+        cast = lambda params: params        # no copy of them
+    return Orders(run, found, words.stop_ids, store, document, cast, (position or {}).get("queue", ()))
 
 
-def _reference(session: _Session, start: resume.Start, state: State) -> dict:
-    """The weights that the run started from, a copy. With adapters: the same base, and adapters that are zero."""
-    made = session.made
-    if made.run.lora.rank:
-        trained, frozen = made.model.divided(state.params)
-        return model_params.joined(jax.tree.map(jnp.zeros_like, trained), frozen)
-    params = state.params
-    if start.saved is not None:
-        given = pretrained.opened(made.run, made.model)
-        params = _start_state(made, dataclasses.replace(start, saved=None), given).params
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
-        lambda leaf: leaf.sharding, params))(params)
+def _reference(made: assembly.Assembly, start: resume.Start, state: State, step: int) -> dict:
+    """The weights that the run started from, a copy. step: of the run that they are from; 0: its newest."""
+    if start.saved is None:
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
+            lambda leaf: leaf.sharding, state.params))(state.params)
+    # There may be no room for another optimizer's state.
+    fresh = State(state.step, assembly.initialize_params(made), {})
+    return _with_weights(made, pretrained.opened(made.run, made.model), fresh, step=step, init_optimizer=False).params
 
 
 def _compile(session: _Session, batches: Batches) -> None:
@@ -486,7 +499,13 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
         say.out(f"going on after step "
                 f"{start.step}{', kept in checkpoint.local_dir' * isinstance(start.saved.store, LocalCheckpoints)}")
         return state
-    state = assembly.initialize(made)
+    return _with_weights(made, given, assembly.initialize(made))
+
+
+def _with_weights(made: assembly.Assembly, given, state: State, **keys) -> State:
+    """The initialized state with the weights that the run starts from, if there are any. keys: others of [checkpoint].
+    """
+    run = made.run.replaced(checkpoint=keys)
     if given:
         pretrained.tell(given[0])
         return State(state.step, pretrained.load(*given, made.model.places(), state.params), state.opt_state)

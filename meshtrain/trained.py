@@ -238,7 +238,7 @@ def beside(made: assembly.Assembly, longest: int = 0) -> Sampler:
     data.seq_len. Raises: ConfigError with every fault of rl.rules, or where nothing fits."""
     rl = made.run.rl
     with config.user_errors():
-        given = rules.load(shipped.found(rl.rules)) if rl.rules else None
+        given = rules.load(shipped.found(rl.rules), "rl.rules") if rl.rules else None
         layout = placement.beside(made.model, made.layout, given)
     if faults := dispatch.problems(made.run, layout):
         raise ConfigError(*faults)
@@ -259,10 +259,10 @@ class ApartSampler:
     _programs: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def restore(self, saved: Saved) -> dict:
-        """The weights as they are stored, in the layout that they are read in. Raises: CheckpointError."""
+        """The weights of `sync.cast`, in the layout that they are read in. Raises: CheckpointError."""
         placed = lambda info: jax.sharding.NamedSharding(self.mesh, self.ex.layout.spec("params", info.axes))
-        wanted = params.tree(self.model.parameters(),
-                             lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
+        wanted = params.tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
+            info.shape, sync.read_dtype(info, self.ex.dtype), sharding=placed(info)))
         return saved.restore({"params": wanted}, part=True)["params"]
 
     def generator(self, stored: dict, slots: int, room: int) -> Generator:

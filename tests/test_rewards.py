@@ -94,7 +94,7 @@ def score(prompt, answer, line):
         return score(prompt, answer, line)
     return {"nan": float("nan"), "none": None, "text": "1", "list": [1], "dict": {"other": 1.0}, "bool": True,
             "parts": {"reward": 0.5, "length": 7}, "whole": 3, "many": {str(i): 1.0 for i in range(1000)},
-            "part": {"reward": 1.0, "of": "text"}}.get(answer, 1.0)
+            "part": {"reward": 1.0, "of": "text"}, "large": 10 ** 400}.get(answer, 1.0)
 '''
 FAILURES = {
     "sleep": "timeout after 3 s", "spin": "timeout after 3 s", "deaf": "timeout after 3 s", "raise": "KeyError: 'no such key'",
@@ -103,7 +103,7 @@ FAILURES = {
     "child": "timeout after 3 s", "disk": "OSError", "close": "", "garbage": "a reply that is no reward",
     "deep": "RecursionError", "nan": "reward is not a finite number, but nan", "none": "but None", "text": "but '1'",
     "list": "but [1]", "dict": 'a dict of rewards has "reward"', "many": 'a dict of rewards has "reward"',
-    "part": "of is not a finite number"}
+    "part": "of is not a finite number", "large": "and the largest is 1e+30"}
 VALUES = {"print": 1.0, "bool": 1.0, "parts": 0.5, "whole": 3.0, "plain": 1.0}
 
 

@@ -187,7 +187,7 @@ def test_other_meshes_draw_the_same_answers(place, undisturbed, more):
 
 @pytest.mark.parametrize("name, more", [
     ("updates", ["--rl.updates=2"]), ("kl", ["--rl.kl=0.1", "--rl.updates=2"]),
-    pytest.param("lora", ["--rl.kl=0.1", "--lora.rank=2"], marks=GRID)])
+    ("lora", ["--rl.kl=0.1", "--lora.rank=2"])])
 def test_a_stop_between_the_updates_of_a_batch_changes_nothing(place, undisturbed, monkeypatch, name, more):
     more = [*more, "--training.steps=5", "--validation.every=0", f"--checkpoint.init_from={undisturbed}",
             "--checkpoint.every=3"]
@@ -202,6 +202,20 @@ def test_a_stop_between_the_updates_of_a_batch_changes_nothing(place, undisturbe
         assert found[0]["ratio"] == pytest.approx(1, abs=1e-5) and found[1]["ratio"] != 1
         assert "reward" in found[2] and "reward" not in found[1]
         assert all(row["mismatch_max"] < 1e-4 for row in found), "of the weights that drew"
+
+
+def test_a_run_that_goes_on_measures_to_the_weights_that_it_started_from(place, undisturbed):
+    more = ["--rl.kl=0.1", "--training.steps=1", "--validation.every=0"]
+    ran(*words(place, "reference", f"--checkpoint.init_from={undisturbed}", *more))
+    shutil.copytree(undisturbed, place / "trained-on")
+    shutil.rmtree(place / "trained-on" / "checkpoints" / "4")
+    more[1] = "--training.steps=2"
+    done = call(train.main, *words(place, "reference", f"--checkpoint.init_from={place / 'trained-on'}", *more))
+    assert done.code == 2 and "has other weights than those" in done.err, done.err
+    ran(*words(place, "reference", f"--checkpoint.init_from={undisturbed}", *more))
+    once = rows(place / "reference")[1]
+    ran(*words(place, "reference", f"--checkpoint.init_from={undisturbed}", *more, "--checkpoint.step=1"))
+    assert timeless(rows(place / "reference")[1]) == timeless(once) and once["kl"] > 0, "a step of this run, not of that"
 
 
 def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch):  # noqa: F811
@@ -245,6 +259,7 @@ def test_rewards_that_are_all_equal_leave_the_weights_as_they_were(place, home):
     found = rows(place / "same")
     assert [row["equal_groups"] for row in found] == [1.0, 1.0] and [row["grad_norm"] for row in found] == [0.0, 0.0]
     assert not any(row["skipped"] for row in found)
+    assert {row[name] for row in found for name in ("entropy", "ratio", "mismatch_max")} == {None}, "of no tokens"
     assert_same_bits(saved(place / "same", 1)["params"], saved(place / "same", 2)["params"])
 
 
@@ -286,6 +301,9 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
     (["--rl.reward="], "rl.reward is empty"),
     (["--rl.reward=exakt"], "exakt"),
     (["--rl.reward=nowhere.py:score"], "nowhere.py"),
+    (["--rl.stop=[\"\"]"], "rl.stop has an empty string"),
+    (["--rl.rules=nowhere.toml"], "rl.rules: cannot read nowhere.toml"),
+    (["--data.validation_paths=[\"nowhere.jsonl\"]"], "data.validation_paths: 'nowhere.jsonl' matches no file"),
     (["--rl.samples=1"], "rl.samples=1: an advantage is the reward less that of the group"),
     (["--rl.max_tokens=32"], "leaves no room for a prompt"),
     (["--rl.prompts=16"], "data.global_batch=8 sequences of data.seq_len=32 may not hold the 64 answers"),

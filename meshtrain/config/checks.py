@@ -414,6 +414,8 @@ def _rl_problems(run: Run):
     if rl.max_tokens >= data.seq_len:
         yield (f"rl.max_tokens={rl.max_tokens} leaves no room for a prompt in data.seq_len={data.seq_len}; use a "
                f"longer data.seq_len, e.g. {2 * rl.max_tokens}")
+    if "" in rl.stop:
+        yield 'rl.stop has an empty string, which ends every answer before it begins; leave it out'
     if rl.samples == 1:
         yield (f"rl.samples=1: an advantage is the reward less that of the group (rl.advantage={toml(rl.advantage)}), "
                "and one answer is none; use e.g. 8")

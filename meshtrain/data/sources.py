@@ -147,7 +147,8 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     """
     if data.source == "prompts":
         raise ValueError('data.source="prompts" has no documents to tokenize: training.objective="rl" reads prompts as '
-                         'they are')
+                         'they are; of a trained model val_reward is in its metrics, and its loss on documents is '
+                         'evaluated by --data.source and --data.paths')
     named = [(f"data.mixture[{i}]", one.name or str(i), one) for i, one in enumerate(data.mixture)] \
         if data.source == "mixture" else [("data", "", data)]
     reader = _open_tokenizer(data, vocab_size)
@@ -362,9 +363,9 @@ def _readable_size(path: str) -> int:
     return size
 
 
-def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data") -> dict[str, str]:
+def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data", key: str = "paths") -> dict[str, str]:
     """Every file that a glob matches, once, sorted, with the directory before the glob's first wildcard. An existing
-    name is taken literally, brackets included."""
+    name is taken literally, brackets included. where, key: section and key of the run file that has them."""
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
                          f'e.g. ["{EXAMPLES[name]}"]')
@@ -379,10 +380,10 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
             if (target := real(path)) is not None:
                 some, found[target] = True, (path, root)
         if files.is_dir(wanted):
-            faults.append(f"{where}.paths: {pattern!r} is a directory; name its files, e.g. "
+            faults.append(f"{where}.{key}: {pattern!r} is a directory; name its files, e.g. "
                           f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES[name]))!r}")
         elif not some:
-            faults.append(f"{where}.paths: {pattern!r} matches no file (relative to {os.getcwd()})")
+            faults.append(f"{where}.{key}: {pattern!r} matches no file (relative to {os.getcwd()})")
     if faults:
         raise ValueError("\n".join(faults))
     return dict(found[path] for path in sorted(found))

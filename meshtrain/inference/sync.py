@@ -23,6 +23,18 @@ from meshtrain.sharding.rules import Layout
 TRAINED, FROZEN = "the way of the weights to the sampler", "the way of the frozen weights to the sampler"    # programs
 
 
+def read_dtype(info: ParamInfo, dtype: jnp.dtype) -> jnp.dtype:
+    """Of a weight as samplers read it. dtype: of matmul weights."""
+    return dtype if info.role in MATMUL_ROLES else info.dtype
+
+
+def cast(model: Transformer, params: dict, dtype: jnp.dtype) -> dict:
+    """The weights as samplers read them, where they are stored."""
+    def one(info: ParamInfo):
+        return functools.reduce(dict.__getitem__, info.path, params).astype(read_dtype(info, dtype))
+    return tree(model.parameters(), one)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightSync:
     """stored: the layout whose [optimizer] the weights are stored by. read: the one whose [params] the sampler reads
@@ -51,7 +63,7 @@ class WeightSync:
         return None if found.before == found.after and info.dtype == self.dtype_of(info) else found
 
     def dtype_of(self, info: ParamInfo) -> jnp.dtype:
-        return self.dtype if info.role in MATMUL_ROLES else info.dtype
+        return read_dtype(info, self.dtype)
 
     def program(self, infos: Sequence[ParamInfo]):
         """A jitted function: the stored arrays -> these weights."""

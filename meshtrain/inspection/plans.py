@@ -145,8 +145,10 @@ def sampling(found: dict | None) -> str:
         return (f"Sampling under the first plan: NO slot fits beside {size(found['weights_bytes'])} of weights and the "
                 f"training state; use more of mesh.tensor, or rl.rules that split the weights further.")
     return (f"Sampling under the first plan, once a batch of answers: weights to the sampler "
-            f"{seconds(found['sync_s'])}; {found['slots']:,} slots ({found['slots_that_fit']:,} fit), "
-            f"{seconds(found['token_s'])} a token with full slots, {found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; at most "
+            f"{seconds(found['sync_s'])}; "
+            f"{found['slots']:,} slots ({found['slots_that_fit']:,} fit), "
+            f"{seconds(found['token_s'])} a token with full "
+            f"slots, {found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; at most "
             f"{seconds(found['batch_s_at_most'])}, where all answers have rl.max_tokens.")
 
 

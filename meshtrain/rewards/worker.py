@@ -18,6 +18,7 @@ import sys
 
 FILE_BYTES = 1 << 28        # that a function may write to one file
 MOST_PARTS, MOST_CHARS = 32, 300
+LARGEST = 1e30              # of a reward: advantages and their squares are float32
 PR_SET_PDEATHSIG = 1
 
 
@@ -47,6 +48,8 @@ def number(value, name: str) -> float:
     """Raises: ValueError."""
     if hasattr(value, "item") and not isinstance(value, (dict, str)):     # of numpy
         value = value.item()
+    if isinstance(value, (int, float)) and LARGEST < abs(value) < math.inf:
+        raise ValueError(f"{name} is {repr(value)[:20]}, and the largest is {LARGEST:g}")
     if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} is not a finite number, but {value!r}"[:MOST_CHARS])
     return float(value)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 
 from meshtrain.config import Run
+from meshtrain.names import MISMATCH_MAX
 from meshtrain.run import goodput, say
 from meshtrain.run.metrics import Writers
 from meshtrain.run.progress import Progress
@@ -32,6 +33,8 @@ class TooManySkippedSteps(RuntimeError):
 
 # of every model; more come from its layers
 STEP_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped")
+# means over the drawn tokens that are learned: null where a batch has none
+OF_DRAWN = ("ratio", "clip_low", "clip_high", "kl", "entropy", "mismatch_mean", MISMATCH_MAX)
 
 
 class _Step(NamedTuple):
@@ -159,12 +162,14 @@ class Record:
         self._step_time_s, named = step_time_s, self.stragglers.named
         self.account.took(step.number, step_time_s, min(waited_s, step_time_s))
         flops = self.flops_per_step * step.own / self.tokens_per_step
+        nothing = self.samples and not step.own
         return {"step": step.number, **{name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")},
                 "tokens": step.tokens,
                 "step_time_s": step_time_s, "tokens_per_s": step.own / step_time_s,
                 "mfu": flops / step_time_s / self.peak_flops if self.peak_flops else None,
                 "skipped": bool(metrics["skipped"]), **({"train_s": step_time_s, "kl": None} if self.samples else {}),
-                **{name: _listed(value) for name, value in metrics.items() if name not in STEP_METRICS},
+                **{name: None if nothing and name in OF_DRAWN else _listed(value)
+                   for name, value in metrics.items() if name not in STEP_METRICS},
                 **dict.fromkeys(WAITS, 0.0), **self._extra, **self.account.at(ended),
                 **({"straggler": named[0], "straggler_s": named[1]} if named else {})}
 

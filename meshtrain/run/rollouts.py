@@ -1,9 +1,9 @@
 """The feed of training.objective = "rl": draws answers to prompts, has them scored, and makes batches of them.
 
 Batch n of answers is a function of the settings, n and the weights after (n - rl.lag) · rl.updates steps: keys of draws
-are counters, and nothing depends on time, order or layout. Every process draws all answers, scores its share, and packs
-the same rows. run.dir/rollouts keeps the newest batches: as text, and as arrays with which a killed run goes on without
-drawing again, and with the rewards it had.
+are counters, and nothing depends on time, order or layout. Every process draws or reads all answers, scores its share,
+and packs the same rows. run.dir/rollouts keeps the newest batches: as text, and as arrays with which a killed run goes
+on without drawing again, and with the rewards it had.
 """
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def check(run: Run, prompts: Prompts) -> None:
 class Rollouts:
     """A feed (loop.Feed) and its data. words: text of ids, with the tokens that end an answer. sampler:
     `generator(params)` gives a Generator with these weights. record: of the run, set before the loop begins. position:
-    of the checkpoint that the run resumes from. reference: the weights that rl.kl is measured to. orders: with rl.lag,
-    to samplers apart.
+    of the checkpoint that the run resumes from. reference: a step's weights -> those that rl.kl is measured to. origin:
+    [their digest, step of checkpoint.init_from], where they are not the base of adapters. orders: with rl.lag, to
+    samplers apart.
     """
 
     validation = ()     # there are no batches with a loss; see `validate`
@@ -75,12 +76,14 @@ class Rollouts:
         self.run, self.rl, self.program, self.prompts, self.words = run, run.rl, program, prompts, words
         self.sampler, self.directory = sampler, directory / contents.ROLLOUTS
         self.record: Record | None = None
-        self.reference: dict | None = None
+        self.reference: Callable[[dict], dict] | None = None
+        self.origin: list = []
         self.orders: Orders | None = None
         self._marks = [(position["batches"], position["tokens"], position["drawn"]) if position else (0, 0, 0)]
         self._held: tuple[int, list[dict], int] | None = None       # number of the batch, its parts, prompts drawn then
         self._score: Callable | None = None
         rl = self.rl
+        self._of_reward = workers.digest(rl.reward)     # as its processes read it, whatever is written there meanwhile
         self.rewards = workers.RewardWorkers(rl.reward, rl.reward_workers, rl.reward_timeout_s, rl.reward_memory_gb,
                                              rl.reward_check)
 
@@ -93,7 +96,8 @@ class Rollouts:
     def position(self, steps: int) -> dict:
         _, tokens, drawn = self._mark(steps)
         queue = {"queue": self.orders.queue(steps)} if self.orders else {}
-        return {"batches": steps, "packing": "answers", "tokens": tokens, "drawn": drawn, **queue}
+        origin = {"origin": self.origin} if self.origin else {}
+        return {"batches": steps, "packing": "answers", "tokens": tokens, "drawn": drawn, **queue, **origin}
 
     def _mark(self, steps: int) -> tuple[int, int, int]:
         """(steps, tokens in their batches, prompts drawn for the batches of answers that are used up by then)."""
@@ -127,7 +131,7 @@ class Rollouts:
         else:
             weights = replicas.digest(state.params) if part == 0 else None
         found = kept.read(weights, first, self.prompts, self.words)
-        if found is None and part:
+        if found is None and part and jax.process_index() == 0:
             say.err(f"{kept.path} is gone or damaged, with the answers that the steps before this one learned from; "
                     f"they are drawn again, with the weights of now")
         drawn = found or self._drawn(number, first, state)
@@ -135,7 +139,7 @@ class Rollouts:
         if missing := [name for name in SCORES if name in self.program.step.batch and name not in drawn.scores]:
             with self._timed("sampling", "score_s"):
                 for name in missing:
-                    params = state.params if name == "old" else self.reference
+                    params = state.params if name == "old" else self.reference(state.params)
                     drawn.scores[name] = np.stack([self._scored(params, batch) for batch in parts])
         for name, values in drawn.scores.items():
             for batch, values_BT in zip(parts, values, strict=True):
@@ -202,9 +206,10 @@ class Rollouts:
                 outcomes |= {int(i): workers.Reward(*one) for i, one in part.items()}
         wrong = [i for i, one in enumerate(found) if not np.isfinite(one.logprobs).all()]
         if wrong:
-            raise RolloutError(f"the logits are not finite in {len(wrong)} of {len(found)} answers, the first to "
-                               f"{prompts[wrong[0] // samples].place}: nothing of them is learned; go on from an "
-                               f"earlier checkpoint by checkpoint.step, with a lower optimizer.learning_rate")
+            raise agree.agreed(RolloutError(
+                f"the logits are not finite in {len(wrong)} of {len(found)} answers, the first to "
+                f"{prompts[wrong[0] // samples].place}: nothing of them is learned; go on from an earlier checkpoint "
+                f"by checkpoint.step, with a lower optimizer.learning_rate"))
         self._check_failures(outcomes)
         groups = []
         for p, prompt in enumerate(prompts):
@@ -221,9 +226,11 @@ class Rollouts:
         failed = {i: one.failure for i, one in sorted(outcomes.items()) if one.failure}
         most = 0 if self.rl.reward_failures == "stop" else MOST_FAILURES * len(outcomes)
         if len(failed) > most:
-            raise RolloutError(f"{len(failed)} of {len(outcomes)} answers have no reward, since rl.reward="
-                               f"{self.rl.reward} failed: {'; '.join(list(dict.fromkeys(failed.values()))[:3])}")
-        if unsteady := sum(one.unsteady for one in outcomes.values()):
+            raise agree.agreed(RolloutError(
+                f"{len(failed)} of {len(outcomes)} answers have no reward, since rl.reward={self.rl.reward} failed: "
+                f"{'; '.join(list(dict.fromkeys(failed.values()))[:3])}"))
+        unsteady = sum(one.unsteady for one in outcomes.values())
+        if unsteady and jax.process_index() == 0:
             say.err(f"{unsteady} answers were scored twice and have two rewards: rl.reward={self.rl.reward} is not a "
                     f"function of the answer, and a run that goes on after a stop will differ")
 
@@ -279,5 +286,5 @@ class Rollouts:
         """Hash of what batch `number` is a function of, but for the weights. Of a reward's file, of its text."""
         identity = [number, self.run.run.seed, self.rl.model_dump(exclude=set(FREE)), self.run.data.seq_len,
                     self.run.data.global_batch, self.run.model.model_dump(), self.run.lora.model_dump(),
-                    self.prompts.digest, workers.digest(self.rl.reward)]
+                    self.prompts.digest, self._of_reward]
         return hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()

@@ -52,9 +52,9 @@ class Rules:
         return named.get(logical, ())
 
 
-def load(path: str | Path) -> Rules:
-    """Read and check a rule file. Raises: ValueError that lists every fault."""
-    return parse(_read(Path(path), "sharding.rules: "), str(path))
+def load(path: str | Path, key: str = "sharding.rules") -> Rules:
+    """Read and check a rule file. key: of the run file, that names it. Raises: ValueError that lists every fault."""
+    return parse(_read(Path(path), f"{key}: "), str(path))
 
 
 def parse(text: str, path: str = "<rules>") -> Rules:

@@ -80,11 +80,11 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
                          f"model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; use "
                          f"model.vocab_size={reader.vocab_size} or more")
     template = functools.cache(lambda: chat.open_template(reader, data.chat_template, folders))
-    read = lambda patterns, where: [
-        prompt for path in sources.match_globs(patterns, "prompts", where)
+    read = lambda patterns, key: [
+        prompt for path in sources.match_globs(patterns, "prompts", key=key)
         for prompt in _read(path, reader, template)]
-    prompts = read(data.paths, "data")
-    held = read(data.validation_paths, "data.validation") if data.validation_paths else []
+    prompts = read(data.paths, "paths")
+    held = read(data.validation_paths, "validation_paths") if data.validation_paths else []
     if both := sorted({one.place for one in prompts} & {one.place for one in held}):
         raise ValueError(f"data.validation_paths: {both[0]} is trained on, too; take the file out of one")
     digest = hashlib.blake2b(json.dumps([reader.key, reader.bos]).encode(), digest_size=8)
