@@ -212,8 +212,8 @@ class Rollouts:
         if wrong:
             raise agree.agreed(RolloutError(
                 f"the logits are not finite in {len(wrong)} of {len(found)} answers, the first to "
-                f"{prompts[wrong[0] // samples].place}: nothing of them is learned; go on from an earlier checkpoint by "
-                f"checkpoint.step, with a lower optimizer.learning_rate"))
+                f"{prompts[wrong[0] // samples].place}: nothing of them is learned; go on from an earlier checkpoint "
+                f"by checkpoint.step, with a lower optimizer.learning_rate"))
         self._check_failures(outcomes)
         groups = []
         for p, prompt in enumerate(prompts):
