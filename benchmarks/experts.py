@@ -1,10 +1,12 @@
-"""python benchmarks/experts.py [step] [dispatch] [learning]: what experts cost, send and are worth, beside a dense
-model.
+"""python benchmarks/experts.py [step] [dispatch] [balance] [learning]: what experts cost, send and are worth, beside a
+dense model.
 
 step: a training step of experts and one of a dense model of the same active parameters, timed in turns within one run;
 on GPUs layers of Qwen3-30B-A3B, as many as the memory holds, and their MFU by active parameters.
 dispatch: what a layer sends and holds by method and number of shards, from programs compiled for H100 (the extra
 gpu-compile, no GPU). Also draws benchmarks/experts.svg, what is sent over the tokens of a GPU, by formula.
+balance: the roofline of the shipped runs on 64 H100 with experts that are equally busy, as where tokens are dealt out by
+force, and with those of a router that prefers some; from programs compiled for them.
 learning: configs/quickstart-experts.toml and the same file with a dense MLP as wide as a token's experts together, for
 each of three seeds: the loss on held-out text after equal steps. Tens of CPU minutes.
 No word: step, and where there is no GPU dispatch. Each writes its own section of benchmarks/experts.md and leaves the
@@ -33,10 +35,12 @@ from meshtrain import devices as local_devices
 from meshtrain.cost.formulas import flops
 from meshtrain.cost.program import audit
 from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.cost.program import roofline
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
+from meshtrain.names import BALANCED_ROWS
 from meshtrain.pages import pictures, skin
-from meshtrain.parallel.experts import all_to_all
+from meshtrain.parallel.experts import all_to_all, dispatch
 
 PAGE, PICTURE = ROOT / "benchmarks" / "experts.md", ROOT / "benchmarks" / "experts.svg"
 MIB, GIB = 2**20, 2**30
@@ -243,6 +247,44 @@ def within(points, most: float):
     return [(x0, y0), (x1 * most / y1, most) if y1 > most else (x1, y1)]
 
 
+# ---- balance: what experts cost that are not equally busy -------------------------------------------------------------
+
+BALANCED, LOADS = ("qwen3-30b-a3b-64", "mixtral-8x7b-64"), (1.1, dispatch.CAPACITY_FACTOR)
+
+
+def balance_section() -> list[str]:
+    if missing := gpu_compile.missing_wheels():
+        print(f"error: balance compiles for GPUs that are not here: pip install -e '.[gpu-compile]' (no {missing})",
+              file=sys.stderr)
+        raise SystemExit(2)
+    rows = [balanced(name) for name in BALANCED]
+    return ["By the roofline, on 64 H100: seconds of a step, MFU, and what of the step waits for links. By force: all "
+            "experts equally busy. Learned: rows of the busiest GPU's experts over their even share, for which the "
+            f"others wait; {LOADS[0]:g} is the most of random routing over 16 of 128 experts, {LOADS[1]:g} what a "
+            "GPU's buffer holds, and beyond that all experts take a further round. Where every GPU has all experts, "
+            "no router changes its rows. No router was trained at this size.", "",
+            *table(("run", "balanced by force", *(f"learned, {load:g}" for load in LOADS),
+                    f"learned, up to {2 * LOADS[1]:g}"), rows)]
+
+
+def balanced(name: str) -> list[str]:
+    made = assembly.assemble(config.load([str(ROOT / "configs" / f"{name}.toml")]), gpu_compile.topology("h100:64"))
+    text = made.program.compile().as_text()
+    priced = [roofline.of_run(made, text)]
+    if dispatch.ManualRegion.of(made.layout).own:
+        priced += [roofline.of_run(made, loaded(text, load)) for load in LOADS]
+        priced.append(roofline.of_run(made, loaded(text, LOADS[-1]), {"experts.rounds": 1}))
+    cells = [f"{line.step_s:.2f} s, **{line.mfu:.1%}**, {line.exposed_s / line.step_s:.1%}" for line in priced]
+    print(name, *cells, file=sys.stderr)
+    return [name, *cells, *["the same"] * (2 + len(LOADS) - len(cells))]
+
+
+def loaded(text: str, load: float) -> str:
+    """A program whose busiest GPU has `load` times the balanced rows, as its scopes tell it."""
+    return re.sub(BALANCED_ROWS.format(r"(\d+)"),
+                  lambda found: BALANCED_ROWS.format(round(load * int(found[1]))), text)
+
+
 # ---- learning: the loss after equal steps ----------------------------------------------------------------------------
 
 SEEDS = (0, 1, 2)
@@ -298,7 +340,7 @@ def outcome(directory: Path) -> dict:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 SECTIONS = {"step": ("A training step", step_section), "dispatch": ("What tokens send", dispatch_section),
-            "learning": ("What is learned", learning_section)}
+            "balance": ("What a router costs", balance_section), "learning": ("What is learned", learning_section)}
 
 
 def written(page: str, name: str, lines: list[str]) -> str:

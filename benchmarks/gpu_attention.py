@@ -25,13 +25,13 @@ SMALLEST = 0.1          # what counts as the largest number where all are nearly
 
 
 class Sizes(NamedTuple):
-    """queries, other_keys: lengths that no tile divides."""
+    """queries, other_keys: lengths that no tile divides. widths: of keys and of values, the last as latents have."""
     rows: int = 2
     queries: int = 1400
     other_keys: int = 900
     heads: int = 8
     kv_heads: int = 2
-    widths: tuple[int, ...] = (128, 64, 256)
+    widths: tuple[tuple[int, int], ...] = ((128, 128), (64, 64), (256, 256), (192, 128))
     tiles: Tiles | None = None      # in place of the table's
     block: int = blockwise.BLOCK
 
@@ -103,25 +103,26 @@ def plain_backward(q, k, v, seen_BTS, o, lse_BTN, do):
     p_BNTS = jnp.exp(jnp.where(seen_BTS[:, None], s_BNTS - lse_BTN.swapaxes(1, 2)[..., None], -jnp.inf))
     delta_BNT1 = (do * o).sum(-1).swapaxes(1, 2)[..., None]
     ds_BNTS = p_BNTS * (jnp.einsum("BTNH,BSNH->BNTS", do, many(v)) - delta_BNT1) * H ** -0.5
-    once = lambda x: x.reshape(B, S, K, G, H).sum(3)
+    once = lambda x: x.reshape(B, S, K, G, -1).sum(3)
     return (jnp.einsum("BNTS,BSNH->BTNH", ds_BNTS, many(k)), once(jnp.einsum("BNTS,BTNH->BSNH", ds_BNTS, q)),
             once(jnp.einsum("BNTS,BTNH->BSNH", p_BNTS, do)))
 
 
-def check(functions: Callable, case: Case, width: int, sizes: Sizes, device, cpu) -> dict[str, float]:
+def check(functions: Callable, case: Case, widths: tuple[int, int], sizes: Sizes, device, cpu) -> dict[str, float]:
     """The engine's errors, of the largest number of each result; inf where rows that see nothing are not zeros and
     MASKED.
 
     functions: the engine's forward and backward of a mask, jitted. The backward is given o and lse as if the queries
     saw other keys as well, on another device.
     """
-    rng = np.random.default_rng(width)
+    rng, (H, V) = np.random.default_rng(widths[0]), widths
     B, T, S = *case.q_segments.shape, case.k_segments.shape[1]
     exact = lambda x: np.asarray(jnp.asarray(x, DTYPE), np.float32)         # numbers that the dtype has
-    draw = lambda length, n: exact(rng.standard_normal((B, length, n, width), np.float32))
+    draw = lambda *shape: exact(rng.standard_normal((B, *shape), np.float32))
     seen = visible(case)
     with jax.default_device(cpu), jax.default_matmul_precision("highest"):
-        q, k, v, do = draw(T, sizes.heads), draw(S, sizes.kv_heads), draw(S, sizes.kv_heads), draw(T, sizes.heads)
+        q, k, v, do = (draw(*shape) for shape in (
+            (T, sizes.heads, H), (S, sizes.kv_heads, H), (S, sizes.kv_heads, V), (T, sizes.heads, V)))
         o, lse = map(np.asarray, plain_forward(q, k, v, seen))
         elsewhere = rng.standard_normal(lse.shape, np.float32)
         together = np.logaddexp(lse, elsewhere)
@@ -144,30 +145,30 @@ def check(functions: Callable, case: Case, width: int, sizes: Sizes, device, cpu
     return errors
 
 
-def engines(width: int, gpu: str, sizes: Sizes, interpret: bool) -> dict[str, Callable[[], Engine]]:
+def engines(widths: tuple[int, int], gpu: str, sizes: Sizes, interpret: bool) -> dict[str, Callable[[], Engine]]:
     """By name, the likeliest to be run first; made when they are asked for."""
-    chosen = sizes.tiles or tiles.of(width, gpu)
+    chosen = sizes.tiles or tiles.of(widths[0], gpu, value_dim=widths[1])
     made = {}
     if chosen:
         made["pallas"] = partial(pallas.engine, chosen, full=1, interpret=interpret)        # as in a run of any size
-        if width == sizes.widths[0]:
+        if widths == sizes.widths[0]:
             made["pallas, heads summed outside"] = partial(pallas.engine, chosen, full=10**9, interpret=interpret)
     chip = hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
-    if chip and chip.compute_capability == mosaic.COMPUTE_CAPABILITY and mosaic.widths_of(width) and not interpret:
+    if chip and chip.compute_capability == mosaic.COMPUTE_CAPABILITY and mosaic.widths_of(*widths) and not interpret:
         made["mosaic"] = mosaic.engine
-    if not interpret and width <= 128 and cudnn.engine():
+    if not interpret and widths[0] <= 128 and cudnn.engine():
         made["cudnn"] = cudnn.engine
     return made | {"blockwise": partial(blockwise.engine, sizes.block)}
 
 
-def measured(make: Callable[[], Engine], width: int, with_documents: bool, sizes: Sizes, device, cpu) -> dict:
+def measured(make: Callable[[], Engine], widths: tuple[int, int], with_documents: bool, sizes: Sizes, device, cpu) -> dict:
     """What Item.measure returns; a case that raises is told and the others go on."""
     compared, errors, engine = {}, {}, make()
     jitted = lambda mask: [jax.jit(partial(way, mask=mask)) for way in (engine.forward, engine.backward)]
     functions = functools.cache(jitted)
     for case in cases(sizes, with_documents):
         try:
-            for what, error in check(functions, case, width, sizes, device, cpu).items():
+            for what, error in check(functions, case, widths, sizes, device, cpu).items():
                 compared[f"{case.name}: {what}"] = (error, TOLERANCE)
         except Exception as error:
             errors[case.name] = f"{type(error).__name__}: {error}"
@@ -179,8 +180,9 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
     device = devices[0]
     gpu = hardware.from_device_kind(device.device_kind)
     out = []
-    for width in sizes.widths:
-        for name, make in engines(width, gpu.name if gpu else "", sizes, device.platform == "cpu").items():
-            measure = partial(measured, make, width, name != "cudnn", sizes, device, cpu)
-            out.append(Item(f"attention/{name}, head_dim {width}", measure, 12))
+    for widths in sizes.widths:
+        of = f"head_dim {widths[0]}" + (f", values of {widths[1]}" if widths[1] != widths[0] else "")
+        for name, make in engines(widths, gpu.name if gpu else "", sizes, device.platform == "cpu").items():
+            measure = partial(measured, make, widths, name != "cudnn", sizes, device, cpu)
+            out.append(Item(f"attention/{name}, {of}", measure, 12))
     return out

@@ -78,9 +78,6 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         loaded = rules.load(run.sharding.rules)
         model = transformer.build(run.model, run.lora)
     layout, notes, faults = lay_out(run, sizes, loaded, model)
-    if run.training.objective in ("dpo", "rl") and sizes["stage"] > 1:
-        faults = [f'mesh.stage={sizes["stage"]}: training.objective="{run.training.objective}" is not computed in '
-                  f'pipelines; use mesh.stage=1', *faults]
     if faults:
         raise ConfigError(*faults)
     with config.user_errors():
@@ -109,6 +106,9 @@ def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer
     faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)
     idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
+    if run.training.objective in ("dpo", "rl") and sizes["stage"] > 1:
+        faults = [f'mesh.stage={sizes["stage"]}: training.objective="{run.training.objective}" is not computed in '
+                  f'pipelines; use mesh.stage=1', *faults]
     return layout, notes + shared + partly, faults + idle
 
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 
 from meshtrain import assembly, config, elastic
 from meshtrain import devices as local_devices
-from meshtrain import hardware
+from meshtrain import hardware, trained
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions, simulate
 from meshtrain.cost.program import compile as gpu_compile
@@ -71,7 +71,8 @@ def main(own: config.Arguments) -> int:
     logged: list[str] = []
     with say.without_noise(logged):
         executable = made.program.compile()       # a broken one is shown, not refused
-    step = Inspected(made, executable, given, logged)
+        sampling = _sampling(made) if run.training.objective == "rl" else None
+    step = Inspected(made, executable, given, logged, sampling)
     now = expect.of(made, step.program, step.held)
     if own["update"]:
         _write(own["expect"], expect.dumps(
@@ -96,9 +97,16 @@ def _tell(step: Inspected, own: config.Arguments) -> None:
         say.out("\n\n".join([
             report.before(step.made), report.params_table(step.made), report.memory_table(step),
             report.collectives_table(step), report.matmuls(step.program, step.formulas), "\n".join(warnings),
+            *([report.sampling_table(step.sampled)] if step.sampled else []),
             *([report.roofline_table(step.roofline, step.made.mesh_spec)] if step.roofline else [])]))
     if own["html"]:
         say.err(f"written: {own['html']}")
+
+
+def _sampling(made: assembly.Assembly):
+    """Of `Inspected`. Raises: ConfigError for rl.rules, assembly.BrokenProgramError."""
+    sampler = trained.beside(made)
+    return sampler.costs, sampler.programs()
 
 
 def _assumed(own: config.Arguments) -> dict[str, float]:

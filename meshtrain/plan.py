@@ -7,6 +7,7 @@ where nothing fits · 2 the user's mistake, one message · 75 stopped on request
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -20,10 +21,11 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 
 from meshtrain import assembly, config, hardware
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost.formulas import assumptions, rates
-from meshtrain.cost.formulas.placed import Options
+from meshtrain.cost.formulas import assumptions, decode, rates
+from meshtrain.cost.formulas.placed import Options, place
 from meshtrain.cost.planner import gap, search
 from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.inference import cache, placement
 from meshtrain.inspection import plans as texts
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import transformer
@@ -103,6 +105,8 @@ def main(options: config.Arguments) -> None:
     else:
         say.out(texts.scaling(answers, length) if len(answers) > 1 else
                 texts.page(question, answer, TOLD, length, stands))
+        if run.training.objective == "rl" and len(answers) == 1 and answer.plans:
+            say.out("\n" + texts.sampling(sampled(run, question, answer.plans[0])))
         if compiled:
             say.out("\n" + texts.verified_table(question, answer.plans, compiled))
     if "html" in options:
@@ -117,7 +121,9 @@ def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], leng
     """
     (question, answer), several = answers[0], len(answers) > 1
     of_each = [(q, plan) for q, a in answers for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
+    learns = run.training.objective == "rl"
     found = [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
+             | ({"sampling": sampled(run, q, plan)} if learns else {})
              | ({"compiled": compiled[k]} if k < len(compiled) else {}) for k, (q, plan) in enumerate(of_each)]
     others = [] if several else answer.plans[TOLD:][:OTHERS]
     return {"plans": found, "model": run.model.model_dump(), "name": run.run.name,
@@ -255,6 +261,32 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
         axes = "+".join(row.axes)
         sent[axes] = sent.get(axes, 0) + row.bytes
     return {"memory_bytes": step.held, "traffic_bytes": sent, "step_time_s": step.roofline.step_s}
+
+
+def sampled(run: Run, question: search.Question, plan: search.Plan) -> dict | None:
+    """What the sampler of a run with [rl] costs under a plan, seconds and slots of data.seq_len tokens. None where
+    rl.rules do not fit the mesh. Raises: ConfigError where they cannot be read."""
+    rl, model, layout = run.rl, transformer.build(run.model, run.lora), plan.placed.layout
+    with config.user_errors():
+        given = rules.load(found(rl.rules)) if rl.rules else None
+    try:
+        read = placement.beside(model, layout, given)
+    except ValueError:
+        return None
+    room, shards = cache.rounded_room(run.data.seq_len), read.num_shards(read.batch_axes)
+    placed = place(question.rows, run.model, read, plan.placed.mesh)
+    asked = rl.slots or rl.prompts * rl.samples
+    costs = decode.Sampling(placed, layout, -(-asked // shards) * shards, room,
+                            functools.partial(cache.places, room=room))
+    state = plan.price.memory_bytes["params"] + plan.price.memory_bytes["optimizer"]
+    fits = costs.fitting_beside(state, question.usable_bytes)
+    if not rl.slots and 0 < fits < costs.slots:
+        costs = dataclasses.replace(costs, slots=fits)
+    token_s = sum(costs.token_s(question.rated, room).values())
+    return {"slots": costs.slots, "slots_that_fit": fits, "weights_bytes": round(costs.copied_bytes()),
+            "cache_bytes": round(costs.cache_bytes), "sync_s": costs.sync_s(question.rated), "token_s": token_s,
+            "tokens_per_s_per_gpu": costs.slots / token_s / question.num_gpus,
+            "batch_s_at_most": -(-rl.prompts * rl.samples // costs.slots) * rl.max_tokens * token_s}
 
 
 def run_file(run: Run, plan: search.Plan, path: str) -> str:

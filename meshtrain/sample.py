@@ -27,6 +27,7 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.run import apart, replicas
 from meshtrain.run.groups import RolloutError
 
+BUSY_S = 5.0        # after the last part, how long it looks often
 COMMAND = config.Command("meshtrain.sample", {}, "RUN_DIR", (1, 1))
 
 
@@ -90,7 +91,7 @@ class _Waiting:
         if time.monotonic() - self.since > apart.TOLD_EVERY_S:
             self.since = time.monotonic()
             say.out(self.words)
-        time.sleep(apart.LOOK_S)
+        time.sleep(apart.LOOK_S if time.monotonic() - self.since < BUSY_S else 5 * apart.LOOK_S)
 
 
 class _Drawing:

@@ -43,6 +43,7 @@ from meshtrain.data.cache import parts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.files import FileSystemError
 from meshtrain.huggingface import folder, settings
+from meshtrain.inference import sync
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
@@ -304,7 +305,12 @@ def _orders(session: _Session, found: prompts.Prompts, words: Words, position: d
     store = Checkpoints(apart.Place.of(session.directory).weights, keep=run.rl.lag + 2,
                         check_claim=session.checkpoints.check_claim)
     document = rundir.metadata(run, session.made.layout.rules.text, {})
-    return Orders(run, found, words.stop_ids, store, document, (position or {}).get("queue", ()))
+    dtype, kept = jnp.dtype(run.model.compute_dtype), jax.tree.map(
+        lambda leaf: leaf.sharding, session.made.state_shapes.params)
+    cast = jax.jit(lambda params: sync.cast(session.made.model, params, dtype), out_shardings=kept)
+    if all(info.dtype == sync.read_dtype(info, dtype) for info in session.made.model.parameters()):
+        cast = lambda params: params        # no copy of them
+    return Orders(run, found, words.stop_ids, store, document, cast, (position or {}).get("queue", ()))
 
 
 def _reference(made: assembly.Assembly, start: resume.Start, state: State, step: int) -> dict:

@@ -15,14 +15,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from meshtrain import assembly, config, devices, files, flags, shipped
+from meshtrain import assembly, config, devices, files, flags, hardware, shipped
 from meshtrain.checkpoint import adapters, pretrained, resume
 from meshtrain.checkpoint.checkpoint import Saved
 from meshtrain.config import ConfigError, Run
+from meshtrain.cost.formulas import decode
+from meshtrain.cost.formulas.placed import place
 from meshtrain.data import sources
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, settings
-from meshtrain.inference import placement, sync
+from meshtrain.inference import cache, placement, sync
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Generator
 from meshtrain.inference.score import Scorer
@@ -34,6 +36,7 @@ from meshtrain.parallel.experts import dispatch
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec, by_gloo
 from meshtrain.sharding.rules import Layout
+from meshtrain.units import size
 
 KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # that every command on a trained model takes
 TOKENIZER = "tokenizer.json"
@@ -190,6 +193,41 @@ class Sampler:
         return Generator(self.made.model, self.ex, self.weights(params), self._compiled, self.slots, self.room,
                          self._programs)
 
+    @functools.cached_property
+    def costs(self) -> decode.Sampling:
+        """By formulas, of all slots: with those that fill up the last shard of the batch."""
+        made, room = self.made, cache.rounded_room(self.room)
+        placed = place(made.model.parameters(), made.run.model, self.ex.layout, made.mesh_spec)
+        slots = Generator(made.model, self.ex, {}, slots=self.slots).slots_for(self.slots)
+        return decode.Sampling(placed, made.layout, slots, room, functools.partial(cache.places, room=room))
+
+    def that_fit(self) -> Sampler:
+        """With as many slots as fit beside the training state, where the memory is known. Raises: ConfigError if there
+        is no room for any."""
+        gpu = hardware.from_device_kind(self.made.mesh.devices.flat[0].device_kind)
+        if gpu is None or not gpu.hbm_bytes:
+            return self
+        state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+                    for leaf in jax.tree.leaves(self.made.state_shapes))
+        held, usable = state + self.costs.copied_bytes(), hardware.usable_bytes(gpu)
+        slots = self.costs.fitting_beside(state, usable)
+        if not slots:
+            raise ConfigError(f"no answer can be drawn: of {size(usable)} on {gpu.name} the training state and the "
+                              f"sampler's weights take {size(held)}, and a slot of {self.room} tokens "
+                              f"{size(self.costs.slot_bytes)}; use more devices, mesh.tensor, or rl.rules that split "
+                              f"the weights further")
+        return dataclasses.replace(self, slots=min(self.slots, slots))
+
+    def programs(self) -> dict[str, jax.stages.Compiled]:
+        """What is compiled for a batch of answers, by shapes alone: sync (where weights move), fill, decode. Raises:
+        assembly.BrokenProgramError."""
+        made, by_shapes = self.made, Generator(self.made.model, self.ex, self.sync.abstract(), self._compiled,
+                                               self.slots, self.room)
+        with jax.set_mesh(made.mesh):
+            moved = self.sync.program_of(made.state_shapes.params)
+            prompt = max(self.room - made.run.rl.max_tokens, 1)
+            return ({"sync": moved} if moved else {}) | by_shapes.programs(prompt)
+
     def _compiled(self, name: str, jitted, *args):
         return assembly.checked_program(self.made.mesh, name, jitted.lower(*args).compile(
             compiler_options=self.made.program.compiler_options))
@@ -197,15 +235,16 @@ class Sampler:
 
 def beside(made: assembly.Assembly, longest: int = 0) -> Sampler:
     """The sampler of a run with [rl], on the run's devices. longest: tokens of a prompt with its answer; 0:
-    data.seq_len. Raises: ConfigError with every fault of rl.rules."""
+    data.seq_len. Raises: ConfigError with every fault of rl.rules, or where nothing fits."""
     rl = made.run.rl
     with config.user_errors():
         given = rules.load(shipped.found(rl.rules), "rl.rules") if rl.rules else None
         layout = placement.beside(made.model, made.layout, given)
     if faults := dispatch.problems(made.run, layout):
         raise ConfigError(*faults)
-    return Sampler(made, execution(made.run, made.model, layout, made.mesh), rl.slots or rl.prompts * rl.samples,
-                   longest or made.run.data.seq_len)
+    sampler = Sampler(made, execution(made.run, made.model, layout, made.mesh), rl.slots or rl.prompts * rl.samples,
+                      longest or made.run.data.seq_len)
+    return sampler if rl.slots else sampler.that_fit()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -220,10 +259,10 @@ class ApartSampler:
     _programs: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def restore(self, saved: Saved) -> dict:
-        """The weights as they are stored, in the layout that they are read in. Raises: CheckpointError."""
+        """The weights of `sync.cast`, in the layout that they are read in. Raises: CheckpointError."""
         placed = lambda info: jax.sharding.NamedSharding(self.mesh, self.ex.layout.spec("params", info.axes))
-        wanted = params.tree(self.model.parameters(),
-                             lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
+        wanted = params.tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
+            info.shape, sync.read_dtype(info, self.ex.dtype), sharding=placed(info)))
         return saved.restore({"params": wanted}, part=True)["params"]
 
     def generator(self, stored: dict, slots: int, room: int) -> Generator:

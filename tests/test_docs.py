@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from launch import elastic, local, pod, restart
-from meshtrain import assembly, config, convert, evaluate, generate, inspect, plan, report, tokenize
+from launch import elastic, local, pod, restart, samplers
+from meshtrain import assembly, config, convert, evaluate, generate, inspect, plan, report, sample, tokenize
 from meshtrain.checkpoint import resume
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.kernels import blockwise
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 COMMANDS = {door.COMMAND.module: door for door in (convert, evaluate, generate, inspect,
-                                                   plan, report, tokenize, elastic,
-                                                   local, pod, restart)}
+                                                   plan, report, sample, tokenize, elastic,
+                                                   local, pod, restart, samplers)}
 
 
 # As published with the model: the shipped run file of this shape must not contradict it.

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))       # benchmar
 from benchmarks import experts, gpu_speed  # noqa: E402
 from meshtrain.cost.formulas import traffic
 from meshtrain.cost.formulas.placed import Options, place  # noqa: E402
+from meshtrain.names import BALANCED_ROWS  # noqa: E402
 
 LAYER = experts.Shape("a layer", 64, 48, 16, 4, (4,))
 
@@ -29,6 +30,11 @@ def test_what_a_layer_sends_is_what_inspects_formulas_say(method):
 def test_the_picture_is_that_of_today():
     words = lambda text: re.findall(r">([^<>\n]+)</text>", text)
     assert words(experts.PICTURE.read_text()) == words(experts.picture())
+
+
+def test_a_busy_gpu_has_its_share_of_rows_in_every_scope_of_its_program():
+    scope = lambda rows: f'op_name="jit(f)/{BALANCED_ROWS.format(rows)}/grouped_rows_kgn"'
+    assert experts.loaded(scope(1000) + scope(300), 1.25) == scope(1250) + scope(375)
 
 
 def test_a_section_that_is_measured_anew_leaves_the_others():

@@ -23,10 +23,11 @@ from meshtrain import hardware
 from meshtrain.cost.program import compile, roofline
 from meshtrain.inspection import memory
 from meshtrain.kernels import blockwise  # noqa: E402
+from meshtrain.kernels.engine import CAUSAL, WHOLE  # noqa: E402
 from meshtrain.kernels.tiles import Blocks, Tiles  # noqa: E402
 
 CPU = lambda: jax.devices()[-1]         # stands for the host's beside the devices under test
-SMALL = gpu_attention.Sizes(rows=2, queries=40, other_keys=24, heads=4, kv_heads=2, widths=(16,),
+SMALL = gpu_attention.Sizes(rows=2, queries=40, other_keys=24, heads=4, kv_heads=2, widths=((16, 16), (16, 8)),
                             tiles=Tiles(*[Blocks(16, 16, 4, 2)] * 3), block=16)
 FOREVER = time.time() + 1e9
 
@@ -163,9 +164,9 @@ def some_cases(monkeypatch):
     return lambda *names: monkeypatch.setattr(gpu_attention, "cases", named(names))
 
 
-def attention_of(name: str) -> dict:
+def attention_of(name: str, of: str = "head_dim 16") -> dict:
     items = gpu_attention.items(jax.devices()[:1], CPU(), SMALL)
-    return next(item for item in items if item.key == f"attention/{name}, head_dim 16").measure()
+    return next(item for item in items if item.key == f"attention/{name}, {of}").measure()
 
 
 def test_every_kind_of_block_is_compared():
@@ -180,6 +181,11 @@ def test_pallas_kernels_are_found_right(names, some_cases):
     some_cases(*names)
     found = attention_of("pallas")
     assert gpu_record.verdict(found) == RIGHT and len(found["compared"]) >= 5 * len(names), found
+
+
+def test_values_may_be_narrower_than_keys(some_cases):
+    some_cases("documents", "rows that see nothing")
+    assert gpu_record.verdict(found := attention_of("blockwise", "head_dim 16, values of 8")) == RIGHT, found
 
 
 WRONG_ENGINES = {
@@ -200,7 +206,7 @@ WRONG_ENGINES = {
 def test_a_wrong_engine_is_found_wrong(fault, some_cases):
     some_cases("documents over two chunks")
     found = gpu_attention.measured(lambda: WRONG_ENGINES[fault](blockwise.engine(16)),
-                                   16, True, SMALL, jax.devices()[0], CPU())
+                                   (16, 16), True, SMALL, jax.devices()[0], CPU())
     assert gpu_record.verdict(found) == WRONG
 
 
@@ -210,7 +216,7 @@ def test_a_case_that_raises_is_told_and_the_other_cases_go_on(some_cases):
     def forward(*args, mask):
         raise ValueError("no kernel for this") if mask.causal else ZeroDivisionError
     make = lambda: blockwise.engine(16)._replace(forward=forward)
-    found = gpu_attention.measured(make, 16, True, SMALL, jax.devices()[0], CPU())
+    found = gpu_attention.measured(make, (16, 16), True, SMALL, jax.devices()[0], CPU())
     assert gpu_record.verdict(found) == FAILED
     assert found["errors"] == {"whole rows": "ValueError: no kernel for this",
                                "an earlier chunk": "ZeroDivisionError: "}
@@ -356,18 +362,19 @@ needs_gpu_compiler = pytest.mark.skipif(compile.missing_wheels(),
 @needs_gpu_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("width", gpu_attention.Sizes().widths)
-def test_attention_compiles_for_a_gpu_at_its_full_sizes(width, causal):
+@pytest.mark.parametrize("widths", gpu_attention.Sizes().widths)
+def test_attention_compiles_for_a_gpu_at_its_full_sizes(widths, causal):
     sizes, at = gpu_attention.Sizes(), jax.sharding.SingleDeviceSharding(compile.topology("h200:1")[0])
     B, T, S = sizes.rows, sizes.queries, sizes.queries if causal else sizes.other_keys
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=at)
-    q, k = array(gpu_attention.DTYPE, B, T, sizes.heads, width), array(gpu_attention.DTYPE, B, S, sizes.kv_heads, width)
-    given = q, k, k, array("int32", B, T), array("int32", B, S)
-    for name, make in gpu_attention.engines(width, "h200", sizes, False).items():
+    q, o, k, v = (array(gpu_attention.DTYPE, B, *shape, width) for shape in (
+        (T, sizes.heads), (S, sizes.kv_heads)) for width in widths)
+    given, mask = (q, k, v, array("int32", B, T), array("int32", B, S)), CAUSAL if causal else WHOLE
+    for name, make in gpu_attention.engines(widths, "h200", sizes, False).items():
         if name != "cudnn":         # asks for its library
-            jax.jit(partial(make().forward, causal=causal)).lower(*given).compile()
-            jax.jit(partial(make().backward, causal=causal)).lower(*given, q, array("float32", B, T, sizes.heads),
-                                                                   q).compile()
+            jax.jit(partial(make().forward, mask=mask)).lower(*given).compile()
+            jax.jit(partial(make().backward, mask=mask)).lower(*given, o, array("float32", B, T, sizes.heads),
+                                                               o).compile()
 
 
 @needs_gpu_compiler

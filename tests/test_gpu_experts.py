@@ -12,7 +12,7 @@ import pytest
 from meshtrain import assembly, config
 from meshtrain.cost.formulas import traffic
 from meshtrain.cost.formulas.placed import Options, place
-from meshtrain.cost.program import audit, compile
+from meshtrain.cost.program import audit, compile, hlo
 from meshtrain.kernels import tiles
 from meshtrain.parallel.experts import dispatch
 
@@ -142,6 +142,17 @@ def test_temporaries_are_at_most_1_3_times_those_of_a_buffer_that_even_choices_f
     needs = lambda executable: executable.memory_analysis().temp_size_in_bytes
     assert f"bf16[{A * K // HOST + E // HOST * tiles.GROUPED[2].rows},{D}]" in balanced.as_text()
     assert needs(balanced) < needs(spared) <= 1.3 * needs(balanced)
+
+
+def test_a_layers_backward_gathers_its_tokens_before_its_experts_weights():
+    """Gathers queue in the order in which they start; weights first would hold up x, and what it is made of."""
+    tokens, weights = (A, D), (D, E // HOST, F)
+    bodies = hlo.parse(program()[0].as_text()).computations.values()
+    orders = [[hlo.shapes(ins.type_text)[-1][1] for ins in body.values()
+               if ins.op == "all-gather-start" and "transpose(jvp" in ins.op_name] for body in bodies]
+    (order,) = (order for order in orders if weights in order)
+    assert order.count(weights) == 3 and order.count(tokens) == 2       # x and dy
+    assert order.index(tokens) < order.index(weights)
 
 
 def test_weights_that_are_gathered_and_gradients_that_are_scattered_are_not_turned():

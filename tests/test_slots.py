@@ -184,7 +184,7 @@ def test_layers_with_a_window_keep_what_it_sees_and_no_more():
     on = loaded()
     room = cache.rounded_room(300)
     caches = cache.empty(on.model, on.ex, on.params, 4, room)
-    assert [[x.shape for x in layer] for layer in caches[0]] == [[(2, 4, 64, 3, 8)] * 2, [(2, 4, room, 3, 8)] * 2]
+    assert [[x.shape for x in layer] for layer in caches[0]] == [[(2, 4, 3, 64, 8)] * 2, [(2, 4, 3, room, 8)] * 2]
     assert cache.slot_bytes(on.model.cfg, room, 4) == sum(
         x.size * 4 // 4 for layer in caches[0] for x in layer)
 

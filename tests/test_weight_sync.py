@@ -71,8 +71,8 @@ def drawn(generator, mesh) -> list:
 
 
 @functools.cache
-def alone() -> list:
-    made, stored = started((("fsdp", 1),))
+def alone(**keys) -> list:
+    made, stored = started((("fsdp", 1),), **keys)
     return drawn(trained.beside(made).generator(stored), made.mesh)
 
 
@@ -83,6 +83,15 @@ def test_every_layout_draws_what_one_device_draws(mesh):
     assert [one.tokens for one in found] == [one.tokens for one in alone()]
     for one, wanted in zip(found, alone()):
         np.testing.assert_allclose(one.logprobs, wanted.logprobs, atol=1e-5)
+
+
+def test_experts_that_are_stored_over_fsdp_draw_what_one_device_draws():
+    model = tuple(EXPERTS.items())
+    made, stored = started((("data", 2), ("fsdp", 2), ("tensor", 2)), "zero3_experts_fsdp", model=model)
+    sampler = trained.beside(made)
+    assert sampler.weights(stored)["layers"]["layers"]["moe"]["up"].sharding.spec == P(None, None, None, "tensor")
+    found = drawn(sampler.generator(stored), made.mesh)
+    assert [one.tokens for one in found] == [one.tokens for one in alone(model=model)]
 
 
 def test_programs_are_compiled_once_and_a_batch_leaves_no_array_behind(monkeypatch):
@@ -158,7 +167,7 @@ def test_a_rule_file_splits_the_mlp_further_and_draws_the_same(tmp_path):
         "splits mlp over fsdp, and [activations] does not"]),
     ('[activations]\nbatch = ["data", "fsdp", "tensr"]', ["did you mean 'tensor'"]),
     ('[activations]\nbatch = ["data", "fsdp"]\nmlp = ["fsdp"]\n[params]\nmlp = "fsdp"', [
-        "mesh axis 'fsdp' shards both 'batch' and 'mlp'"])])
+        "mesh axis 'fsdp' shards both 'batch' and 'mlp'"])], ids=["gathered", "whole activations", "misspelt", "twice"])
 def test_every_fault_of_a_rule_file_is_told(tmp_path, lines, faults):
     (tmp_path / "rules.toml").write_text(lines)
     with pytest.raises(config.ConfigError) as told:

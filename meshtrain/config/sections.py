@@ -482,7 +482,7 @@ class Rl(Section):
     max_tokens: int = key(512, "tokens of an answer at most", ge=1)
     temperature: float = key(1.0, "of the draws, and of the log-probabilities that are trained", gt=0)
     stop: tuple[str, ...] = key((), "strings that end an answer, beside the end tokens", strict=False)
-    slots: int = key(0, "answers that are drawn together on all devices; 0 = prompts × samples", ge=0)
+    slots: int = key(0, "answers that are drawn together on all devices; 0 = prompts × samples, or what fits", ge=0)
     rules: PathKey = key("", "rule file of the weights while answers are drawn; empty = gathered, but for tensor")
     reward: PathKey = key(
         "", 'exact, number, choice or regex, against a column of the prompt\'s line; or a function, "rewards.py:score"')
@@ -509,7 +509,7 @@ class Rl(Section):
     entropy: float = key(0.0, "weight of the entropy of each token, which is added to the objective", ge=0)
     updates: int = key(1, "steps that learn from the same answers, each from a part of them", ge=1)
     old: Literal["auto", "trainer", "sampler"] = key(
-        "auto", "log-probabilities that ratios are to: computed anew (auto: with updates or lag), or as drawn")
+        "auto", "log-probabilities that ratios are to: computed anew (auto: with updates or a lag), or as drawn")
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = key(
         "none", "weight of what the sampler rounds otherwise than the trainer: ratios up to a limit, or 0 beyond")
     correction_limit: float = key(2.0, "the limit", gt=0)

@@ -2,10 +2,11 @@
 
 The layers are those of training; `ex.attend` and `ex.recurrence` write and read the cache. A slot holds one sequence,
 which begins at position 0 and has a length of its own. A cache is, for each group of layers, the arrays of each layer
-of its period, [repeats, slots, …]: of attention keys and values [R, K, H]; of attention by latents these [R, C] and
-rotated keys [R, L]; of a recurrent mixer the last tokens before its convolutions [W - 1, heads, width] and its state
-[N, H, V], whatever the length. The token at position p is at place p mod R: R is the room of the slots, or, of a layer
-with a window, what the window sees. A place is seen once the sequence has written it, so a slot is never cleared.
+of its period, [repeats, slots, …]: of attention keys and values [K, R, H], as the products read them: XLA would hold
+a second cache with this order for GPUs; of attention by latents these [R, C] and rotated keys [R, L]; of a recurrent
+mixer the last tokens before its convolutions [W - 1, heads, width] and its state [N, H, V], whatever the length. The
+token at position p is at place p mod R: R is the room of the slots, or, of a layer with a window, what the window sees.
+A place is seen once the sequence has written it, so a slot is never cleared.
 """
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ def _block(room: int) -> int:
     return -(-room // (BLOCK * MOST_BLOCKS)) * BLOCK
 
 
-def _held(mask: Mask, room: int) -> int:
-    """Places of a layer with this mask."""
-    return min(room, rounded_room(mask.window)) if mask.window else room
+def places(window: int, room: int) -> int:
+    """Of a layer with this window in a slot; 0: none."""
+    return min(room, rounded_room(window)) if window else room
 
 
 def slot_bytes(cfg, room: int, itemsize: int) -> int:
@@ -51,7 +52,7 @@ def slot_bytes(cfg, room: int, itemsize: int) -> int:
         keys = cfg.of(mixer)
         latent = keys.latent
         width = latent.kv_dim + latent.rope_dim if latent.kv_dim else 2 * keys.num_kv_heads * keys.head_dim
-        return width * _held(Mask(window=keys.window if mixer in pattern.WINDOWED else 0), room)
+        return width * places(keys.window if mixer in pattern.WINDOWED else 0, room)
     return itemsize * sum(of(kind.mixer) for kind in pattern.kinds(cfg) if kind.mixer in pattern.ATTENTION)
 
 
@@ -156,14 +157,14 @@ class _Layer:
 
     def _rolled(self, x, read, source_S, tokens_S):
         """Places of the cache from those of prompts, whose last token is at their end."""
-        T, R = read.shape[2], x.shape[2]
+        T, R = read.shape[-2], x.shape[-2]
         place = jnp.arange(T)
         last_S1 = tokens_S[:, None] - 1
         position = last_S1 - (last_S1 - place) % R
         mine = self._of_slots(read, source_S)
-        take = jax.vmap(lambda rows, at: jnp.take(rows, at, 1), in_axes=(1, 0), out_axes=1)
+        take = jax.vmap(lambda rows, at: jnp.take(rows, at, rows.ndim - 2), in_axes=(1, 0), out_axes=1)
         mine = take(mine, jnp.clip(position + T - tokens_S[:, None], 0, T - 1))
-        new = jnp.where(_over(source_S >= 0, mine), mine.astype(x.dtype), lax.slice_in_dim(x, 0, T, axis=2))
+        new = jnp.where(_over(source_S >= 0, mine), mine.astype(x.dtype), lax.slice_in_dim(x, 0, T, axis=-2))
         return lax.dynamic_update_slice(x, new, (0,) * x.ndim)
 
 
@@ -180,7 +181,8 @@ class _Writing:
 
     def attend(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, *, mask: Mask, **kind):
         T = k_BTKH.shape[1]
-        self.cache = tuple(_placed(layout, x[:, T - _held(mask, T):], "batch") for x in (k_BTKH, v_BTKH))
+        first = T - places(mask.window, T)
+        self.cache = tuple(_placed(layout, _by_head(x)[..., first:, :], "batch") for x in (k_BTKH, v_BTKH))
         return self.ex.attend(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask=mask, **kind)
 
     def convolve(self, layout: Layout, xs, ws, segments_BT):
@@ -232,12 +234,12 @@ class _Reading:
         B, T, N, H = q_BTNH.shape
         self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, others[:2], strict=True))
         if expansion is None:
-            q_BKGH = q_BTNH.reshape(B, self.cache[0].shape[3], -1, H)
-            products_with = lambda k_BSKH, _: products.einsum("BKGH,BSKH->BKGS", q_BKGH, k_BSKH, jnp.float32)
-            values = lambda _, v_BSKV: v_BSKV
+            q_BKGH = q_BTNH.reshape(B, self.cache[0].shape[2], -1, H)
+            products_with = lambda k_BKSH, _: products.einsum("BKGH,BKSH->BKGS", q_BKGH, k_BKSH, jnp.float32)
+            values = lambda _, v_BKSV: v_BKSV
         else:
             products_with = _against_latents(expansion, q_BTNH[:, 0])
-            values = lambda c_BSC, _: c_BSC[:, :, None]
+            values = lambda c_BSC, _: c_BSC[:, None]
         scored = lambda *part: capped(products_with(*part) * scores.scaled_for(H), scores.softcap)
         o_BTNV = self._over_places(layout, N, scored, values, mask, sinks_N).reshape(B, T, N, -1)
         if expansion is not None:
@@ -249,14 +251,14 @@ class _Reading:
         """[B, K, G, V] of attention to the places that each slot sees, block after block (FlashAttention,
         arXiv:2205.14135). A block of which a slot sees nothing adds exact zeros, so a slot does not depend on how far
         the loop goes for others."""
-        R = self.cache[0].shape[2]
+        R = self.cache[0].shape[-2]
         block = min(_block(R), R)
         at_B1 = self.at_S[:, None]
 
         def visit(j, carry):
             most, total, o = carry
             part = [_placed(layout, self._block_of(x, j * block, block), "batch") for x in self.cache]
-            s_BKGS, v_BSKV = scored(*part), values(*part)
+            s_BKGS, v_BKSV = scored(*part), values(*part)
             # The position that a place holds: the newest of those that come to it.
             position_BS = at_B1 - (at_B1 - (j * block + jnp.arange(block))) % R
             seen_BS = position_BS >= 0
@@ -266,7 +268,7 @@ class _Reading:
             new = jnp.maximum(most, s_BKGS.max(-1))
             p_BKGS = jnp.where(seen_BS[:, None, None], jnp.exp(s_BKGS - new[..., None]), 0.0)
             fade = jnp.exp(most - new)
-            added = products.einsum("BKGS,BSKV->BKGV", p_BKGS.astype(v_BSKV.dtype), v_BSKV, jnp.float32)
+            added = products.einsum("BKGS,BKSV->BKGV", p_BKGS.astype(v_BKSV.dtype), v_BKSV, jnp.float32)
             return new, total * fade + p_BKGS.sum(-1), o * fade[..., None] + added
         heads = jax.eval_shape(lambda: visit(0, (jnp.float32(MASKED), jnp.float32(0), jnp.float32(0)))[2])
         most = jnp.full(heads.shape[:3], MASKED, jnp.float32)
@@ -282,16 +284,16 @@ class _Reading:
         return o / jnp.maximum(total, 1e-30)[..., None]
 
     def _block_of(self, stack, at, size: int):
-        zeros = [0] * (stack.ndim - 3)
-        return lax.dynamic_slice(stack, (self.index, 0, at, *zeros), (1, stack.shape[1], size, *stack.shape[3:]))[0]
+        start = (self.index, *[0] * (stack.ndim - 3), at, 0)
+        return lax.dynamic_slice(stack, start, (1, *stack.shape[1:-2], size, stack.shape[-1]))[0]
 
     def _written(self, layout: Layout, stack, new):
         """One token of each slot, at its place. Written as a scatter with a batch dim, which stays on its device."""
-        B = new.shape[0]
-        at = jnp.stack([jnp.broadcast_to(self.index, (B,)), self.at_S % stack.shape[2]], -1).astype(jnp.int32)
+        B, place = new.shape[0], stack.ndim - 2
+        at = jnp.stack([jnp.broadcast_to(self.index, (B,)), self.at_S % stack.shape[place]], -1).astype(jnp.int32)
         numbers = lax.ScatterDimensionNumbers(
-            update_window_dims=tuple(range(1, new.ndim - 1)), inserted_window_dims=(0, 2),
-            scatter_dims_to_operand_dims=(0, 2), operand_batching_dims=(1,), scatter_indices_batching_dims=(0,))
+            update_window_dims=tuple(range(1, new.ndim - 1)), inserted_window_dims=(0, place),
+            scatter_dims_to_operand_dims=(0, place), operand_batching_dims=(1,), scatter_indices_batching_dims=(0,))
         stack = lax.scatter(stack, at, new[:, 0].astype(stack.dtype), numbers, unique_indices=True,
                             mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
         return _placed(layout, stack, None, "batch")
@@ -311,5 +313,10 @@ def _against_latents(expansion: Expansion, q_BNH):
 
 
 def _placed(layout: Layout, x, *leading: str | None):
-    heads = ("kv_heads", "head_dim") if x.ndim == len(leading) + 3 else (None,)         # latents have no heads
-    return layout.act(x, *leading, None, *heads)
+    heads = ("kv_heads",) if x.ndim == len(leading) + 3 else ()         # latents have no heads
+    return layout.act(x, *leading, *heads, None, "head_dim" if heads else None)
+
+
+def _by_head(x):
+    """Keys or values [B, T, K, H] as the cache has them."""
+    return x.swapaxes(1, 2) if x.ndim == 4 else x

@@ -123,11 +123,7 @@ class Generator:
         """The requests, as they end."""
         if not waiting:
             return
-        shards = self.ex.layout.num_shards(self.ex.layout.batch_axes)
-        # Two rows at least: XLA makes a slice of a lookup by one id, and to slice a table that is split it gathers all
-        # of it.
-        count = min(1 << (len(waiting) - 1).bit_length() if self.room else len(waiting), self.slots)
-        S = max(-(-count // shards) * shards, 2)
+        S = self.slots_for(1 << (len(waiting) - 1).bit_length() if self.room else len(waiting))
         room = cache.rounded_room(max(self.room, *(max(one.read + one.budget, _padded(one.read)) for one in waiting)))
         programs = _programs(self.model, self.ex, S, room, how, tuple(limits.stop_ids))
         run = functools.partial(self._run, (S, room, how, limits.stop_ids))
@@ -136,7 +132,7 @@ class Generator:
         stride = np.int32(STRIDE if tell or limits.ended else LONGEST_STRIDE)
         while waiting or any(owners):
             while waiting and not all(owners):
-                filling = _deal(waiting, owners, shards)
+                filling = _deal(waiting, owners, self._shards())
                 slots = run("the reading of prompts", programs.fill, self.params, slots, filling, np.uint32(seed))
             free_S = np.array([owner is None for owner in owners])
             enough = np.int32(max(S // 4, 1) if waiting else S)
@@ -158,6 +154,28 @@ class Generator:
                 if owner.ended or done_S[s]:
                     owners[s] = None
                     yield owner
+
+    def slots_for(self, count: int) -> int:
+        """Slots of so many requests. Two at least: XLA makes a slice of a lookup by one id, and to slice a table that
+        is split it gathers all of it."""
+        shards = self._shards()
+        return max(-(-min(count, self.slots) // shards) * shards, 2)
+
+    def programs(self, prompt: int) -> dict[str, jax.stages.Compiled]:
+        """The compiled programs for all slots with `room`, by shapes alone: params may be ShapeDtypeStructs. prompt:
+        tokens of one."""
+        S, room = self.slots_for(self.slots), cache.rounded_room(max(self.room, _padded(prompt - 1)))
+        jitted = _programs(self.model, self.ex, S, room, sampling.Picking(1.0), ())
+        empty = self.compiled("the room of the cache", jitted.empty, self.params)
+        slots = jax.tree.map(lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed),
+                             jax.eval_shape(jitted.empty, self.params), empty.output_shardings)
+        filling = _deal(collections.deque([_Request(0, 0, [0] * prompt, 1, (0, 0, 0))]), [None] * S, self._shards())
+        return {"fill": self.compiled("the reading of prompts", jitted.fill, self.params, slots, filling, np.uint32(0)),
+                "decode": self.compiled("the making of tokens", jitted.decode, self.params, slots, np.zeros(S, bool),
+                                        np.int32(1), np.int32(1))}
+
+    def _shards(self) -> int:
+        return self.ex.layout.num_shards(self.ex.layout.batch_axes)
 
     def _run(self, settings, name: str, jitted, *args):
         shapes = tuple(np.shape(x) for x in jax.tree.leaves(args[2:]))

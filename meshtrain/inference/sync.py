@@ -20,6 +20,20 @@ from meshtrain.names import MATMUL_ROLES
 from meshtrain.sharding import moves
 from meshtrain.sharding.rules import Layout
 
+TRAINED, FROZEN = "the way of the weights to the sampler", "the way of the frozen weights to the sampler"    # programs
+
+
+def read_dtype(info: ParamInfo, dtype: jnp.dtype) -> jnp.dtype:
+    """Of a weight as samplers read it. dtype: of matmul weights."""
+    return dtype if info.role in MATMUL_ROLES else info.dtype
+
+
+def cast(model: Transformer, params: dict, dtype: jnp.dtype) -> dict:
+    """The weights as samplers read them, where they are stored."""
+    def one(info: ParamInfo):
+        return functools.reduce(dict.__getitem__, info.path, params).astype(read_dtype(info, dtype))
+    return tree(model.parameters(), one)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightSync:
@@ -38,19 +52,18 @@ class WeightSync:
         leaves = {info: functools.reduce(dict.__getitem__, info.path, params) for info in self.model.parameters()}
         moving = [info for info in leaves if self.moves(info)]
         if not self._frozen:
-            self._frozen.update(self._moved("the frozen weights' way to the sampler", [
+            self._frozen.update(self._moved(FROZEN, [
                 info for info in moving if not info.trainable], leaves))
-        moved = self._moved("the weights' way to the sampler", [info for info in moving if info.trainable], leaves)
+        moved = self._moved(TRAINED, [info for info in moving if info.trainable], leaves)
         return tree(self.model.parameters(), (leaves | self._frozen | moved).__getitem__)
 
     def moves(self, info: ParamInfo) -> moves.Moves | None:
         """None where the sampler reads the stored array."""
-        split = lambda layout, table: tuple(layout.mesh_axes(table, axis) for axis in info.axes)
-        found = moves.moves(info.shape, split(self.stored, "optimizer"), split(self.read, "params"), self.read.sizes)
+        found = moves.of_weight(info.shape, info.axes, self.stored, self.read)
         return None if found.before == found.after and info.dtype == self.dtype_of(info) else found
 
     def dtype_of(self, info: ParamInfo) -> jnp.dtype:
-        return self.dtype if info.role in MATMUL_ROLES else info.dtype
+        return read_dtype(info, self.dtype)
 
     def program(self, infos: Sequence[ParamInfo]):
         """A jitted function: the stored arrays -> these weights."""
@@ -67,6 +80,19 @@ class WeightSync:
             return found
         return jax.jit(moved, in_shardings=([placed(info, along.before) for info, along in way.items()],),
                        out_shardings=[placed(info, along.after) for info, along in way.items()])
+
+    def abstract(self) -> dict:
+        """The weights as ShapeDtypeStructs with shardings."""
+        placed = lambda info: NamedSharding(self.mesh, self.read.spec("params", info.axes))
+        return tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
+            info.shape, self.dtype_of(info), sharding=placed(info)))
+
+    def program_of(self, stored: dict):
+        """The compiled program that moves what is trained, by shapes alone; None if nothing moves. stored:
+        ShapeDtypeStructs."""
+        infos = [info for info in self.model.parameters() if info.trainable and self.moves(info)]
+        arrays = [functools.reduce(dict.__getitem__, info.path, stored) for info in infos]
+        return self.compiled(TRAINED, self.program(infos), arrays) if infos else None
 
     def _moved(self, name: str, infos: Sequence[ParamInfo], leaves: dict) -> dict:
         if not infos:

@@ -8,16 +8,19 @@ from functools import cached_property
 import jax
 
 from meshtrain.assembly import Assembly
+from meshtrain.cost.formulas.decode import Sampling
 from meshtrain.cost.program import audit, roofline
 from meshtrain.cost.program.audit import ProgramAudit
 from meshtrain.cost.program.roofline import Roofline
 from meshtrain.inspection import formula_vs_compiled, memory, unexpected
 from meshtrain.inspection.formula_vs_compiled import Formulas
+from meshtrain.inspection.sampling import SamplingCosts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inspected:
-    """assumed: assumptions of the roofline to replace, by name. logged: XLA's log lines from the compilation.
+    """assumed: assumptions of the roofline to replace, by name. logged: XLA's log lines from the compilation. sampling:
+    of a run with [rl]: (costs, compiled programs), as in `SamplingCosts`.
 
     Raises: ValueError, from `roofline`, for unknown assumptions.
     """
@@ -25,6 +28,7 @@ class Inspected:
     executable: jax.stages.Compiled
     assumed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     logged: Sequence[str] = ()
+    sampling: tuple[Sampling, Mapping[str, jax.stages.Compiled]] | None = None
 
     @cached_property
     def text(self) -> str:
@@ -49,6 +53,11 @@ class Inspected:
     def roofline(self) -> Roofline | None:
         """None unless compiled for a GPU of known speed."""
         return roofline.of_run(self.made, self.text, self.assumed)
+
+    @cached_property
+    def sampled(self) -> dict | None:
+        """The costs of sampling, as `SamplingCosts.as_json`; None without [rl]."""
+        return self.sampling and SamplingCosts(self.made, *self.sampling, self.held["total"], self.assumed).as_json()
 
     @cached_property
     def warnings(self) -> list[str]:

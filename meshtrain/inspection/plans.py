@@ -137,6 +137,21 @@ def first(question: Question, answer: Answer, gap: Gap | None = None) -> dict | 
             "time_s": time_s, "mesh": summary.mesh(MeshSpec(plan.sizes, plan.placed.mesh.placement), gpu, gpu.name)}
 
 
+def sampling(found: dict | None) -> str:
+    """What answers cost under the first plan; found: as `meshtrain.plan.sampled` has it."""
+    if found is None:
+        return "Sampling: rl.rules do not fit the mesh of the first plan; `inspect` tells why."
+    if not found["slots_that_fit"]:
+        return (f"Sampling under the first plan: NO slot fits beside {size(found['weights_bytes'])} of weights and the "
+                f"training state; use more of mesh.tensor, or rl.rules that split the weights further.")
+    return (f"Sampling under the first plan, once a batch of answers: weights to the sampler "
+            f"{seconds(found['sync_s'])}; "
+            f"{found['slots']:,} slots ({found['slots_that_fit']:,} fit), "
+            f"{seconds(found['token_s'])} a token with full "
+            f"slots, {found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; at most "
+            f"{seconds(found['batch_s_at_most'])}, where all answers have rl.max_tokens.")
+
+
 def _short(plan: Plan) -> str:
     return " × ".join(f"{axis} {plan.sizes[axis]}" for axis in AXES if plan.sizes[axis] > 1) or "one GPU"
 

@@ -54,7 +54,7 @@ def compiled(executable, made, seconds: float) -> str:
 
 def as_json(step: Inspected) -> dict:
     """The contract of `inspect --json`. formula: null without formulas. roofline: null unless compiled for a GPU of
-    known speed. differences: only for GPUs."""
+    known speed. differences: only for GPUs. sampling: null without [rl]."""
     formulas, program, gpu = step.formulas, step.program, roofline.gpu_of(step.made)
     return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else memory.formula(step.made),
                              "compiled": step.held, "usable": gpu and hardware.usable_bytes(gpu)},
@@ -64,7 +64,7 @@ def as_json(step: Inspected) -> dict:
             "matmul_flops": {"formula": formulas and formulas.matmul_flops,
                              "compiled": formula_vs_compiled.matmul_flops(program)},
             "differences": step.differences, "roofline": step.roofline and step.roofline.as_json(),
-            "warnings": step.warnings, **summary.of_run(step.made)}
+            "sampling": step.sampled, "warnings": step.warnings, **summary.of_run(step.made)}
 
 
 def params_table(made: Assembly) -> str:
@@ -155,6 +155,34 @@ def memory_table(step: Inspected) -> str:
         lines += [f"params: as they are stored, by [optimizer]. Beside them, in activations: "
                   f"{size(memory.read_bytes(made))} of weights as the loop over microbatches reads them, by [params], "
                   f"in {made.run.model.compute_dtype}, gathered once per step"]
+    return "\n".join(lines)
+
+
+def sampling_table(data: dict) -> str:
+    """The text of `SamplingCosts.as_json`."""
+    held, sync, decode = data["memory_bytes"], data["sync"], data["decode"]
+    show = lambda value: "–" if value is None else size(value)
+    fits = data["slots_that_fit"]
+    lines = [f"sampling: {data['slots']:,} slots of {data['room']:,} tokens on all devices, {data['rules']}",
+             columns([("memory per device while answers are drawn", "by formulas", "compiled"),
+                      *((part, show(priced), show(held["compiled"][part]))
+                        for part, priced in held["formula"].items())]),
+             f"peak of sampling and training: {size(data['peak_bytes'])}" + (
+                 "" if fits is None else f"; {fits:,} slots fit" + (
+                     "" if fits >= data["slots"] else f": SET rl.slots={fits}" if fits else ": NONE"))]
+    if sync["time_s"] is not None:
+        lines.append(f"weights to the sampler: {seconds(sync['time_s'])} by the roofline, once a batch of answers")
+    by_key = lambda rows: {(row["kind"], *row["axes"], row["dtype"]): row for row in rows}
+    ruled, compiled = by_key(sync["collectives"]["formula"]), by_key(sync["collectives"]["compiled"])
+    sent = lambda rows, key: size(rows[key]["bytes"]) if key in rows else "–"
+    if keys := dict.fromkeys([*compiled, *ruled]):
+        lines.append(columns([("sent per device and sync", "axes", "dtype", "by formulas", "compiled"), *(
+            (key[0], " × ".join(key[1:-1]), key[-1], sent(ruled, key), sent(compiled, key)) for key in keys)]))
+    if time := decode["time_s"]:
+        parts = ", ".join(f"{name} {seconds(s)}" for name, s in time.items() if name != "total")
+        lines.append(f"a token of every slot, with full slots: {seconds(time['total'])} ({parts}), "
+                     f"{decode['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; a batch of answers: at most "
+                     f"{seconds(decode['batch_s_at_most'])}, where all of them have rl.max_tokens")
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import os
 import re
@@ -47,13 +48,12 @@ SAMPLE = "python -m meshtrain.sample"
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A batch of answers, as a function of which every part of them is drawn. weights: the sum of their version's. key:
-    of the settings. draws: seed, temperature, max_tokens, samples, stop, stop_ids. room: tokens of a prompt with its
-    answer at most. part: prompts of a part. prompts: ids."""
+    """A batch of answers, as a function of which every part of them is drawn. weights: the sum of their
+    version's. draws: seed, temperature, max_tokens, samples, stop, stop_ids. room: tokens of a prompt with its answer
+    at most. part: prompts of a part. prompts: ids."""
     batch: int
     version: int
     weights: str
-    key: str
     draws: dict
     room: int
     part: int
@@ -156,12 +156,13 @@ class Signs:
 
 class Orders:
     """The trainer's side; every process calls it alike, and process 0 writes. store: of weights. document: its
-    metadata. queue: of a checkpoint, see `queue`. stopping: whether to stop the run, called by all processes alike;
-    set before the loop begins."""
+    metadata. cast: the trainer's weights to the samplers'. queue: of a checkpoint, see `queue`. stopping: whether to
+    stop the run, called by all processes alike; set before the loop begins."""
 
     def __init__(self, run: Run, prompts: Prompts, stop_ids: Sequence[int], store, document: dict,
-                 queue: Sequence[Sequence] = ()):
-        self.run, self.rl, self.prompts, self.store, self.document = run, run.rl, prompts, store, document
+                 cast: Callable[[dict], dict], queue: Sequence[Sequence] = ()):
+        self.run, self.rl, self.prompts, self.cast = run, run.rl, prompts, cast
+        self.store, self.document = store, document
         self.directory = Path(run.run.dir)
         self.place, self.batches = Place.of(self.directory), -(-run.training.steps // run.rl.updates)
         self.draws = {"seed": run.run.seed, "temperature": self.rl.temperature, "max_tokens": self.rl.max_tokens,
@@ -189,59 +190,62 @@ class Orders:
 
     def offer(self, number: int, part: int, first: int, params: dict, key_of: Callable[[int], str]) -> None:
         """Orders batch `number` and the rl.lag behind it, as far as nobody has. params: of the step before `part` of
-        the batch. first: prompts drawn before it. Raises: FileSystemError."""
+        the batch. first: prompts drawn before it. key_of: a batch's, as of `Kept`. Raises: FileSystemError."""
+        params = self.cast(params)
+        now = replicas.digest(params)
         if part == 0:
-            self.sums[number] = replicas.digest(params)
-        begins = not self._begun
-        self._begun = True
-        first -= number * self.rl.prompts
+            self.sums[number] = now
+        begins, self._begun = not self._begun, True
         wanted = [batch for batch in range(number, min(number + self.rl.lag + 1, self.batches))
                   if batch not in self.given]
-
-        def order(batch: int, version: int) -> Order:
-            ids = [one.ids.tolist() for one in self.prompts.draw(first + batch * self.rl.prompts, self.rl.prompts)]
-            part = max(1, self.rl.slots // self.rl.samples) if self.rl.slots else -(-len(ids) // PARTS)
-            return Order(batch, version, self.sums[version], key_of(batch), self.draws,
-                         self.prompts.longest + self.rl.max_tokens, part, ids)
+        order = lambda batch, version: self._order(batch, version, first + (batch - number) * self.rl.prompts)
 
         def chosen() -> dict:
-            """Whose weights draw what. There are none of a version behind which a run goes back, or began to lag."""
-            found = []
+            """The version of each, whether the weights of now are there, and whether others are lost."""
+            if begins:
+                self._remove_weights_after(number)
+            found, lost = {}, False
             for batch in wanted:
                 version = self._versions.get(batch, max(batch - self.rl.lag, 0))
                 there = version in self.sums and (
                     version == number and part == 0 or self.place.sum_of(version) == self.sums[version]
                     or self._answered(order(batch, version)))
-                if not there:
+                if not there:       # the run goes back behind what is kept, or begins to lag
                     say.err(f"batch {batch} is drawn with the weights of version {number}: neither those of version "
                             f"{version} are there any more, nor their answers")
-                found.append([batch, version if there else number])
-            if begins:
-                self._remove_weights_after(number)
-            return {"versions": found, "there": number in self.sums and self.place.sum_of(number) == self.sums[number]}
+                found[batch], lost = version if there else number, lost or not there
+            return {"versions": list(found.items()), "lost": lost,
+                    "there": self.place.sum_of(number) == self.sums.get(number, now)}
 
-        verdict = agree.on_first(chosen)
-        if number in {version for _, version in verdict["versions"]} and not verdict["there"]:
-            if number not in self.sums or part:
-                self.sums[number] = replicas.digest(params)
-            made = [order(batch, number) for batch, version in verdict["versions"] if version == number]
-            if not agree.on_first(lambda: all(map(self._answered, made))):
-                agree.on_first(lambda: self._remove_weights(number))
-                self.store.save(number, {"params": params}, self.document | {"weights": self.sums[number]})
-        for batch, version in verdict["versions"]:
-            self.given[batch] = order(batch, version)
+        chose = agree.on_first(chosen)
+        if chose["lost"] and not chose["there"]:
+            self.sums[number] = now
+        self.given |= {batch: order(batch, version) for batch, version in chose["versions"]}
 
-        def give() -> None:
-            for order in map(self.given.get, wanted):
-                if not self._answered(order):
-                    self._give(order)
+        def gave() -> bool:
+            """Whether somebody needs the weights of now."""
+            for batch in wanted:
+                if not self._answered(self.given[batch]):
+                    self._give(self.given[batch])
+                    self._take_over(self.given[batch], key_of(batch))
             self._drop_before(number)
-        agree.on_first(give)
+            needed = any(self.given[batch].version == number and not self._answered(self.given[batch])
+                         for batch in wanted)
+            if needed and not chose["there"]:
+                self._remove_weights(number)
+            return needed
+        if agree.on_first(gave) and not chose["there"]:
+            self.store.save(number, {"params": params}, self.document | {"weights": now})
+
+    def _order(self, batch: int, version: int, first: int) -> Order:
+        """first: prompts drawn before the batch."""
+        ids = [one.ids.tolist() for one in self.prompts.draw(first, self.rl.prompts)]
+        part = max(1, self.rl.slots // self.rl.samples) if self.rl.slots else -(-len(ids) // PARTS)
+        return Order(batch, version, self.sums[version], self.draws, self.prompts.longest + self.rl.max_tokens, part,
+                     ids)
 
     def _answered(self, order: Order) -> bool:
-        """Whether all answers to an order are there, or were learned from by a start that was killed."""
-        if Kept(self.directory / contents.ROLLOUTS, order.batch, order.key).has(order.weights):
-            return True
+        """Whether all answers to an order are there."""
         return all(_answers(self.place.answers(order.batch, part), order) for part in order.parts)
 
     def _give(self, order: Order) -> None:
@@ -251,6 +255,18 @@ class Orders:
                 path.unlink(missing_ok=True)
         if replaced:
             files.replace(self.place.order(order.batch), order.text)
+
+    def _take_over(self, order: Order, key: str) -> None:
+        """Answers from run.dir/rollouts, where a start that was killed has learned from them: nobody draws them again.
+        """
+        kept = Kept(self.directory / contents.ROLLOUTS, order.batch, key)
+        if (found := kept.found(order.weights)) is None:
+            return
+        every, samples = groups.unflat(*found), order.draws["samples"]
+        for part in order.parts:
+            rows = order.rows(part)
+            files.replace(self.place.answers(order.batch, part), _content(
+                order, part, every[rows.start * samples:rows.stop * samples], "the trainer", ""))
 
     def _remove_weights_after(self, number: int) -> None:
         for name in os.listdir(self.place.weights):
@@ -355,6 +371,13 @@ class Arriving:
         return groups.unflat(told, arrays)
 
 
+def _content(order: Order, part: int, found: Sequence[Completion], by: str, on: str) -> bytes:
+    """Of a file of answers. by: the sampler. on: see `Taker.deliver`."""
+    told, arrays = groups.flat(found)
+    return groups.packed(told | {"order": order.id, "version": order.version, "weights": order.weights, "by": by,
+                                 "on": on}, arrays)
+
+
 def _answers(path: Path, order: Order) -> bool:
     found = groups.unpacked(path)
     return found is not None and found[0]["order"] == order.id
@@ -441,16 +464,14 @@ class Taker:
         return self.place.read(order.batch) == order
 
     def deliver(self, order: Order, part: int, found: Sequence[Completion], on: str) -> None:
-        """Raises: RolloutError where another sampler of this kind has given other answers."""
-        told, arrays = groups.flat(found)
-        told |= {"order": order.id, "batch": order.batch, "part": part, "version": order.version,
-                 "weights": order.weights, "by": self.name, "on": on}
-        path = self.place.answers(order.batch, part)
+        """on: the sampler's mesh and devices. Raises: RolloutError where another one on the same has given other
+        answers."""
+        path, content = self.place.answers(order.batch, part), _content(order, part, found, self.name, on)
         before = groups.unpacked(path)
         if before and before[0]["order"] == order.id:
-            _compare(path, before, (told, arrays))
+            _compare(path, before, groups.unpacked(io.BytesIO(content)))
         elif self.wanted(order):
-            files.patiently(lambda: files.replace(path, groups.packed(told, arrays), shared=True))
+            files.patiently(lambda: files.replace(path, content, shared=True))
         self.release()
 
 

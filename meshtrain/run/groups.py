@@ -140,9 +140,10 @@ class Kept:
         return AnswerBatch(groups, told["drawn"], told["equal"], told["version"],
                            {name: arrays[name] for name in arrays.keys() - ARRAYS})
 
-    def has(self, weights: str | None) -> bool:
-        """Whether this process finds the batch, see `read`."""
-        return self._fits(unpacked(self.path), weights)
+    def found(self, weights: str) -> tuple[dict, dict] | None:
+        """The batch as JSON and arrays, if this process finds it; see `read`."""
+        found = unpacked(self.path)
+        return found if self._fits(found, weights) else None
 
     def _fits(self, found: tuple[dict, dict] | None, weights: str | None) -> bool:
         return found is not None and found[0]["key"] == self.key and weights in (None, found[0]["weights"])
@@ -172,7 +173,7 @@ def packed(told: dict, arrays: dict) -> bytes:
     return content.getvalue()
 
 
-def unpacked(path: Path) -> tuple[dict, dict] | None:
+def unpacked(path: Path | io.BytesIO) -> tuple[dict, dict] | None:
     """(JSON, arrays) of a file; None where there is none, or a damaged one."""
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -1,9 +1,9 @@
 """The feed of training.objective = "rl": draws answers to prompts, has them scored, and makes batches of them.
 
 Batch n of answers is a function of the settings, n and the weights after (n - rl.lag) · rl.updates steps: keys of draws
-are counters, and nothing depends on time, order or layout. Every process draws all answers, scores its share, and packs
-the same rows. run.dir/rollouts keeps the newest batches: as text, and as arrays with which a killed run goes on without
-drawing again, and with the rewards it had.
+are counters, and nothing depends on time, order or layout. Every process draws or reads all answers, scores its share,
+and packs the same rows. run.dir/rollouts keeps the newest batches: as text, and as arrays with which a killed run goes
+on without drawing again, and with the rewards it had.
 """
 from __future__ import annotations
 

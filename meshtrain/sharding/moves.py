@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.sharding.rules import Layout
+
 Split = tuple[tuple[str, ...], ...]      # of each dim, the mesh axes that split it
 
 
@@ -30,17 +32,14 @@ class Moves:
             axis in other for other in self.between))
 
     @property
-    def gathered(self) -> tuple[str, ...]:
-        """Mesh axes over which the second move gathers."""
-        kept = {axis for dim in self.after for axis in dim}
-        return tuple(axis for axis in self.sizes if any(axis in dim for dim in self.before) and axis not in kept)
-
-    @property
-    def permuted(self) -> bool:
-        """Whether the first move also changes which device has which shard: an axis goes away before another that
-        stays, so the shard of each device goes to another one."""
-        left = [tuple(axis for axis in new if axis in old) for old, new in zip(self.before, self.between)]
-        return any(old[:len(stays)] != stays for old, stays in zip(self.before, left))
+    def permuted(self) -> tuple[str, ...]:
+        """Mesh axes of dims from which one goes away before another that stays: the first move begins with a permute,
+        in which each device's shard goes to another."""
+        found = set()
+        for old, new in zip(self.before, self.between):
+            stay = tuple(axis for axis in new if axis in old)
+            found |= set(old) if old[:len(stay)] != stay else set()
+        return tuple(axis for axis in self.sizes if axis in found)
 
     def spec(self, split: Split) -> P:
         return P(*(axes or None for axes in split))
@@ -48,18 +47,25 @@ class Moves:
     def shards(self, split: Split) -> int:
         return math.prod(self.sizes[axis] for axes in split for axis in axes)
 
-    def sent(self, array_bytes: float) -> dict[tuple[str, tuple[str, ...]], float]:
-        """(kind, mesh axes) -> bytes that a device sends of an array of that size, as `inspect` counts them."""
-        own, last = array_bytes / self.shards(self.before), array_bytes / self.shards(self.after)
-        over = lambda axes: math.prod(self.sizes[axis] for axis in axes)
-        found = {}
+    def collectives(self, array_bytes: float) -> list[tuple[str, tuple[str, ...], float]]:
+        """(kind, mesh axes, bytes) of an array of that size, in their order; the bytes are what a device holds before,
+        of an all-gather what it holds after. Behind a permute XLA exchanges over other axes of the same number."""
+        held, found = array_bytes / self.shards(self.before), []
+
+        def gather(axes: tuple[str, ...]) -> None:
+            nonlocal held
+            if axes:
+                held *= math.prod(self.sizes[axis] for axis in axes)
+                found.append(("all-gather", axes, held))
+        named = lambda split: {axis for axes in split for axis in axes}
+        gather(tuple(axis for axis in self.sizes if axis in named(self.before) - named(self.between)))
         if self.permuted:
-            moved = {axis for old, new in zip(self.before, self.between) if old != new for axis in old}
-            found["collective-permute", tuple(axis for axis in self.sizes if axis in moved)] = own
-        if t := self.exchanged:
-            found["all-to-all", t] = own * (1 - 1 / over(t))
-        if g := self.gathered:
-            found["all-gather", g] = last * (1 - 1 / over(g))
+            found.append(("collective-permute", self.permuted, held))
+        if self.exchanged:
+            found.append(("all-to-all", self.exchanged, held))
+        held = array_bytes / self.shards(self.between)
+        for axes, kept in reversed([*zip(self.between, self.after)]):     # the last dim first
+            gather(tuple(axis for axis in axes if axis not in kept))
         return found
 
 
@@ -76,3 +82,9 @@ def moves(shape: Sequence[int], before: Split, after: Split, sizes: Mapping[str,
             if (at := next(fitting, None)) is not None:
                 between[at] += (axis,)
     return Moves(tuple(before), tuple(between), tuple(after), sizes)
+
+
+def of_weight(shape: Sequence[int], axes: Sequence[str | None], stored: Layout, read: Layout) -> Moves:
+    """From [optimizer] of one layout to [params] of another on the same mesh. axes: logical."""
+    split = lambda layout, table: tuple(layout.mesh_axes(table, axis) for axis in axes)
+    return moves(shape, split(stored, "optimizer"), split(read, "params"), read.sizes)

@@ -148,8 +148,13 @@ def _apply_backward(experts, layout, residuals, dy_BTD):
     weights, shards, staged = residuals[3], ExpertShards.of(layout, residuals[3]), layout.sizes["stage"] > 1
 
     def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, inward, dy_BTD):
-        tokens = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK)))
-        matrices, dy_TD = shards.gathered(experts.engine, weights, x_BTD.dtype), _flat(dy_BTD)
+        tokens, dy_TD = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK))), _flat(dy_BTD)
+        if not experts.by_all_to_all:
+            tokens = RoutedTokens(*map(shards.region.gather_tokens, tokens))
+        # A layer's backward begins here, with nothing to hide gathers behind, and they queue in the order in which they
+        # start: what x is made of and x itself first, then dy and the weights, of which the first matmul needs one.
+        (tokens, dy_TD), weights = lax.optimization_barrier(((tokens, dy_TD), weights))
+        matrices = shards.gathered(experts.engine, weights, x_BTD.dtype)
         backward = _backward_by_all_to_all if experts.by_all_to_all else _backward
         dx, dweight, rest = backward(experts, shards.region, tokens, matrices, inward, dy_TD, staged)
         return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.reduced(rest)
@@ -346,11 +351,11 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
               saved, dy_TD, split: bool):
     """(dx, dweight, float32 gradients of this device's experts by name, or their WeightGradOperands with `split`).
 
-    saved: outputs of gate and up of the first round, or None.
+    tokens: gathered already; dy is not. saved: outputs of gate and up of the first round, or None.
     """
-    balanced_rows = region.balanced_rows(*tokens.chosen_TK.shape)
-    K, dtype = tokens.chosen_TK.shape[1], tokens.x_TD.dtype
-    x_AD, chosen_AK, weight_AK, dy_AD = map(region.gather_tokens, (*tokens, dy_TD))
+    (x_AD, chosen_AK, weight_AK), dy_AD = tokens, region.gather_tokens(dy_TD)
+    K, dtype = chosen_AK.shape[1], x_AD.dtype
+    balanced_rows = region.balanced_rows(len(dy_TD), K)
     assignments = _sorted_assignments(experts, region, chosen_AK, matrices)
 
     def gradients(dhw, weight_R1, *inward):

@@ -1,0 +1,192 @@
+"""What a sampler beside the training state costs, in closed formulas: bytes, collectives and seconds on one device.
+
+A token of every slot reads all weights and the slots' keys and values once, so memory bounds it until there are
+hundreds of rows; then FLOPs do. Its collectives are on the way, one after the other. The sync moves each weight as
+`sharding.moves` says.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+from meshtrain.cost.formulas.mixers import Mixer
+from meshtrain.cost.formulas.placed import GATHER, SCATTER, SUM, Placed
+from meshtrain.cost.formulas.price import Links
+from meshtrain.cost.formulas.rates import Rates
+from meshtrain.cost.formulas.traffic import FLOAT32, Sent
+from meshtrain.names import MATMUL_ROLES
+from meshtrain.parallel.experts.dispatch import ManualRegion
+from meshtrain.sharding import moves
+from meshtrain.sharding.rules import Layout
+
+SYNC, TOKEN = "sync", "a token"        # labels
+# Small collectives of a draw: maxima and sums of the logits over the vocabulary; who has ended and what was drawn over
+# the batch. Read off programs compiled for GPUs.
+DRAWS, ENDS = 4, 4
+# Of the memory beside a sampler's cache, for prompts that are read and for logits. Compiled for 8 and 64 H100: 1.0 and
+# 1.3 GiB of 72.8 (8B and 70B, 64 slots of 2,048 and 4,096 tokens a GPU).
+SPARE = 0.1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sampling:
+    """placed: the model under the sampler's layout. stored: the training layout, on the same mesh. slots: of all
+    devices. room: tokens of a slot. places: (window of a layer, 0: none) -> those that a slot has in it."""
+    placed: Placed
+    stored: Layout
+    slots: int
+    room: int
+    places: Callable[[int], int]
+
+    @property
+    def rows(self) -> float:
+        """Slots of a device."""
+        layout = self.placed.layout
+        return self.slots / layout.num_shards(layout.batch_axes)
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def itemsize(self, info) -> int:
+        """Bytes of an element where the sampler reads it."""
+        return self.placed.itemsize if info.role in MATMUL_ROLES else info.dtype.itemsize
+
+    def read_bytes(self, info) -> float:
+        return info.size * self.itemsize(info) / self._moves(info).shards(self._moves(info).after)
+
+    def copied_bytes(self) -> float:
+        """Of the weights that are not read where training stores them."""
+        return sum(self.read_bytes(info) for info in self.placed.rows if self.moved(info))
+
+    def moved(self, info) -> bool:
+        found = self._moves(info)
+        return found.before != found.after or self.itemsize(info) != info.dtype.itemsize
+
+    @functools.cached_property
+    def slot_bytes(self) -> float:
+        """Of a slot on the device that has it."""
+        return sum(self._layers(mixer) * self._state_bytes(mixer) if mixer.recurrent else
+                   self._layers(mixer) * self._token_bytes(mixer) * self.places(mixer.window)
+                   for mixer in self.placed.mixers)
+
+    @property
+    def cache_bytes(self) -> float:
+        return self.rows * self.slot_bytes
+
+    def fitting_beside(self, state_bytes: float, usable_bytes: float) -> int:
+        """The most slots that are planned for beside the training state of a device."""
+        return self.fitting((1 - SPARE) * usable_bytes - state_bytes - self.copied_bytes())
+
+    def fitting(self, free_bytes: float) -> int:
+        """The most slots of all devices whose cache is not more than that on any."""
+        layout = self.placed.layout
+        return max(0, int(free_bytes // self.slot_bytes)) * layout.num_shards(layout.batch_axes)
+
+    def _layers(self, mixer: Mixer) -> float:
+        return mixer.share * self.placed.cfg.num_layers
+
+    def _token_bytes(self, mixer: Mixer) -> float:
+        """Of a token in one layer: keys and values, or latents."""
+        return self.placed.itemsize * (mixer.latents or mixer.keys + mixer.values)
+
+    def _state_bytes(self, mixer: Mixer) -> float:
+        """Of a recurrence: its state, float32, and the last tokens before its convolutions."""
+        return 4 * mixer.state + self.placed.itemsize * (mixer.width - 1) * (mixer.queries + mixer.keys + mixer.values)
+
+    # ---- the sync ----------------------------------------------------------------------------------------------------
+
+    def sync(self) -> list[Sent]:
+        """The collectives of what is trained; what is frozen moves once."""
+        found = []
+        for info in self.placed.rows:
+            if info.trainable and self.moved(info):
+                dtype = self.placed.dtype if info.role in MATMUL_ROLES else FLOAT32
+                found += [Sent(kind, axes, dtype, array_bytes, 1, SYNC, layer=False) for kind, axes, array_bytes
+                          in self._moves(info).collectives(info.size * self.itemsize(info))]
+        return found
+
+    def sync_s(self, rated: Rates) -> float:
+        """The longer of its collectives and of reading what is stored and writing it twice, gathered and in its
+        order."""
+        links, moved = Links(rated, self.placed.mesh), [i for i in self.placed.rows if i.trainable and self.moved(i)]
+        stored = sum(i.size * i.dtype.itemsize / self._moves(i).shards(self._moves(i).before) for i in moved)
+        return max(sum(map(links.one_s, self.sync())), rated.stream_s(stored + 3 * sum(map(self.read_bytes, moved))))
+
+    def _moves(self, info) -> moves.Moves:
+        if info.path not in self._found:
+            self._found[info.path] = moves.of_weight(info.shape, info.axes, self.stored, self.placed.layout)
+        return self._found[info.path]
+
+    @functools.cached_property
+    def _found(self) -> dict[tuple[str, ...], moves.Moves]:
+        return {}
+
+    # ---- a token of every slot ---------------------------------------------------------------------------------------
+
+    def token_bytes(self, length: float) -> float:
+        """HBM bytes of a token of every slot, each with `length` tokens before it."""
+        read = sum(self.read_bytes(info) * self._share_read(info) for info in self.placed.rows)
+        for mixer in self.placed.mixers:
+            seen = 2 * self._state_bytes(mixer) if mixer.recurrent else self._token_bytes(mixer) * min(
+                length, mixer.window or length)
+            read += self.rows * self._layers(mixer) * seen
+        return read
+
+    def token_flops(self, length: float) -> float:
+        """Matmul FLOPs of a token of every slot on one device."""
+        placed, cfg = self.placed, self.placed.cfg
+        products = cfg.num_layers * sum(one.share * one.k * one.n for one in placed.layer.products)
+        products += placed.head.k * placed.head.n + sum(
+            info.size / self._moves(info).shards(self._moves(info).after) * self._visits(info)
+            for info in placed.rows if _of_experts(info))
+        attended = sum(self._layers(mixer) * (mixer.queries + mixer.outputs) * min(length, mixer.window or length)
+                       for mixer in placed.mixers if not mixer.recurrent)
+        return 2 * self.rows * (products + attended)
+
+    def token(self) -> list[Sent]:
+        """The collectives of a token of every slot."""
+        return [sent for sent in self._token() if sent.axes]
+
+    def token_s(self, rated: Rates, length: float) -> dict[str, float]:
+        """Seconds of a token of every slot, by what bounds them: HBM or FLOPs, the longer one; and collectives."""
+        share = rated.assumed["matmul.best"] * rated.assumed["matmul.sustained"] * rated.assumed["matmul.clock"]
+        seconds = {"HBM": rated.stream_s(self.token_bytes(length)),
+                   "FLOPs": self.token_flops(length) / (rated.peak(self.placed.cfg.compute_dtype) * share)}
+        longest = max(seconds, key=seconds.__getitem__)
+        links = Links(rated, self.placed.mesh)
+        return {longest: seconds[longest], "collectives": sum(one.runs * links.one_s(one) for one in self.token())}
+
+    def _token(self) -> Iterator[Sent]:
+        placed, layout = self.placed, self.placed.layout
+        send = lambda kind, axes, elements, runs: Sent(kind, axes, placed.dtype, placed.itemsize * self.rows * elements,
+                                                       runs, TOKEN)
+        width, vocab = placed.cfg.embed_dim, layout.mesh_axes("params", "vocab")
+        for product in placed.layer.products:
+            yield send(SUM, product.row, product.n, product.share * placed.cfg.num_layers)
+        yield send(SUM, vocab, width, 1)            # of looked-up rows
+        if layers := sum(info.shape[0] for info in placed.rows if _of_experts(info) and info.path[-1] == "down"):
+            region = ManualRegion.of(layout)        # assumption: by gathers, also where tokens would be exchanged
+            for kind in (GATHER, SCATTER):
+                yield send(kind, region.gathered, width * layout.num_shards(region.gathered), layers)
+            yield send(SUM, region.summed, width * layout.num_shards(region.gathered), layers)
+        yield Sent(SUM, vocab, FLOAT32, 4 * self.rows, DRAWS, TOKEN)
+        yield Sent(GATHER, layout.batch_axes, "s32", 4 * self.slots, ENDS, TOKEN)
+
+    def _visits(self, info) -> float:
+        """Tokens for each slot of a device that an expert of its multiplies, in the mean."""
+        cfg, region = self.placed.cfg, ManualRegion.of(self.placed.layout)
+        return cfg.experts_per_token / cfg.num_experts * region.num_shards(region.gathered)
+
+    def _share_read(self, info) -> float:
+        """Of a weight, by a token of every slot: of experts those that some token chose, of a table a few rows."""
+        cfg, tied = self.placed.cfg, self.placed.cfg.tie_embeddings
+        if info.role == "embedding" and not (tied and info.axes[0] == "vocab"):
+            return 0.0
+        if not _of_experts(info):
+            return 1.0
+        return 1 - (1 - cfg.experts_per_token / cfg.num_experts) ** (
+            self._visits(info) * self.rows * cfg.num_experts / cfg.experts_per_token)
+
+
+def _of_experts(info) -> bool:
+    return "expert" in info.axes and info.role == "matrix"

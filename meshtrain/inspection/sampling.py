@@ -1,0 +1,71 @@
+"""What a run with [rl] costs between its steps: the weights' way to the sampler, the memory while answers are drawn,
+and the rate at which they are.
+
+Takes the costs by formulas, and the compiled programs of the sampler.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+
+from meshtrain import hardware
+from meshtrain.assembly import Assembly
+from meshtrain.cost.formulas import rates, traffic
+from meshtrain.cost.formulas.assumptions import Assumptions
+from meshtrain.cost.formulas.decode import Sampling
+from meshtrain.cost.program import audit, roofline
+from meshtrain.inspection import memory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SamplingCosts:
+    """programs: compiled, sync (where weights move), fill and decode. training_bytes: of the compiled step. assumed: as
+    of `Inspected`."""
+    made: Assembly
+    costs: Sampling
+    programs: Mapping[str, jax.stages.Compiled]
+    training_bytes: int
+    assumed: Mapping[str, float]
+
+    def as_json(self) -> dict:
+        """Of one device. times: null unless compiled for a GPU of known speed."""
+        costs, gpu, held = self.costs, roofline.gpu_of(self.made), self._held()
+        rated = gpu and rates.Rates(gpu, Assumptions(gpu.name, self.assumed))
+        sizes, layout = self.made.mesh_spec.sizes, costs.placed.layout
+        of = lambda name: audit.summarize(audit.read(self.programs[name].as_text(), self.made.mesh).collectives
+                                          ) if name in self.programs else []
+        beside = held["compiled"]["total"] - held["compiled"]["cache"]
+        usable = gpu and hardware.usable_bytes(gpu)
+        parts = rated and costs.token_s(rated, costs.room)
+        token_s, rl = parts and sum(parts.values()), self.made.run.rl
+        passes = -(-rl.prompts * rl.samples // costs.slots) * rl.max_tokens
+        return {
+            "slots": costs.slots, "room": costs.room, "rules": layout.rules.path, "memory_bytes": held,
+            "peak_bytes": max(held["compiled"]["total"], self.training_bytes),
+            "slots_that_fit": usable and costs.fitting(usable - beside),
+            "sync": {"collectives": {"formula": traffic.summarized(costs.sync(), sizes), "compiled": of("sync")},
+                     "time_s": rated and costs.sync_s(rated)},
+            "decode": {"hbm_bytes": round(costs.token_bytes(costs.room)), "flops": round(costs.token_flops(costs.room)),
+                       "collectives": {"formula": traffic.summarized(costs.token(), sizes), "compiled": of("decode")},
+                       "time_s": parts and {**parts, "total": token_s},
+                       "batch_s_at_most": token_s and passes * token_s,
+                       "tokens_per_s_per_gpu": token_s and costs.slots / token_s / self.made.mesh_spec.num_devices}}
+
+    def _held(self) -> dict[str, dict[str, int | None]]:
+        """formula: without temporaries. compiled: weights are what the sync gives, the cache what `decode` gives back,
+        temporaries those of the larger of fill and decode, or more where the sync has more before there is a cache."""
+        state = {name: memory.formula(self.made)[name] for name in ("params", "optimizer")}
+        ruled = {"state": sum(state.values()), "weights": round(self.costs.copied_bytes()),
+                 "cache": round(self.costs.cache_bytes), "temporaries": None}
+        by_name = {name: one.memory_analysis() for name, one in self.programs.items()}
+        later = max(by_name[name].temp_size_in_bytes for name in ("fill", "decode"))
+        cache = by_name["decode"].alias_size_in_bytes
+        frozen = sum(self.costs.read_bytes(info) for info in self.costs.placed.rows
+                     if not info.trainable and self.costs.moved(info))
+        weights = round(frozen) + (by_name["sync"].output_size_in_bytes if "sync" in by_name else 0)
+        first = by_name["sync"].temp_size_in_bytes if "sync" in by_name else 0
+        found = {"state": ruled["state"], "weights": weights, "cache": cache, "temporaries": max(later, first - cache)}
+        total = lambda held: held | {"total": sum(filter(None, held.values()))}
+        return {"formula": total(ruled), "compiled": total(found)}
