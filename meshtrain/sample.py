@@ -19,9 +19,10 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 
 import jax
 
-from meshtrain import assembly, config, devices, trained
+from meshtrain import assembly, config, devices, files, trained
 from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints
 from meshtrain.cluster import watch
+from meshtrain.files import FileSystemError
 from meshtrain.inference.generate import Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.run import apart, replicas
@@ -77,6 +78,11 @@ def serve(run_dir: Path, words: Sequence[str]) -> int:
             done, waiting.since = done + 1, time.monotonic()
             say.out(f"batch {order.batch}, part {part + 1} of {len(order.parts)}: {len(found)} answers with version "
                     f"{order.version} of the weights, {sum(len(one.tokens) for one in found)} tokens")
+    except OSError as error:
+        if isinstance(error, FileSystemError):
+            raise
+        raise FileSystemError(f"{place.directory} cannot be used: {files.said(error)}; see to the file system, and "
+                              f"start again") from error
     finally:
         taker.leave()
 

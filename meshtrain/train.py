@@ -386,6 +386,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
                         spikes, agree.exchange(socket.gethostname()))
         if learns_of_rewards:
             batches.record = record
+            batches.stopping = stop.reached
             if batches.orders:
                 batches.orders.stopping = stop.reached
         if start.rollbacks:

@@ -149,6 +149,15 @@ def test_a_deadline_is_kept(hostile):
     pool.close()
 
 
+def test_what_waits_is_not_scored_where_a_run_ends(hostile):
+    pool = workers.RewardWorkers(hostile, 1, 2.0, 1.0)
+    for number in range(50):
+        pool.submit(number, "", "sleep", LINE)
+    begun = time.monotonic()
+    pool.close()
+    assert time.monotonic() - begun < 6 and not of_the_functions(hostile)
+
+
 def test_workers_die_with_the_process_that_has_them(hostile, tmp_path):
     program = (f"import os, time\nfrom meshtrain.rewards import workers\n"
                f"pool = workers.RewardWorkers({hostile!r}, 1, 100.0, 1.0)\n"

@@ -1,5 +1,6 @@
 """Runs that learn from rewards, by the command: they learn, go on bit for bit wherever they are killed, draw the same
 answers on every mesh, and tell mistakes before anything is compiled."""
+import itertools
 import json
 import shutil
 
@@ -12,7 +13,7 @@ from test_lora_runs import saved
 
 from meshtrain import files, report, train
 from meshtrain.inference.generate import Generator
-from meshtrain.run import groups, rollouts
+from meshtrain.run import groups, loop, rollouts
 from meshtrain.run.record import Record
 
 REWARD = '''
@@ -132,6 +133,21 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(place, undisturbed, monkeypatc
     assert list(map(timeless, rows(directory))) == list(map(timeless, rows(undisturbed)))
     assert_same_bits(saved(directory, 4)["params"], saved(undisturbed, 4)["params"])
     assert drawn(directory, 3) == drawn(undisturbed, 3)
+
+
+def test_a_run_that_is_to_stop_draws_no_more_answers(place, undisturbed, monkeypatch):
+    """Of several processes that agree one step later, a batch of answers may take minutes."""
+    asked = itertools.count()
+
+    def reached(stop, *late):       # the loop says how late the host came, and the feed asks twice before a batch
+        stop.agreed = stop.agreed or not late and next(asked) == 5
+        return stop.agreed
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.Stop, "reached", reached)
+        done = call(train.main, *words(place, "stopping", "--checkpoint.every=0"))
+    assert done.code == 75 and "stopped after step 2, saved" in done.out, done.out
+    ran(*words(place, "stopping", "--checkpoint.every=0"))
+    assert list(map(timeless, rows(place / "stopping"))) == list(map(timeless, rows(undisturbed)))
 
 
 def test_half_a_file_of_answers_is_drawn_again(place, undisturbed):

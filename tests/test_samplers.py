@@ -163,8 +163,11 @@ def test_batches_whose_weights_are_gone_are_drawn_with_newer_ones_and_that_is_to
     more = words(place, "gone", "--rl.lag=2", *FEW)
     with Beside(directory):
         killed_at(monkeypatch, Record, "dispatched", 4, True, more)
-        for name in ("rollouts", "samplers/answers", "samplers/weights"):
-            shutil.rmtree(directory / name)
+        shutil.rmtree(directory / "rollouts")
+        for path in (directory / "samplers" / "weights").iterdir():
+            shutil.rmtree(path)
+        for path in (directory / "samplers" / "answers").iterdir():
+            path.unlink()
         done = ran(*more)
     assert "batch 2 is drawn with the weights of version 2: neither those of version 0 are there any more" in done.err
     assert versions(directory)[-3:] == [2, 2, 2] and rows(directory)[2]["mismatch_max"] < 1e-4

@@ -108,7 +108,10 @@ class RewardWorkers:
             for number, (one, *others) in found.items()}
 
     def close(self) -> None:
-        """Kills the processes. May be called twice."""
+        """Kills the processes; what waits is not scored. May be called twice."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

@@ -30,7 +30,7 @@ from meshtrain.names import NO_TARGET
 from meshtrain.run import contents, replicas, say
 from meshtrain.run.apart import Orders
 from meshtrain.run.groups import AnswerBatch, Group, Kept, RolloutError, means
-from meshtrain.run.loop import StepBatch
+from meshtrain.run.loop import NoBatch, StepBatch
 from meshtrain.run.record import Record
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
@@ -65,8 +65,8 @@ class Rollouts:
     """A feed (loop.Feed) and its data. words: text of ids, with the tokens that end an answer. sampler:
     `generator(params)` gives a Generator with these weights. record: of the run, set before the loop begins. position:
     of the checkpoint that the run resumes from. reference: a step's weights -> those that rl.kl is measured to. origin:
-    [their digest, step of checkpoint.init_from], where they are not the base of adapters. orders: with rl.lag, to
-    samplers apart.
+    [their digest, step of checkpoint.init_from], where they are not the base of adapters. stopping: whether to stop,
+    called by all processes alike; set with the record. orders: with rl.lag, to samplers apart.
     """
 
     validation = ()     # there are no batches with a loss; see `validate`
@@ -78,6 +78,7 @@ class Rollouts:
         self.record: Record | None = None
         self.reference: Callable[[dict], dict] | None = None
         self.origin: list = []
+        self.stopping: Callable[[], bool] = lambda: False
         self.orders: Orders | None = None
         self._marks = [(position["batches"], position["tokens"], position["drawn"]) if position else (0, 0, 0)]
         self._held: tuple[int, list[dict], int] | None = None       # number of the batch, its parts, prompts drawn then
@@ -134,6 +135,9 @@ class Rollouts:
         if found is None and part and jax.process_index() == 0:
             say.err(f"{kept.path} is gone or damaged, with the answers that the steps before this one learned from; "
                     f"they are drawn again, with the weights of now")
+        # An answer to a question is read by the next: of the step before, and of now.
+        if found is None and part == 0 and (self.stopping() or self.stopping()):
+            raise NoBatch
         drawn = found or self._drawn(number, first, state)
         parts = self._packed(drawn.groups, number * self.rl.updates)
         if missing := [name for name in SCORES if name in self.program.step.batch and name not in drawn.scores]:
