@@ -83,9 +83,9 @@ def score(prompt, answer, line):
             for _ in range(1 << 10):
                 file.write(bytes(1 << 20))
     if answer == "close":
-        os.closerange(3, 100)
+        os.closerange(3, 4096)
     if answer == "garbage":
-        for descriptor in range(3, 20):
+        for descriptor in range(3, 4096):
             try:
                 os.write(descriptor, b"garbage\\n")
             except OSError:
