@@ -43,12 +43,12 @@ def main(given: config.Arguments) -> int:
 
 def serve(run_dir: Path, words: Sequence[str]) -> int:
     """Draws answers until the run is finished. words: keys of the command line."""
-    place, waiting = apart.Place.of(run_dir), _Waiting(f"waiting for orders in {run_dir}")
+    place, waiting = apart.SamplerFiles.of(run_dir), _Waiting(f"waiting for orders in {run_dir}")
     while not place.orders.is_dir():
         waiting.pause()
-    taker = apart.Taker(run_dir)
-    stops.end_together(taker.leave)
-    taker.begin()
+    queue = apart.WorkQueue(run_dir)
+    stops.end_together(queue.leave)
+    queue.begin()
     drawing = _Drawing(run_dir, words)
     done, old = 0, place.finished.exists()
     since = time.monotonic()
@@ -60,7 +60,7 @@ def serve(run_dir: Path, words: Sequence[str]) -> int:
                     return stops.DONE
             else:
                 old = False
-            if (taken := taker.next()) is None:
+            if (taken := queue.next()) is None:
                 waiting.pause()
                 continue
             order, part = taken
@@ -68,13 +68,13 @@ def serve(run_dir: Path, words: Sequence[str]) -> int:
                 with watch.phase(f"part {part} of batch {order.batch}", "save"):
                     found = drawing.answers(order, part)
             except CheckpointError:     # removed, since others have answered it all
-                if taker.wanted(order) and place.sum_of(order.version) == order.weights:
+                if queue.wanted(order) and place.checksum_of(order.version) == order.weights:
                     raise
                 found = None
             if found is None:
-                taker.release()
+                queue.release()
                 continue
-            taker.deliver(order, part, found, drawing.sampler.on)
+            queue.deliver(order, part, found, drawing.sampler.on)
             done, waiting.since = done + 1, time.monotonic()
             say.out(f"batch {order.batch}, part {part + 1} of {len(order.parts)}: {len(found)} answers with version "
                     f"{order.version} of the weights, {sum(len(one.tokens) for one in found)} tokens")
@@ -84,7 +84,7 @@ def serve(run_dir: Path, words: Sequence[str]) -> int:
         raise FileSystemError(f"{place.directory} cannot be used: {files.said(error)}; see to the file system, and "
                               f"start again") from error
     finally:
-        taker.leave()
+        queue.leave()
 
 
 class _Waiting:
@@ -114,7 +114,7 @@ class _Drawing:
         was told."""
         if self.store is None:
             devices.start(config.resolve({}, self.words, trained.KEYS, "sample")[0])
-            self.store = Checkpoints(apart.Place.of(self.run_dir).weights, read_only=True)
+            self.store = Checkpoints(apart.SamplerFiles.of(self.run_dir).weights, read_only=True)
         saved = self.store.open(order.version)
         if self.sampler is None:
             self.sampler = trained.apart(saved, self.words, "sample")

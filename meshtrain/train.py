@@ -203,7 +203,7 @@ def _train(session: _Session, start: resume.Start) -> int:
     began = time.perf_counter()
     say.out(report.before(session.made))
     state = _begun(session, start, given)
-    batches = _with_references(session, start, batches, state)
+    batches = _prepared(session, start, batches, state)
     _compile(session, batches)
     say.out(report.compiled(session.step, session.made, time.perf_counter() - began))
     session.begin(start)
@@ -259,9 +259,9 @@ def _begun(session: _Session, start: resume.Start, given) -> State:
         return agree.everywhere(lambda: _start_state(session.made, start, given))
 
 
-def _with_references(session: _Session, start: resume.Start, batches, state: State) -> Batches | Rollouts:
-    """The batches, for DPO with the margins of the reference model: the weights that the run starts from. Of prompts:
-    what draws answers to them."""
+def _prepared(session: _Session, start: resume.Start, batches, state: State) -> Batches | Rollouts:
+    """What is trained on: the batches, for DPO with the margins of the reference model (the weights that the run starts
+    from); for RL what draws answers to the prompts."""
     if session.run.training.objective == "rl":
         return agree.everywhere(lambda: _rollouts(session, start, batches, state))
     if session.run.training.objective != "dpo":
@@ -302,7 +302,7 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
 def _orders(session: _Session, found: prompts.Prompts, words: Words, position: dict | None) -> Orders:
     """Orders to samplers apart, which go on where the checkpoint was made."""
     run = session.run
-    store = Checkpoints(apart.Place.of(session.directory).weights, keep=run.rl.lag + 2,
+    store = Checkpoints(apart.SamplerFiles.of(session.directory).weights, keep=run.rl.lag + 2,
                         check_claim=session.checkpoints.check_claim)
     document = rundir.metadata(run, session.made.layout.rules.text, {})
     dtype, kept = jnp.dtype(run.model.compute_dtype), jax.tree.map(
@@ -385,10 +385,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
         record = Record(run, writer, Progress(run.training.steps, _memory(made, session.step)), *_flops(made), account,
                         spikes, agree.exchange(socket.gethostname()))
         if learns_of_rewards:
-            batches.record = record
-            batches.stopping = stop.reached
-            if batches.orders:
-                batches.orders.stopping = stop.reached
+            batches.begin(record, stop.reached)
         if start.rollbacks:
             record.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
         shared = lambda number, ending: ending or checkpoints.due(number)
@@ -493,7 +490,6 @@ def _batches(run: Run, corpus: sources.Corpus, start: resume.Start) -> Batches:
 def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
     """The initial state: restored from a checkpoint, loaded from a model folder or another run, or random. given: as
     returned by `_open`."""
-    run = made.run
     if start.saved is not None:
         with config.user_errors():
             state = start.saved.restore(made.state_shapes)

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from kept_programs import programs_in
 
+from meshtrain import train
+
 ROOT = Path(__file__).resolve().parent.parent
 RULES = '# my own\n[activations]\nbatch = ["data", "fsdp"]\n'
 SIX = ("--training.steps", "6")
@@ -32,6 +34,18 @@ def call(main, *args) -> Ran:
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = main([str(arg) for arg in args])
     return Ran(code, out.getvalue(), err.getvalue())
+
+
+def ran(*words) -> Ran:
+    """What `train` said, which ended well."""
+    done = call(train.main, *words)
+    assert done.code == 0, done.err
+    return done
+
+
+def rows(directory: Path) -> list[dict]:
+    """Of metrics.jsonl."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import conversations as drawn
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits
-from commands import call, home, in_a_directory_of_its_own  # noqa: F401
+from commands import call, home, in_a_directory_of_its_own, ran, rows  # noqa: F401
 from test_lora_runs import saved
 
 from meshtrain import config, evaluate, generate, train
@@ -50,16 +50,6 @@ def words(place, name: str, *more) -> list[str]:
               "metrics.tensorboard": "false",
               "run.compilation_cache": ""}
     return [f"--{key}={value}" for key, value in values.items()] + list(more)
-
-
-def ran(*words):
-    done = call(train.main, *words)
-    assert done.code == 0, done.err
-    return done
-
-
-def rows(directory) -> list[dict]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_learns_the_preferences_from_where_it_is_its_own_reference(place):

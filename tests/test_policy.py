@@ -3,6 +3,8 @@ layout, however answers are packed and microbatches cut."""
 import dataclasses
 import functools
 import json
+import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,14 +17,15 @@ import reference
 import sampling
 
 from meshtrain import assembly, config
+from meshtrain.config.sections import Rl
 from meshtrain.data.batches import answers as answers_of
 from meshtrain.data.batches.answers import DrawnAnswer
 from meshtrain.inspection import memory
 from meshtrain.names import NO_TARGET
 from meshtrain.training import objective
 from meshtrain.training.policy import Policy
-from meshtrain.training.state import State
 from test_collective_order import by_gloo, unordered  # noqa: F401
+from test_dpo import moments_of
 from test_layouts import MODEL, ONE, run_of
 from test_lora import ALPHA, RANK, assert_equal_gradients, without_adapters
 
@@ -220,16 +223,6 @@ def rl_run(keys: dict, rule: str = "ddp", mesh: dict = ONE, microbatches: int = 
 
 
 LORA = dict(lora=dict(rank=RANK, alpha=ALPHA))
-
-
-def moments_of(compiled: parity.Compiled, p, batch):
-    """(metrics of a step from these host parameters, its gradients: adamw's first moment / (1 - b1))."""
-    made, spec = compiled.made, compiled.made.program.step.state
-    opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
-    state = jax.device_put(State(np.int32(0), p, opt_state), spec.sharding)
-    state, metrics = compiled.step(state, made.program.place(batch))
-    return jax.device_get(metrics), jax.tree.map(lambda m: m / (1 - made.run.optimizer.b1),
-                                                 jax.device_get(parity.first_moment(state.opt_state)))
 
 
 def log_softmax(run: config.Run, p, batch):
@@ -488,3 +481,50 @@ def log_probabilities_of(run: config.Run, p) -> list[np.ndarray]:
     batch, places = answers_of.pack(drawn, run.rl, ROWS, T, 0)
     with jax.default_matmul_precision("highest"):
         return jax.device_get(of_answers(log_softmax(run, p, batch), batch, drawn, places)[0])
+
+
+# ---- the table of algorithms -----------------------------------------------------------------------------------------
+
+
+def algorithms() -> dict[str, dict]:
+    """Of docs/rl.md: the keys of [rl] by name."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / "rl.md").read_text().split("## Algorithms")[1]
+    found = {}
+    for line in text.split("\n\n")[2].splitlines()[2:]:
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        keys = dict(zip(("advantage", "aggregate", "ratio"), (cell.strip("`") for cell in cells)))
+        more = tomllib.loads("\n".join(re.findall(r"`(\w+ = [^`]+)`", cells[3])))
+        found[name.split(" (")[0]] = keys | more
+    return found
+
+
+def test_the_table_has_the_algorithms_that_people_name():
+    assert list(algorithms()) == ["GRPO", "DAPO", "Dr. GRPO", "RLOO", "GSPO", "CISPO"]
+
+
+@pytest.mark.parametrize("name, case", [("GRPO", "grpo, kl k3"), ("DAPO", "dapo, clip higher"), ("Dr. GRPO", "dr_grpo"),
+                                        ("GSPO", "gspo"), ("CISPO", "cispo")])
+def test_each_algorithm_of_the_table_is_what_trl_is_compared_with(name, case):
+    keys, golden = algorithms()[name], GOLDEN["cases"][case]
+    trl, aggregate = settings(golden["settings"], golden["correction"])
+    policy = Policy.of(Rl(**{"updates": 2} | keys))
+    if name == "CISPO":         # the published case has a tighter limit
+        policy = dataclasses.replace(policy, clip_high=trl.clip_high)
+    compared = dataclasses.replace(policy, correction_limit=trl.correction_limit)
+    assert (compared, keys["aggregate"]) == (trl, aggregate)
+    found = answers_of.advantages(TENSORS["rewards"], keys["advantage"]).ravel()
+    np.testing.assert_allclose(found, golden["advantages"], atol=1e-6)
+
+
+def test_rloo_of_the_table_is_its_papers_gradient():
+    """Of the mean over answers of (the reward less the mean of the others') · the log-probability of the answer."""
+    keys = algorithms()["RLOO"]
+    rewards_PN, lengths = np.array([[1.0, 0.0, 3.0], [2.0, 2.5, 0.0]]), (3, 1, 4, 2, 5, 1)
+    advantages = answers_of.advantages(rewards_PN, keys["advantage"]).ravel()
+    by_hand = [r - (row.sum() - r) / 2 for row in rewards_PN for r in row]
+    np.testing.assert_allclose(advantages, by_hand)
+    drawn = [DrawnAnswer(np.zeros(2, int), np.arange(n), np.zeros(n), a) for n, a in zip(lengths, advantages)]
+    policy = Policy.of(Rl(**keys))
+    _, slopes, _ = loss_and_slopes(policy, keys["aggregate"], drawn, [np.full(n, -1.0) for n in lengths], 6, 8)
+    for slope, a in zip(slopes, by_hand):
+        np.testing.assert_allclose(slope * LONGEST, -a / len(lengths))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits
-from commands import call, home, in_a_directory_of_its_own  # noqa: F401
+from commands import call, home, in_a_directory_of_its_own, ran, rows  # noqa: F401
 from test_lora_runs import saved
 
 from meshtrain import files, report, train
@@ -43,18 +43,8 @@ def words(place, name: str, *more) -> list[str]:
               "data.global_batch": 8, "training.objective": "rl", "training.microbatches": 1, "training.steps": 4,
               "optimizer.learning_rate": 0.01, "optimizer.schedule": "constant", "rl.prompts": 4, "rl.samples": 4,
               "rl.max_tokens": 6, "rl.reward": f"{place / 'rewards.py'}:score", "rl.reward_workers": 1,
-              "validation.every": 2, "metrics.tensorboard": "false", "run.compilation_cache": ""}
+              "validation.every": 2, "metrics.tensorboard": "false", "run.compilation_cache": place / "cache"}
     return [f"--{key}={value}" for key, value in values.items()] + list(more)
-
-
-def ran(*words):
-    done = call(train.main, *words)
-    assert done.code == 0, done.err
-    return done
-
-
-def rows(directory) -> list[dict]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def timeless(row: dict) -> dict:
@@ -220,6 +210,8 @@ def test_a_stop_between_the_updates_of_a_batch_changes_nothing(place, undisturbe
         assert all(row["mismatch_max"] < 1e-4 for row in found), "of the weights that drew"
 
 
+@pytest.mark.slow
+@pytest.mark.grid
 def test_a_run_that_goes_on_measures_to_the_weights_that_it_started_from(place, undisturbed):
     more = ["--rl.kl=0.1", "--training.steps=1", "--validation.every=0"]
     ran(*words(place, "reference", f"--checkpoint.init_from={undisturbed}", *more))

@@ -111,8 +111,8 @@ PLACES = {
         apart.Orders, "offer", 4, True),
     "before an order": (apart.Orders, "_give", 5, False), "after an order": (apart.Orders, "_give", 5, True),
     "before the weights are saved": (Checkpoints, "save", 4, False), "while they are": (Checkpoints, "save", 4, True),
-    "with some answers": (apart.Arriving, "_read", 13, True), "with all of a batch": (
-        apart.Arriving, "complete", 4, True),
+    "with some answers": (apart.ArrivingAnswers, "_read", 13, True), "with all of a batch": (
+        apart.ArrivingAnswers, "complete", 4, True),
     "before old files go": (apart.Orders, "_drop_before", 4, False),
     "before a checkpoint has its queue": (apart.Orders, "queue", 2, False)}
 
@@ -181,7 +181,7 @@ def test_a_run_with_several_updates_of_a_batch_counts_batches_and_not_steps(plac
 
 def test_a_run_that_is_asked_to_stop_while_it_waits_saves_and_ends(place, home, monkeypatch):  # noqa: F811
     """There is no sampler for its second batch."""
-    asked, real = [], apart.Arriving._arrived
+    asked, real = [], apart.ArrivingAnswers._arrived
     monkeypatch.setattr(loop.Stop, "reached", lambda self, late_s=None: bool(asked))
 
     def waiting(self, missing):
@@ -189,7 +189,7 @@ def test_a_run_that_is_asked_to_stop_while_it_waits_saves_and_ends(place, home, 
             asked.append(1)
             return []
         return real(self, missing)
-    monkeypatch.setattr(apart.Arriving, "_arrived", waiting)
+    monkeypatch.setattr(apart.ArrivingAnswers, "_arrived", waiting)
     monkeypatch.setattr(apart, "LOST_S", 20.0)      # how long the sampler waits behind a run that has ended
     directory = place / "asked"
     thread = threading.Thread(target=sample.serve, args=(directory, ALONE), daemon=True)
@@ -211,16 +211,16 @@ ORDER = apart.Order(3, 1, "sum", {"samples": 2, "seed": 0}, 16, 2, [[1], [2], [3
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     """A run.dir with one order, whose weights are there."""
-    place = apart.Place.of(tmp_path)
-    for path in (place.orders, place.signs, place.answers(0, 0).parent, place.weights / "1"):
+    place = apart.SamplerFiles.of(tmp_path)
+    for path in (place.orders, place.heartbeats, place.answers(0, 0).parent, place.weights / "1"):
         path.mkdir(parents=True)
     (place.weights / "1" / "metadata.json").write_text('{"weights": "sum"}')
     place.order(3).write_text(ORDER.text)
     return tmp_path
 
 
-def taker(desk) -> apart.Taker:
-    one = apart.Taker(desk)
+def taker(desk) -> apart.WorkQueue:
+    one = apart.WorkQueue(desk)
     one.begin()
     return one
 
@@ -234,7 +234,7 @@ def test_each_part_is_taken_once_and_that_of_a_dead_sampler_again(desk):
     assert first.next() == (ORDER, 0) and second.next() == (ORDER, 1)
     third = taker(desk)
     assert third.next() is None, "both are at work"
-    first._left.set()       # kill -9: its sign is renewed no more
+    first._left.set()       # kill -9: its heartbeat stops
     deadline = time.monotonic() + 20
     while (taken := third.next()) is None:
         assert time.monotonic() < deadline
@@ -258,12 +258,12 @@ def test_two_answers_to_one_order_are_compared(desk, capfd):
 
 def test_answers_of_another_version_are_refused(desk):
     stale = dataclasses.replace(ORDER, version=0, weights="old")
-    apart.Place.of(desk).order(3).write_text(stale.text)
+    apart.SamplerFiles.of(desk).order(3).write_text(stale.text)
     taker(desk).deliver(stale, 0, answers(0), "cpu")
     orders = apart.Orders.__new__(apart.Orders)
-    orders.place = apart.Place.of(desk)
+    orders.place = apart.SamplerFiles.of(desk)
     with pytest.raises(groups.RolloutError, match=r"drawn with version 0 \(old\).* to be drawn with version 1 \(sum\)"):
-        apart.Arriving(orders, ORDER)._read(0)
+        apart.ArrivingAnswers(orders, ORDER)._read(0)
     orders._give(ORDER)
     assert not list(orders.place.of_batch(3)) and orders.place.read(3) == ORDER, "removed with the order"
 
@@ -282,7 +282,7 @@ def test_an_order_waits_for_its_weights_and_an_answer_to_a_replaced_one_is_dropp
 
 def test_weights_that_are_not_those_of_the_order_draw_nothing(place, two_behind, tmp_path):  # noqa: F811
     shutil.copytree(two_behind / "samplers", tmp_path / "samplers")
-    there = apart.Place.of(tmp_path)
+    there = apart.SamplerFiles.of(tmp_path)
     order = dataclasses.replace(there.read(4), weights="another sum")
     with pytest.raises(groups.RolloutError, match="has other weights .* nothing is drawn"):
         sample._Drawing(tmp_path, ALONE).answers(order, 0)
@@ -291,7 +291,7 @@ def test_weights_that_are_not_those_of_the_order_draw_nothing(place, two_behind,
 def test_what_a_checkpoint_needs_stays(desk):
     """Answers of batches that the queue of a checkpoint holds; other old ones go."""
     orders = apart.Orders.__new__(apart.Orders)
-    orders.place, orders.directory = apart.Place.of(desk), desk
+    orders.place, orders.directory = apart.SamplerFiles.of(desk), desk
     orders.rl = type("Rl", (), {"updates": 2, "lag": 2})
     orders.run = type("Run", (), {"checkpoint": type("C", (), {"local_every": 0})})
     for batch in range(12):
@@ -350,13 +350,13 @@ def test_launchers_give_samplers_gpus_of_their_own(monkeypatch):
 KILLED = """
 import os, signal, sys
 from meshtrain.run import apart
-real, calls = apart.Taker.deliver, []
+real, calls = apart.WorkQueue.deliver, []
 def deliver(self, *given):
     calls.append(1)
     if len(calls) == 6:
         os.kill(os.getpid(), signal.SIGKILL)
     real(self, *given)
-apart.Taker.deliver = deliver
+apart.WorkQueue.deliver = deliver
 from meshtrain import sample
 sys.exit(sample.main(sys.argv[1:]))
 """
@@ -391,24 +391,38 @@ def test_a_sampler_that_is_killed_with_an_order_under_way_changes_nothing(place,
     out, err = found[0].communicate(timeout=60)
     assert one.returncode == -signal.SIGKILL and found[0].returncode == 0, err
     assert "batch 1, part 2 of 4" in out, "that which was under way"
-    assert "is finished" in out and not list((directory / "samplers" / "signs").glob("*"))
+    assert "is finished" in out and not list((directory / "samplers" / "heartbeats").glob("*"))
     same(directory, two_behind)
 
 
 @pytest.mark.slow
 def test_a_sampler_stops_when_it_is_asked_and_leaves_its_part_to_others(place, two_behind, tmp_path):  # noqa: F811
     shutil.copytree(two_behind / "samplers", tmp_path / "samplers")
-    there = apart.Place.of(tmp_path)
+    there = apart.SamplerFiles.of(tmp_path)
     there.finished.unlink()
     one = process("-m", "meshtrain.sample", tmp_path, *ALONE)
     deadline = time.monotonic() + 60
-    while not list(there.signs.iterdir()):
+    while not list(there.heartbeats.iterdir()):
         assert time.monotonic() < deadline and one.poll() is None
         time.sleep(0.1)
     one.send_signal(signal.SIGTERM)
     out, err = one.communicate(timeout=60)
     assert one.returncode == stops.STOPPED, err
-    assert not list(there.signs.iterdir())
+    assert not list(there.heartbeats.iterdir())
+
+
+def killing_a_sampler(one, directory, limit_s: float) -> tuple[str, int]:
+    """(stderr of a launcher that ends well, the pid of the first sampler that it started, which is killed)."""
+    heartbeats, killed = directory / "samplers" / "heartbeats", 0
+    deadline = time.monotonic() + limit_s
+    while one.poll() is None and time.monotonic() < deadline:
+        if not killed and heartbeats.is_dir() and (names := [path.name for path in heartbeats.iterdir()]):
+            killed = int(names[0].split("-")[-2])
+            os.kill(killed, signal.SIGKILL)
+        time.sleep(0.05)
+    _, err = one.communicate(timeout=60)
+    assert one.returncode == 0 and killed, err
+    return err, killed
 
 
 @pytest.mark.slow
@@ -416,16 +430,8 @@ def test_the_launcher_starts_samplers_again_and_ends_them(place, two_behind):  #
     directory = place / "launched"
     one = process("-m", "launch.local", "--processes=1", "--samplers=2", "--",
                   *words(place, "launched", "--rl.lag=2", *FEW))
-    signs, killed = directory / "samplers" / "signs", 0
-    deadline = time.monotonic() + 240
-    while one.poll() is None and time.monotonic() < deadline:
-        if not killed and signs.is_dir() and (names := [path.name for path in signs.iterdir()]):
-            killed = int(names[0].split("-")[-2])
-            os.kill(killed, signal.SIGKILL)
-        time.sleep(0.05)
-    out, err = one.communicate(timeout=60)
-    assert one.returncode == 0, err
-    assert killed and f"(pid {killed}) was killed by SIGKILL; it is started again in 5 s" in err
+    err, killed = killing_a_sampler(one, directory, 240)
+    assert f"(pid {killed}) was killed by SIGKILL; it is started again in 5 s" in err
     same(directory, two_behind)
     assert not subprocess.run(["pgrep", "-f", f"meshtrain.sample {directory}"], capture_output=True).stdout
 
@@ -450,14 +456,6 @@ def test_ray_starts_samplers_again(place, two_behind, monkeypatch):  # noqa: F81
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     one = process("-m", "launch.ray", "--processes=1", "--samplers=1", "--",
                   *words(place, "ray", "--rl.lag=2", *FEW))
-    signs, killed = directory / "samplers" / "signs", 0
-    deadline = time.monotonic() + 400
-    while one.poll() is None and time.monotonic() < deadline:
-        if not killed and signs.is_dir() and (names := [path.name for path in signs.iterdir()]):
-            killed = int(names[0].split("-")[-2])
-            os.kill(killed, signal.SIGKILL)
-        time.sleep(0.05)
-    out, err = one.communicate(timeout=60)
-    assert one.returncode == 0, err
+    err, killed = killing_a_sampler(one, directory, 400)
     assert "sampler 0 was killed by SIGKILL; it is started again in 5 s" in err
     same(directory, two_behind)

@@ -38,6 +38,8 @@ EFFECTS = (
            'training.loss_spike="warn", "skip" or "rollback"'),
     Effect("data.cache", _caches_tokens, "a data.tokenizer other than bytes, or files that are not plain text"),
     Effect("lora.export", lambda run: run.checkpoint.export != "off", 'checkpoint.export="last" or "every"'),
+    Effect("metrics.every", lambda run: run.training.objective != "rl" or run.rl.updates > 1,
+           "rl.updates above 1: each batch of answers has its row"),
     Effect("lora.alpha", lambda run: run.lora.rank > 0, "lora.rank larger than 0"),
     Effect("model.rope_theta", lambda run: run.model.position == "rope", 'model.position="rope"'),
     Effect("model.rope_scaling", lambda run: run.model.position == "rope", 'model.position="rope"'),

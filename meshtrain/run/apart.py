@@ -1,10 +1,10 @@
 """Answers that are drawn by processes apart from the trainer: orders and answers as files in run.dir/samplers.
 
     weights/V/          the weights of version V, those after V batches of answers: a checkpoint of nothing else
-    orders/N.json       batch N: its prompts, how they are answered, the version and the sum of the weights
+    orders/N.json       batch N: its prompts, how they are answered, version and checksum of the weights
     answers/N-P.npz     the answers to part P of its prompts, the same whoever draws them
-    answers/N-P.claim   which sampler draws them; void when its sign lapses
-    signs/NAME          of a sampler, renewed while it is there
+    answers/N-P.claim   which sampler draws them; void when its heartbeat stops
+    heartbeats/NAME     of a sampler, renewed while it lives
     finished            the run has taken all its steps
 
 All are whole or absent. Batch N is drawn with version N - rl.lag, exactly. A token depends on the order alone, so
@@ -39,7 +39,7 @@ from meshtrain.run.loop import NoBatch
 
 PARTS = 4               # of an order, unless rl.slots says how many answers a sampler draws together
 LOOK_S, WAITS_S, RENEWED_S = 0.1, 1.0, 5.0
-LAPSED_S = 60.0         # a sign that has not changed for so long is of no sampler
+LAPSED_S = 60.0         # without a heartbeat for so long a sampler is dead
 MISSING_S = 10.0        # one that is not there: on a shared file system another host's may not be seen yet
 TOLD_EVERY_S = 30.0
 LOST_S = 600.0          # without any sampler, until the run ends
@@ -48,8 +48,8 @@ SAMPLE = "python -m meshtrain.sample"
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A batch of answers, as a function of which every part of them is drawn. weights: the sum of their
-    version's. draws: seed, temperature, max_tokens, samples, stop, stop_ids. room: tokens of a prompt with its answer
+    """A batch of answers, as a function of which every part of them is drawn. weights: the checksum of
+    their version's. draws: seed, temperature, max_tokens, samples, stop, stop_ids. room: tokens of a prompt with its answer
     at most. part: prompts of a part. prompts: ids."""
     batch: int
     version: int
@@ -77,12 +77,12 @@ class Order:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class SamplerFiles:
     """The paths in run.dir/samplers."""
     directory: Path
 
     @classmethod
-    def of(cls, run_dir: Path) -> Place:
+    def of(cls, run_dir: Path) -> SamplerFiles:
         return cls(run_dir / contents.SAMPLERS)
 
     @property
@@ -90,8 +90,8 @@ class Place:
         return self.directory / "orders"
 
     @property
-    def signs(self) -> Path:
-        return self.directory / "signs"
+    def heartbeats(self) -> Path:
+        return self.directory / "heartbeats"
 
     @property
     def weights(self) -> Path:
@@ -117,22 +117,22 @@ class Place:
         except FileNotFoundError:
             return None
 
-    def sum_of(self, version: int) -> str | None:
-        """The sum of the weights that are there as this version; None where there are none."""
+    def checksum_of(self, version: int) -> str | None:
+        """The checksum of the weights that are saved as this version; None where there are none."""
         try:
             return json.loads((self.weights / str(version) / "metadata.json").read_text(encoding="utf-8"))["weights"]
         except FileNotFoundError:
             return None
 
 
-class Signs:
-    """Which samplers are there, by the times for which their signs have not changed."""
+class Heartbeats:
+    """Which samplers are alive: by how long their files have not changed."""
 
-    def __init__(self, place: Place):
-        self.directory, self._seen = place.signs, {}
+    def __init__(self, place: SamplerFiles):
+        self.directory, self._seen = place.heartbeats, {}
 
     def alive(self, name: str) -> bool:
-        """Whether a sampler is there; one that is looked at for the first time is."""
+        """Whether a sampler is alive; one that is looked at for the first time is."""
         try:
             changed = os.stat(self.directory / name).st_mtime_ns
         except FileNotFoundError:
@@ -144,7 +144,7 @@ class Signs:
         return time.monotonic() - since < (LAPSED_S if changed else min(MISSING_S, LAPSED_S))
 
     def any(self) -> bool:
-        """Whether any is there; signs that have lapsed are removed."""
+        """Whether any is alive; the files of dead ones are removed."""
         names = os.listdir(self.directory)
         for name in (gone := [name for name in names if not self.alive(name)]):
             (self.directory / name).unlink(missing_ok=True)
@@ -156,32 +156,31 @@ class Signs:
 
 class Orders:
     """The trainer's side; every process calls it alike, and process 0 writes. store: of weights. document: its
-    metadata. cast: the trainer's weights to the samplers'. queue: of a checkpoint, see `queue`. stopping: whether to
-    stop the run, called by all processes alike; set before the loop begins."""
+    metadata. cast: the trainer's weights to the samplers'. queue: of a checkpoint, see `queue`."""
 
     def __init__(self, run: Run, prompts: Prompts, stop_ids: Sequence[int], store, document: dict,
                  cast: Callable[[dict], dict], queue: Sequence[Sequence] = ()):
         self.run, self.rl, self.prompts, self.cast = run, run.rl, prompts, cast
         self.store, self.document = store, document
         self.directory = Path(run.run.dir)
-        self.place, self.batches = Place.of(self.directory), -(-run.training.steps // run.rl.updates)
+        self.place, self.batches = SamplerFiles.of(self.directory), -(-run.training.steps // run.rl.updates)
         self.draws = {"seed": run.run.seed, "temperature": self.rl.temperature, "max_tokens": self.rl.max_tokens,
                       "samples": self.rl.samples, "stop": list(self.rl.stop), "stop_ids": list(stop_ids)}
-        self.stopping: Callable[[], bool] = lambda: False
-        self.sums = {version: weights for _, version, weights in queue}
+        self.stopping: Callable[[], bool] = lambda: False       # whether to stop; set by `Rollouts.begin`
+        self.checksums = {version: weights for _, version, weights in queue}
         self.given: dict[int, Order] = {}       # by batch
         self._versions = {batch: version for batch, version, _ in queue}
         self._begun = False
         agree.on_first(self._open)
-        self.signs = Signs(self.place)
+        self.heartbeats = Heartbeats(self.place)
 
     def _open(self) -> None:
-        for name in ("orders", "answers", "signs"):
+        for name in ("orders", "answers", "heartbeats"):
             (self.place.directory / name).mkdir(parents=True, exist_ok=True)
         self.place.finished.unlink(missing_ok=True)
 
     def queue(self, steps: int) -> list:
-        """(batch, version, its sum) of the batches from there on that older weights draw: what a checkpoint needs.
+        """(batch, version, its checksum) of the batches from there on that older weights draw: what a checkpoint needs.
         These weights are on disk when it returns. Raises: FileSystemError."""
         self.store.wait()
         updates = self.rl.updates
@@ -194,36 +193,36 @@ class Orders:
         params = self.cast(params)
         now = replicas.digest(params)
         if part == 0:
-            self.sums[number] = now
+            self.checksums[number] = now
         begins, self._begun = not self._begun, True
         wanted = [batch for batch in range(number, min(number + self.rl.lag + 1, self.batches))
                   if batch not in self.given]
         order = lambda batch, version: self._order(batch, version, first + (batch - number) * self.rl.prompts)
 
         def chosen() -> dict:
-            """The version of each, whether the weights of now are there, and whether others are lost."""
+            """The version of each, whether the present weights are saved, and whether others are lost."""
             if begins:
                 self._remove_weights_after(number)
             found, lost = {}, False
             for batch in wanted:
                 version = self._versions.get(batch, max(batch - self.rl.lag, 0))
-                there = version in self.sums and (
-                    version == number and part == 0 or self.place.sum_of(version) == self.sums[version]
+                there = version in self.checksums and (
+                    version == number and part == 0 or self.place.checksum_of(version) == self.checksums[version]
                     or self._answered(order(batch, version)))
                 if not there:       # the run goes back behind what is kept, or begins to lag
                     say.err(f"batch {batch} is drawn with the weights of version {number}: neither those of version "
                             f"{version} are there any more, nor their answers")
                 found[batch], lost = version if there else number, lost or not there
             return {"versions": list(found.items()), "lost": lost,
-                    "there": self.place.sum_of(number) == self.sums.get(number, now)}
+                    "there": self.place.checksum_of(number) == self.checksums.get(number, now)}
 
         chose = agree.on_first(chosen)
         if chose["lost"] and not chose["there"]:
-            self.sums[number] = now
+            self.checksums[number] = now
         self.given |= {batch: order(batch, version) for batch, version in chose["versions"]}
 
         def gave() -> bool:
-            """Whether somebody needs the weights of now."""
+            """Whether a sampler needs the present weights."""
             for batch in wanted:
                 if not self._answered(self.given[batch]):
                     self._give(self.given[batch])
@@ -241,7 +240,7 @@ class Orders:
         """first: prompts drawn before the batch."""
         ids = [one.ids.tolist() for one in self.prompts.draw(first, self.rl.prompts)]
         part = max(1, self.rl.slots // self.rl.samples) if self.rl.slots else -(-len(ids) // PARTS)
-        return Order(batch, version, self.sums[version], self.draws, self.prompts.longest + self.rl.max_tokens, part,
+        return Order(batch, version, self.checksums[version], self.draws, self.prompts.longest + self.rl.max_tokens, part,
                      ids)
 
     def _answered(self, order: Order) -> bool:
@@ -293,11 +292,11 @@ class Orders:
                 if (batch := int(re.match(r"\d*", name)[0] or number)) not in kept and batch < number:
                     (directory / name).unlink(missing_ok=True)
 
-    def answers(self, number: int) -> Arriving:
+    def answers(self, number: int) -> ArrivingAnswers:
         """What takes the place of a `Generator` for batch `number`."""
         order = self.given[number]
         agree.on_first(lambda: self.place.read(number) == order or self._give(order))
-        return Arriving(self, order)
+        return ArrivingAnswers(self, order)
 
     def finish(self) -> None:
         """Tells samplers that nothing more is ordered."""
@@ -305,7 +304,7 @@ class Orders:
 
 
 @dataclasses.dataclass(eq=False)
-class Arriving:
+class ArrivingAnswers:
     """The answers to an order, as they come."""
     orders: Orders
     order: Order
@@ -340,7 +339,7 @@ class Arriving:
             if there := [part for part in missing if self.orders.place.answers(batch, part).exists()]:
                 return there
             time.sleep(LOOK_S)
-        if alone := not self.orders.signs.any():
+        if alone := not self.orders.heartbeats.any():
             if time.monotonic() - self._seen > LOST_S:
                 raise RolloutError(f"no sampler was there for {LOST_S:g} s: start {SAMPLE} {self.orders.directory}, "
                                    f"and the run again")
@@ -372,7 +371,7 @@ class Arriving:
 
 
 def _content(order: Order, part: int, found: Sequence[Completion], by: str, on: str) -> bytes:
-    """Of a file of answers. by: the sampler. on: see `Taker.deliver`."""
+    """Of a file of answers. by: the sampler. on: see `WorkQueue.deliver`."""
     told, arrays = groups.flat(found)
     return groups.packed(told | {"order": order.id, "version": order.version, "weights": order.weights, "by": by,
                                  "on": on}, arrays)
@@ -386,34 +385,34 @@ def _answers(path: Path, order: Order) -> bool:
 # ---- a sampler -------------------------------------------------------------------------------------------------------
 
 
-class Taker:
-    """A sampler's side: takes parts of orders that nobody else draws."""
+class WorkQueue:
+    """The parts of orders as a sampler sees them: it claims one that nobody else draws, and delivers its answers."""
 
     def __init__(self, run_dir: Path):
-        self.place = Place.of(run_dir)
+        self.place = SamplerFiles.of(run_dir)
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self.signs, self._claimed, self._left = Signs(self.place), None, threading.Event()
+        self.heartbeats, self._claimed, self._left = Heartbeats(self.place), None, threading.Event()
         self._orders: dict[int, tuple[int, Order]] = {}
-        self._thread = threading.Thread(target=self._renew, daemon=True, name="sign")
+        self._thread = threading.Thread(target=self._renew, daemon=True, name="heartbeat")
 
     def begin(self) -> None:
-        """From now on its sign is there, until `leave`."""
-        self._sign()
+        """From now on it has a heartbeat, until `leave`."""
+        self._beat()
         self._thread.start()
 
     def leave(self) -> None:
         self._left.set()
         with contextlib.suppress(OSError):
-            (self.place.signs / self.name).unlink(missing_ok=True)
+            (self.place.heartbeats / self.name).unlink(missing_ok=True)
             self.release()
 
     def _renew(self) -> None:
         while not self._left.wait(min(RENEWED_S, LAPSED_S / 4)):
-            with contextlib.suppress(OSError):      # the next time, or it lapses
-                self._sign()
+            with contextlib.suppress(OSError):      # the next one may be written
+                self._beat()
 
-    def _sign(self) -> None:
-        (self.place.signs / self.name).write_text(str(time.time()), encoding="utf-8")
+    def _beat(self) -> None:
+        (self.place.heartbeats / self.name).write_text(str(time.time()), encoding="utf-8")
 
     def next(self) -> tuple[Order, int] | None:
         """The first part that nobody has answered or draws, whose weights are there; it is claimed."""
@@ -421,7 +420,7 @@ class Taker:
         self._orders = {batch: one for batch, one in self._orders.items() if batch in batches}
         for batch in batches:
             order = self._order(batch)
-            if order is None or self.place.sum_of(order.version) != order.weights:
+            if order is None or self.place.checksum_of(order.version) != order.weights:
                 continue
             for part in order.parts:
                 if not self.place.answers(batch, part).exists() and self._claim(batch, part):
@@ -444,7 +443,7 @@ class Taker:
             with open(path, "x", encoding="utf-8") as file:
                 file.write(self.name)
         except FileExistsError:
-            if self.signs.alive(files.patiently(lambda: path.read_text(encoding="utf-8"), missing=True)):
+            if self.heartbeats.alive(files.patiently(lambda: path.read_text(encoding="utf-8"), missing=True)):
                 return False
             # of several that take it over the last has it, and what another draws is equal
             files.replace(path, self.name, shared=True)

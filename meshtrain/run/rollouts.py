@@ -62,11 +62,12 @@ def check(run: Run, prompts: Prompts) -> None:
 
 
 class Rollouts:
-    """A feed (loop.Feed) and its data. words: text of ids, with the tokens that end an answer. sampler:
-    `generator(params)` gives a Generator with these weights. record: of the run, set before the loop begins. position:
-    of the checkpoint that the run resumes from. reference: a step's weights -> those that rl.kl is measured to. origin:
-    [their digest, step of checkpoint.init_from], where they are not the base of adapters. stopping: whether to stop,
-    called by all processes alike; set with the record. orders: with rl.lag, to samplers apart.
+    """Draws answers and makes the batches of steps (loop.Feed). `begin` comes before the first `next`.
+
+    words: the text of an answer, and the tokens and strings that end one. sampler: its `generator(params)` is a Generator
+    with these weights. position: of the checkpoint that the run resumes from. reference: a step's weights -> those that
+    rl.kl is measured to. origin: [their digest, step of checkpoint.init_from], where they are not the base of adapters.
+    orders: with rl.lag, to samplers apart.
     """
 
     validation = ()     # there are no batches with a loss; see `validate`
@@ -75,10 +76,8 @@ class Rollouts:
                  position: dict | None = None):
         self.run, self.rl, self.program, self.prompts, self.words = run, run.rl, program, prompts, words
         self.sampler, self.directory = sampler, directory / contents.ROLLOUTS
-        self.record: Record | None = None
         self.reference: Callable[[dict], dict] | None = None
         self.origin: list = []
-        self.stopping: Callable[[], bool] = lambda: False
         self.orders: Orders | None = None
         self._marks = [(position["batches"], position["tokens"], position["drawn"]) if position else (0, 0, 0)]
         self._held: tuple[int, list[dict], int] | None = None       # number of the batch, its parts, prompts drawn then
@@ -87,6 +86,12 @@ class Rollouts:
         self._of_reward = workers.digest(rl.reward)     # as its processes read it, whatever is written there meanwhile
         self.rewards = workers.RewardWorkers(rl.reward, rl.reward_workers, rl.reward_timeout_s, rl.reward_memory_gb,
                                              rl.reward_check)
+
+    def begin(self, record: Record, stopping: Callable[[], bool]) -> None:
+        """record: of the run. stopping: whether to stop; all processes call it alike."""
+        self.record, self.stopping = record, stopping
+        if self.orders:
+            self.orders.stopping = stopping
 
     def close(self) -> None:
         self.rewards.close()
@@ -134,8 +139,8 @@ class Rollouts:
         found = kept.read(weights, first, self.prompts, self.words)
         if found is None and part and jax.process_index() == 0:
             say.err(f"{kept.path} is gone or damaged, with the answers that the steps before this one learned from; "
-                    f"they are drawn again, with the weights of now")
-        # An answer to a question is read by the next: of the step before, and of now.
+                    f"they are drawn again, with the present weights")
+        # Twice: what the processes agree on is told by the next call (agree.StopAgreement).
         if found is None and part == 0 and (self.stopping() or self.stopping()):
             raise NoBatch
         drawn = found or self._drawn(number, first, state)
@@ -241,7 +246,7 @@ class Rollouts:
     # ---- what is learned ---------------------------------------------------------------------------------------------
 
     def _packed(self, groups: Sequence[Group], first: int) -> list[dict]:
-        """A batch for each update, from every so manieth group. first: step before which they are learned from."""
+        """A batch for each update u, of groups u, u + updates, … first: number of the first update's step, from 0."""
         rl, data = self.rl, self.run.data
         gain_GN = answers.advantages(np.stack([group.rewards for group in groups]), rl.advantage) if groups else []
         parts = []
