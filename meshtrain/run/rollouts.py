@@ -64,10 +64,10 @@ def check(run: Run, prompts: Prompts) -> None:
 class Rollouts:
     """Draws answers and makes the batches of steps (loop.Feed). `begin` comes before the first `next`.
 
-    words: the text of an answer, and the tokens and strings that end one. sampler: its `generator(params)` is a Generator
-    with these weights. position: of the checkpoint that the run resumes from. reference: a step's weights -> those that
-    rl.kl is measured to. origin: [their digest, step of checkpoint.init_from], where they are not the base of adapters.
-    orders: with rl.lag, to samplers apart.
+    words: the text of an answer, and the tokens and strings that end one. sampler: its `generator(params)` is a
+    Generator with these weights. position: of the checkpoint that the run resumes from. reference: a step's weights ->
+    those that rl.kl is measured to. origin: [their digest, step of checkpoint.init_from], where they are not the base
+    of adapters. orders: with rl.lag, to samplers apart.
     """
 
     validation = ()     # there are no batches with a loss; see `validate`
