@@ -2,8 +2,8 @@
 
 Every seed takes the demonstrations, half of which are wrong, and then learns from three rewards: for reversed words, for
 copied ones, and by a coin that knows nothing. The share of reversed words among answers to held-out words must rise,
-vanish, and not rise. The first of them also runs on eight simulated devices, whose rewards must be the same step by
-step. Writes benchmarks/rl.md.
+vanish, and not rise. The first of them also runs on eight simulated devices, and has the same rewards step by step
+until the two runs' weights, which round otherwise in each step, decide one draw differently. Writes benchmarks/rl.md.
 """
 from __future__ import annotations
 
