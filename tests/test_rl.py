@@ -13,6 +13,7 @@ from test_lora_runs import saved
 
 from meshtrain import files, report, train
 from meshtrain.inference.generate import Generator
+from meshtrain.inspection import measured
 from meshtrain.run import groups, loop, rollouts
 from meshtrain.run.record import Record
 
@@ -52,7 +53,7 @@ def timeless(row: dict) -> dict:
 
 
 def drawn(directory, batch: int) -> list[tuple]:
-    lines = (directory / "rollouts" / f"{batch}.jsonl").read_text().splitlines()
+    lines = (directory / "rollouts" / f"{batch}.jsonl").read_text().rstrip("\n").split("\n")
     return [(one["prompt"], one["answer"], one["reward"]) for one in map(json.loads, lines)]
 
 
@@ -76,6 +77,14 @@ def test_a_run_learns_and_tells_what_it_drew(place, undisturbed):
     assert len({line["answer"] for line in lines}) > 12, "samples of a prompt differ"
     done = call(report.main, undisturbed, "--html", undisturbed / "report.html")
     assert done.code == 0 and "Rewards and answers" in (undisturbed / "report.html").read_text()
+
+
+def test_answers_with_line_separators_are_shown(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    line = dict(prompt="a\u2028b", answer="\x85\u2029\x0c", reward=None, tokens=3, stopped="stop")
+    (tmp_path / "rollouts" / "10.jsonl").write_text(json.dumps(line, ensure_ascii=False) + '\n{"another": 1}\n')
+    (tmp_path / "rollouts" / "9.jsonl").write_text("broken")
+    assert measured._answers(tmp_path) == {"batch": 10, "lines": [line]}
 
 
 def test_longer_learning_raises_the_reward(place, home):  # noqa: F811

@@ -28,6 +28,7 @@ MOST_STRETCHES = 60         # of steps, for numbers of every layer
 CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "grad_norm", "learning_rate", "data_wait_s",
           "expert_load_max", "expert_load_entropy", "reward", "val_reward", "answer_tokens", "entropy", "mismatch_max")
 MOST_ANSWERS = 32           # of the newest batch, where the run learns from rewards
+OF_ANSWER = {"prompt", "answer", "reward", "tokens", "stopped"}
 
 
 def of(directory: Path) -> dict:
@@ -191,8 +192,10 @@ def _answers(directory: Path) -> dict | None:
     kept = directory / contents.ROLLOUTS
     with contextlib.suppress(OSError, ValueError):
         batch = max(int(path.stem) for path in kept.glob("*.jsonl") if path.stem.isdecimal())
-        lines = (kept / f"{batch}.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-        return {"batch": batch, "lines": [json.loads(line) for line in lines[:MOST_ANSWERS]]}
+        # not by splitlines, which also divides at characters that answers may have
+        text = (kept / f"{batch}.jsonl").read_text(encoding="utf-8", errors="replace")
+        lines = [json.loads(line) for line in text.split("\n")[:MOST_ANSWERS] if line]
+        return {"batch": batch, "lines": [line for line in lines if OF_ANSWER <= line.keys()]}
     return None
 
 

@@ -94,7 +94,7 @@ class Engine(NamedTuple):
     forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask) -> o_BTNV, lse_BTN, both float32. V is the width
     of values, here as in all of attention. lse is the natural log-sum-exp of the scores. A query without visible keys
     gives o = 0 and lse = MASKED. No row's maximum is returned: ring and gather merge by lse, and what limits scores
-    (`training.qk_clip`) takes lse as their bound, at most log(keys) above it.
+    (`optimizer.qk_clip`) takes lse as their bound, at most log(keys) above it.
 
     backward(q, k, v, q_segments, k_segments, o, lse, do, mask) -> dq, dk, dv, float32, of these pairs alone; o and lse
     are over all keys, local or remote.
