@@ -11,7 +11,9 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from meshtrain.run import command, say
 
@@ -68,11 +70,7 @@ def main(own: config.Arguments) -> int:
     if given and not roofline.gpu_of(made):
         raise ConfigError("--assume changes the roofline, and there is none without a GPU of known speed; "
                           "add e.g. --topology h100:8")
-    logged: list[str] = []
-    with say.without_noise(logged):
-        executable = made.program.compile()       # a broken one is shown, not refused
-        sampling = _sampling(made) if run.training.objective == "rl" else None
-    step = Inspected(made, executable, given, logged, sampling)
+    step = inspected(made, given)
     now = expect.of(made, step.program, step.held)
     if own["update"]:
         _write(own["expect"], expect.dumps(
@@ -80,6 +78,15 @@ def main(own: config.Arguments) -> int:
     if as_json or own["html"] or not own["expect"]:
         _tell(step, own)
     return 1 if step.program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
+
+
+def inspected(made: assembly.Assembly, given: Mapping[str, float] = MappingProxyType({})) -> Inspected:
+    """Compile the step of a run and what it samples with. given: assumptions of the roofline to replace, by name."""
+    logged: list[str] = []
+    with say.without_noise(logged):
+        executable = made.program.compile()       # a broken one is shown, not refused
+        sampling = _sampling(made) if made.run.training.objective == "rl" else None
+    return Inspected(made, executable, given, logged, sampling)
 
 
 def _tell(step: Inspected, own: config.Arguments) -> None:
@@ -93,12 +100,7 @@ def _tell(step: Inspected, own: config.Arguments) -> None:
         for note in step.made.notes:
             say.err(f"note: {note}")
     elif not own["expect"]:
-        warnings = [report.differences(step), *(f"warning: {line}" for line in step.warnings)]
-        say.out("\n\n".join([
-            report.before(step.made), report.params_table(step.made), report.memory_table(step),
-            report.collectives_table(step), report.matmuls(step.program, step.formulas), "\n".join(warnings),
-            *([report.sampling_table(step.sampled)] if step.sampled else []),
-            *([report.roofline_table(step.roofline, step.made.mesh_spec)] if step.roofline else [])]))
+        say.out(report.text(step))
     if own["html"]:
         say.err(f"written: {own['html']}")
 
@@ -175,10 +177,15 @@ def _differs(before: expect.Expected, now: expect.Expected, path: str) -> bool:
 
 
 def _devices(run, topology: str | None):
-    if topology is None:
-        if run.mesh.simulated_devices:      # before they are started, which takes threads and memory for each
-            elastic.check(run, run.mesh.simulated_devices)
-        return local_devices.start(run)
+    if topology is not None:
+        return topology_devices(run, topology)
+    if run.mesh.simulated_devices:      # before they are started, which takes threads and memory for each
+        elastic.check(run, run.mesh.simulated_devices)
+    return local_devices.start(run)
+
+
+def topology_devices(run: config.Run, topology: str):
+    """The devices of `GPU:N`, which need not be here, to compile for. Raises: ConfigError."""
     with config.user_errors(), say.without_noise():
         _topology_sizes(run, topology)
         return gpu_compile.topology(topology)

@@ -19,6 +19,7 @@ from meshtrain.run import command, say
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
     command.begin()
 
+import meshtrain
 from meshtrain import assembly, config, hardware
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, decode, rates
@@ -82,60 +83,84 @@ TOLD, OTHERS = 20, 400      # plans in the answer; more of them in JSON as point
 
 @command.entry(COMMAND, __doc__)
 def main(options: config.Arguments) -> None:
-    if alone := [option for option in ("write", "verify") if option in options and len(options["gpus"]) > 1]:
-        raise ConfigError(f"--{alone[0]} takes the best plans of one number of GPUs; give --gpus one")
-    run = asked(options)
     with config.user_errors():
         for option in ("html", "write"):
             if option in options:
                 skin.check_free(f"--{option}", options[option])
-    answers = [answered(run, options, count) for count in options["gpus"]]
-    question, answer = answers[0]
-    free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
-    stands = gap.of(question, answer.plans[0], free) if free else None
-    compiled = [verified(run, question, plan) for plan in answer.plans[:options["verify"]]]
-    length = texts.Length(options["tokens"], options["budget-hours"])
+    found = planned(options)
     with config.user_errors():
         if "html" in options:
-            skin.write("--html", options["html"], plans.page(as_json(run, answers, length, compiled, stands)))
-        if "write" in options and answer.plans:
-            skin.write("--write", options["write"], run_file(run, answer.plans[0], options["write"]))
-    if options["json"]:
-        say.out(json.dumps(as_json(run, answers, length, compiled, stands)))
-    else:
-        say.out(texts.scaling(answers, length) if len(answers) > 1 else
-                texts.page(question, answer, TOLD, length, stands))
-        if run.training.objective == "rl" and len(answers) == 1 and answer.plans:
-            say.out("\n" + texts.sampling(sampled(run, question, answer.plans[0])))
-        if compiled:
-            say.out("\n" + texts.verified_table(question, answer.plans, compiled))
+            skin.write("--html", options["html"], plans.page(found.as_json()))
+        if "write" in options and found.best:
+            skin.write("--write", options["write"], run_file(found.run, found.best, options["write"]))
+    say.out(json.dumps(found.as_json()) if options["json"] else found.text())
     if "html" in options:
         say.err(f"written: {options['html']}")
     if "write" in options:
-        say.err(f"written: {options['write']}" if answer.plans else "nothing fits, so nothing is written")
+        say.err(f"written: {options['write']}" if found.best else "nothing fits, so nothing is written")
 
 
-def as_json(run: Run, answers: list[tuple[search.Question, search.Answer]], length: texts.Length, compiled: list[dict],
-            stands: gap.Gap | None) -> dict:
-    """The output of `--json`: for one number of GPUs the best plans and near misses, for several the best plan of each.
-    """
-    (question, answer), several = answers[0], len(answers) > 1
-    of_each = [(q, plan) for q, a in answers for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
-    learns = run.training.objective == "rl"
-    found = [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
-             | ({"sampling": sampled(run, q, plan)} if learns else {})
-             | ({"compiled": compiled[k]} if k < len(compiled) else {}) for k, (q, plan) in enumerate(of_each)]
-    others = [] if several else answer.plans[TOLD:][:OTHERS]
-    return {"plans": found, "model": run.model.model_dump(), "name": run.run.name,
-            "num_params": sum(info.size for info in question.rows),
-            "gpus": [q.num_gpus for q, _ in answers] if several else question.num_gpus,
-            "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
-            "seq_len": question.options.seq_len, "global_batch": question.options.global_batch,
-            "tried": sum(a.tried for _, a in answers), "attention": texts.attended(question, answer).engine,
-            "behind": stands and stands.as_json(), "first": None if several else texts.first(question, answer, stands),
-            "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "step_time_s": plan.price.step_s,
-                        "memory_bytes": plan.price.memory_bytes["total"]} for plan in others],
-            "caveats": texts.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True)}
+@dataclasses.dataclass(frozen=True, eq=False)
+class Planned:
+    """The answer to a command line. answers: for each number of GPUs. compiled: of --verify, of the best plans. behind:
+    how far the fixed layout is behind the best one, if anything is fixed."""
+    run: Run
+    answers: list[tuple[search.Question, search.Answer]]
+    length: texts.Length
+    compiled: list[dict]
+    behind: gap.Gap | None
+
+    @property
+    def best(self) -> search.Plan | None:
+        return next(iter(self.answers[0][1].plans), None)
+
+    def text(self) -> str:
+        """What the command prints."""
+        (question, answer), several = self.answers[0], len(self.answers) > 1
+        parts = [texts.scaling(self.answers, self.length) if several else
+                 texts.page(question, answer, TOLD, self.length, self.behind)]
+        if self.run.training.objective == "rl" and not several and answer.plans:
+            parts.append(texts.sampling(sampled(self.run, question, answer.plans[0])))
+        if self.compiled:
+            parts.append(texts.verified_table(question, answer.plans, self.compiled))
+        return "\n\n".join(parts)
+
+    def as_json(self) -> dict:
+        """The output of `--json`: for one number of GPUs the best plans and near misses, for several the best plan of
+        each."""
+        (question, answer), several, length = self.answers[0], len(self.answers) > 1, self.length
+        of_each = [(q, plan) for q, a in self.answers
+                   for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
+        learns = self.run.training.objective == "rl"
+        found = [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
+                 | ({"sampling": sampled(self.run, q, plan)} if learns else {})
+                 | ({"compiled": self.compiled[k]} if k < len(self.compiled) else {})
+                 for k, (q, plan) in enumerate(of_each)]
+        others = [] if several else answer.plans[TOLD:][:OTHERS]
+        return {"plans": found, "model": self.run.model.model_dump(), "name": self.run.run.name,
+                "num_params": sum(info.size for info in question.rows),
+                "gpus": [q.num_gpus for q, _ in self.answers] if several else question.num_gpus,
+                "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
+                "seq_len": question.options.seq_len, "global_batch": question.options.global_batch,
+                "tried": sum(a.tried for _, a in self.answers), "attention": texts.attended(question, answer).engine,
+                "behind": self.behind and self.behind.as_json(),
+                "first": None if several else texts.first(question, answer, self.behind),
+                "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "step_time_s": plan.price.step_s,
+                            "memory_bytes": plan.price.memory_bytes["total"]} for plan in others],
+                "caveats": texts.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True)}
+
+
+def planned(options: config.Arguments) -> Planned:
+    """Raises: ConfigError where no layout is allowed, or options contradict each other."""
+    if alone := [option for option in ("write", "verify") if option in options and len(options["gpus"]) > 1]:
+        raise ConfigError(f"--{alone[0]} takes the best plans of one number of GPUs; give --gpus one")
+    run = asked(options)
+    answers = [answered(run, options, count) for count in options["gpus"]]
+    question, answer = answers[0]
+    free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
+    return Planned(run, answers, texts.Length(options["tokens"], options["budget-hours"]),
+                   [verified(run, question, plan) for plan in answer.plans[:options["verify"]]],
+                   gap.of(question, answer.plans[0], free) if free else None)
 
 
 def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search.Question, search.Answer]:
@@ -297,3 +322,4 @@ def run_file(run: Run, plan: search.Plan, path: str) -> str:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+sys.modules[__name__].__class__ = meshtrain.CommandModule       # `mt.plan(…)`

@@ -38,7 +38,7 @@ from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import flops
 from meshtrain.data import sources
-from meshtrain.data.batches import packing, preferences, prompts
+from meshtrain.data.batches import opened, packing, preferences, prompts
 from meshtrain.data.cache import parts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.files import FileSystemError
@@ -483,8 +483,7 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
 
 
 def _batches(run: Run, corpus: sources.Corpus, start: resume.Start) -> Batches:
-    opened = preferences.open_pairs if run.data.source == "preferences" else packing.open_batches
-    return resume.position(start, lambda position: opened(run.data, corpus, run.run.seed, position))
+    return resume.position(start, lambda position: opened.open_corpus(run.data, corpus, run.run.seed, position))
 
 
 def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:

@@ -37,13 +37,27 @@ class Scorer:
     def score(self, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """(float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"],
         undefined where there is no target. batch: as in training, of `rows` rows."""
+        return tuple(np.asarray(x) for x in self._run("the scoring of tokens", self._score, batch))
+
+    def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
+        """float32 logits [B, T, V] of what follows each token; a row is one document. All of them exist together."""
+        def whole(p, batch):
+            x_BTD, _ = self.model.through_layers(self.ex, p, batch)
+            return self.model.head_logits(self.ex, p, x_BTD)
         layout = self.ex.layout
+        tokens = np.pad(tokens_BT, ((0, -len(tokens_BT) % layout.num_shards(layout.batch_axes)), (0, 0)))
+        place = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+        batch = {"tokens": tokens.astype(np.int32), "segments": np.ones(tokens.shape, np.int32), "positions": place,
+                 "index": place, "sequence": np.arange(len(tokens), dtype=np.int32)}
+        return np.asarray(self._run("the logits", whole, batch))[:len(tokens_BT)]
+
+    def _run(self, name: str, function: Callable, batch: dict[str, np.ndarray]):
+        layout, key = self.ex.layout, (name, batch["tokens"].shape)
         spec = lambda x: layout.spec("activations", ("batch", "seq")[:x.ndim])
         placed = {name: jax.device_put(x, NamedSharding(self.mesh, spec(x))) for name, x in batch.items()}
-        shape = batch["tokens"].shape
-        if shape not in self.programs:
-            self.programs[shape] = self.compiled("the scoring of tokens", jax.jit(self._score), self.params, placed)
-        return tuple(np.asarray(x) for x in self.programs[shape](self.params, placed))
+        if key not in self.programs:
+            self.programs[key] = self.compiled(name, jax.jit(function), self.params, placed)
+        return self.programs[key](self.params, placed)
 
     def _score(self, p, batch):
         x_BTD, _ = self.model.through_layers(self.ex, p, batch)

@@ -20,6 +20,16 @@ LABELS = {"read": "weights as they are read", "host": "on the host", "loop_weigh
 LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is worth a warning
 
 
+def text(step: Inspected) -> str:
+    """What `inspect` prints."""
+    warnings = [differences(step), *(f"warning: {line}" for line in step.warnings)]
+    return "\n\n".join([
+        before(step.made), params_table(step.made), memory_table(step),
+        collectives_table(step), matmuls(step.program, step.formulas), "\n".join(warnings),
+        *([sampling_table(step.sampled)] if step.sampled else []),
+        *([roofline_table(step.roofline, step.made.mesh_spec)] if step.roofline else [])])
+
+
 def before(made: Assembly) -> str:
     """Describe the run before it is compiled: its size, layout, and memory by the rules."""
     run, table = made.run, made.model.parameters()

@@ -105,12 +105,9 @@ def over(mesh: dict, axes: str) -> str:
 
 
 def memory(data: dict) -> str:
-    held, hbm = data["memory_bytes"], data["mesh"]["hbm_bytes"]
+    held, bars = data["memory_bytes"], memory_bars(data)
     compiled, formula = held["compiled"], held["formula"]
-    bars = [Bar("as compiled", _stack(compiled)),
-            Bar("by formulas" if formula.get("total") else "by the rules", _stack(formula))]
     key = skin.key(sorted({(color, name, "") for bar in bars for color, name, _ in bar.parts}))
-    marks = [(held["usable"], f"usable {size(held['usable'])}"), (hbm, f"HBM {size(hbm)}")] if hbm else []
     names = [name for name in dict.fromkeys([*compiled, *formula]) if name != "total"]
     cells = lambda name: (of_bytes(compiled.get(name)), of_bytes(formula.get(name)))
     table = skin.table([Column("on a device"), Column("as compiled", "n"), Column(bars[1].label, "n")],
@@ -119,11 +116,22 @@ def memory(data: dict) -> str:
     again = data["recomputed_by_xla"]
     note = skin.paragraph(f"XLA recomputes {again} values by itself, since the step came near to its limit of memory.",
                           "warn")
-    return skin.figure(pictures.bars(bars, size, "memory of a device", marks),
-                       key=key) + (note if again else "") + table
+    return skin.figure(memory_drawing(data), key=key) + (note if again else "") + table
 
 
-def _stack(held: dict) -> list[tuple[int, str, float]]:
+def memory_bars(data: dict) -> list[Bar]:
+    held = data["memory_bytes"]
+    return [Bar("as compiled", stack(held["compiled"])),
+            Bar("by formulas" if held["formula"].get("total") else "by the rules", stack(held["formula"]))]
+
+
+def memory_drawing(data: dict, legend: bool = False) -> str:
+    usable, hbm = data["memory_bytes"]["usable"], data["mesh"]["hbm_bytes"]
+    marks = [(usable, f"usable {size(usable)}"), (hbm, f"HBM {size(hbm)}")] if hbm else []
+    return pictures.bars(memory_bars(data), size, "memory of a device", marks, legend=legend)
+
+
+def stack(held: dict) -> list[tuple[int, str, float]]:
     """Parts of a device's memory; the total's remainder is batches and scalars. Of a pipeline's gradients, those in
     its loop, which are at least as large."""
     parts = held | ({"grads": held["loop_grads"]} if held.get("loop_grads") else {})
@@ -136,22 +144,31 @@ def traffic(data: dict) -> str:
     rows, mesh, formula = data["collectives"]["compiled"], data["mesh"], data["collectives"]["formula"] or []
     if not rows and not formula:
         return skin.paragraph("The compiled step has no collectives.")
-    color = {kind: k % pictures.COLORS for k, kind in enumerate(
-        dict.fromkeys(row["kind"] for row in [*rows, *formula]))}
-    compiled, priced = _by_axes(rows), _by_axes(formula)
-    stack = lambda sent: [(color[kind], kind, count) for kind, count in sent.items()]
-    order = sorted(compiled | priced, key=lambda axes: -sum(compiled.get(axes, {}).values()))
-    bars = []
-    for axes in order:
-        bars.append(Bar(axes.replace("+", " × "), stack(compiled.get(axes, {})),
-                        over(mesh, axes).removeprefix("network: ")))
-        if axes in priced:
-            bars.append(Bar("by formulas", stack(priced[axes])))
+    color, compiled = _colors(data), _by_axes(rows)
     key = skin.key((color[kind], kind, size(sum(sent.get(kind, 0) for sent in compiled.values()))) for kind in color)
-    drawn = skin.figure(pictures.bars(bars, size, "bytes that a device sends in a step"),
-                        "What one device sends in a step, "
+    drawn = skin.figure(traffic_drawing(data), "What one device sends in a step, "
                         "in rings, by the mesh axes of a group and the links between its members.", key)
     return drawn + _collectives(rows, formula, mesh)
+
+
+def traffic_drawing(data: dict, legend: bool = False) -> str:
+    """data: with at least one collective."""
+    compiled, priced = (_by_axes(data["collectives"][which] or []) for which in ("compiled", "formula"))
+    color = _colors(data)
+    stacked = lambda sent: [(color[kind], kind, count) for kind, count in sent.items()]
+    bars = []
+    for axes in sorted(compiled | priced, key=lambda axes: -sum(compiled.get(axes, {}).values())):
+        bars.append(Bar(axes.replace("+", " × "), stacked(compiled.get(axes, {})),
+                        over(data["mesh"], axes).removeprefix("network: ")))
+        if axes in priced:
+            bars.append(Bar("by formulas", stacked(priced[axes])))
+    return pictures.bars(bars, size, "bytes that a device sends in a step", legend=legend)
+
+
+def _colors(data: dict) -> dict[str, int]:
+    """The colour of each kind of collective."""
+    rows = [*data["collectives"]["compiled"], *(data["collectives"]["formula"] or [])]
+    return {kind: k % pictures.COLORS for k, kind in enumerate(dict.fromkeys(row["kind"] for row in rows))}
 
 
 def _by_axes(rows: Sequence[dict]) -> dict[str, dict[str, int]]:
@@ -207,13 +224,11 @@ def time(data: dict) -> str:
     if not line:
         return skin.paragraph("Compiled for no GPU of known speed, so nothing is said of time: add e.g. --topology "
                               "h100:8.")
-    percent, all_shares = "{:.1%}".format, line["share"] | line["other"]
-    shares = [(k, name, all_shares[name]) for k, name in enumerate(SHARES) if name in all_shares]
-    bar = Bar("of the step", [share for share in shares if share[2] > 0], seconds(line["step_time_s"]))
+    percent, shares = "{:.1%}".format, _shares(line)
     caption = (f"{seconds(line['step_time_s'])} a step: {seconds(line['compute_s'])} of kernels and "
                f"{seconds(line['exposed_s'])} of waiting for links; {seconds(line['hidden_s'])} of collectives hide "
                f"under kernels, and {seconds(line['free_matmul_s'])} of matmuls have none beside them.")
-    drawn = skin.figure(pictures.bars([bar], percent, "shares of the step", most=1.0), caption,
+    drawn = skin.figure(time_drawing(line), caption,
                         skin.key((k, name, percent(share)) for k, name, share in shares))
     assumed = ", ".join(f"{name} {value:g}" for name, value in line["assumed"].items())
     return (drawn + _exposed(line) + "<h3>Kernels, costliest first</h3>" + _kernels(line)
@@ -222,6 +237,17 @@ def time(data: dict) -> str:
             + skin.bullets(f"warning: counted by its bytes alone: {name}" for name in line["uncounted"])
             + skin.paragraph("Nothing is measured: hardware peaks at assumed shares of them. Assumed (--assume "
                              f"NAME=VALUE sets another): {assumed}.", "small"))
+
+
+def _shares(line: dict) -> list[tuple[int, str, float]]:
+    shares = line["share"] | line["other"]
+    return [(k, name, shares[name]) for k, name in enumerate(SHARES) if name in shares]
+
+
+def time_drawing(line: dict, legend: bool = False) -> str:
+    """line: a roofline."""
+    bar = Bar("of the step", [share for share in _shares(line) if share[2] > 0], seconds(line["step_time_s"]))
+    return pictures.bars([bar], "{:.1%}".format, "shares of the step", most=1.0, legend=legend)
 
 
 def _exposed(line: dict) -> str:

@@ -5,6 +5,7 @@ Colours are classes of the skin (`c0` … `c7`), so that a picture follows light
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,18 @@ AXIS_COLOR = {axis: k for k, axis in enumerate(AXES)}
 
 def drawing(height: float, parts: Iterable[str], label: str) -> str:
     return (f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{esc(label)}" '
+            f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>')
+
+
+def below(drawings: Sequence[str]) -> str:
+    """Drawings in one, below each other."""
+    parts, y = [], 0.0
+    for one in drawings:
+        height = float(one.split('viewBox="0 0 ')[1].split('"')[0].split()[1])
+        parts.append(one.replace("<svg ", f'<svg y="{y:.0f}" width="{WIDTH}" height="{height:.0f}" ', 1))
+        y += height + 18
+    label = re.findall(r'aria-label="([^"]*)"', "".join(drawings))
+    return (f'<svg viewBox="0 0 {WIDTH} {y:.0f}" role="img" aria-label="{"; ".join(label)}" '
             f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>')
 
 
@@ -114,8 +127,9 @@ class Bar(NamedTuple):
 
 
 def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: Sequence[tuple[float, str]] = (),
-         most: float | None = None) -> str:
-    """Stacked bars on one scale. show: formats a value. marks: (value, name) of lines across all bars."""
+         most: float | None = None, legend: bool = False) -> str:
+    """Stacked bars on one scale. show: formats a value. marks: (value, name) of lines across all bars. legend: names
+    the colours below the bars, for a drawing that stands alone."""
     left, right, height = max(max(110, 7.2 * len(row.label) + 14, 5.8 * len(row.note) + 14)
                               for row in rows), WIDTH - 92, 30
     most = most or max([sum(part[2] for part in row.parts) for row in rows] + [value for value, _ in marks]) or 1.0
@@ -138,7 +152,19 @@ def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: S
         x = left + value * scale
         parts += [line(x, 20, x, y - 10, "edge"),
                   text(x + (4 if k else -4), 15, words, 11, "start" if k else "end", "soft")]
+    if legend:
+        parts += _legend([(color, name) for color, name in sorted({part[:2] for row in rows for part in row.parts})], y)
+        y += 20
     return drawing(y - 4, parts, label)
+
+
+def _legend(names: Sequence[tuple[int, str]], y: float, x: float = 74) -> list[str]:
+    """(colour, name) in a line."""
+    parts = []
+    for color, name in names:
+        parts += [rect(x, y, 11, 11, f"c{color}"), text(x + 17, y + 9.5, name, 11, kind="soft")]
+        x += 40 + 6 * len(name)
+    return parts
 
 
 # ---- curves and points -----------------------------------------------------------------------------------------------
@@ -281,10 +307,8 @@ def schedule(data: dict, heading: str = "") -> str:
         parts += [text(left - 4, middle, "…", 14, "end")] if part["more_before"] and not part["heading"] else []
         parts += [text(left + (stop - start) * scale + 4, middle, "…", 14)] if part["more_after"] else []
         y += tall * data["num_stages"] + 12
-    x, lighter = left, " (later chunks lighter)" if data["num_chunks"] > 1 else ""
-    for kind, (color, name) in kinds(data).items() if heading else ():
-        name += lighter * (kind == "F")
-        parts += [rect(x, y, 11, 11, f"c{color}"), text(x + 17, y + 9.5, name, 11, kind="soft")]
-        x += 40 + 6 * len(name)
-    y += 20 * bool(heading)
+    if heading:
+        lighter = " (later chunks lighter)" if data["num_chunks"] > 1 else ""
+        parts += _legend([(color, name + lighter * (kind == "F")) for kind, (color, name) in kinds(data).items()], y)
+        y += 20
     return drawing(y, parts, f"{data['name']}: {data['num_stages']} stages, {data['num_microbatches']} microbatches")

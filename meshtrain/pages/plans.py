@@ -115,30 +115,38 @@ def _length(plan: dict) -> list[Cell]:
 
 
 def trade(data: dict) -> str:
-    plans, missed = _fitting(data), [plan for plan in data["plans"] if not plan["fits"]]
-    if not plans:
+    if not _fitting(data):
         return ""
+    rows, drawn = _points(data)
+    left_out = sum(len(row.points) for row in rows) - sum(len(row.points) for row in drawn)
+    caption = "Each point is the best plan of a mesh and a rule file; left and low is better." + (
+        f" {left_out} plans that take more than four times as long as the best are left out." if left_out else "")
+    return skin.figure(trade_drawing(data), caption, skin.key((row.color, row.name, str(len(row.points)))
+                                                              for row in drawn if row.points))
+
+
+def _points(data: dict) -> tuple[list[PlotCurve], list[PlotCurve]]:
+    """(all plans as points, those not much slower than the best: others would compress the scale)."""
+    plans, missed = _fitting(data), [plan for plan in data["plans"] if not plan["fits"]]
     point = lambda plan: (plan["step_time_s"], plan["memory_bytes"]["total"])
     others = [(plan["step_time_s"], plan["memory_bytes"]) for plan in data["others"]]
     rows = [PlotCurve(7, "other plans that fit", others, dots=True),
             PlotCurve(4, "plans that do not fit", [point(plan) for plan in missed], dots=True),
             PlotCurve(0, "plans that fit, best in the table", [point(plan) for plan in plans], dots=True)]
-    known = [data["others"], missed, plans]
-    said = lambda k, i: f"{_mesh(known[k][i])}, {_rules(known[k][i])}"
-    # Much slower plans would compress the scale.
     most = 4 * plans[0]["step_time_s"]
-    kept = [[i for i, (x, _) in enumerate(row.points) if x <= most] for row in rows]
-    drawn = [row._replace(points=[row.points[i] for i in these]) for row, these in zip(rows, kept)]
-    picture = pictures.curves(drawn, PlotAxis("step", "{:g} s".format),
-                              PlotAxis("memory of a GPU", size, zero=True, unit=2**30), "memory against step time",
-                              height=380,
-                              levels=[(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")],
-                              title=lambda k, i: said(k, kept[k][i]))
-    left_out = sum(len(row.points) for row in rows) - sum(map(len, kept))
-    caption = "Each point is the best plan of a mesh and a rule file; left and low is better." + (
-        f" {left_out} plans that take more than four times as long as the best are left out." if left_out else "")
-    return skin.figure(picture, caption, skin.key((row.color, row.name, str(len(row.points)))
-                                                  for row in drawn if row.points))
+    return rows, [row._replace(points=[place for place in row.points if place[0] <= most]) for row in rows]
+
+
+def trade_drawing(data: dict) -> str:
+    """data: with a plan that fits."""
+    rows, drawn = _points(data)
+    known = [data["others"], [plan for plan in data["plans"] if not plan["fits"]], _fitting(data)]
+    said = [{place: f"{_mesh(plan)}, {_rules(plan)}" for place, plan in zip(row.points, of)}
+            for row, of in zip(rows, known)]
+    return pictures.curves(drawn, PlotAxis("step", "{:g} s".format),
+                           PlotAxis("memory of a GPU", size, zero=True, unit=2**30), "memory against step time",
+                           height=380, levels=[(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")],
+                           title=lambda k, i: said[k][drawn[k].points[i]])
 
 
 def memory(data: dict) -> str:

@@ -14,9 +14,11 @@ arXiv:1811.06965 (GPipe), arXiv:2006.09503 (1F1B), arXiv:2104.04473 (interleaved
 """
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import heapq
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -238,6 +240,74 @@ def _rounds(group: int, m: int, v: int) -> list[tuple[int, int]]:
     """(microbatch, chunk) in forward order: `group` microbatches through chunk 0, then through chunk 1, …"""
     return [(i, chunk) for first in range(0, m, group) for chunk in range(v)
             for i in range(first, min(first + group, m))]
+
+
+# ---- tables of one's own ---------------------------------------------------------------------------------------------
+
+CELL = re.compile(r"([FBW])(\d{1,5})([a-z]?)")
+IDLE = ("·", ".", "-", "_")
+
+
+def parse(text: str, name: str = "table") -> Schedule:
+    """The schedule of a table: a line per stage, a word per tick, as `inspection.chart.text` prints it. F3: the forward
+    of microbatch 3; F3b: of the stage's second chunk; B, W: gradients; · or . or -: idle; F3+B0: both in one tick,
+    which does F before B before W. Without W, B computes both gradients.
+
+    Raises: ValueError with every op that is missing, stands twice or comes before what it needs.
+    """
+    lines = [re.sub(r"^\s*stage\s*\d+:?", "", line).split() for line in text.splitlines() if line.strip()]
+    found, faults = {}, []
+    for s, words in enumerate(lines):
+        for t, word in enumerate(words):
+            for cell in () if word in IDLE else word.split("+"):
+                match = CELL.fullmatch(cell)
+                if not match:
+                    faults.append(f"stage {s}, tick {t}: {cell!r} is no op; write e.g. F0, B12, W3, F0b, or · where "
+                                  f"the stage is idle")
+                    continue
+                kind, i, chunk = KINDS.index(match[1]), int(match[2]), ord(match[3] or "a") - ord("a")
+                found.setdefault((kind, chunk * len(lines) + s, i), []).append(t)
+    if not found:
+        faults = faults or ["a schedule is a line per stage with a word per tick, e.g. F0 F1 B0 B1; there is none"]
+        raise ValueError("\n".join(faults))
+    p, m = len(lines), 1 + max(i for _, _, i in found)
+    v, split = 1 + max(g for _, g, _ in found) // p, any(kind == W for kind, _, _ in found)
+    faults += _table_faults(found, p, m, v, split)
+    if faults:
+        raise ValueError("\n".join(faults[:MOST_FAULTS]))
+    ops = np.full((max(map(len, lines)), p, 3, 2), -1, np.int32)
+    for (kind, g, i), (t,) in found.items():
+        ops[t, g % p, kind] = i, g // p
+    return _schedule(name, p, m, v, split, ops)
+
+
+MOST_FAULTS = 10
+
+
+def _table_faults(found: Mapping[tuple[int, int, int], Sequence[int]], p: int, m: int, v: int, split: bool
+                  ) -> list[str]:
+    """found: (kind, virtual stage, microbatch) -> ticks."""
+    faults, said = [], lambda kind, g, i: f"{KINDS[kind]}{i}{chr(ord('a') + g // p) if v > 1 else ''}"
+    for i in range(m):
+        for g in range(v * p):
+            for kind in (F, B, W)[:2 + split]:
+                ticks, op = found.get((kind, g, i), ()), said(kind, g, i)
+                if len(ticks) != 1:
+                    count = f"{len(ticks)} times" if ticks else "nowhere"
+                    faults.append(f"stage {g % p}: {op} stands {count}; every stage does each op of each of {m} "
+                                  f"microbatches once")
+                    continue
+                before = [(F, g - 1, 1)] * (g > 0) if kind == F else [(B, g, 0)] if kind == W else [
+                    (F, g, 0), *[(B, g + 1, 1)] * (g < v * p - 1)]
+                for needed, of, later in before:
+                    at = found.get((needed, of, i), ())
+                    if len(at) == 1 and ticks[0] < at[0] + later:
+                        faults.append(f"stage {g % p}, tick {ticks[0]}: {op} needs {said(needed, of, i)} of stage "
+                                      f"{of % p}, which is in tick {at[0]}; put it in tick {at[0] + later} or later")
+    cells = collections.Counter((kind, g % p, t) for (kind, g, _), ticks in found.items() for t in ticks)
+    faults += [f"stage {s}, tick {t}: {count} {KINDS[kind]} in one tick; a tick has one at most"
+               for (kind, s, t), count in cells.items() if count > 1]
+    return faults
 
 
 # ---- slots -----------------------------------------------------------------------------------------------------------

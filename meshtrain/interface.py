@@ -1,0 +1,324 @@
+"""The Python interface, `import meshtrain as mt`: what the commands do, for notebooks and scripts.
+
+An `Experiment` is a run on some mesh; it compiles, inspects, steps and generates by the modules of the commands and has
+no arithmetic of its own. What it returns is the JSON of a command, which prints as text and draws itself in a notebook.
+docs/python.md has a first notebook.
+"""
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from meshtrain import assembly, config, elastic, inspect, shown, trained
+from meshtrain import devices as local_devices
+from meshtrain import plan as plan_command
+from meshtrain.config import ConfigError
+from meshtrain.config.messages import toml
+from meshtrain.cost.formulas import simulate
+from meshtrain.data import sources
+from meshtrain.data.batches import opened
+from meshtrain.data.cache import parts
+from meshtrain.data.documents import contracts
+from meshtrain.inference.detokenizer import Words
+from meshtrain.inference.generate import GenerationLimits
+from meshtrain.inference.sampling import Picking
+from meshtrain.inspection import report, summary
+from meshtrain.inspection.inspected import Inspected
+from meshtrain.names import AXES
+from meshtrain.pages import plans
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.run import dpo_reference
+from meshtrain.sharding import rules as rule_files
+from meshtrain.shipped import names
+from meshtrain.shown import DrawnSchedule, Rows, StepCosts
+from meshtrain.training.state import State
+
+DRAWN_EVERY_S = 0.5     # of the curve while `Experiment.train` runs
+
+
+@functools.cache
+def _scratch() -> Path:
+    """A directory of this process: rule files given as text, token caches."""
+    found = Path(tempfile.mkdtemp(prefix="meshtrain-"))
+    atexit.register(shutil.rmtree, found, ignore_errors=True)
+    return found
+
+
+def Rules(text: str) -> rule_files.Rules:
+    """A rule file from its text, checked, in a file that lasts as long as the process. Raises: ConfigError.
+
+    >>> mt.Rules('extends = "ddp"\\n[params]\\nembed = "fsdp"').mesh_axes("grads", "embed")
+    ('fsdp',)
+    """
+    file = _scratch() / f"rules-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
+    file.write_text(text, encoding="utf-8")
+    with config.user_errors():
+        return rule_files.load(file)
+
+
+def _rule_file(rules: rule_files.Rules | str | Path) -> str:
+    """The path of a rule file: of one that is read, of a text, of a shipped name, or the path itself."""
+    if isinstance(rules, str) and ("\n" in rules or "=" in rules):
+        rules = Rules(rules)
+    if isinstance(rules, rule_files.Rules):
+        return rules.path
+    return f"sharding_rules/{rules}.toml" if str(rules) in names("sharding_rules") else str(rules)
+
+
+class Experiment:
+    """A run on a mesh of simulated devices, or on this machine's (simulated_devices=0).
+
+    run_file: default configs/quickstart.toml, on a mesh of its own where `settings` name an axis. settings: keys of the
+    run file. rules: a shipped name, a path, or a rule file's text. Devices start with the first method that computes;
+    all experiments of a process share them, and one takes as many as its mesh has. Raises: ConfigError.
+
+    >>> run = mt.Experiment(settings={"mesh.fsdp": 4, "model.num_layers": 2}, rules="zero3")
+    >>> run.layout
+    'fsdp=4, zero3'
+    """
+
+    def __init__(self, run_file: str | Path | None = None, settings: Mapping[str, object] | None = None,
+                 rules: rule_files.Rules | str | Path | None = None, simulated_devices: int = 8):
+        keys = dict(settings or {})
+        if run_file is None and any(f"mesh.{axis}" in keys for axis in AXES):
+            keys = {f"mesh.{axis}": 1 for axis in AXES} | keys
+        keys |= {"mesh.simulated_devices": simulated_devices}
+        keys |= {"sharding.rules": _rule_file(rules)} if rules is not None else {}
+        self.run = config.load([*([str(run_file)] if run_file else []), *_words(keys)])
+        self._state, self.history = None, shown.history([])
+
+    def __repr__(self) -> str:
+        return f"Experiment({self.run.run.name}: {self.layout})"
+
+    @property
+    def layout(self) -> str:
+        """The mesh axes larger than 1 and the rule file's name."""
+        sizes = [f"{axis}={n}" for axis in AXES if (n := getattr(self.run.mesh, axis)) != 1]
+        return ", ".join([" ".join(sizes) or "one device", Path(self.run.sharding.rules).stem])
+
+    # ---- what it costs -----------------------------------------------------------------------------------------------
+
+    def inspect(self, topology: str | None = None) -> StepCosts:
+        """What the compiled step holds, sends and takes. topology: compiled for GPUs that are not here, e.g. "h100:8".
+
+        >>> costs = run.inspect()
+        >>> costs.memory_bytes["compiled"]["params"] < run.inspect().memory_bytes["compiled"]["total"]
+        True
+        """
+        if topology is None:
+            return StepCosts(self._inspected)
+        devices = inspect.topology_devices(self.run, topology)
+        run, _ = elastic.fitted(self.run, len(devices))
+        return StepCosts(inspect.inspected(assembly.assemble(run, devices)))
+
+    def parameters(self) -> Rows:
+        """Each parameter: name, shape, mesh axes that split it as it is read and as it is stored, bytes of a device.
+
+        >>> [row["read"] for row in run.parameters() if row["name"] == "layers/mlp/up/kernel"]
+        [[[], ['fsdp'], []]]
+        """
+        return Rows(summary.parameters(self.made), report.params_table(self.made))
+
+    # ---- what it computes --------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def made(self) -> assembly.Assembly:
+        """The run on its devices. Raises: ConfigError, also where jax already runs with other devices."""
+        found = local_devices.start(self.run, quick=True)
+        wanted = math.prod(getattr(self.run.mesh, axis) for axis in AXES)
+        return assembly.assemble(self.run, found[:wanted] if 0 < wanted < len(found) else found)
+
+    @property
+    def state(self) -> State:
+        """Weights, optimizer's state and the number of steps taken; may be set to that of an experiment with the same
+        model and optimizer, on any layout.
+
+        >>> int(run.state.step)
+        0
+        """
+        if self._state is None:
+            with jax.set_mesh(self.made.mesh):
+                self._state = assembly.initialize(self.made)
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = jax.tree.map(lambda x, leaf: jax.device_put(np.asarray(x), leaf.sharding), state,
+                                   self.made.state_shapes)
+
+    def batch(self, n: int | None = None) -> dict[str, np.ndarray]:
+        """Batch n of the run's data, by default that of the next step: int32 arrays [B, T], as
+        `data.documents.contracts.Batches` has them.
+
+        >>> run.batch()["tokens"].shape == (run.run.data.global_batch, run.run.data.seq_len)
+        True
+        """
+        return self._batches.batch(int(self.state.step) if n is None else n)
+
+    def step(self, n: int = 1, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, float]:
+        """Train n steps, on the run's data or on one batch; the metrics of the last.
+
+        >>> sorted(run.step())
+        ['grad_norm', 'learning_rate', 'loss', 'skipped', 'tokens']
+        """
+        for _ in range(n):
+            self.history.append(self._advance(batch))
+        self.history = shown.history(self.history)
+        return {name: value for name, value in self.history[-1].items() if name not in ("step", "step_s")}
+
+    def train(self, steps: int) -> None:
+        """Train with a curve of the loss that is redrawn as it comes; `history` has the numbers."""
+        screen, drawn_s = shown.displayed(self.history), time.monotonic()
+        for n in range(steps):
+            self.step()
+            if screen and (n == steps - 1 or time.monotonic() > drawn_s + DRAWN_EVERY_S):
+                screen.update(self.history)
+                drawn_s = time.monotonic()
+
+    def loss(self, batch: Mapping[str, np.ndarray] | None = None) -> float:
+        """The mean loss of a batch, by default the next: nats per token that has a target (of DPO: a pair).
+
+        >>> 5 < run.loss() < 8
+        True
+        """
+        total, count = self._evaluate(self.state.params, self._place(batch))
+        return float(total) / float(count)
+
+    def gradients(self, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        """The gradients of `loss`, whole, by the names of `parameters`.
+
+        >>> run.gradients()["layers/mlp/up/kernel"].shape
+        (2, 192, 512)
+        """
+        grads, *_ = self._gradients(self.state.params, self._place(batch))
+        named = [info.name for info in self.made.model.parameters() if info.trainable]
+        return dict(zip(named, map(np.asarray, jax.tree.leaves(grads)), strict=True))
+
+    def logits(self, tokens: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
+        """float32 logits [B, T, V] of the tokens [B, T] that follow each place.
+
+        >>> run.logits([[1, 2, 3]]).shape
+        (1, 3, 512)
+        """
+        with jax.set_mesh(self.made.mesh):
+            return trained.within(self.made, self.state.params).scorer().logits(np.asarray(tokens))
+
+    def generate(self, prompt: str | Sequence[int] = "", max_tokens: int = 50, temperature: float = 0.0,
+                 seed: int = 0) -> str:
+        """Continue a prompt, a text or token ids.
+
+        >>> isinstance(run.generate("def ", max_tokens=4), str)
+        True
+        """
+        reader = self._corpus.tokenizer
+        ids = [reader.bos, *map(int, reader.encode([prompt])[0])] if isinstance(prompt, str) else list(prompt)
+        limits = GenerationLimits(max_tokens, (self._corpus.eos,), length=self.run.data.seq_len)
+        with jax.set_mesh(self.made.mesh):
+            generator = trained.within(self.made, self.state.params).generator()
+            (answer,) = generator.complete([ids], limits, Picking(temperature), seed)
+        return Words(reader.decode, stop_ids=limits.stop_ids).text(answer.tokens)
+
+    @functools.cached_property
+    def _inspected(self) -> Inspected:
+        return inspect.inspected(self.made)
+
+    @functools.cached_property
+    def _corpus(self) -> sources.Corpus:
+        with config.user_errors():
+            described = sources.describe(self.run.data, vocab_size=self.run.model.vocab_size)
+            return sources.corpus_of(described, described.open(_scratch(), parts.Job(lambda line: None)))
+
+    @functools.cached_property
+    def _batches(self) -> contracts.Batches:
+        if self.run.training.objective == "rl":
+            raise ConfigError('training.objective="rl" learns from answers of its own, which python -m meshtrain.train '
+                              'draws and scores; here it can be inspected, and generate')
+        with config.user_errors():
+            found = opened.open_corpus(self.run.data, self._corpus, self.run.run.seed)
+        return dpo_reference.with_references(self.run, self.made.program, found, self._corpus, _scratch(),
+                                             self.state.params) if self.run.training.objective == "dpo" else found
+
+    @functools.cached_property
+    def _evaluate(self):
+        program = self.made.program
+        return program.compiled(program.evaluate, self.made.state_shapes.params, program.step.batch)
+
+    @functools.cached_property
+    def _gradients(self):
+        program, key = self.made.program, jax.random.key(self.run.run.seed)
+        return program.compiled(jax.jit(lambda p, batch: program.gradients(p, batch, key)),
+                                self.made.state_shapes.params, program.step.batch)
+
+    def _place(self, batch: Mapping[str, np.ndarray] | None) -> dict[str, jax.Array]:
+        return self.made.program.place(dict(batch) if batch is not None else self.batch())
+
+    def _advance(self, batch: Mapping[str, np.ndarray] | None) -> dict[str, float]:
+        placed, program, began = self._place(batch), self.made.program, time.perf_counter()
+        state, metrics = self._inspected.executable(self.state, placed, *program.limit(math.inf))
+        metrics = {name: float(x) for name, x in jax.device_get(metrics).items() if np.ndim(x) == 0}
+        self._state = state
+        return {"step": int(state.step)} | metrics | {"step_s": time.perf_counter() - began}
+
+
+def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps: int = 2,
+            topology: str | None = None) -> Rows:
+    """Experiments side by side: bytes that a device holds and sends, time of a step, loss after `steps` steps from the
+    start. topology: bytes and time are those of the program for these GPUs, by its roofline; else the time is of these
+    simulated devices, which says nothing of GPUs. Their state stays as it is.
+
+    >>> [row["name"] for row in mt.compare({"whole": run, "again": run}, steps=1)]
+    ['whole', 'again']
+    """
+    named = dict(experiments) if isinstance(experiments, Mapping) else {one.layout: one for one in experiments}
+    rows, costs = [], {}
+    for name, one in named.items():
+        kept, one._state, costs[name] = one._state, None, one.inspect(topology)
+        passed = [one._advance(None) for _ in range(steps)]
+        one._state = kept
+        rows.append(shown.compared(name, one.layout, costs[name], passed))
+    return shown.comparison(rows, costs, steps)
+
+
+def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mapping[str, object] | None = None,
+         **options) -> Rows:
+    """The layouts of a model or run file, best first, as `python -m meshtrain.plan` finds them. settings: keys of the
+    run file. options: of the command, with _ for -.
+
+    >>> found = mt.plan("llama3-8b", gpus=8, gpu="h100", stage=1, context=1)
+    >>> found[0]["fits"]
+    True
+    """
+    counts = ",".join(map(str, gpus)) if isinstance(gpus, Sequence) else str(gpus)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in {"gpus": counts, "gpu": gpu, **options}.items()]
+    found = plan_command.planned(plan_command.COMMAND.read([str(model), *words, *_words(settings or {})]))
+    data = found.as_json()
+    drawn = plans.trade_drawing(data) if found.best and len(found.answers) == 1 else ""
+    return Rows(data["plans"], found.text(), drawn)
+
+
+def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1) -> DrawnSchedule:
+    """A schedule by its name, or a table of one's own, which is checked: a line per stage, a word per tick, as
+    `parallel.pipeline.schedules.parse` reads it. Raises: ConfigError.
+
+    >>> mt.schedule("F0 F1 ·     B0 B1\\n·  F0 F1+B0 B1").bubble > 0
+    True
+    """
+    with config.user_errors():
+        of = schedules.parse(table) if "\n" in table or " " in table else schedules.make(table, stages, microbatches,
+                                                                                         chunks)
+    return DrawnSchedule(of, simulate.simulate(of))
+
+
+def _words(keys: Mapping[str, object]) -> list[str]:
+    """Keys of a run file as the command line has them."""
+    return [f"--{key}={value if isinstance(value, (str, Path)) else toml(value)}" for key, value in keys.items()]

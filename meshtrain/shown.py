@@ -1,0 +1,147 @@
+"""What the Python interface returns: the JSON of a command, which prints as the command does and draws itself in a
+notebook."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from meshtrain.cost.formulas import simulate
+from meshtrain.inspection import chart, report
+from meshtrain.inspection.inspected import Inspected
+from meshtrain.pages import layout, pictures, skin
+from meshtrain.pages.pictures import Bar, PlotAxis, PlotCurve
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.units import seconds, size
+
+
+class Shown:
+    """Something that prints as text and, where it has a picture, is drawn by a notebook. text: what `print` shows.
+    picture: a drawing of `pictures`, or none."""
+    text = picture = ""
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_svg_(self) -> str | None:
+        return skin.alone(self.picture) if self.picture else None
+
+
+class JsonTable(Shown, dict):
+    """A JSON object that shows itself.
+
+    >>> JsonTable({"total": 3}, "total 3")["total"]
+    3
+    """
+
+    def __init__(self, data: dict, text: str, picture: str = ""):
+        super().__init__(data)
+        self.text, self.picture = text, picture
+
+    __str__ = Shown.__repr__
+
+
+class Rows(Shown, list):
+    """A JSON array that shows itself.
+
+    >>> Rows([{"step": 1}], "step 1")
+    step 1
+    """
+
+    def __init__(self, rows, text: str, picture: str = ""):
+        super().__init__(rows)
+        self.text, self.picture = text, picture
+
+    __str__ = Shown.__repr__
+
+
+class StepCosts(JsonTable):
+    """What a compiled step costs: the JSON of `python -m meshtrain.inspect --json`, which prints as that command does.
+
+    >>> mt.Experiment(settings={"mesh.data": 2}).inspect().collectives["compiled"][0]["axes"]
+    ['data']
+    """
+
+    def __init__(self, step: Inspected):
+        data = report.as_json(step)
+        super().__init__(data, report.text(step), layout.memory_drawing(data, legend=True))
+        self.memory_bytes = JsonTable(data["memory_bytes"], report.memory_table(step), self.picture)
+        self.collectives = JsonTable(data["collectives"], report.collectives_table(step), layout.traffic_drawing(
+            data, legend=True) if data["collectives"]["compiled"] else "")
+        line, choice = data["roofline"], step.made.choice
+        # None: of no GPU of known speed
+        self.roofline = line and JsonTable(line, report.roofline_table(step.roofline, step.made.mesh_spec),
+                                       layout.time_drawing(line, legend=True))
+        # None: no pipeline
+        self.schedule = choice and DrawnSchedule(choice.schedule, choice.outcome)
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes that a device sends in a step, by kind of collective."""
+        found: dict[str, int] = {}
+        for row in self.collectives["compiled"]:
+            found[row["kind"]] = found.get(row["kind"], 0) + row["bytes"]
+        return found
+
+
+class DrawnSchedule(JsonTable):
+    """A pipeline's schedule: the JSON of its picture, drawn by a notebook.
+
+    >>> mt.schedule("zero_bubble", stages=4, microbatches=8).bubble
+    0.19999999999999996
+    """
+
+    def __init__(self, of: schedules.Schedule, outcome: simulate.Outcome):
+        heading, self.of, self.bubble, self.peak = chart.title(of, outcome), of, outcome.bubble, outcome.peak_live
+        data = chart.as_json(simulate.Choice(of, outcome, None, None, ""))
+        super().__init__(data, f"{heading}\n{chart.text(of)}", pictures.schedule(data, heading))
+
+    def draw(self) -> DrawnSchedule:
+        """The schedule, which a notebook draws."""
+        return self
+
+    def simulate(self, **costs: float) -> DrawnSchedule:
+        """The schedule in the time that its ops take: forward_s, input_grad_s, weight_grad_s, loss_s and link_s, in any
+        unit (`cost.formulas.simulate.Costs`).
+
+        >>> slow_links = mt.schedule("1f1b", stages=4, microbatches=8).simulate(link_s=0.5)
+        """
+        return DrawnSchedule(self.of, simulate.simulate(self.of, simulate.Costs(**costs)))
+
+
+def history(rows: Sequence[Mapping[str, float]]) -> Rows:
+    """Metrics of steps, drawn as the curve of their loss."""
+    points = [(row["step"], row["loss"]) for row in rows]
+    curve = pictures.curves([PlotCurve(0, "loss", points)], PlotAxis("step", "{:g}".format),
+                            PlotAxis("loss", "{:g}".format), "loss by step", height=240) if points else ""
+    last = "; ".join(f"{name} {value:.6g}" for name, value in rows[-1].items()) if rows else "no step was taken"
+    return Rows(rows, f"{len(rows)} steps, the last: {last}" if rows else last, curve)
+
+
+def compared(name: str, layout: str, costs: StepCosts, steps: Sequence[Mapping[str, float]]) -> dict:
+    """One row of `comparison`. steps: metrics of steps from the start."""
+    step_s = costs.roofline["step_time_s"] if costs.roofline else min(row["step_s"] for row in steps)
+    return {"name": name, "layout": layout, "memory_bytes": costs.memory_bytes["compiled"]["total"],
+            "sent_bytes": sum(costs.sent_bytes.values()), "step_time_s": step_s, "loss": steps[-1]["loss"]}
+
+
+def comparison(rows: Sequence[Mapping], costs: Mapping[str, StepCosts], steps: int) -> Rows:
+    """Experiments side by side: what each holds, and below it what each sends. rows: of `compared`."""
+    lines = [("", "layout", "memory", "sent", "step", f"loss after {steps} step{'s' * (steps > 1)}")]
+    lines += [(row["name"], row["layout"], size(row["memory_bytes"]), size(row["sent_bytes"]),
+               seconds(row["step_time_s"]), f"{row['loss']:.6f}") for row in rows]
+    kinds = list(dict.fromkeys(kind for one in costs.values() for kind in one.sent_bytes))
+    held = [Bar(row["name"], layout.stack(costs[row["name"]].memory_bytes["compiled"])) for row in rows]
+    sent = [Bar(row["name"], [(kinds.index(kind) % pictures.COLORS, kind, count)
+                              for kind, count in costs[row["name"]].sent_bytes.items()], f"loss {row['loss']:.6f}")
+            for row in rows]
+    return Rows(rows, report.columns(lines), pictures.below([
+        pictures.bars(held, size, "memory of a device", legend=True),
+        pictures.bars(sent, size, "bytes that a device sends in a step", legend=True)]))
+
+
+def displayed(shown):
+    """The handle of something that a notebook shows and that may be updated; None outside of one."""
+    if "IPython" not in sys.modules:
+        return None
+    from IPython import display, get_ipython
+    return display.display(shown, display_id=True) if get_ipython() else None
