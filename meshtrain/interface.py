@@ -117,9 +117,9 @@ class Experiment:
         """
         if topology is None:
             return StepCosts(self._inspected)
-        devices = inspect.topology_devices(self.run, topology)
-        run, _ = elastic.fitted(self.run, len(devices))
-        return StepCosts(inspect.inspected(assembly.assemble(run, devices)))
+        run = self.run.replaced(mesh={"simulated_devices": 0})
+        devices = inspect.topology_devices(run, topology)
+        return StepCosts(inspect.inspected(assembly.assemble(elastic.fitted(run, len(devices))[0], devices)))
 
     def parameters(self) -> Rows:
         """Each parameter: name, shape, mesh axes that split it as it is read and as it is stored, bytes of a device.
