@@ -6,12 +6,8 @@ docs/python.md has a first notebook.
 """
 from __future__ import annotations
 
-import atexit
 import functools
-import hashlib
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,15 +15,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain import assembly, config, elastic, inspect, shown, trained
+from meshtrain import assembly, config, elastic, inspect, scratch, shown, train, trained
 from meshtrain import devices as local_devices
 from meshtrain import plan as plan_command
+from meshtrain.checkpoint import pretrained
 from meshtrain.config import ConfigError
-from meshtrain.config.messages import toml
 from meshtrain.cost.formulas import simulate
 from meshtrain.data import sources
-from meshtrain.data.batches import opened
-from meshtrain.data.cache import parts
 from meshtrain.data.documents import contracts
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
@@ -39,19 +33,10 @@ from meshtrain.pages import plans
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.run import dpo_reference
 from meshtrain.sharding import rules as rule_files
-from meshtrain.shipped import names
 from meshtrain.shown import DrawnSchedule, Rows, StepCosts
 from meshtrain.training.state import State
 
 DRAWN_EVERY_S = 0.5     # of the curve while `Experiment.train` runs
-
-
-@functools.cache
-def _scratch() -> Path:
-    """A directory of this process: rule files given as text, token caches."""
-    found = Path(tempfile.mkdtemp(prefix="meshtrain-"))
-    atexit.register(shutil.rmtree, found, ignore_errors=True)
-    return found
 
 
 def Rules(text: str) -> rule_files.Rules:
@@ -60,19 +45,8 @@ def Rules(text: str) -> rule_files.Rules:
     >>> mt.Rules('extends = "ddp"\\n[params]\\nembed = "fsdp"').mesh_axes("grads", "embed")
     ('fsdp',)
     """
-    file = _scratch() / f"rules-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
-    file.write_text(text, encoding="utf-8")
     with config.user_errors():
-        return rule_files.load(file)
-
-
-def _rule_file(rules: rule_files.Rules | str | Path) -> str:
-    """The path of a rule file: of one that is read, of a text, of a shipped name, or the path itself."""
-    if isinstance(rules, str) and ("\n" in rules or "=" in rules):
-        rules = Rules(rules)
-    if isinstance(rules, rule_files.Rules):
-        return rules.path
-    return f"sharding_rules/{rules}.toml" if str(rules) in names("sharding_rules") else str(rules)
+        return rule_files.load(scratch.rule_file(text))
 
 
 class Experiment:
@@ -93,8 +67,8 @@ class Experiment:
         if run_file is None and any(f"mesh.{axis}" in keys for axis in AXES):
             keys = {f"mesh.{axis}": 1 for axis in AXES} | keys
         keys |= {"mesh.simulated_devices": simulated_devices}
-        keys |= {"sharding.rules": _rule_file(rules)} if rules is not None else {}
-        self.run = config.load([*([str(run_file)] if run_file else []), *_words(keys)])
+        keys |= {"sharding.rules": scratch.rule_file(rules)} if rules is not None else {}
+        self.run = config.load([*([str(run_file)] if run_file else []), *config.words(keys)])
         self._state, self.history = None, shown.history([])
 
     def __repr__(self) -> str:
@@ -140,15 +114,17 @@ class Experiment:
 
     @property
     def state(self) -> State:
-        """Weights, optimizer's state and the number of steps taken; may be set to that of an experiment with the same
-        model and optimizer, on any layout.
+        """Weights, optimizer's state and the number of steps taken, at first as the run starts with them. May be set to
+        that of an experiment with the same model and optimizer, on any layout.
 
         >>> int(run.state.step)
         0
         """
         if self._state is None:
-            with jax.set_mesh(self.made.mesh):
-                self._state = assembly.initialize(self.made)
+            train.check_memory(self.made)
+            with jax.set_mesh(self.made.mesh), config.user_errors():
+                given = pretrained.opened(self.run, self.made.model)
+                self._state = train.with_weights(self.made, given, assembly.initialize(self.made))
         return self._state
 
     @state.setter
@@ -163,7 +139,8 @@ class Experiment:
         >>> run.batch()["tokens"].shape == (run.run.data.global_batch, run.run.data.seq_len)
         True
         """
-        return self._batches.batch(int(self.state.step) if n is None else n)
+        done = int(self.state.step) if self._state else 0
+        return self._batches.batch(done if n is None else n)
 
     def step(self, n: int = 1, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, float]:
         """Train n steps, on the run's data or on one batch; the metrics of the last.
@@ -177,7 +154,12 @@ class Experiment:
         return {name: value for name, value in self.history[-1].items() if name not in ("step", "step_s")}
 
     def train(self, steps: int) -> None:
-        """Train with a curve of the loss that is redrawn as it comes; `history` has the numbers."""
+        """Train with a curve of the loss that a notebook redraws as it comes; `history` has the numbers.
+
+        >>> run.train(2)
+        >>> [row["step"] for row in run.history][-1] == int(run.state.step)
+        True
+        """
         screen, drawn_s = shown.displayed(self.history), time.monotonic()
         for n in range(steps):
             self.step()
@@ -220,9 +202,10 @@ class Experiment:
         >>> isinstance(run.generate("def ", max_tokens=4), str)
         True
         """
-        reader = self._corpus.tokenizer
+        with config.user_errors():
+            reader, eos = sources.reader_of(self.run.data, vocab_size=self.run.model.vocab_size)
         ids = [reader.bos, *map(int, reader.encode([prompt])[0])] if isinstance(prompt, str) else list(prompt)
-        limits = GenerationLimits(max_tokens, (self._corpus.eos,), length=self.run.data.seq_len)
+        limits = GenerationLimits(max_tokens, (eos,), length=self.run.data.seq_len)
         with jax.set_mesh(self.made.mesh):
             generator = trained.within(self.made, self.state.params).generator()
             (answer,) = generator.complete([ids], limits, Picking(temperature), seed)
@@ -233,20 +216,12 @@ class Experiment:
         return inspect.inspected(self.made)
 
     @functools.cached_property
-    def _corpus(self) -> sources.Corpus:
-        with config.user_errors():
-            described = sources.describe(self.run.data, vocab_size=self.run.model.vocab_size)
-            return sources.corpus_of(described, described.open(_scratch(), parts.Job(lambda line: None)))
-
-    @functools.cached_property
     def _batches(self) -> contracts.Batches:
-        if self.run.training.objective == "rl":
-            raise ConfigError('training.objective="rl" learns from answers of its own, which python -m meshtrain.train '
-                              'draws and scores; here it can be inspected, and generate')
-        with config.user_errors():
-            found = opened.open_corpus(self.run.data, self._corpus, self.run.run.seed)
-        return dpo_reference.with_references(self.run, self.made.program, found, self._corpus, _scratch(),
-                                             self.state.params) if self.run.training.objective == "dpo" else found
+        def referenced(pairs, corpus, directory):
+            with jax.set_mesh(self.made.mesh):
+                return dpo_reference.with_references(self.run, self.made.program, pairs, corpus, directory,
+                                                     self.state.params)
+        return scratch.batches(self.run, referenced)
 
     @functools.cached_property
     def _evaluate(self):
@@ -281,10 +256,15 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
     """
     named = dict(experiments) if isinstance(experiments, Mapping) else {one.layout: one for one in experiments}
     rows, costs = [], {}
+    if len(named) < len(experiments):
+        twice = next(one.layout for n, one in enumerate(experiments) if one.layout in [e.layout for e in experiments[:n]])
+        raise ConfigError(f"two experiments to compare are called {twice!r}; give them names, as mt.compare({{\"a\": …}})")
     for name, one in named.items():
         kept, one._state, costs[name] = one._state, None, one.inspect(topology)
-        passed = [one._advance(None) for _ in range(steps)]
-        one._state = kept
+        try:
+            passed = [one._advance(None) for _ in range(steps)]
+        finally:
+            one._state = kept
         rows.append(shown.compared(name, one.layout, costs[name], passed))
     return shown.comparison(rows, costs, steps)
 
@@ -300,7 +280,7 @@ def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mappi
     """
     counts = ",".join(map(str, gpus)) if isinstance(gpus, Sequence) else str(gpus)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in {"gpus": counts, "gpu": gpu, **options}.items()]
-    found = plan_command.planned(plan_command.COMMAND.read([str(model), *words, *_words(settings or {})]))
+    found = plan_command.planned(plan_command.COMMAND.read([str(model), *words, *config.words(settings or {})]))
     data = found.as_json()
     drawn = plans.trade_drawing(data) if found.best and len(found.answers) == 1 else ""
     return Rows(data["plans"], found.text(), drawn)
@@ -310,15 +290,12 @@ def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1
     """A schedule by its name, or a table of one's own, which is checked: a line per stage, a word per tick, as
     `parallel.pipeline.schedules.parse` reads it. Raises: ConfigError.
 
-    >>> mt.schedule("F0 F1 ·     B0 B1\\n·  F0 F1+B0 B1").bubble > 0
-    True
+    >>> print(mt.schedule("F0 F1 · B0 B1\\n· F0 F1+B0 B1"))
+    table: 2 stages, 2 microbatches · bubble 33.3% · peak memory: activations of 2 microbatches on stage 0
+    stage 0 F0 F1 ·  ·  B0 B1
+    stage 1 ·  F0 F1 B0 B1 ·
     """
     with config.user_errors():
         of = schedules.parse(table) if "\n" in table or " " in table else schedules.make(table, stages, microbatches,
                                                                                          chunks)
     return DrawnSchedule(of, simulate.simulate(of))
-
-
-def _words(keys: Mapping[str, object]) -> list[str]:
-    """Keys of a run file as the command line has them."""
-    return [f"--{key}={value if isinstance(value, (str, Path)) else toml(value)}" for key, value in keys.items()]

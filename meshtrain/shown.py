@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import simulate
 from meshtrain.inspection import chart, report
 from meshtrain.inspection.inspected import Inspected
@@ -86,8 +87,8 @@ class StepCosts(JsonTable):
 class DrawnSchedule(JsonTable):
     """A pipeline's schedule: the JSON of its picture, drawn by a notebook.
 
-    >>> mt.schedule("zero_bubble", stages=4, microbatches=8).bubble
-    0.19999999999999996
+    >>> round(mt.schedule("zero_bubble", stages=4, microbatches=8).bubble, 3)
+    0.2
     """
 
     def __init__(self, of: schedules.Schedule, outcome: simulate.Outcome):
@@ -96,7 +97,13 @@ class DrawnSchedule(JsonTable):
         super().__init__(data, f"{heading}\n{chart.text(of)}", pictures.schedule(data, heading))
 
     def draw(self) -> DrawnSchedule:
-        """The schedule, which a notebook draws."""
+        """The schedule, which a notebook draws.
+
+        >>> mt.schedule("gpipe", stages=2, microbatches=2).draw()
+        gpipe: 2 stages, 2 microbatches · bubble 33.3% · peak memory: activations of 2 microbatches on stage 0
+        stage 0 F0 F1 ·  ·  B0 B1
+        stage 1 ·  F0 F1 B0 B1 ·
+        """
         return self
 
     def simulate(self, **costs: float) -> DrawnSchedule:
@@ -105,6 +112,8 @@ class DrawnSchedule(JsonTable):
 
         >>> slow_links = mt.schedule("1f1b", stages=4, microbatches=8).simulate(link_s=0.5)
         """
+        if wrong := [f"{name}={value}" for name, value in costs.items() if value < 0]:
+            raise ConfigError(f"{wrong[0]} of a schedule's op is a time; use 0 or more")
         return DrawnSchedule(self.of, simulate.simulate(self.of, simulate.Costs(**costs)))
 
 

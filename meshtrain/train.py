@@ -111,7 +111,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
         say.out(fewer)
     agree.same_everywhere("the run", config.dump(run))
     made = agree.everywhere(lambda: assembly.assemble(run, found))
-    agree.everywhere(lambda: _check_memory(made))
+    agree.everywhere(lambda: check_memory(made))
     directory = Path(run.run.dir)
     with rundir.claimed(run) as claim, watchdog.kept_in(directory / contents.STACKS), jax.set_mesh(made.mesh), \
             Checkpoints(directory / contents.CHECKPOINTS, every=run.checkpoint.every, keep=run.checkpoint.keep,
@@ -133,7 +133,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
             return _train(_Session(made, directory, checkpoints, local, exporting, attempt), start)
 
 
-def _check_memory(made: assembly.Assembly) -> None:
+def check_memory(made: assembly.Assembly) -> None:
     """Raises: ConfigError where the state alone exceeds this machine's memory, which simulated devices share."""
     local = jax.local_devices()
     if local[0].platform != "cpu":
@@ -320,7 +320,7 @@ def _reference(made: assembly.Assembly, start: resume.Start, state: State, step:
             lambda leaf: leaf.sharding, state.params))(state.params)
     # There may be no room for another optimizer's state.
     fresh = State(state.step, assembly.initialize_params(made), {})
-    return _with_weights(made, pretrained.opened(made.run, made.model), fresh, step=step, init_optimizer=False).params
+    return with_weights(made, pretrained.opened(made.run, made.model), fresh, step=step, init_optimizer=False).params
 
 
 def _compile(session: _Session, batches: Batches) -> None:
@@ -495,10 +495,10 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
         say.out(f"going on after step "
                 f"{start.step}{', kept in checkpoint.local_dir' * isinstance(start.saved.store, LocalCheckpoints)}")
         return state
-    return _with_weights(made, given, assembly.initialize(made))
+    return with_weights(made, given, assembly.initialize(made))
 
 
-def _with_weights(made: assembly.Assembly, given, state: State, **keys) -> State:
+def with_weights(made: assembly.Assembly, given, state: State, **keys) -> State:
     """The initialized state with the weights that the run starts from, if there are any. keys: others of [checkpoint].
     """
     run = made.run.replaced(checkpoint=keys)

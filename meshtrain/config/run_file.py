@@ -80,6 +80,11 @@ def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[
     return run, given
 
 
+def words(keys: typing.Mapping[str, object]) -> list[str]:
+    """Keys of a run file, "section.key", as the command line gives them."""
+    return [f"--{key}={value if isinstance(value, (str, Path)) else toml(value)}" for key, value in keys.items()]
+
+
 def names_mesh(argv: typing.Sequence[str]) -> bool:
     """Whether `argv` asks for a mesh: by a run file, at any position, or by a key of [mesh]."""
     path, overrides, _ = _arguments(argv)

@@ -1,0 +1,53 @@
+"""What runs without a run directory, of the Python interface, keep in a directory of their process: rule files given as
+text, and token caches."""
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from meshtrain import config
+from meshtrain.config import ConfigError, Run
+from meshtrain.data import sources
+from meshtrain.data.batches import opened
+from meshtrain.data.batches.preferences import Pairs
+from meshtrain.data.cache import parts
+from meshtrain.data.documents.contracts import Batches
+from meshtrain.sharding.rules import Rules
+from meshtrain.shipped import names
+
+
+@functools.cache
+def directory() -> Path:
+    """It is removed when the process ends."""
+    found = Path(tempfile.mkdtemp(prefix="meshtrain-"))
+    atexit.register(shutil.rmtree, found, ignore_errors=True)
+    return found
+
+
+def rule_file(given: Rules | str | Path) -> str:
+    """The path of rules that were read, of a rule file's text, of a shipped name, or the path itself."""
+    if isinstance(given, Rules):
+        return given.path
+    if isinstance(given, str) and ("\n" in given or "=" in given):
+        path = directory() / f"rules-{hashlib.sha256(given.encode()).hexdigest()[:8]}.toml"
+        path.write_text(given, encoding="utf-8")
+        return str(path)
+    return f"sharding_rules/{given}.toml" if str(given) in names("sharding_rules") else str(given)
+
+
+def batches(run: Run, referenced: Callable[[Pairs, sources.Corpus, Path], Pairs]) -> Batches:
+    """Of the run's data. referenced: gives the pairs of DPO the margins of the reference, kept in a directory. Raises:
+    ConfigError."""
+    if run.training.objective == "rl":
+        raise ConfigError('training.objective="rl" learns from answers of its own, which python -m meshtrain.train '
+                          'draws and scores; outside of a run it can be inspected, generate and give logits')
+    with config.user_errors():
+        described = sources.describe(run.data, vocab_size=run.model.vocab_size)
+        corpus = sources.corpus_of(described, described.open(directory(), parts.Job(lambda line: None)))
+        data = opened.open_corpus(run.data, corpus, run.run.seed)
+    return referenced(data, corpus, directory()) if run.training.objective == "dpo" else data
