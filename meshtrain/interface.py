@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jax
+from meshtrain.run import say
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+with say.without_noise():       # of a CUDA plugin that finds no GPU
+    import jax
 import numpy as np
 
 from meshtrain import assembly, config, elastic, inspect, scratch, shown, train, trained
@@ -255,10 +260,10 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
     ['whole', 'again']
     """
     named = dict(experiments) if isinstance(experiments, Mapping) else {one.layout: one for one in experiments}
-    rows, costs = [], {}
     if len(named) < len(experiments):
-        twice = next(one.layout for n, one in enumerate(experiments) if one.layout in [e.layout for e in experiments[:n]])
-        raise ConfigError(f"two experiments to compare are called {twice!r}; give them names, as mt.compare({{\"a\": …}})")
+        raise ConfigError(f"of {len(experiments)} experiments to compare only {len(named)} differ in their layout; give "
+                          'them names, mt.compare({"a": …})')
+    rows, costs = [], {}
     for name, one in named.items():
         kept, one._state, costs[name] = one._state, None, one.inspect(topology)
         try:
@@ -295,7 +300,7 @@ def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1
     stage 0 F0 F1 ·  ·  B0 B1
     stage 1 ·  F0 F1 B0 B1 ·
     """
+    written = "\n" in table or " " in table
     with config.user_errors():
-        of = schedules.parse(table) if "\n" in table or " " in table else schedules.make(table, stages, microbatches,
-                                                                                         chunks)
+        of = schedules.parse(table) if written else schedules.make(table, stages, microbatches, chunks)
     return DrawnSchedule(of, simulate.simulate(of))

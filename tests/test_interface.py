@@ -111,7 +111,7 @@ def test_a_state_goes_to_another_layout_and_a_comparison_leaves_it(split, stages
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5) and rows[0]["name"] == split.layout
     assert int(stages.state.step) == 2 and stages.loss(split.batch(7)) == loss
     assert str(rows).splitlines()[0].split() == ["layout", "memory", "sent", "step", "loss", "after", "2", "steps"]
-    with pytest.raises(ConfigError, match="two experiments to compare are called 'fsdp=4 tensor=2, zero3'"):
+    with pytest.raises(ConfigError, match="of 2 experiments to compare only 1 differ"):
         mt.compare([split, split])
 
 
@@ -154,3 +154,16 @@ def test_a_run_file_of_many_gpus_is_inspected_without_any():
 def test_a_mistake_is_one_readable_error(asked, said):
     with pytest.raises(ConfigError, match=said):
         asked()
+
+
+def test_the_page_of_the_interface_runs_as_it_stands():
+    text = (Path(__file__).parent.parent / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks, names = re.findall(r"```python\n(.*?)```", text, re.DOTALL), {}
+    assert len(blocks) >= 3
+    for block in blocks:
+        exec(block, names)
+    shown_rows = re.search(r"```text\n(.*?)```", text, re.DOTALL)[1].splitlines()
+    for told, row in zip(shown_rows[1:], names["rows"], strict=True):
+        assert told.startswith(row["name"]) and row["layout"] in told
+        assert float(told.split()[-1]) == pytest.approx(row["loss"], abs=1e-4)
+    assert shown_rows[0].split() == str(names["rows"]).splitlines()[0].split()
