@@ -24,7 +24,6 @@ from meshtrain import assembly, config, elastic, inspect, scratch, shown, train,
 from meshtrain import devices as local_devices
 from meshtrain import plan as plan_command
 from meshtrain.checkpoint import pretrained
-from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import simulate
 from meshtrain.data import sources
 from meshtrain.data.documents import contracts
@@ -85,8 +84,6 @@ class Experiment:
         sizes = [f"{axis}={n}" for axis in AXES if (n := getattr(self.run.mesh, axis)) != 1]
         return ", ".join([" ".join(sizes) or "one device", Path(self.run.sharding.rules).stem])
 
-    # ---- what it costs -----------------------------------------------------------------------------------------------
-
     def inspect(self, topology: str | None = None) -> StepCosts:
         """What the compiled step holds, sends and takes. topology: compiled for GPUs that are not here, e.g. "h100:8".
 
@@ -107,8 +104,6 @@ class Experiment:
         [[[], ['fsdp'], []]]
         """
         return Rows(summary.parameters(self.made), report.params_table(self.made))
-
-    # ---- what it computes --------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def made(self) -> assembly.Assembly:
@@ -259,12 +254,8 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
     >>> [row["name"] for row in mt.compare({"whole": run, "again": run}, steps=1)]
     ['whole', 'again']
     """
-    named = dict(experiments) if isinstance(experiments, Mapping) else {one.layout: one for one in experiments}
-    if len(named) < len(experiments):
-        raise ConfigError(f"of {len(experiments)} experiments to compare only {len(named)} differ in their layout; give "
-                          'them names, mt.compare({"a": …})')
     rows, costs = [], {}
-    for name, one in named.items():
+    for name, one in shown.named(experiments).items():
         kept, one._state, costs[name] = one._state, None, one.inspect(topology)
         try:
             passed = [one._advance(None) for _ in range(steps)]
@@ -287,7 +278,7 @@ def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mappi
     words = [f"--{name.replace('_', '-')}={value}" for name, value in {"gpus": counts, "gpu": gpu, **options}.items()]
     found = plan_command.planned(plan_command.COMMAND.read([str(model), *words, *config.words(settings or {})]))
     data = found.as_json()
-    drawn = plans.trade_drawing(data) if found.best and len(found.answers) == 1 else ""
+    drawn = plans.trade_drawing(data, legend=True) if found.best and len(found.answers) == 1 else ""
     return Rows(data["plans"], found.text(), drawn)
 
 

@@ -126,6 +126,17 @@ def history(rows: Sequence[Mapping[str, float]]) -> Rows:
     return Rows(rows, f"{len(rows)} steps, the last: {last}" if rows else last, curve)
 
 
+def named(experiments: Sequence | Mapping) -> dict:
+    """Experiments to compare by their names: by their layouts where they have none. Raises: ConfigError."""
+    if isinstance(experiments, Mapping):
+        return dict(experiments)
+    found = {one.layout: one for one in experiments}
+    if len(found) < len(experiments):
+        raise ConfigError(f"of {len(experiments)} experiments to compare only {len(found)} differ in their layout; give "
+                          f'them names, mt.compare({{"a": …}})')
+    return found
+
+
 def compared(name: str, layout: str, costs: StepCosts, steps: Sequence[Mapping[str, float]]) -> dict:
     """One row of `comparison`. steps: metrics of steps from the start."""
     step_s = costs.roofline["step_time_s"] if costs.roofline else min(row["step_s"] for row in steps)

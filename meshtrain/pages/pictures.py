@@ -188,8 +188,9 @@ class PlotAxis(NamedTuple):
 
 def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label: str, *,
            verticals: Sequence[tuple[float, str]] = (), levels: Sequence[tuple[float, str]] = (), height: int = 300,
-           title: Callable[[int, int], str] | None = None) -> str:
-    """Curves in one frame. verticals, levels: (value, name) of lines. title: (curve, point) → its tooltip."""
+           title: Callable[[int, int], str] | None = None, legend: bool = False) -> str:
+    """Curves in one frame. verticals, levels: (value, name) of lines. title: (curve, point) → its tooltip. legend:
+    names the colours below, for a drawing that stands alone."""
     zero, unit = y_axis.zero, y_axis.unit
     points = [point for row in rows for point in row.points]
     xs, ys = [x for x, _ in points] + [x for x, _ in verticals], [y for _, y in points] + [y for y, _ in levels]
@@ -220,7 +221,9 @@ def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label:
         else:
             path = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in thinned(row.points))
             parts += [f'<path d="M{path}" class="curve s{row.color}"/>']
-    return drawing(height, parts, label)
+    if legend:
+        parts += _legend([(row.color, row.name) for row in rows if row.points], height + 4)
+    return drawing(height + 20 * legend, parts, label)
 
 
 MOST_POINTS = 1600

@@ -137,7 +137,7 @@ def _points(data: dict) -> tuple[list[PlotCurve], list[PlotCurve]]:
     return rows, [row._replace(points=[place for place in row.points if place[0] <= most]) for row in rows]
 
 
-def trade_drawing(data: dict) -> str:
+def trade_drawing(data: dict, legend: bool = False) -> str:
     """data: with a plan that fits."""
     rows, drawn = _points(data)
     known = [data["others"], [plan for plan in data["plans"] if not plan["fits"]], _fitting(data)]
@@ -146,7 +146,7 @@ def trade_drawing(data: dict) -> str:
     return pictures.curves(drawn, PlotAxis("step", "{:g} s".format),
                            PlotAxis("memory of a GPU", size, zero=True, unit=2**30), "memory against step time",
                            height=380, levels=[(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")],
-                           title=lambda k, i: said[k][drawn[k].points[i]])
+                           title=lambda k, i: said[k][drawn[k].points[i]], legend=legend)
 
 
 def memory(data: dict) -> str:

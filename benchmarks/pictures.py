@@ -1,0 +1,48 @@
+"""Draws the pictures of README.md and docs/README.md again: python -m benchmarks.pictures [NAME ...].
+
+mesh: 32 GPUs on four hosts. traffic: what a GPU of eight sends in a step of each layout, compiled without GPUs (some
+minutes). plan: the plans of Llama 3 70B on 64 H100, memory against step time.
+"""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import meshtrain as mt
+from meshtrain.inspection import summary
+from meshtrain.pages import pictures, skin
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.units import size
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+LAYOUTS = {"ddp": ("ddp", {"data": 8}), "zero1": ("zero1", {"fsdp": 8}), "zero3": ("zero3", {"fsdp": 8}),
+           "hsdp": ("hsdp", {"data": 2, "fsdp": 4}), "zero3, tensor 2": ("zero3", {"fsdp": 4, "tensor": 2}),
+           "zero3, context 2": ("zero3", {"fsdp": 4, "context": 2})}
+MODEL = {"model.preset": "llama3.2-1b", "model.compute_dtype": "bfloat16", "data.seq_len": 4096, "data.global_batch": 32,
+         "training.microbatches": 2, "training.remat": "selective"}
+
+
+def mesh() -> str:
+    return pictures.mesh(summary.mesh(MeshSpec({"data": 2, "fsdp": 4, "tensor": 4}), None, "any"))
+
+
+def traffic() -> str:
+    sent = {name: mt.Experiment(settings=MODEL | {f"mesh.{axis}": n for axis, n in sizes.items()}, rules=rules).inspect(
+        "h100:8").sent_bytes for name, (rules, sizes) in LAYOUTS.items()}
+    kinds = list(dict.fromkeys(kind for one in sent.values() for kind in one))
+    return pictures.bars([pictures.Bar(name, [(kinds.index(kind), kind, count) for kind, count in one.items()])
+                          for name, one in sent.items()], size, "bytes that a GPU sends in a step", legend=True)
+
+
+def plan() -> str:
+    return mt.plan("llama3-70b", gpus=64, gpu="h100").picture
+
+
+def main(names: list[str]) -> None:
+    for draw in (mesh, traffic, plan):
+        if not names or draw.__name__ in names:
+            (DOCS / f"{draw.__name__}.svg").write_text(skin.alone(draw()) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
