@@ -132,8 +132,8 @@ def named(experiments: Sequence | Mapping) -> dict:
         return dict(experiments)
     found = {one.layout: one for one in experiments}
     if len(found) < len(experiments):
-        raise ConfigError(f"of {len(experiments)} experiments to compare only {len(found)} differ in their layout; give "
-                          f'them names, mt.compare({{"a": …}})')
+        raise ConfigError(f"of {len(experiments)} experiments to compare only {len(found)} differ in their layout; "
+                          f'give them names, mt.compare({{"a": …}})')
     return found
 
 

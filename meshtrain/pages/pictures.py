@@ -158,6 +158,11 @@ def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: S
     return drawing(y - 4, parts, label)
 
 
+def legend(names: Sequence[tuple[int, str]]) -> str:
+    """(colour, name) in a line, for `below`."""
+    return drawing(14, _legend(names, 0), ", ".join(name for _, name in names))
+
+
 def _legend(names: Sequence[tuple[int, str]], y: float, x: float = 74) -> list[str]:
     """(colour, name) in a line."""
     parts = []
@@ -188,9 +193,8 @@ class PlotAxis(NamedTuple):
 
 def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label: str, *,
            verticals: Sequence[tuple[float, str]] = (), levels: Sequence[tuple[float, str]] = (), height: int = 300,
-           title: Callable[[int, int], str] | None = None, legend: bool = False) -> str:
-    """Curves in one frame. verticals, levels: (value, name) of lines. title: (curve, point) → its tooltip. legend:
-    names the colours below, for a drawing that stands alone."""
+           title: Callable[[int, int], str] | None = None) -> str:
+    """Curves in one frame. verticals, levels: (value, name) of lines. title: (curve, point) → its tooltip."""
     zero, unit = y_axis.zero, y_axis.unit
     points = [point for row in rows for point in row.points]
     xs, ys = [x for x, _ in points] + [x for x, _ in verticals], [y for _, y in points] + [y for y, _ in levels]
@@ -221,9 +225,7 @@ def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label:
         else:
             path = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in thinned(row.points))
             parts += [f'<path d="M{path}" class="curve s{row.color}"/>']
-    if legend:
-        parts += _legend([(row.color, row.name) for row in rows if row.points], height + 4)
-    return drawing(height + 20 * legend, parts, label)
+    return drawing(height, parts, label)
 
 
 MOST_POINTS = 1600

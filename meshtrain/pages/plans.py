@@ -138,15 +138,17 @@ def _points(data: dict) -> tuple[list[PlotCurve], list[PlotCurve]]:
 
 
 def trade_drawing(data: dict, legend: bool = False) -> str:
-    """data: with a plan that fits."""
+    """data: with a plan that fits. legend: for a drawing that stands alone."""
     rows, drawn = _points(data)
     known = [data["others"], [plan for plan in data["plans"] if not plan["fits"]], _fitting(data)]
     said = [{place: f"{_mesh(plan)}, {_rules(plan)}" for place, plan in zip(row.points, of)}
             for row, of in zip(rows, known)]
-    return pictures.curves(drawn, PlotAxis("step", "{:g} s".format),
-                           PlotAxis("memory of a GPU", size, zero=True, unit=2**30), "memory against step time",
-                           height=380, levels=[(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")],
-                           title=lambda k, i: said[k][drawn[k].points[i]], legend=legend)
+    picture = pictures.curves(drawn, PlotAxis("step", "{:g} s".format),
+                              PlotAxis("memory of a GPU", size, zero=True, unit=2**30), "memory against step time",
+                              height=380, levels=[(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")],
+                              title=lambda k, i: said[k][drawn[k].points[i]])
+    names = [(row.color, row.name) for row in drawn if row.points]
+    return pictures.below([picture, pictures.legend(names)]) if legend else picture
 
 
 def memory(data: dict) -> str:
