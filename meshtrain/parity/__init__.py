@@ -1,0 +1,1 @@
+"""Whether a run computes on every layout what one device computes."""
