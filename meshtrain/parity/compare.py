@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -140,14 +140,19 @@ def check_leaves(found, expected, tolerance: Tolerance = FLOAT32) -> None:
         assert off <= tolerance.state, f"{path}: {off:.1e}"
 
 
-def assembled(run: config.Run) -> assembly.Assembly:
-    return assembly.assemble(run, jax.devices()[:math.prod(getattr(run.mesh, axis) for axis in AXES)])
+def assembled(run: config.Run, devices: Sequence[jax.Device] | None = None) -> assembly.Assembly:
+    """devices: whose first ones take the run; None: all."""
+    return assembly.assemble(run, (devices or jax.devices())[:num_devices(run)])
 
 
-def compiled(run: config.Run) -> Compiled:
-    made = assembled(run)
+def compiled(run: config.Run, devices: Sequence[jax.Device] | None = None) -> Compiled:
+    made = assembled(run, devices)
     with jax.default_matmul_precision("highest"):
         return Compiled(made, made.program.compile())
+
+
+def num_devices(run: config.Run) -> int:
+    return math.prod(getattr(run.mesh, axis) for axis in AXES)
 
 
 def on_one_device(run: config.Run) -> config.Run:
@@ -248,7 +253,7 @@ def _answers(batch: dict, rng: np.random.Generator) -> dict:
 
 def accepted(run: config.Run) -> None:
     """Raises: ConfigError, for what the program refuses."""
-    spec = MeshSpec(config.mesh_sizes(run, math.prod(getattr(run.mesh, axis) for axis in AXES)), run.mesh.placement)
+    spec = MeshSpec(config.mesh_sizes(run, num_devices(run)), run.mesh.placement)
     if faults := config.problems(run):
         raise config.ConfigError(*faults)
     assembly.design(run, spec, "cpu", None)

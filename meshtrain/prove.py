@@ -1,0 +1,46 @@
+"""Whether a run computes on every layout what one device computes: python -m meshtrain.prove RUN.toml.
+
+The run's model is made small, with the same kinds of layers, experts, windows, adapters, objective and masks. On
+simulated devices, in float32, loss, every gradient leaf and three steps are compared with those of one device, on
+layouts that hold every pair of meshes, rule files, pipeline schedules, context methods, microbatches and remat that the
+run allows. Reads no data and trains nothing. Exit codes: 0 · 1 a layout differs, or the GPU program has a fault · 2 the
+user's mistake, one message · 75 stopped on request.
+"""
+from __future__ import annotations
+
+import json
+import sys
+
+from meshtrain.run import command, say
+
+if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+    command.begin(platform="cpu")
+
+from meshtrain import config, parity
+from meshtrain import devices as local_devices
+
+MOST_DEVICES = 64
+COMMAND = config.Command("meshtrain.prove", {
+    "rules": config.Option("prove this rule file, in place of the run's and the shipped ones", "FILE", "my_rules.toml",
+                           many=True),
+    "devices": config.Option("simulate so many devices", "N", "8", config.whole(2, MOST_DEVICES), 8),
+    "cells": config.Option("at most so many layouts, the most telling ones; else every pair of choices", "N", "10",
+                           config.whole(1)),
+    "json": config.Option("print JSON alone"),
+    "html": config.Option("write a page for a browser, too: one file that loads nothing", "FILE", "proof.html"),
+}, "[RUN.toml]", (0, 1))
+
+
+@command.entry(COMMAND, __doc__)
+def main(own: config.Arguments) -> int:
+    run = config.load(own.names + own.keys)
+    tell = say.err if own["json"] else say.out
+    devices = local_devices.start(run.replaced(mesh={"simulated_devices": own["devices"]}), cheaply=True)
+    proof = parity.prove(run, own["rules"], devices, own["cells"], tell)
+    if own["json"]:
+        say.out(json.dumps(proof.as_json()))
+    return 1 if proof.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
