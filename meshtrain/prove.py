@@ -14,9 +14,10 @@ import sys
 from meshtrain.run import command, say
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
-    command.begin(platform="cpu")
+    command.begin(level=1, platform="cpu")      # what XLA warns of while it compiles for GPUs is read
 
 from meshtrain import config, parity
+from meshtrain.parity import smallest
 from meshtrain import devices as local_devices
 
 MOST_DEVICES = 64
@@ -36,10 +37,38 @@ def main(own: config.Arguments) -> int:
     run = config.load(own.names + own.keys)
     tell = say.err if own["json"] else say.out
     devices = local_devices.start(run.replaced(mesh={"simulated_devices": own["devices"]}), cheaply=True)
-    proof = parity.prove(run, own["rules"], devices, own["cells"], tell)
+    with say.without_noise([]):     # what XLA warns of while it compiles for CPUs concerns nobody
+        proof = parity.prove(run, own["rules"], devices, own["cells"], tell)
+        file = _written(proof, run, devices, tell)
     if own["json"]:
-        say.out(json.dumps(proof.as_json()))
+        say.out(json.dumps(proof.as_json() | {"smallest": file}))
+    else:
+        for note in proof.notes:
+            tell(f"note: {note}")
+        tell(_summary(proof))
     return 1 if proof.failed else 0
+
+
+def _written(proof: parity.Proof, run: config.Run, devices, tell) -> str | None:
+    """The smallest run file that shows the first difference, written; None without one."""
+    if (cell := proof.first_wrong) is None:
+        return None
+    tell("looking for the smallest run file that shows it …")
+    found = smallest.of(cell, devices, tell)
+    if found.keys == smallest.keys_of(run):
+        tell("no key of this run file can be left out: it is the smallest that shows it")
+        return None
+    path = smallest.written(found, run.run.name)
+    tell(f"written: {path}, {len(found.keys)} keys; python -m meshtrain.prove {path} shows it again")
+    return str(path)
+
+
+def _summary(proof: parity.Proof) -> str:
+    wrong = sum(cell.differs for cell in proof.cells)
+    if not proof.failed:
+        return (f"{proof.name}: {len(proof.cells)} layouts compute what one device computes, in {proof.seconds:.0f} s, "
+                f"{proof.seconds / max(1, len(proof.cells)):.1f} s a layout")
+    return f"{proof.name}: {wrong} of {len(proof.cells)} layouts differ from one device, {len(proof.findings)} findings"
 
 
 if __name__ == "__main__":

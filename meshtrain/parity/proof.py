@@ -14,7 +14,7 @@ import jax
 from meshtrain import config
 from meshtrain.config import Run
 from meshtrain.parity import cells as cells_of
-from meshtrain.parity import compare, shrink
+from meshtrain.parity import compare, program, rule_files, shrink
 
 TOLERANCE = compare.FLOAT32
 
@@ -75,39 +75,49 @@ class Proof:
 
 
 def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | None = None, cells: int | None = None,
-          tell: Callable[[str], None] = lambda line: None) -> Proof:
+          tell: Callable[[str], None] = lambda line: None, gpu_program: bool = True) -> Proof:
     """Compare the run's layouts with one device, on these devices (None: all), simulated or real.
 
     rules: rule files in place of the run's and the shipped ones. cells: so many at most. tell: gets a line a cell.
-    Raises: ConfigError where the run itself has faults.
+    gpu_program: whether the GPU program of the run's own layout is compiled and read, too. Raises: ConfigError where
+    the run itself or a rule file has faults.
     """
     began = time.monotonic()
     devices = devices if devices is not None else jax.devices()
     small, notes = shrink.shrunk(run, len(devices))
+    findings: list[str] = []
+    own = [path for path in dict.fromkeys(rules or [run.sharding.rules]) if cells_of.named_rules(path) == path]
+    for path in own:        # shipped ones are checked by meshtrain's tests
+        forgotten, more = rule_files.checked(small, path)
+        findings, notes = findings + forgotten, notes + more
+    for finding in findings:
+        tell(f"FOUND: {finding}")
     found = layouts(small, rules, len(devices))
     chosen = found[:cells] if cells else found
     if len(chosen) < len(found):
-        notes = [*notes, f"{len(chosen)} of {len(found)} cells: --cells {len(found)} has every pair of choices"]
+        notes.append(f"{len(chosen)} of {len(found)} cells: --cells {len(found)} has every pair of choices")
     results = []
     for number, cell in enumerate(chosen, 1):
         results.append(compared(cell, devices))
         tell(line(results[-1], number, len(chosen)))
-    return Proof(run.run.name, small, len(devices), tuple(results), (), tuple(notes), time.monotonic() - began)
+    if gpu_program:
+        more, of_program = program.of_run(run)
+        findings, notes = findings + more, notes + of_program
+        for finding in more:
+            tell(f"FOUND: {finding}")
+    return Proof(run.run.name, small, len(devices), tuple(results), tuple(findings), tuple(notes),
+                 time.monotonic() - began)
 
 
 def layouts(small: Run, rules: Sequence[str], num_devices: int) -> list[Run]:
     """The runs of all cells, the run's own layout first. Raises: ConfigError where there is none."""
     files = list(dict.fromkeys(rules)) or cells_of.differing_rules(small)
-    own = small.model_copy(update=dict(sharding=config.Sharding(rules=files[0])))
+    own, first, refused = small.replaced(sharding={"rules": files[0]}), [], None
     try:
         compare.accepted(own)
-        first = [own] if compare.num_devices(own) > 1 else []
+        first = [own] * (compare.num_devices(own) > 1)
     except config.ConfigError as error:
-        if rules:
-            raise
-        first, refused = [], error
-    else:
-        refused = None
+        refused = error
     others = cells_of.cover(small, cells_of.factors(small, files, num_devices), num_devices)
     found = [*first, *(cell for cell in others if cell not in first)]
     if not found:

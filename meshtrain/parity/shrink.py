@@ -80,9 +80,8 @@ def _mesh(run: Run, num_devices: int) -> config.Mesh:
 
 def _microbatches(run: Run, mesh: config.Mesh) -> int:
     """As many as in the run, up to four and to what the batch is split over; what interleaved schedules need."""
-    chunked = run.mesh.stage != 1 and (run.pipeline.chunks > 1 or PIPELINE_SCHEDULES.get(
-        run.pipeline.schedule, PIPELINE_SCHEDULES["gpipe"]).chunked)
-    most = 4 if chunked else run.training.microbatches
+    chunked = mesh.stage > 1 and PIPELINE_SCHEDULES.get(run.pipeline.schedule, PIPELINE_SCHEDULES["gpipe"]).chunked
+    most = max(run.training.microbatches, mesh.stage * chunked)
     return max(n for n in (1, 2, 4) if n == 1 or n <= most and BATCH % (n * mesh.data * mesh.fsdp) == 0)
 
 
