@@ -3,8 +3,8 @@
 The run's model is made small, with the same kinds of layers, experts, windows, adapters, objective and masks. On
 simulated devices, in float32, loss, every gradient leaf and three steps are compared with those of one device, on
 layouts that hold every pair of meshes, rule files, pipeline schedules, context methods, microbatches and remat that the
-run allows. Reads no data and trains nothing. Exit codes: 0 · 1 a layout differs, or the GPU program has a fault · 2 the
-user's mistake, one message · 75 stopped on request.
+run allows. Reads no data and trains nothing. Exit codes: 0 · 1 a layout differs, or a fault of the GPU program or of a
+rule file was found · 2 the user's mistake, one message · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import sys
 from meshtrain.run import command, say
 
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
-    command.begin(level=1, platform="cpu")      # what XLA warns of while it compiles for GPUs is read
+    command.begin(level=1, platform="cpu")      # what XLA warns of while it compiles is read
 
 from meshtrain import config, parity
 from meshtrain.parity import smallest

@@ -22,6 +22,7 @@ from meshtrain.shipped import names, shipped
 
 OFF = "none"
 Cell = Mapping[str, str]
+METHODS = ("ring", "gather", "ulysses")
 # Mesh axis: the factor that splits it.
 SPLIT_BY = {"data": "data", "fsdp": "fsdp", "tensor": "tensor", "stage": "schedule", "context": "context"}
 TRIES, COMPLETIONS, MOST_AXES = 12, 40, 3
@@ -41,7 +42,7 @@ def factors(run: Run, rule_files: Sequence[str], num_devices: int) -> dict[str, 
         "rules": tuple(rule_files),
         "data": (OFF, "data"), "fsdp": (OFF, "fsdp"), "tensor": (OFF, "tensor"),
         "schedule": (OFF,) if chunked else (OFF, *schedules.NAMES),
-        "context": (OFF, *(("ring", "gather", "ulysses") if pattern.share(run.model, pattern.ATTENTION) else ("ring",))),
+        "context": (OFF, *(METHODS if pattern.share(run.model, pattern.ATTENTION) else METHODS[:1])),
         "remat": ("none", "selective", "full", "offload"),
         "microbatches": ("1", "2", "4"),
         "dispatch": ("auto", "gather", "all_to_all") if run.model.num_experts else ("auto",),
@@ -100,7 +101,8 @@ def differing_rules(run: Run) -> list[str]:
     """The run's own rule file and the shipped ones that split its arrays otherwise than those before them."""
     infos = transformer.build(run.model, run.lora).parameters()
     sizes, seen, kept = {axis: 2 for axis in AXES}, set(), []
-    for path in dict.fromkeys([run.sharding.rules, *(str(found_file(f"sharding_rules/{name}.toml")) for name in names("sharding_rules"))]):
+    every = [str(found_file(f"sharding_rules/{name}.toml")) for name in names("sharding_rules")]
+    for path in dict.fromkeys([run.sharding.rules, *every]):
         with config.user_errors():
             loaded = rules.load(path)
         layout = rules.Layout(loaded, sizes)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -71,21 +71,23 @@ class Differences:
     leaves: dict[str, float]
     losses: tuple[float, ...]
 
-    def beyond(self, tolerance: Tolerance) -> list[str]:
-        """What is larger than the tolerance, the first step first."""
+    def beyond(self, tolerance: Tolerance, leaves: Mapping[str, float] | None = None) -> list[str]:
+        """What is larger than the tolerance, the worst leaves first. leaves: under other names."""
+        worst = sorted((self.leaves if leaves is None else leaves).items(), key=lambda item: -item[1])
         found = [("loss", self.loss, tolerance.loss), ("gradient norm", self.norm, tolerance.norm),
-                 *((name, off, tolerance.state) for name, off in self.leaves.items()),
+                 *((f"gradient of {name}", off, tolerance.state) for name, off in worst),
                  *((f"loss of step {n}", off, tolerance.later_losses) for n, off in enumerate(self.losses, 1))]
         return [f"{name}: {off:.1e}" for name, off, most in found if not off <= most]
 
     def by_parameter(self, names: Iterable[str]) -> dict[str, float]:
-        """The largest difference in the optimizer's state of each parameter, by its name."""
+        """The largest difference in the optimizer's state of each parameter, by its name; what is of none, by its path.
+        """
         found: dict[str, float] = {}
         for path, off in self.leaves.items():
             keys = re.findall(r"\['([^']*)'\]", path)
-            name = next((name for i in range(len(keys)) if (name := "/".join(keys[i:])) in names), "")
+            name = next((name for i in range(len(keys)) if (name := "/".join(keys[i:])) in names), path)
             found[name] = max(off, found.get(name, 0.0))
-        return {name: off for name, off in found.items() if name}
+        return found
 
 
 def check(run: config.Run, seed: int = 0, tolerance: Tolerance = FLOAT32) -> Compiled:
@@ -158,8 +160,9 @@ def num_devices(run: config.Run) -> int:
 def on_one_device(run: config.Run) -> config.Run:
     """The plain computation: no mesh, one microbatch, nothing recomputed."""
     return run.model_copy(update=dict(
-        mesh=config.Mesh(), sharding=config.Sharding(rules=str(shipped("sharding_rules/ddp.toml"))), pipeline=config.Pipeline(),
-        context=config.Context(), experts=run.experts.model_copy(update=dict(dispatch="auto")),
+        mesh=config.Mesh(), sharding=config.Sharding(rules=str(shipped("sharding_rules/ddp.toml"))),
+        pipeline=config.Pipeline(), context=config.Context(),
+        experts=run.experts.model_copy(update=dict(dispatch="auto")),
         training=run.training.model_copy(update=dict(microbatches=1, remat="none"))))
 
 

@@ -68,8 +68,8 @@ def narrow_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
                 names = [name for name in named(dims) if infos[name].role not in ("norm", "bias")]
                 if names:
                     found[" or ".join(names), row.kind, row.axes, row.dtype] += row.trips
-    return [f"the gradient of {names} is summed over {' × '.join(axes)} in {dtype} ({kind}, {count:,} times a step), and "
-            f"float32 is promised" for (names, kind, axes, dtype), count in found.items()]
+    return [f"the gradient of {names} is summed over {' × '.join(axes)} in {dtype} ({kind}, {count:,} times a step), "
+            f"and float32 is promised" for (names, kind, axes, dtype), count in found.items()]
 
 
 def whole_accumulators(made: Assembly, text: str) -> list[str]:

@@ -136,7 +136,7 @@ def compared(cell: Run, devices: Sequence[jax.Device]) -> CellResult:
         found = compare.differences(case)
         names = {info.name for info in case.made.model.parameters()}
         loss, norm, losses, leaves = found.loss, found.norm, found.losses, found.by_parameter(names)
-        wrong = found.beyond(TOLERANCE)
+        wrong = found.beyond(TOLERANCE, leaves)
         if wrong and cell.model.num_experts:
             # a tie of two experts that rounding decides is in one draw, and a fault in every one
             wrong = compare.differences(case, seed=1).beyond(TOLERANCE) and wrong

@@ -69,7 +69,7 @@ def _told(run: Run, optimizer: config.Optimizer) -> list[str]:
 
 
 def _mesh(run: Run, num_devices: int) -> config.Mesh:
-    """The run's axes, the largest halved until they fit; -1 is half of the devices, which leaves room for microbatches."""
+    """The run's axes, the largest halved until they fit; -1 is half of the devices, so that microbatches fit."""
     sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
     sizes = {axis: max(2, num_devices // 2) if size == -1 else size for axis, size in sizes.items()}
     while math.prod(sizes.values()) > num_devices:
@@ -91,7 +91,8 @@ def _microbatches(run: Run, mesh: config.Mesh) -> int:
 def _model(run: Run) -> config.Model:
     model = run.model
     layers, patterns = _layers(model)
-    keys = dict(vocab_size=VOCAB, embed_dim=EMBED, mlp_dim=MLP, norm_eps=_norm_eps(model), num_layers=layers, **patterns)
+    keys = dict(vocab_size=VOCAB, embed_dim=EMBED, mlp_dim=MLP, norm_eps=_norm_eps(model), num_layers=layers)
+    keys |= patterns
     keys |= _heads(model.num_heads, model.num_kv_heads) | {"head_dim": HEAD}
     keys |= dict(attention="auto", param_dtype="float32", compute_dtype="float32", matmul_dtype="auto", preset="",
                  embedding_std=0.02, max_seq_len=0)

@@ -19,12 +19,14 @@ from meshtrain.config.messages import toml
 from meshtrain.parity import cells as cells_of
 from meshtrain.parity import compare, proof, shrink
 
+NAME = "@NAME@"
 Keys = dict[str, object]        # "section.key" -> value
 
 
 @dataclasses.dataclass(frozen=True)
 class Smallest:
-    """text: of a run file, whose own layout differs. keys: as in it. result: that layout beside one device."""
+    """text: of a run file whose own layout differs, NAME for the file's name. keys: as in it. result: that layout
+    beside one device. compared: layouts that it took."""
     text: str
     keys: Keys
     result: proof.CellResult
@@ -112,20 +114,23 @@ def _tables(keys: Keys) -> str:
 
 def _text(keys: Keys, result: proof.CellResult, num_devices: int) -> str:
     said = [f"# {line}" for line in (f"{result.title} is not what one device computes:", *result.wrong[:4])]
-    return "\n".join([*said, f"# python -m meshtrain.prove FILE --devices {num_devices} --cells 1", "", _tables(keys)])
+    more = "" if num_devices == 8 else f" --devices {num_devices}"
+    again = f"# python -m meshtrain.prove {NAME}{more} shows it in the first layout"
+    return "\n".join([*said, again, "", _tables(keys)])
 
 
 def written(found: Smallest, name: str) -> Path:
-    """Write the run file as NAME-differs.toml, or with a number where another file has the name. Raises: ConfigError."""
+    """Write the run file as NAME-differs.toml, with a number where another file has the name. Raises: ConfigError."""
     number = 1
     while True:
         path = Path(f"{name}-differs{f'-{number}' if number > 1 else ''}.toml")
+        text = found.text.replace(NAME, str(path))
         try:
             with open(path, "x", encoding="utf-8") as file:
-                file.write(found.text)
+                file.write(text)
             return path
         except FileExistsError:
-            if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == found.text:
+            if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text:
                 return path
             number += 1
         except OSError as error:
