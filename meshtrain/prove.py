@@ -17,6 +17,7 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
     command.begin(level=1, platform="cpu")      # what XLA warns of while it compiles is read
 
 from meshtrain import config, parity
+from meshtrain.pages import proofs, skin
 from meshtrain.parity import smallest
 from meshtrain import devices as local_devices
 
@@ -35,13 +36,21 @@ COMMAND = config.Command("meshtrain.prove", {
 @command.entry(COMMAND, __doc__)
 def main(own: config.Arguments) -> int:
     run = config.load(own.names + own.keys)
+    if own["html"]:
+        with config.user_errors():
+            skin.check_free("--html", own["html"])
     tell = say.err if own["json"] else say.out
     devices = local_devices.start(run.replaced(mesh={"simulated_devices": own["devices"]}), cheaply=True)
     with say.without_noise([]):     # what XLA warns of while it compiles for CPUs concerns nobody
         proof = parity.prove(run, own["rules"], devices, own["cells"], tell)
         file = _written(proof, run, devices, tell)
+    data = proof.as_json() | {"smallest": file}
+    if own["html"]:
+        with config.user_errors():
+            skin.write("--html", own["html"], proofs.page(data))
+        say.err(f"written: {own['html']}")
     if own["json"]:
-        say.out(json.dumps(proof.as_json() | {"smallest": file}))
+        say.out(json.dumps(data))
     else:
         for note in proof.notes:
             tell(f"note: {note}")

@@ -10,12 +10,11 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshtrain import config, pattern
+from meshtrain import assembly, config, pattern
 from meshtrain.config import Run
 from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.parallel.pipeline import schedules
-from meshtrain.parity import compare
 from meshtrain.sharding import rules
 from meshtrain.shipped import found as found_file
 from meshtrain.shipped import names, shipped
@@ -25,8 +24,8 @@ Cell = Mapping[str, str]
 METHODS = ("ring", "gather", "ulysses")
 # Mesh axis: the factor that splits it.
 SPLIT_BY = {"data": "data", "fsdp": "fsdp", "tensor": "tensor", "stage": "schedule", "context": "context"}
-TRIES, COMPLETIONS, MOST_AXES = 12, 40, 3
-USED = 4                        # weight of a pair of two choices that both do something
+TRIES, MOST_AXES = 8, 3
+USED = 4                         # weight of a pair of two choices that both do something
 
 # Beside the first the second counts only by whether it is used: a rule file splits arrays, however they are computed.
 BY_WHETHER = {("rules", "schedule"), ("rules", "context"), ("rules", "dispatch"), ("schedule", "dispatch"),
@@ -99,19 +98,24 @@ def title(run: Run) -> str:
 
 def differing_rules(run: Run) -> list[str]:
     """The run's own rule file and the shipped ones that split its arrays otherwise than those before them."""
-    infos = transformer.build(run.model, run.lora).parameters()
-    sizes, seen, kept = {axis: 2 for axis in AXES}, set(), []
-    every = [str(found_file(f"sharding_rules/{name}.toml")) for name in names("sharding_rules")]
-    for path in dict.fromkeys([run.sharding.rules, *every]):
-        with config.user_errors():
-            loaded = rules.load(path)
-        layout = rules.Layout(loaded, sizes)
-        splits = tuple(layout.spec(table, info.axes) for table in ("params", "grads", "optimizer") for info in infos)
-        acts = tuple(sorted((name, axes) for name, axes in loaded.tables["activations"].items()))
-        if (splits, acts) not in seen:
-            seen.add((splits, acts))
-            kept.append(path)
-    return kept
+    axes = [info.axes for info in transformer.build(run.model, run.lora).parameters()]
+    with config.user_errors():
+        loaded = [rules.load(path) for path in dict.fromkeys([run.sharding.rules, *shipped_rules()])]
+    return [one.path for one in distinct(loaded, axes)]
+
+
+def shipped_rules() -> list[str]:
+    return [str(found_file(f"sharding_rules/{name}.toml")) for name in names("sharding_rules")]
+
+
+def distinct(loaded: Sequence[rules.Rules], weights: Sequence[tuple[str | None, ...]]) -> list[rules.Rules]:
+    """Those rule files that split these weights or activations otherwise than those before them."""
+    sizes, kept = dict.fromkeys(AXES, 2), {}
+    for one in loaded:
+        layout = rules.Layout(one, sizes)
+        splits = tuple(layout.spec(table, axes) for table in ("params", "grads", "optimizer") for axes in weights)
+        kept.setdefault((splits, tuple(sorted(one.tables["activations"].items()))), one)
+    return list(kept.values())
 
 
 # ---- the cover -------------------------------------------------------------------------------------------------------
@@ -119,67 +123,77 @@ def differing_rules(run: Run) -> list[str]:
 
 def cover(run: Run, found: Mapping[str, Sequence[str]], num_devices: int) -> list[Run]:
     """The runs of cells that hold every pair of choices that the program takes, the most valuable first."""
-    rng, made = random.Random(0), []
-    names_, taken = list(found), {}
-    missing = {pair(a, x, b, y) for a, b in itertools.combinations(names_, 2) for x in found[a] for y in found[b]}
-    missing -= {()}
+    table, made = _Choices(run, found, num_devices), []
+    missing = {one for a, b in itertools.combinations(found, 2) for x in found[a] for y in found[b]
+               if (one := pair(a, x, b, y))}
+    missing = {one for one in missing if table.alone(one)}
+    while missing:
+        dearest = max(map(worth, missing))
+        wanted = table.rng.choice(sorted((one for one in missing if worth(one) == dearest), key=repr))
+        tried = [table.climbed(wanted, missing) for _ in range(TRIES)]
+        cell = max(tried, key=lambda cell: total(pairs(cell) & missing))
+        made.append(cell)
+        missing -= pairs(cell)
+    return [run_of(run, cell) for cell in made]
 
-    def possible(cell: dict) -> bool:
-        axes = [axis for axis, factor in SPLIT_BY.items() if cell[factor] != OFF]
-        devices = 2 ** (len(axes) + (cell["longest"] != OFF))
-        return (1 <= len(axes) <= MOST_AXES and devices <= num_devices
-                and (cell["longest"] == OFF or cell["longest"] in axes))
 
-    def accepted(cell: dict) -> bool:
-        key = tuple(cell.values())
-        if key not in taken:
-            try:
-                compare.accepted(run_of(run, cell))
-                taken[key] = True
-            except config.ConfigError:
-                taken[key] = False
-        return taken[key]
+def total(found: set) -> int:
+    return sum(map(worth, found))
 
-    def gain(cell: dict) -> int:
-        return sum(worth(one) for one in pairs(cell) & missing) if possible(cell) else -1
 
-    def climbed(wanted: tuple) -> dict:
-        """A random cell with these choices, improved a choice at a time."""
-        fixed = dict(wanted)
-        cell = {name: fixed.get(name) or rng.choice(found[name]) for name in names_}
-        if not possible(cell):
-            free = [name for name in (*SPLIT_BY.values(), "longest") if name not in fixed]
-            cell |= {name: OFF for name in free}
-            rng.shuffle(free)
-            while not possible(cell) and free:
-                name = free.pop()
-                if name != "longest" and len(found[name]) > 1:
-                    cell[name] = rng.choice(found[name][1:])
-        for name in rng.sample(names_, len(names_)) * 2:
-            if name not in fixed:
-                cell = max(({**cell, name: value} for value in found[name]), key=gain)
+class _Choices:
+    """Cells of a run with a given pair of choices: the plainest, or one that holds many of the missing pairs."""
+
+    def __init__(self, run: Run, found: Mapping[str, Sequence[str]], num_devices: int):
+        self.run, self.found, self.num_devices, self.rng = run, found, num_devices, random.Random(0)
+        self.model = transformer.build(run.model, run.lora)
+        self.rules = {path: rules.load(path) for path in found["rules"]}
+        self.taken: dict[tuple, bool] = {}
+
+    def alone(self, wanted: tuple) -> dict | None:
+        """The first cell with this pair of choices and little else that the program takes; None: it takes none."""
+        fixed = self._choices(wanted)
+        base = {name: values[0] for name, values in self.found.items()} | fixed
+        axes = [{}, *({factor: self.found[factor][1]} for factor in SPLIT_BY.values() if len(self.found[factor]) > 1)]
+        for more in axes:
+            for count in self.found["microbatches"][::-1]:
+                cell = base | more | {"microbatches": count} | fixed
+                if self.possible(cell) and self.accepted(cell):
+                    return cell
+        return None
+
+    def climbed(self, wanted: tuple, missing: set) -> dict:
+        """A cell with this pair of choices, improved a choice at a time; the program takes it."""
+        fixed, cell = self._choices(wanted), self.alone(wanted)
+        gain = lambda cell: total(pairs(cell) & missing)
+        for name in self.rng.sample(list(cell), len(cell)) * 2:
+            if name in fixed:
+                continue
+            others = [{**cell, name: value} for value in self.rng.sample(self.found[name], len(self.found[name]))]
+            better = sorted((other for other in others if gain(other) > gain(cell)), key=gain, reverse=True)
+            cell = next((other for other in better if self.possible(other) and self.accepted(other)), cell)
         return cell
 
-    while missing:
-        tried = sorted((climbed(()) for _ in range(TRIES)), key=gain, reverse=True)
-        best = next((cell for cell in tried if gain(cell) > 0 and accepted(cell)), None)
-        if best is None or gain(best) < 3 * USED:       # what is left is found pair by pair
-            wanted = min(missing, key=repr)
-            chosen = _choices(wanted, found)
-            tried = sorted((climbed(chosen) for _ in range(COMPLETIONS)), key=gain, reverse=True)
-            best = next((cell for cell in tried if gain(cell) > 0 and accepted(cell)), None)
-            if best is None or wanted not in pairs(best):
-                missing.discard(wanted)
-                if best is None:
-                    continue
-        made.append(run_of(run, best))
-        missing -= pairs(best)
-    return made
+    def possible(self, cell: Cell) -> bool:
+        """Whether it has one to three axes, and no more devices than there are."""
+        axes = [axis for axis, factor in SPLIT_BY.items() if cell[factor] != OFF]
+        return (1 <= len(axes) <= MOST_AXES and 2 ** (len(axes) + (cell["longest"] != OFF)) <= self.num_devices
+                and cell["longest"] in (OFF, *axes))
 
+    def accepted(self, cell: Cell) -> bool:
+        """Whether the program takes it, as `assembly.design` says; the model is built once for all."""
+        key = tuple(cell.values())
+        if key not in self.taken:
+            run, path = run_of(self.run, cell), cell["rules"]
+            sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
+            self.taken[key] = not config.problems(run) and not assembly.lay_out(
+                run, sizes, self.rules[path], self.model)[2]
+        return self.taken[key]
 
-def _choices(wanted: tuple, found: Mapping[str, Sequence[str]]) -> tuple:
-    """A pair of `pair` as choices: a used one for True."""
-    return tuple((name, value if value in found[name] else found[name][value == "True"]) for name, value in wanted)
+    def _choices(self, wanted: tuple) -> dict[str, str]:
+        """A pair of `pair` as choices: any used one for True."""
+        values = lambda name, value: value if value in self.found[name] else self.found[name][value == "True"]
+        return {name: values(name, value) for name, value in wanted}
 
 
 def pair(a: str, x: str, b: str, y: str) -> tuple:

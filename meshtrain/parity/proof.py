@@ -6,6 +6,7 @@ in float32. What is computed wrong in the same way on one device is not seen.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -32,7 +33,7 @@ class CellResult:
     losses: tuple[float, ...]
     wrong: tuple[str, ...]
     seconds: float
-    run: Run = dataclasses.field(repr=False)
+    run: Run | None = dataclasses.field(repr=False)     # None: of a layer
 
     @property
     def differs(self) -> bool:
@@ -45,7 +46,7 @@ class CellResult:
 
     def as_json(self) -> dict:
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "run"}
-        return found | {"losses": list(self.losses), "wrong": list(self.wrong), "differs": self.differs}
+        return _finite(found | {"losses": list(self.losses), "wrong": list(self.wrong), "differs": self.differs})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Proof:
     """cells: in the order of their value, the run's own layout first. findings: faults of rule files and of the GPU
     program. notes: what is not shown."""
     name: str
-    run: Run = dataclasses.field(repr=False)        # the shrunk one
+    run: Run | None = dataclasses.field(repr=False)     # the shrunk one; None: of a layer
     devices: int
     cells: tuple[CellResult, ...]
     findings: tuple[str, ...]
@@ -72,6 +73,15 @@ class Proof:
         return {"name": self.name, "devices": self.devices, "failed": self.failed,
                 "tolerance": TOLERANCE._asdict(), "cells": [cell.as_json() for cell in self.cells],
                 "findings": list(self.findings), "notes": list(self.notes), "seconds": self.seconds}
+
+
+def _finite(found):
+    """With None for numbers that JSON does not have."""
+    if isinstance(found, dict):
+        return {name: _finite(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_finite(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | None = None, cells: int | None = None,
@@ -98,8 +108,11 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
         notes.append(f"{len(chosen)} of {len(found)} cells: --cells {len(found)} has every pair of choices")
     results = []
     for number, cell in enumerate(chosen, 1):
-        results.append(compared(cell, devices))
-        tell(line(results[-1], number, len(chosen)))
+        try:
+            results.append(compared(cell, devices))
+            tell(line(results[-1], number, len(chosen)))
+        except config.ConfigError as error:
+            notes.append(f"{cells_of.title(cell)} is no cell: {error}")
     if gpu_program:
         more, of_program = program.of_run(run)
         findings, notes = findings + more, notes + of_program
@@ -127,7 +140,7 @@ def layouts(small: Run, rules: Sequence[str], num_devices: int) -> list[Run]:
 
 
 def compared(cell: Run, devices: Sequence[jax.Device]) -> CellResult:
-    """One layout beside one device."""
+    """One layout beside one device. Raises: ConfigError for what the program refuses."""
     began = time.monotonic()
     loss = norm = None
     leaves, losses = {}, ()
@@ -154,6 +167,7 @@ def compared(cell: Run, devices: Sequence[jax.Device]) -> CellResult:
 def line(cell: CellResult, number: int, total: int) -> str:
     """A cell as it is told."""
     name, off = cell.worst
-    said = (f"DIFFERS: {cell.wrong[0]}" + (f" and {len(cell.wrong) - 1} more" if len(cell.wrong) > 1 else "")
-            if cell.differs else f"equal; loss {cell.loss:.0e}, gradients {off:.0e} ({name})")
+    said = f"equal; {'loss' if cell.losses else 'output'} {cell.loss or 0:.0e}, gradients {off:.0e} ({name})"
+    if cell.differs:
+        said = f"DIFFERS: {cell.wrong[0]}" + f" and {len(cell.wrong) - 1} more" * (len(cell.wrong) > 1)
     return f"{number:>3}/{total}  {cell.title}: {said}  {cell.seconds:.1f} s"
