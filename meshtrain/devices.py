@@ -50,11 +50,11 @@ SIMULATED = (
             "XLA's default scheduler deadlocks programs with independent collectives (2 of 4 ZeRO-3 steps did)"),
 )
 
-# Where little is computed: a small program compiles in a fifth of the time, and runs half as fast.
-QUICK_TO_COMPILE = (
-    Setting("--xla_backend_optimization_level", "0", "LLVM's optimizations take most of the time"),
-    *([Setting("--xla_cpu_use_fusion_emitters", "false", "so do the newer emitters, which jax 0.11 has alone")]
-      if importlib.metadata.version("jaxlib") < "0.11" else []),
+# Without LLVM's optimizations and the newer fusion emitters programs compile in a fifth of the time and run slower;
+# partitioning and memory plans stay as they are. Later versions of XLA have those emitters alone.
+COMPILED_CHEAPLY = (
+    Setting("--xla_backend_optimization_level", "0", "a program that runs three steps takes its time to compile"),
+    Setting("--xla_cpu_use_fusion_emitters", "false", "the newer emitters take longer"),
 )
 
 
@@ -64,9 +64,9 @@ def memory_bytes(found: Sequence[jax.Device]) -> int:
     return sum(limits) if all(limits) else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def start(run: Run, cluster: find.Cluster | None = None, quick: bool = False) -> Sequence[jax.Device]:
+def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) -> Sequence[jax.Device]:
     """The devices of all processes of the run; starts the jax backend. simulated_devices > 0 means that many CPU
-    devices. quick: these compile quickly and run slowly.
+    devices. cheaply: their programs are compiled by COMPILED_CHEAPLY.
 
     Raises: ConfigError where a backend is already up with other devices, the processes cannot share them out, or what
     is installed is known to compute wrong numbers;
@@ -80,7 +80,8 @@ def start(run: Run, cluster: find.Cluster | None = None, quick: bool = False) ->
                           f"among {num_processes}; use a multiple of {num_processes}")
     count = total // num_processes
     if count:
-        _set(os.environ, [*SIMULATED, *(QUICK_TO_COMPILE if quick else ())])
+        known = xla_flags.known_flags([one.name for one in COMPILED_CHEAPLY]) if cheaply else ()
+        _set(os.environ, [*SIMULATED, *(one for one in COMPILED_CHEAPLY if one.name in known)])
         others = re.sub(rf"{DEVICE_COUNT_FLAG}=\d+", "", os.environ["XLA_FLAGS"]).split()
         os.environ["XLA_FLAGS"] = " ".join([*others, f"{DEVICE_COUNT_FLAG}={count}"])
         # A collective that waits for its peers blocks a thread of the CPU client's pool, and a device may have several
@@ -157,7 +158,7 @@ def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
     text = environ.get("XLA_FLAGS", "")
     if not text.lstrip().startswith("-"):       # else it names a file of flags
         return
-    ours = {DEVICE_COUNT_FLAG, *(one.name for one in (*ON_GPUS, *SIMULATED))}
+    ours = {DEVICE_COUNT_FLAG, *(one.name for one in (*ON_GPUS, *SIMULATED, *COMPILED_CHEAPLY))}
     given = sorted(set(re.findall(r"(?:^|\s)(--\w+)", text)) - ours)
     libraries = [library for library in xla_flags.xla_libraries()
                  if gpus_expected() or library.name == xla_flags.JAXLIB]

@@ -108,7 +108,7 @@ class Experiment:
     @functools.cached_property
     def made(self) -> assembly.Assembly:
         """The run on its devices. Raises: ConfigError, also where jax already runs with other devices."""
-        found = local_devices.start(self.run, quick=True)
+        found = local_devices.start(self.run, cheaply=True)
         wanted = math.prod(getattr(self.run.mesh, axis) for axis in AXES)
         return assembly.assemble(self.run, found[:wanted] if 0 < wanted < len(found) else found)
 

@@ -30,6 +30,8 @@ OPEN_TO = {
     "run": {"cluster", "config", "data", "data/batches", "data/documents", "data/files", "inference", "model", "rewards",
             "training"},
     "inspection": {"assembly", "cost/formulas", "cost/planner", "cost/program", "parallel/pipeline", "run", "sharding"},
+    "parity": {"assembly", "config", "cost/program", "inspection", "model", "parallel/pipeline", "run",
+               "sharding", "training"},
     "checkpoint": {"cluster", "config", "data", "data/documents", "huggingface", "model", "run", "training"},
 }
 EVERYONE = {"names", "pattern", "shipped", "jax_private", "units", "files", "hardware", "flags"}

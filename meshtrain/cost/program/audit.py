@@ -359,8 +359,8 @@ def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) ->
     """
     most, key = Counter(), lambda shape: tuple(sorted(n for n in shape if n > 1))
     expected = Counter(map(key, expected))
-    for carried in _carried(text, trips):
-        most |= Counter(map(key, carried)) & expected
+    for dims in carried(text, trips):
+        most |= Counter(map(key, dims)) & expected
     return sum(4 * math.prod(shape) * n for shape, n in most.items())
 
 
@@ -370,12 +370,12 @@ def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | N
     A pipeline's loops also carry activations, so shapes identify accumulators. None if one is in no loop.
     """
     most, expected = Counter(), Counter(map(tuple, expected))
-    for carried in _carried(text):
-        most |= Counter(carried)
+    for dims in carried(text):
+        most |= Counter(dims)
     return None if expected - most else sum(4 * math.prod(shape) * n for shape, n in expected.items())
 
 
-def _carried(text: str, trips: int | None = None) -> list[list[tuple[int, ...]]]:
+def carried(text: str, trips: int | None = None) -> list[list[tuple[int, ...]]]:
     """Dims of the float32 arrays that each outermost loop carries and changes; trips: only loops of so many."""
     module = hlo.parse(text)
     return [[dims for dtype, dims in hlo.changed(module, ins.attr("body")) if dtype == "f32"]

@@ -1,0 +1,5 @@
+"""Whether a run, or a layer, computes on every layout what one device computes: `prove`, `prove_layer`, `Proof`."""
+from meshtrain.parity.layer import prove_layer
+from meshtrain.parity.proof import CellResult, Proof, prove
+
+__all__ = ["CellResult", "Proof", "prove", "prove_layer"]

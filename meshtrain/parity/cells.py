@@ -1,0 +1,214 @@
+"""Layouts of a shrunk run that together hold every pair of choices: meshes, rule files, schedules, context methods, ...
+
+A cell chooses a value of each factor. The cover is greedy, so the first cells hold the most pairs, and of these the
+pairs that are both used weigh most. What the program refuses is no cell.
+"""
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from meshtrain import assembly, config, pattern
+from meshtrain.config import Run
+from meshtrain.model import transformer
+from meshtrain.names import AXES
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.sharding import rules
+from meshtrain.shipped import found as found_file
+from meshtrain.shipped import names, shipped
+
+OFF = "none"
+Cell = Mapping[str, str]
+METHODS = ("ring", "gather", "ulysses")
+# Mesh axis: the factor that splits it.
+SPLIT_BY = {"data": "data", "fsdp": "fsdp", "tensor": "tensor", "stage": "schedule", "context": "context"}
+TRIES, MOST_AXES = 8, 3
+USED = 4                         # weight of a pair of two choices that both do something
+
+# Beside the first the second counts only by whether it is used: a rule file splits arrays, however they are computed.
+BY_WHETHER = {("rules", "schedule"), ("rules", "context"), ("rules", "dispatch"), ("schedule", "dispatch"),
+              ("data", "remat"), ("fsdp", "remat"), ("tensor", "remat"), ("context", "remat")}
+# Not counted together.
+APART = {("rules", "remat"), ("rules", "microbatches")}
+
+
+def factors(run: Run, rule_files: Sequence[str], num_devices: int) -> dict[str, tuple[str, ...]]:
+    """The values that each factor may have in cells of this shrunk run; the first does nothing."""
+    chunked = run.training.objective != "next_token" or run.optimizer.qk_clip > 0      # no pipelines
+    found = {
+        "rules": tuple(rule_files),
+        "data": (OFF, "data"), "fsdp": (OFF, "fsdp"), "tensor": (OFF, "tensor"),
+        "schedule": (OFF,) if chunked else (OFF, *schedules.NAMES),
+        "context": (OFF, *(METHODS if pattern.share(run.model, pattern.ATTENTION) else METHODS[:1])),
+        "remat": ("none", "selective", "full", "offload"),
+        "microbatches": ("1", "2", "4"),
+        "dispatch": ("auto", "gather", "all_to_all") if run.model.num_experts else ("auto",),
+        "longest": (OFF, *AXES) if num_devices >= 4 else (OFF,),        # the axis of four devices, not two
+    }  # fmt: skip
+    return found
+
+
+def run_of(run: Run, cell: Cell) -> Run:
+    """The run of a cell."""
+    sizes = {axis: (1 if cell[factor] == OFF else 4 if cell["longest"] == axis else 2)
+             for axis, factor in SPLIT_BY.items()}
+    interleaved = cell["schedule"] in schedules.INTERLEAVED
+    return run.model_copy(update=dict(
+        mesh=config.Mesh(**sizes), sharding=config.Sharding(rules=cell["rules"]),
+        pipeline=config.Pipeline(schedule=cell["schedule"], chunks=1 + interleaved) if sizes["stage"] > 1 else
+        config.Pipeline(),
+        context=config.Context(method=cell["context"]) if sizes["context"] > 1 else config.Context(),
+        training=run.training.model_copy(update=dict(microbatches=int(cell["microbatches"]), remat=cell["remat"])),
+        experts=run.experts.model_copy(update=dict(dispatch=cell["dispatch"]))))
+
+
+def settings(run: Run) -> dict[str, object]:
+    """The keys of a run that choose its layout, those that do something."""
+    found: dict[str, object] = {f"mesh.{axis}": n for axis in AXES if (n := getattr(run.mesh, axis)) > 1}
+    found["sharding.rules"] = named_rules(run.sharding.rules)
+    if run.mesh.stage > 1:
+        found |= {"pipeline.schedule": run.pipeline.schedule, "pipeline.chunks": run.pipeline.chunks}
+    if run.mesh.context > 1:
+        found["context.method"] = run.context.method
+    found |= {"training.microbatches": run.training.microbatches, "training.remat": run.training.remat}
+    if run.experts.dispatch != "auto":
+        found["experts.dispatch"] = run.experts.dispatch
+    return found
+
+
+def named_rules(path: str) -> str:
+    """A shipped rule file as every directory finds it, another as it is."""
+    name = f"sharding_rules/{Path(path).name}"
+    return name if Path(path).resolve() == shipped(name).resolve() else path
+
+
+def title(run: Run) -> str:
+    """A cell in one line: `zero3 · data 2 × stage 2 · 1f1b · 2 microbatches`."""
+    mesh, of = run.mesh, []
+    of.append(" × ".join(f"{axis} {n}" for axis in AXES if (n := getattr(mesh, axis)) > 1) or "one device")
+    of += [run.pipeline.schedule] if mesh.stage > 1 else []
+    of += [run.context.method] if mesh.context > 1 else []
+    of += [f"{run.training.microbatches} microbatches"] if run.training.microbatches > 1 else []
+    of += [f"remat {run.training.remat}"] if run.training.remat != "none" else []
+    of += [run.experts.dispatch] if run.experts.dispatch != "auto" else []
+    return " · ".join([Path(run.sharding.rules).stem, *of])
+
+
+def differing_rules(run: Run) -> list[str]:
+    """The run's own rule file and the shipped ones that split its arrays otherwise than those before them."""
+    axes = [info.axes for info in transformer.build(run.model, run.lora).parameters()]
+    with config.user_errors():
+        loaded = [rules.load(path) for path in dict.fromkeys([run.sharding.rules, *shipped_rules()])]
+    return [one.path for one in distinct(loaded, axes)]
+
+
+def shipped_rules() -> list[str]:
+    return [str(found_file(f"sharding_rules/{name}.toml")) for name in names("sharding_rules")]
+
+
+def distinct(loaded: Sequence[rules.Rules], weights: Sequence[tuple[str | None, ...]]) -> list[rules.Rules]:
+    """Those rule files that split these weights or activations otherwise than those before them."""
+    sizes, kept = dict.fromkeys(AXES, 2), {}
+    for one in loaded:
+        layout = rules.Layout(one, sizes)
+        splits = tuple(layout.spec(table, axes) for table in ("params", "grads", "optimizer") for axes in weights)
+        kept.setdefault((splits, tuple(sorted(one.tables["activations"].items()))), one)
+    return list(kept.values())
+
+
+# ---- the cover -------------------------------------------------------------------------------------------------------
+
+
+def cover(run: Run, found: Mapping[str, Sequence[str]], num_devices: int) -> list[Run]:
+    """The runs of cells that hold every pair of choices that the program takes, the most valuable first."""
+    table, made = _Choices(run, found, num_devices), []
+    missing = {one for a, b in itertools.combinations(found, 2) for x in found[a] for y in found[b]
+               if (one := pair(a, x, b, y))}
+    missing = {one for one in missing if table.alone(one)}
+    while missing:
+        dearest = max(map(worth, missing))
+        wanted = table.rng.choice(sorted((one for one in missing if worth(one) == dearest), key=repr))
+        tried = [table.climbed(wanted, missing) for _ in range(TRIES)]
+        cell = max(tried, key=lambda cell: total(pairs(cell) & missing))
+        made.append(cell)
+        missing -= pairs(cell)
+    return [run_of(run, cell) for cell in made]
+
+
+def total(found: set) -> int:
+    return sum(map(worth, found))
+
+
+class _Choices:
+    """Cells of a run with a given pair of choices: the plainest, or one that holds many of the missing pairs."""
+
+    def __init__(self, run: Run, found: Mapping[str, Sequence[str]], num_devices: int):
+        self.run, self.found, self.num_devices, self.rng = run, found, num_devices, random.Random(0)
+        self.model = transformer.build(run.model, run.lora)
+        self.rules = {path: rules.load(path) for path in found["rules"]}
+        self.taken: dict[tuple, bool] = {}
+
+    def alone(self, wanted: tuple) -> dict | None:
+        """The first cell with this pair of choices and little else that the program takes; None: it takes none."""
+        fixed = self._choices(wanted)
+        base = {name: values[0] for name, values in self.found.items()} | fixed
+        axes = [{}, *({factor: self.found[factor][1]} for factor in SPLIT_BY.values() if len(self.found[factor]) > 1)]
+        for more in axes:
+            for count in self.found["microbatches"][::-1]:
+                cell = base | more | {"microbatches": count} | fixed
+                if self.possible(cell) and self.accepted(cell):
+                    return cell
+        return None
+
+    def climbed(self, wanted: tuple, missing: set) -> dict:
+        """A cell with this pair of choices, improved a choice at a time; the program takes it."""
+        fixed, cell = self._choices(wanted), self.alone(wanted)
+        gain = lambda cell: total(pairs(cell) & missing)
+        for name in self.rng.sample(list(cell), len(cell)) * 2:
+            if name in fixed:
+                continue
+            others = [{**cell, name: value} for value in self.rng.sample(self.found[name], len(self.found[name]))]
+            better = sorted((other for other in others if gain(other) > gain(cell)), key=gain, reverse=True)
+            cell = next((other for other in better if self.possible(other) and self.accepted(other)), cell)
+        return cell
+
+    def possible(self, cell: Cell) -> bool:
+        """Whether it has one to three axes, and no more devices than there are."""
+        axes = [axis for axis, factor in SPLIT_BY.items() if cell[factor] != OFF]
+        return (1 <= len(axes) <= MOST_AXES and 2 ** (len(axes) + (cell["longest"] != OFF)) <= self.num_devices
+                and cell["longest"] in (OFF, *axes))
+
+    def accepted(self, cell: Cell) -> bool:
+        """Whether the program takes it, as `assembly.design` says; the model is built once for all."""
+        key = tuple(cell.values())
+        if key not in self.taken:
+            run, path = run_of(self.run, cell), cell["rules"]
+            sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
+            self.taken[key] = not config.problems(run) and not assembly.lay_out(
+                run, sizes, self.rules[path], self.model)[2]
+        return self.taken[key]
+
+    def _choices(self, wanted: tuple) -> dict[str, str]:
+        """A pair of `pair` as choices: any used one for True."""
+        values = lambda name, value: value if value in self.found[name] else self.found[name][value == "True"]
+        return {name: values(name, value) for name, value in wanted}
+
+
+def pair(a: str, x: str, b: str, y: str) -> tuple:
+    """Two choices as the cover counts them; () where they are not."""
+    if (a, b) in BY_WHETHER:
+        x, y = (x, str(y != OFF and y != "auto")) if a in ("rules", "schedule") else (str(x != OFF), y)
+    if b == "longest" and (x == OFF or SPLIT_BY.get(y) != a):      # four devices matter to what is split over them
+        return ()
+    return () if (a, b) in APART else ((a, x), (b, y))
+
+
+def pairs(cell: Cell) -> set[tuple]:
+    return {pair(*one, *other) for one, other in itertools.combinations(cell.items(), 2)} - {()}
+
+
+def worth(one: tuple) -> int:
+    """Of a pair of choices."""
+    return 1 if any(value in (OFF, "auto", "False", "1") for _, value in one) else USED

@@ -1,0 +1,262 @@
+"""Compares a run's compiled step with the same step on one device: losses, gradient norms, every gradient leaf.
+
+The step that is compared is the compiled one that trains. After the first its optimizer's state is linear or quadratic
+in every gradient leaf, so no gradient is taken in a look-alike.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from meshtrain import assembly, config
+from meshtrain.cost.program import audit
+from meshtrain.model import params as params_of
+from meshtrain.names import AXES, CHOSEN, NO_TARGET, PADDING, REJECTED
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.shipped import shipped
+from meshtrain.training.state import State
+
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A run assembled on simulated devices, and its step."""
+    made: assembly.Assembly
+    step: jax.stages.Compiled
+
+    @functools.cached_property
+    def audit(self) -> audit.ProgramAudit:
+        return audit.read(self.step.as_text(), self.made.mesh)
+
+
+class Tolerance(NamedTuple):
+    """Relative differences. state: of a leaf of the optimizer's state after the first step, against its largest
+    element, or `floor` of the largest leaf's, where a leaf's true value is zero (the bias of a key) and it holds the
+    rounding of what cancels."""
+    loss: float
+    norm: float
+    state: float
+    later_losses: float
+    floor: float
+
+
+# float32: sums in another order. Of a norm over six numbers some weights make a gradient whose roundings are
+# amplified, 2.2e-5 at the most that was seen. Later steps: Adam divides by the root of tiny moments, and lion takes
+# signs.
+FLOAT32 = Tolerance(2e-5, 6e-5, 2e-4, 1e-3, 1e-5)
+# bfloat16 keeps 8 bits of each activation, and other cuts round others; small leaves hold little else.
+BFLOAT16 = Tolerance(2e-3, 2e-2, 0.15, 1e-2, 0.05)
+
+
+class NotFiniteError(AssertionError):
+    """A step was skipped: its loss or gradients are not finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences:
+    """Relative differences of three steps from those on one device; of what is not finite inf.
+
+    leaves: of the optimizer's state after the first step, by its path.
+    """
+    loss: float
+    norm: float
+    leaves: dict[str, float]
+    losses: tuple[float, ...]
+
+    def beyond(self, tolerance: Tolerance, leaves: Mapping[str, float] | None = None) -> list[str]:
+        """What is larger than the tolerance, the worst leaves first. leaves: under other names."""
+        worst = sorted((self.leaves if leaves is None else leaves).items(), key=lambda item: -item[1])
+        found = [("loss", self.loss, tolerance.loss), ("gradient norm", self.norm, tolerance.norm),
+                 *((f"gradient of {name}", off, tolerance.state) for name, off in worst),
+                 *((f"loss of step {n}", off, tolerance.later_losses) for n, off in enumerate(self.losses, 1))]
+        return [f"{name}: {off:.1e}" for name, off, most in found if not off <= most]
+
+    def by_parameter(self, names: Iterable[str]) -> dict[str, float]:
+        """The largest difference in the optimizer's state of each parameter, by its name; what is of none, by its path.
+        """
+        found: dict[str, float] = {}
+        for path, off in self.leaves.items():
+            keys = re.findall(r"\['([^']*)'\]", path)
+            name = next((name for i in range(len(keys)) if (name := "/".join(keys[i:])) in names), path)
+            found[name] = max(off, found.get(name, 0.0))
+        return found
+
+
+def check(run: config.Run, seed: int = 0, tolerance: Tolerance = FLOAT32) -> Compiled:
+    """Compile the run's step and compare it with that of one device."""
+    case = compiled(run)
+    check_equal(case, seed, tolerance)
+    return case
+
+
+def check_equal(case: Compiled, seed: int = 0, tolerance: Tolerance = FLOAT32) -> None:
+    """Compare losses, gradient norms and the optimizer's state with those of one device; no permute lacks a target."""
+    assert not case.audit.broken_permutes
+    assert (wrong := differences(case, seed, tolerance.floor).beyond(tolerance)) == [], "; ".join(wrong)
+
+
+def differences(case: Compiled, seed: int = 0, floor: float = FLOAT32.floor) -> Differences:
+    """Three steps beside those of one device, from the same parameters and batches. Raises: NotFiniteError."""
+    params, expected, expected_state = one_device(on_one_device(case.made.run).model_dump_json(), seed)
+    numbers, state = trained(case, params)
+    off = np.abs(numbers - expected) / np.abs(expected)
+    return Differences(off[0, 0], off[0, 1], leaf_differences(state, expected_state, floor), tuple(off[:, 0]))
+
+
+@functools.lru_cache(8)
+def one_device(run: str, seed: int):
+    """(parameters, [losses, gradient norms], optimizer's state) of a run on one device, given as JSON; the layouts of
+    a run share it."""
+    one = _compiled_on_one(run)
+    params = drawn_parameters(one.made, seed)
+    return params, *trained(one, params)
+
+
+@functools.lru_cache(2)
+def _compiled_on_one(run: str) -> Compiled:
+    return compiled(config.Run.model_validate_json(run))
+
+
+def leaf_differences(found, expected, floor: float) -> dict[str, float]:
+    """Of each leaf, by its path, the largest difference over its largest element, or over `floor` of the largest
+    leaf's."""
+    scales = [np.abs(e).max(initial=0) for e in jax.tree.leaves(expected)]
+    leaves = {}
+    for (path, a), e, scale in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), scales, strict=True):
+        off, scale = np.abs(a - e).max(initial=0), max(scale, floor * max(scales))
+        leaves[jax.tree_util.keystr(path)] = float(off / scale) if off else 0.0
+    return {path: off if np.isfinite(off) else math.inf for path, off in leaves.items()}
+
+
+def check_leaves(found, expected, tolerance: Tolerance = FLOAT32) -> None:
+    """Compare two trees with the tolerance's `state` and `floor`."""
+    for path, off in leaf_differences(found, expected, tolerance.floor).items():
+        assert off <= tolerance.state, f"{path}: {off:.1e}"
+
+
+def assembled(run: config.Run, devices: Sequence[jax.Device] | None = None) -> assembly.Assembly:
+    """devices: whose first ones take the run; None: all."""
+    return assembly.assemble(run, (devices or jax.devices())[:num_devices(run)])
+
+
+def compiled(run: config.Run, devices: Sequence[jax.Device] | None = None) -> Compiled:
+    made = assembled(run, devices)
+    with jax.default_matmul_precision("highest"):
+        return Compiled(made, made.program.compile())
+
+
+def num_devices(run: config.Run) -> int:
+    return math.prod(getattr(run.mesh, axis) for axis in AXES)
+
+
+def on_one_device(run: config.Run) -> config.Run:
+    """The plain computation: no mesh, one microbatch, nothing recomputed."""
+    return run.model_copy(update=dict(
+        mesh=config.Mesh(), sharding=config.Sharding(rules=str(shipped("sharding_rules/ddp.toml"))),
+        pipeline=config.Pipeline(), context=config.Context(),
+        experts=run.experts.model_copy(update=dict(dispatch="auto")),
+        training=run.training.model_copy(update=dict(microbatches=1, remat="none"))))
+
+
+def drawn_parameters(made: assembly.Assembly, seed: int):
+    """Not the model's own start: biases and norms that are no constants show a wrong gradient of what they scale."""
+    rng = np.random.default_rng(seed)
+    # Around what a norm scales by at the start: twice as much in every norm makes gradients that differ by their
+    # rounding.
+    mean = lambda info: (info.role == "norm") * (1 - made.run.model.norm_offset)
+    return params_of.tree(made.model.parameters(), lambda info: (
+        mean(info) + rng.standard_normal(info.shape) * (0.2 if "matrix" in info.role else 0.05)).astype(info.dtype))
+
+
+def trained(case: Compiled, params, steps: int = STEPS):
+    """([losses, gradient norms], the optimizer's state after the first step)."""
+    spec = case.made.program.step.state
+    opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
+    state = jax.device_put(State(np.int32(0), params, opt_state), spec.sharding)
+    numbers, first = [], None
+    for n in range(steps):
+        state, metrics = case.step(state, case.made.program.place(batch_of(case.made.run, n)))
+        if metrics["skipped"]:
+            raise NotFiniteError(f"step {n + 1}: loss {float(metrics['loss'])}, gradient norm "
+                                 f"{float(metrics['grad_norm'])}")
+        numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        first = first or jax.device_get(state.opt_state)
+    return np.array(numbers), first
+
+
+def evaluated(run: config.Run, seed: int = 0) -> np.ndarray:
+    """The sums that an evaluation makes."""
+    made = assembled(run)
+    params = jax.device_put(drawn_parameters(made, seed), made.program.step.state.sharding.params)
+    with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
+        return np.array(jax.device_get(made.program.evaluate(params, made.program.place(batch_of(run, 0)))))
+
+
+def first_moment(opt_state):
+    """Of AdamW's state: after a step (1 - b1) times the clipped gradient."""
+    (found,) = [s.mu for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
+    return found
+
+
+def batch_of(run: config.Run, step: int) -> dict:
+    """Packed documents, some targets missing, some sequences with hardly any or padded at the end."""
+    B, T, rng = run.data.global_batch, run.data.seq_len, np.random.default_rng(step)
+    starts = rng.random((B, T)) < 0.15
+    starts[:, 0] = True
+    index = np.tile(np.arange(T), (B, 1))
+    targets = rng.integers(0, run.model.vocab_size, (B, T))
+    targets[rng.random((B, T)) < rng.random((B, 1))] = NO_TARGET
+    batch = {"tokens": rng.integers(0, run.model.vocab_size, (B, T)), "targets": targets, "index": index,
+             "segments": np.cumsum(starts, 1),
+             "positions": index - np.maximum.accumulate(np.where(starts, index, 0), 1),
+             "sequence": step * B + np.arange(B)}  # fmt: skip
+    padding = index >= T - rng.integers(0, T, (B, 1)) * (rng.random((B, 1)) < 0.3)      # where no document is cut
+    batch["segments"][padding], batch["targets"][padding] = PADDING, NO_TARGET
+    batch = {name: x.astype(np.int32) for name, x in batch.items()}
+    if run.training.objective == "dpo":
+        return _pairs(batch, rng)
+    return _answers(batch, rng) if run.training.objective == "rl" else batch
+
+
+def _pairs(batch: dict, rng: np.random.Generator) -> dict:
+    """Each row a pair of answers without their prompts' targets, and padding; the last row is padding alone."""
+    index, (B, T) = batch["index"], batch["index"].shape
+    ends = np.sort(rng.integers(2, T, (B, 2)), 1)
+    ends[:, 1] = np.maximum(ends[:, 1], ends[:, 0] + 1)
+    second = index >= ends[:, :1]
+    segments = np.where(second, np.where(index < ends[:, 1:], REJECTED, PADDING), CHOSEN)
+    segments[-1] = PADDING
+    positions = np.where(second, index - ends[:, :1], index)
+    targets = np.where((segments == PADDING) | (index == 0), NO_TARGET, np.maximum(batch["targets"], 0))
+    made = {"segments": segments, "positions": positions, "targets": targets}
+    return batch | {name: x.astype(np.int32) for name, x in made.items()} | {
+        "reference": rng.normal(size=B, scale=3).astype(np.float32)}
+
+
+def _answers(batch: dict, rng: np.random.Generator) -> dict:
+    """Each segment an answer behind its prompt, with what rewards and samplers give; the last rows have none."""
+    B, T = batch["targets"].shape
+    for name, nothing in (("segments", PADDING), ("targets", NO_TARGET)):
+        batch[name][B - B // 4:] = nothing
+    of_answers = rng.normal(size=(B, T + 1))[np.arange(B)[:, None], batch["segments"]]
+    sampled = -rng.uniform(3, 8, (B, T))
+    near = lambda: sampled + rng.normal(size=(B, T), scale=0.2)
+    made = {"weight": rng.uniform(0.5, 1.5, (B, T)), "advantage": of_answers, "sampled": sampled, "old": near(),
+            "reference": near()}
+    return batch | {name: x.astype(np.float32) for name, x in made.items()}
+
+
+def accepted(run: config.Run) -> None:
+    """Raises: ConfigError, for what the program refuses."""
+    spec = MeshSpec(config.mesh_sizes(run, num_devices(run)), run.mesh.placement)
+    if faults := config.problems(run):
+        raise config.ConfigError(*faults)
+    assembly.design(run, spec, "cpu", None)

@@ -1,0 +1,139 @@
+"""Proves a user's own layer, a function that may hold collectives, on meshes × rule files beside one device."""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshtrain import config
+from meshtrain.names import AXES
+from meshtrain.parity import cells as cells_of
+from meshtrain.parity import compare, proof
+from meshtrain.sharding import rules as rules_of
+from meshtrain.sharding.mesh import MeshSpec
+
+B, T, D = 8, 16, 32
+X_AXES = ("batch", "seq", None)
+Declared = Mapping[str, tuple[tuple[int, ...], tuple[str | None, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _DrawnLayer:
+    function: Callable
+    parameters: Declared
+    values: Mapping[str, np.ndarray]
+    x_BTD: np.ndarray
+    dy_BTD: np.ndarray
+
+    def tensors(self) -> list[rules_of.Tensor]:
+        weights = [rules_of.Tensor(table, name, tuple(shape), tuple(axes)) for table in ("params", "grads")
+                   for name, (shape, axes) in self.parameters.items()]
+        return [*weights, rules_of.Tensor("activations", "x", self.x_BTD.shape, X_AXES)]
+
+    def computed(self, layout: rules_of.Layout, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
+        """y, and the gradients of sum(y · dy) by x and each parameter. Weights lie as [params] says, gradients as
+        [grads], x as batch and seq of [activations]."""
+        place = lambda table, axes: NamedSharding(mesh, layout.spec(table, axes))
+        x_at = place("activations", X_AXES)
+        weights_at, grads_at = ({name: place(table, axes) for name, (_, axes) in self.parameters.items()}
+                                for table in ("params", "grads"))
+
+        def step(w, x_BTD):
+            y_BTD, back = jax.vjp(self.function, w, x_BTD)
+            return y_BTD, *back(jnp.asarray(self.dy_BTD, y_BTD.dtype))
+        with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+            placed = jax.device_put((dict(self.values), self.x_BTD), (weights_at, x_at))
+            y, dw, dx = jax.jit(step, out_shardings=(x_at, grads_at, x_at))(*placed)
+        return jax.device_get({"y": y, "x": dx, **dw})
+
+
+def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] = (),
+                devices: Sequence[jax.Device] | None = None, cells: int | None = None,
+                tell: Callable[[str], None] = lambda line: None) -> proof.Proof:
+    """Compare function(params, x_BTD) -> y_BTD and its gradients by params and x with one device's.
+
+    parameters: name -> (shape, logical axes of the rule files). The function runs under `jax.set_mesh` with all five
+    axes, and may use shard_map and collectives over them. D is the size of `embed`. rules: rule files; none: the
+    shipped ones. devices, cells, tell: as in `prove`. Raises: ConfigError.
+    """
+    began, devices = time.monotonic(), devices if devices is not None else jax.devices()
+    layer = _drawn(function, parameters)
+    one = MeshSpec({})
+    with config.user_errors("--rules " if rules else ""):
+        loaded = [rules_of.load(path) for path in dict.fromkeys(rules or cells_of.shipped_rules())]
+    loaded = cells_of.distinct(loaded, [tuple(axes) for _, axes in parameters.values()])
+    chosen = _layouts(layer, loaded, len(devices))[:cells]
+    if not chosen:
+        raise config.ConfigError("no rule file splits this layer on these devices: give its parameters logical axes "
+                                 f"that rule files name, e.g. {', '.join(rules_of.LOGICAL[3:9])}")
+    expected = layer.computed(rules_of.Layout(loaded[0], one.sizes), one.build(devices))
+    results = []
+    for place, layout in enumerate(chosen, 1):
+        results.append(_compared(layer, layout, devices, expected))
+        tell(proof.line(results[-1], place, len(chosen)))
+    name = getattr(function, "__name__", "layer")
+    return proof.Proof(name, None, len(devices), tuple(results), (), (), time.monotonic() - began)
+
+
+def _drawn(function: Callable, parameters: Declared) -> _DrawnLayer:
+    """Raises: ConfigError for axes that no rule file knows."""
+    faults = [f"{name}: shape {tuple(shape)} has {len(shape)} dims, and {tuple(axes)} names {len(axes)}"
+              for name, (shape, axes) in parameters.items() if len(shape) != len(axes)]
+    faults += [f"{name}: there is no logical axis {axis!r}; use {', '.join(rules_of.LOGICAL[3:])} or None"
+               for name, (_, axes) in parameters.items() for axis in axes if axis and axis not in rules_of.LOGICAL]
+    if faults:
+        raise config.ConfigError(*faults)
+    width = next((n for shape, axes in parameters.values() for n, axis in zip(shape, axes) if axis == "embed"), D)
+    rng = np.random.default_rng(0)
+    draw = lambda shape, scale: (scale * rng.standard_normal(shape)).astype(np.float32)
+    values = {name: draw(shape, 0.2) for name, (shape, _) in parameters.items()}
+    return _DrawnLayer(function, parameters, values, draw((B, T, width), 1.0), draw((B, T, width), 1.0))
+
+
+def _layouts(layer: _DrawnLayer, loaded: Sequence[rules_of.Rules], num_devices: int) -> list[rules_of.Layout]:
+    """Every rule file on every axis that it names, two and four long, and on pairs and triples of axes."""
+    axes = [axis for axis in AXES if axis != "stage"]
+    meshes = [{axis: 2} for axis in axes] + [{axis: 4} for axis in axes]
+    meshes += [dict.fromkeys(some, 2) for n in (3, 2) for some in itertools.combinations(axes, n)]
+    found = []
+    for sizes in meshes:
+        spec = MeshSpec(sizes)
+        if spec.num_devices > num_devices:
+            continue
+        for file in loaded:
+            layout = rules_of.Layout(file, spec.sizes)
+            used = {axis for tensor in layer.tensors() for name in tensor.axes
+                    for axis in layout.all_axes(tensor.table, name)}
+            if used >= {axis for axis in sizes} and not _refused(file, spec.sizes, layer.tensors()):
+                found.append(layout)
+    return found
+
+
+def _refused(file: rules_of.Rules, sizes, tensors) -> list[str]:
+    """As `rules.problems`, without what it asks of activations that a function keeps to itself."""
+    return [fault for fault in rules_of.problems(file, sizes, tensors) if "does not divide" in fault or "both" in fault]
+
+
+def _compared(layer: _DrawnLayer, layout: rules_of.Layout, devices, expected) -> proof.CellResult:
+    began, leaves, loss, wrong = time.monotonic(), {}, None, []
+    spec = MeshSpec(layout.sizes)
+    try:
+        found = layer.computed(layout, spec.build(devices))
+        off = compare.leaf_differences(found, expected, proof.TOLERANCE.floor)
+        leaves = {path.strip("[]'"): value for path, value in off.items()}
+        loss = leaves.pop("y")
+        wrong = [f"{name}: {value:.1e}" for name, value in (("the output", loss), *(
+            (f"gradient of {name}", value) for name, value in leaves.items())) if not value <= proof.TOLERANCE.state]
+    except Exception as error:      # whatever the function raises on this mesh
+        wrong = [f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"]
+    name = cells_of.named_rules(layout.rules.path)
+    settings = {f"mesh.{axis}": n for axis, n in layout.sizes.items() if n > 1} | {"sharding.rules": name}
+    return proof.CellResult(f"{Path(name).stem} · {spec}", settings, loss, None, leaves, (), tuple(wrong),
+                            time.monotonic() - began, None)

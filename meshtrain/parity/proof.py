@@ -1,0 +1,173 @@
+"""Proves a run: its model made small, on one device and on layouts that hold every pair of choices that it allows.
+
+What is shown: loss, gradient norm, every gradient leaf and three steps' losses of each layout are those of one device,
+in float32. What is computed wrong in the same way on one device is not seen.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from meshtrain import config
+from meshtrain.config import Run
+from meshtrain.parity import cells as cells_of
+from meshtrain.parity import compare, program, rule_files, shrink
+
+TOLERANCE = compare.FLOAT32
+
+
+@dataclasses.dataclass(frozen=True)
+class CellResult:
+    """One layout beside one device; relative differences. settings: its keys of a run file. leaves: by parameter, of
+    the gradient as the optimizer's state after one step has it. wrong: what is beyond the tolerance; or why there are
+    no numbers."""
+    title: str
+    settings: dict[str, object]
+    loss: float | None
+    grad_norm: float | None
+    leaves: dict[str, float]
+    losses: tuple[float, ...]
+    wrong: tuple[str, ...]
+    seconds: float
+    run: Run | None = dataclasses.field(repr=False)     # None: of a layer
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.wrong)
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The parameter whose gradient differs most."""
+        return max(self.leaves.items(), key=lambda item: item[1], default=("", 0.0))
+
+    def as_json(self) -> dict:
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "run"}
+        return _finite(found | {"losses": list(self.losses), "wrong": list(self.wrong), "differs": self.differs})
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """cells: in the order of their value, the run's own layout first. findings: faults of rule files and of the GPU
+    program. notes: what is not shown."""
+    name: str
+    run: Run | None = dataclasses.field(repr=False)     # the shrunk one; None: of a layer
+    devices: int
+    cells: tuple[CellResult, ...]
+    findings: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.findings) or any(cell.differs for cell in self.cells)
+
+    @property
+    def first_wrong(self) -> CellResult | None:
+        return next((cell for cell in self.cells if cell.differs), None)
+
+    def as_json(self) -> dict:
+        return {"name": self.name, "devices": self.devices, "failed": self.failed,
+                "tolerance": TOLERANCE._asdict(), "cells": [cell.as_json() for cell in self.cells],
+                "findings": list(self.findings), "notes": list(self.notes), "seconds": self.seconds}
+
+
+def _finite(found):
+    """With None for numbers that JSON does not have."""
+    if isinstance(found, dict):
+        return {name: _finite(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_finite(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
+
+
+def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | None = None, cells: int | None = None,
+          tell: Callable[[str], None] = lambda line: None, gpu_program: bool = True) -> Proof:
+    """Compare the run's layouts with one device, on these devices (None: all), simulated or real.
+
+    rules: rule files in place of the run's and the shipped ones. cells: so many at most. tell: gets a line a cell.
+    gpu_program: whether the GPU program of the run's own layout is compiled and read, too. Raises: ConfigError where
+    the run itself or a rule file has faults.
+    """
+    began = time.monotonic()
+    devices = devices if devices is not None else jax.devices()
+    small, notes = shrink.shrunk(run, len(devices))
+    findings: list[str] = []
+    own = [path for path in dict.fromkeys(rules or [run.sharding.rules]) if cells_of.named_rules(path) == path]
+    for path in own:        # shipped ones are checked by meshtrain's tests
+        forgotten, more = rule_files.checked(small, path)
+        findings, notes = findings + forgotten, notes + more
+    for finding in findings:
+        tell(f"FOUND: {finding}")
+    found = layouts(small, rules, len(devices))
+    chosen = found[:cells] if cells else found
+    if len(chosen) < len(found):
+        notes.append(f"{len(chosen)} of {len(found)} cells: --cells {len(found)} has every pair of choices")
+    results = []
+    for number, cell in enumerate(chosen, 1):
+        try:
+            results.append(compared(cell, devices))
+            tell(line(results[-1], number, len(chosen)))
+        except config.ConfigError as error:
+            notes.append(f"{cells_of.title(cell)} is no cell: {error}")
+    if gpu_program:
+        more, of_program = program.of_run(run)
+        findings, notes = findings + more, notes + of_program
+        for finding in more:
+            tell(f"FOUND: {finding}")
+    return Proof(run.run.name, small, len(devices), tuple(results), tuple(findings), tuple(notes),
+                 time.monotonic() - began)
+
+
+def layouts(small: Run, rules: Sequence[str], num_devices: int) -> list[Run]:
+    """The runs of all cells, the run's own layout first. Raises: ConfigError where there is none."""
+    files = list(dict.fromkeys(rules)) or cells_of.differing_rules(small)
+    own, first, refused = small.replaced(sharding={"rules": files[0]}), [], None
+    try:
+        compare.accepted(own)
+        first = [own] * (compare.num_devices(own) > 1)
+    except config.ConfigError as error:
+        refused = error
+    others = cells_of.cover(small, cells_of.factors(small, files, num_devices), num_devices)
+    found = [*first, *(cell for cell in others if cell not in first)]
+    if not found:
+        raise refused or config.ConfigError(f"the program takes no layout of this run on {num_devices} devices; use "
+                                            f"--devices 8")
+    return found
+
+
+def compared(cell: Run, devices: Sequence[jax.Device]) -> CellResult:
+    """One layout beside one device. Raises: ConfigError for what the program refuses."""
+    began = time.monotonic()
+    loss = norm = None
+    leaves, losses = {}, ()
+    try:
+        case = compare.compiled(cell, devices)
+        found = compare.differences(case)
+        names = {info.name for info in case.made.model.parameters()}
+        loss, norm, losses, leaves = found.loss, found.norm, found.losses, found.by_parameter(names)
+        wrong = found.beyond(TOLERANCE, leaves)
+        if wrong and cell.model.num_experts:
+            # a tie of two experts that rounding decides is in one draw, and a fault in every one
+            wrong = compare.differences(case, seed=1).beyond(TOLERANCE) and wrong
+        wrong += [f"a permute leaves devices with zeros: {text}" for text in case.audit.broken_permutes]
+    except compare.NotFiniteError as error:
+        wrong = [f"not finite in {error}"]
+    except config.ConfigError:
+        raise
+    except Exception as error:      # whatever a compiler or a program of a user's raises is the cell's fault
+        wrong = [f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"]
+    return CellResult(cells_of.title(cell), cells_of.settings(cell), loss, norm, leaves, losses, tuple(wrong),
+                      time.monotonic() - began, cell)
+
+
+def line(cell: CellResult, number: int, total: int) -> str:
+    """A cell as it is told."""
+    name, off = cell.worst
+    said = f"equal; {'loss' if cell.losses else 'output'} {cell.loss or 0:.0e}, gradients {off:.0e} ({name})"
+    if cell.differs:
+        said = f"DIFFERS: {cell.wrong[0]}" + f" and {len(cell.wrong) - 1} more" * (len(cell.wrong) > 1)
+    return f"{number:>3}/{total}  {cell.title}: {said}  {cell.seconds:.1f} s"

@@ -1,0 +1,184 @@
+"""Makes a run small and keeps its features: kinds of layers, experts, windows, LoRA, objective, masks, optimizer.
+
+The result depends on the features alone: a shrunk run is its own shrunk run, and a size that a run file leaves out
+changes nothing. Whatever is computed otherwise than in the run itself is named in a line.
+"""
+from __future__ import annotations
+
+import math
+
+from meshtrain import config, pattern
+from meshtrain.config import Run
+from meshtrain.names import AXES, PIPELINE_SCHEDULES
+
+T, BATCH = 16, 16           # tokens of a sequence, sequences of a step
+EMBED, HEAD, MLP, EXPERT_MLP, VOCAB = 32, 8, 48, 16, 259     # padded to 512: some rows of the head are no token
+MOST_EXPERTS, MOST_CHOSEN = 8, 3
+LAYERS_OF_PERIODS = 8       # two chunks of four stages, where a period is one layer
+
+
+def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
+    """(the run made small, on a mesh of at most `num_devices`; what is computed otherwise than in the run)."""
+    training, optimizer, lora, rl = run.training, run.optimizer, run.lora, run.rl
+    decays = {"decay_steps": 3} if optimizer.schedule == "wsd" else {"decay_steps": 0}
+    mesh = _mesh(run, num_devices)
+    clips = min(optimizer.qk_clip, 1.0)     # of small weights: scores beyond it are there
+    sections = dict(
+        run=config.Identity(name=run.run.name, seed=run.run.seed),
+        mesh=mesh, sharding=run.sharding, model=_model(run),
+        data=config.Data(seq_len=T, global_batch=BATCH, document_mask=run.data.document_mask, **(
+            {"source": run.data.source, "paths": run.data.paths} if training.objective != "next_token" else {})),
+        training=config.Training(
+            steps=9, microbatches=_microbatches(run, mesh), remat=training.remat, grad_clip=training.grad_clip,
+            objective=training.objective, dpo_beta=training.dpo_beta, z_loss=training.z_loss, loss_chunk=24),
+        optimizer=optimizer.model_copy(update=dict(
+            learning_rate=1e-3, warmup_steps=min(optimizer.warmup_steps, 2), qk_clip=clips, **decays)),
+        lora=lora.model_copy(update=dict(rank=2, alpha=2 * lora.alpha / lora.rank)) if lora.rank else config.Lora(),
+        pipeline=run.pipeline.model_copy(update=dict(chunks=min(run.pipeline.chunks, 2))),
+        context=run.context, experts=run.experts.model_copy(update=dict(bias_warmup=0)),
+        rl=rl.model_copy(update=dict(prompts=4 * rl.updates, samples=2, max_tokens=T // 2, reward="exact",
+                                     rules="")) if training.objective == "rl" else rl,
+        checkpoint=config.Checkpoint(init_from="runs/start" if rl.kl else ""),
+    )  # fmt: skip
+    return Run(**sections), _told(run, sections["optimizer"])
+
+
+def _told(run: Run, optimizer: config.Optimizer) -> list[str]:
+    model, told = run.model, []
+    if "bfloat16" in (model.compute_dtype, model.param_dtype):
+        told.append("computed in float32: what bfloat16 rounds is not compared")
+    if model.matmul_dtype == "float8":
+        told.append("float8 matmuls are computed in float32: what float8 rounds is not compared")
+    if model.attention != "auto":
+        told.append(f"attention is computed by XLA: the engine model.attention={model.attention!r} runs on GPUs alone")
+    if optimizer.learning_rate != run.optimizer.learning_rate or optimizer.warmup_steps != run.optimizer.warmup_steps:
+        told.append(f"optimizer.learning_rate={optimizer.learning_rate:g}, optimizer.warmup_steps="
+                    f"{optimizer.warmup_steps}: in three steps the weights have to move")
+    if optimizer.qk_clip != run.optimizer.qk_clip:
+        told.append(f"optimizer.qk_clip={optimizer.qk_clip:g}: scores of a small model would not reach "
+                    f"{run.optimizer.qk_clip:g}")
+    if _irregular(model):
+        told.append("model.mixers and model.mlps repeat no period: one layer of each kind is repeated instead")
+    if _norm_eps(model) != model.norm_eps:
+        told.append(f"model.norm_eps={_norm_eps(model):g}: norms of what the first small layers put out would magnify "
+                    f"rounding")
+    return told
+
+
+# ---- the layout ------------------------------------------------------------------------------------------------------
+
+
+def _mesh(run: Run, num_devices: int) -> config.Mesh:
+    """The run's axes, the largest halved until they fit; -1 is half of the devices, so that microbatches fit."""
+    sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
+    sizes = {axis: max(2, num_devices // 2) if size == -1 else size for axis, size in sizes.items()}
+    while math.prod(sizes.values()) > num_devices:
+        longest = max((axis for axis in AXES), key=sizes.get)
+        sizes[longest] = 1 << (sizes[longest] - 1).bit_length() - 1      # the next lower power of two
+    return config.Mesh(**sizes, placement=run.mesh.placement)
+
+
+def _microbatches(run: Run, mesh: config.Mesh) -> int:
+    """As many as in the run, up to four and to what the batch is split over; what interleaved schedules need."""
+    chunked = mesh.stage > 1 and PIPELINE_SCHEDULES.get(run.pipeline.schedule, PIPELINE_SCHEDULES["gpipe"]).chunked
+    most = max(run.training.microbatches, mesh.stage * chunked)
+    return max(n for n in (1, 2, 4) if n == 1 or n <= most and BATCH % (n * mesh.data * mesh.fsdp) == 0)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def _model(run: Run) -> config.Model:
+    model = run.model
+    layers, patterns = _layers(model)
+    keys = dict(vocab_size=VOCAB, embed_dim=EMBED, mlp_dim=MLP, norm_eps=_norm_eps(model), num_layers=layers)
+    keys |= patterns
+    keys |= _heads(model.num_heads, model.num_kv_heads) | {"head_dim": HEAD}
+    keys |= dict(attention="auto", param_dtype="float32", compute_dtype="float32", matmul_dtype="auto", preset="",
+                 embedding_std=0.02, max_seq_len=0)
+    if model.num_experts:
+        keys |= _experts(model)
+    latent, linear = model.latent, model.linear
+    if latent.kv_dim:
+        keys["num_kv_heads"] = keys["num_heads"] = 4
+        keys["latent"] = latent.model_copy(update=dict(
+            kv_dim=16, query_dim=min(latent.query_dim, 12), rope_dim=4, value_dim=min(latent.value_dim, 6)))
+    if linear.key_heads:
+        ratio = min(2, linear.value_heads // max(1, linear.key_heads))
+        keys["linear"] = linear.model_copy(update=dict(
+            key_heads=4 if ratio == 1 else 2, value_heads=4, key_dim=HEAD, value_dim=HEAD,
+            conv_width=min(linear.conv_width, 4)))
+    windows = sorted({window for window in (model.window, *(kind.window for _, kind in model.kinds)) if window})
+    small = {window: 5 - 2 * i if i < 2 else 4 for i, window in enumerate(reversed(windows))} | {0: 0, None: None}
+    keys["window"] = small[model.window]
+    keys["rope_scaling"] = _rope(model.rope_scaling, run.data.seq_len, keys.get("latent", latent), HEAD)
+    keys["kinds"] = model.kinds.model_copy(update={
+        mixer: _kind(run, kind, small, keys.get("latent", latent)) for mixer, kind in model.kinds})
+    return model.model_copy(update=keys)
+
+
+def _norm_eps(model: config.Model) -> float:
+    placed = {model.norm_placement, *(kind.norm_placement or "before" for _, kind in model.kinds)}
+    return model.norm_eps if placed == {"before"} else max(model.norm_eps, 0.01)
+
+
+def _irregular(model: config.Model) -> bool:
+    return pattern.period(model) == 0 and len(set(pattern.kinds(model))) > 1
+
+
+def _layers(model: config.Model) -> tuple[int, dict[str, str]]:
+    """(number of layers, patterns of mixers and MLPs where they are others)."""
+    if _irregular(model):
+        distinct = list(dict.fromkeys(pattern.kinds(model)))
+        return 4 * len(distinct), {"mixers": "".join(kind.mixer for kind in distinct),
+                                   "mlps": "".join(kind.mlp for kind in distinct)}
+    parts, length = pattern.stretches(model), pattern.period(model)
+    ends = sum(part.num_layers for part in parts if part.leading or part.name == "left")
+    return ends + max(1, LAYERS_OF_PERIODS // length if length < 3 else 4) * length, {}
+
+
+def _heads(heads: int, kv_heads: int) -> dict[str, int]:
+    """Queries to a key as in the run, four at most; several keys where there are several."""
+    ratio = next((n for n in (4, 2, 3) if heads // max(1, kv_heads) % n == 0), 1)
+    kv = 1 if kv_heads == 1 < heads else 4 if ratio == 1 else 2
+    return {"num_heads": kv * ratio, "num_kv_heads": kv}
+
+
+def _experts(model: config.Model) -> dict:
+    groups, limit = (*model.router_groups, 0, 0)[:2]
+    E = MOST_EXPERTS if model.num_experts >= MOST_EXPERTS or groups else model.num_experts
+    K = max(1, min(model.experts_per_token, MOST_CHOSEN, E if model.experts_per_token == model.num_experts else E - 1))
+    small = {} if not groups else {"router_groups": (4, max(2, min(limit, 3))) if groups > 2 else (2, limit)}
+    return dict(num_experts=E, experts_per_token=K, expert_mlp_dim=EXPERT_MLP,
+                shared_expert_dim=min(model.shared_expert_dim, EXPERT_MLP), **small)
+
+
+def _kind(run: Run, kind, windows: dict, latent) -> object:
+    model, update = run.model, {"window": windows[kind.window]}
+    if kind.num_heads or kind.num_kv_heads:
+        heads = _heads(kind.num_heads or model.num_heads, kind.num_kv_heads or model.num_kv_heads)
+        update |= {name: heads[name] for name in heads if getattr(kind, name)}
+        if not kind.num_heads:      # of the model's queries, one key or two
+            update["num_kv_heads"] = 1 if kind.num_kv_heads == 1 else 2
+    if kind.head_dim:
+        update["head_dim"] = HEAD if kind.head_dim == model.head_dim else 2 * HEAD
+    if kind.rope_scaling:
+        update["rope_scaling"] = _rope(kind.rope_scaling, run.data.seq_len, latent, update.get("head_dim") or HEAD)
+    return kind.model_copy(update=update)
+
+
+def _rope(rope, seq_len: int, latent, head_dim: int):
+    """Scaled frequencies of a small head, beyond the original length where the run is beyond it."""
+    beyond = rope.rope_type != "longrope" or seq_len > rope.original_max_position_embeddings
+    partial = rope.partial_rotary_factor if rope.partial_rotary_factor * head_dim >= 2 else 0.5
+    if rope.rope_type != "proportional":
+        partial = max(2, int(head_dim * partial) // 2 * 2) / head_dim if partial != 1 else 1.0
+    width = latent.rope_dim if latent.kv_dim else int(head_dim * partial)
+    read = dict(rope)
+    update = {"partial_rotary_factor": partial} if not latent.kv_dim else {}
+    if "original_max_position_embeddings" in read:
+        update["original_max_position_embeddings"] = T // 2 if beyond else 2 * T
+    for name in ("short_factor", "long_factor"):
+        if name in read:
+            update[name] = getattr(rope, name)[:width // 2]
+    return rope.model_copy(update=update)
