@@ -2,7 +2,6 @@
 
 An `Experiment` is a run on some mesh; it compiles, inspects, steps and generates by the modules of the commands and has
 no arithmetic of its own. What it returns is the JSON of a command, which prints as text and draws itself in a notebook.
-docs/python.md has a first notebook.
 """
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from meshtrain.run import say
@@ -20,9 +19,8 @@ with say.without_noise():       # of a CUDA plugin that finds no GPU
     import jax
 import numpy as np
 
-from meshtrain import assembly, config, elastic, inspect, scratch, shown, train, trained
-from meshtrain import devices as local_devices
-from meshtrain import plan as plan_command
+from meshtrain import assembly, config, elastic, inspect, parity, scratch, shown, train, trained
+from meshtrain import devices as local_devices, plan as plan_command
 from meshtrain.checkpoint import pretrained
 from meshtrain.cost.formulas import simulate
 from meshtrain.data import sources
@@ -33,11 +31,9 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import report, summary
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.names import AXES
-from meshtrain.pages import plans
 from meshtrain.parallel.pipeline import schedules
-from meshtrain.run import dpo_reference
 from meshtrain.sharding import rules as rule_files
-from meshtrain.shown import DrawnSchedule, Rows, StepCosts
+from meshtrain.shown import DrawnSchedule, JsonTable, Rows, StepCosts
 from meshtrain.training.state import State
 
 DRAWN_EVERY_S = 0.5     # of the curve while `Experiment.train` runs
@@ -87,8 +83,7 @@ class Experiment:
     def inspect(self, topology: str | None = None) -> StepCosts:
         """What the compiled step holds, sends and takes. topology: compiled for GPUs that are not here, e.g. "h100:8".
 
-        >>> costs = run.inspect()
-        >>> costs.memory_bytes["compiled"]["params"] < run.inspect().memory_bytes["compiled"]["total"]
+        >>> run.inspect().memory_bytes["compiled"]["params"] < 2e6
         True
         """
         if topology is None:
@@ -133,8 +128,7 @@ class Experiment:
                                    self.made.state_shapes)
 
     def batch(self, n: int | None = None) -> dict[str, np.ndarray]:
-        """Batch n of the run's data, by default that of the next step: int32 arrays [B, T], as
-        `data.documents.contracts.Batches` has them.
+        """Batch n of the run's data, by default the next step's: int32 arrays [B, T] of `data.documents.contracts`.
 
         >>> run.batch()["tokens"].shape == (run.run.data.global_batch, run.run.data.seq_len)
         True
@@ -157,7 +151,7 @@ class Experiment:
         """Train with a curve of the loss that a notebook redraws as it comes; `history` has the numbers.
 
         >>> run.train(2)
-        >>> [row["step"] for row in run.history][-1] == int(run.state.step)
+        >>> run.history[-1]["step"] == int(run.state.step)
         True
         """
         screen, drawn_s = shown.displayed(self.history), time.monotonic()
@@ -217,11 +211,7 @@ class Experiment:
 
     @functools.cached_property
     def _batches(self) -> contracts.Batches:
-        def referenced(pairs, corpus, directory):
-            with jax.set_mesh(self.made.mesh):
-                return dpo_reference.with_references(self.run, self.made.program, pairs, corpus, directory,
-                                                     self.state.params)
-        return scratch.batches(self.run, referenced)
+        return scratch.batches(self.run, lambda: (self.made, self.state.params))
 
     @functools.cached_property
     def _evaluate(self):
@@ -267,19 +257,15 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
 
 def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mapping[str, object] | None = None,
          **options) -> Rows:
-    """The layouts of a model or run file, best first, as `python -m meshtrain.plan` finds them. settings: keys of the
-    run file. options: of the command, with _ for -.
+    """The layouts of a model or run file, best first, by the options of `python -m meshtrain.plan`, with _ for -.
 
-    >>> found = mt.plan("llama3-8b", gpus=8, gpu="h100", stage=1, context=1)
-    >>> found[0]["fits"]
+    >>> mt.plan("llama3-8b", gpus=8, gpu="h100", stage=1, context=1)[0]["fits"]
     True
     """
     counts = ",".join(map(str, gpus)) if isinstance(gpus, Sequence) else str(gpus)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in {"gpus": counts, "gpu": gpu, **options}.items()]
     found = plan_command.planned(plan_command.COMMAND.read([str(model), *words, *config.words(settings or {})]))
-    data = found.as_json()
-    drawn = plans.trade_drawing(data, legend=True) if found.best and len(found.answers) == 1 else ""
-    return Rows(data["plans"], found.text(), drawn)
+    return shown.planned(found)
 
 
 def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1) -> DrawnSchedule:
@@ -295,3 +281,20 @@ def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1
     with config.user_errors():
         of = schedules.parse(table) if written else schedules.make(table, stages, microbatches, chunks)
     return DrawnSchedule(of, simulate.simulate(of))
+
+
+def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | None = None, rules=(),
+          cells: int | None = None, model: Callable | None = None, parameters: Mapping | None = None) -> JsonTable:
+    """Whether a run computes on every layout what one device computes, as `python -m meshtrain.prove` finds it.
+
+    rules: one's own, as of `Experiment`, or a list of them; else the shipped ones. cells: so many layouts at most.
+    model: a layer of one's own instead, (params, x_BTD) -> y_BTD with `parameters` by name: (shape, logical axes).
+
+    >>> mt.prove(model=lambda w, x: x @ w["out"], parameters={"out": ((32, 32), ("mlp", "embed"))}, cells=3)["failed"]
+    False
+    """
+    one = Experiment(run_file, settings)
+    files = [scratch.rule_file(each) for each in ([rules] if isinstance(rules, (str, rule_files.Rules)) else rules)]
+    devices = local_devices.start(one.run, cheaply=True)
+    return shown.proved(parity.prove_layer(model, parameters or {}, files, devices, cells) if model else
+                        parity.prove(one.run, files, devices, cells))

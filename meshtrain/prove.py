@@ -16,6 +16,7 @@ from meshtrain.run import command, say
 if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
     command.begin(level=1, platform="cpu")      # what XLA warns of while it compiles is read
 
+import meshtrain
 from meshtrain import config, parity
 from meshtrain.pages import proofs, skin
 from meshtrain.parity import smallest
@@ -54,7 +55,7 @@ def main(own: config.Arguments) -> int:
     else:
         for note in proof.notes:
             tell(f"note: {note}")
-        tell(_summary(proof))
+        tell(summary(proof))
     return 1 if proof.failed else 0
 
 
@@ -72,7 +73,8 @@ def _written(proof: parity.Proof, run: config.Run, devices, tell) -> str | None:
     return str(path)
 
 
-def _summary(proof: parity.Proof) -> str:
+def summary(proof: parity.Proof) -> str:
+    """What the command prints at its end."""
     wrong = sum(cell.differs for cell in proof.cells)
     if not proof.failed:
         return (f"{proof.name}: {len(proof.cells)} layouts compute what one device computes, in {proof.seconds:.0f} s, "
@@ -82,3 +84,4 @@ def _summary(proof: parity.Proof) -> str:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+sys.modules[__name__].__class__ = meshtrain.CommandModule       # `mt.prove(…)`

@@ -10,13 +10,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from meshtrain import config
+import jax
+
+from meshtrain import assembly, config
 from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources
 from meshtrain.data.batches import opened
-from meshtrain.data.batches.preferences import Pairs
 from meshtrain.data.cache import parts
 from meshtrain.data.documents.contracts import Batches
+from meshtrain.run import dpo_reference
 from meshtrain.sharding.rules import Rules
 from meshtrain.shipped import names
 
@@ -40,9 +42,9 @@ def rule_file(given: Rules | str | Path) -> str:
     return f"sharding_rules/{given}.toml" if str(given) in names("sharding_rules") else str(given)
 
 
-def batches(run: Run, referenced: Callable[[Pairs, sources.Corpus, Path], Pairs]) -> Batches:
-    """Of the run's data. referenced: gives the pairs of DPO the margins of the reference, kept in a directory. Raises:
-    ConfigError."""
+def batches(run: Run, start: Callable[[], tuple[assembly.Assembly, dict]]) -> Batches:
+    """Of the run's data. start: for DPO: the run on its devices, and the weights at its start, which are the reference.
+    Raises: ConfigError."""
     if run.training.objective == "rl":
         raise ConfigError('training.objective="rl" learns from answers of its own, which python -m meshtrain.train '
                           'draws and scores; outside of a run it can be inspected, generate and give logits')
@@ -50,4 +52,8 @@ def batches(run: Run, referenced: Callable[[Pairs, sources.Corpus, Path], Pairs]
         described = sources.describe(run.data, vocab_size=run.model.vocab_size)
         corpus = sources.corpus_of(described, described.open(directory(), parts.Job(lambda line: None)))
         data = opened.open_corpus(run.data, corpus, run.run.seed)
-    return referenced(data, corpus, directory()) if run.training.objective == "dpo" else data
+    if run.training.objective != "dpo":
+        return data
+    made, params = start()
+    with jax.set_mesh(made.mesh):
+        return dpo_reference.with_references(run, made.program, data, corpus, directory(), params)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from meshtrain import parity, plan, prove
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import simulate
 from meshtrain.inspection import chart, report
 from meshtrain.inspection.inspected import Inspected
-from meshtrain.pages import layout, pictures, skin
+from meshtrain.pages import layout, pictures, plans, proofs, skin
 from meshtrain.pages.pictures import Bar, PlotAxis, PlotCurve
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.units import seconds, size
@@ -157,6 +158,20 @@ def comparison(rows: Sequence[Mapping], costs: Mapping[str, StepCosts], steps: i
     return Rows(rows, report.columns(lines), pictures.below([
         pictures.bars(held, size, "memory of a device", legend=True),
         pictures.bars(sent, size, "bytes that a device sends in a step", legend=True)]))
+
+
+def planned(found: plan.Planned) -> Rows:
+    """Plans: memory against step time, where they are of one number of GPUs."""
+    data, one = found.as_json(), len(found.answers) == 1
+    return Rows(data["plans"], found.text(), plans.trade_drawing(data, legend=True) if found.best and one else "")
+
+
+def proved(proof: parity.Proof) -> JsonTable:
+    """A proof: a line for each layout."""
+    data, total = proof.as_json(), len(proof.cells)
+    lines = [parity.line(cell, number, total) for number, cell in enumerate(proof.cells, 1)]
+    lines += [f"FOUND: {finding}" for finding in proof.findings] + [f"note: {note}" for note in proof.notes]
+    return JsonTable(data, "\n".join([*lines, prove.summary(proof)]), proofs.heat_drawing(data))
 
 
 def displayed(shown):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import meshtrain as mt
-from meshtrain import interface, plan, shown
+from meshtrain import interface, plan, prove, shown
 from meshtrain.config import ConfigError
 from meshtrain.names import NO_TARGET
 
@@ -40,7 +40,7 @@ def test_every_example_of_a_docstring_holds():
 
 
 def test_all_that_is_public_has_an_example():
-    public = [getattr(interface, name) for name in ("Rules", "Experiment", "compare", "plan", "schedule")]
+    public = [getattr(interface, name) for name in ("Rules", "Experiment", "compare", "plan", "schedule", "prove")]
     public += [one for name, one in vars(interface.Experiment).items()
                if not name.startswith("_") and callable(one)] + [shown.JsonTable, shown.Rows, shown.StepCosts,
                                                                  shown.DrawnSchedule, shown.DrawnSchedule.simulate]
@@ -50,7 +50,7 @@ def test_all_that_is_public_has_an_example():
 def test_the_import_starts_nothing_and_a_command_is_a_module_and_a_function():
     code = "import sys, meshtrain as mt; assert mt.__doc__ and 'jax' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert mt.plan is plan and callable(mt.plan) and plan.COMMAND.module == "meshtrain.plan"
+    assert mt.plan is plan and callable(mt.plan) and mt.prove is prove and plan.COMMAND.module == "meshtrain.plan"
     assert {"Experiment", "Rules", "compare", "plan", "schedule"} <= set(dir(mt))
     with pytest.raises(AttributeError, match="no attribute 'experiment'"):
         mt.experiment
@@ -146,6 +146,7 @@ def test_a_run_file_of_many_gpus_is_inspected_without_any():
     (lambda: mt.Experiment("configs/llama3-8b.toml").loss({}), "state take .* on 8 simulated devices of this machine"),
     (lambda: mt.plan("llama3-8b", gpus=8, gpu="h1"), "--gpu h1 is unknown"),
     (lambda: mt.plan("llama3-8b", gpus=8, gpu="h100", tensors=2), "--tensors is not an option"),
+    (lambda: mt.prove(model=lambda w, x: x, parameters={"w": ((4, 4), ("embd", None))}), "no logical axis 'embd'"),
     (lambda: mt.schedule("zb", 4, 8), 'pipeline.schedule="zb" is unknown'),
     (lambda: mt.schedule("F0 B0\nF0 B0"), "stage 1, tick 0: F0 needs F0 of stage 0"),
     (lambda: mt.schedule("1f1b"), "mesh.stage=0 must be at least 1"),

@@ -77,7 +77,14 @@ def table(data: dict) -> str:
 
 
 def heat(data: dict) -> str:
-    """A row for each layout, a column for each parameter; darker: a larger difference."""
+    drawing = heat_drawing(data)
+    key = skin.key([(0, "tolerated", f"up to {data['tolerance']['state']:.0e}"), (4, "differs", "beyond")])
+    return drawing and skin.figure(drawing, "Largest difference over the gradient's largest element. Hover for layout "
+                                            "and parameter.", key)
+
+
+def heat_drawing(data: dict) -> str:
+    """A row for each layout, a column for each parameter; darker: a larger difference. Empty without a gradient."""
     names = list(dict.fromkeys(name for cell in data["cells"] for name in cell["leaves"]))
     if not names:
         return ""
@@ -96,7 +103,4 @@ def heat(data: dict) -> str:
             parts.append(pictures.rect(LABEL + column * width, y, width - 1, ROW - 1, "c4" if wrong else "c0",
                                        0.08 + 0.8 * share, f"{cell['title']} · {name}: {said}"))
     parts.append(pictures.text(LABEL, 11, f"{names[0]} … {names[-1]}", 11, kind="soft"))
-    drawing = pictures.drawing(HEAD + len(data["cells"]) * ROW + 4, parts, "differences of gradients by layout")
-    key = skin.key([(0, "tolerated", f"up to {most:.0e}"), (4, "differs", "beyond")])
-    return skin.figure(drawing, "Largest difference over the gradient's largest element. Hover for layout and "
-                                "parameter.", key)
+    return pictures.drawing(HEAD + len(data["cells"]) * ROW + 4, parts, "differences of gradients by layout")

@@ -47,6 +47,9 @@ class _DrawnLayer:
 
         def step(w, x_BTD):
             y_BTD, back = jax.vjp(self.function, w, x_BTD)
+            if y_BTD.shape != x_BTD.shape:
+                raise config.ConfigError(f"the layer gives an array of shape {y_BTD.shape} for x of {x_BTD.shape}; it "
+                                         f"must give one of x's shape, [B, T, D]")
             return y_BTD, *back(jnp.asarray(self.dy_BTD, y_BTD.dtype))
         with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
             placed = jax.device_put((dict(self.values), self.x_BTD), (weights_at, x_at))
