@@ -3,6 +3,7 @@ answers on every mesh, and tell mistakes before anything is compiled."""
 import itertools
 import json
 import shutil
+import time
 
 import jax
 import numpy as np
@@ -147,6 +148,44 @@ def test_a_run_that_is_to_stop_draws_no_more_answers(place, undisturbed, monkeyp
     assert done.code == 75 and "stopped after step 2, saved" in done.out, done.out
     ran(*words(place, "stopping", "--checkpoint.every=0"))
     assert list(map(timeless, rows(place / "stopping"))) == list(map(timeless, rows(undisturbed)))
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_run_that_is_to_stop_waits_for_no_scores_and_keeps_its_answers(place, undisturbed, monkeypatch, behind):
+    """In its third batch of answers, or in the validation before it."""
+    directory, drawn, stop_at = place / f"scores{behind}", [], 4 - behind
+    directory.mkdir()
+    (directory / "rewards.py").write_text(f"import os, time\n{REWARD.rstrip()}\n".replace("return", f"""
+    while os.path.exists({str(directory / "waits")!r}):
+        time.sleep(0.1)
+    return""".lstrip()))
+    more = [f"--rl.reward={directory / 'rewards.py'}:score", "--rl.reward_timeout_s=600", "--checkpoint.every=0"]
+    real = Generator.complete
+
+    def complete(self, *args, **keys):
+        drawn.append(len(args[0]))
+        if len(drawn) == stop_at:
+            (directory / "waits").touch()
+        return real(self, *args, **keys)
+    with monkeypatch.context() as patched:
+        patched.setattr(Generator, "complete", complete)
+        patched.setattr(loop.Stop, "reached", lambda stop, *_: setattr(
+            stop, "agreed", (directory / "waits").exists()) or stop.agreed)
+        begun = time.monotonic()
+        done = call(train.main, *words(place, f"scores{behind}/run", *more))
+        assert done.code == 75 and "stopped after step 2, saved" in done.out and time.monotonic() - begun < 60
+        assert behind == ("its validation is given up" in done.out)
+        (directory / "waits").unlink()
+        drawn.clear()
+        stop_at = None
+        patched.undo()
+        patched.setattr(Generator, "complete", complete)
+        ran(*words(place, f"scores{behind}/run", *more))
+    assert len(drawn) == 3 + behind, "not the third batch: the fourth, a validation and the text at the end"
+    found, expected = (list(map(timeless, rows(one))) for one in (directory / "run", undisturbed))
+    if behind:
+        expected[1] = {key: x for key, x in expected[1].items() if not key.startswith("val_reward")}
+    assert found == expected
 
 
 def test_half_a_file_of_answers_is_drawn_again(place, undisturbed):
