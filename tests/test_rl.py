@@ -85,7 +85,8 @@ def test_answers_with_line_separators_are_shown(tmp_path):
     line = dict(prompt="a\u2028b", answer="\x85\u2029\x0c", reward=None, tokens=3, stopped="stop")
     (tmp_path / "rollouts" / "10.jsonl").write_text(json.dumps(line, ensure_ascii=False) + '\n{"another": 1}\n')
     (tmp_path / "rollouts" / "9.jsonl").write_text("broken")
-    assert measured._answers(tmp_path) == {"batch": 10, "lines": [line]}
+    assert measured._answers(tmp_path, 10) == {"batch": 10, "lines": [line]}
+    assert measured._answers(tmp_path, 8) is measured._answers(tmp_path, 9) is None, "later, or broken"
 
 
 def test_longer_learning_raises_the_reward(place, home):  # noqa: F811
@@ -186,6 +187,20 @@ def test_a_run_that_is_to_stop_waits_for_no_scores_and_keeps_its_answers(place, 
     if behind:
         expected[1] = {key: x for key, x in expected[1].items() if not key.startswith("val_reward")}
     assert found == expected
+
+
+def test_a_run_that_went_back_shows_no_later_answers(place, undisturbed):
+    shutil.copytree(undisturbed, place / "back")
+    ran(*words(place, "back", "--checkpoint.step=2", "--training.steps=3", "--checkpoint.every=2",
+               "--optimizer.learning_rate=0.02"))
+    assert (place / "back" / "rollouts" / "3.jsonl").exists() and measured.of(place / "back")["answers"]["batch"] == 2
+
+
+def test_prompts_that_were_held_out_are_not_trained_on_later(place, undisturbed):
+    (place / "others.jsonl").write_text('{"prompt": "1", "number": 1}\n')
+    later = f'--data.validation_paths=["{place / "others.jsonl"}"]'
+    done = call(train.main, *words(place, "undisturbed", later, "--training.steps=5"))
+    assert done.code == 2 and "what was held out until then would be trained on" in done.err, done.err
 
 
 def test_half_a_file_of_answers_is_drawn_again(place, undisturbed):

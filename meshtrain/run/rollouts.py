@@ -104,7 +104,8 @@ class Rollouts:
         _, tokens, drawn = self._mark(steps)
         queue = {"queue": self.orders.queue(steps)} if self.orders else {}
         origin = {"origin": self.origin} if self.origin else {}
-        return {"batches": steps, "packing": "answers", "tokens": tokens, "drawn": drawn, **queue, **origin}
+        return {"batches": steps, "packing": "answers", "tokens": tokens, "drawn": drawn,
+                "prompts": self.prompts.digest, **queue, **origin}
 
     def _mark(self, steps: int) -> tuple[int, int, int]:
         """(steps, tokens in their batches, prompts drawn for the batches of answers that are used up by then)."""
