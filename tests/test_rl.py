@@ -382,6 +382,7 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
     (["--rl.kl=0.1"], "rl.kl=0.1 is a divergence from the weights that the run starts from, and these are random"),
     (["--rl.old=sampler", "--rl.correction=token_mask"], "rl.correction=\"token_mask\" weighs old log-probabilities"),
     (["--rl.top_k=5"], "rl.top_k"),
+    (["--model.matmul_dtype=float8"], "answers are drawn without, and log-probabilities differ"),
     (["--model.residual_dropout=0.1"], "answers are drawn without dropout"),
     (["--training.z_loss=0.1"], 'training.z_loss=0.1 is not part of training.objective="rl"'),
     (["--training.loss_spike=skip"], "training.loss_spike=\"skip\""),
