@@ -467,6 +467,7 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
                 folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
         resume.check_tokenizer(run, start, corpus.tokenizer)
         resume.check_data(run, start, corpus.fingerprint)
+        resume.check_prompts(run, start, found.digest)
         rollouts.check(run, found)
         say.out(f"{len(found.prompts)} prompts to learn from, {len(found.held)} held out, of up to {found.longest} "
                 "tokens")

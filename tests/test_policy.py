@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +25,13 @@ from meshtrain.inspection import memory
 from meshtrain.names import NO_TARGET
 from meshtrain.training import objective
 from meshtrain.training.policy import Policy
+from folders import GOLDENS, Loaded
 from test_collective_order import by_gloo, unordered  # noqa: F401
 from test_dpo import moments_of
 from test_layouts import MODEL, ONE, run_of
 from test_lora import ALPHA, RANK, assert_equal_gradients, without_adapters
 
-GOLDEN = json.loads((Path(__file__).parent / "goldens" / "policy_losses.json").read_text())
+GOLDEN = json.loads((GOLDENS / "policy_losses.json").read_text())
 TENSORS = {name: np.array(x) for name, x in GOLDEN["tensors"].items()}
 AGGREGATE = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant", "cispo": "token"}
 LONGEST = 9     # what Dr. GRPO divides by there
@@ -424,6 +426,30 @@ def test_a_step_of_several_processes_has_one_order(by_gloo):
     spec, program = case.made.program.step, case.made.program
     scores = program.compiled(program.scores, spec.state.abstract.params, spec.batch)
     assert unordered(scores.as_text(), case.made.mesh.size) == []
+
+
+THEIRS = json.loads((GOLDENS / "policy" / "answers.json").read_text())
+
+
+@pytest.mark.parametrize("name, rule, mesh, microbatches", [
+    ("dapo", "zero3", dict(data=2, fsdp=2, tensor=2), 2),
+    *(pytest.param(name, "ddp", ONE, 1, marks=sampling.GRID) for name in THEIRS["cases"])], ids=str)
+def test_loss_and_gradient_of_every_weight_are_those_of_trl_with_transformers(name, rule, mesh, microbatches, tmp_path):
+    """Of a model folder that we wrote, an answer a row there (`policy_goldens.py`), packed rows here. Their gradients
+    are read as if they were weights."""
+    case = THEIRS["cases"][name]
+    shutil.copy(GOLDENS / "policy" / "config.json", tmp_path)
+    shutil.copy(GOLDENS / "policy" / f"{name}.safetensors", tmp_path / "model.safetensors")
+    loaded, wanted = (Loaded(place, rule, mesh, f"--training.microbatches={microbatches}")
+                      for place in (GOLDENS / "policy", tmp_path))
+    run = loaded.run.replaced(data=dict(seq_len=T, global_batch=ROWS), rl=dict(max_tokens=LONGEST) | case["rl"],
+                              training=dict(objective="rl", grad_clip=0.0, loss_chunk=20))
+    drawn = [DrawnAnswer(np.array(one["prompt"]), np.array(one["tokens"]), *map(np.array, (sampled, one["advantage"])),
+                         True, *map(np.array, scores)) for one, sampled, *scores in zip(
+                             THEIRS["answers"], *(case[key] for key in ("sampled", "old", "reference")), strict=True)]
+    metrics, found = moments_of(parity.compiled(run), jax.device_get(loaded.params), batch_of(run, drawn))
+    assert abs(metrics["loss"] - case["loss"]) < 1e-5 * max(abs(case["loss"]), 0.1)
+    assert_equal_gradients(found, jax.device_get(wanted.params), 2e-5)
 
 
 # ---- enumeration -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ answers on every mesh, and tell mistakes before anything is compiled."""
 import itertools
 import json
 import shutil
+import time
 
 import jax
 import numpy as np
@@ -84,7 +85,8 @@ def test_answers_with_line_separators_are_shown(tmp_path):
     line = dict(prompt="a\u2028b", answer="\x85\u2029\x0c", reward=None, tokens=3, stopped="stop")
     (tmp_path / "rollouts" / "10.jsonl").write_text(json.dumps(line, ensure_ascii=False) + '\n{"another": 1}\n')
     (tmp_path / "rollouts" / "9.jsonl").write_text("broken")
-    assert measured._answers(tmp_path) == {"batch": 10, "lines": [line]}
+    assert measured._answers(tmp_path, 10) == {"batch": 10, "lines": [line]}
+    assert measured._answers(tmp_path, 8) is measured._answers(tmp_path, 9) is None, "later, or broken"
 
 
 def test_longer_learning_raises_the_reward(place, home):  # noqa: F811
@@ -147,6 +149,58 @@ def test_a_run_that_is_to_stop_draws_no_more_answers(place, undisturbed, monkeyp
     assert done.code == 75 and "stopped after step 2, saved" in done.out, done.out
     ran(*words(place, "stopping", "--checkpoint.every=0"))
     assert list(map(timeless, rows(place / "stopping"))) == list(map(timeless, rows(undisturbed)))
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_run_that_is_to_stop_waits_for_no_scores_and_keeps_its_answers(place, undisturbed, monkeypatch, behind):
+    """In its third batch of answers, or in the validation before it."""
+    directory, drawn, stop_at = place / f"scores{behind}", [], 4 - behind
+    directory.mkdir()
+    (directory / "rewards.py").write_text(f"import os, time\n{REWARD.rstrip()}\n".replace("return", f"""
+    while os.path.exists({str(directory / "waits")!r}):
+        time.sleep(0.1)
+    return""".lstrip()))
+    more = [f"--rl.reward={directory / 'rewards.py'}:score", "--rl.reward_timeout_s=600", "--checkpoint.every=0"]
+    real = Generator.complete
+
+    def complete(self, *args, **keys):
+        drawn.append(len(args[0]))
+        if len(drawn) == stop_at:
+            (directory / "waits").touch()
+        return real(self, *args, **keys)
+    with monkeypatch.context() as patched:
+        patched.setattr(Generator, "complete", complete)
+        patched.setattr(loop.Stop, "reached", lambda stop, *_: setattr(
+            stop, "agreed", (directory / "waits").exists()) or stop.agreed)
+        begun = time.monotonic()
+        done = call(train.main, *words(place, f"scores{behind}/run", *more))
+        assert done.code == 75 and "stopped after step 2, saved" in done.out and time.monotonic() - begun < 60
+        assert behind == ("its validation is given up" in done.out)
+        (directory / "waits").unlink()
+        drawn.clear()
+        stop_at = None
+        patched.undo()
+        patched.setattr(Generator, "complete", complete)
+        ran(*words(place, f"scores{behind}/run", *more))
+    assert len(drawn) == 3 + behind, "not the third batch: the fourth, a validation and the text at the end"
+    found, expected = (list(map(timeless, rows(one))) for one in (directory / "run", undisturbed))
+    if behind:
+        expected[1] = {key: x for key, x in expected[1].items() if not key.startswith("val_reward")}
+    assert found == expected
+
+
+def test_a_run_that_went_back_shows_no_later_answers(place, undisturbed):
+    shutil.copytree(undisturbed, place / "back")
+    ran(*words(place, "back", "--checkpoint.step=2", "--training.steps=3", "--checkpoint.every=2",
+               "--optimizer.learning_rate=0.02"))
+    assert (place / "back" / "rollouts" / "3.jsonl").exists() and measured.of(place / "back")["answers"]["batch"] == 2
+
+
+def test_prompts_that_were_held_out_are_not_trained_on_later(place, undisturbed):
+    (place / "others.jsonl").write_text('{"prompt": "1", "number": 1}\n')
+    later = f'--data.validation_paths=["{place / "others.jsonl"}"]'
+    done = call(train.main, *words(place, "undisturbed", later, "--training.steps=5"))
+    assert done.code == 2 and "what was held out until then would be trained on" in done.err, done.err
 
 
 def test_half_a_file_of_answers_is_drawn_again(place, undisturbed):
@@ -328,6 +382,7 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
     (["--rl.kl=0.1"], "rl.kl=0.1 is a divergence from the weights that the run starts from, and these are random"),
     (["--rl.old=sampler", "--rl.correction=token_mask"], "rl.correction=\"token_mask\" weighs old log-probabilities"),
     (["--rl.top_k=5"], "rl.top_k"),
+    (["--model.matmul_dtype=float8"], "answers are drawn without, and log-probabilities differ"),
     (["--model.residual_dropout=0.1"], "answers are drawn without dropout"),
     (["--training.z_loss=0.1"], 'training.z_loss=0.1 is not part of training.objective="rl"'),
     (["--training.loss_spike=skip"], "training.loss_spike=\"skip\""),

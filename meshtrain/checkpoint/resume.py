@@ -148,6 +148,15 @@ def check_data(run: Run, start: Start, fingerprint: str) -> None:
                           f"run.name")
 
 
+def check_prompts(run: Run, start: Start, digest: str) -> None:
+    """Raises: ConfigError if other prompts are held out than before. digest: of those to train on."""
+    if (data := start.kept("data")) and data["position"].get("prompts", digest) != digest:
+        raise ConfigError(f"data.validation_paths={json.dumps(list(run.data.validation_paths))} leaves other prompts "
+                          f"to train on than the run in {run.run.dir} had up to step {start.step}: what was held out "
+                          f"until then would be trained on, or the other way round; give the validation_paths of "
+                          f"before, or another run.name with checkpoint.init_from")
+
+
 def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
     """The run's data from `start` on. pack: makes batches from an earlier start's position, or None."""
     data = pack(start.saved and start.saved.metadata["data"]["position"])

@@ -427,6 +427,10 @@ def _rl_problems(run: Run):
     if rl.old == "sampler" and rl.correction != "none":
         yield (f'rl.correction={toml(rl.correction)} weighs old log-probabilities by the sampler\'s, and '
                f'rl.old="sampler" takes these for old ones; use rl.old="trainer", or no correction')
+    if run.model.matmul_dtype == "float8" and rl.correction == "none":
+        yield ('model.matmul_dtype="float8" is of the step alone: its scales are those of all rows, on which no answer '
+               'may depend, so answers are drawn without, and log-probabilities differ by 0.25 a token; use '
+               'rl.correction="token_truncate", or model.matmul_dtype="auto"')
     if rl.lag and rl.filter != "none":
         yield (f'rl.lag={rl.lag} orders prompts before the rewards of earlier ones are known, and '
                f'rl.filter={toml(rl.filter)} draws more in place of some; use rl.filter="none", or rl.lag=0')

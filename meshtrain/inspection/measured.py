@@ -62,7 +62,8 @@ def of(directory: Path) -> dict:
             "changes": _changes(directory),
             "checkpoints": sorted(int(entry.name) for entry in saved.glob("*") if entry.name.isdecimal())
             if saved.is_dir() else [],
-            "rows": _curves(metrics.columns), "experts": experts, "answers": _answers(directory),
+            "rows": _curves(metrics.columns), "experts": experts,
+            "answers": _answers(directory, (done - 1) // run.get("rl", {}).get("updates", 1)),
             "priced": _priced(directory),
             "no_rows": metrics.no_rows}
 
@@ -186,12 +187,13 @@ def _experts(metric_rows: rows.MetricRows, count: int) -> dict | None:
     return found
 
 
-def _answers(directory: Path) -> dict | None:
-    """The newest batch of answers of a run that learns from rewards: {"batch": number, "lines": [{prompt, answer,
-    reward, …}]}."""
+def _answers(directory: Path, last: int) -> dict | None:
+    """The newest batch of answers up to number `last` of a run that learns from rewards: {"batch": number, "lines":
+    [{prompt, answer, reward, …}]}. Later ones are not learned yet, or of before a run went back."""
     kept = directory / contents.ROLLOUTS
     with contextlib.suppress(OSError, ValueError):
-        batch = max(int(path.stem) for path in kept.glob("*.jsonl") if path.stem.isdecimal())
+        numbers = [int(path.stem) for path in kept.glob("*.jsonl") if path.stem.isdecimal()]
+        batch = max(number for number in numbers if number <= last)
         # not by splitlines, which also divides at characters that answers may have
         text = (kept / f"{batch}.jsonl").read_text(encoding="utf-8", errors="replace")
         lines = [json.loads(line) for line in text.split("\n")[:MOST_ANSWERS] if line]

@@ -59,7 +59,8 @@ def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> Non
     if not os.path.isfile(os.path.expanduser(path)):
         raise ValueError(f'rl.reward="{reward}": {path} is not a file (relative to {os.getcwd()}); name one as '
                          f'"rewards.py:score"')
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(_Process(reward, memory_gb, folder)) as process:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(_Process(
+            reward, memory_gb, folder, threading.Event())) as process:
         if failure := process.started():
             raise ValueError(f'rl.reward="{reward}" cannot be loaded: {failure}; mend the file, or name another '
                              f'function')
@@ -83,7 +84,7 @@ class RewardWorkers:
         self._folder = tempfile.TemporaryDirectory(prefix="meshtrain-rewards-")
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._found: dict[int, list[Reward]] = {}
-        self._left, self._changed = 0, threading.Condition()
+        self._left, self._changed, self._closing = 0, threading.Condition(), threading.Event()
         self._threads = [threading.Thread(target=self._work, daemon=True, name=f"rewards {i}")
                          for i in range(count or max(1, (os.cpu_count() or 2) // 2))]
         for thread in self._threads:
@@ -98,6 +99,11 @@ class RewardWorkers:
         for _ in range(times):
             self._jobs.put((number, request))
 
+    def scored(self, timeout_s: float) -> bool:
+        """Waits for what was submitted, so long at most. Whether all of it is scored."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._left == 0, timeout_s)
+
     def results(self) -> dict[int, Reward]:
         """Waits for all that was submitted since the last call. By number."""
         with self._changed:
@@ -108,14 +114,15 @@ class RewardWorkers:
             for number, (one, *others) in found.items()}
 
     def close(self) -> None:
-        """Kills the processes; what waits is not scored. May be called twice."""
+        """Kills the processes; what waits or is being scored is not. May be called twice."""
+        self._closing.set()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(self.timeout_s + 5)
+            thread.join(5)
         self._threads = []
         self._folder.cleanup()
 
@@ -126,7 +133,7 @@ class RewardWorkers:
             try:
                 failure = ""
                 if process is None:
-                    process = _Process(self.reward, self.memory_gb, self._folder.name)
+                    process = _Process(self.reward, self.memory_gb, self._folder.name, self._closing)
                     failure = process.started()
                 reply = process.ask(request, self.timeout_s) if not failure else {
                     "failure": f"its process did not start: {failure}"}
@@ -150,9 +157,9 @@ def is_checked(request: bytes, share: float) -> bool:
 
 
 class _Process:
-    """A worker process. usable: it may be asked again."""
+    """A worker process. usable: it may be asked again. closing: nobody waits for it any more."""
 
-    def __init__(self, reward: str, memory_gb: float, folder: str):
+    def __init__(self, reward: str, memory_gb: float, folder: str, closing: threading.Event):
         path, _, name = reward.rpartition(":")
         reward = f"{Path(path).expanduser().resolve()}:{name}" if path else name
         environment = {key: os.environ[key] for key in KEPT_ENVIRONMENT if key in os.environ}
@@ -160,7 +167,7 @@ class _Process:
         environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         source, self._requests = os.pipe()
         self._replies, target = os.pipe()
-        self.usable, self._rest = True, b""
+        self.usable, self._rest, self._closing = True, b"", closing
         self._process = subprocess.Popen(
             [sys.executable, worker.__file__, reward, str(source), str(target), str(int(memory_gb * 2**30))],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder,
@@ -182,7 +189,7 @@ class _Process:
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            if left_s <= 0 or self._closing.is_set():
                 return self._failed(f"timeout after {timeout_s:g} s")
             readable, writable, _ = select.select([self._replies], [self._requests] if request else [], [],
                                                   min(left_s, LOOK_S))

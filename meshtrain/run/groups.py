@@ -118,6 +118,21 @@ class Kept:
             _drop_before(self.directory, self.number - most + 1)
         _quietly(place)
 
+    def hold(self, drawn: Sequence[Completion], weights: str) -> None:
+        """Keeps answers without rewards, for `held`, until `write`."""
+        told, arrays = flat(drawn)
+        content = packed({"key": self.key, "weights": weights, "held": True, **told}, arrays)
+
+        def place() -> None:
+            self.directory.mkdir(exist_ok=True)
+            files.replace(self.path, content)
+        _quietly(place)
+
+    def held(self, weights: str | None) -> list[Completion]:
+        """The answers of `hold`, in every process; none where they are not of this key and these weights."""
+        found = unpacked(self.path)
+        return unflat(*found) if all(agree.exchange(self._fits(found, weights, held=True))) else []
+
     def read(self, weights: str | None, first: int, prompts: Prompts, words: Words) -> AnswerBatch | None:
         """The batch, in every process; None where there is none of this key and these weights (None: of any). first:
         prompts drawn before it."""
@@ -145,8 +160,30 @@ class Kept:
         found = unpacked(self.path)
         return found if self._fits(found, weights) else None
 
-    def _fits(self, found: tuple[dict, dict] | None, weights: str | None) -> bool:
-        return found is not None and found[0]["key"] == self.key and weights in (None, found[0]["weights"])
+    def _fits(self, found: tuple[dict, dict] | None, weights: str | None, held: bool = False) -> bool:
+        return (found is not None and found[0]["key"] == self.key and weights in (None, found[0]["weights"])
+                and found[0].get("held", False) == held)
+
+
+@dataclasses.dataclass(eq=False)
+class HeldFirst:
+    """What takes the place of a `Generator` where its first answers were held; they are taken in its place."""
+    held: list[Completion]
+    generator: object
+
+    def complete(self, prompts: Sequence[Sequence[int]], *how, samples: Sequence[int],
+                 each: Callable[[int, Completion], None], **more) -> list[Completion]:
+        """As of `Generator`."""
+        count = sum(samples)
+        if len(self.held) < count:
+            return self.generator.complete(prompts, *how, samples=samples, each=each, **more)
+        of = [prompt for prompt, n in zip(prompts, samples, strict=True) for _ in range(n)]
+        found = [dataclasses.replace(one, prompt=list(prompt))
+                 for one, prompt in zip(self.held[:count], of, strict=True)]
+        del self.held[:count]
+        for i, one in enumerate(found):
+            each(i, one)
+        return found
 
 
 def flat(answers: Sequence[Completion]) -> tuple[dict, dict]:

@@ -14,7 +14,7 @@ import jax
 from meshtrain.config import Run
 from meshtrain.data.documents.contracts import Batches, ValidationSet
 from meshtrain.run import say
-from meshtrain.run.loop import Hook, Stop
+from meshtrain.run.loop import Hook, NoBatch, Stop
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
@@ -72,7 +72,11 @@ class RewardValidation(ValidationHook):
         self.every, self.last = run.validation.every, run.training.steps
 
     def _act(self, step: int, state: State) -> dict[str, float]:
-        numbers, count = self.rollouts.validate(state)
+        try:
+            numbers, count = self.rollouts.validate(state)
+        except NoBatch:
+            say.out(f"step {step}: its validation is given up, to stop")
+            return {}
         self.loss = numbers["val_reward"]
         say.out(f"step {step}: validation reward {self.loss:.4f} ± {numbers['val_reward_error']:.4f}, of {count} "
                 f"answers")

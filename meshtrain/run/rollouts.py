@@ -29,7 +29,7 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.names import NO_TARGET
 from meshtrain.run import contents, replicas, say
 from meshtrain.run.apart import Orders
-from meshtrain.run.groups import AnswerBatch, Group, Kept, RolloutError, means
+from meshtrain.run.groups import AnswerBatch, Group, HeldFirst, Kept, RolloutError, means
 from meshtrain.run.loop import NoBatch, StepBatch
 from meshtrain.run.record import Record
 from meshtrain.training.state import State
@@ -37,6 +37,7 @@ from meshtrain.training.step import Program
 
 VALIDATION = 2**32 - 1      # the batch of the keys of validations: each draws with the same noise
 MOST_FAILURES = 0.1         # of a batch's answers, whose scores failed, before the run ends
+WAITS_S = 0.2               # for scores, between looks whether to stop
 ROUNDS = 3                  # of prompts that rl.filter draws for a batch
 SCORES = ("old", "reference")       # log-probabilities by the trainer's forward pass, fields of a batch
 # Keys of [rl] that change neither what is drawn nor what it is worth.
@@ -103,7 +104,8 @@ class Rollouts:
         _, tokens, drawn = self._mark(steps)
         queue = {"queue": self.orders.queue(steps)} if self.orders else {}
         origin = {"origin": self.origin} if self.origin else {}
-        return {"batches": steps, "packing": "answers", "tokens": tokens, "drawn": drawn, **queue, **origin}
+        return {"batches": steps, "packing": "answers", "tokens": tokens, "drawn": drawn,
+                "prompts": self.prompts.digest, **queue, **origin}
 
     def _mark(self, steps: int) -> tuple[int, int, int]:
         """(steps, tokens in their batches, prompts drawn for the batches of answers that are used up by then)."""
@@ -143,7 +145,7 @@ class Rollouts:
         # Twice: what the processes agree on is told by the next call (agree.StopAgreement).
         if found is None and part == 0 and (self.stopping() or self.stopping()):
             raise NoBatch
-        drawn = found or self._drawn(number, first, state)
+        drawn = found or self._drawn(kept, weights, first, state)
         parts = self._packed(drawn.groups, number * self.rl.updates)
         if missing := [name for name in SCORES if name in self.program.step.batch and name not in drawn.scores]:
             with self._timed("sampling", "score_s"):
@@ -159,8 +161,10 @@ class Rollouts:
             self.record.add(drawn.numbers())
         return parts, drawn.drawn
 
-    def _drawn(self, number: int, first: int, state: State) -> AnswerBatch:
-        """Batch `number`; `first` prompts are drawn before it."""
+    def _drawn(self, kept: Kept, weights: str | None, first: int, state: State) -> AnswerBatch:
+        """The batch of `kept`; `first` prompts are drawn before it. weights: those that draw it, if known. Raises:
+        NoBatch."""
+        number, before = kept.number, []
         if self.orders:
             generator, version = self.orders.answers(number), self.orders.given[number].version
         else:
@@ -168,11 +172,20 @@ class Rollouts:
             with self._timed("sync", "sync_s"):
                 generator = self.sampler.generator(state.params)
                 jax.block_until_ready(generator.params)
+            if held := kept.held(weights):
+                generator = HeldFirst(held, generator)
+
+        def waits(found: list[Completion]) -> None:
+            if self.stopping():
+                if not self.orders:         # there they stay where samplers have left them
+                    kept.hold([*before, *found], weights or "")
+                raise NoBatch
         groups, wanted, equal, row = [], self.rl.prompts, 0, 0
         for _ in range(ROUNDS if self.rl.filter == "equal" else 1):
             prompts = self.prompts.draw(first + row, wanted - len(groups))
             counters = [(number, row + i) for i in range(len(prompts))]
-            found = self._answered(generator, prompts, self.rl.samples, counters, self._timed)
+            found = self._answered(generator, prompts, self.rl.samples, counters, self._timed, waits)
+            before += [one for group in found for one in group.answers]
             row += len(prompts)
             equal += sum(group.equal for group in found)
             groups += found if self.rl.filter == "none" else [group for group in found if not group.equal]
@@ -192,8 +205,9 @@ class Rollouts:
         self.record.add({column: time.perf_counter() - begun})
 
     def _answered(self, generator, prompts: Sequence[Prompt], samples: int, counters: Sequence[tuple[int, int]],
-                  timed: Callable) -> list[Group]:
-        """A group for each prompt, with rewards. timed: as `_timed`."""
+                  timed: Callable, waits: Callable[[list[Completion]], None]) -> list[Group]:
+        """A group for each prompt, with rewards. timed: as `_timed`. waits: called with the answers, again and again,
+        while their scores are awaited."""
         text: dict[int, str] = {}
         own = lambda i: i % jax.process_count() == jax.process_index()
 
@@ -211,6 +225,8 @@ class Rollouts:
                 samples=[samples] * len(prompts), counters=counters, each=ended)
         with timed("rewards", "reward_s"):
             outcomes = {}
+            while not all(agree.exchange(self.rewards.scored(WAITS_S))):
+                waits(found)
             for part in agree.exchange({i: dataclasses.astuple(one) for i, one in self.rewards.results().items()}):
                 outcomes |= {int(i): workers.Reward(*one) for i, one in part.items()}
         wrong = [i for i, one in enumerate(found) if not np.isfinite(one.logprobs).all()]
@@ -277,11 +293,14 @@ class Rollouts:
 
     def validate(self, state: State) -> tuple[dict[str, float], int]:
         """(columns of the metrics row: mean reward of one answer to each held-out prompt, its standard error, further
-        values by name; number of answers with a reward)."""
+        values by name; number of answers with a reward). Raises: NoBatch."""
+        def waits(_) -> None:
+            if self.stopping():
+                raise NoBatch
         prompts = self.prompts.held[:self.run.validation.batches * self.rl.prompts]
         generator = self.sampler.generator(state.params)
         groups = self._answered(generator, prompts, 1, [(VALIDATION, row) for row in range(len(prompts))],
-                                lambda *_: contextlib.nullcontext())        # within a validation's time
+                                lambda *_: contextlib.nullcontext(), waits)     # within a validation's time
         found = np.concatenate([group.rewards for group in groups])
         found = found[~np.isnan(found)]
         parts = [one for group in groups for one in group.parts]
