@@ -88,6 +88,8 @@ class Experiment:
         """
         if topology is None:
             return StepCosts(self._inspected)
+        if self.run.mesh.simulated_devices:     # before jax starts with one CPU device
+            local_devices.start(self.run, quick=True)
         run = self.run.replaced(mesh={"simulated_devices": 0})
         devices = inspect.topology_devices(run, topology)
         return StepCosts(inspect.inspected(assembly.assemble(elastic.fitted(run, len(devices))[0], devices)))
