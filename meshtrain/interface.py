@@ -88,8 +88,8 @@ class Experiment:
         """
         if topology is None:
             return StepCosts(self._inspected)
-        if self.run.mesh.simulated_devices:     # before jax starts with one CPU device
-            local_devices.start(self.run, quick=True)
+        if self.run.mesh.simulated_devices:     # else jax starts with one CPU device, and nothing can compute then
+            local_devices.start(self.run, cheaply=True)
         run = self.run.replaced(mesh={"simulated_devices": 0})
         devices = inspect.topology_devices(run, topology)
         return StepCosts(inspect.inspected(assembly.assemble(elastic.fitted(run, len(devices))[0], devices)))
@@ -231,10 +231,9 @@ class Experiment:
 
     def _advance(self, batch: Mapping[str, np.ndarray] | None) -> dict[str, float]:
         placed, program, began = self._place(batch), self.made.program, time.perf_counter()
-        state, metrics = self._inspected.executable(self.state, placed, *program.limit(math.inf))
+        self._state, metrics = self._inspected.executable(self.state, placed, *program.limit(math.inf))
         metrics = {name: float(x) for name, x in jax.device_get(metrics).items() if np.ndim(x) == 0}
-        self._state = state
-        return {"step": int(state.step)} | metrics | {"step_s": time.perf_counter() - began}
+        return {"step": int(self.state.step)} | metrics | {"step_s": time.perf_counter() - began}
 
 
 def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps: int = 2,
@@ -295,8 +294,7 @@ def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | N
     >>> mt.prove(model=lambda w, x: x @ w["out"], parameters={"out": ((32, 32), ("mlp", "embed"))}, cells=3)["failed"]
     False
     """
-    one = Experiment(run_file, settings)
-    files = [scratch.rule_file(each) for each in ([rules] if isinstance(rules, (str, rule_files.Rules)) else rules)]
-    devices = local_devices.start(one.run, cheaply=True)
+    run, one = Experiment(run_file, settings).run, isinstance(rules, (str, Path, rule_files.Rules))
+    files, devices = [*map(scratch.rule_file, [rules] if one else rules)], local_devices.start(run, cheaply=True)
     return shown.proved(parity.prove_layer(model, parameters or {}, files, devices, cells) if model else
-                        parity.prove(one.run, files, devices, cells))
+                        parity.prove(run, files, devices, cells))
