@@ -109,7 +109,8 @@ def _model(run: Run) -> config.Model:
             key_heads=4 if ratio == 1 else 2, value_heads=4, key_dim=HEAD, value_dim=HEAD,
             conv_width=min(linear.conv_width, 4)))
     windows = sorted({window for window in (model.window, *(kind.window for _, kind in model.kinds)) if window})
-    small = {window: 5 - 2 * i if i < 2 else 4 for i, window in enumerate(reversed(windows))} | {0: 0, None: None}
+    # Longer than a chunk of a split sequence, and no whole number of chunks but the token itself.
+    small = {window: 6 - 3 * i if i < 2 else 4 for i, window in enumerate(reversed(windows))} | {0: 0, None: None}
     keys["window"] = small[model.window]
     keys["rope_scaling"] = _rope(model.rope_scaling, run.data.seq_len, keys.get("latent", latent), HEAD)
     keys["kinds"] = model.kinds.model_copy(update={
