@@ -135,7 +135,8 @@ def _layers(model: config.Model) -> tuple[int, dict[str, str]]:
                                    "mlps": "".join(kind.mlp for kind in distinct)}
     parts, length = pattern.stretches(model), pattern.period(model)
     ends = sum(part.num_layers for part in parts if part.leading or part.name == "left")
-    return ends + max(1, LAYERS_OF_PERIODS // length if length < 3 else 4) * length, {}
+    repeats = LAYERS_OF_PERIODS // length if length < 3 else 4 if length < 5 else 2
+    return ends + repeats * length, {}
 
 
 def _heads(heads: int, kv_heads: int) -> dict[str, int]:
