@@ -64,7 +64,7 @@ TABLE = [
     Planted("padding_of_the_vocabulary_by_shard", "mask", (), CELL, "meshtrain/model/loss.py::_Chunks.__init__",
             "self.real_V = self.first + jnp.arange(V)", "self.real_V = jnp.arange(V)"),
     Planted("documents_see_those_before_them", "mask", (), "one device computes the same"),
-    Planted("a_window_of_one_token_more", "mask", WINDOW, "one device computes the same"),
+    Planted("a_window_of_one_token_more", "mask", WINDOW),
     # ---- scales
     Planted("mean_of_the_microbatches_means", "scale"),
     Planted("replicas_are_averaged", "scale", (), CELL, "meshtrain/training/accumulate.py::reduce_deferred",
@@ -127,6 +127,10 @@ TABLE = [
     Planted("placement_is_read_backwards", "rule", (), "no number changes: other devices are neighbours"),
     Planted("the_last_microbatch_with_a_target_is_not_computed", "scale", RL),
 ]
+
+# Of each kind one, shrunk to the smallest run file.
+SHRUNK = ("early_chunks_see_those_at_the_end", "stages_weigh_the_balance_by_no_tokens", "ring_gradients_do_not_come_home",
+          "layers_of_stages_are_numbered_without_those_before_them", "expert_rounds_forgotten_by_all_to_all")
 
 # Runs in the copy: the layouts in their order up to the first that differs, and what else is found.
 PROVE = """

@@ -18,6 +18,7 @@ from meshtrain.parity import cells as cells_of
 from meshtrain.parity import compare, proof
 from meshtrain.sharding import rules as rules_of
 from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.shipped import found as found_file
 
 B, T, D = 8, 16, 32
 X_AXES = ("batch", "seq", None)
@@ -69,8 +70,8 @@ def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] =
     began, devices = time.monotonic(), devices if devices is not None else jax.devices()
     layer = _drawn(function, parameters)
     one = MeshSpec({})
-    with config.user_errors("--rules " if rules else ""):
-        loaded = [rules_of.load(path) for path in dict.fromkeys(rules or cells_of.shipped_rules())]
+    with config.user_errors():
+        loaded = [rules_of.load(found_file(path)) for path in dict.fromkeys(rules or cells_of.shipped_rules())]
     loaded = cells_of.distinct(loaded, [tuple(axes) for _, axes in parameters.values()])
     chosen = _layouts(layer, loaded, len(devices))[:cells]
     if not chosen:
@@ -101,22 +102,19 @@ def _drawn(function: Callable, parameters: Declared) -> _DrawnLayer:
 
 
 def _layouts(layer: _DrawnLayer, loaded: Sequence[rules_of.Rules], num_devices: int) -> list[rules_of.Layout]:
-    """Every rule file on every axis that it names, two and four long, and on pairs and triples of axes."""
+    """The placements that rule files give on three axes, on one alone, and on two where there are few devices."""
     axes = [axis for axis in AXES if axis != "stage"]
-    meshes = [{axis: 2} for axis in axes] + [{axis: 4} for axis in axes]
-    meshes += [dict.fromkeys(some, 2) for n in (3, 2) for some in itertools.combinations(axes, n)]
-    found = []
-    for sizes in meshes:
+    together = [dict.fromkeys(some, 2) for some in itertools.combinations(axes, 3 if num_devices >= 8 else 2)]
+    found: dict[tuple, rules_of.Layout] = {}
+    for sizes in [{axis: 2} for axis in axes] + together + [{axis: 4} for axis in axes]:
         spec = MeshSpec(sizes)
-        if spec.num_devices > num_devices:
-            continue
-        for file in loaded:
-            layout = rules_of.Layout(file, spec.sizes)
-            used = {axis for tensor in layer.tensors() for name in tensor.axes
-                    for axis in layout.all_axes(tensor.table, name)}
-            if used >= {axis for axis in sizes} and not _refused(file, spec.sizes, layer.tensors()):
-                found.append(layout)
-    return found
+        for file in loaded if spec.num_devices <= num_devices else ():
+            layout, tensors = rules_of.Layout(file, spec.sizes), layer.tensors()
+            placed = tuple(tuple(layout.all_axes(one.table, name) for name in one.axes) for one in tensors)
+            if {axis for one in placed for split in one for axis in split} >= set(sizes) and not _refused(
+                    file, spec.sizes, tensors):
+                found.setdefault((tuple(sizes.items()), placed), layout)
+    return list(found.values())
 
 
 def _refused(file: rules_of.Rules, sizes, tensors) -> list[str]:

@@ -16,6 +16,7 @@ from meshtrain import config
 from meshtrain.config import Run
 from meshtrain.parity import cells as cells_of
 from meshtrain.parity import compare, program, rule_files, shrink
+from meshtrain.shipped import found as found_file
 
 TOLERANCE = compare.FLOAT32
 
@@ -95,6 +96,7 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
     began = time.monotonic()
     devices = devices if devices is not None else jax.devices()
     small, notes = shrink.shrunk(run, len(devices))
+    rules = [str(found_file(path)) for path in rules]
     findings: list[str] = []
     own = [path for path in dict.fromkeys(rules or [run.sharding.rules]) if cells_of.named_rules(path) == path]
     for path in own:        # shipped ones are checked by meshtrain's tests

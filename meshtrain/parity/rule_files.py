@@ -15,8 +15,8 @@ from meshtrain.shipped import shipped
 
 def checked(small: Run, path: str) -> tuple[list[str], list[str]]:
     """(findings, notes) of a rule file beside a shrunk run. Raises: ConfigError for a file that cannot be read."""
-    with config.user_errors("--rules "):
-        loaded = rules.load(path)
+    with config.user_errors():
+        loaded = rules.load(path, "--rules")
     model = transformer.build(small.model, small.lora)
     used = {axis for table in loaded.tables.values() for axes in table.values() for axis in axes}
     own = {axis for axis in AXES if getattr(small.mesh, axis) > 1}

@@ -109,7 +109,8 @@ def _model(run: Run) -> config.Model:
             key_heads=4 if ratio == 1 else 2, value_heads=4, key_dim=HEAD, value_dim=HEAD,
             conv_width=min(linear.conv_width, 4)))
     windows = sorted({window for window in (model.window, *(kind.window for _, kind in model.kinds)) if window})
-    small = {window: 5 - 2 * i if i < 2 else 4 for i, window in enumerate(reversed(windows))} | {0: 0, None: None}
+    # Longer than a chunk of a split sequence, and no whole number of chunks but the token itself.
+    small = {window: 6 - 3 * i if i < 2 else 4 for i, window in enumerate(reversed(windows))} | {0: 0, None: None}
     keys["window"] = small[model.window]
     keys["rope_scaling"] = _rope(model.rope_scaling, run.data.seq_len, keys.get("latent", latent), HEAD)
     keys["kinds"] = model.kinds.model_copy(update={
@@ -134,7 +135,8 @@ def _layers(model: config.Model) -> tuple[int, dict[str, str]]:
                                    "mlps": "".join(kind.mlp for kind in distinct)}
     parts, length = pattern.stretches(model), pattern.period(model)
     ends = sum(part.num_layers for part in parts if part.leading or part.name == "left")
-    return ends + max(1, LAYERS_OF_PERIODS // length if length < 3 else 4) * length, {}
+    repeats = LAYERS_OF_PERIODS // length if length < 3 else 4 if length < 5 else 2
+    return ends + repeats * length, {}
 
 
 def _heads(heads: int, kv_heads: int) -> dict[str, int]:

@@ -53,36 +53,47 @@ def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[st
 
     keys = keys_of(cell.run)
     tried[_run_of(keys, len(devices)).model_dump_json(exclude={"run"})] = cell
-    for section in dict.fromkeys(name.partition(".")[0] for name in keys):      # a section at once, then a key
-        fewer = {name: value for name, value in keys.items() if not name.startswith(f"{section}.")}
-        keys = fewer if fewer != keys and shown(fewer) else keys
+    sections = dict.fromkeys(name.partition(".")[0] for name in keys)
+    for section in sections:        # all of a section at once, then one key after another
+        keys = _if(shown, {name: value for name, value in keys.items() if not name.startswith(f"{section}.")}, keys)
     before = None
     while keys != before:
         before = keys
-        for name in list(keys):
-            fewer = {other: value for other, value in keys.items() if other != name}
-            keys = fewer if shown(fewer) else keys
+        for left_out in list(keys):
+            keys = _if(shown, {name: value for name, value in keys.items() if name != left_out}, keys)
         for name in [name for name in keys if name.startswith("mesh.") and keys[name] > 2]:
-            fewer = keys | {name: 2}
-            keys = fewer if shown(fewer) else keys
+            keys = _if(shown, keys | {name: 2}, keys)
     result = shown(keys)
     return Smallest(_text(keys, result, len(devices)), keys, result, len(tried) - 1)
 
 
+def _if(shown: Callable[[Keys], object], fewer: Keys, keys: Keys) -> Keys:
+    return fewer if fewer != keys and shown(fewer) else keys
+
+
 def keys_of(run: Run) -> Keys:
-    """The keys of a run that are not their defaults, without those of its name."""
+    """The keys that a run file of this run needs: those that are not their defaults and do not follow from others,
+    without those of [run]."""
     found: Keys = {}
     for section, cls in config.SECTIONS.items():
         values, default = getattr(run, section), cls()
-        for name in cls.model_fields:
-            value = getattr(values, name)
-            if section != "run" and value != getattr(default, name):
-                found[f"{section}.{name}"] = value
+        found |= {f"{section}.{name}": value for name in cls.model_fields if section != "run"
+                  and (value := getattr(values, name)) != getattr(default, name)}
+    found.pop("mesh.simulated_devices", None)
     if "sharding.rules" in found:
         found["sharding.rules"] = cells_of.named_rules(run.sharding.rules)
-    if found.get("sharding.rules") == config.Sharding.model_fields["rules"].default:
-        del found["sharding.rules"]
-    return {name: value for name, value in found.items() if name != "mesh.simulated_devices"}
+    whole = read(_tables(found))
+    for name in list(found):
+        fewer = {other: value for other, value in found.items() if other != name}
+        found = fewer if _same(fewer, whole) else found
+    return found
+
+
+def _same(keys: Keys, run: Run) -> bool:
+    try:
+        return read(_tables(keys)) == run
+    except ValidationError:
+        return False
 
 
 def _run_of(keys: Keys, num_devices: int) -> Run | None:

@@ -113,7 +113,7 @@ def _in_xla(mixer: RecurrenceSizes, rated: Rates, runs: Scan, direction: int, hb
     one_s = runs.parts * (launches * rated.launch_s + _composed_s(mixer, rated, runs))
     if mixer.letter != "M":
         own, times = runs.tokens * mixer.heads * 4 * (C + 2 * width) * INVERTED[direction], INVERTED[direction]
-        product = Matmul(C, width, C, round(runs.tokens * mixer.heads / C), "float32")
+        product = Matmul(C, width, C, max(1, round(runs.tokens * mixer.heads / C)), "float32")
         hbm, one_s = hbm - own, one_s + max(times * rated.matmul_s(product), rated.stream_s(own))
     return one_s + rated.stream_s(hbm)
 

@@ -398,7 +398,8 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     for name, buffer, slot in (("y", "X", "y_in"), ("dx", "D", "dx_in")):
         if name in arrived:
             c = c | {buffer: put(c[buffer], arrived[name], tick[slot])}
-    return c | dict(tick=this.prepared(following)), None
+    # Once more by their values: of one microbatch XLA drops the index, and would send its segments at any time.
+    return c | dict(tick=wait(this.prepared(following), following)), None
 
 
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool,
