@@ -93,11 +93,14 @@ def _tell(step: Inspected, own: config.Arguments) -> None:
         for note in step.made.notes:
             say.err(f"note: {note}")
     elif not own["expect"]:
+        lag = step.made.run.rl.lag
         warnings = [report.differences(step), *(f"warning: {line}" for line in step.warnings)]
         say.out("\n\n".join([
             report.before(step.made), report.params_table(step.made), report.memory_table(step),
             report.collectives_table(step), report.matmuls(step.program, step.formulas), "\n".join(warnings),
             *([report.sampling_table(step.sampled)] if step.sampled else []),
+            *([f"rl.lag={lag}: that is of validations; answers to learn from are drawn by processes apart, and `plan` "
+               f"tells what one of them costs"] if lag else []),
             *([report.roofline_table(step.roofline, step.made.mesh_spec)] if step.roofline else [])]))
     if own["html"]:
         say.err(f"written: {own['html']}")
