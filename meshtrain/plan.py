@@ -6,6 +6,7 @@ where nothing fits · 2 the user's mistake, one message · 75 stopped on request
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -33,7 +34,9 @@ from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.pages import plans, skin
 from meshtrain.parallel.pipeline.schedules import NAMES
+from meshtrain.run import apart
 from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.shipped import found, names
 from meshtrain.training import state
 
@@ -288,9 +291,35 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
     return {"memory_bytes": step.held, "traffic_bytes": sent, "step_time_s": step.roofline.step_s}
 
 
+def sampled_apart(run: Run, question: search.Question) -> dict:
+    """What a sampler of its own costs (rl.lag) that has the GPUs of a host, as `sampled`. weights_bytes: of a GPU.
+    file_bytes: of each version, written and read through the file system."""
+    rl, model, gpus = run.rl, transformer.build(run.model, run.lora), question.rated.gpu.gpus_per_host
+    for tensor in (n for n in range(gpus, 0, -1) if gpus % n == 0):
+        sizes = {axis: {"tensor": tensor, "data": gpus // tensor}.get(axis, 1) for axis in AXES}
+        with contextlib.suppress(ValueError):
+            read = placement.command(model, sizes)
+            break
+    room, shards = cache.rounded_room(run.data.seq_len), gpus // tensor
+    placed = place(question.rows, run.model, read, MeshSpec(sizes))
+    asked = apart.prompts_of_part(rl) * rl.samples
+    costs = decode.Sampling(placed, read, -(-asked // shards) * shards, room,
+                            functools.partial(cache.places, room=room))
+    held = sum(map(costs.read_bytes, question.rows))
+    fits = costs.fitting((1 - decode.SPARE) * question.usable_bytes - held)
+    token_s = sum(costs.token_s(question.rated, room).values())
+    return {"gpus": gpus, "tensor": tensor, "slots": costs.slots, "slots_that_fit": fits, "weights_bytes": round(held),
+            "cache_bytes": round(costs.cache_bytes), "token_s": token_s,
+            "file_bytes": round(sum(info.size * costs.itemsize(info) for info in question.rows)),
+            "tokens_per_s_per_gpu": costs.slots / token_s / gpus,
+            "batch_s_at_most": -(-rl.prompts * rl.samples // asked) * rl.max_tokens * token_s}
+
+
 def sampled(run: Run, question: search.Question, plan: search.Plan) -> dict | None:
     """What the sampler of a run with [rl] costs under a plan, seconds and slots of data.seq_len tokens. None where
     rl.rules do not fit the mesh. Raises: ConfigError where they cannot be read."""
+    if run.rl.lag:
+        return sampled_apart(run, question)
     rl, model, layout = run.rl, transformer.build(run.model, run.lora), plan.placed.layout
     with config.user_errors():
         given = rules.load(found(rl.rules)) if rl.rules else None

@@ -228,7 +228,8 @@ def test_inspect_tells_what_sampling_costs(home):  # noqa: F811
     of = lambda name: {(row["kind"], *row["axes"]): row["bytes"] for row in found["sync"]["collectives"][name]}
     assert of("compiled") == of("formula") and of("formula").keys() == {("all-gather", "fsdp")}
     assert found["slots_that_fit"] is found["sync"]["time_s"] is found["decode"]["time_s"] is None
-    text = call(inspect.main, *WORDS, "--mesh.simulated_devices=8")
+    text = call(inspect.main, *WORDS, "--mesh.simulated_devices=8", "--rl.lag=1")
+    assert "rl.lag=1: that is of validations" in text.out
     assert "sampling: 16 slots of 64 tokens on all devices" in text.out and text.code == 0
 
 
@@ -285,3 +286,25 @@ def test_plan_tells_what_answers_cost_and_takes_no_stages(home):  # noqa: F811
     assert "Sampling under the first plan, once a batch of answers: weights to the sampler" in text
     few = call(plan.main, *asked, "--max-memory=24", "--fsdp=8").out
     assert "NO slot fits" in few
+
+
+def test_plan_prices_a_sampler_apart_by_hand(home):  # noqa: F811
+    """8B in bfloat16, split over the 8 GPUs of a host; a quarter of 64 × 8 answers together, 2,048 tokens each, of
+    which a token has 128 KiB of keys and values."""
+    file = home / "apart.toml"
+    file.write_text('[model]\npreset = "llama3-8b"\n[data]\nsource = "prompts"\npaths = ["x.jsonl"]\nseq_len = 2048\n'
+                    'global_batch = 64\n[training]\nobjective = "rl"\n[rl]\nreward = "exact"\nmax_tokens = 1024\n'
+                    'lag = 1\n')
+    asked = str(file), "--gpus=16", "--gpu=h100", "--remat=full", "--microbatches=2"
+    found = json.loads(call(plan.main, *asked, "--json").out)["plans"][0]["sampling"]
+    assert (found["gpus"], found["tensor"], found["slots"]) == (8, 8, 128)
+    assert found["file_bytes"] == pytest.approx(2 * 8.03e9, rel=1e-3)
+    assert found["weights_bytes"] == pytest.approx(2 * 8.03e9 / 8, rel=1e-2)
+    assert found["cache_bytes"] == 128 * 2048 * 128 * 1024 / 8 and found["slots_that_fit"] > 128
+    read = found["weights_bytes"] - 2 * 128256 * 4096 / 8 + found["cache_bytes"]       # of the embedding a few rows
+    assert found["token_s"] > read / hardware.get("h100").hbm_bytes_per_s
+    assert found["batch_s_at_most"] == pytest.approx(4 * 1024 * found["token_s"])
+    text = call(plan.main, *asked).out
+    assert "A sampler apart with the 8 GPUs of a host (tensor 8): " in text and "weights is 15.0 GiB, written once" in text
+    file.write_text(file.read_text() + "slots = 100000\n")
+    assert "FIT: set rl.slots" in call(plan.main, *asked).out

@@ -76,6 +76,11 @@ class Order:
         return range(part * self.part, min((part + 1) * self.part, len(self.prompts)))
 
 
+def prompts_of_part(rl) -> int:
+    """How many prompts a sampler answers together. rl: the section [rl]."""
+    return max(1, rl.slots // rl.samples) if rl.slots else -(-rl.prompts // PARTS)
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplerFiles:
     """The paths in run.dir/samplers."""
@@ -239,7 +244,7 @@ class Orders:
     def _order(self, batch: int, version: int, first: int) -> Order:
         """first: prompts drawn before the batch."""
         ids = [one.ids.tolist() for one in self.prompts.draw(first, self.rl.prompts)]
-        part = max(1, self.rl.slots // self.rl.samples) if self.rl.slots else -(-len(ids) // PARTS)
+        part = prompts_of_part(self.rl)
         room = self.prompts.longest + self.rl.max_tokens
         return Order(batch, version, self.checksums[version], self.draws, room, part, ids)
 
