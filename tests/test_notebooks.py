@@ -1,31 +1,43 @@
-"""Every notebook runs from its first cell to its last in a kernel of its own, and its own assertions hold.
+"""Every notebook runs from its first cell to its last in a kernel of its own, its own assertions hold, and it says what
+the saved outputs say.
 
 One of them in every run of the suite, by the commit's hash.
 """
-from pathlib import Path
-
 import nbformat
 import pytest
 import sampling
-from nbclient import NotebookClient
+from notebooks import NOTEBOOKS, executed, saved_form, shown
 
-ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, marks=sampling.GRID, id=path.stem) for path in NOTEBOOKS])
-def test_notebook_runs_to_its_end(path, monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))         # nobody's own start-up files
-    notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=300, kernel_name="python3",
-                   resources={"metadata": {"path": str(tmp_path)}}).execute()
-    said = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.outputs]
-    assert said and all(cell.execution_count for cell in said)
+def test_notebook_runs_to_its_end_and_says_what_is_saved(path):
+    saved, again = (code(notebook) for notebook in (nbformat.read(path, as_version=4), executed(path)))
+    assert [shown(cell) for cell in again] == [shown(cell) for cell in saved]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_kept_without_outputs(path):
-    """They would differ from machine to machine, and with them every commit."""
-    for cell in nbformat.read(path, as_version=4).cells:
-        assert cell.cell_type != "code" or (not cell.outputs and cell.execution_count is None)
+def test_notebook_is_saved_by_the_tool_after_a_whole_run(path):
+    """`python tests/notebooks.py`: outputs without execution times, stderr or temporary paths, cells run in order."""
+    text = path.read_text(encoding="utf-8")
+    notebook = nbformat.reads(text, as_version=4)
+    assert [cell.execution_count for cell in code(notebook)] == list(range(1, len(code(notebook)) + 1))
+    assert nbformat.writes(saved_form(notebook)) + "\n" == text
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_has_the_form_of_the_course(path):
+    """A title and what one can say afterwards, something predicted and something broken, and what to keep; few words
+    between the cells."""
+    cells = nbformat.read(path, as_version=4).cells
+    said = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert cells[0].source.startswith(f"# {path.stem.partition('_')[0]} · ") and "minutes" in cells[0].source
+    assert "## Predict" in said and "## Run" in said and "## Break" in said
+    assert cells[-1].source.startswith("## What to keep") and cells[-1].source.count("\n- ") == 3
+    assert 8 <= len(code(nbformat.read(path, as_version=4))) <= 16
+    assert any("assert" in cell.source for cell in cells) and any("picture" in shown(c) for c in cells if "outputs" in c)
+    long = [cell.source for cell in cells if cell.cell_type == "markdown" and len(cell.source) > 1200]
+    assert not long

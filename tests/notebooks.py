@@ -1,0 +1,79 @@
+"""Executes the notebooks of the course and saves their outputs, which are read on the web without running them:
+
+    python tests/notebooks.py [notebooks/2_zero.ipynb …]
+
+What is saved is the same on each machine: pictures without the text beside them, text without the directories of
+files, no times and no versions. tests/test_notebooks.py executes them again and compares.
+"""
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TIMEOUT_S = 300                                     # of a cell
+# Where `mt.Rules` writes a text, and where shipped files are.
+PLACES = re.compile(rf"/\S*/meshtrain-\w+/|{re.escape(str(ROOT))}/")
+
+
+def executed(path: Path) -> nbformat.NotebookNode:
+    """The notebook after its last cell, run in an empty directory, in the form in which it is saved. Raises what
+    nbclient raises where a cell fails."""
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": empty, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3",
+                       resources={"metadata": {"path": empty}}).execute()
+    return saved_form(notebook)
+
+
+def saved_form(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook with what is the same on each machine alone; cells are named by their place."""
+    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+                         "language_info": {"name": "python"}}
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    for place, cell in enumerate(notebook.cells):
+        cell.id, cell.metadata = f"cell-{place}", {}
+        if cell.cell_type == "code":
+            cell.outputs = _together([kept for output in cell.outputs if (kept := _kept(output))])
+    return notebook
+
+
+def _together(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Prints of a cell arrive in as many pieces as there was time for; neighbours become one."""
+    found = []
+    for output in outputs:
+        if found and output.output_type == found[-1].output_type == "stream":
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    return found
+
+
+def _kept(output: nbformat.NotebookNode) -> nbformat.NotebookNode | None:
+    """An output without what differs from machine to machine. What C++ writes to stderr is none."""
+    if output.output_type == "stream":
+        output.text = PLACES.sub("", output.text)
+        return output if output.name == "stdout" else None
+    picture = output.data.get("image/svg+xml")
+    output.data = {"image/svg+xml": picture} if picture else {"text/plain": PLACES.sub("", output.data["text/plain"])}
+    output.metadata = {}
+    return output
+
+
+def shown(cell: nbformat.NotebookNode) -> list[str]:
+    """The outputs of a cell as a test compares them: text as it is, a picture as one word."""
+    return ["picture" if "image/svg+xml" in output.get("data", {}) else output.get("text") or output.data["text/plain"]
+            for output in cell.outputs]
+
+
+if __name__ == "__main__":
+    for file in [Path(word).resolve() for word in sys.argv[1:]] or NOTEBOOKS:
+        done = executed(file)
+        nbformat.write(done, file)
+        print(f"{file.name}: {sum(cell.cell_type == 'code' for cell in done.cells)} code cells", flush=True)
