@@ -36,10 +36,11 @@ settings.register_profile("no deadline", deadline=None)     # how busy the machi
 settings.load_profile("no deadline")
 
 CELLS_OF_A_FILE = 1
-LONG = [f"test_{name}.py" for name in ("parity", "several_processes", "gpu_program",
-                                       "fuzz", "pipeline", "stops", "context", "gpu_pipeline",
-                                       "commands", "layouts", "first_light", "float8", "collective_order", "beside",
-                                       "experts", "gpu_experts", "fault_table", "generate", "dpo_runs", "search")]
+# The longest first; CPU minutes to a quarter of one.
+LONG = [f"test_{name}.py" for name in (
+    "parity", "gpu_program", "rl", "generate", "several_processes", "context", "gpu_pipeline", "stops", "advised",
+    "experts", "pipeline", "gpu_experts", "fuzz", "commands", "samplers", "search", "layouts", "first_light", "dpo_runs",
+    "fault_table", "beside", "float8", "collective_order")]
 STARTED = time.monotonic()
 
 
@@ -74,7 +75,7 @@ def pytest_collection_modifyitems(config, items):
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
             item.user_properties.append(("sampled", True))
     # A file goes to one worker: what takes minutes begins first.
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     if config.option.slow_minutes:
         order = sampling.generator("slow")
         rank = {id(item): (not item.get_closest_marker("first"), order.random()) for item in items}

@@ -4,6 +4,7 @@ plan.
 Where a layout is more than 5% behind, the planner itself says why, by the parts of the two prices.
 """
 import contextlib
+import functools
 import io
 import json
 import re
@@ -33,6 +34,7 @@ ADVISED = {
         .05, "")}
 
 
+@functools.cache
 def page_of(words: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert plan.main(words.split()) == 0
@@ -49,6 +51,8 @@ def test_a_layout_that_is_advised_fits_and_says_how_far_it_is_behind_and_why(wor
     told = answer(words)
     first, stands = told["plans"][0], told["behind"]
     assert first["fits"] and 0 <= stands["behind"] <= most and 1 <= stands["rank"] <= stands["of"] + 1
+    fixed = re.findall(r"--(fsdp|tensor|stage|context) (\d+)", words)
+    assert fixed and all(one["mesh"].get(axis, 1) == int(size) for one in told["plans"] for axis, size in fixed)
     assert stands["behind"] == pytest.approx(first["step_time_s"] / stands["best"]["step_time_s"] - 1, abs=1e-9)
     if stands["behind"] > 0.05:
         assert any(named in reason for reason in stands["reasons"]), stands["reasons"]

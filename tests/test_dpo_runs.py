@@ -29,7 +29,7 @@ def write_pairs(path, count: int = 23):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tmp_path_factory, home):  # noqa: F811
     place = tmp_path_factory.mktemp("dpo")
     drawn.folder(place, "chatml")
     write_pairs(place / "pairs.jsonl")

@@ -85,62 +85,69 @@ class Allowed:
         return kinds and self.price(layout, MeshSpec(sizes, draw.sample(AXES, len(AXES))), m, draw.choice(search.REMAT),
                                     *draw.choice(kinds), method)
 
-    def all(self):
-        """The price of each, axes placed as by default."""
-        asked = self.asked
+    def all(self) -> list[tuple]:
+        """What `price` takes, for each; axes placed as by default."""
+        asked, found = self.asked, []
         for sizes in itertools.product(*[divisors(asked.num_gpus)] * len(AXES)):
             sizes = dict(zip(AXES, sizes))
             if math.prod(sizes.values()) != asked.num_gpus or sizes["stage"] > asked.cfg.num_layers:
                 continue
             methods = search.METHODS if sizes["context"] > 1 else search.METHODS[:1]
             for rules, method in itertools.product(asked.rule_files, methods):
-                if found := self.layout(sizes, rules, method):
-                    for m in divisors(asked.options.global_batch // found[1]):
-                        for remat, kind in itertools.product(search.REMAT, schedule_of(sizes["stage"], m)):
-                            if one := self.price(found[0], MeshSpec(sizes), m, remat, *kind, method):
-                                yield one
+                if laid := self.layout(sizes, rules, method):
+                    for m in divisors(asked.options.global_batch // laid[1]):
+                        found += [(laid[0], MeshSpec(sizes), m, remat, *kind, method) for remat, kind in
+                                  itertools.product(search.REMAT, schedule_of(sizes["stage"], m))]
+        return found
 
 
 # ---- the best is the best --------------------------------------------------------------------------------------------
 
 
 LARGE = ["llama3-70b --gpus 64 --gpu h100 --global-batch 256",
-         *[pytest.param(words, marks=sampling.GRID) for words in (
-             "llama3-8b --gpus 32 --gpu h100 --global-batch 128 --seq-len 32768",
-             "llama3-8b --gpus 96 --gpu h100 --global-batch 480", "gpt-180b --gpus 128 --gpu h100 --global-batch 512",
-             "llama3-70b --gpus 64 --gpu a100-80gb --global-batch 128",
-             "llama2-7b --gpus 64 --gpu a100-40gb --global-batch 192",
-             "llama3-70b --gpus 64 --gpu h100 --global-batch 32 --seq-len 131072",
-             "llama3-70b --gpus 144 --gpu gb200 --global-batch 288",
-             "llama3-8b --gpus 64 --gpu b200 --global-batch 100 --assume nic.share=0.1",
-             "llama3-405b --gpus 1024 --gpu h100 --global-batch 1024")]]
+         "llama3-8b --gpus 32 --gpu h100 --global-batch 128 --seq-len 32768",
+         "llama3-8b --gpus 96 --gpu h100 --global-batch 480", "gpt-180b --gpus 128 --gpu h100 --global-batch 512",
+         "llama3-70b --gpus 64 --gpu a100-80gb --global-batch 128",
+         "llama2-7b --gpus 64 --gpu a100-40gb --global-batch 192",
+         "llama3-70b --gpus 64 --gpu h100 --global-batch 32 --seq-len 131072",
+         "llama3-70b --gpus 144 --gpu gb200 --global-batch 288",
+         "llama3-8b --gpus 64 --gpu b200 --global-batch 100 --assume nic.share=0.1",
+         "llama3-405b --gpus 1024 --gpu h100 --global-batch 1024"]
 
 
-@pytest.mark.parametrize("words", LARGE)
-def test_the_best_plan_loses_to_none_of_a_thousand_layouts_drawn_at_random(words):
+@pytest.mark.parametrize("words, most", [
+    (LARGE[0], 300), *(pytest.param(words, 200, marks=sampling.GRID) for words in LARGE[1:-1]),
+    *(pytest.param(words, 1000, marks=pytest.mark.slow) for words in LARGE)])
+def test_the_best_plan_loses_to_none_of_many_layouts_drawn_at_random(words, most):
     asked = question(words)
     best, allowed, draw = search.search(asked).plans[0], Allowed(asked), random.Random(words)
     found, tries = [], 0
-    while len(found) < 1000 and (tries := tries + 1) < 30_000:
+    while len(found) < most and (tries := tries + 1) < 30 * most:
         if one := allowed.drawn(draw):
             found.append(one.step_s)
-    assert len(found) >= 100 and best.price.step_s <= REGRET * min(found)
+    assert len(found) >= most / 10 and best.price.step_s <= REGRET * min(found)
 
 
-SMALL = ["llama3-8b --gpus 8 --gpu h100 --global-batch 3",
-         *[pytest.param(words, marks=sampling.GRID) for words in (
-             "llama3-8b --gpus 8 --gpu h100 --global-batch 12",
-             "llama3-8b --gpus 8 --gpu a100-40gb --global-batch 24", "llama3-8b --gpus 8 --gpu h100 --global-batch 64",
-             "llama3-8b --gpus 12 --gpu h100 --global-batch 60",
-             "llama3.2-1b --gpus 8 --gpu h100 --global-batch 40 --seq-len 32768",
-             "llama3-8b --gpus 16 --gpu h100 --global-batch 16 --seq-len 131072",
-             "llama3-70b --gpus 32 --gpu h200 --global-batch 32")]]
+SMALL = ["llama3-8b --gpus 8 --gpu h100 --global-batch 12",
+         "llama3-8b --gpus 8 --gpu a100-40gb --global-batch 24", "llama3-8b --gpus 8 --gpu h100 --global-batch 64",
+         "llama3-8b --gpus 12 --gpu h100 --global-batch 60",
+         "llama3.2-1b --gpus 8 --gpu h100 --global-batch 40 --seq-len 32768",
+         "llama3-8b --gpus 16 --gpu h100 --global-batch 16 --seq-len 131072",
+         "llama3-70b --gpus 32 --gpu h200 --global-batch 32"]
 
 
-@pytest.mark.parametrize("words", SMALL)
-def test_the_best_plan_loses_to_none_of_all_layouts_that_are_allowed(words):
+# All of them are 40,000 to 300,000 layouts, 2 ms each.
+@pytest.mark.parametrize("words, most", [
+    ("llama3-8b --gpus 8 --gpu h100 --global-batch 3", None),
+    *(pytest.param(words, 2000, marks=sampling.GRID) for words in SMALL),
+    *(pytest.param(words, None, marks=pytest.mark.slow) for words in SMALL)])
+def test_the_best_plan_loses_to_none_of_all_layouts_that_are_allowed(words, most):
     asked = question(words)
-    assert search.search(asked).plans[0].price.step_s <= REGRET * min(one.step_s for one in Allowed(asked).all())
+    allowed = Allowed(asked)
+    layouts = allowed.all()
+    chosen = sampling.generator(words).sample(layouts, most) if most else layouts
+    found = [one.step_s for one in itertools.starmap(allowed.price, chosen) if one]
+    assert len(found) > 20 and search.search(asked).plans[0].price.step_s <= REGRET * min(found)
 
 
 def test_a_search_that_leaves_out_the_chunks_is_found_out(monkeypatch):
