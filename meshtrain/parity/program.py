@@ -37,7 +37,7 @@ def of_run(run: Run) -> tuple[list[str], list[str]]:
     gpus = target(run)
     if missing := gpu_compile.missing_wheels():
         return [], [f"the GPU program was not read: it needs {' and '.join(missing)}, pip install "
-                    f"'meshtrain[gpu-compile]'"]
+                    f"-e '.[gpu-compile]'"]
     if gpus.endswith(":1"):
         return [], ["the GPU program was not read: the run is on one device"]
     logged: list[str] = []
