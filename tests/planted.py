@@ -118,7 +118,7 @@ TABLE = [
     Planted("leading_layers_of_the_last_round_count_twice", "schedule", LEADING),
     Planted("the_cotangent_of_another_stages_microbatch_for_leading_layers", "schedule", LEADING),
     Planted("layers_of_stages_are_numbered_without_those_before_them", "schedule", (*LEADING, *DROPOUT)),
-    Planted("what_layers_kept_before_is_left_in_place", "schedule", (), "one device computes the same"),
+    Planted("what_layers_kept_before_is_left_in_place", "schedule"),
     # ---- rules
     Planted("whole_accumulators", "rule", ("--sharding.rules", "sharding_rules/zero2.toml", *MICROBATCHES), PROGRAM,
             "meshtrain/training/accumulate.py::scanned.pin", 'layout.constrain("grads", g, axes)',
