@@ -286,7 +286,9 @@ def test_one_microbatch_through_stages_sends_the_segments_of_its_ring_in_order()
 
 def test_recurrences_of_fewer_tokens_than_a_chunk_have_a_price():
     compare.accepted(small_of("--model.mixers", "GF", "--model.num_layers", 4, "--mesh.data", 1, "--mesh.fsdp", 1,
-                              "--mesh.stage", 2, "--training.microbatches", 4, "--model.linear",
+                              "--mesh.tensor", 2, "--mesh.stage", 2, "--mesh.context", 2, "--context.method", "gather",
+                              "--pipeline.schedule", "interleaved", "--pipeline.chunks", 2,
+                              "--training.microbatches", 4, "--model.linear",
                               "{key_heads = 2, value_heads = 4, key_dim = 16, value_dim = 16}"))
 
 
