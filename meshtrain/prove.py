@@ -43,7 +43,8 @@ def main(own: config.Arguments) -> int:
     tell = say.err if own["json"] else say.out
     devices = local_devices.start(run.replaced(mesh={"simulated_devices": own["devices"]}), cheaply=True)
     with say.without_noise([]):     # what XLA warns of while it compiles for CPUs concerns nobody
-        proof = parity.prove(run, own["rules"], devices, own["cells"], tell)
+        begun = say.live if say.on_terminal() and not own["json"] else lambda line: None
+        proof = parity.prove(run, own["rules"], devices, own["cells"], tell, begun)
         file = _written(proof, run, devices, tell)
     data = proof.as_json() | {"smallest": file}
     if own["html"]:

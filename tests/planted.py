@@ -118,7 +118,7 @@ TABLE = [
     Planted("leading_layers_of_the_last_round_count_twice", "schedule", LEADING),
     Planted("the_cotangent_of_another_stages_microbatch_for_leading_layers", "schedule", LEADING),
     Planted("layers_of_stages_are_numbered_without_those_before_them", "schedule", (*LEADING, *DROPOUT)),
-    Planted("what_layers_kept_before_is_left_in_place", "schedule", (), "one device computes the same"),
+    Planted("what_layers_kept_before_is_left_in_place", "schedule"),
     # ---- rules
     Planted("whole_accumulators", "rule", ("--sharding.rules", "sharding_rules/zero2.toml", *MICROBATCHES), PROGRAM,
             "meshtrain/training/accumulate.py::scanned.pin", 'layout.constrain("grads", g, axes)',
@@ -128,9 +128,9 @@ TABLE = [
     Planted("the_last_microbatch_with_a_target_is_not_computed", "scale", RL),
 ]
 
-# Of each kind one, shrunk to the smallest run file.
-SHRUNK = ("early_chunks_see_those_at_the_end", "stages_weigh_the_balance_by_no_tokens", "ring_gradients_do_not_come_home",
-          "layers_of_stages_are_numbered_without_those_before_them", "expert_rounds_forgotten_by_all_to_all")
+# Shrunk to the smallest run file.
+SHRUNK = ("early_chunks_see_those_at_the_end", "replicas_are_averaged", "stages_weigh_the_balance_by_no_tokens",
+          "ring_gradients_do_not_come_home", "layers_of_a_stage_are_numbered_from_zero")
 
 # Runs in the copy: the layouts in their order up to the first that differs, and what else is found.
 PROVE = """

@@ -274,6 +274,24 @@ def test_a_layer_with_axes_that_no_rule_file_knows_is_refused():
         parity.prove_layer(lambda w, x: x, {"w": ((4, 4), ("embed", "hidden"))})
 
 
+# ---- what it found in meshtrain --------------------------------------------------------------------------------------
+
+
+def test_one_microbatch_through_stages_sends_the_segments_of_its_ring_in_order():
+    """Without the order XLA ends the process: two permutes at once."""
+    compare.check(small_of("--mesh.data", 1, "--mesh.fsdp", 1, "--mesh.tensor", 1, "--mesh.stage", 2, "--mesh.context", 4,
+                           "--pipeline.schedule", "zero_bubble", "--training.remat", "selective",
+                           "--sharding.rules", "sharding_rules/zero2.toml"))
+
+
+def test_recurrences_of_fewer_tokens_than_a_chunk_have_a_price():
+    compare.accepted(small_of("--model.mixers", "GF", "--model.num_layers", 4, "--mesh.data", 1, "--mesh.fsdp", 1,
+                              "--mesh.tensor", 2, "--mesh.stage", 2, "--mesh.context", 2, "--context.method", "gather",
+                              "--pipeline.schedule", "interleaved", "--pipeline.chunks", 2,
+                              "--training.microbatches", 4, "--model.linear",
+                              "{key_heads = 2, value_heads = 4, key_dim = 16, value_dim = 16}"))
+
+
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 

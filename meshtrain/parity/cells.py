@@ -80,8 +80,11 @@ def settings(run: Run) -> dict[str, object]:
 
 def named_rules(path: str) -> str:
     """A shipped rule file as every directory finds it, another as it is."""
-    name = f"sharding_rules/{Path(path).name}"
-    return name if Path(path).resolve() == shipped(name).resolve() else path
+    return f"sharding_rules/{Path(path).name}" if is_shipped(path) else path
+
+
+def is_shipped(path: str) -> bool:
+    return Path(path).resolve() == shipped(f"sharding_rules/{Path(path).name}").resolve()
 
 
 def title(run: Run) -> str:

@@ -36,8 +36,8 @@ def of_run(run: Run) -> tuple[list[str], list[str]]:
     """(findings, notes)."""
     gpus = target(run)
     if missing := gpu_compile.missing_wheels():
-        return [], [f"the GPU program was not read: it needs {' and '.join(missing)}, pip install "
-                    f"-e '.[gpu-compile]'"]
+        return [], [f"the GPU program was not read: it needs {' and '.join(missing)}; run pip "
+                    f"install -e '.[gpu-compile]' in a checkout of meshtrain"]
     if gpus.endswith(":1"):
         return [], ["the GPU program was not read: the run is on one device"]
     logged: list[str] = []

@@ -86,19 +86,20 @@ def _finite(found):
 
 
 def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | None = None, cells: int | None = None,
-          tell: Callable[[str], None] = lambda line: None, gpu_program: bool = True) -> Proof:
+          tell: Callable[[str], None] = lambda line: None, begun: Callable[[str], None] = lambda line: None,
+          gpu_program: bool = True) -> Proof:
     """Compare the run's layouts with one device, on these devices (None: all), simulated or real.
 
     rules: rule files in place of the run's and the shipped ones. cells: so many at most. tell: gets a line a cell.
-    gpu_program: whether the GPU program of the run's own layout is compiled and read, too. Raises: ConfigError where
-    the run itself or a rule file has faults.
+    begun: gets one before it, which names a cell in which XLA ends the process. gpu_program: whether the GPU program of
+    the run's own layout is compiled and read, too. Raises: ConfigError where the run itself or a rule file has faults.
     """
     began = time.monotonic()
     devices = devices if devices is not None else jax.devices()
     small, notes = shrink.shrunk(run, len(devices))
     rules = [str(found_file(path)) for path in rules]
     findings: list[str] = []
-    own = [path for path in dict.fromkeys(rules or [run.sharding.rules]) if cells_of.named_rules(path) == path]
+    own = [path for path in dict.fromkeys(rules or [run.sharding.rules]) if not cells_of.is_shipped(path)]
     for path in own:        # shipped ones are checked by meshtrain's tests
         forgotten, more = rule_files.checked(small, path)
         findings, notes = findings + forgotten, notes + more
@@ -110,6 +111,7 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
         notes.append(f"{len(chosen)} of {len(found)} cells: --cells {len(found)} has every pair of choices")
     results = []
     for number, cell in enumerate(chosen, 1):
+        begun(f"{number:>3}/{len(chosen)}  {cells_of.title(cell)} …")
         try:
             results.append(compared(cell, devices))
             tell(line(results[-1], number, len(chosen)))

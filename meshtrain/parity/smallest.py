@@ -64,6 +64,7 @@ def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[st
         for name in [name for name in keys if name.startswith("mesh.") and keys[name] > 2]:
             keys = _if(shown, keys | {name: 2}, keys)
     result = shown(keys)
+    assert result is not None, f"{keys} do not differ"
     return Smallest(_text(keys, result, len(devices)), keys, result, len(tried) - 1)
 
 
