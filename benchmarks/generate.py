@@ -151,7 +151,8 @@ def main(argv) -> int:
              "fast | MB read per token step: weights + cache | tokens/s at the memory's speed | reached |",
              "|" + "---|" * 9, *table, "",
              "## Slots that are filled again", "",
-             "Drawn at temperature 1 from a model of a million parameters. Median of turns.", "",
+             "Drawn at temperature 1 from a model of a million parameters. Median of turns. Attention reads as far as the "
+             "longest sequence, which in lockstep is long at the end alone.", "",
              "| slots | samples | tokens of one: mean, most | tokens a CPU second, lockstep | refilled | times as fast |",
              "|" + "---|" * 6, *refilled(devices), ""]
     (ROOT / "benchmarks" / "generate.md").write_text("\n".join(lines))

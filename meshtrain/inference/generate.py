@@ -28,7 +28,8 @@ SLOTS = 32              # sequences that are continued together
 STRIDE = 16             # tokens between two looks of the host, where it wants to see them as they come
 LONGEST_STRIDE = 64     # where it does not
 PROMPT_STEP = 32        # of the lengths that prompts are padded to
-PROMPTS = 4             # that a shard of the batch reads together: always as many, so that bits depend on no neighbour
+REFILLED = 8            # the part of the slots that is done before prompts are read into them
+PROMPTS = 2             # that a shard of the batch reads together: always as many, so that bits depend on no neighbour
 
 
 class SlotStates(NamedTuple):
@@ -135,7 +136,7 @@ class Generator:
                 filling = _deal(waiting, owners, self._shards())
                 slots = run("the reading of prompts", programs.fill, self.params, slots, filling, np.uint32(seed))
             free_S = np.array([owner is None for owner in owners])
-            enough = np.int32(max(S // 4, 1) if waiting else S)
+            enough = np.int32(max(S // REFILLED, 1) if waiting else S)
             slots, drawn = run("the making of tokens", programs.decode, self.params, slots, free_S, stride, enough)
             steps, token_SU, logprob_SU, margin_SU, done_S = map(np.asarray, (*drawn, slots.done_S))
             for s, owner in enumerate(owners):
@@ -217,8 +218,8 @@ class Filling(NamedTuple):
 
 
 def _padded(length: int) -> int:
-    """A length that few prompts share: at most a quarter longer."""
-    step = max(PROMPT_STEP, 1 << max(length.bit_length() - 3, 0))
+    """A length that few prompts share: of long ones at most a quarter longer."""
+    step = max(PROMPT_STEP if length > PROMPT_STEP // 2 else PROMPT_STEP // 2, 1 << max(length.bit_length() - 3, 0))
     return max(-(-length // step), 1) * step
 
 

@@ -149,7 +149,8 @@ def sampling(found: dict | None) -> str:
                 + (f" ({fits:,} fit)" if fits >= found["slots"] else f", of which {fits:,} FIT: set rl.slots")
                 + f", {seconds(found['token_s'])} a token with full slots, "
                 f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; alone it draws a batch in at most "
-                f"{seconds(found['batch_s_at_most'])}. Each version of the weights is {size(found['file_bytes'])}, written once and read by every sampler.")
+                f"{seconds(found['batch_s_at_most'])}. Each version of the weights is "
+                f"{size(found['file_bytes'])}, written once and read by every sampler.")
     if not found["slots_that_fit"]:
         return (f"Sampling under the first plan: NO slot fits beside {size(found['weights_bytes'])} of weights and the "
                 f"training state; use more of mesh.tensor, or rl.rules that split the weights further.")
