@@ -36,11 +36,11 @@ settings.register_profile("no deadline", deadline=None)     # how busy the machi
 settings.load_profile("no deadline")
 
 CELLS_OF_A_FILE = 1
-# The longest first; CPU minutes to a quarter of one.
+# The longest first.
 LONG = [f"test_{name}.py" for name in (
     "parity", "gpu_program", "rl", "generate", "several_processes", "context", "gpu_pipeline", "stops", "advised",
-    "experts", "pipeline", "gpu_experts", "fuzz", "commands", "samplers", "search", "layouts", "first_light", "dpo_runs",
-    "fault_table", "beside", "float8", "collective_order")]
+    "experts", "pipeline", "samplers", "recurrence_pallas", "gpu_experts", "fuzz", "commands", "recurrence_context",
+    "search", "layouts", "first_light", "dpo_runs", "fault_table", "beside", "float8", "collective_order")]
 STARTED = time.monotonic()
 
 
