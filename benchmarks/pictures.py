@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import meshtrain as mt
+from benchmarks import words
 from meshtrain.inspection import summary
 from meshtrain.pages import pictures, skin
 from meshtrain.sharding.mesh import MeshSpec
@@ -38,11 +40,14 @@ def plan() -> str:
     return mt.plan("llama3-70b", gpus=64, gpu="h100").picture
 
 
-def main(names: list[str]) -> None:
-    for draw in (mesh, traffic, plan):
-        if not names or draw.__name__ in names:
-            (DOCS / f"{draw.__name__}.svg").write_text(skin.alone(draw()) + "\n", encoding="utf-8")
+def main(argv=None) -> int:
+    drawn = {draw.__name__: draw for draw in (mesh, traffic, plan)}
+    parser = words.Parser(__doc__)
+    parser.add_argument("names", nargs="*", choices=[*drawn, []], metavar="NAME", help=f"{', '.join(drawn)} (all)")
+    for name in parser.parse_args(argv).names or drawn:
+        (DOCS / f"{name}.svg").write_text(skin.alone(drawn[name]()) + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

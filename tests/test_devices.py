@@ -127,9 +127,9 @@ def test_without_a_home_no_directory_of_that_name_is_made(tmp_path, monkeypatch)
 
 def test_a_model_beyond_the_memory_of_the_machine_is_refused_before_it_is_made(monkeypatch):
     made = assembly.assemble(config.load(["--mesh.simulated_devices", "8"]), jax.devices()[:8])
-    train._check_memory(made)
+    train.check_memory(made)
     monkeypatch.setattr(devices, "memory_bytes", lambda found: 1 << 20)
     with pytest.raises(config.ConfigError,
                        match="the weights and the optimizer's state take .* on 8 simulated devices of this machine, "
                              "which has 1.0 MiB"):
-        train._check_memory(made)
+        train.check_memory(made)
