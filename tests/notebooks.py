@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-TIMEOUT_S = 300                                     # of a cell
+TIMEOUT_S = 900                                     # of a cell
 # Where `mt.Rules` writes a text, and where shipped files are.
 PLACES = re.compile(rf"/\S*/meshtrain-\w+/|{re.escape(str(ROOT))}/")
 
