@@ -1,5 +1,6 @@
 """The project's table of choices of layouts, models and optimizers, on the comparison of `meshtrain.parity`."""
 import itertools
+import math
 import random
 import sys
 
