@@ -292,8 +292,8 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
 
 
 def sampled_apart(run: Run, question: search.Question) -> dict:
-    """What a sampler of its own costs (rl.lag) that has the GPUs of a host, as `sampled`. weights_bytes: of a GPU.
-    file_bytes: of each version, written and read through the file system."""
+    """Price a sampler apart (rl.lag) on the GPUs of one host; keys as of `sampled`. weights_bytes: of a GPU.
+    file_bytes: of each version of the weights, written and read through the file system."""
     rl, model, gpus = run.rl, transformer.build(run.model, run.lora), question.rated.gpu.gpus_per_host
     for tensor in (n for n in range(gpus, 0, -1) if gpus % n == 0):
         sizes = {axis: {"tensor": tensor, "data": gpus // tensor}.get(axis, 1) for axis in AXES}

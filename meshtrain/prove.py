@@ -76,11 +76,9 @@ def _written(proof: parity.Proof, run: config.Run, devices, tell) -> str | None:
 
 def summary(proof: parity.Proof) -> str:
     """What the command prints at its end."""
-    wrong = sum(cell.differs for cell in proof.cells)
-    if not proof.failed:
-        return (f"{proof.name}: {len(proof.cells)} layouts compute what one device computes, in {proof.seconds:.0f} s, "
-                f"{proof.seconds / max(1, len(proof.cells)):.1f} s a layout")
-    return f"{proof.name}: {wrong} of {len(proof.cells)} layouts differ from one device, {len(proof.findings)} findings"
+    equal, total = sum(not cell.differs for cell in proof.cells), len(proof.cells)
+    return (f"{proof.name}: {equal} of {total} layouts compute what one device computes, findings: "
+            f"{len(proof.findings)}; {proof.seconds:.0f} s, {proof.seconds / max(1, total):.1f} s a layout")
 
 
 if __name__ == "__main__":

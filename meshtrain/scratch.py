@@ -1,5 +1,5 @@
-"""What runs without a run directory, of the Python interface, keep in a directory of their process: rule files given as
-text, and token caches."""
+"""A temporary directory of this process for runs without a run.dir, as the Python interface has them: rule files given
+as text, and token caches."""
 from __future__ import annotations
 
 import atexit

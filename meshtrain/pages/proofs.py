@@ -31,10 +31,8 @@ def page(data: dict) -> str:
 
 def lead(data: dict) -> str:
     wrong = sum(cell["differs"] for cell in data["cells"])
-    said = (f"{wrong} of {len(data['cells'])} layouts differ from one device" if wrong else
-            f"{len(data['cells'])} layouts compute what one device computes")
-    found = f"; {len(data['findings'])} findings beside" if data["findings"] else ""
-    return f"{said}{found}. On {data['devices']} devices, in {duration(data['seconds'])}."
+    said = f"{len(data['cells']) - wrong} of {len(data['cells'])} layouts compute what one device computes"
+    return f"{said}, findings: {len(data['findings'])}. On {data['devices']} devices, in {duration(data['seconds'])}."
 
 
 def worst(cell: dict) -> tuple[str, float | None]:

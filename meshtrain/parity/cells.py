@@ -36,11 +36,11 @@ APART = {("rules", "remat"), ("rules", "microbatches")}
 
 def factors(run: Run, rule_files: Sequence[str], num_devices: int) -> dict[str, tuple[str, ...]]:
     """The values that each factor may have in cells of this shrunk run; the first does nothing."""
-    chunked = run.training.objective != "next_token" or run.optimizer.qk_clip > 0      # no pipelines
+    pipelined = run.training.objective == "next_token" and not run.optimizer.qk_clip
     found = {
         "rules": tuple(rule_files),
         "data": (OFF, "data"), "fsdp": (OFF, "fsdp"), "tensor": (OFF, "tensor"),
-        "schedule": (OFF,) if chunked else (OFF, *schedules.NAMES),
+        "schedule": (OFF, *schedules.NAMES) if pipelined else (OFF,),
         "context": (OFF, *(METHODS if pattern.share(run.model, pattern.ATTENTION) else METHODS[:1])),
         "remat": ("none", "selective", "full", "offload"),
         "microbatches": ("1", "2", "4"),
@@ -154,7 +154,7 @@ class _Choices:
         self.taken: dict[tuple, bool] = {}
 
     def alone(self, wanted: tuple) -> dict | None:
-        """The first cell with this pair of choices and little else that the program takes; None: it takes none."""
+        """Return the plainest cell with this pair of choices that the program takes; None if it takes none."""
         fixed = self._choices(wanted)
         base = {name: values[0] for name, values in self.found.items()} | fixed
         axes = [{}, *({factor: self.found[factor][1]} for factor in SPLIT_BY.values() if len(self.found[factor]) > 1)]
@@ -166,7 +166,7 @@ class _Choices:
         return None
 
     def climbed(self, wanted: tuple, missing: set) -> dict:
-        """A cell with this pair of choices, improved a choice at a time; the program takes it."""
+        """Return a cell that the program takes, with this pair of choices: `alone`, improved a choice at a time."""
         fixed, cell = self._choices(wanted), self.alone(wanted)
         gain = lambda cell: total(pairs(cell) & missing)
         for name in self.rng.sample(list(cell), len(cell)) * 2:
@@ -213,5 +213,5 @@ def pairs(cell: Cell) -> set[tuple]:
 
 
 def worth(one: tuple) -> int:
-    """Of a pair of choices."""
+    """The weight of a pair in the cover: USED if both choices do something, else 1."""
     return 1 if any(value in (OFF, "auto", "False", "1") for _, value in one) else USED

@@ -193,7 +193,7 @@ def trained(case: Compiled, params, steps: int = STEPS):
 
 
 def evaluated(run: config.Run, seed: int = 0) -> np.ndarray:
-    """The sums that an evaluation makes."""
+    """(sum of the loss, number of targets) by the run's evaluation of a batch."""
     made = assembled(run)
     params = jax.device_put(drawn_parameters(made, seed), made.program.step.state.sharding.params)
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
@@ -255,7 +255,7 @@ def _answers(batch: dict, rng: np.random.Generator) -> dict:
 
 
 def accepted(run: config.Run) -> None:
-    """Raises: ConfigError, for what the program refuses."""
+    """Check that the program takes the run. Raises: ConfigError with what it refuses."""
     spec = MeshSpec(config.mesh_sizes(run, num_devices(run)), run.mesh.placement)
     if faults := config.problems(run):
         raise config.ConfigError(*faults)

@@ -100,7 +100,7 @@ class RewardWorkers:
             self._jobs.put((number, request))
 
     def scored(self, timeout_s: float) -> bool:
-        """Waits for what was submitted, so long at most. Whether all of it is scored."""
+        """Wait up to `timeout_s`; return whether everything that was submitted is scored."""
         with self._changed:
             return self._changed.wait_for(lambda: self._left == 0, timeout_s)
 

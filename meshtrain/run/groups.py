@@ -119,7 +119,7 @@ class Kept:
         _quietly(place)
 
     def hold(self, drawn: Sequence[Completion], weights: str) -> None:
-        """Keeps answers without rewards, for `held`, until `write`."""
+        """Save answers whose rewards are not known yet; `write` replaces them."""
         told, arrays = flat(drawn)
         content = packed({"key": self.key, "weights": weights, "held": True, **told}, arrays)
 
@@ -129,7 +129,7 @@ class Kept:
         _quietly(place)
 
     def held(self, weights: str | None) -> list[Completion]:
-        """The answers of `hold`, in every process; none where they are not of this key and these weights."""
+        """Load the answers that `hold` saved, in every process; empty if they are of another key or other weights."""
         found = unpacked(self.path)
         return unflat(*found) if all(agree.exchange(self._fits(found, weights, held=True))) else []
 
@@ -167,7 +167,7 @@ class Kept:
 
 @dataclasses.dataclass(eq=False)
 class HeldFirst:
-    """What takes the place of a `Generator` where its first answers were held; they are taken in its place."""
+    """A `Generator` that first returns the answers that an interrupted batch had saved."""
     held: list[Completion]
     generator: object
 

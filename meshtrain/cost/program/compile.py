@@ -12,6 +12,7 @@ which works only where jax runs on the CPU: see `require_cpu_backend`.
 import importlib.util
 import pathlib
 import re
+import warnings
 
 import jax
 
@@ -97,6 +98,8 @@ def topology(name_and_count: str) -> list:
         raise ValueError(f"compiling for {name} needs {' and '.join(missing)}: "
                          "run pip install -e '.[gpu-compile]' in a checkout of meshtrain")
     require_cpu_backend()
+    # jax keeps these programs, cannot load them again without a GPU, and compiles anew
+    warnings.filterwarnings("ignore", message="Error reading persistent compilation cache.*PjRtCompiler must be")
     from jax.experimental import topologies  # unstable API: only here
 
     per_host = min(num_gpus, hardware.get(name).gpus_per_host)
