@@ -64,7 +64,7 @@ TABLE = [
     Planted("padding_of_the_vocabulary_by_shard", "mask", (), CELL, "meshtrain/model/loss.py::_Chunks.__init__",
             "self.real_V = self.first + jnp.arange(V)", "self.real_V = jnp.arange(V)"),
     Planted("documents_see_those_before_them", "mask", (), "one device computes the same"),
-    Planted("a_window_of_one_token_more", "mask", WINDOW),
+    Planted("a_window_of_one_token_more", "mask", WINDOW, "one device computes the same"),
     # ---- scales
     Planted("mean_of_the_microbatches_means", "scale"),
     Planted("replicas_are_averaged", "scale", (), CELL, "meshtrain/training/accumulate.py::reduce_deferred",
