@@ -1,29 +1,33 @@
-"""python -m benchmarks.gpu [--minutes 8] [--checks] [--out DIR]: the first minutes on any GPU machine, one GPU or
-eight.
+"""python -m benchmarks.gpu [--minutes 8] [--checks] [--jobs N] [--items GLOB …] [--out DIR]: the first minutes on any
+GPU machine, one GPU or eight.
 
-Attention engines, rule files and schedules against the CPU, the same bits twice, then speed, memory and kernels of a 1B
-and an 8B shape beside the roofline, and tiles; what is worth most comes first. Needs no network and no data. Writes
-gpu-NAME.md and .json after every item and goes on from there, unless GPU, versions or code are others. Items run in a
-process of their own: one that raises, crashes or hangs is recorded, and the rest go on. Exit codes: 0 · 1 something is
-wrong or failed · 2 no GPU.
+Attention engines, other kernels, rule files, kinds of layers and schedules against the CPU, the same bits twice, then
+speed, memory and kernels of a step beside the roofline, and tiles; what is worth most comes first. Needs no network and
+no data. Writes gpu-NAME.md and .json after every item and goes on from there, unless GPU, versions or code are others.
+Items run in processes of their own: one that raises, crashes or hangs is recorded, and the rest go on. With --jobs,
+what is right or wrong is found by several processes side by side, since compiling is what takes long, then what is
+timed, alone. Exit codes: 0 · 1 something is wrong or failed · 2 no GPU.
 """
 from __future__ import annotations
 
+import fnmatch
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import jax
 
-from benchmarks import gpu_attention, gpu_flags, gpu_speed, gpu_steps, machine, words
+from benchmarks import gpu_attention, gpu_flags, gpu_kernels, gpu_speed, gpu_steps, machine, words
 from benchmarks.gpu_record import FAILED, GROUPS, RIGHT, WRONG, Item, Record, code_digest
 from meshtrain import devices as local_devices
 from meshtrain import hardware
@@ -33,7 +37,7 @@ LONGEST_S = 240         # of an item, but for what it guesses itself; a hang is 
 START_S = 180           # of a process, before its first item and between two
 GRACE_S = 60            # after the minutes are up, for the item that was begun before
 DONE, AGAIN = 0, 3      # of a worker: nothing is left to begin; the next item wants an empty GPU
-CHECKS = ("attention", "layout", "schedule", "deterministic")
+CHECKS = ("attention", "kernel", "layout", "layers", "schedule", "deterministic")
 
 
 # ---- in the process that computes ------------------------------------------------------------------------------------
@@ -47,9 +51,30 @@ def by_worth(devices, cpu, out: Path) -> list[Item]:
     bf16 = [item for item in steps if "bfloat16" in item.key]
     float32 = [item for item in steps if item not in bf16]
     first, rest = len(attention) // 3 + 1, 3            # one head_dim; the rule files that most runs take
-    return [*attention[:first], *bf16[:rest], *measured[:2], *attention[first:], *float32[:rest],
-            *bf16[rest:], *measured[2:],
+    return [*attention[:first], *bf16[:rest], *measured[:2], *attention[first:], *gpu_kernels.items(devices, cpu),
+            *float32[:rest], *bf16[rest:], *measured[2:],
             *float32[rest:], *gpu_flags.items(devices)]
+
+
+class Asked(NamedTuple):
+    """What a process is to do: the items of these groups whose keys fit one of the patterns; of those that may run
+    beside others, number, number + jobs, …"""
+    groups: tuple[str, ...] = tuple(GROUPS)
+    patterns: tuple[str, ...] = ("*",)
+    number: int = 0
+    jobs: int = 1
+
+    def planned(self, items: Sequence[Item]) -> list[Item]:
+        return [item for item in items if item.group in self.groups and any(
+            fnmatch.fnmatchcase(item.key, pattern) for pattern in self.patterns)]
+
+    def share(self, planned: Sequence[Item]) -> list[Item]:
+        """Items that are compared with the same numbers go to the same process."""
+        if self.jobs == 1:
+            return list(planned)
+        beside = [item for item in planned if not item.alone]
+        kinds = list(dict.fromkeys(item.kind for item in beside))
+        return [item for item in beside if kinds.index(item.kind) % self.jobs == self.number]
 
 
 def identity(devices) -> tuple[str, dict]:
@@ -76,14 +101,15 @@ def usable(devices) -> bool:
         return False
 
 
-def work(items: Sequence[Item], record: Record, until: float, devices, tell: Callable = lambda *news: None) -> int:
+def work(items: Sequence[Item], record: Record, until: float, devices, tell: Callable = lambda *news: None,
+         planned: Sequence[Item] = ()) -> int:
     """Does what is open, until time.time() says `until`. Returns DONE, or AGAIN where the next item wants a fresh
     process.
 
     tell("begin", key, seconds) and ("end", key). What seems too long for the time left makes way for what is shorter.
     """
     used = spent = False        # this process: by items that leave it as good as new, by one that does not
-    for item in record.open(items):
+    for item in record.open(items, planned):
         if time.time() + item.seconds > until:
             continue
         if spent or used and item.alone:
@@ -103,18 +129,18 @@ def work(items: Sequence[Item], record: Record, until: float, devices, tell: Cal
     return DONE
 
 
-def worker(pipe: Connection, out: Path, until: float, groups: Sequence[str]) -> None:
+def worker(pipe: Connection, out: Path, until: float, asked: Asked) -> None:
     """Exits with what `work` returns, or 2 where jax finds no GPU."""
     devices = jax.devices()
-    sys.exit(2 if devices[0].platform == "cpu" else compute(pipe, devices, jax.devices("cpu")[0], out, until, groups))
+    sys.exit(2 if devices[0].platform == "cpu" else compute(pipe, devices, jax.devices("cpu")[0], out, until, asked))
 
 
-def compute(pipe: Connection, devices, cpu, out: Path, until: float, groups: Sequence[str]) -> int:
+def compute(pipe: Connection, devices, cpu, out: Path, until: float, asked: Asked) -> int:
     name, of = identity(devices)
     record = Record(out, name, of)
     pipe.send(("record", out, name, of))
-    items = [item for item in by_worth(devices, cpu, out / f"gpu-{name}-profiles") if item.group in groups]
-    return work(items, record, until, devices, lambda *news: pipe.send(news))
+    planned = asked.planned(by_worth(devices, cpu, out / f"gpu-{name}-profiles"))
+    return work(asked.share(planned), record, until, devices, lambda *news: pipe.send(news), planned)
 
 
 # ---- in the process that watches -------------------------------------------------------------------------------------
@@ -167,12 +193,33 @@ def _listen(pipe: Connection, child, until: float, longest_s: float, grace_s: fl
             return place and Record(*place), begun, time.time() - since
 
 
+def side_by_side(out: Path, until: float, asked: Asked) -> None:
+    """The items that may run beside others, by asked.jobs processes that share the GPUs' memory, in half of the time:
+    one that hangs leaves time to measure the others."""
+    half = (time.time() + until) / 2
+    jobs = [threading.Thread(target=supervise, args=(worker, (out, half, asked._replace(number=number)), half))
+            for number in range(asked.jobs)]
+    before = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE")
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    try:
+        for job in jobs:
+            job.start()
+        for job in jobs:
+            job.join()
+    finally:
+        os.environ.pop("XLA_PYTHON_CLIENT_PREALLOCATE")
+        if before is not None:
+            os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = before
+
+
 def main(argv: Sequence[str]) -> int:
     parser = words.Parser(__doc__)
     parser.add_argument("--minutes", type=float, default=8, help="no item is begun that would end later")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks",
                         help="where .md, .json and profiles come to lie")
     parser.add_argument("--checks", action="store_true", help="only what is right or wrong: no speed, no tiles")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that find side by side what is right or wrong")
+    parser.add_argument("--items", nargs="+", default=("*",), metavar="GLOB", help='these alone, e.g. "attention/mosaic*"')
     asked = parser.parse_args(argv)
     until = time.time() + 60 * asked.minutes
     code = 2
@@ -185,8 +232,10 @@ def main(argv: Sequence[str]) -> int:
         if "cpu" not in (platforms := os.environ.get("JAX_PLATFORMS") or "cpu"):
             os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"        # what the GPU is compared with
         asked.out.mkdir(parents=True, exist_ok=True)
-        groups = CHECKS if asked.checks else tuple(GROUPS)
-        code, record = supervise(worker, (asked.out, until, groups), until)
+        wanted = Asked(CHECKS if asked.checks else tuple(GROUPS), tuple(asked.items))
+        if asked.jobs > 1:
+            side_by_side(asked.out, until, wanted._replace(jobs=asked.jobs))
+        code, record = supervise(worker, (asked.out, until, wanted), until)
     if code == 2:
         print("error: benchmarks.gpu needs a GPU, and jax finds none here; run it where nvidia-smi shows one, with the "
               "extra 'gpu' installed", file=sys.stderr)

@@ -2,11 +2,13 @@
 (.json)."""
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +17,9 @@ CODE = ("meshtrain/**/*.py", "benchmarks/gpu*.py", "sharding_rules/*.toml", "con
 BEGUN, RIGHT, WRONG, FAILED = "begun", "right", "WRONG", "FAILED"
 TOLD = ("date", "commit")       # of a record, and no reason to do anything again: committing its tables makes a commit
 GROUPS = {"attention": "Attention engines against whole scores in float32 on the CPU",
+          "kernel": "Grouped matmuls and recurrences against XLA in float32 on the CPU",
           "layout": "One step of every rule file against one CPU device in float32",
+          "layers": "One step of every kind of layer against one CPU device in float32",
           "schedule": "One step of every pipeline schedule against one CPU device in float32",
           "deterministic": "The same bits in every run (training.deterministic)",
           "speed": "Speed and memory",
@@ -43,6 +47,11 @@ class Item(NamedTuple):
     def group(self) -> str:
         return self.key.partition("/")[0]
 
+    @property
+    def kind(self) -> str:
+        """The key without its dtype."""
+        return self.key.removesuffix(", bfloat16").removesuffix(", float32")
+
 
 def verdict(found: Mapping) -> str:
     if found.get("errors"):
@@ -59,13 +68,27 @@ def code_digest(root: Path = ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
+@contextlib.contextmanager
+def _locked(folder: Path):
+    """Alone among the processes that write there."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+
 class Record:
-    """The items of one machine and one state of the code. `of`: what they hold for; with another, none of them
-    counts."""
+    """The items of one machine and one state of the code. `of`: what they hold for; with another, none of them counts.
+    Several processes may write one record."""
 
     def __init__(self, directory: Path, name: str, of: Mapping[str, object]):
         self.path, self.name, self.of, self.items, self.planned = (
             Path(directory) / f"gpu-{name}.json", name, dict(of), {}, [])
+        self._read()
+
+    def _read(self) -> None:
         if self.path.exists():
             old = json.loads(self.path.read_text())
             told = {name: None for name in TOLD}
@@ -77,30 +100,35 @@ class Record:
         """What has not come to an end."""
         return [key for key in self.planned if self.items.get(key, {}).get("status", BEGUN) == BEGUN]
 
-    def open(self, items: list[Item]) -> list[Item]:
+    def open(self, items: list[Item], planned: Sequence[Item] = ()) -> list[Item]:
         """Those still to do. One that was cut off once comes last: it may have been innocent; cut off twice it has
-        failed."""
-        self.planned = [item.key for item in items]
+        failed. planned: all items, where `items` is this process' share."""
+        self.planned = [item.key for item in planned or items]
         for item in items:
             if self.items.get(item.key, {}).get("tries", 0) >= 2:
                 self.fail(item.key, "did not come to an end, twice")
         return sorted((item for item in items if item.key in self.left), key=lambda item: item.key in self.items)
 
     def begin(self, key: str) -> None:
-        self.items[key] = {"status": BEGUN, "tries": self.items.get(key, {}).get("tries", 0) + 1}
-        self.save()
+        self._note(key, {"status": BEGUN, "tries": self.items.get(key, {}).get("tries", 0) + 1})
 
     def end(self, key: str, found: Mapping, seconds: float) -> str:
         status = verdict(found)
-        self.items[key] = {"status": status, "seconds": round(seconds, 1), **found}
-        self.save()
+        self._note(key, {"status": status, "seconds": round(seconds, 1), **found})
         return status
 
     def fail(self, key: str, error: str) -> None:
-        self.items[key] = {"status": FAILED, "errors": {"": error}}
-        self.save()
+        self._note(key, {"status": FAILED, "errors": {"": error}})
 
-    def save(self) -> None:
+    def _note(self, key: str, item: Mapping) -> None:
+        """Writes what this process found beside what others have written meanwhile."""
+        planned = self.planned
+        with _locked(self.path.parent):
+            self._read()
+            self.items[key], self.planned = dict(item), planned or self.planned
+            self._write()
+
+    def _write(self) -> None:
         for path, text in ((self.path,
                             json.dumps({"of": self.of, "planned": self.planned, "items": self.items}, indent=1)),
                            (self.path.with_suffix(".md"), page(self))):

@@ -49,7 +49,9 @@ IN_FLOAT8 = ("--model.matmul_dtype", "float8")
 IN_MOSAIC = ("--model.attention", "mosaic")
 BY_ATTENTION = Plan(*EIGHT, True, "selective"), Plan("8B mosaic", *EIGHT[1:], True, "selective", IN_MOSAIC)
 PLANS = (*BY_ATTENTION, Plan(*EIGHT, False, "selective"), Plan(*ONE, True, "selective"),
-         Plan("8B float8", *EIGHT[1:], True, "selective", IN_FLOAT8), Plan(*EIGHT, True, "full"),
+         Plan("8B float8", *EIGHT[1:], True, "selective", IN_FLOAT8),
+         Plan("30B-A3B", "configs/qwen3-30b-a3b.toml", 4, True, "selective"),
+         Plan("9B hybrid", "configs/qwen3.5-9b-continue.toml", 1, True, "selective"), Plan(*EIGHT, True, "full"),
          Plan(*ONE, False, "selective"), Plan(*EIGHT, True, "none"), Plan(*ONE, True, "none"))
 
 
@@ -291,7 +293,7 @@ def items(devices, directory: Path, sizes: Sizes = Sizes()) -> list[Item]:
                                                 mosaic.COMPUTE_CAPABILITY):
             continue
         profile = directory / plan.key.replace(",", "").replace(" ", "-")
-        out.append(Item(f"speed/{plan.key}", partial(speed, plan, devices, sizes, profile), 100, alone=True))
+        out.append(Item(f"speed/{plan.key}", partial(speed, plan, devices, sizes, profile), 70, alone=True))
     if gpu and tiles.of(128, gpu.name):
         seconds = 60 * sizes.tile_minutes + 20
         out += [Item(f"tiles/head_dim {width}", partial(timed_tiles, width, gpu.name, sizes), seconds, alone=True)

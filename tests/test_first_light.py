@@ -131,14 +131,15 @@ def test_the_process_that_computes_takes_every_item_once_and_tells_the_other_of_
     devices, news = jax.devices()[:2], []
     items = gpu.by_worth(devices, CPU(), tmp_path)
     assert len({item.key for item in items}) == len(items)
-    assert {item.group for item in items} == set(gpu_record.GROUPS) - {"tiles"}
+    assert {item.group for item in items} == set(gpu_record.GROUPS) - {"kernel", "tiles"}
     made = [module.items(*args) for module, args in (
         (gpu_attention, (devices, CPU())), (gpu_steps, (devices, CPU())), (gpu_speed, (devices, tmp_path)),
         (gpu_flags, (devices,)))]
     assert {item.key for item in items} == {item.key for part in made for item in part}
     monkeypatch.setattr(gpu, "by_worth", lambda *args: [item._replace(measure=dict) for item in items])
     pipe = SimpleNamespace(send=news.append)
-    assert gpu.compute(pipe, devices, CPU(), tmp_path, FOREVER, ("attention", "deterministic")) == gpu.DONE
+    asked = gpu.Asked(("attention", "deterministic"))
+    assert gpu.compute(pipe, devices, CPU(), tmp_path, FOREVER, asked) == gpu.DONE
     assert news[0][:3] == ("record", tmp_path, "cpu-x2")
     assert [what for what, *_ in news[1:]] == ["begin", "end"] * (len(news) // 2)
     found = Record(*news[0][1:])
@@ -294,9 +295,11 @@ def test_other_bits_are_found_wrong(monkeypatch):
 
 def test_one_device_compiles_one_program_for_all_rule_files():
     one = {item.key: item for item in gpu_steps.items(jax.devices()[:1], CPU(), SHORT)}
-    assert not [key for key in one if key.startswith("schedule")]
-    one["layout/ddp, float32"].measure()
-    assert "compared before" in one["layout/zero3 stage tensor context, float32"].measure()["said"]
+    assert not [key for key in one if key.startswith("schedule")] and "layout/ddp, float32" not in one
+    device = jax.devices()[:1]
+    for rule in ("ddp", "zero3"):
+        found = gpu_steps.check(gpu_steps.run_of(rule, {}, "float32", SHORT), device, CPU(), SHORT)
+    assert "compared before" in found["said"]
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""Grouped matmuls and recurrences on a device against XLA's in float32 on the CPU."""
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu_attention import documents
+from benchmarks.gpu_record import Item
+from meshtrain import hardware
+from meshtrain.kernels import grouped, recurrence, recurrence_pallas
+
+# Of the largest number of a result. bfloat16: operands are exact, sums float32, results rounded to 2^-9 of themselves;
+# recurrences round operands between their products. float32: sums of some hundred products in another order.
+TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
+
+
+class Sizes(NamedTuple):
+    """groups: rows of each. The widths fill no tile of 256 whole."""
+    groups: tuple[int, ...] = (300, 0, 1, 128, 700, 77)
+    contracted: int = 320
+    columns: int = 448
+    rows: int = 2
+    tokens: int = 1000
+    heads: int = 8
+    width: int = 128
+
+
+def errors(found, expected) -> list[float]:
+    """Largest difference of each array, of its largest number."""
+    return [float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max() / np.abs(b).max())
+            for a, b in zip(found, expected, strict=True)]
+
+
+# ---- grouped matmuls -------------------------------------------------------------------------------------------------
+
+
+def products(engine: grouped.GroupedEngine, dims: str, x, w, y, number, groups, used, share):
+    """Rows of x times matrices, as they are and with numbers beside them, rows of y times the transposed ones, and outer
+    products; what no row uses is zero."""
+    taken, turned = engine.take(x, number), dims.translate(str.maketrans("kn", "nk"))
+    of = [grouped.GroupedOperands(taken, w, dims)]
+    scaled = lambda product, share, beside: (product * share, (product * beside).sum(1))
+    z, = engine.rows(of, groups)
+    times, sums = engine.rows(of, groups, scaled, [share, y])
+    back, = engine.rows([grouped.GroupedOperands(y, w, turned), grouped.GroupedOperands(y, w, turned)], groups)
+    outer = engine.outer(taken, y, groups, dims)
+    kept = lambda a: jnp.where(used.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
+    return *map(kept, (z, times, sums, back)), outer
+
+
+def compare_grouped(dims: str, dtype: str, sizes: Sizes, device, cpu) -> dict:
+    """Item's found. Half of the rows are taken twice, and a block is left over."""
+    engine, rng = grouped.kernels(), np.random.default_rng(0)
+    block = engine.block(0, 0)
+    count = sum(-(-size // block) for size in sizes.groups) + 1
+    with jax.default_device(cpu):
+        groups = jax.tree.map(np.asarray, grouped.groups_of(jnp.array(sizes.groups, jnp.int32), count, block))
+    used = np.zeros(count * block, bool)
+    for first, size in zip(groups.first, sizes.groups):
+        used[first * block:][:size] = True
+    (A, K, N), G = (sum(sizes.groups) // 2, sizes.contracted, sizes.columns), len(sizes.groups)
+    number = np.where(used, np.cumsum(used) % A, -1).astype(np.int32)
+    exact = lambda *shape: np.asarray(jnp.asarray(rng.standard_normal(shape), dtype), np.float32)
+    x, w, y, share = exact(A, K), exact(G, K, N), exact(count * block, N) * used[:, None], exact(count * block, 1)
+    w = w.transpose(["gkn".index(letter) for letter in dims])
+    rest = number, groups, used, share
+    given = [jax.device_put(np.asarray(a, dtype), device) for a in (x, w, y)]
+    found = jax.jit(partial(products, engine, dims))(*given, *jax.device_put(rest, device))
+    with jax.default_device(cpu), jax.default_matmul_precision("highest"):
+        expected = jax.jit(partial(products, grouped.loop(), dims))(x, w, y, *rest)
+    of = "rows", "rows times a number", "sums of rows", "rows backward", "outer products"
+    return {"compared": {name: (error, TOLERANCE[dtype]) for name, error in zip(of, errors(found, expected))}}
+
+
+# ---- recurrences -----------------------------------------------------------------------------------------------------
+
+KINDS = {"G, gated delta rule": (True, False), "K, Kimi delta attention": (True, True), "M, Mamba-2": (False, False)}
+
+
+def both_ways(recur, inputs, segments, do):
+    """(o, gradients of the inputs)."""
+    o, back = jax.vjp(lambda *inputs: recur(*inputs, segments).o_BTNV, *inputs)
+    return [o, *(a for a in back(do.astype(o.dtype)) if a is not None)]
+
+
+def compare_recurrence(delta: bool, by_channel: bool, sizes: Sizes, device, cpu) -> dict:
+    """Item's found."""
+    rng, (B, T, N, H) = np.random.default_rng(0), (sizes.rows, sizes.tokens, sizes.heads, sizes.width)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    exact = lambda a: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32)
+    unit = lambda a: a / np.sqrt((a * a).sum(-1, keepdims=True))
+    K = N if by_channel else N // 2
+    q, k, v, do = normal(B, T, K, H), normal(B, T, K, H), normal(B, T, N, H), normal(B, T, N, H)
+    q, k = unit(q) * H ** -0.5, unit(k)
+    g = -.3 * np.exp(normal(B, T, N, *[H] * by_channel))
+    beta = 1 / (1 + np.exp(-normal(B, T, N))) if delta else None
+    segments = documents(rng, B, T, T / 5)
+    q, k, v, do = map(exact, (q, k, v, do))
+    narrow = [jax.device_put(np.asarray(a, jnp.bfloat16), device) for a in (q, k, v, do)]
+    inputs = *narrow[:3], *jax.device_put((g, beta), device)
+    found = jax.jit(partial(both_ways, recurrence_pallas.engine()))(inputs, jax.device_put(segments, device), narrow[3])
+    with jax.default_device(cpu), jax.default_matmul_precision("highest"):
+        expected = jax.jit(partial(both_ways, recurrence.recurrence))((q, k, v, g, beta), segments, do)
+    of = "o", "dq", "dk", "dv", "dg", "dbeta"
+    return {"compared": {name: (error, TOLERANCE["bfloat16"]) for name, error in zip(of, errors(found, expected))}}
+
+
+def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
+    device = devices[0]
+    if device.platform == "cpu":
+        return []
+    out = [Item(f"kernel/grouped matmuls, matrices as {dims}, {dtype}", partial(compare_grouped, dims, dtype, sizes, device, cpu), 15)
+           for dtype in TOLERANCE for dims in ("gkn", "kgn")]
+    gpu = hardware.from_device_kind(device.device_kind)
+    if gpu and gpu.chip and gpu.chip.compute_capability in recurrence_pallas.COMPILED:
+        out += [Item(f"kernel/recurrence {kind}", partial(compare_recurrence, *of, sizes, device, cpu), 20)
+                for kind, of in KINDS.items()]
+    return out
