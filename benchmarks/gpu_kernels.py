@@ -1,4 +1,4 @@
-"""Grouped matmuls and recurrences on a device against XLA's in float32 on the CPU."""
+"""Grouped matmuls, recurrences and float8 products on a device against XLA's in float32 on the CPU."""
 from __future__ import annotations
 
 from functools import partial
@@ -12,6 +12,7 @@ from benchmarks.gpu_attention import documents
 from benchmarks.gpu_record import Item
 from meshtrain import hardware
 from meshtrain.kernels import grouped, recurrence, recurrence_pallas
+from meshtrain.model import float8
 
 # Of the largest number of a result. bfloat16: operands are exact, sums float32, results rounded to 2^-9 of themselves;
 # recurrences round operands between their products. float32: sums of some hundred products in another order.
@@ -109,6 +110,31 @@ def compare_recurrence(delta: bool, by_channel: bool, sizes: Sizes, device, cpu)
     return {"compared": {name: (error, TOLERANCE["bfloat16"]) for name, error in zip(of, errors(found, expected))}}
 
 
+# ---- float8 ----------------------------------------------------------------------------------------------------------
+
+# Of the largest number of a result. cuBLAS adds 128 products in about 14 bits, then these sums in float32.
+FLOAT8_TOLERANCE = 2e-3
+
+
+def compare_float8(sizes: Sizes, device) -> dict:
+    """Item's found: products of operands that are float8 already, as in `model.float8`."""
+    rng, (M, K, N) = np.random.default_rng(0), (sizes.tokens // 8 * 8, 4096, sizes.columns)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    a, b, d = normal(M, K), normal(K, N), normal(M, N)
+    e4m3, e5m2 = float8.E4M3, float8.E5M2
+    exact = lambda x, dtype: np.asarray(jnp.asarray(x, dtype), np.float64)
+    dot = jax.jit(partial(jnp.einsum, precision=float8.precision(device.platform), preferred_element_type=jnp.float32),
+                  static_argnums=0)
+    compared = {}
+    for name, eq, (x, y), (of_x, of_y) in (("forward", "mk,kn->mn", (a, b), (e4m3, e4m3)),
+                                           ("dx", "mn,kn->mk", (d, b), (e5m2, e4m3)),
+                                           ("dw", "mk,mn->kn", (a, d), (e4m3, e5m2))):
+        expected = np.einsum(eq, exact(x, of_x), exact(y, of_y), optimize=True)
+        found = dot(eq, *jax.device_put((jnp.asarray(x, of_x), jnp.asarray(y, of_y)), device))
+        compared[name] = errors([found], [expected])[0], FLOAT8_TOLERANCE
+    return {"compared": compared}
+
+
 def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
     device = devices[0]
     if device.platform == "cpu":
@@ -116,6 +142,8 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
     out = [Item(f"kernel/grouped matmuls, matrices as {dims}, {dtype}", partial(compare_grouped, dims, dtype, sizes, device, cpu), 15)
            for dtype in TOLERANCE for dims in ("gkn", "kgn")]
     gpu = hardware.from_device_kind(device.device_kind)
+    if not hardware.lacks_float8(gpu):
+        out.append(Item("kernel/float8 matmuls", partial(compare_float8, sizes, device), 10))
     if gpu and gpu.chip and gpu.chip.compute_capability in recurrence_pallas.COMPILED:
         out += [Item(f"kernel/recurrence {kind}", partial(compare_recurrence, *of, sizes, device, cpu), 20)
                 for kind, of in KINDS.items()]

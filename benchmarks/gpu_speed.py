@@ -7,25 +7,32 @@ for, the median.
 """
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import gpu_attention
 from benchmarks import tiles as tile_timing
 from benchmarks.gpu_record import ROOT, Item, table
 from meshtrain import assembly, config
 from meshtrain import hardware
 from meshtrain.cost.formulas import assumptions, flops
+from meshtrain.cost.formulas import rates as formula_rates
 from meshtrain.cost.program import audit, roofline
+from meshtrain.cost.program.work import PRODUCTS
 from meshtrain.inspection import memory
 from meshtrain.kernels import mosaic, tiles
+from meshtrain.kernels.engine import CAUSAL
 
 GIB = 2**30
 
@@ -61,9 +68,12 @@ class Sizes(NamedTuple):
     warm: int = 2
     steps: int = 5
     profiled: int = 2
+    attention_widths: tuple[tuple[int, int], ...] = ((128, 128), (64, 64), (192, 128))
     tile_widths: tuple[int, ...] = (128, 64, 256)
     tile_minutes: float = 1.5           # for each width
     tile_shape: tile_timing.Shape = tile_timing.PACKED
+    # without CUDA graphs, in which a trace names no instruction
+    to_profile: Mapping[str, object] = MappingProxyType({"xla_gpu_enable_command_buffer": ""})
 
 
 # ---- what is run -----------------------------------------------------------------------------------------------------
@@ -118,10 +128,29 @@ def documents(rng, rows: int, length: int) -> np.ndarray:
     return starts
 
 
+def visited(starts: np.ndarray) -> float:
+    """Pairs that a block-skipping kernel visits in rows that begin documents here, as a share of length²/2."""
+    rows, length = starts.shape
+    begins = np.maximum.accumulate(np.where(starts, np.arange(length), 0), 1)
+    block = min(formula_rates.BLOCK, length)
+    ends = np.minimum(np.arange(0, length, block) + block, length)
+    first = begins[:, ::block] // block * block
+    return float(((ends - first) * np.diff(ends, prepend=0)).sum() / rows / (length * length / 2))
+
+
+def typical(rows: int, length: int, draws: int = 64) -> np.ndarray:
+    """The draw of documents whose visited pairs are nearest to what the roofline expects: few rows have few documents,
+    and one long one among them doubles the pairs."""
+    expected = formula_rates.visited_share(length, *(assumptions.TABLE[f"documents.{name}"].of("")
+                                                     for name in ("mean", "sigma")))
+    drawn = (documents(np.random.default_rng(seed), rows, length) for seed in range(draws))
+    return min(drawn, key=lambda starts: abs(visited(starts) - expected))
+
+
 def rows(run: config.Run, seed: int = 0) -> dict:
     """A step's packed rows of tokens drawn at random."""
     rng, (B, T) = np.random.default_rng(seed), (run.data.global_batch, run.data.seq_len)
-    index, starts = np.tile(np.arange(T), (B, 1)), documents(rng, B, T)
+    index, starts = np.tile(np.arange(T), (B, 1)), typical(B, T)
     if not run.data.document_mask:
         starts[:, 1:] = False
     tokens, targets = rng.integers(0, run.model.vocab_size, (2, B, T))
@@ -171,6 +200,9 @@ def measure(made, step, compile_s: float, sizes: Sizes, directory: Path) -> Meas
         losses.append(float(metrics["loss"]))
     stats = made.mesh.local_devices[0].memory_stats() or {}
     try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "program.txt").write_text(step.as_text())
+        step = dataclasses.replace(made.program, compiler_options=made.program.compiler_options | sizes.to_profile).compile()
         profile, error = profiled(made, step, state, batch, sizes.profiled, directory), ""
     except Exception as failure:                # what was timed is kept
         profile, error = {}, f"{type(failure).__name__}: {failure}"
@@ -276,6 +308,52 @@ def speed(plan: Plan, devices, sizes: Sizes, directory: Path) -> dict:
     return told(plan, made, step, measure(made, step, seconds, sizes, directory))
 
 
+# rows of 8,192 tokens with Llama 3 8B's heads
+ATTENTION_ROWS, ATTENTION_LENGTH, HEADS, KV_HEADS = 2, 8192, 32, 8
+
+
+def timed_attention(engine: str, make, widths: tuple[int, int], packed: bool, gpu: hardware.Gpu) -> tuple[str, ...]:
+    """(ms, ms by the roofline, share of the peak) of an engine's forward and of its backward."""
+    (B, T), (H, V), rng = (ATTENTION_ROWS, ATTENTION_LENGTH), widths, np.random.default_rng(0)
+    starts = typical(B, T)
+    starts[:, 1:] &= packed
+    segments = jnp.asarray(np.cumsum(starts, 1), jnp.int32)
+    draw = lambda heads, width: jnp.asarray(rng.standard_normal((B, T, heads, width), np.float32), jnp.bfloat16)
+    q, k, v, do = draw(HEADS, H), draw(KV_HEADS, H), draw(KV_HEADS, V), draw(HEADS, V)
+    mask = CAUSAL._replace(documents=packed)
+    made = make()
+    forward, backward = (jax.jit(partial(way, mask=mask)) for way in (made.forward, made.backward))
+    given = q, k, v, segments, segments
+    o, lse = forward(*given)
+    prices = formula_rates.Rates(gpu, assumptions.Assumptions(gpu.name, {}))
+    pairs = (visited(starts) if packed else 1.0) * T * T / 2 * B * HEADS
+    row = []
+    for name, function, args, of in (("forward", forward, given, ("forward",)),
+                                     ("backward", backward, (*given, o.astype(q.dtype), lse, do), ("dq", "dkv"))):
+        of = [PRODUCTS[kernel] for kernel in of] if engine != "cudnn" else [(1, 1) if name == "forward" else (3, 2)]
+        flop = 2 * pairs * sum(keys * H + values * V for keys, values in of)
+        wanted = prices.attention_s(formula_rates.AttentionKernel(engine, name, flop, T, H))
+        taken = tile_timing.seconds(function, args)
+        row += [f"{1e3 * taken:.3f}", f"{1e3 * wanted:.3f}", f"{flop / taken / gpu.peak('bfloat16'):.1%}"]
+    return tuple(row)
+
+
+def timed_engines(gpu: hardware.Gpu, sizes: Sizes) -> dict:
+    """Item's found: a row for each engine, width of heads, and kind of rows."""
+    rows, errors = [], {}
+    for widths in sizes.attention_widths:
+        of = gpu_attention.engines(widths, gpu.name, gpu_attention.Sizes(), False)
+        for engine, packed in (("pallas", True), ("mosaic", True), ("pallas", False), ("mosaic", False), ("cudnn", False)):
+            name = f"{engine}, {widths[0]} and {widths[1]}, {'packed' if packed else 'whole'}"
+            try:
+                rows += [(name, *timed_attention(engine, of[engine], widths, packed, gpu))] if engine in of else []
+            except Exception as error:
+                errors[name] = f"{type(error).__name__}: {error}"
+    header = ("engine, widths of keys and values, rows", *(f"{way}{what}" for way in ("forward", "backward")
+                                                           for what in (", ms", " by the roofline", ", of the peak")))
+    return {"lines": table(header, rows)} | ({"errors": errors} if errors else {})
+
+
 def timed_tiles(width: int, gpu: str, sizes: Sizes) -> dict:
     chosen, said = tile_timing.timed(width, gpu, sizes.tile_minutes, sizes.tile_shape)
     used = tiles.of(width, gpu)
@@ -294,6 +372,8 @@ def items(devices, directory: Path, sizes: Sizes = Sizes()) -> list[Item]:
             continue
         profile = directory / plan.key.replace(",", "").replace(" ", "-")
         out.append(Item(f"speed/{plan.key}", partial(speed, plan, devices, sizes, profile), 70, alone=True))
+    if gpu and devices[0].platform != "cpu":
+        out.append(Item("engines/forward and backward", partial(timed_engines, gpu, sizes), 60, alone=True))
     if gpu and tiles.of(128, gpu.name):
         seconds = 60 * sizes.tile_minutes + 20
         out += [Item(f"tiles/head_dim {width}", partial(timed_tiles, width, gpu.name, sizes), seconds, alone=True)

@@ -24,14 +24,15 @@ from meshtrain.training.state import State
 RULES = ROOT / "sharding_rules"
 # (loss, gradients). float32 at the highest precision: sums in another order, of the largest number of a gradient.
 # bfloat16: of a gradient's norm; activations and weights are rounded to 8 bits (2^-9 each) in some 60 operations
-# between the ends. Float8 is compared with the same on the CPU, of a gradient's norm: GPUs add up in fewer bits, so
-# that some numbers fall on the other side of a border, 6 or 12% away. In bfloat16, which rounds before that, so many do
-# that only scales are seen: one that is wrong is wrong by a power of two.
+# between the ends. Float8 is compared with the same on the CPU, of a gradient's norm. Sums in another order let some
+# numbers fall on the other side of a border, 6 or 12% away; the next rounding makes of a difference d about the root of
+# .06 d, so after five or six of them all numbers are rounded anew (H200: .22 in float32, .30 in bfloat16). Only scales
+# are seen here: one that is wrong is wrong by a power of two. `gpu_kernels` compares the products themselves.
 # Experts in bfloat16: a router sees rounded tokens and chooses other experts for some. By that, and by recurrences, a
 # CPU's bfloat16 is up to .15 from its float32 here.
 FLOAT8, ROUGH = "float8 in ", "experts or recurrences in "
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (2e-3, 5e-2), ROUGH + "bfloat16": (5e-3, .3),
-             FLOAT8 + "float32": (1e-3, 3e-2), FLOAT8 + "bfloat16": (1e-2, .4)}
+             FLOAT8 + "float32": (1e-3, .4), FLOAT8 + "bfloat16": (1e-2, .4)}
 # A true gradient may be zero or nearly so: its rounding is measured against this share of the norm of all.
 FLOOR = {"float32": 1e-3, "bfloat16": 1e-2, ROUGH + "bfloat16": 1e-2, FLOAT8 + "float32": 1e-2, FLOAT8 + "bfloat16": 1e-2}
 # (rule file, axes beside fsdp), by worth: what most runs take comes first.

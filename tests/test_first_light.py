@@ -131,7 +131,7 @@ def test_the_process_that_computes_takes_every_item_once_and_tells_the_other_of_
     devices, news = jax.devices()[:2], []
     items = gpu.by_worth(devices, CPU(), tmp_path)
     assert len({item.key for item in items}) == len(items)
-    assert {item.group for item in items} == set(gpu_record.GROUPS) - {"kernel", "tiles"}
+    assert {item.group for item in items} == set(gpu_record.GROUPS) - {"kernel", "engines", "tiles"}
     made = [module.items(*args) for module, args in (
         (gpu_attention, (devices, CPU())), (gpu_steps, (devices, CPU())), (gpu_speed, (devices, tmp_path)),
         (gpu_flags, (devices,)))]
