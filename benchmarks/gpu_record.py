@@ -126,7 +126,7 @@ class Record:
         planned = self.planned
         with _locked(self.path.parent):
             self._read()
-            self.items[key], self.planned = dict(item), planned or self.planned
+            self.items[key], self.planned = dict(item), list(dict.fromkeys([*self.planned, *planned]))
             self._write()
 
     def _write(self) -> None:

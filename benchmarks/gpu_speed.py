@@ -8,6 +8,8 @@ for, the median.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import os
 import statistics
 import time
 from collections import Counter
@@ -21,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import gpu_attention
+from benchmarks import gpu_attention, grouped_tiles
 from benchmarks import tiles as tile_timing
 from benchmarks.gpu_record import ROOT, Item, table
 from meshtrain import assembly, config
@@ -188,8 +190,21 @@ def compiled(plan: Plan, devices, sizes: Sizes):
         layers = max(1, layers * 7 // 8)
 
 
-def measure(made, step, compile_s: float, sizes: Sizes, directory: Path) -> Measured:
-    """directory: for the profile of some more steps."""
+_turn = None
+
+
+def take_turn(folder: Path) -> None:
+    """Waits until this process is the only one that times anything, of those that write to this folder; to its end, when
+    its memory is free again. XLA times matmuls as it compiles them."""
+    global _turn
+    if _turn is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _turn = os.open(folder, os.O_RDONLY)
+        fcntl.flock(_turn, fcntl.LOCK_EX)
+
+
+def measure(made, step, to_profile, compile_s: float, sizes: Sizes, directory: Path) -> Measured:
+    """directory: for the profile of some more steps, of the program `to_profile`, and the program's text."""
     batch, state = made.program.place(rows(made.run)), assembly.initialize(made)
     times, losses = [], []
     for _ in range(sizes.warm + sizes.steps):
@@ -200,10 +215,8 @@ def measure(made, step, compile_s: float, sizes: Sizes, directory: Path) -> Meas
         losses.append(float(metrics["loss"]))
     stats = made.mesh.local_devices[0].memory_stats() or {}
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         (directory / "program.txt").write_text(step.as_text())
-        step = dataclasses.replace(made.program, compiler_options=made.program.compiler_options | sizes.to_profile).compile()
-        profile, error = profiled(made, step, state, batch, sizes.profiled, directory), ""
+        profile, error = profiled(made, to_profile, state, batch, sizes.profiled, directory), ""
     except Exception as failure:                # what was timed is kept
         profile, error = {}, f"{type(failure).__name__}: {failure}"
     return Measured(tuple(times[sizes.warm:]), compile_s, stats.get("peak_bytes_in_use"), profile, tuple(losses), error)
@@ -304,8 +317,12 @@ def beside_roofline(line: roofline.Roofline, measured: Measured) -> list[str]:
 
 
 def speed(plan: Plan, devices, sizes: Sizes, directory: Path) -> dict:
+    directory.mkdir(parents=True, exist_ok=True)
+    take_turn(directory.parent)
     made, step, seconds = compiled(plan, devices, sizes)
-    return told(plan, made, step, measure(made, step, seconds, sizes, directory))
+    options = made.program.compiler_options | sizes.to_profile
+    to_profile = dataclasses.replace(made.program, compiler_options=options).compile() if sizes.to_profile else step
+    return told(plan, made, step, measure(made, step, to_profile, seconds, sizes, directory))
 
 
 # rows of 8,192 tokens with Llama 3 8B's heads
@@ -338,8 +355,9 @@ def timed_attention(engine: str, make, widths: tuple[int, int], packed: bool, gp
     return tuple(row)
 
 
-def timed_engines(gpu: hardware.Gpu, sizes: Sizes) -> dict:
+def timed_engines(gpu: hardware.Gpu, sizes: Sizes, directory: Path) -> dict:
     """Item's found: a row for each engine, width of heads, and kind of rows."""
+    take_turn(directory)
     rows, errors = [], {}
     for widths in sizes.attention_widths:
         of = gpu_attention.engines(widths, gpu.name, gpu_attention.Sizes(), False)
@@ -361,6 +379,22 @@ def timed_tiles(width: int, gpu: str, sizes: Sizes) -> dict:
                     "in use": "the same" if chosen == used else f"`{used and tuple(map(tuple, used))}`"}}
 
 
+def timed_grouped(shape: grouped_tiles.Shape, seconds: float, directory: Path) -> dict:
+    """Item's found: each kernel's fastest block beside the one in use."""
+    found = grouped_tiles.timed(shape, os.cpu_count() or 1, time.time() + seconds, partial(take_turn, directory))
+    rows = []
+    for name, (kernel, times) in found.items():
+        used = getattr(tiles.GROUPED[2], kernel.kind)
+        of = dict((block, taken) for taken, block in times)
+        rate = lambda taken: f"{kernel.flops / taken / 1e12:,.0f}"
+        rows.append((name, kernel.kind, f"{1e3 * of[used]:.3f}" if used in of else "–", rate(of[used]) if used in of else "–",
+                     f"{1e3 * times[0][0]:.3f}", rate(times[0][0]), f"`{tuple(times[0][1])}`",
+                     ", ".join(f"{tuple(block)} {1e3 * taken:.3f}" for taken, block in times[1:4])))
+    header = "kernel", "block of", "in use, ms", "TFLOP/s", "fastest, ms", "TFLOP/s", "its block", "next"
+    timings = {name: [(taken, list(block)) for taken, block in times] for name, (_, times) in found.items()}
+    return {"lines": table(header, rows), "timings": timings}
+
+
 def items(devices, directory: Path, sizes: Sizes = Sizes()) -> list[Item]:
     """By worth. directory: profiles come to lie below it."""
     out, gpu = [], hardware.from_device_kind(devices[0].device_kind)
@@ -373,7 +407,9 @@ def items(devices, directory: Path, sizes: Sizes = Sizes()) -> list[Item]:
         profile = directory / plan.key.replace(",", "").replace(" ", "-")
         out.append(Item(f"speed/{plan.key}", partial(speed, plan, devices, sizes, profile), 70, alone=True))
     if gpu and devices[0].platform != "cpu":
-        out.append(Item("engines/forward and backward", partial(timed_engines, gpu, sizes), 60, alone=True))
+        out.append(Item("engines/forward and backward", partial(timed_engines, gpu, sizes, directory), 60, alone=True))
+        out += [Item(f"tiles/experts as {shape.name}", partial(timed_grouped, shape, 120, directory), 60, alone=True)
+                for shape in grouped_tiles.SHAPES]
     if gpu and tiles.of(128, gpu.name):
         seconds = 60 * sizes.tile_minutes + 20
         out += [Item(f"tiles/head_dim {width}", partial(timed_tiles, width, gpu.name, sizes), seconds, alone=True)

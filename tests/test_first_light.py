@@ -307,7 +307,7 @@ def test_one_device_compiles_one_program_for_all_rule_files():
 NARROW = tuple("--model.embed_dim 32 --model.num_heads 4 --model.num_kv_heads 2 --model.head_dim 16 --model.mlp_dim 64 "
                "--model.vocab_size 257 --model.num_layers 2 --data.seq_len 64 --optimizer.learning_rate 1e-2".split())
 TINY = gpu_speed.Sizes(plans=(gpu_speed.Plan("8B", "configs/llama3-8b.toml", 1, True, "selective", NARROW),),
-                       microbatches=2, warm=1, steps=3, profiled=1)
+                       microbatches=2, warm=1, steps=3, profiled=1, to_profile={})
 
 
 @pytest.fixture

@@ -203,11 +203,11 @@ def _rows_kernel(owner_ref, count_ref, pairs, beside_refs, *result_refs, then: C
 
 
 def _triton_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *,
-                 by_size: Mapping[int, tiles.GroupedTile], interpret: bool):
+                 by_size: Mapping[int, tiles.GroupedTiles], interpret: bool):
     (first, w, dims), all_dims = pairs[0], [dims for _, _, dims in pairs]
-    of, N = by_size[_array(first).dtype.itemsize], w.shape[dims.index("n")]
-    contracted = sum(_array(x).shape[1] for x, _, _ in pairs)
-    width = _tile(N, of.width(contracted, sum(a.shape[1] > 1 for a in beside)))
+    contracted, N = sum(_array(x).shape[1] for x, _, _ in pairs), w.shape[dims.index("n")]
+    of = by_size[_array(first).dtype.itemsize].of(contracted, sum(a.shape[1] > 1 for a in beside))
+    width = _tile(N, of.columns)
     steps = [_tile(_array(x).shape[1], of.step) for x, _, _ in pairs]
     xs = [_padded(x, step, 1) for (x, _, _), step in zip(pairs, steps)]
     ws = [_padded(_padded(w, width, dims.index("n")), step, dims.index("k"))
@@ -247,10 +247,10 @@ def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, 
     sums_ref[...] = _turned(lax.fori_loop(0, trips, visit, jnp.zeros(tile, jnp.float32)), dims)
 
 
-def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.GroupedTile], interpret: bool):
-    of = by_size[_array(x).dtype.itemsize]
+def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.GroupedTiles], interpret: bool):
+    of = by_size[_array(x).dtype.itemsize].outer
     K, N, G, block = _array(x).shape[1], _array(y).shape[1], len(groups.first), _block_rows(x, groups)
-    height, width, step = _tile(K, of.rows), _tile(N, of.columns), min(of.outer_step, block)
+    height, width, step = _tile(K, of.rows), _tile(N, of.columns), min(of.step, block)
     x, y = _padded(x, height, 1), _padded(y, width, 1)
     columns_x, columns_y = _array(x).shape[1], _array(y).shape[1]
     sums = pl.pallas_call(
@@ -280,7 +280,7 @@ def _padded(a, multiple: int, axis: int):
     return jnp.pad(a, [(0, -n % multiple if dim == axis else 0) for dim, n in enumerate(a.shape)])
 
 
-def kernels(by_size: Mapping[int, tiles.GroupedTile] = tiles.GROUPED, interpret: bool = False) -> GroupedEngine:
+def kernels(by_size: Mapping[int, tiles.GroupedTiles] = tiles.GROUPED, interpret: bool = False) -> GroupedEngine:
     """Engine of the Pallas kernels. by_size: tiles by bytes per element, all with the same rows per block."""
     (rows,) = {of.rows for of in by_size.values()}
     given = dict(by_size=by_size, interpret=interpret)

@@ -45,28 +45,34 @@ TIMED: dict[tuple[str, int, int], Tiles] = {
 }
 
 
-class GroupedTile(NamedTuple):
-    """A program of the grouped matmuls: `rows` × `columns` of the result, `step` of the contracted dim at a time.
-
-    rows: also of a block; every group's last one is padded. columns: of the gradients of matrices, and of rows with
-    nothing beside the sum; small: of rows with one array beside it, or a contracted dim below `deep`; beside: with
-    several accumulators. outer_step: rows at a time of the gradients of matrices.
-    """
+class GroupedBlock(NamedTuple):
+    """A program of the grouped matmuls: `rows` × `columns` of the result, `step` of the contracted dim at a time."""
     rows: int
     columns: int
-    small: int
-    beside: int
     step: int
-    outer_step: int
     warps: int
     stages: int
-    deep: int = 2048
 
-    def width(self, contracted: int, num_beside: int) -> int:
-        """Columns of a tile of rows that sums over `contracted`, with this many arrays beside the sum."""
+
+class GroupedTiles(NamedTuple):
+    """Blocks of the kernels that multiply rows, all with the same rows (every group's last block is padded): `deep` with
+    nothing beside the sum over a contracted dim of `deep_from` or more, `small` with a smaller one or one array beside
+    it, `beside` with several accumulators. `outer`: of the gradients of matrices."""
+    deep: GroupedBlock
+    small: GroupedBlock
+    beside: GroupedBlock
+    outer: GroupedBlock
+    deep_from: int = 2048
+
+    @property
+    def rows(self) -> int:
+        return self.deep.rows
+
+    def of(self, contracted: int, num_beside: int) -> GroupedBlock:
+        """The block of rows that sums over `contracted`, with this many arrays beside the sum."""
         if num_beside > 1:
             return self.beside
-        return self.columns if num_beside == 0 and contracted >= self.deep else self.small
+        return self.deep if num_beside == 0 and contracted >= self.deep_from else self.small
 
 
 # By bytes per element, for all GPUs. bfloat16: two warp groups of 64 rows each (wgmma), 144 KiB of shared memory for
@@ -75,7 +81,10 @@ class GroupedTile(NamedTuple):
 # and less] · [256, k, 7168] 128 × 128, 0.14. 256 columns with one array beside spill 36 bytes per thread. float32 (no
 # exact tensor cores) would spill 508 bytes with 128 columns, and a gated MLP's gradients 1.4 KB. These tiles do not
 # spill on sm_80, sm_90a and sm_100a. Larger blocks would pad small groups more.
-GROUPED = {2: GroupedTile(128, 256, 128, 64, 64, 32, 8, 3), 4: GroupedTile(128, 64, 64, 32, 32, 32, 8, 2)}
+GROUPED = {2: GroupedTiles(GroupedBlock(128, 256, 64, 8, 3), GroupedBlock(128, 128, 64, 8, 3),
+                           GroupedBlock(128, 64, 64, 8, 3), GroupedBlock(128, 256, 32, 8, 3)),
+           4: GroupedTiles(GroupedBlock(128, 64, 32, 8, 2), GroupedBlock(128, 64, 32, 8, 2),
+                           GroupedBlock(128, 32, 32, 8, 2), GroupedBlock(128, 64, 32, 8, 2))}
 
 WIDTHS = tuple(keys for keys, values in _HOPPER if keys == values)
 # Programs that fill a GPU: two for each of an H100's 132 SMs. With fewer, the dkv kernel does not sum the query heads
