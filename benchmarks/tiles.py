@@ -74,16 +74,16 @@ def kernels(head_dim: int, shape: Shape, full: int = tiles.FULL, interpret: bool
             "dkv": lambda blocks: (jax.jit(partial(pallas.dkv_of, blocks=blocks, full=full, **rest)), backward)}
 
 
-def seconds(function, args) -> float:
+def seconds(function, args, rounds: int = ROUNDS, calls: int = CALLS) -> float:
     """Of one call: the median of some rounds of some calls, the first not counted."""
     jax.block_until_ready(function(*args))
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         started = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             made = function(*args)
         jax.block_until_ready(made)
-        times.append((time.perf_counter() - started) / CALLS)
+        times.append((time.perf_counter() - started) / calls)
     return statistics.median(times)
 
 
