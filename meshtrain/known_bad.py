@@ -6,6 +6,7 @@ refused; a hang, which a watchdog ends, is warned of.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import operator
@@ -61,16 +62,19 @@ def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[
 
     Raises: ConfigError for versions that compute wrong numbers.
     """
-    version, wrong, warnings = version or installed, [], []
-    for row in TABLE:
-        if row.facts <= facts and _is(there := version(row.component), row.bad):
-            message = f"{row.component} {there}: {row.effect} ({row.source}); {row.remedy}"
-            (wrong if row.wrong else warnings).append(message)
-    if wrong:
+    if wrong := found(facts, version):
         raise ConfigError(*wrong)
-    return warnings
+    return found(facts, version, wrong=False)
 
 
+def found(facts: Set[str], version: Callable[[str], str] | None = None, wrong: bool = True) -> list[str]:
+    """A message for each row that these facts and versions meet, of those that compute wrong numbers, or of the rest."""
+    version = version or installed
+    return [f"{row.component} {there}: {row.effect} ({row.source}); {row.remedy}" for row in TABLE
+            if row.wrong == wrong and row.facts <= facts and _is(there := version(row.component), row.bad)]
+
+
+@functools.cache
 def installed(component: str) -> str:
     """The component's installed version; empty if absent."""
     return FINDERS[component](os.environ)

@@ -82,7 +82,7 @@ class GroupedTiles(NamedTuple):
 # exact tensor cores) would spill 508 bytes with 128 columns, and a gated MLP's gradients 1.4 KB. These tiles do not
 # spill on sm_80, sm_90a and sm_100a. Larger blocks would pad small groups more.
 GROUPED = {2: GroupedTiles(GroupedBlock(128, 256, 64, 8, 3), GroupedBlock(128, 128, 64, 8, 3),
-                           GroupedBlock(128, 64, 64, 8, 3), GroupedBlock(128, 256, 32, 8, 3)),
+                           GroupedBlock(128, 64, 64, 8, 3), GroupedBlock(128, 256, 32, 8, 6)),
            4: GroupedTiles(GroupedBlock(128, 64, 32, 8, 2), GroupedBlock(128, 64, 32, 8, 2),
                            GroupedBlock(128, 32, 32, 8, 2), GroupedBlock(128, 64, 32, 8, 2))}
 

@@ -1,10 +1,10 @@
 """The table of assumed GPU speeds: the fractions of its peaks, memory and links that a training step reaches.
 
-This project measured none of them. `inspect --assume NAME=VALUE` replaces one; each has its reason. The specifications
-of GPUs are in `hardware`. With these values closed formulas met 51 published runs with a median error of 3.9%, 90% of
-them within 10.8%, and 166 of 2026 with 4.1% (dense) and 10.7% (experts); the rates of our own kernels were not among
-them. `matmul.sustained`, `link.contend` and the
-attention rates move a predicted step most.
+Rates of our own kernels, and an H200's of matmuls, were measured on one H200 (benchmarks/gpu.md); the others are from
+published runs and papers. `inspect --assume NAME=VALUE` replaces one; each has its reason. The specifications of GPUs
+are in `hardware`. With these values closed formulas met 51 published runs with a median error of 3.9%, 90% of them
+within 10.8%, and 166 of 2026 with 4.1% (dense) and 10.7% (experts); the rates of our own kernels were not among them.
+`matmul.sustained`, `link.contend` and the attention rates move a predicted step most.
 """
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from collections.abc import Mapping
 _MAMF = ("largest matmul rate found by search over shapes, share of the dense bf16 peak (stas00/ml-engineering, MAMF "
          "table)")
 _HOT = ("a step is hot: power and clocks; from published runs, Blackwell's from the dense ones of 2026 (.64 to .72 fit "
-        "about as well)")
+        "about as well). H200: measured on one by itself for some twenty seconds; in a full host it may be less")
 _GROUPED = ("share of the dense bf16 peak that rows × experts' matrices reach in Triton, before matmul.sustained. "
-            "assumption: as measured on H100 by others, 650 TFLOP/s in 128 × 256 tiles (tokamax's autotuning, 8 groups "
-            "of 4096 × 14336), and 501 at the shapes of Qwen3-30B-A3B (Liger-Kernel 1294). To be measured")
-_OUTER = ("the same of the gradients of experts' matrices. assumption: as tokamax's autotuning on H100, 594 TFLOP/s in "
-          "128 × 256 × 32 tiles for 128 matrices of 4096 × 1536, 2,048 rows each. To be measured")
+            "Measured on an H200 in steps of Qwen3-30B-A3B: 587 TFLOP/s at most, 500 in the mean")
+_OUTER = ("the same of the gradients of experts' matrices; there 230 TFLOP/s, in three stages, of which a chain of two "
+          "loads leaves one on its way. Six, as `kernels.tiles` has now, were not measured")
 _NARROW = ("share of its peak that products in float8 (a scale a tensor) or mxfp8 (a scale for 32 elements) reach, "
            "over bfloat16's of its own; from dense runs of 2026. B300 has 1.4 times the power of B200, and its peaks")
 _GAP = ("microseconds, forward and backward, in which kernels of other frameworks wait for each other and for the "
@@ -30,14 +29,11 @@ _NCCL = "microseconds in NCCL's own model (NVIDIA/nccl, src/graph/tuning.cc, pro
 _FLASH = ("share of the dense bf16 peak, the causal half counted; FlashAttention-3's paper: H100, head_dim 128, 4,096 "
           "tokens, cuDNN 609 TFLOP/s forward; SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
 _ELSEWHERE = "share of the dense bf16 peak, the causal half counted; for runs of other frameworks: "
-_TRITON = ("share of the dense bf16 peak, the visited pairs counted. assumption: Hopper and later about "
-           "FlashAttention-2 on H100 (.37, .33); A100 between FlashAttention-2 (.58, .50) and Triton's kernels of 2023 "
-           "(.36, .32). To be measured")
-
-_MOSAIC = ("share of the dense bf16 peak, the visited pairs counted. assumption: as tokamax's kernels of the same "
-           "scheme on H100 by its autotuning files of July 2026, 8,192 causal tokens: .63 and .44 at head_dim 128, "
-           ".47 and .31 at 64, which attention.narrow meets. They count five products backward, where ours count the "
-           "seven that are computed: .44 is the cautious reading, .62 the other. To be measured")
+_TRITON = ("share of the dense bf16 peak, the visited pairs counted, before attention.ramp. Measured on an H200 in "
+           "packed rows of 8,192 tokens, whole rows 5 to 10% above; assumptions: A100 between FlashAttention-2 (.58, "
+           ".50) and Triton's kernels of 2023 (.36, .32), Blackwell about FlashAttention-2 on H100 (.37, .33)")
+_MOSAIC = ("the same, measured alike: packed .49 and .56, whole rows .60 and .64. Products are those that are computed, "
+           "seven backward")
 _BLOCKWISE = ("share of the dense bf16 peak, the causal half counted, of blocks compiled by XLA, whose scores go "
               "through memory: by the roofline of compiled programs on H100 .029 and .047 in bfloat16, .026 and .032 "
               "in float32; elsewhere in proportion to the memory's bandwidth")
@@ -60,7 +56,7 @@ class Assumption:
 
 TABLE = {row.name: row for row in (
     Assumption("matmul.best", {"": .803, "a100": .869, "b200": .776, "b300": .776, "gb": .729, "mi": .514}, _MAMF),
-    Assumption("matmul.sustained", {"": .84, "a100": .92, "b200": .68, "b300": .68, "gb": .68, "mi": .84}, _HOT),
+    Assumption("matmul.sustained", {"": .84, "a100": .92, "h200": .95, "b200": .68, "b300": .68, "gb": .68, "mi": .84}, _HOT),
     Assumption("matmul.clock", {"": 1.0, "h100-96gb": .80}, "500 W instead of 700 W; from that part's runs"),
     Assumption("matmul.wave", {"": .35},
                "share of a wave of 128 × 256 tiles that the last, partly filled one costs", 0, 10),
@@ -68,17 +64,17 @@ TABLE = {row.name: row for row in (
                "prologue and epilogue of a tile, in elements of the contracted dimension", 0, 1e4),
     Assumption("matmul.float8", {"": 1.0, "b2": 1.1, "gb2": 1.1, "b3": 1.5, "gb3": 1.5}, _NARROW, high=2),
     Assumption("matmul.mxfp8", {"": 1.0, "b3": 1.4, "gb3": 1.4}, _NARROW, high=2, formula=True),
-    Assumption("grouped.rows", {"": .65}, _GROUPED),
-    Assumption("grouped.outer", {"": .60}, _OUTER),
+    Assumption("grouped.rows", {"": .62}, _GROUPED),
+    Assumption("grouped.outer", {"": .30}, _OUTER),
     Assumption("experts.rounds", {"": 0},
                "further rounds of a layer's experts, in the mean of layers and devices: none where they are equally "
                "busy, one where a device has up to twice its buffer", 0, 64),
     Assumption("attention.cudnn_forward", {"": .58, "b": .60, "gb": .60}, _FLASH),
     Assumption("attention.cudnn_backward", {"": .50, "b": .48, "gb": .48}, _FLASH),
-    Assumption("attention.pallas_forward", {"": .38, "a100": .50}, _TRITON),
-    Assumption("attention.pallas_backward", {"": .28, "a100": .40}, _TRITON),
-    Assumption("attention.mosaic_forward", {"": .63}, _MOSAIC),
-    Assumption("attention.mosaic_backward", {"": .44}, _MOSAIC),
+    Assumption("attention.pallas_forward", {"": .35, "a100": .50, "b": .38, "gb": .38}, _TRITON),
+    Assumption("attention.pallas_backward", {"": .46, "a100": .40, "b": .28, "gb": .28}, _TRITON),
+    Assumption("attention.mosaic_forward", {"": .49}, _MOSAIC),
+    Assumption("attention.mosaic_backward", {"": .56}, _MOSAIC),
     Assumption("attention.blockwise_forward", {"": .030, "a100-40gb": .044, "a100-80gb": .058, "h200": .043},
                _BLOCKWISE, formula=True),
     Assumption("attention.blockwise_backward", {"": .042, "a100-40gb": .062, "a100-80gb": .081, "h200": .060},
