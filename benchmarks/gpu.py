@@ -193,11 +193,11 @@ def _listen(pipe: Connection, child, until: float, longest_s: float, grace_s: fl
             return place and Record(*place), begun, time.time() - since
 
 
-def side_by_side(out: Path, until: float, asked: Asked) -> None:
+def side_by_side(target: Callable, out: Path, until: float, asked: Asked) -> None:
     """The items that may run beside others, by asked.jobs processes that share the GPUs' memory, in half of the time:
     one that hangs leaves time to measure the others."""
     half = (time.time() + until) / 2
-    jobs = [threading.Thread(target=supervise, args=(worker, (out, half, asked._replace(number=number)), half))
+    jobs = [threading.Thread(target=supervise, args=(target, (out, half, asked._replace(number=number)), half))
             for number in range(asked.jobs)]
     before = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE")
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -234,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
         asked.out.mkdir(parents=True, exist_ok=True)
         wanted = Asked(CHECKS if asked.checks else tuple(GROUPS), tuple(asked.items))
         if asked.jobs > 1:
-            side_by_side(asked.out, until, wanted._replace(jobs=asked.jobs))
+            side_by_side(worker, asked.out, until, wanted._replace(jobs=asked.jobs))
         code, record = supervise(worker, (asked.out, until, wanted), until)
     if code == 2:
         print("error: benchmarks.gpu needs a GPU, and jax finds none here; run it where nvidia-smi shows one, with the "

@@ -53,10 +53,9 @@ def products(engine: grouped.GroupedEngine, dims: str, x, w, y, number, groups, 
     return *map(kept, (z, times, sums, back)), outer
 
 
-def compare_grouped(dims: str, dtype: str, sizes: Sizes, device, cpu) -> dict:
+def compare_grouped(engine: grouped.GroupedEngine, dims: str, dtype: str, sizes: Sizes, device, cpu) -> dict:
     """Item's found. Half of the rows are taken twice, and a block is left over."""
-    engine, rng = grouped.kernels(), np.random.default_rng(0)
-    block = engine.block(0, 0)
+    rng, block = np.random.default_rng(0), engine.block(0, 0)
     count = sum(-(-size // block) for size in sizes.groups) + 1
     with jax.default_device(cpu):
         groups = jax.tree.map(np.asarray, grouped.groups_of(jnp.array(sizes.groups, jnp.int32), count, block))
@@ -88,7 +87,7 @@ def both_ways(recur, inputs, segments, do):
     return [o, *(a for a in back(do.astype(o.dtype)) if a is not None)]
 
 
-def compare_recurrence(delta: bool, by_channel: bool, sizes: Sizes, device, cpu) -> dict:
+def compare_recurrence(recur, delta: bool, by_channel: bool, sizes: Sizes, device, cpu) -> dict:
     """Item's found."""
     rng, (B, T, N, H) = np.random.default_rng(0), (sizes.rows, sizes.tokens, sizes.heads, sizes.width)
     normal = lambda *shape: rng.standard_normal(shape, np.float32)
@@ -103,7 +102,7 @@ def compare_recurrence(delta: bool, by_channel: bool, sizes: Sizes, device, cpu)
     q, k, v, do = map(exact, (q, k, v, do))
     narrow = [jax.device_put(np.asarray(a, jnp.bfloat16), device) for a in (q, k, v, do)]
     inputs = *narrow[:3], *jax.device_put((g, beta), device)
-    found = jax.jit(partial(both_ways, recurrence_pallas.engine()))(inputs, jax.device_put(segments, device), narrow[3])
+    found = jax.jit(partial(both_ways, recur))(inputs, jax.device_put(segments, device), narrow[3])
     with jax.default_device(cpu), jax.default_matmul_precision("highest"):
         expected = jax.jit(partial(both_ways, recurrence.recurrence))((q, k, v, g, beta), segments, do)
     of = "o", "dq", "dk", "dv", "dg", "dbeta"
@@ -139,12 +138,15 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
     device = devices[0]
     if device.platform == "cpu":
         return []
-    out = [Item(f"kernel/grouped matmuls, matrices as {dims}, {dtype}", partial(compare_grouped, dims, dtype, sizes, device, cpu), 15)
+    kernels = grouped.kernels()
+    out = [Item(f"kernel/grouped matmuls, matrices as {dims}, {dtype}",
+                partial(compare_grouped, kernels, dims, dtype, sizes, device, cpu), 15)
            for dtype in TOLERANCE for dims in ("gkn", "kgn")]
     gpu = hardware.from_device_kind(device.device_kind)
     if not hardware.lacks_float8(gpu):
         out.append(Item("kernel/float8 matmuls", partial(compare_float8, sizes, device), 10))
     if gpu and gpu.chip and gpu.chip.compute_capability in recurrence_pallas.COMPILED:
-        out += [Item(f"kernel/recurrence {kind}", partial(compare_recurrence, *of, sizes, device, cpu), 20)
+        recur = recurrence_pallas.engine()
+        out += [Item(f"kernel/recurrence {kind}", partial(compare_recurrence, recur, *of, sizes, device, cpu), 20)
                 for kind, of in KINDS.items()]
     return out

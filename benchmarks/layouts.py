@@ -65,6 +65,7 @@ class Case:
         pipeline = {"schedule": self.schedule, "chunks": self.chunks} if self.schedule else {}
         return plan.asked(options).replaced(mesh=self.mesh,
                           sharding={"rules": str(shipped(f"sharding_rules/{self.rule}.toml"))},
+                          model={"attention": "pallas"},        # which every jax takes
                           training={"microbatches": self.microbatches, "remat": self.remat}, pipeline=pipeline)
 
 

@@ -6,7 +6,6 @@ refused; a hang, which a watchdog ends, is warned of.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import importlib.util
 import operator
@@ -18,10 +17,13 @@ import subprocess
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
+import jax
+
 from meshtrain.config import ConfigError, Run
+from meshtrain.kernels import mosaic
 
 # What a row may ask for, of this process.
-GPUS, PROCESSES, MOSAIC = "GPUs", "several processes", 'model.attention="mosaic"'
+GPUS, PROCESSES, MOSAIC = "GPUs", "several processes", "Mosaic kernels"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,8 @@ TABLE = (
     KnownBad("jax", ">=0.11.0,<0.11.2", frozenset({GPUS}), "single operations give wrong results on GPUs",
         "install jax 0.11.2 or newer, or 0.10.2", "jax-ml/jax#40633", True),
     KnownBad("ptxas", "<12.9.86", frozenset({GPUS, MOSAIC}), "causal masks of Mosaic kernels are miscompiled",
-        "install CUDA 12.9.1 or newer (nvidia-cuda-nvcc-cu12>=12.9.86), and see that no older ptxas is on PATH",
+        'install CUDA 12.9.1 or newer (nvidia-cuda-nvcc-cu12>=12.9.86), and see that no older ptxas is on PATH, or set '
+        'model.attention = "pallas"',
         "jax's own attention_mgpu.py refuses them", True),
     KnownBad("NCCL", "<2.29.3", frozenset({GPUS, PROCESSES, "aarch64"}),
         "its proxy loses slots, and a run hangs in silence with all GPUs busy, until training.step_timeout_s ends it",
@@ -52,9 +55,11 @@ TABLE = (
 
 
 def facts_of(run: Run, num_processes: int) -> frozenset[str]:
-    """Facts of a process that finds GPUs."""
+    """Facts of a process that finds GPUs, their kind unknown yet: packed documents may mean Mosaic's kernels."""
     several = {PROCESSES} if num_processes > 1 else set()
-    return frozenset({GPUS, platform.machine(), f'model.attention="{run.model.attention}"'} | several)
+    auto = run.model.attention == "auto" and run.data.document_mask and jax.__version_info__ >= mosaic.AUTO_SINCE
+    asked = {MOSAIC} if auto or run.model.attention == "mosaic" else set()
+    return frozenset({GPUS, platform.machine()} | several | asked)
 
 
 def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[str]:
@@ -62,19 +67,16 @@ def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[
 
     Raises: ConfigError for versions that compute wrong numbers.
     """
-    if wrong := found(facts, version):
+    version, wrong, warnings = version or installed, [], []
+    for row in TABLE:
+        if row.facts <= facts and _is(there := version(row.component), row.bad):
+            message = f"{row.component} {there}: {row.effect} ({row.source}); {row.remedy}"
+            (wrong if row.wrong else warnings).append(message)
+    if wrong:
         raise ConfigError(*wrong)
-    return found(facts, version, wrong=False)
+    return warnings
 
 
-def found(facts: Set[str], version: Callable[[str], str] | None = None, wrong: bool = True) -> list[str]:
-    """A message for each row that these facts and versions meet, of those that compute wrong numbers, or of the rest."""
-    version = version or installed
-    return [f"{row.component} {there}: {row.effect} ({row.source}); {row.remedy}" for row in TABLE
-            if row.wrong == wrong and row.facts <= facts and _is(there := version(row.component), row.bad)]
-
-
-@functools.cache
 def installed(component: str) -> str:
     """The component's installed version; empty if absent."""
     return FINDERS[component](os.environ)

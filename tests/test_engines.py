@@ -57,7 +57,9 @@ WHOLE = dict(document_mask=False)
 
 @pytest.fixture
 def with_cudnn(monkeypatch):
+    """And with a jax in which no GPU has compared Mosaic's kernels."""
     monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
+    monkeypatch.setattr(mosaic, "AUTO_SINCE", (9, 9))
 
 
 @pytest.mark.parametrize("expected, asked", [
@@ -94,6 +96,21 @@ def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, as
         run, layout = asked_for(**{key: value for key, value in asked.items() if key != "gpu"})
         priced = rates.attended(run, layout, Assumptions(gpu))
         assert priced.engine == expected and priced.documents == (run.data.document_mask and expected in rates.OURS)
+
+
+@pytest.mark.parametrize("expected, asked", [
+    ("mosaic", {}), ("mosaic", dict(gpu="h200")), ("pallas", dict(gpu="a100-80gb")), ("pallas", dict(gpu="b200")),
+    ("pallas", dict(model=dict(head_dim=256))), ("cudnn", dict(data=WHOLE)),
+    ("mosaic", dict(data=WHOLE, training=dict(deterministic=True))),
+    ("mosaic", dict(data=WHOLE, model=dict(score_softcap=50.0))), ("mosaic", dict(model=dict(window=64))),
+    ("mosaic", dict(model=dict(head_dim=192, latent=dict(kv_dim=64, rope_dim=64, value_dim=128)))),
+    ("mosaic", dict(model=dict(window=64, mixers="WF", kinds=dict(F=dict(head_dim=256))))),
+    ("blockwise", dict(model=dict(compute_dtype="float32"))), ("pallas", dict(model=dict(attention="pallas")))])
+def test_on_hopper_packed_rows_take_mosaic_where_a_gpu_has_compared_it(expected, asked, with_cudnn, monkeypatch):
+    monkeypatch.setattr(mosaic, "AUTO_SINCE", (0, 0))
+    assert chosen(**asked)[0] == expected
+    run, layout = asked_for(**{key: value for key, value in asked.items() if key != "gpu"})
+    assert rates.attended(run, layout, Assumptions(asked.get("gpu", "h100"))).engine == expected
 
 
 def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch):
@@ -209,7 +226,7 @@ def kernels(text: str, engine=pallas) -> Counter:
 def gpu_step(rule: str, mesh: dict, model: dict = {}, remat: str = "selective", **sections):
     run = config.Run(mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")),
                      model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=N,
-                                num_kv_heads=K, head_dim=H, mlp_dim=256) | model,
+                                num_kv_heads=K, head_dim=H, mlp_dim=256, attention="pallas") | model,
                      data=dict(seq_len=T, global_batch=B),
                      training=dict(microbatches=M, remat=remat, loss_chunk=256), **sections)
     return assembly.assemble(run, compile.topology("h100:8"))

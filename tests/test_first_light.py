@@ -15,16 +15,18 @@ import sampling
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))       # benchmarks is installed nowhere
 
 import crashing  # noqa: E402
-from benchmarks import gpu, gpu_attention, gpu_flags, gpu_record, gpu_speed, gpu_steps  # noqa: E402
+from benchmarks import (  # noqa: E402
+    gpu, gpu_attention, gpu_flags, gpu_kernels, gpu_record, gpu_speed, gpu_steps, grouped_tiles)
 from benchmarks import tiles as tile_timing  # noqa: E402
 from benchmarks.gpu_record import BEGUN, FAILED, RIGHT, WRONG, Item, Record  # noqa: E402
 from meshtrain import assembly, config  # noqa: E402
 from meshtrain import hardware
 from meshtrain.cost.program import compile, roofline
 from meshtrain.inspection import memory
-from meshtrain.kernels import blockwise  # noqa: E402
+from meshtrain.cost.formulas import rates  # noqa: E402
+from meshtrain.kernels import blockwise, grouped, recurrence_pallas  # noqa: E402
 from meshtrain.kernels.engine import CAUSAL, WHOLE  # noqa: E402
-from meshtrain.kernels.tiles import Blocks, Tiles  # noqa: E402
+from meshtrain.kernels.tiles import Blocks, GroupedBlock, GroupedTiles, Tiles  # noqa: E402
 
 CPU = lambda: jax.devices()[-1]         # stands for the host's beside the devices under test
 SMALL = gpu_attention.Sizes(rows=2, queries=40, other_keys=24, heads=4, kv_heads=2, widths=((16, 16), (16, 8)),
@@ -118,6 +120,21 @@ def test_a_process_that_crashes_or_hangs_fails_its_item_alone(tmp_path, capfd):
     assert code == gpu.DONE and did(tmp_path) == {"layout/crash": FAILED, "layout/hang": FAILED, "layout/right": RIGHT}
     assert "ended with code 9" in found.items["layout/crash"]["errors"][""]
     assert "no end within" in found.items["layout/hang"]["errors"][""]
+
+
+def test_processes_side_by_side_write_one_record_and_leave_what_is_timed(tmp_path):
+    gpu.side_by_side(crashing.sharing, tmp_path, FOREVER, gpu.Asked(jobs=2))
+    found = json.loads((tmp_path / "gpu-none.json").read_text())
+    assert set(found["items"]) == {item.key for item in crashing.KINDS} and found["planned"][-1] == "speed/d"
+    processes = [found["items"][item.key]["process"] for item in crashing.KINDS]        # those of one kind have one
+    assert processes[::2] == processes[1::2] and len(set(processes)) == 2
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in gpu.os.environ
+
+
+def test_patterns_name_items():
+    items = [Item("attention/a", dict), Item("speed/8B, packed", dict), Item("tiles/b", dict)]
+    asked = gpu.Asked(("attention", "speed"), ("*8B*", "tiles/*"))
+    assert [item.key for item in asked.planned(items)] == ["speed/8B, packed"]
 
 
 def test_a_share_of_memory_that_is_none_is_refused_before_anything_is_begun(capsys, tmp_path, monkeypatch):
@@ -221,6 +238,34 @@ def test_a_case_that_raises_is_told_and_the_other_cases_go_on(some_cases):
     assert gpu_record.verdict(found) == FAILED
     assert found["errors"] == {"whole rows": "ValueError: no kernel for this",
                                "an earlier chunk": "ZeroDivisionError: "}
+
+
+TILES = GroupedBlock(16, 16, 16, 4, 2)
+GROUPED = grouped.kernels(dict.fromkeys((2, 4), GroupedTiles(TILES, TILES, TILES, TILES)), interpret=True)
+NARROW_ROWS = gpu_kernels.Sizes(groups=(5, 0, 33, 16), contracted=32, columns=48, tokens=43, heads=2, width=16)
+
+
+@pytest.mark.parametrize("dtype", gpu_kernels.TOLERANCE)
+def test_grouped_matmuls_are_found_right_and_wrong(dtype):
+    compare = lambda engine: gpu_kernels.compare_grouped(engine, "gkn", dtype, NARROW_ROWS, jax.devices()[0], CPU())
+    assert gpu_record.verdict(compare(GROUPED)) == RIGHT
+    shifted = GROUPED._replace(take=lambda a, number: GROUPED.take(a, jax.numpy.roll(number, 1)))
+    wrong = compare(shifted)["compared"]
+    assert wrong["rows"][0] > .1 and wrong["outer products"][0] > .1 and wrong["rows backward"][0] < 1e-2
+
+
+@pytest.mark.parametrize("kind", gpu_kernels.KINDS)
+def test_recurrences_are_found_right_and_wrong(kind):
+    of = *gpu_kernels.KINDS[kind], NARROW_ROWS, jax.devices()[0], CPU()
+    small = recurrence_pallas.engine(recurrence_pallas.Launch(chunk=16, columns=16, key_columns=16, interpret=True))
+    assert gpu_record.verdict(gpu_kernels.compare_recurrence(small, *of)) == RIGHT
+    slower = lambda q, k, v, g, *rest: small(q, k, v, .9 * g, *rest)
+    assert gpu_record.verdict(gpu_kernels.compare_recurrence(slower, *of)) == WRONG
+
+
+def test_float8_products_are_found_right():
+    found = gpu_kernels.compare_float8(NARROW_ROWS._replace(tokens=64), jax.devices()[0])
+    assert gpu_record.verdict(found) == RIGHT and set(found["compared"]) == {"forward", "dx", "dw"}
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -356,6 +401,22 @@ def test_tiles_are_timed_and_the_fastest_is_told_beside_those_in_use(monkeypatch
     monkeypatch.setattr(tile_timing, "CALLS", 1)
     found = gpu_speed.timed_tiles(64, "h200", gpu_speed.Sizes(tile_shape=tile_timing.Shape(1, 32, 2, 1, 10)))
     assert found["row"]["in use"] == "the same" and found["row"]["forward + dq + dkv"].endswith(" ms")
+
+
+def test_typical_rows_are_visited_as_the_roofline_expects():
+    expected = rates.visited_share(8192, 2000, 1.5)
+    assert abs(gpu_speed.visited(gpu_speed.typical(4, 8192)) / expected - 1) < .05
+    assert gpu_speed.visited(np.arange(256)[None] == 0) == 1.5         # three blocks of 128 × 128, of 256 × 256 / 2
+
+
+def test_blocks_of_experts_kernels_are_timed_beside_those_in_use(monkeypatch, tmp_path):
+    made = grouped_tiles.engine
+    monkeypatch.setattr(grouped_tiles, "engine", lambda kind, block: made(kind, GroupedBlock(128, 32, 32, 4, 2), True))
+    few = {kind: {(128, 64): ((64, 8, 3),)} for kind in grouped_tiles.CANDIDATES}
+    monkeypatch.setattr(grouped_tiles, "CANDIDATES", few)
+    found = gpu_speed.timed_grouped(grouped_tiles.Shape("tiny", 64, 4, 2, 64, 32), 100, tmp_path)
+    assert len(found["lines"]) == 2 + 8 and all(len(times) == 2 for name, times in found["timings"].items()
+                                                if name != "dy · down, SwiGLU backward")
 
 
 needs_gpu_compiler = pytest.mark.skipif(compile.missing_wheels(),

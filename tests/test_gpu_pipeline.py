@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, config
 from meshtrain.cost.program import audit, compile, hlo
-from meshtrain.kernels import pallas
+from meshtrain.kernels import mosaic, pallas
 from meshtrain.parallel.pipeline import pipeline, schedules
 from meshtrain.sharding.mesh import MeshSpec, pmax, psum
 
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(
     compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}"
 )
 
+OURS = (pallas.NAME, mosaic.NAME)
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"
 SMALL = 26 * 2**10  # bytes of an array; the smallest claimed one has 32 KiB, all norms of a stage and the last one 25.5
 L, M, B, T, D, F = 16, 8, 128, 256, 384, 640  # B: sequences of a step; weights have no dims in common with activations
@@ -189,7 +190,7 @@ def test_slots_are_written_and_read_in_place_and_layers_share_one_loop(case):
     saved = {(schedule.slots[name], step.depth) for name in ("R", "Q", "Z") if name in schedule.slots}
     copies, _ = hlo.walk(module, lambda ins: ins.op.startswith("copy") and hlo.shapes(ins.type_text)[0][1][:2] in saved)
     assert not [visit.instruction.name for visit in copies if visit.trips > 1]
-    kernels, _ = hlo.walk(module, lambda ins: ins.op == "custom-call" and pallas.NAME in ins.attrs)
+    kernels, _ = hlo.walk(module, lambda ins: ins.op == "custom-call" and any(name in ins.attrs for name in OURS))
     assert len({visit.computation for visit in kernels}) == len(
         [p for p in schedule.phases() if set(p.kinds) & {"F", "B"}])
 
@@ -199,7 +200,7 @@ def test_matmuls_run_in_bf16_and_no_permute_misses_a_device(case):
     program = gpu_step(*case).program
     assert set(program.flops) == {"bf16"}
     # attention's, and no others
-    assert program.uncounted and all(pallas.NAME in kernel for kernel in program.uncounted)
+    assert program.uncounted and all(any(name in kernel for name in OURS) for kernel in program.uncounted)
     assert not program.broken_permutes and not program.partial_permutes
 
 

@@ -42,6 +42,15 @@ def test_a_hang_is_told_with_the_remedy():
     assert known_bad.check(GRACE, versions(jax="0.12.0", NCCL="2.30.7")) == []
 
 
+def test_packed_documents_may_mean_mosaics_kernels(monkeypatch):
+    monkeypatch.setattr(known_bad.mosaic, "AUTO_SINCE", (0, 0))
+    of = lambda *words: MOSAIC in known_bad.facts_of(config.load(list(words)), 1)
+    assert of() and of("--model.attention", "mosaic", "--data.document_mask", "false")
+    assert not of("--model.attention", "pallas") and not of("--data.document_mask", "false")
+    monkeypatch.setattr(known_bad.mosaic, "AUTO_SINCE", (9, 9))
+    assert not of() and of("--model.attention", "mosaic")
+
+
 @pytest.mark.parametrize("facts", [set(), {"aarch64", PROCESSES}, {GPUS, PROCESSES, "x86_64"}, {GPUS, "aarch64"}])
 def test_what_does_not_apply_is_not_even_looked_up(facts):
     looked = []

@@ -18,6 +18,7 @@ from meshtrain.kernels.warpgroups import TILE, Call
 
 NAME = "meshtrain_mosaic"               # kernel name in profiles and in the compiled program
 COMPUTE_CAPABILITY = 9                  # wgmma and setmaxnreg exist on sm_90a only
+AUTO_SINCE = (0, 11)                    # jax with which a GPU has compared them: "auto" takes them from there on
 # Widths of keys and of values, padded to them -> (block, stages) of the forward, of dq and of dkv. dkv of 192 and 128
 # spills 660 bytes a thread with blocks of 64. 256 is not here: its backward needs 266 KB of shared memory, so it stays
 # with `pallas`.

@@ -55,7 +55,7 @@ class GroupedBlock(NamedTuple):
 
 
 class GroupedTiles(NamedTuple):
-    """Blocks of the kernels that multiply rows, all with the same rows (every group's last block is padded): `deep` with
+    """Blocks of the kernels that multiply rows, all with the same rows (a group's last block is padded): `deep` with
     nothing beside the sum over a contracted dim of `deep_from` or more, `small` with a smaller one or one array beside
     it, `beside` with several accumulators. `outer`: of the gradients of matrices."""
     deep: GroupedBlock
@@ -75,12 +75,14 @@ class GroupedTiles(NamedTuple):
         return self.deep if num_beside == 0 and contracted >= self.deep_from else self.small
 
 
-# By bytes per element, for all GPUs. bfloat16: two warp groups of 64 rows each (wgmma), 144 KiB of shared memory for
-# three stages. Source: openxla/tokamax, autotuning of ragged_dot on H100: [8192, 4096] · [8, 4096, 14336] takes 128 ×
-# 256 × 64 with 8 warps, 0.66 of the peak; gradients of 128 matrices of 4096 × 1536 128 × 256 × 32, 0.60; [131072, 1024
-# and less] · [256, k, 7168] 128 × 128, 0.14. 256 columns with one array beside spill 36 bytes per thread. float32 (no
-# exact tensor cores) would spill 508 bytes with 128 columns, and a gated MLP's gradients 1.4 KB. These tiles do not
-# spill on sm_80, sm_90a and sm_100a. Larger blocks would pad small groups more.
+# By bytes per element, for all GPUs. bfloat16: two warp groups of 64 rows each (wgmma), 144 KiB of shared memory.
+# Source: openxla/tokamax, autotuning of ragged_dot on H100: [8192, 4096] · [8, 4096, 14336] takes 128 × 256 × 64 with 8 warps,
+# 0.66 of the peak; gradients of 128 matrices of 4096 × 1536 128 × 256 × 32, 0.60; [131072, 1024 and less] ·
+# [256, k, 7168] 128 × 128, 0.14. On an H200 (benchmarks/gpu.md) rows reach 0.48 to 0.59; gradients 0.23 with three
+# stages: rows taken by number are two loads in a chain, which left one step of 32 rows on its way, and six leave four.
+# 256 columns with one array beside spill 36 bytes per thread. float32 (no exact tensor cores) would spill 508 bytes
+# with 128 columns, and a gated MLP's gradients 1.4 KB. These tiles do not spill on sm_80, sm_90a and sm_100a. Larger
+# blocks would pad small groups more.
 GROUPED = {2: GroupedTiles(GroupedBlock(128, 256, 64, 8, 3), GroupedBlock(128, 128, 64, 8, 3),
                            GroupedBlock(128, 64, 64, 8, 3), GroupedBlock(128, 256, 32, 8, 6)),
            4: GroupedTiles(GroupedBlock(128, 64, 32, 8, 2), GroupedBlock(128, 64, 32, 8, 2),

@@ -32,8 +32,8 @@ _ELSEWHERE = "share of the dense bf16 peak, the causal half counted; for runs of
 _TRITON = ("share of the dense bf16 peak, the visited pairs counted, before attention.ramp. Measured on an H200 in "
            "packed rows of 8,192 tokens, whole rows 5 to 10% above; assumptions: A100 between FlashAttention-2 (.58, "
            ".50) and Triton's kernels of 2023 (.36, .32), Blackwell about FlashAttention-2 on H100 (.37, .33)")
-_MOSAIC = ("the same, measured alike: packed .49 and .56, whole rows .60 and .64. Products are those that are computed, "
-           "seven backward")
+_MOSAIC = ("the same, measured alike: packed .49 and .56, whole rows .60 and .64. Products are those that are "
+           "computed, seven backward")
 _BLOCKWISE = ("share of the dense bf16 peak, the causal half counted, of blocks compiled by XLA, whose scores go "
               "through memory: by the roofline of compiled programs on H100 .029 and .047 in bfloat16, .026 and .032 "
               "in float32; elsewhere in proportion to the memory's bandwidth")
@@ -56,7 +56,8 @@ class Assumption:
 
 TABLE = {row.name: row for row in (
     Assumption("matmul.best", {"": .803, "a100": .869, "b200": .776, "b300": .776, "gb": .729, "mi": .514}, _MAMF),
-    Assumption("matmul.sustained", {"": .84, "a100": .92, "h200": .95, "b200": .68, "b300": .68, "gb": .68, "mi": .84}, _HOT),
+    Assumption("matmul.sustained", {"": .84, "a100": .92, "h200": .95, "b200": .68, "b300": .68, "gb": .68, "mi": .84},
+               _HOT),
     Assumption("matmul.clock", {"": 1.0, "h100-96gb": .80}, "500 W instead of 700 W; from that part's runs"),
     Assumption("matmul.wave", {"": .35},
                "share of a wave of 128 × 256 tiles that the last, partly filled one costs", 0, 10),

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain import hardware, known_bad, pattern
+from meshtrain import hardware, pattern
 from meshtrain.kernels import blockwise, cudnn, mosaic, pallas, tiles
 from meshtrain.kernels.engine import CAUSAL, Engine, Expansion, Mask, Output, Scores
 from meshtrain.names import PADDING
@@ -34,9 +34,8 @@ LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only w
           "mosaic": "Mosaic kernels for Hopper that visit only what documents reach",
           "blockwise": "blockwise XLA engine"}
 # What "auto" takes, the first that can serve: on an H200 mosaic is right and faster than pallas, and as fast as cuDNN
-# (benchmarks/gpu.md), in jax since MOSAIC_SINCE.
+# (benchmarks/gpu.md), in jax since mosaic.AUTO_SINCE.
 AUTO = ("cudnn", "mosaic", "pallas", "blockwise")
-MOSAIC_SINCE = (0, 11)
 
 
 def attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, sinks_N=None):
@@ -219,11 +218,9 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     asked, cp = run.model.attention, layout.sizes[AXIS]
     against = _against(run, layout, platform, gpu)
     against["cudnn"] += _without_cudnn()
-    if asked == "auto" and platform in GPU_PLATFORMS and not against["mosaic"]:
-        against["mosaic"] += known_bad.found(frozenset({known_bad.GPUS, known_bad.MOSAIC}))
     name = _chosen(asked, against)
-    why = [f"model.attention={asked}"] if asked != "auto" else against["cudnn"][:1] if name in ("mosaic", "pallas") else against[
-        "cudnn"]
+    kept = 1 if name in ("mosaic", "pallas") else None
+    why = [f"model.attention={asked}"] if asked != "auto" else against["cudnn"][:kept]
     if name == "blockwise" and asked == "auto":
         why = [*dict.fromkeys(why + against["pallas"])]
     if platform not in GPU_PLATFORMS and asked == "auto":
@@ -251,7 +248,7 @@ def _against(run, layout: Layout, platform: str, gpu: str) -> dict[str, list[str
 
 def _chosen(asked: str, against: Mapping[str, list[str]]) -> str:
     """The engine to use. Raises: ValueError if the requested one cannot serve the run."""
-    compared = lambda name: name != "mosaic" or jax.__version_info__ >= MOSAIC_SINCE
+    compared = lambda name: name != "mosaic" or jax.__version_info__ >= mosaic.AUTO_SINCE
     name = next(name for name in AUTO if not against[name] and compared(name)) if asked == "auto" else asked
     if against[name]:
         able = " or ".join(f'"{other}"' for other in ("auto", *against) if not against.get(other))
