@@ -57,9 +57,9 @@ WHOLE = dict(document_mask=False)
 
 @pytest.fixture
 def with_cudnn(monkeypatch):
-    """And with a jax in which no GPU has compared Mosaic's kernels."""
+    """And with a jax in which no GPU has compared Mosaic's kernels, wherever a plan is made."""
     monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
-    monkeypatch.setattr(mosaic, "AUTO_SINCE", (9, 9))
+    monkeypatch.setattr(attention, "AUTO", [name for name in attention.AUTO if name != "mosaic"])
 
 
 @pytest.mark.parametrize("expected, asked", [
@@ -106,11 +106,16 @@ def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, as
     ("mosaic", dict(model=dict(head_dim=192, latent=dict(kv_dim=64, rope_dim=64, value_dim=128)))),
     ("mosaic", dict(model=dict(window=64, mixers="WF", kinds=dict(F=dict(head_dim=256))))),
     ("blockwise", dict(model=dict(compute_dtype="float32"))), ("pallas", dict(model=dict(attention="pallas")))])
-def test_on_hopper_packed_rows_take_mosaic_where_a_gpu_has_compared_it(expected, asked, with_cudnn, monkeypatch):
+def test_on_hopper_packed_rows_take_mosaic_where_a_gpu_has_compared_it(expected, asked, monkeypatch):
+    """And are priced by it where an older jax makes the plan."""
+    monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
     monkeypatch.setattr(mosaic, "AUTO_SINCE", (0, 0))
     assert chosen(**asked)[0] == expected
     run, layout = asked_for(**{key: value for key, value in asked.items() if key != "gpu"})
+    monkeypatch.setattr(mosaic, "AUTO_SINCE", (9, 9))
     assert rates.attended(run, layout, Assumptions(asked.get("gpu", "h100"))).engine == expected
+    assert chosen(**asked)[0] == (expected if asked.get("data") == WHOLE and not asked.get("training") and not asked.get(
+        "model") else expected.replace("mosaic", "pallas"))
 
 
 def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch):

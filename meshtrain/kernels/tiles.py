@@ -76,8 +76,8 @@ class GroupedTiles(NamedTuple):
 
 
 # By bytes per element, for all GPUs. bfloat16: two warp groups of 64 rows each (wgmma), 144 KiB of shared memory.
-# Source: openxla/tokamax, autotuning of ragged_dot on H100: [8192, 4096] · [8, 4096, 14336] takes 128 × 256 × 64 with 8 warps,
-# 0.66 of the peak; gradients of 128 matrices of 4096 × 1536 128 × 256 × 32, 0.60; [131072, 1024 and less] ·
+# Source: openxla/tokamax, autotuning of ragged_dot on H100: [8192, 4096] · [8, 4096, 14336] takes 128 × 256 × 64 with 8
+# warps, 0.66 of the peak; gradients of 128 matrices of 4096 × 1536 128 × 256 × 32, 0.60; [131072, 1024 and less] ·
 # [256, k, 7168] 128 × 128, 0.14. On an H200 (benchmarks/gpu.md) rows reach 0.48 to 0.59; gradients 0.23 with three
 # stages: rows taken by number are two loads in a chain, which left one step of 32 rows on its way, and six leave four.
 # 256 columns with one array beside spill 36 bytes per thread. float32 (no exact tensor cores) would spill 508 bytes

@@ -233,11 +233,11 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
 
 
 def engine_name(run, layout: Layout, gpu: str) -> str:
-    """The engine that `choose` takes on these GPUs with all software installed; for cost estimates.
+    """The engine that `choose` takes on these GPUs with all software installed, and new; for cost estimates.
 
     Raises: ValueError as `choose`.
     """
-    return _chosen(run.model.attention, _against(run, layout, GPU_PLATFORMS[0], gpu))
+    return _chosen(run.model.attention, _against(run, layout, GPU_PLATFORMS[0], gpu), mosaic.AUTO_SINCE)
 
 
 def _against(run, layout: Layout, platform: str, gpu: str) -> dict[str, list[str]]:
@@ -246,9 +246,9 @@ def _against(run, layout: Layout, platform: str, gpu: str) -> dict[str, list[str
             "mosaic": _against_mosaic(run, layout, platform, gpu), "blockwise": []}
 
 
-def _chosen(asked: str, against: Mapping[str, list[str]]) -> str:
-    """The engine to use. Raises: ValueError if the requested one cannot serve the run."""
-    compared = lambda name: name != "mosaic" or jax.__version_info__ >= mosaic.AUTO_SINCE
+def _chosen(asked: str, against: Mapping[str, list[str]], version: tuple[int, ...] = jax.__version_info__) -> str:
+    """The engine to use with this version of jax. Raises: ValueError if the requested one cannot serve the run."""
+    compared = lambda name: name != "mosaic" or version >= mosaic.AUTO_SINCE
     name = next(name for name in AUTO if not against[name] and compared(name)) if asked == "auto" else asked
     if against[name]:
         able = " or ".join(f'"{other}"' for other in ("auto", *against) if not against.get(other))
