@@ -31,7 +31,7 @@ from meshtrain.config import ConfigError
 from meshtrain.huggingface import folder
 from meshtrain.model import transformer
 from meshtrain.run import trees
-from meshtrain.storage import addresses
+from meshtrain.storage import addresses, copies
 
 COMMAND = config.Command("meshtrain.convert", {
     "step": config.Option("a saved step; 0: the newest", "N", "100", config.whole(), 0),
@@ -49,6 +49,7 @@ def main(asked: config.Arguments) -> None:
         raise ConfigError(f"{addresses.shown(asked.names[1])} is an address, and only directories can be "
                           f"written; mount it, or copy the folder there afterwards")
     if len(asked.names) == 1:
+        copies.forget()
         with config.user_errors():
             directory = folder.local(asked.names[0], whole=True, tell=say.err)
         say.out(_table(directory))

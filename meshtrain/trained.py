@@ -37,6 +37,7 @@ from meshtrain.run import say
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec, by_gloo
 from meshtrain.sharding.rules import Layout
+from meshtrain.storage import copies
 from meshtrain.units import size
 
 KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # that every command on a trained model takes
@@ -324,6 +325,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     keys: those that the command takes besides KEYS, see `config.resolve`. Raises: ConfigError.
     """
     allowed = (*KEYS, *keys)
+    copies.forget()
     with config.user_errors():
         path = folder.local(directory, whole=True, tell=say.err)
         there = files.is_dir(path)

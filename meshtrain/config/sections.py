@@ -356,7 +356,7 @@ class Data(Section):
     loss_on: Literal["assistant", "all"] = key(
         "assistant", "what is learned of chat: what the assistant says, or all of it")
     cache: PathKey = key(
-        "", "directory of the token cache, and of copies of files at addresses; empty = .meshtrain beside the first file, "
+        "", "directory of the token cache and of copies of files at addresses; empty = .meshtrain beside the first file, "
         "or in run.dir, and ~/.cache/meshtrain-files")
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)

@@ -77,12 +77,13 @@ def parse(text: str) -> Address:
 
 
 def _of_hub(text: str, rest: str) -> Address:
-    found = re.fullmatch(rf"((?:datasets/)?{NAME}/{NAME})(?:@([^/]+))?(?:/(.*))?", rest)
-    if not found or found[1].startswith(("spaces/", "models/")) or found[1] == "datasets" or (
-            rest.startswith("datasets/") and not found[1].startswith("datasets/")):
+    kind, rest = ("datasets/", rest[len("datasets/"):]) if rest.startswith("datasets/") else ("", rest)
+    found = re.fullmatch(rf"({NAME})/({NAME})(?:@([^/]+))?(?:/(.*))?", rest)
+    if not found or found[1] in ("datasets", "models", "spaces"):
         raise StorageError(f"{text} is not hf://OWNER/NAME, hf://OWNER/NAME@REVISION or hf://datasets/OWNER/NAME, with "
                            f"/PATH behind it; name the model or data set in full")
-    return Address(HUB, found[1], (found[3] or "").rstrip("/"), urllib.parse.unquote(found[2] or ""))
+    return Address(HUB, f"{kind}{found[1]}/{found[2]}", (found[4] or "").rstrip("/"),
+                   urllib.parse.unquote(found[3] or ""))
 
 
 def folder_of(path: str) -> str:
@@ -108,7 +109,7 @@ def _part(part: str) -> str:
         elif token == "?":
             made += "[^/]"
         elif token.startswith("[") and token.endswith("]") and len(token) > 2:
-            inside = token[1:-1].replace("\\", "\\\\")
+            inside = re.sub(r"([\\\[&|~])", r"\\\1", token[1:-1])
             made += f"(?!/)[{'^' + inside[1:] if inside.startswith('!') else inside}]"
         else:
             made += re.escape(token)
