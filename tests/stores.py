@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from moto.server import create_backend_app
 from werkzeug.serving import make_server
 
 BUCKET, TOKEN, SECRET = "bucket", "hf_token-of-the-test", "aws-secret-of-the-test"
+SIGNED = "AWS4-HMAC-SHA256 Credential=id/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -94,8 +94,7 @@ class Server:
         found = self._of_hub(request, start) or self._of_web(request, start)
         if found is None:
             # moto has no anonymous requests, as obstore's of gs:// are here
-            environ.setdefault("HTTP_AUTHORIZATION", "AWS4-HMAC-SHA256 Credential=id/20260101/us-east-1/s3/aws4_request, "
-                                                     "SignedHeaders=host, Signature=0")
+            environ.setdefault("HTTP_AUTHORIZATION", SIGNED)
             found = self._buckets(environ, start)
         return _cut(found) if fault and not fault.status and not fault.seconds else found
 
@@ -172,7 +171,3 @@ def environment(server: Server, home: Path) -> dict[str, str]:
     return {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": server.url, "GOOGLE_SERVICE_ACCOUNT": str(account), "HF_ENDPOINT": server.url,
             "HF_TOKEN": TOKEN, "XDG_CACHE_HOME": str(home), "NO_PROXY": "127.0.0.1,localhost"}
-
-
-def quoted(name: str) -> str:
-    return urllib.parse.quote(name)

@@ -1,5 +1,6 @@
 """Files at addresses, read from servers on loopback: what is found, copied once and read again, what a failing server
 costs, and that no secret is told."""
+import glob
 import json
 import os
 import shutil
@@ -22,8 +23,8 @@ from meshtrain.huggingface import folder  # noqa: E402
 from meshtrain.storage import addresses, copies, stores  # noqa: E402
 from meshtrain.storage.addresses import StorageError  # noqa: E402
 
-TREE = ("a.txt", "b.TXT", "sub/a.txt", "sub/deep/c.txt", ".hidden.txt", "sub/.dot/d.txt", "x[1].txt", "x1.txt", "é ?.txt",
-        "sub/a.txt.gz", "n^.txt")
+TREE = ("a.txt", "b.TXT", "sub/a.txt", "sub/deep/c.txt", ".hidden.txt", "sub/.dot/d.txt", "x[1].txt", "x1.txt",
+        "é ?.txt", "sub/a.txt.gz", "n^.txt")
 PATTERNS = ("*.txt", "**/*.txt", "sub/*", "**", "sub/**", "s*/a.*", "x[0-9].txt", "x[!0-9].txt", "x[[]1].txt", "?.txt",
             ".*.txt", "**/.dot/*", "sub/**/c.txt", "[a-b].*", "n[^a].txt", "**/deep/**/*", "[]x].txt", "*[", "nothing*")
 
@@ -56,12 +57,11 @@ def copied(*names: str, tell=lambda line: None) -> list[Path]:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_glob_of_addresses_matches_what_glob_finds(pattern, tmp_path):
-    import glob
     for name in TREE:
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tree" / name).touch()
-    found = {os.path.relpath(path, tmp_path / "tree") for path in glob.glob(f"{tmp_path}/tree/{pattern}", recursive=True)
-             if os.path.isfile(path)}
+    paths = glob.glob(f"{tmp_path}/tree/{pattern}", recursive=True)
+    found = {os.path.relpath(path, tmp_path / "tree") for path in paths if os.path.isfile(path)}
     assert {name for name in TREE if addresses.glob_regex(pattern).fullmatch(name)} == found
 
 
@@ -211,6 +211,19 @@ def test_no_credentials_are_told_with_the_variables(tmp_path, monkeypatch):
     assert SECRET not in str(told) and "?…" in str(told)
 
 
+@pytest.mark.parametrize(("name", "key", "value"), [
+    ("s3://bucket/a.txt", "AWS_ENDPOINT_URL", f"not a url {SECRET}"),
+    ("s3://bucket/a.txt", "AWS_ENDPOINT_URL", f"http://me:{SECRET}@127.0.0.1:9"),
+    ("s3://bucket/a.txt", "AWS_ACCESS_KEY_ID", f"{SECRET}\n"),
+    ("gs://bucket/a.txt", "GOOGLE_SERVICE_ACCOUNT", "/none.json"),
+    ("hf://owner/name/a", "HF_ENDPOINT", f"none {SECRET}"), ("hf://owner/name/a", "HF_TOKEN", f"{SECRET}\nb"),
+    ("hf://owner/name/a", "HF_TOKEN", f"{SECRET}é猫")])
+def test_an_environment_that_cannot_be_used_is_one_message_without_it(name, key, value, tmp_path, monkeypatch):
+    monkeypatch.setenv(key, value)
+    told = fault(section([name], "text"), tmp_path)
+    assert name.rpartition("/")[0] in told and SECRET not in told, told
+
+
 def test_a_missing_extra_is_told(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "obstore", None)
     assert "needs the package obstore" in (told := fault(section(["s3://bucket/a.txt"], "text"), tmp_path))
@@ -218,7 +231,8 @@ def test_a_missing_extra_is_told(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("text", "part"), [
-    ("https://me:secret@host/a", "https://…@host/a has a name or password"), ("https://host/a?sig=secret", "has a query"),
+    ("https://me:secret@host/a", "https://…@host/a has a name or password"),
+    ("https://host/a?sig=secret", "has a query"),
     ("s3://id:secret@bucket/a", "s3://…@bucket/a has a name"), ("abfs://a/b", "known are s3://"),
     ("hf://name", "hf://OWNER/NAME"), ("hf://datasets/name", "hf://OWNER/NAME"), ("hf://spaces/a/b", "hf://OWNER/NAME"),
     ("s3:///key", "names no bucket"), ("https:///a", "names no host"), ("s3://bucket/a/../b", ". or .."),

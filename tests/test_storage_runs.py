@@ -1,12 +1,18 @@
 """Commands that read from addresses: the same numbers as by path, nothing read twice, and no secret in any file."""
 import json
 import shutil
+import subprocess
+import sys
 
+import numpy as np
 import pytest
+import test_several_processes
 from commands import call, home, in_a_directory_of_its_own, ran, refused, rows, tiny  # noqa: F401
 from corpora import bpe  # noqa: F401
 from folders import GOLDENS
 from test_weights import tokens, without_model  # noqa: F401
+
+from tests import tiny_run
 
 pytest.importorskip("obstore", reason="files at s3:// and gs:// need pip install -e '.[storage]'")
 pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
@@ -104,7 +110,8 @@ def test_a_tokenizer_by_name_gives_the_tokens_of_its_file(server, tiny, home, bp
 
 def test_generate_and_convert_read_a_model_by_name(server, tmp_path):
     server.hub["models/owner/name"] = GOLDENS / "qwen3"
-    words = ("--prompt-ids", "[[5, 6, 7]]", "--max-tokens", "4", "--json", "--mesh.simulated_devices", "8", "--mesh.data", "8")
+    words = ("--prompt-ids", "[[5, 6, 7]]", "--max-tokens", "4", "--json", "--mesh.simulated_devices", "8",
+             "--mesh.data", "8")
     here, there = (call(generate.main, name, *words) for name in (GOLDENS / "qwen3", "hf://owner/name"))
     assert (there.code, there.out) == (0, here.out), there.err
     here, there = (call(convert.main, name) for name in (GOLDENS / "qwen3", "hf://owner/name"))
@@ -141,3 +148,25 @@ def test_adapters_of_a_model_of_the_hub_name_it_as_peft_does():
     assert (made["base_model_name_or_path"], made["revision"]) == ("owner/name", "v1")
     made = peft._config(config.Lora(rank=2), "folder", {"q_proj": 2}, conv1d=False)
     assert (made["base_model_name_or_path"], made["revision"]) == ("folder", None)
+
+
+@pytest.mark.slow
+def test_two_processes_read_a_bucket_once_and_train_what_one_trains_from_files(server, tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(3):
+        content = rng.integers(97, 123, 3000, np.uint8).tobytes()
+        (tmp_path / f"{i}.txt").write_bytes(content)
+        server.put(f"two/{i}.txt", content)
+    (tmp_path / "run.toml").write_text(tiny_run.text(
+        run__sample_tokens=0, mesh__data=1, mesh__fsdp=2, mesh__simulated_devices=2,
+        sharding__rules="sharding_rules/zero3.toml", training__steps=2))
+    server.log.clear()
+    for count, paths, directory in ((1, f"{tmp_path}/*.txt", "here"), (2, f"s3://{BUCKET}/two/*.txt", "there")):
+        start = [sys.executable, *test_several_processes.command(tmp_path, count, directory)[1:],
+                 "--data.paths", json.dumps([paths])]
+        done = subprocess.run(start, env=test_several_processes.environment(), capture_output=True, text=True,
+                              timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(tmp_path / "there") == pytest.approx(losses(tmp_path / "here"), rel=1e-5)      # sums in another order
+    assert sorted(server.of_content()) == [f"GET /{BUCKET}/two/{i}.txt" for i in range(3)]
+    assert with_secrets(tmp_path) == []

@@ -356,8 +356,8 @@ class Data(Section):
     loss_on: Literal["assistant", "all"] = key(
         "assistant", "what is learned of chat: what the assistant says, or all of it")
     cache: PathKey = key(
-        "", "directory of the token cache and of copies of files at addresses; empty = .meshtrain beside the first file, "
-        "or in run.dir, and ~/.cache/meshtrain-files")
+        "", "directory of the token cache and of copies of files at addresses; empty = .meshtrain beside the first "
+        "file, or in run.dir, and ~/.cache/meshtrain-files")
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)

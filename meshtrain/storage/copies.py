@@ -47,7 +47,8 @@ _seen = _Seen()
 
 def forget() -> None:
     """Look at every address anew: a run begins."""
-    _seen.__init__()
+    global _seen
+    _seen = _Seen()
 
 
 def identities() -> str:

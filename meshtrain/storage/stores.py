@@ -32,6 +32,7 @@ CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGN
                "gs": "GOOGLE_APPLICATION_CREDENTIALS",
                HUB: "HF_TOKEN (for a gated model accept its terms at the hub first)",
                "https": "", "http": ""}
+HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
 Value = TypeVar("Value")
 
 
@@ -121,7 +122,7 @@ def _refused(address: Address, code: int, what: str) -> Exception:
 
 
 def _bucket_listing(folder: Address) -> list[RemoteFile]:
-    obstore, store = _obstore(folder), _bucket(folder.scheme, folder.home, _environment())
+    obstore, store = _opened_bucket(folder)
     prefix = folder.path.rstrip("/")
 
     def act():
@@ -130,7 +131,7 @@ def _bucket_listing(folder: Address) -> list[RemoteFile]:
 
 
 def _bucket_file(address: Address) -> RemoteFile:
-    obstore, store = _obstore(address), _bucket(address.scheme, address.home, _environment())
+    obstore, store = _opened_bucket(address)
     return _of_bucket(address, _asked(address, lambda: obstore.head(store, address.path)))
 
 
@@ -139,7 +140,7 @@ def _of_bucket(address: Address, one: dict) -> RemoteFile:
 
 
 def _read_ranges(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
-    obstore, store = _obstore(found.address), _bucket(found.address.scheme, found.address.home, _environment())
+    obstore, store = _opened_bucket(found.address)
     same = {"if_match": found.etag} if found.etag else {}
 
     def read(start: int) -> int:
@@ -163,6 +164,15 @@ def _read_ranges(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None])
         pool.shutdown(cancel_futures=True)
 
 
+def _check_environment(address: Address) -> None:
+    """Raises: StorageError for what would abort the library, which takes it for granted."""
+    for key, value in _environment() if address.scheme == "s3" else ():
+        if key.startswith("AWS_ENDPOINT") and not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[!-~]*)?", value):
+            raise StorageError(f"{address}: {key} is not https://HOST[:PORT] or http://HOST[:PORT]; mend or unset it")
+        if key in HEADERS and not re.fullmatch(r"[!-~]*", value):
+            raise StorageError(f"{address}: {key} has a character that no request can have; mend or unset it")
+
+
 def _environment() -> tuple[tuple[str, str], ...]:
     """What decides how a bucket is opened: a store is opened anew where it changes."""
     return tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith(("AWS_", "GOOGLE_"))))
@@ -177,12 +187,19 @@ def _bucket(scheme: str, name: str, environment: tuple) -> Any:
         "allow_http": True, "connect_timeout": "10s", "timeout": f"{2 * SILENCE_S:g}s"})
 
 
-def _obstore(address: Address) -> Any:
+def _opened_bucket(address: Address) -> tuple[Any, Any]:
+    """(the library, the bucket of an address). Raises: StorageError."""
     try:
-        return importlib.import_module("obstore")
+        library = importlib.import_module("obstore")
     except ImportError:
         raise StorageError(f"{address} needs the package obstore, which is not installed; run pip install -e "
                            f"'.[storage]'") from None
+    _check_environment(address)
+    try:
+        return library, _bucket(address.scheme, address.home, _environment())
+    except (library.exceptions.BaseError, OSError, ValueError):     # the text may repeat what it cannot parse
+        raise StorageError(f"{address}: the environment has credentials or an endpoint that cannot be used; see to "
+                           f"{CREDENTIALS[address.scheme]}") from None
 
 
 def _asked(address: Address, act: Callable[[], Value]) -> Value:
@@ -209,7 +226,7 @@ def _of_obstore(address: Address, text: str) -> Exception:
     if status := re.search(r"status code: (\d{3}) ?([A-Za-z ]*)", text):
         code = re.search(r"<Code>([A-Za-z.]+)</Code>", text)
         return _refused(address, int(status[1]), code[1] if code else status[2].strip())
-    first = re.sub(r"\?\S+", "?…", text.partition("\n")[0])[:300]
+    first = re.sub(r"//[^/\s]*@", "//…@", re.sub(r"\?\S+", "?…", text.partition("\n")[0]))[:300]
     if re.search(r"HTTP error|error sending request|timed? ?out|connection|decoding", first, re.IGNORECASE):
         return _Moment(first)
     return StorageError(f"{address} cannot be read: {first}; see to its credentials, {CREDENTIALS[address.scheme]}")
@@ -286,15 +303,18 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_Redirects)
 
 
-def _opened(address: Address, url: str, headers: dict[str, str] | None = None, *, method: str = "GET",
-            token: str = "") -> http.client.HTTPResponse:
+def _opened(address: Address, url: str, headers: dict[str, str] | None = None, *,
+            method: str = "GET") -> http.client.HTTPResponse:
     """Raises: _Moment, StorageError."""
-    request = urllib.request.Request(url, headers={"User-Agent": "meshtrain", **(headers or {})}, method=method)
-    token = token or _token(address)
-    if token:
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
+        request = urllib.request.Request(url, headers={"User-Agent": "meshtrain", **(headers or {})}, method=method)
+        if token := _token(address):
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
         return _OPENER.open(request, timeout=SILENCE_S)
+    except ValueError:      # its text has the header's value
+        remedy = "set HF_ENDPOINT to https://HOST and HF_TOKEN to a word of ASCII, or neither" \
+            if address.scheme == HUB else "see to the address"
+        raise StorageError(f"{address} cannot be asked for: no request can be made of it; {remedy}") from None
     except urllib.error.HTTPError as error:
         error.close()
         raise _refused(address, error.code, http.client.responses.get(error.code, "")) from None
@@ -322,7 +342,8 @@ def _hub_listing(folder: Address) -> list[RemoteFile]:
             while chunk := _received(reply):
                 text += chunk
                 if len(text) > MOST_LISTING_BYTES:
-                    raise StorageError(f"{folder}: the list of its files is longer than {MOST_LISTING_BYTES:,} bytes")
+                    raise StorageError(f"{folder}: the list of its files is longer than {MOST_LISTING_BYTES:,} bytes; "
+                                       f"name another")
             return text
     try:
         answer = json.loads(_patiently(folder, act))
