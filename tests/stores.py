@@ -31,12 +31,13 @@ class Request:
 
 @dataclasses.dataclass
 class Fault:
-    """The next `times` requests of paths with `path` in them. status: the answer; 0: the body is cut in half; seconds:
-    it waits so long first."""
+    """The next `times` requests of paths with `path` in them. status: the answer; 0: the body is cut in half, unless
+    the request waits: seconds, and before them until `until` says yes."""
     path: str
     times: int
     status: int = 0
     seconds: float = 0.0
+    until: Callable[[], bool] = lambda: True
 
 
 class Server:
@@ -88,6 +89,8 @@ class Server:
         fault = next((one for one in self.faults if one.times and one.path in request.path), None)
         if fault:
             fault.times -= 1
+            while not fault.until():
+                time.sleep(0.02)
             time.sleep(fault.seconds)
             if fault.status:
                 return _plain(start, fault.status, b"<Error><Code>SlowDown</Code></Error>")
@@ -132,6 +135,8 @@ class Server:
         return found | ({"lfs": {"sha256": digest, "size": found["size"]}} if path.suffix == ".safetensors" else {})
 
     def _of_web(self, request: Request, start: Callable):
+        if request.path.startswith("/moved/"):
+            return _plain(start, 302, b"", Location=f"{self.url}/web/{request.path.removeprefix('/moved/')}")
         if not request.path.startswith("/web/"):
             return None
         return _file(start, self.web / request.path.removeprefix("/web/"), request)

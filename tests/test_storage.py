@@ -1,5 +1,6 @@
 """Files at addresses, read from servers on loopback: what is found, copied once and read again, what a failing server
 costs, and that no secret is told."""
+import dataclasses
 import glob
 import json
 import os
@@ -151,6 +152,25 @@ def test_a_server_that_fails_for_a_moment_costs_a_moment(scheme, status, server,
     server.faults.append(Fault("moment.bin", 3, status))
     assert copied(*found)[0].read_bytes() == content
     assert not any(one.times for one in server.faults)
+    if status == 0 and scheme != "s3":      # each goes on where the one before broke
+        assert [one.headers["Range"] for one in server.log if "Range" in one.headers] == [
+            "bytes=2500-", "bytes=3750-", "bytes=4375-"]
+
+
+def test_a_redirection_is_followed_and_a_head_stays_one(server, tmp_path):
+    (tmp_path / "web" / "a.txt").write_bytes(b"moved")
+    found = copies.matched(f"{server.url}/moved/a.txt")
+    assert server.asked() == ["HEAD /moved/a.txt", "HEAD /web/a.txt"]
+    assert copied(*found)[0].read_bytes() == b"moved"
+
+
+def test_more_bytes_than_the_server_told_are_no_copy(server, tmp_path):
+    (tmp_path / "web" / "a.txt").write_bytes(b"four")
+    (name,) = copies.matched(f"{server.url}/web/a.txt")
+    copies._seen.files[name] = dataclasses.replace(copies._seen.files[name], size=2)
+    with pytest.raises(StorageError, match="has 4 bytes, and its server said 2; start again"):
+        copied(name)
+    assert [path for path in copies.home().rglob("*a.txt") if path.is_file()] == []
 
 
 def test_a_slow_server_is_waited_for_and_one_that_hangs_is_asked_again(server, tmp_path, monkeypatch):
@@ -320,7 +340,8 @@ def test_several_processes_of_a_host_fetch_once_and_one_that_is_killed_leaves_no
     killed.communicate()
     assert [path.name for path in copies.home().rglob("1.txt")] == []
     server.log.clear()
-    server.faults.append(Fault("once/0.txt", 1, seconds=0.5))
+    all_listed = lambda: sum("list-type" in one.query for one in server.log) == 3
+    server.faults.append(Fault("once/0.txt", 1, seconds=0.5, until=all_listed))
     ran = [start() for _ in range(3)]
     said = [process.communicate(timeout=60) for process in ran]
     assert [process.returncode for process in ran] == [0, 0, 0], said
