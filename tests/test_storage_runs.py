@@ -143,6 +143,20 @@ def test_what_cannot_be_had_ends_with_exit_code_2_and_one_message(words, fault, 
     assert SECRET not in told.err and TOKEN not in told.err and "http://" not in told.err
 
 
+def test_copies_that_cannot_be_written_end_with_exit_code_2(server, tiny, tmp_path, monkeypatch):
+    server.hub["models/owner/name"], server.private = GOLDENS / "qwen3", False
+    (tmp_path / "file").touch()
+    server.put("corpus/a.txt", b"text")
+    words = (*TWO, "--run.dir", "new", "--data.paths", f'["s3://{BUCKET}/corpus/a.txt"]')
+    refused(call(train.main, *tiny, *words, "--data.cache", "file"), "cannot be written to file", "set data.cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    refused(call(train.main, *without_model(tiny), *words, "--checkpoint.init_from", "hf://owner/name"),
+            "checkpoint.init_from: copies of files at addresses cannot be written", "XDG_CACHE_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "relative")
+    refused(call(generate.main, "hf://owner/name", "--prompt-ids", "[[5]]"), "set XDG_CACHE_HOME")
+
+
 def test_adapters_of_a_model_of_the_hub_name_it_as_peft_does():
     made = peft._config(config.Lora(rank=2), "hf://owner/name@v1", {"q_proj": 2}, conv1d=False)
     assert (made["base_model_name_or_path"], made["revision"]) == ("owner/name", "v1")

@@ -216,19 +216,22 @@ def _copy(groups: Sequence[tuple[Path, Sequence[RemoteFile]]], copying: Copying)
 
     def missing() -> dict[Path, RemoteFile]:
         return {path: one for path, one in wanted.items() if not _is_whole(path, one)}
-    if not (left := missing()):
-        return
-    if refused := [one for one in left.values() if one.address.scheme == HUB and is_offline()]:
-        raise StorageError(f"{refused[0].address} has not been copied to {copying.directory}, and HF_HUB_OFFLINE "
-                           f"forbids to ask for it; start once without")
-    with _writing(copying.directory), _alone(copying) as beat:
-        if left := missing():       # another process may have made them
-            _fetch(left, copying, beat)
+    with _writing(copying.directory):
+        if not (left := missing()):
+            return
+        if refused := [one for one in left.values() if one.address.scheme == HUB and is_offline()]:
+            raise StorageError(f"{refused[0].address} has not been copied to {copying.directory}, and HF_HUB_OFFLINE "
+                               f"forbids to ask for it; start once without")
+        with _alone(copying) as beat:
+            if left := missing():       # another process may have made them
+                _fetch(left, copying, beat)
 
 
 def _is_whole(path: Path, found: RemoteFile) -> bool:
-    status = files.status(path)
-    return status is not None and found.size in (None, status.st_size)
+    try:
+        return files.patiently(lambda: os.stat(path)).st_size == found.size or found.size is None
+    except FileNotFoundError:
+        return False
 
 
 def _fetch(wanted: dict[Path, RemoteFile], copying: Copying, beat: Callable[[], None]) -> None:
@@ -298,9 +301,10 @@ def _alone(copying: Copying) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _writing(directory: Path) -> Iterator[None]:
-    """Raises: ValueError or FileSystemError for an OSError."""
+    """Raises: StorageError or FileSystemError for an OSError."""
     try:
         yield
     except OSError as error:
         raise files.judged(error, f"copies of files at addresses cannot be written to {directory}",
-                           "set data.cache, or XDG_CACHE_HOME, to a directory of this host with room") from None
+                           "set data.cache, or XDG_CACHE_HOME, to a directory of this host with room",
+                           StorageError) from None
