@@ -90,8 +90,8 @@ def matched(pattern: str) -> list[str]:
 def _file(address: Address) -> RemoteFile | None:
     """One file; None if there is none."""
     name = str(address)
-    if name not in _seen.files and address.scheme == HUB:
-        _listing(address.at(""))
+    if address.scheme == HUB and address.at("") not in _seen.folders:
+        _listing(address)
     if name not in _seen.files and not any(
             folder.at("") == address.at("") and address.path.startswith(f"{folder.path}/".lstrip("/"))
             for folder in _seen.folders):
@@ -113,7 +113,7 @@ def _listing(folder: Address) -> list[RemoteFile]:
 
 def _hub_listing(folder: Address) -> list[RemoteFile]:
     """As `stores.listed`; from the last list where the hub is not to be asked, or a commit is named."""
-    kept = home() / LISTINGS / f"{_digest([str(folder)])}.json"
+    kept = home() / LISTINGS / f"{_digest([stores.hub(), str(folder)])}.json"
     if is_offline() or COMMIT.fullmatch(folder.revision):
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
             return [RemoteFile(folder.at(path), *rest) for path, *rest in json.loads(kept.read_text(encoding="utf-8"))]

@@ -33,6 +33,7 @@ CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGN
                HUB: "HF_TOKEN (for a gated model accept its terms at the hub first)",
                "https": "", "http": ""}
 HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
+ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[!-~]*)?")
 Value = TypeVar("Value")
 
 
@@ -167,7 +168,7 @@ def _read_ranges(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None])
 def _check_environment(address: Address) -> None:
     """Raises: StorageError for what would abort the library, which takes it for granted."""
     for key, value in _environment() if address.scheme == "s3" else ():
-        if key.startswith("AWS_ENDPOINT") and not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[!-~]*)?", value):
+        if key.startswith("AWS_ENDPOINT") and not ENDPOINT.fullmatch(value):
             raise StorageError(f"{address}: {key} is not https://HOST[:PORT] or http://HOST[:PORT]; mend or unset it")
         if key in HEADERS and not re.fullmatch(r"[!-~]*", value):
             raise StorageError(f"{address}: {key} has a character that no request can have; mend or unset it")
@@ -326,13 +327,18 @@ def _opened(address: Address, url: str, headers: dict[str, str] | None = None, *
 # ---- the hub ---------------------------------------------------------------------------------------------------------
 
 
+def hub() -> str:
+    """Where the hub is asked."""
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+
+
 def _token(address: Address) -> str:
     return os.environ.get("HF_TOKEN", "").strip() if address.scheme == HUB else ""
 
 
 def _hub_listing(folder: Address) -> list[RemoteFile]:
     """All files of a model or data set, as one commit has them."""
-    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+    endpoint = hub()
     kind, name = ("", folder.home) if not folder.home.startswith("datasets/") else folder.home.split("/", 1)
     revision = urllib.parse.quote(folder.revision or "main", safe="")
 
@@ -353,4 +359,4 @@ def _hub_listing(folder: Address) -> list[RemoteFile]:
                            (one.get("lfs") or {}).get("sha256") or one.get("blobId") or commit,
                            at + urllib.parse.quote(one["rfilename"])) for one in siblings]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
-        raise StorageError(f"{folder}: {endpoint} answers with no list of files; is HF_ENDPOINT a hub?") from None
+        raise StorageError(f"{folder}: the hub answers with no list of files; is HF_ENDPOINT one?") from None
