@@ -31,6 +31,7 @@ from meshtrain.config import ConfigError
 from meshtrain.huggingface import folder
 from meshtrain.model import transformer
 from meshtrain.run import trees
+from meshtrain.storage import addresses, copies
 
 COMMAND = config.Command("meshtrain.convert", {
     "step": config.Option("a saved step; 0: the newest", "N", "100", config.whole(), 0),
@@ -44,12 +45,18 @@ COMMAND = config.Command("meshtrain.convert", {
 
 @command.entry(COMMAND, __doc__, (CheckpointError, PeerError), agree.told_by_first)
 def main(asked: config.Arguments) -> None:
-    if any("://" in name for name in asked.names[1:]):
-        raise ConfigError(f"{asked.names[1]} is an address, and only directories can be written; mount it, or copy the "
-                          f"folder there afterwards")
+    if any(map(addresses.is_remote, asked.names[1:])):
+        raise ConfigError(f"{addresses.shown(asked.names[1])} is an address, and only directories can be "
+                          f"written; mount it, or copy the folder there afterwards")
     if len(asked.names) == 1:
-        say.out(_table(Path(asked.names[0])))
+        copies.forget()
+        with config.user_errors():
+            directory = folder.local(asked.names[0], whole=True, tell=say.err)
+        say.out(_table(directory))
         return
+    if addresses.is_remote(asked.names[0]):
+        raise ConfigError(f"{addresses.shown(asked.names[0])} is an address, and a run's checkpoints are read from "
+                          f"mounted file systems; copy the run's directory to one")
     run_dir, out = map(Path, asked.names)
     cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     found = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)

@@ -61,6 +61,7 @@ from meshtrain.run.replicas import Replicas, ReplicasDiffer
 from meshtrain.run.rollouts import RolloutError, Rollouts
 from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
+from meshtrain.storage import copies
 from meshtrain.training.state import State
 from meshtrain.units import size
 
@@ -249,6 +250,7 @@ def _open(session: _Session, start: resume.Start):
         given = None if start.saved else agree.everywhere(lambda: pretrained.opened(run, made.model))
         session.corpus, batches = agree.everywhere(lambda: _open_data(run, session.directory, start))
     agree.same_everywhere("the data", session.corpus.fingerprint)
+    agree.same_everywhere("what is at addresses", copies.identities())
     return given, batches
 
 

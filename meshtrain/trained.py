@@ -33,13 +33,15 @@ from meshtrain.model.layers import Execution
 from meshtrain.names import AXES
 from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
+from meshtrain.run import say
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec, by_gloo
 from meshtrain.sharding.rules import Layout
+from meshtrain.storage import copies
 from meshtrain.units import size
 
 KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # that every command on a trained model takes
-TOKENIZER = "tokenizer.json"
+TOKENIZER = tokenizer.FILE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Trained:
                 named = self.run.data.tokenizer if "data.tokenizer" in self.given else str(self.directory / TOKENIZER)
                 if "data.tokenizer" not in self.given and not os.path.isfile(named):
                     return None
-                published = tokenizer.open_published(os.path.expanduser(named))
+                published = tokenizer.open_published(tokenizer.local(named))
                 return Text(lambda text: published.encode(text, special=False), published.encode,
                             published.decode, published)
             reader, _ = sources.reader_of(self.run.data, vocab_size=self.run.model.vocab_size)
@@ -322,8 +324,10 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
 
     keys: those that the command takes besides KEYS, see `config.resolve`. Raises: ConfigError.
     """
-    allowed, path = (*KEYS, *keys), Path(directory)
+    allowed = (*KEYS, *keys)
+    copies.forget()
     with config.user_errors():
+        path = folder.local(directory, whole=True, tell=say.err)
         there = files.is_dir(path)
         of_run = files.is_dir(path / "checkpoints")
     if not there:

@@ -250,7 +250,7 @@ ROWS = {
         ("run --prompt a --training.steps 3 --model.embed_dim 64", "training.steps changes nothing",
          "model.embed_dim changes"),
         ("run --prompt a --data.tokenizer list.json", "list.json"),
-        ("'gs://bucket/run' --prompt a", "gs://bucket/run"),
+        ("'hdfs://node/run' --prompt a", "hdfs://node/run", "known are s3://"),
         ("run --json=yes --prompt a", "--json"),
     ],
     "evaluate": [

@@ -25,7 +25,7 @@ LIMIT_S = 20        # a design takes milliseconds, that of a large pipeline a se
 ODD = (0, -1, 1, 2, 3, 7, 8, 10**4, 2**31, 2**63, 10**30, -10**18, 0.5, 1e-300, 1e300,
        math.inf, math.nan, True, False, "", " ", "8",
        "none", "auto", "\x00", "\u202e", "é" * 3000, "../../../etc/passwd", "/dev/zero",
-       "/dev/null", "/", ".", "~", "gs://bucket/run",
+       "/dev/null", "/", ".", "~", "hdfs://node/run",
        # fmt: skip
        "a\nb", '"', "[", "{}", [], [1], [[]], ["data", "data"], ["stage", "data", "fsdp", "context", "tensor"],
        {}, {"a": {}}, [{"source": "text"}])

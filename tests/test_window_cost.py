@@ -96,9 +96,9 @@ def test_a_layer_of_a_period_has_the_products_of_one_layer():
     whole = rates.visited_share(8192, 2000, 1.5)
     near = rates.visited_share(8192, 2000, 1.5, window=1024)
     assert attended(packed) == rates.Attended({"F": pytest.approx(whole), "W": pytest.approx(near)},
-                                              "pallas", documents=True) and near < whole / 2
+                                              "mosaic", documents=True) and near < whole / 2
     capped = run.replaced(model={"score_softcap": 50.0})
-    assert attended(capped).engine == "pallas"
+    assert attended(capped).engine == "mosaic"
 
 
 def test_stages_are_priced_by_whole_periods():

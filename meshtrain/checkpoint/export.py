@@ -27,6 +27,7 @@ from meshtrain.checkpoint.pretrained import copy_companions, parameter_paths, pa
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Data, user_errors
 from meshtrain.data import sources
+from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.model.transformer import Transformer
 from meshtrain.run.rundir import NO_LOCKS
@@ -65,7 +66,7 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
                 _write_rows([row, *more], leaves, layers, written)
         written.close()
         config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
-        on_first(directory, lambda: _complete(place, parts, written.size, config, source, Path(data["tokenizer"])))
+        on_first(directory, lambda: _complete(place, parts, written.size, config, source, data["tokenizer"]))
     return written.size
 
 
@@ -285,12 +286,12 @@ def _name(place: Path, directory: Path) -> None:
     files.sync(directory.parent)
 
 
-def _complete(place: Path, parts, size: int, config: dict, source: Path | None, tokenizer: Path) -> None:
-    """Write the files that accompany the weights."""
+def _complete(place: Path, parts, size: int, config: dict, source: Path | None, named: str) -> None:
+    """Write the files that accompany the weights. named: data.tokenizer."""
     if source:
         copy_companions(source, place)
-    elif tokenizer.is_file():
-        shutil.copyfile(tokenizer, place / "tokenizer.json")
+    elif (path := tokenizer.local(named)).is_file():
+        shutil.copyfile(path, place / "tokenizer.json")
     if folder.SINGLE not in parts:
         weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
         if files.is_file(carried := place / folder.CARRIED):

@@ -26,6 +26,7 @@ from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.huggingface.families import TEXT_PREFIXES
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
+from meshtrain.storage import addresses
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -125,7 +126,11 @@ def _short(module: str, modules: list[str]) -> str:
 
 
 def _config(of, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
-    """Ranks other than lora.rank are written as patterns, with alphas that keep alpha / rank."""
+    """Ranks other than lora.rank are written as patterns, with alphas that keep alpha / rank. A base of the hub has its
+    name there and its revision."""
+    revision = None
+    if addresses.is_remote(base) and (parsed := addresses.parse(base)).scheme == addresses.HUB and not parsed.path:
+        base, revision = parsed.home, parsed.revision or None
     others = {name: rank for name, rank in ranks.items() if rank != of.rank}
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
             "r": of.rank, "lora_alpha": of.alpha,
@@ -133,4 +138,4 @@ def _config(of, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
             "alpha_pattern": {name: of.alpha * rank / of.rank for name, rank in others.items()},
             "fan_in_fan_out": conv1d,
             "bias": "none", "lora_dropout": 0.0, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
-            "modules_to_save": None, "inference_mode": True, "revision": None}
+            "modules_to_save": None, "inference_mode": True, "revision": revision}

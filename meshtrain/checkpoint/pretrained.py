@@ -47,8 +47,9 @@ def opened(run: Run, transformer) -> tuple[folder.Folder, list[folder.WeightRow]
         raise ConfigError(f"checkpoint.step={run.checkpoint.step}: checkpoint.init_from={source} is a model folder, "
                           f"which has no steps; leave it out")
     with user_errors("checkpoint.init_from: "):
-        found = folder.open_folder(Path(source))
-        folder.companions(Path(source))     # checked now rather than after the compile
+        directory = folder.local(source, whole=True, tell=say.out)
+        found = folder.open_folder(directory)
+        folder.companions(directory)        # checked now rather than after the compile
         return found, folder.match(found, run.model, parameter_paths(transformer))
 
 
@@ -85,7 +86,7 @@ def paths_of(row: folder.WeightRow, stack: str) -> list[str]:
 
 def keep_companions(run: Run, directory: Path) -> None:
     """In process 0: copy config, tokenizer and templates of the weights (a folder or another run) to run.dir/hf."""
-    source = Path(run.checkpoint.init_from)
+    source = folder.local(run.checkpoint.init_from)
     source = source if folder.is_one(source) else source / KEPT
     if run.checkpoint.init_from and source.is_dir():
         agree.on_first(lambda: copy_companions(source, directory / KEPT))

@@ -17,6 +17,7 @@ from meshtrain.config.sections import Component, Data, Mesh, MixerKeys, Run
 from meshtrain.huggingface import folder
 from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.shipped import names
+from meshtrain.storage import addresses
 
 # The run file's key that sets the size of each logical axis, for messages.
 SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.seq_len",
@@ -31,8 +32,8 @@ BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
 def problems(run: Run) -> list[str]:
     """Messages about keys that contradict each other or the files they name; empty if the run is valid."""
-    return [*_text_problems(run), *_run_problems(run), *_mesh_problems(run), *_model_problems(run),
-            *_expert_problems(run), *_data_problems(run),
+    return [*_text_problems(run), *_address_problems(run), *_run_problems(run), *_mesh_problems(run),
+            *_model_problems(run), *_expert_problems(run), *_data_problems(run),
             *_training_problems(run), *_clip_problems(run), *_lora_problems(run), *_preference_problems(run),
             *_rl_problems(run), *_distributed_problems(run), *_metrics_problems(run)]
 
@@ -82,15 +83,32 @@ PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "da
          "data.cache", "checkpoint.init_from", "checkpoint.local_dir", "rl.rules")
 
 
+# Keys that may name files at addresses, and those that name directories which are written.
+READ = ("data.paths", "data.validation_paths", "data.mixture", "data.validation_sources", "data.tokenizer",
+        "checkpoint.init_from")
+WRITTEN = ("run.dir", "data.cache", "checkpoint.local_dir")
+
+
+def _address_problems(run: Run):
+    """Addresses of no known form, with secrets, or where a directory is needed."""
+    for section, table in run:
+        for key, value in table:
+            name = f"{section}.{key}"
+            for text in filter(addresses.is_remote, _strings(value) if name in READ + WRITTEN else ()):
+                if name in WRITTEN:
+                    yield (f"{name}={toml(addresses.shown(text))} is an address, and only directories can be written; "
+                           f"mount it, or name a directory of a file system that all hosts have")
+                    continue
+                try:
+                    addresses.parse(text)
+                except addresses.StorageError as error:
+                    yield f"{name}: {error}"
+
+
 def _run_problems(run: Run):
     name, source = run.run.name, run.checkpoint.init_from
     if not re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", name) or not name.strip("."):
         yield f"run.name={toml(name)} is not a plain name; use letters, digits, - and _, and run.dir for a path"
-    for key, value in (("run.dir", run.run.dir), ("data.cache", run.data.cache), ("checkpoint.init_from", source),
-                       ("checkpoint.local_dir", run.checkpoint.local_dir)):
-        if "://" in value:
-            yield (f"{key}={toml(value)} is an address, and only directories can be used; mount it, or copy it to a "
-                   "file system that all hosts have")
     local_dir, every = run.checkpoint.local_dir, run.checkpoint.local_every
     if bool(local_dir) != bool(every):
         yield (f'checkpoint.local_every={every} and checkpoint.local_dir={toml(local_dir)} are one thing, how often '
@@ -101,9 +119,16 @@ def _run_problems(run: Run):
     if run.checkpoint.init_optimizer and not source:
         yield ("checkpoint.init_optimizer=true takes the optimizer's state of another run, and checkpoint.init_from "
                "names none; name its run.dir, or leave init_optimizer out")
-    if not source or "://" in source:
+    if not source:
         return
-    if not os.path.isdir(source):
+    if addresses.is_remote(source):
+        if not folder.is_one(source):
+            yield (f"checkpoint.init_from={toml(source)} has no config.json: of what is at an address only a model "
+                   f"folder can be read; name one, or copy the run.dir to a file system that all hosts have")
+        elif run.checkpoint.init_optimizer:
+            yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has "
+                   f"no optimizer's state; leave init_optimizer out")
+    elif not os.path.isdir(source):
         if Path(source).parts[:1] == ("runs",):     # one that is still to be made; train looks for its checkpoint
             return
         yield (f"checkpoint.init_from={toml(source)} is not a directory; name the run.dir, or the model folder, whose "
@@ -289,7 +314,7 @@ def _expert_problems(run: Run):
 def _has_choice_bias(source: str) -> bool:
     """Whether a model folder's routers have biases of the choice; one that cannot be read is reported elsewhere."""
     try:
-        return folder.settings_of(Path(source)).get("router_bias") == "choice"
+        return folder.settings_of(folder.local(source)).get("router_bias") == "choice"
     except ValueError:
         return True
 
@@ -323,7 +348,7 @@ def notes(run: Run) -> list[str]:
     if run.data.packing == "stream" and "chat" in {one.source for one in run.data.mixture or [run.data]}:
         found.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without '
                      'their question; data.packing="whole" keeps them together')
-    if (source := run.checkpoint.init_from) and not os.path.isdir(source):
+    if (source := run.checkpoint.init_from) and not addresses.is_remote(source) and not os.path.isdir(source):
         found.append(f"checkpoint.init_from={toml(source)} is not there yet; train it first")
     if run.lora.rank and not run.checkpoint.init_from:
         found.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes weights that nobody has trained")

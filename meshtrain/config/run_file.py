@@ -26,6 +26,8 @@ from meshtrain.config.messages import (
 from meshtrain.config.sections import Model, Run, Sharding, at_home
 from meshtrain.huggingface import folder
 from meshtrain.shipped import found, names, shipped
+from meshtrain.storage import copies
+from meshtrain.storage.addresses import StorageError
 
 QUICKSTART = shipped("configs/quickstart.toml")
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
@@ -38,10 +40,12 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
 
     Raises: ConfigError with every fault at once; SystemExit(0) after printing --help.
     """
+    copies.forget()
     path, overrides, faults = _arguments(argv)
     tables, unreadable = _read(found(path) if path else QUICKSTART)
-    _override(tables, overrides, path is None)
-    run, wrong, reported = _build(tables)
+    with _model_folder():
+        _override(tables, overrides, path is None)
+        run, wrong, reported = _build(tables)
     if {"--help", "-h"} & set(argv):
         with contextlib.suppress(OSError):      # `--help | head`
             print(help_text(run, usage), flush=True)
@@ -70,14 +74,25 @@ def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[
                f"{join([one + '*' * one.endswith('.') for one in allowed], 'and')}"
                for name in sorted(given) if name in known and not name.startswith(tuple(allowed))]
     tables = {section: dict(table) for section, table in tables.items()}
-    _override(tables, overrides, False)
-    run, wrong, reported = _build(tables)
+    with _model_folder():
+        _override(tables, overrides, False)
+        run, wrong, reported = _build(tables)
     checked = tuple(name for name in allowed if name.endswith("."))
     contradictions = [message for message in problems(run)
                       if message.startswith(checked) and not reported.search(message)]
     if faults + wrong + contradictions:
         raise ConfigError(*faults, *wrong, *contradictions)
     return run, given
+
+
+@contextlib.contextmanager
+def _model_folder():
+    """Raises: ConfigError where checkpoint.init_from is at an address and cannot be had: without its config.json
+    nothing is known of [model], and no other fault is looked for."""
+    try:
+        yield
+    except StorageError as error:
+        raise ConfigError(f"checkpoint.init_from: {error}") from None
 
 
 def words(keys: typing.Mapping[str, object]) -> list[str]:
@@ -220,7 +235,7 @@ def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
     if not isinstance(source, str) or not folder.is_one(source := at_home(source)):
         return table, []
     try:
-        keys = folder.settings_of(Path(source))
+        keys = folder.settings_of(folder.local(source))
     except ValueError as error:
         return table, [f"checkpoint.init_from: {fault}" for fault in str(error).splitlines()]
     free = {key: value for key, value in table.items() if key.endswith(NOT_SHAPE)

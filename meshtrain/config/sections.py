@@ -337,7 +337,8 @@ class Data(Section):
         "Python's library sources, files of data.paths (chat: conversations in lines of JSON), or data.mixture"
     )
     paths: tuple[PathKey, ...] = key(
-        (), "files or globs; text and jsonl may end in .gz or .zst; tokens: X.tokens.npy with X.ends.npy, or X.bin",
+        (), "files or globs, also at s3://, gs://, hf:// and https://; text and jsonl may end in .gz or .zst; tokens: "
+        "X.tokens.npy with X.ends.npy, or X.bin",
         strict=False
     )
     field: str = key("text", "key (jsonl) or column (parquet, arrow) of a document's text")
@@ -345,7 +346,7 @@ class Data(Section):
         (), 'several sources: [{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]; weight: share of tokens',
         strict=False
     )
-    tokenizer: PathKey = key("bytes", "bytes, or the path of a tokenizer.json")
+    tokenizer: PathKey = key("bytes", "bytes, or a tokenizer.json: its path or address, or hf://OWNER/NAME")
     bos_token: str = key(
         "", "token before every document; empty = the tokenizer's; its id where tokens have no tokenizer")
     eos: str = key("",
@@ -354,7 +355,9 @@ class Data(Section):
         "", "of chat: a template's file, or a model folder; empty = beside the tokenizer, or in run.dir/hf")
     loss_on: Literal["assistant", "all"] = key(
         "assistant", "what is learned of chat: what the assistant says, or all of it")
-    cache: PathKey = key("", "directory of the token cache; empty = .meshtrain beside the first file, or in run.dir")
+    cache: PathKey = key(
+        "", "directory of the token cache and of copies of files at addresses; empty = .meshtrain beside the first "
+        "file, or in run.dir, and ~/.cache/meshtrain-files")
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
@@ -540,8 +543,8 @@ class Checkpoint(Section):
                     "saved step to go on from, later ones are set aside; of init_from's steps in a new run; 0 = newest",
                     ge=0)
     init_from: PathKey = key("",
-                             "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, "
-                             "which decides [model]")
+                             "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's or "
+                             "its address, e.g. hf://OWNER/NAME, which decides [model]")
     init_optimizer: bool = key(False, "init_from brings the optimizer's state along")
     export: Literal["off", "last", "every"] = key(
         "off", "model folder of Hugging Face's in run.dir/export/STEP: after the last step, or with every checkpoint"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from meshtrain.config.messages import SECTIONS, toml
 from meshtrain.config.sections import Run
 from meshtrain.huggingface import folder
+from meshtrain.storage import addresses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +23,12 @@ class Effect:
 
 
 def _caches_tokens(run: Run) -> bool:
-    """Whether the run writes a token cache. Plain text trained on as bytes needs none; a glob may match other files."""
+    """Whether the run writes a token cache, or copies of files at addresses. Plain text trained on as bytes needs none;
+    a glob may match other files."""
     named = [*(run.data.mixture or [run.data]), *run.data.validation_sources]
     paths = [path for one in named for path in (*one.paths, *one.validation_paths)]
     return (run.data.tokenizer != "bytes" or any(one.source not in ("stdlib", "text") for one in named)
-            or any(path.endswith((".gz", ".zst", "*", "?", "]")) for path in paths))
+            or any(path.endswith((".gz", ".zst", "*", "?", "]")) or addresses.is_remote(path) for path in paths))
 
 
 EFFECTS = (
@@ -36,7 +38,8 @@ EFFECTS = (
            'optimizer.schedule="cosine", "linear" or "wsd"'),
     Effect("training.spike_threshold", lambda run: run.training.loss_spike != "off",
            'training.loss_spike="warn", "skip" or "rollback"'),
-    Effect("data.cache", _caches_tokens, "a data.tokenizer other than bytes, or files that are not plain text"),
+    Effect("data.cache", _caches_tokens, "a data.tokenizer other than bytes, or files that are not plain text or are "
+           "at addresses"),
     Effect("lora.export", lambda run: run.checkpoint.export != "off", 'checkpoint.export="last" or "every"'),
     Effect("metrics.every", lambda run: run.training.objective != "rl" or run.rl.updates > 1,
            "rl.updates above 1: each batch of answers has its row"),

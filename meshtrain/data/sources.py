@@ -29,8 +29,9 @@ from meshtrain.data.documents import chat, contracts, formats, tokenizer
 from meshtrain.data.documents.contracts import Source
 from meshtrain.data.documents.conversations import Chats
 from meshtrain.data.documents.tokenizer import Tokenizer
-from meshtrain.data.files import token_files
+from meshtrain.data.files import binary_files, token_files
 from meshtrain.shipped import found as found_file
+from meshtrain.storage import addresses, copies
 
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
             "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl",
@@ -101,7 +102,8 @@ class Corpus:
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedFiles:
     """One source of [data] and its files. where: its section, for errors; use: TRAIN, VALIDATION (in place of a
-    held-out share) or CURVE (a validation set of its own); paths: path -> searched directory, in document order."""
+    held-out share) or CURVE (a validation set of its own); paths: path -> searched directory, in document order; of an
+    address, "" before it is copied."""
     where: str
     use: str
     name: str           # "" if it is the only one
@@ -166,7 +168,7 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
         try:
             paths = list_paths(one.source, patterns, where)
             # broken links, no permission: reported together, before any work
-            file_sizes(list(paths), where)
+            file_sizes([path for path in paths if not addresses.is_remote(path)], where)
             weight = 1.0 if one is data else one.weight
             components.append(NamedFiles(where, use, name, weight, one.source, one.field, paths))
         except ValueError as error:
@@ -262,12 +264,14 @@ def _open_tokenizer(data, vocab_size: int) -> Tokenizer:
 
 
 def _open(described: Description, component: NamedFiles, cache_dir: Path, job: parts.Job) -> Source | None:
-    where, source, paths = component.where, component.source, list(component.paths)
+    where, source = component.where, component.source
+    roots = on_this_host(component.paths, source, described.cache, job)
+    paths = list(roots)
     packed = any(path.endswith(formats.COMPRESSED) for path in paths)
     if isinstance(described.tokenizer, tokenizer.Bytes) and source in ("stdlib", "text") and not packed:
         return open_files(paths, where)
     groups = []
-    for root, together in itertools.groupby(paths, component.paths.get):
+    for root, together in itertools.groupby(paths, roots.get):
         # Do not write into the Python installation.
         beside = [Path(root) / CACHE] if source != "stdlib" else []
         caches = [Path(os.path.expanduser(described.cache))] if described.cache else [*beside, cache_dir]
@@ -284,6 +288,19 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
     opened = token_files.TokenFiles(tuple(found), complete=source in CHATS)
     _check_not_empty(where, paths, opened, job.tell)
     return opened
+
+
+def on_this_host(paths: dict[str, str], source: str, cache: str, job: parts.Job = parts.Job()) -> dict[str, str]:
+    """`paths` with the files at addresses copied to data.cache, or where copies lie without it. Raises: as
+    `copies.copied`."""
+    remote = [path for path in paths if addresses.is_remote(path)]
+    if not remote:
+        return paths
+    directory = Path(os.path.expanduser(cache)) if cache else copies.home()
+    beside = binary_files.companions if source == "tokens" else lambda path: ()
+    copied = copies.copied(remote, beside, copies.Copying(directory, job.tell, job.check_stop))
+    local = {path: (str(copy), str(directory)) for path, copy in zip(remote, copied, strict=True)}
+    return dict(local.get(path, (path, root)) for path, root in paths.items())
 
 
 def _check_ids(pairs: Sequence[token_files.IndexedTokens | None], vocab_size: int) -> None:
@@ -365,12 +382,19 @@ def _readable_size(path: str) -> int:
 
 def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data", key: str = "paths") -> dict[str, str]:
     """Every file that a glob matches, once, sorted, with the directory before the glob's first wildcard. An existing
-    name is taken literally, brackets included. where, key: section and key of the run file that has them."""
+    name is taken literally, brackets included. An address stays one. where, key: section and key of the run file that
+    has them."""
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
                          f'e.g. ["{EXAMPLES[name]}"]')
     found, faults, real = {}, [], resolver()
     for pattern in patterns:
+        if addresses.is_remote(pattern):
+            try:
+                found |= {path: (path, "") for path in copies.matched(pattern)}
+            except addresses.StorageError as error:
+                faults.append(f"{where}.{key}: {error}")
+            continue
         wanted = str(found_file(os.path.expanduser(pattern)))
         literal = files.status(wanted) is not None
         # A file under two names would count twice, perhaps in both training and validation.
@@ -390,11 +414,13 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
 
 
 def resolver() -> Callable[[str], str | None]:
-    """os.path.realpath of many files, None for a directory: resolves each directory once, then one system call per
-    file."""
+    """os.path.realpath of many files, None for a directory, an address as it is: resolves each directory once, then one
+    system call per file."""
     directory = functools.cache(os.path.realpath)
 
     def resolved(path: str) -> str | None:
+        if addresses.is_remote(path):
+            return path
         try:
             mode = os.lstat(path).st_mode
         except OSError:

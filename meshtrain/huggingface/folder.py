@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from meshtrain import files, pattern
 from meshtrain.huggingface import forms, safetensors, settings
 from meshtrain.huggingface.families import MTP, TEXT_PREFIXES, Family
 from meshtrain.names import LAYERS, LORA
+from meshtrain.storage import addresses, copies
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEPT = "hf"     # in run.dir: companions of the initial weights
@@ -150,7 +151,18 @@ class Folder:
 def companions_of(run_dir: str, init_from: str) -> list[Path]:
     """Folders that may have companion files of a run's model: the run's own, and init_from (a model folder or a run).
     """
-    return [Path(run_dir) / KEPT, *([Path(init_from), Path(init_from) / KEPT] if init_from else [])]
+    return [Path(run_dir) / KEPT, *([local(init_from), local(init_from) / KEPT] if init_from else [])]
+
+
+def local(source: str | os.PathLike, *, whole: bool = False, tell: Callable[[str], None] = lambda line: None) -> Path:
+    """The directory of a model folder or a run: itself, or this host's copy of a model folder at an address.
+
+    whole: with its weights; else only with what accompanies them. tell: gets a line where copying takes long. Raises:
+    StorageError, a ValueError, where it cannot be had; FileSystemError.
+    """
+    if not addresses.is_remote(source):
+        return Path(source)
+    return copies.folder(source, (*COMPANIONS, INDEX), INDEX, ".safetensors", whole=whole, tell=tell)
 
 
 def companions(directory: Path) -> list[Path]:
@@ -170,8 +182,9 @@ def companions(directory: Path) -> list[Path]:
 
 
 def is_one(directory: str | os.PathLike) -> bool:
-    """Whether a directory looks like a model folder; our runs have no config.json. "" is no directory."""
-    return directory != "" and os.path.isfile(os.path.join(directory, settings.CONFIG))
+    """Whether a directory, or what is at an address, looks like a model folder; our runs have no config.json. "" is no
+    directory. Raises: as `local`."""
+    return directory != "" and os.path.isfile(os.path.join(local(directory), settings.CONFIG))
 
 
 def settings_of(directory: Path) -> dict:

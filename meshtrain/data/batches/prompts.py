@@ -81,7 +81,8 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
                          f"model.vocab_size={reader.vocab_size} or more")
     template = functools.cache(lambda: chat.open_template(reader, data.chat_template, folders))
     read = lambda patterns, key: [
-        prompt for path in sources.match_globs(patterns, "prompts", key=key)
+        prompt for path in sources.on_this_host(sources.match_globs(patterns, "prompts", key=key), "prompts",
+                                                data.cache)
         for prompt in _read(path, reader, template)]
     prompts = read(data.paths, "paths")
     held = read(data.validation_paths, "validation_paths") if data.validation_paths else []

@@ -18,11 +18,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from meshtrain import files
+from meshtrain.storage import addresses, copies
 
 # Names of the token before a document or between two; the first in the vocabulary is used.
 BOS_NAMES = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[BOS]", "<|bos|>", "<|startoftext|>",
              "<|endoftext|>")
 SPACE = "▁"     # SentencePiece's space
+FILE = "tokenizer.json"
+# What is read beside it: special tokens' names and chat templates.
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class Tokenizer(Protocol):
@@ -136,6 +140,19 @@ def lengths(reader: Tokenizer) -> Lengths | None:
     return Lengths(found, max(int(found[one].sum()) - 1, 0))
 
 
+def local(named: str) -> Path:
+    """The path of data.tokenizer: itself, or of this host's copy with the files beside it that belong to a tokenizer.
+    An address that does not end in .json is that of a folder. Raises: StorageError, a ValueError; FileSystemError."""
+    if not addresses.is_remote(named):
+        return Path(os.path.expanduser(named))
+    place = addresses.parse(named)
+    if not place.path.endswith(".json"):
+        place = place.below(FILE)
+    folder = place.at(place.path.rpartition("/")[0])
+    beside = [str(folder.below(name)) for name in BESIDE]
+    return copies.copied([str(place)], lambda name: beside, copies.Copying(copies.home()))[0]
+
+
 def open_published(path: str | os.PathLike) -> Published:
     """Raises: ValueError if the file is missing or malformed."""
     return Published(str(path), _library(path, str(path))[0])
@@ -149,7 +166,8 @@ def names_of(path: str | os.PathLike, *ids: int | None) -> list[str]:
 
 def open_file(path: str, bos_token: str = "") -> TokenizerFile:
     """Raises: ValueError if the file is missing or malformed, or lacks this separator."""
-    library, content = _library(os.path.expanduser(path), f"data.tokenizer={path!r}")
+    file = local(path)
+    library, content = _library(file, f"data.tokenizer={path!r}")
     library.encode_special_tokens = True
     vocab = library.get_vocab(with_added_tokens=True)
     if not vocab:
@@ -163,7 +181,7 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
         examples = f", e.g. one of its special tokens: {', '.join(special)}" if special else ""
         raise ValueError(f"{what} of data.tokenizer={path!r}; name the token that stands before every document as "
                          f"data.bos_token{examples}")
-    return TokenizerFile(path, library, max(vocab.values()) + 1, bos,
+    return TokenizerFile(str(file), library, max(vocab.values()) + 1, bos,
                          hashlib.blake2b(content, digest_size=16).hexdigest())
 
 

@@ -35,6 +35,12 @@ class IdFile:
     mask: token_files.Numbers | None = None
 
 
+def companions(path: str) -> list[str]:
+    """The names of the files that may belong to an X.tokens.npy or X.bin."""
+    index = token_files.ends_path(path) if path.endswith(token_files.TOKENS) else path.removesuffix(".bin") + ".idx"
+    return [index, token_files.mask_path(path)] if path.endswith((token_files.TOKENS, ".bin")) else []
+
+
 def open_ids(path: str) -> IdFile:
     """The ids of an X.tokens.npy or X.bin, with X.mask.npy if present; checks headers and sizes. Raises: ValueError."""
     ids, mask_file = _open_ids(path), token_files.mask_path(path)

@@ -1,0 +1,363 @@
+"""What servers say of the files at addresses, and their bytes: buckets by obstore, the hub and the web by HTTP.
+
+Credentials are the environment's: AWS_*, GOOGLE_*, HF_TOKEN. They are sent to the store's own host alone, and no
+message repeats what a library says of a request beyond its status. Each request is made again where the server fails
+or does not answer. This module knows no cache.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import http.client
+import importlib
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from typing import Any, BinaryIO, TypeVar
+
+from meshtrain import files
+from meshtrain.storage.addresses import BUCKETS, HUB, Address, StorageError
+
+PAUSES_S = (0.5, 1.0, 2.0, 4.0)     # before each further try
+SILENCE_S = 30.0        # without a byte, after which a request is given up
+RANGE_BYTES, RANGES = 8 << 20, 4    # of a bucket's file: one request, and how many at once
+MOST_LISTING_BYTES = 1 << 28        # of the hub's answer
+CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGNATURE=true for a public bucket), "
+                     "AWS_REGION and AWS_ENDPOINT_URL",
+               "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+               HUB: "HF_TOKEN (for a gated model accept its terms at the hub first)",
+               "https": "", "http": ""}
+HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
+ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[!-~]*)?")
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file at an address. etag: changes with the content; "" if the server has none. size: bytes; None: not told.
+    url: where the bytes are, for the hub and the web."""
+    address: Address
+    size: int | None
+    etag: str
+    url: str = ""
+
+
+class _Moment(Exception):
+    """The server failed, and may not at the next request."""
+
+
+class Missing(StorageError):
+    """There is no such file."""
+
+
+# ---- any store -------------------------------------------------------------------------------------------------------
+
+
+def listed(folder: Address) -> list[RemoteFile]:
+    """Every file below a folder of a bucket or of the hub. Raises: StorageError."""
+    return _bucket_listing(folder) if folder.scheme in BUCKETS else _hub_listing(folder)
+
+
+def looked_up(address: Address) -> RemoteFile | None:
+    """A file of a bucket or of the web; None if there is none. Raises: StorageError."""
+    try:
+        return _bucket_file(address) if address.scheme in BUCKETS else _web_file(address)
+    except Missing:
+        return None
+
+
+def read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
+    """Write the file's bytes to an empty local file. grew: is called with the bytes that came, and may raise.
+
+    Raises: StorageError, also if the file has changed since it was listed; OSError of the local file.
+    """
+    (_read_ranges if found.address.scheme in BUCKETS else _read_stream)(found, file, grew)
+    size = file.seek(0, os.SEEK_END)
+    if found.size is not None and size != found.size:
+        raise StorageError(f"{found.address} has {size:,} bytes, and its server said {found.size:,}; "
+                           f"start again when nobody writes it")
+
+
+def _patiently(address: Address, act: Callable[[], Value], done: Callable[[], int] = lambda: 0) -> Value:
+    """act(), again after each of PAUSES_S where the server fails; anew from the first pause once `done` has grown.
+
+    Raises: FileSystemError where it goes on failing, which is nobody's mistake: a launcher starts again. StorageError.
+    """
+    tries, before = 0, done()
+    while True:
+        try:
+            return act()
+        except _Moment as error:
+            tries, before = (tries, before) if done() == before else (0, done())
+            if tries == len(PAUSES_S):
+                raise files.FileSystemError(f"{address} cannot be read: {error}, {tries + 1} times in a row; see to the "
+                                            f"server or the network, and start again") from None
+            time.sleep(PAUSES_S[tries])
+            tries += 1
+
+
+def _refused(address: Address, code: int, what: str) -> Exception:
+    """What to raise for an HTTP status. what: the status in words."""
+    if code in (408, 425, 429) or code >= 500:
+        return _Moment(f"the server answers {code} ({what})")
+    told = CREDENTIALS[address.scheme]
+    if code in (401, 403):
+        return StorageError(f"{address} is refused with {code} ({what})" + (
+            f"; give credentials that may read it, by {told}" if told else
+            "; only files that anybody may read can be named by an https:// address"))
+    if code == 404:
+        unseen = f", or it may not be seen: credentials come from {told}" if address.scheme == HUB else ""
+        return Missing(f"{address} is not there ({code}, {what}){unseen}; name one that is")
+    if code == 412:
+        return StorageError(f"{address} has changed since it was listed; start again when nobody writes it")
+    where = "; is AWS_REGION the bucket's?" if address.scheme == "s3" and code in (301, 307, 400) else ""
+    return StorageError(f"{address} cannot be read: the server answers {code} ({what}){where}; see to the address")
+
+
+# ---- buckets ---------------------------------------------------------------------------------------------------------
+
+
+def _bucket_listing(folder: Address) -> list[RemoteFile]:
+    obstore, store = _opened_bucket(folder)
+    prefix = folder.path.rstrip("/")
+
+    def act():
+        return [one for batch in obstore.list(store, prefix or None) for one in batch]
+    return [_of_bucket(folder, one) for one in _asked(folder, act) if not one["path"].endswith("/")]
+
+
+def _bucket_file(address: Address) -> RemoteFile:
+    obstore, store = _opened_bucket(address)
+    return _of_bucket(address, _asked(address, lambda: obstore.head(store, address.path)))
+
+
+def _of_bucket(address: Address, one: dict) -> RemoteFile:
+    return RemoteFile(address.at(one["path"]), one["size"], one["e_tag"] or "")
+
+
+def _read_ranges(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
+    obstore, store = _opened_bucket(found.address)
+    same = {"if_match": found.etag} if found.etag else {}
+
+    def read(start: int) -> int:
+        stop = min(start + RANGE_BYTES, found.size)
+
+        def act():
+            return obstore.get(store, found.address.path, options={"range": (start, stop), **same}).bytes()
+        data = memoryview(_asked(found.address, act))
+        while data:     # a write may be short
+            written = os.pwrite(file.fileno(), data, start)
+            data, start = data[written:], start + written
+        return stop
+
+    pool = concurrent.futures.ThreadPoolExecutor(RANGES)
+    try:
+        reached = 0
+        for stop in pool.map(read, range(0, found.size, RANGE_BYTES)):
+            grew(stop - reached)
+            reached = stop
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _check_environment(address: Address) -> None:
+    """Raises: StorageError for what would abort the library, which takes it for granted."""
+    for key, value in _environment() if address.scheme == "s3" else ():
+        if key.startswith("AWS_ENDPOINT") and not ENDPOINT.fullmatch(value):
+            raise StorageError(f"{address}: {key} is not https://HOST[:PORT] or http://HOST[:PORT]; mend or unset it")
+        if key in HEADERS and not re.fullmatch(r"[!-~]*", value):
+            raise StorageError(f"{address}: {key} has a character that no request can have; mend or unset it")
+
+
+def _environment() -> tuple[tuple[str, str], ...]:
+    """What decides how a bucket is opened: a store is opened anew where it changes."""
+    return tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith(("AWS_", "GOOGLE_"))))
+
+
+@functools.lru_cache(maxsize=8)
+def _bucket(scheme: str, name: str, environment: tuple) -> Any:
+    store = importlib.import_module("obstore.store")
+    kind = store.S3Store if scheme == "s3" else store.GCSStore
+    # allow_http: of the endpoints that the environment names. Tries are counted here, in one place.
+    return kind(name, retry_config={"max_retries": 0}, client_options={
+        "allow_http": True, "connect_timeout": "10s", "timeout": f"{2 * SILENCE_S:g}s"})
+
+
+def _opened_bucket(address: Address) -> tuple[Any, Any]:
+    """(the library, the bucket of an address). Raises: StorageError."""
+    try:
+        library = importlib.import_module("obstore")
+    except ImportError:
+        raise StorageError(f"{address} needs the package obstore, which is not installed; run pip install -e "
+                           f"'.[storage]'") from None
+    _check_environment(address)
+    try:
+        return library, _bucket(address.scheme, address.home, _environment())
+    except (library.exceptions.BaseError, OSError, ValueError):     # the text may repeat what it cannot parse
+        raise StorageError(f"{address}: the environment has credentials or an endpoint that cannot be used; see to "
+                           f"{CREDENTIALS[address.scheme]}") from None
+
+
+def _asked(address: Address, act: Callable[[], Value]) -> Value:
+    """act(), a call of obstore, with patience. Raises: StorageError."""
+    exceptions = importlib.import_module("obstore.exceptions")
+
+    def judged():
+        try:
+            return act()
+        except FileNotFoundError:
+            raise _refused(address, 404, "Not Found") from None
+        except exceptions.PreconditionError:
+            raise _refused(address, 412, "Precondition Failed") from None
+        except exceptions.BaseError as error:
+            raise _of_obstore(address, str(error)) from None
+    return _patiently(address, judged)
+
+
+def _of_obstore(address: Address, text: str) -> Exception:
+    """What to raise for an error of obstore, whose text may have URLs with tokens in them."""
+    if re.search(r"https?://(169\.254\.\d+\.\d+|\[fd00:|metadata)", text):   # it looks for a role of the machine
+        return StorageError(f"{address}: there are no credentials in the environment, and this machine has no role; "
+                            f"give {CREDENTIALS[address.scheme]}")
+    if status := re.search(r"status code: (\d{3}) ?([A-Za-z ]*)", text):
+        code = re.search(r"<Code>([A-Za-z.]+)</Code>", text)
+        return _refused(address, int(status[1]), code[1] if code else status[2].strip())
+    first = re.sub(r"//[^/\s]*@", "//…@", re.sub(r"\?\S+", "?…", text.partition("\n")[0]))[:300]
+    if re.search(r"HTTP error|error sending request|timed? ?out|connection|decoding", first, re.IGNORECASE):
+        return _Moment(first)
+    return StorageError(f"{address} cannot be read: {first}; see to its credentials, {CREDENTIALS[address.scheme]}")
+
+
+# ---- the web ---------------------------------------------------------------------------------------------------------
+
+
+def _web_file(address: Address) -> RemoteFile:
+    url = f"{address.scheme}://{address.home}/{urllib.parse.quote(address.path, safe='/%:@!$&()*+,;=~')}"
+
+    def ask(method: str):
+        with _opened(address, url, method=method) as reply:
+            size = reply.headers.get("Content-Length", "")
+            etag = reply.headers.get("ETag") or reply.headers.get("Last-Modified") or ""
+            packed = reply.headers.get("Content-Encoding", "identity") != "identity"
+            return RemoteFile(address, int(size) if size.isdecimal() and not packed else None, etag, url)
+    try:
+        return _patiently(address, lambda: ask("HEAD"))
+    except StorageError as error:
+        if not re.search(r"answers (405|501)", str(error)):
+            raise
+        return _patiently(address, lambda: ask("GET"))
+
+
+def _read_stream(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
+    """One request, gone on with from where it broke."""
+    reached = 0
+
+    def act():
+        nonlocal reached
+        headers = {"Range": f"bytes={reached}-"} if reached else {}
+        with _opened(found.address, found.url, headers) as reply:
+            if found.address.scheme != HUB and found.etag not in ("", reply.headers.get("ETag"),
+                                                                  reply.headers.get("Last-Modified")):
+                raise _refused(found.address, 412, "")
+            if reply.status != 206:
+                reached = 0
+                file.truncate(0)
+            file.seek(reached)
+            while chunk := _received(reply):
+                file.write(chunk)
+                reached += len(chunk)
+                grew(len(chunk))
+            if found.size is not None and reached < found.size:
+                raise _Moment(f"the server ended the file at byte {reached:,} of {found.size:,}")
+    _patiently(found.address, act, lambda: reached)
+    file.flush()
+
+
+def _received(reply: http.client.HTTPResponse) -> bytes:
+    """The next bytes, as many as are there. Raises: _Moment."""
+    try:
+        return reply.read1(1 << 20)
+    except (OSError, http.client.HTTPException) as error:
+        raise _Moment(f"the connection broke ({type(error).__name__})") from None
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows to another host without the credentials, and never from https to anything else."""
+
+    def redirect_request(self, request, reply, code, message, headers, url):
+        before, after = urllib.parse.urlsplit(request.full_url), urllib.parse.urlsplit(url)
+        if after.scheme != "https" and after.scheme != before.scheme:
+            raise urllib.error.URLError(f"a redirection from {before.scheme}:// to {after.scheme}://")
+        made = super().redirect_request(request, reply, code, message, headers, url)
+        if made is not None:
+            made.method = request.get_method()      # Python 3.11 asks with GET where HEAD was asked
+            if before[:2] == after[:2]:
+                made.unredirected_hdrs.update(request.unredirected_hdrs)
+        return made
+
+
+_OPENER = urllib.request.build_opener(_Redirects)
+
+
+def _opened(address: Address, url: str, headers: dict[str, str] | None = None, *,
+            method: str = "GET") -> http.client.HTTPResponse:
+    """Raises: _Moment, StorageError."""
+    try:
+        request = urllib.request.Request(url, headers={"User-Agent": "meshtrain", **(headers or {})}, method=method)
+        if token := _token(address):
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        return _OPENER.open(request, timeout=SILENCE_S)
+    except ValueError:      # its text has the header's value
+        remedy = "set HF_ENDPOINT to https://HOST and HF_TOKEN to a word of ASCII, or neither" \
+            if address.scheme == HUB else "see to the address"
+        raise StorageError(f"{address} cannot be asked for: no request can be made of it; {remedy}") from None
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise _refused(address, error.code, http.client.responses.get(error.code, "")) from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise _Moment(str(reason) if isinstance(reason, (str, OSError)) else type(error).__name__) from None
+
+
+# ---- the hub ---------------------------------------------------------------------------------------------------------
+
+
+def hub() -> str:
+    """Where the hub is asked."""
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+
+
+def _token(address: Address) -> str:
+    return os.environ.get("HF_TOKEN", "").strip() if address.scheme == HUB else ""
+
+
+def _hub_listing(folder: Address) -> list[RemoteFile]:
+    """All files of a model or data set, as one commit has them."""
+    endpoint = hub()
+    kind, name = ("", folder.home) if not folder.home.startswith("datasets/") else folder.home.split("/", 1)
+    revision = urllib.parse.quote(folder.revision or "main", safe="")
+
+    def act():
+        with _opened(folder, f"{endpoint}/api/{kind or 'models'}/{name}/revision/{revision}?blobs=true") as reply:
+            text = b""
+            while chunk := _received(reply):
+                text += chunk
+                if len(text) > MOST_LISTING_BYTES:
+                    raise StorageError(f"{folder}: the list of its files is longer than {MOST_LISTING_BYTES:,} bytes; "
+                                       f"name another")
+            return text
+    try:
+        answer = json.loads(_patiently(folder, act))
+        commit, siblings = answer["sha"], answer["siblings"]
+        at = f"{endpoint}/{kind}{'/' * bool(kind)}{name}/resolve/{urllib.parse.quote(commit, safe='')}/"
+        return [RemoteFile(folder.at(one["rfilename"]), (one.get("lfs") or one).get("size"),
+                           (one.get("lfs") or {}).get("sha256") or one.get("blobId") or commit,
+                           at + urllib.parse.quote(one["rfilename"])) for one in siblings]
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
+        raise StorageError(f"{folder}: the hub answers with no list of files; is HF_ENDPOINT one?") from None
