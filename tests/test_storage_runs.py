@@ -122,7 +122,6 @@ def test_generate_and_convert_read_a_model_by_name(server, tmp_path):
 
 @pytest.mark.parametrize(("words", "fault", "parts"), [
     ("--data.paths ['s3://bucket/none/*']", None, ("data.paths: s3://bucket/none/* matches no file",)),
-    ("--data.paths ['s3://bucket/corpus/*']", Fault("bucket", 99, 503), ("answers 503", "start again")),
     ("--data.paths ['s3://bucket/corpus/*']", Fault("bucket", 99, 403), ("refused with 403", "AWS_SECRET_ACCESS_KEY")),
     ("--checkpoint.init_from hf://owner/none", None, ("checkpoint.init_from: hf://owner/none is not there (404",)),
     ("--checkpoint.init_from hf://datasets/owner/data", None, ("checkpoint.init_from: ", "has no config.json")),
@@ -141,6 +140,13 @@ def test_what_cannot_be_had_ends_with_exit_code_2_and_one_message(words, fault, 
     told = call(train.main, *own, *TWO, "--run.dir", "new", *words.split())
     refused(told, *parts)
     assert SECRET not in told.err and TOKEN not in told.err and "http://" not in told.err
+
+
+def test_a_server_that_goes_on_failing_ends_with_exit_code_1_so_that_a_launcher_starts_again(server, tiny):
+    server.put("corpus/a.txt", b"text")
+    server.faults.append(Fault("bucket", 99, 503))
+    told = call(train.main, *tiny, *TWO, "--run.dir", "new", "--data.paths", f'["s3://{BUCKET}/corpus/*"]')
+    assert told.code == 1 and "answers 503" in told.err and "start again" in told.err and told.err.count("\n") == 1
 
 
 def test_copies_that_cannot_be_written_end_with_exit_code_2(server, tiny, tmp_path, monkeypatch):
