@@ -96,8 +96,8 @@ def _patiently(address: Address, act: Callable[[], Value], done: Callable[[], in
         except _Moment as error:
             tries, before = (tries, before) if done() == before else (0, done())
             if tries == len(PAUSES_S):
-                raise files.FileSystemError(f"{address} cannot be read: {error}, {tries + 1} times in a row; see to the "
-                                            f"server or the network, and start again") from None
+                raise files.FileSystemError(f"{address} cannot be read: {error}, {tries + 1} times in a row; see to "
+                                            f"the server or the network, and start again") from None
             time.sleep(PAUSES_S[tries])
             tries += 1
 
