@@ -219,7 +219,8 @@ def main(argv: Sequence[str]) -> int:
                         help="where .md, .json and profiles come to lie")
     parser.add_argument("--checks", action="store_true", help="only what is right or wrong: no speed, no tiles")
     parser.add_argument("--jobs", type=int, default=1, help="processes that find side by side what is right or wrong")
-    parser.add_argument("--items", nargs="+", default=("*",), metavar="GLOB", help='these alone, e.g. "attention/mosaic*"')
+    parser.add_argument("--items", nargs="+", default=("*",), metavar="GLOB",
+                        help='these alone, e.g. "attention/mosaic*"')
     asked = parser.parse_args(argv)
     until = time.time() + 60 * asked.minutes
     code = 2

@@ -40,8 +40,8 @@ def errors(found, expected) -> list[float]:
 
 
 def products(engine: grouped.GroupedEngine, dims: str, x, w, y, number, groups, used, share):
-    """Rows of x times matrices, as they are and with numbers beside them, rows of y times the transposed ones, and outer
-    products; what no row uses is zero."""
+    """Rows of x times matrices, as they are and with numbers beside them, rows of y times the transposed ones, and
+    outer products; what no row uses is zero."""
     taken, turned = engine.take(x, number), dims.translate(str.maketrans("kn", "nk"))
     of = [grouped.GroupedOperands(taken, w, dims)]
     scaled = lambda product, share, beside: (product * share, (product * beside).sum(1))

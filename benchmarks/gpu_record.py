@@ -159,7 +159,8 @@ def page(record: Record) -> str:
         items = {key: item for key, item in record.items.items() if key.partition("/")[0] == group
                  and item["status"] != BEGUN}
         if items:
-            lines += ["", f"## {title}", "", *(_measured(items) if group in ("speed", "engines", "flags", "tiles") else _checks(items))]
+            shown = _measured if group in ("speed", "engines", "flags", "tiles") else _checks
+            lines += ["", f"## {title}", "", *shown(items)]
     failed = {key: item["errors"] for key, item in record.items.items() if item.get("errors")}
     if failed:
         lines += ["", "## Errors", ""] + [f"- `{key}`{f', {part}' if part else ''}: {' '.join(error.split())[:600]}"

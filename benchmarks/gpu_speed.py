@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import itertools
 import os
 import statistics
 import time
@@ -194,8 +195,8 @@ _turn = None
 
 
 def take_turn(folder: Path) -> None:
-    """Waits until this process is the only one that times anything, of those that write to this folder; to its end, when
-    its memory is free again. XLA times matmuls as it compiles them."""
+    """Waits until this process is the only one that times anything, of those that write to this folder; it is to its
+    end, when its memory is free again. XLA times matmuls as it compiles them."""
     global _turn
     if _turn is None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -361,7 +362,9 @@ def timed_engines(gpu: hardware.Gpu, sizes: Sizes, directory: Path) -> dict:
     rows, errors = [], {}
     for widths in sizes.attention_widths:
         of = gpu_attention.engines(widths, gpu.name, gpu_attention.Sizes(), False)
-        for engine, packed in (("pallas", True), ("mosaic", True), ("pallas", False), ("mosaic", False), ("cudnn", False)):
+        for engine, packed in itertools.product(("pallas", "mosaic", "cudnn"), (True, False)):
+            if engine == "cudnn" and packed:
+                continue
             name = f"{engine}, {widths[0]} and {widths[1]}, {'packed' if packed else 'whole'}"
             try:
                 rows += [(name, *timed_attention(engine, of[engine], widths, packed, gpu))] if engine in of else []
@@ -387,8 +390,8 @@ def timed_grouped(shape: grouped_tiles.Shape, seconds: float, directory: Path) -
         used = getattr(tiles.GROUPED[2], kernel.kind)
         of = dict((block, taken) for taken, block in times)
         rate = lambda taken: f"{kernel.flops / taken / 1e12:,.0f}"
-        rows.append((name, kernel.kind, f"{1e3 * of[used]:.3f}" if used in of else "–", rate(of[used]) if used in of else "–",
-                     f"{1e3 * times[0][0]:.3f}", rate(times[0][0]), f"`{tuple(times[0][1])}`",
+        now = (f"{1e3 * of[used]:.3f}", rate(of[used])) if used in of else ("–", "–")
+        rows.append((name, kernel.kind, *now, f"{1e3 * times[0][0]:.3f}", rate(times[0][0]), f"`{tuple(times[0][1])}`",
                      ", ".join(f"{tuple(block)} {1e3 * taken:.3f}" for taken, block in times[1:4])))
     header = "kernel", "block of", "in use, ms", "TFLOP/s", "fastest, ms", "TFLOP/s", "its block", "next"
     timings = {name: [(taken, list(block)) for taken, block in times] for name, (_, times) in found.items()}

@@ -1,4 +1,4 @@
-"""Blocks of the grouped matmuls, timed on the GPU at hand: one table for each shape of experts, a row for each kernel."""
+"""Blocks of the grouped matmuls, timed on the GPU at hand: a table for each shape of experts, a row for each kernel."""
 from __future__ import annotations
 
 import time
@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
 ROWS = {(128, 256): ((64, 8, 3), (64, 8, 4), (32, 8, 6), (128, 8, 2)),
         (128, 128): ((64, 8, 3), (64, 8, 4), (64, 8, 6), (64, 4, 3), (64, 4, 4), (128, 8, 3), (32, 8, 6)),
         (128, 64): ((64, 4, 4), (128, 4, 3))}
-# Rows taken by number are two loads in a chain, so that one stage fewer is on its way: steps are larger, or stages more.
+# Rows taken by number are two loads in a chain, so one stage fewer is on its way: steps are larger, or stages more.
 CANDIDATES = {
     "deep": ROWS, "small": ROWS,
     "beside": {(128, 64): ((64, 8, 3), (64, 8, 5), (64, 8, 7), (128, 8, 3), (128, 8, 4), (64, 4, 5)),
@@ -79,7 +79,8 @@ def draw(shape: Shape, dtype=jnp.bfloat16):
 
 
 def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
-    """Those of a layer's forward and backward (`parallel.experts.dispatch`)."""
+    """Those of a layer's forward and backward (`parallel.experts.dispatch`), and its product with SwiGLU's gradients in
+    one kernel."""
     of, one = grouped.GroupedOperands, 2.0 * shape.tokens * shape.chosen * shape.embed * shape.mlp
     swiglu = lambda gate, up: jax.nn.silu(gate) * up
     weighted = lambda up, gate: (swiglu(gate.astype(jnp.float32), up),)
@@ -92,15 +93,18 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
         return Kernel(kind, call, tuple(given[name] for name in ("groups", *names)), products * one)
     take = lambda engine, x, number: engine.take(x, number)
     return {
-        "x · gate": kernel("deep", 1, lambda e, g, x, n, w: e.rows([of(take(e, x, n), w, "gkn")], g), "x", "number", "into"),
+        "x · gate": kernel("deep", 1, lambda e, g, x, n, w: e.rows([of(take(e, x, n), w, "gkn")], g),
+                           "x", "number", "into"),
         "x · up, SwiGLU": kernel("small", 1, lambda e, g, x, n, w, gate: e.rows(
             [of(take(e, x, n), w, "gkn")], g, weighted, [gate]), "x", "number", "into", "gate"),
         "h · down": kernel("small", 1, lambda e, g, h, w: e.rows([of(h, w, "gkn")], g), "gate", "back"),
         "dy · down, SwiGLU backward": kernel("beside", 1, lambda e, g, dy, n, w, s, gate, up: e.rows(
-            [of(take(e, dy, n), w, "gnk")], g, gradients, [s, gate, up]), "dy", "number", "back", "share", "gate", "up"),
+            [of(take(e, dy, n), w, "gnk")], g, gradients, [s, gate, up]),
+            "dy", "number", "back", "share", "gate", "up"),
         "dy · down alone": kernel("deep", 1, lambda e, g, dy, n, w: e.rows([of(take(e, dy, n), w, "gnk")], g),
                                   "dy", "number", "back"),
-        "dx": kernel("small", 2, lambda e, g, a, b, w: e.rows([of(a, w, "gnk"), of(b, w, "gnk")], g), "gate", "up", "into"),
+        "dx": kernel("small", 2, lambda e, g, a, b, w: e.rows([of(a, w, "gnk"), of(b, w, "gnk")], g),
+                     "gate", "up", "into"),
         "gradient of gate": kernel("outer", 1, lambda e, g, x, n, d: e.outer(take(e, x, n), d, g, "gkn"),
                                    "x", "number", "gate"),
         "gradient of down": kernel("outer", 1, lambda e, g, dy, n, h: e.outer(take(e, dy, n), h, g, "gnk"),
