@@ -78,9 +78,10 @@ class Trained:
     def text(self) -> Text | None:
         """None where there is no tokenizer. Raises: ConfigError where it cannot be opened."""
         with config.user_errors():
-            if self.of_folder:
-                named = self.run.data.tokenizer if "data.tokenizer" in self.given else str(self.directory / TOKENIZER)
-                if "data.tokenizer" not in self.given and not os.path.isfile(named):
+            given = "data.tokenizer" in self.given
+            if self.of_folder and not (given and self.run.data.tokenizer == "bytes"):
+                named = self.run.data.tokenizer if given else str(self.directory / TOKENIZER)
+                if not given and not os.path.isfile(named):
                     return None
                 published = tokenizer.open_published(os.path.expanduser(named))
                 return Text(lambda text: published.encode(text, special=False), published.encode,

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import tokenizers
 from checkpoints import assert_same_bits
-from commands import home, in_a_directory_of_its_own, rows  # noqa: F401
+from commands import call, home, in_a_directory_of_its_own, rows  # noqa: F401
 from test_lora_runs import saved
 from test_rl import place, ran, timeless, words  # noqa: F401
 from tokenizers import decoders, models, normalizers
 
+from meshtrain import generate
 from meshtrain.inference.generate import Generator
 from meshtrain.names import NO_TARGET
 from meshtrain.run import groups
@@ -111,3 +112,18 @@ def test_answers_of_one_token_teach_the_same_in_rows_of_their_own(place, home, d
         assert row["mismatch_max"] < 1e-4
         for name in ("loss", "grad_norm", "entropy", "ratio"):
             assert row[name] == pytest.approx(other[name], rel=bound, abs=bound), name
+
+
+def test_an_exported_run_goes_on_with_the_same_text_and_has_the_same_validation_reward(place, home):  # noqa: F811
+    ran(*words(place, "exported", "--training.steps=2", "--checkpoint.export=last", "--validation.every=0",
+               "--data.validation_fraction=0.2"))
+    folder = place / "exported" / "export" / "2"
+    asked = ("--prompt=49: ", "--max-tokens=12", "--mesh.tensor=1", "--json")
+    done = [call(generate.main, where, "--data.tokenizer=bytes", *asked) for where in (place / "exported", folder)]
+    assert done[0] == done[1] and len(json.loads(done[0].out)["completions"][0]["token_ids"]) > 3, done
+    # a step that is too small to change a weight
+    ran(*words(place, "begun", f"--checkpoint.init_from={folder}", "--training.steps=1", "--validation.every=0",
+               "--optimizer.learning_rate=1e-30", "--data.validation_fraction=0.2"))
+    found, expected = rows(place / "begun")[-1], rows(place / "exported")[-1]
+    names = [name for name in expected if name.startswith("val_reward")]
+    assert len(names) == 4 and [found[name] for name in names] == [expected[name] for name in names]
