@@ -1,9 +1,12 @@
 """Answers at the edges of runs that learn from rewards: ids that no text gives back, answers of one token, answers that
 are all cut off."""
+import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import sampling
 import tokenizers
 from checkpoints import assert_same_bits
 from commands import call, home, in_a_directory_of_its_own, rows  # noqa: F401
@@ -11,7 +14,7 @@ from test_lora_runs import saved
 from test_rl import place, ran, timeless, words  # noqa: F401
 from tokenizers import decoders, models, normalizers
 
-from meshtrain import generate
+from meshtrain import generate, trained
 from meshtrain.inference.generate import Generator
 from meshtrain.names import NO_TARGET
 from meshtrain.run import groups
@@ -127,3 +130,20 @@ def test_an_exported_run_goes_on_with_the_same_text_and_has_the_same_validation_
     found, expected = rows(place / "begun")[-1], rows(place / "exported")[-1]
     names = [name for name in expected if name.startswith("val_reward")]
     assert len(names) == 4 and [found[name] for name in names] == [expected[name] for name in names]
+
+
+@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=sampling.GRID)])
+def test_the_sampler_and_the_step_round_alike_in_bfloat16(place, home, monkeypatch, planted):  # noqa: F811
+    """Their log-probabilities are 0.002 apart in the mean. The plant, a sampler that computes in float32: 0.01."""
+    made = trained.beside
+
+    def in_float32(*args):
+        sampler = made(*args)
+        return dataclasses.replace(sampler, ex=dataclasses.replace(sampler.ex, dtype=jnp.dtype("float32")))
+    monkeypatch.setattr(trained, "beside", in_float32 if planted else made)
+    name = f"rounds-{planted}"
+    ran(*words(place, name, "--model.compute_dtype=bfloat16", "--model.num_layers=2", "--model.embed_dim=128",
+               "--rl.max_tokens=90", "--data.seq_len=96", "--data.global_batch=16", "--training.steps=2",
+               "--validation.every=0"))
+    for row in rows(place / name):
+        assert (row["mismatch_mean"] > 0.005) == planted and row["mismatch_max"] < 0.1, row

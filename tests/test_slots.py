@@ -26,9 +26,9 @@ TAU = 0.9
 
 
 @functools.cache
-def loaded(experts: bool = False, **sizes) -> trained.LoadedModel:
+def loaded(experts: bool = False, dtype: str = "float32", **sizes) -> trained.LoadedModel:
     """With a head whose logits reach 10."""
-    run = config.Run(model=EXPERTS if experts else MODEL)
+    run = config.Run(model=(EXPERTS if experts else MODEL) | dict(compute_dtype=dtype))
     model, spec = transformer.build(run.model), MeshSpec(sizes)
     mesh, layout = spec.build(jax.devices()[:int(np.prod(list(sizes.values()) or [1]))]), None
     layout = placement.command(model, spec.sizes)
@@ -132,7 +132,7 @@ def test_experts_too(sizes):
     check(answers, samples, counters, 40, experts=True)
 
 
-@pytest.mark.parametrize("sizes", [{}, dict(data=2, tensor=2)])
+@pytest.mark.parametrize("sizes", [{}, dict(data=2, tensor=2), dict(dtype="bfloat16")])
 def test_bits_do_not_depend_on_neighbours_order_or_the_hosts_looks(sizes):
     prompts, samples, counters = drawn_prompts(12)
     prompts[4] = list(range(10, 70))        # the longest: the room stays what it was
