@@ -9,6 +9,7 @@ import pytest
 import sampling
 import tokenizers
 from checkpoints import assert_same_bits
+from commands import answers as texts
 from commands import call, home, in_a_directory_of_its_own, rows  # noqa: F401
 from test_lora_runs import saved
 from test_rl import place, ran, timeless, words  # noqa: F401
@@ -21,12 +22,6 @@ from meshtrain.run import groups
 from meshtrain.run.rollouts import Rollouts
 
 PIECES = ["<s>", "a", "b", "c", "d", "A", "B", "C", "D", ":", "1", "ab", "cd", "abc"]
-
-
-def lines(directory, batch: int) -> list[dict]:
-    """Of a batch's answers as text."""
-    text = (directory / "rollouts" / f"{batch}.jsonl").read_text()
-    return [json.loads(line) for line in text.rstrip("\n").split("\n")]
 
 
 @pytest.fixture
@@ -75,7 +70,7 @@ def test_the_ids_that_were_drawn_are_learned_where_their_text_has_others(place, 
                 '--rl.stop=["d"]', "--rl.entropy=0.01", "--training.steps=1", "--validation.every=0"))
     answers, (step,) = drawn[0], trained
     assert len(answers) == 16 and sorted(step) == sorted(answers)
-    text = [line["answer"] for line in lines(place / "ids", 0)]
+    text = [line["answer"] for line in texts(place / "ids", 0)]
     encoded = [library.encode(one).ids for one in text]
     assert sum(one != ids for one, (_, ids) in zip(encoded, answers, strict=True)) > 12
     assert not any("d" in one for one in text) and {4, 12} & {ids[-1] for _, ids in answers}
@@ -147,3 +142,18 @@ def test_the_sampler_and_the_step_round_alike_in_bfloat16(place, home, monkeypat
                "--validation.every=0"))
     for row in rows(place / name):
         assert (row["mismatch_mean"] > 0.005) == planted and row["mismatch_max"] < 0.1, row
+
+
+@pytest.mark.parametrize("more", [["--rl.updates=2", "--rl.old=trainer"], pytest.param([], marks=sampling.GRID)])
+def test_the_parts_of_a_runs_time_add_up(place, home, more):  # noqa: F811
+    directory = place / f"time{len(more)}"
+    ran(*words(place, directory.name, "--checkpoint.every=2", *more))
+    start, end = map(json.loads, (directory / "history.jsonl").read_text().splitlines())
+    spent, found = end["spent_s"], rows(directory)
+    assert sum(spent.values()) == pytest.approx(end["run_s"], abs=0.01)
+    total = lambda *names: sum(row.get(name) or 0 for row in found for name in names)
+    assert total("sample_s") > 0 < total("reward_s") and (total("score_s") > 0) == bool(more)
+    for part, names in {"sampling": ("sample_s", "score_s"), "rewards": ("reward_s",), "sync": ("sync_s",),
+                        "steps": ("train_s",)}.items():
+        assert spent[part] == pytest.approx(total(*names), abs=0.05), part
+    assert spent["rest"] < 0.2 * end["run_s"], "nothing of a batch of answers is left to the rest"
