@@ -152,7 +152,7 @@ def test_of_a_run_with_adapters_only_they_are_sent_with_each_version(place, two_
     assert versions(directory) == [0, 0, 1] and rows(directory)[0]["mismatch_max"] < 1e-4
     sent, kept = (set(trees.leaves_of(Checkpoints(path, read_only=True).arrays(number)))
                   for path, number in ((there.weights, 1), (there.frozen, apart.FROZEN)))
-    assert len(sent) == 14 and all("/lora/" in name for name in sent) and not any("/lora/" in name for name in kept)
+    assert len(sent) == 14 and all("/lora/" in name for name in sent) and not any("/lora/" in one for one in kept)
     assert sent | kept == set(trees.leaves_of(Checkpoints(directory / "checkpoints", read_only=True).arrays(
         3, only_params=True)))
 
@@ -314,6 +314,21 @@ def test_weights_that_are_not_those_of_the_order_draw_nothing(place, two_behind,
     order = dataclasses.replace(there.read(4), weights="another sum")
     with pytest.raises(groups.RolloutError, match="has other weights .* nothing is drawn"):
         sample._Drawing(tmp_path, ALONE).answers(order, 0)
+
+
+def test_a_sampler_that_waits_for_a_run_finds_all_of_its_directories(tmp_path, monkeypatch):
+    orders, make = apart.Orders.__new__(apart.Orders), Path.mkdir
+    orders.place = apart.SamplerFiles.of(tmp_path)
+
+    def looked(path, *args, **keys):
+        make(path, *args, **keys)
+        if orders.place.orders.is_dir():        # for which `sample.serve` waits
+            queue = taker(tmp_path)
+            assert queue.next() is None
+            queue.leave()
+    monkeypatch.setattr(Path, "mkdir", looked)
+    orders._open()
+    assert orders.place.orders.is_dir()
 
 
 def test_what_a_checkpoint_needs_stays(desk):

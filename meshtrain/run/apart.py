@@ -209,7 +209,7 @@ class Orders:
         self.heartbeats = Heartbeats(self.place)
 
     def _open(self) -> None:
-        for name in ("orders", "answers", "heartbeats"):
+        for name in ("answers", "heartbeats", "orders"):    # samplers wait for the last
             (self.place.directory / name).mkdir(parents=True, exist_ok=True)
         self.place.finished.unlink(missing_ok=True)
 
