@@ -2,6 +2,7 @@
 are all cut off."""
 import dataclasses
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from test_lora_runs import saved
 from test_rl import place, ran, timeless, words  # noqa: F401
 from tokenizers import decoders, models, normalizers
 
-from meshtrain import generate, trained
+from meshtrain import generate, report, trained
 from meshtrain.inference.generate import Generator
 from meshtrain.names import NO_TARGET
 from meshtrain.run import groups
@@ -129,7 +130,7 @@ def test_an_exported_run_goes_on_with_the_same_text_and_has_the_same_validation_
 
 @pytest.mark.parametrize("planted", [False, pytest.param(True, marks=sampling.GRID)])
 def test_the_sampler_and_the_step_round_alike_in_bfloat16(place, home, monkeypatch, planted):  # noqa: F811
-    """Their log-probabilities are 0.002 apart in the mean. The plant, a sampler that computes in float32: 0.01."""
+    """Their log-probabilities are 0.0002 apart in the mean, those of the plant, a sampler in float32, 0.01."""
     made = trained.beside
 
     def in_float32(*args):
@@ -138,16 +139,16 @@ def test_the_sampler_and_the_step_round_alike_in_bfloat16(place, home, monkeypat
     monkeypatch.setattr(trained, "beside", in_float32 if planted else made)
     name = f"rounds-{planted}"
     ran(*words(place, name, "--model.compute_dtype=bfloat16", "--model.num_layers=2", "--model.embed_dim=128",
-               "--rl.max_tokens=90", "--data.seq_len=96", "--data.global_batch=16", "--training.steps=2",
-               "--validation.every=0"))
+               "--rl.max_tokens=40", "--data.seq_len=48", "--data.global_batch=16", "--training.steps=2",
+               "--validation.every=0", "--data.validation_fraction=0"))
     for row in rows(place / name):
-        assert (row["mismatch_mean"] > 0.005) == planted and row["mismatch_max"] < 0.1, row
+        assert (row["mismatch_mean"] > 0.003) == planted and row["mismatch_max"] < 0.1, row
 
 
 @pytest.mark.parametrize("more", [["--rl.updates=2", "--rl.old=trainer"], pytest.param([], marks=sampling.GRID)])
 def test_the_parts_of_a_runs_time_add_up(place, home, more):  # noqa: F811
     directory = place / f"time{len(more)}"
-    ran(*words(place, directory.name, "--checkpoint.every=2", *more))
+    done = ran(*words(place, directory.name, "--checkpoint.every=2", *more))
     start, end = map(json.loads, (directory / "history.jsonl").read_text().splitlines())
     spent, found = end["spent_s"], rows(directory)
     assert sum(spent.values()) == pytest.approx(end["run_s"], abs=0.01)
@@ -156,4 +157,6 @@ def test_the_parts_of_a_runs_time_add_up(place, home, more):  # noqa: F811
     for part, names in {"sampling": ("sample_s", "score_s"), "rewards": ("reward_s",), "sync": ("sync_s",),
                         "steps": ("train_s",)}.items():
         assert spent[part] == pytest.approx(total(*names), abs=0.05), part
+    for told in (done.out, call(report.main, directory).out):
+        assert re.search("goodput .*sampling", told) and re.search("goodput .*rewards", told), told
     assert spent["rest"] < 0.2 * end["run_s"], "nothing of a batch of answers is left to the rest"
