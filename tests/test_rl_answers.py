@@ -13,7 +13,7 @@ from checkpoints import assert_same_bits
 from commands import answers as texts
 from commands import call, home, in_a_directory_of_its_own, rows  # noqa: F401
 from test_lora_runs import saved
-from test_rl import place, ran, timeless, words  # noqa: F401
+from test_rl import place, ran, words  # noqa: F401
 from tokenizers import decoders, models, normalizers
 
 from meshtrain import generate, report, trained
