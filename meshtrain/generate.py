@@ -265,7 +265,7 @@ def _words(found: trained.Trained, options: config.Arguments, talking: Talk | No
     if text is None:
         if option := next((name for name in ("prompt", "prompts", "stop") if options[name]), None):
             raise ConfigError(f"--{option} needs a tokenizer, and {found.directory} has none; give --data.tokenizer "
-                              f"the path of a tokenizer.json, or token ids, --prompt-ids '[[5, 6], [7]]'")
+                              f"the path of a tokenizer.json, or bytes, or token ids, --prompt-ids '[[5, 6], [7]]'")
         return None
     stop_ids = found.stop_ids()
     if talking:

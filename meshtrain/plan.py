@@ -310,7 +310,7 @@ def sampled_apart(run: Run, question: search.Question) -> dict:
     token_s = sum(costs.token_s(question.rated, room).values())
     return {"gpus": gpus, "tensor": tensor, "slots": costs.slots, "slots_that_fit": fits, "weights_bytes": round(held),
             "cache_bytes": round(costs.cache_bytes), "token_s": token_s,
-            "file_bytes": round(sum(info.size * costs.itemsize(info) for info in question.rows)),
+            "file_bytes": round(sum(info.size * costs.itemsize(info) for info in question.rows if info.trainable)),
             "tokens_per_s_per_gpu": costs.slots / token_s / gpus,
             "batch_s_at_most": -(-rl.prompts * rl.samples // asked) * rl.max_tokens * token_s}
 

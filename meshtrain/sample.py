@@ -20,11 +20,12 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 import jax
 
 from meshtrain import assembly, config, devices, files, trained
-from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints
+from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints, Saved
 from meshtrain.cluster import watch
 from meshtrain.files import FileSystemError
 from meshtrain.inference.generate import Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
+from meshtrain.model import params
 from meshtrain.run import apart, replicas
 from meshtrain.run.groups import RolloutError
 
@@ -108,6 +109,7 @@ class _Drawing:
         self.sampler: trained.ApartSampler | None = None
         self.store: Checkpoints | None = None
         self._weights, self._generator = "", None
+        self._frozen, self._of_frozen = {}, ""      # weights that are not trained, and their digest
 
     def answers(self, order: apart.Order, part: int) -> list[Completion] | None:
         """None where the weights are no longer there. Raises: CheckpointError; RolloutError where they are others than
@@ -124,13 +126,25 @@ class _Drawing:
             slots = order.part * order.draws["samples"]
             if self._weights != order.weights:
                 self._weights, self._generator = "", None       # its memory is for those that come
-                stored = self.sampler.restore(saved)
-                if (found := replicas.digest(stored)) != order.weights:
+                weights, found = self._restored(saved)
+                if found != order.weights:
                     raise RolloutError(f"{self.store.directory / str(order.version)} has other weights ({found}) than "
                                        f"batch {order.batch} is to be drawn with ({order.weights}): nothing is drawn")
-                self._generator = self.sampler.generator(stored, slots, order.room)
+                self._generator = self.sampler.generator(weights, slots, order.room)
                 self._weights = order.weights
             return self._drawn(order, part)
+
+    def _restored(self, saved: Saved) -> tuple[dict, str]:
+        """(all weights, their checksum) of a version. Raises: CheckpointError."""
+        trained, place = self.sampler.restore(saved), apart.SamplerFiles.of(self.run_dir)
+        if not self.sampler.model.lora:
+            return trained, apart.checksum(trained, "")
+        if not self._of_frozen or self._of_frozen != place.checksum_of_frozen():
+            self._frozen = {}       # its memory is for those that come
+            kept = Checkpoints(place.frozen, read_only=True).open(apart.FROZEN)
+            self._frozen = self.sampler.restore(kept, frozen=True)
+            self._of_frozen = replicas.digest(self._frozen)
+        return params.joined(trained, self._frozen), apart.checksum(trained, self._of_frozen)
 
     def _drawn(self, order: apart.Order, part: int) -> list[Completion]:
         draws, rows = order.draws, order.rows(part)

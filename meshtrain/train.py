@@ -5,6 +5,7 @@ Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -53,7 +54,7 @@ from meshtrain.model import params as model_params
 from meshtrain.run import (
     apart, bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, replicas, rollouts, rundir,
 )
-from meshtrain.run.apart import Orders
+from meshtrain.run.apart import Orders, SentWeights
 from meshtrain.run.hooks import RewardValidation, Trace, ValidationHook
 from meshtrain.run.progress import Progress
 from meshtrain.run.record import Record, TooManySkippedSteps
@@ -304,15 +305,21 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
 def _orders(session: _Session, found: prompts.Prompts, words: Words, position: dict | None) -> Orders:
     """Orders to samplers apart, which go on where the checkpoint was made."""
     run = session.run
-    store = Checkpoints(apart.SamplerFiles.of(session.directory).weights, keep=run.rl.lag + 2,
-                        check_claim=session.checkpoints.check_claim)
-    document = rundir.metadata(run, session.made.layout.rules.text, {})
-    dtype, kept = jnp.dtype(run.model.compute_dtype), jax.tree.map(
-        lambda leaf: leaf.sharding, session.made.state_shapes.params)
-    cast = jax.jit(lambda params: sync.cast(session.made.model, params, dtype), out_shardings=kept)
-    if all(info.dtype == sync.read_dtype(info, dtype) for info in session.made.model.parameters()):
-        cast = lambda params: params        # no copy of them
-    return Orders(run, found, words.stop_ids, store, document, cast, (position or {}).get("queue", ()))
+    place, document = apart.SamplerFiles.of(session.directory), rundir.metadata(run, session.made.layout.rules.text, {})
+    store = functools.partial(Checkpoints, check_claim=session.checkpoints.check_claim)
+    sent = SentWeights(store(place.weights, keep=run.rl.lag + 2), _cast(session.made))
+    frozen = SentWeights(store(place.frozen, keep=1), _cast(session.made, frozen=True)) if run.lora.rank else None
+    return Orders(run, found, words.stop_ids, sent, document, (position or {}).get("queue", ()), frozen)
+
+
+def _cast(made: assembly.Assembly, frozen: bool = False) -> Callable[[dict], dict]:
+    """A function: all weights -> those that are trained, or those that are not, as samplers read them."""
+    dtype = jnp.dtype(made.run.model.compute_dtype)
+    part = lambda params: made.model.divided(params)[1 if frozen else 0]
+    if all(info.dtype == sync.read_dtype(info, dtype) for info in made.model.parameters() if info.trainable != frozen):
+        return part         # no copy of them
+    return jax.jit(lambda params: part(sync.cast(made.model, params, dtype)),
+                   out_shardings=jax.tree.map(lambda leaf: leaf.sharding, part(made.state_shapes.params)))
 
 
 def _reference(made: assembly.Assembly, start: resume.Start, state: State, step: int) -> dict:

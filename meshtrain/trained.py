@@ -80,9 +80,10 @@ class Trained:
     def text(self) -> Text | None:
         """None where there is no tokenizer. Raises: ConfigError where it cannot be opened."""
         with config.user_errors():
-            if self.of_folder:
-                named = self.run.data.tokenizer if "data.tokenizer" in self.given else str(self.directory / TOKENIZER)
-                if "data.tokenizer" not in self.given and not os.path.isfile(named):
+            given = "data.tokenizer" in self.given
+            if self.of_folder and not (given and self.run.data.tokenizer == "bytes"):
+                named = self.run.data.tokenizer if given else str(self.directory / TOKENIZER)
+                if not given and not os.path.isfile(named):
                     return None
                 published = tokenizer.open_published(tokenizer.local(named))
                 return Text(lambda text: published.encode(text, special=False), published.encode,
@@ -260,20 +261,17 @@ class ApartSampler:
     options: dict
     _programs: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
-    def restore(self, saved: Saved) -> dict:
-        """The weights of `sync.cast`, in the layout that they are read in. Raises: CheckpointError."""
+    def restore(self, saved: Saved, frozen: bool = False) -> dict:
+        """The weights of `sync.cast` that are trained, or those that are not, in the layout that they are read in.
+        Raises: CheckpointError."""
         placed = lambda info: jax.sharding.NamedSharding(self.mesh, self.ex.layout.spec("params", info.axes))
         wanted = params.tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
             info.shape, sync.read_dtype(info, self.ex.dtype), sharding=placed(info)))
-        return saved.restore({"params": wanted}, part=True)["params"]
+        return saved.restore({"params": self.model.divided(wanted)[1 if frozen else 0]}, part=True)["params"]
 
-    def generator(self, stored: dict, slots: int, room: int) -> Generator:
-        """Call it, and what it returns, with the mesh in context. Raises: assembly.BrokenProgramError."""
-        if "read" not in self._programs:
-            read = jax.jit(lambda p: self.model.as_read(self.ex.layout, p, self.ex.dtype))
-            self._programs["read"] = self._compiled("the reading of the weights", read, stored)
-        return Generator(self.model, self.ex, self._programs["read"](stored), self._compiled, slots, room,
-                         self._programs)
+    def generator(self, weights: dict, slots: int, room: int) -> Generator:
+        """weights: all of them, as of `restore`. Call it, and what it returns, with the mesh in context."""
+        return Generator(self.model, self.ex, weights, self._compiled, slots, room, self._programs)
 
     def words(self, stops: Sequence[str], stop_ids: Sequence[int]) -> Words:
         """Raises: ConfigError where the tokenizer cannot be opened."""

@@ -48,6 +48,29 @@ def rows(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+def answers(directory: Path, batch: int) -> list[dict]:
+    """Of a batch in rollouts/."""
+    text = (directory / "rollouts" / f"{batch}.jsonl").read_text()
+    return [json.loads(line) for line in text.rstrip("\n").split("\n")]
+
+
+def check_sums_of_answers(directory: Path, batches: int) -> None:
+    """The columns of metrics.jsonl are those of the answers in rollouts/, of all processes; one update a batch."""
+    for batch, row in zip(range(batches), rows(directory), strict=True):
+        found = answers(directory, batch)
+        rewards = [one["reward"] for one in found if one["reward"] is not None]
+        mean = lambda values: sum(values) / len(values)
+        expected = {
+            "answer_tokens": mean([one["tokens"] for one in found]), "reward": mean(rewards),
+            "answer_tokens_max": max(one["tokens"] for one in found),
+            "truncated": mean([one["stopped"] == "length" for one in found]),
+            "reward_std": mean([(one - mean(rewards)) ** 2 for one in rewards]) ** 0.5,
+            "reward_failed": sum("failure" in one for one in found),
+            "reward_timeouts": sum("timeout" in one.get("failure", "") for one in found)}
+        assert len(rewards) == len(found) - expected["reward_failed"]
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A directory with a text, a rule file and the compiled programs that the runs share."""

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits
-from commands import call, home, in_a_directory_of_its_own, ran, rows  # noqa: F401
+from commands import call, check_sums_of_answers, home, in_a_directory_of_its_own, ran, rows  # noqa: F401
 from test_lora_runs import saved
 
 from meshtrain import files, report, train
@@ -319,6 +319,7 @@ def score(prompt, answer, example):
     failed = [line for line in lines if line.get("failure")]
     assert failed and all(line["reward"] is None and "ValueError: odd" in line["failure"] for line in failed)
     assert sum(row["reward_failed"] for row in rows(place / "drop")) == len(failed)
+    check_sums_of_answers(place / "drop", 6)
     done = call(train.main, *words(place, "stop", reward, "--rl.reward_failures=stop", *few))
     assert done.code == 1 and "ValueError: odd" in done.err and "Traceback" not in done.err
 

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from checkpoints import assert_same_bits
 from commands import ROOT, call, home, in_a_directory_of_its_own, refused  # noqa: F401
@@ -21,7 +22,7 @@ from launch import samplers
 from meshtrain import config, files, sample, train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.inference.generate import Completion
-from meshtrain.run import apart, groups, loop, stops
+from meshtrain.run import apart, groups, loop, stops, trees
 from meshtrain.run.record import Record
 
 ALONE = ["--mesh.simulated_devices=8", "--mesh.data=1", "--mesh.fsdp=1", "--mesh.tensor=1", "--run.compilation_cache="]
@@ -140,6 +141,33 @@ def test_samplers_apart_draw_what_the_trainer_would(place, two_behind, name, mor
     ran(*words(place, f"{name}-beside", *more))
     assert drawn(place / name, 0) == drawn(place / f"{name}-beside", 0)
     assert rows(place / name)[0]["mismatch_max"] < (0.1 if name == "bfloat16" else 1e-4)
+
+
+def test_of_a_run_with_adapters_only_they_are_sent_with_each_version(place, two_behind):  # noqa: F811
+    directory, there = place / "adapters", apart.SamplerFiles.of(place / "adapters")
+    more = words(place, "adapters", "--rl.lag=1", "--lora.rank=2", f"--checkpoint.init_from={two_behind}",
+                 "--validation.every=0")
+    with Beside(directory):
+        ran(*more, "--training.steps=3")
+    assert versions(directory) == [0, 0, 1] and rows(directory)[0]["mismatch_max"] < 1e-4
+    sent, kept = (set(trees.leaves_of(Checkpoints(path, read_only=True).arrays(number)))
+                  for path, number in ((there.weights, 1), (there.frozen, apart.FROZEN)))
+    assert len(sent) == 14 and all("/lora/" in name for name in sent) and not any("/lora/" in one for one in kept)
+    assert sent | kept == set(trees.leaves_of(Checkpoints(directory / "checkpoints", read_only=True).arrays(
+        3, only_params=True)))
+
+
+def test_frozen_weights_are_written_once_and_again_where_they_are_others(tmp_path):
+    orders = apart.Orders.__new__(apart.Orders)
+    orders.place, orders.document = apart.SamplerFiles.of(tmp_path), {}
+    orders.frozen = apart.SentWeights(Checkpoints(orders.place.frozen, keep=1), lambda params: params)
+    written = []
+    for value in (1.0, 1.0, 2.0):
+        digest = orders._save_frozen({"w": jnp.full(3, value)})
+        assert digest == orders.place.checksum_of_frozen()
+        written.append((digest, (orders.place.frozen / "0" / "metadata.json").stat().st_ino))
+    assert written[0] == written[1] and written[1][0] != written[2][0]
+    assert [path.name for path in orders.place.frozen.iterdir()] == ["0"]
 
 
 @pytest.mark.slow
@@ -286,6 +314,21 @@ def test_weights_that_are_not_those_of_the_order_draw_nothing(place, two_behind,
     order = dataclasses.replace(there.read(4), weights="another sum")
     with pytest.raises(groups.RolloutError, match="has other weights .* nothing is drawn"):
         sample._Drawing(tmp_path, ALONE).answers(order, 0)
+
+
+def test_a_sampler_that_waits_for_a_run_finds_all_of_its_directories(tmp_path, monkeypatch):
+    orders, make = apart.Orders.__new__(apart.Orders), Path.mkdir
+    orders.place = apart.SamplerFiles.of(tmp_path)
+
+    def looked(path, *args, **keys):
+        make(path, *args, **keys)
+        if orders.place.orders.is_dir():        # for which `sample.serve` waits
+            queue = taker(tmp_path)
+            assert queue.next() is None
+            queue.leave()
+    monkeypatch.setattr(Path, "mkdir", looked)
+    orders._open()
+    assert orders.place.orders.is_dir()
 
 
 def test_what_a_checkpoint_needs_stays(desk):

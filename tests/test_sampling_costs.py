@@ -306,5 +306,7 @@ def test_plan_prices_a_sampler_apart_by_hand(home):  # noqa: F811
     assert found["batch_s_at_most"] == pytest.approx(4 * 1024 * found["token_s"])
     text = call(plan.main, *asked).out
     assert "A sampler apart with the 8 GPUs of a host (tensor 8): " in text and "weights is 15.0 GiB, written once" in text
+    with_adapters = json.loads(call(plan.main, *asked, "--json", "--lora.rank=16").out)["plans"][0]["sampling"]
+    assert with_adapters["file_bytes"] < 0.01 * found["file_bytes"], "they alone are written with each version"
     file.write_text(file.read_text() + "slots = 100000\n")
     assert "FIT: set rl.slots" in call(plan.main, *asked).out

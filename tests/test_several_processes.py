@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import check_sums_of_answers
 from kept_programs import PROGRAMS
 
 from meshtrain.run import metrics
@@ -132,6 +133,7 @@ def test_two_processes_learn_from_the_rewards_of_one_and_each_scores_its_share(h
                  for line in (home / f"rl {processes} 0" / "rollouts" / f"{batch}.jsonl").read_text().splitlines()]
         assert len({line.pop("process") for line in lines}) == processes
         drawn.append(lines)
+        check_sums_of_answers(home / f"rl {processes} 0", 3)
     assert drawn[0] == drawn[1]
     one, two = (metrics.read(home / f"rl {processes} 0" / "metrics.jsonl") for processes in (1, 2))
     np.testing.assert_allclose([row["grad_norm"] for row in two], [row["grad_norm"] for row in one], rtol=1e-5)

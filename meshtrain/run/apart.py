@@ -1,6 +1,7 @@
 """Answers that are drawn by processes apart from the trainer: orders and answers as files in run.dir/samplers.
 
     weights/V/          the weights of version V, those after V batches of answers: a checkpoint of nothing else
+    frozen/0/           with adapters, the weights that are not trained: versions have the others alone
     orders/N.json       batch N: its prompts, how they are answered, version and checksum of the weights
     answers/N-P.npz     the answers to part P of its prompts, the same whoever draws them
     answers/N-P.claim   which sampler draws them; void when its heartbeat stops
@@ -27,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from meshtrain import files
 from meshtrain.cluster import agree, watch
@@ -37,6 +39,7 @@ from meshtrain.run import contents, groups, replicas, say
 from meshtrain.run.groups import Kept, RolloutError
 from meshtrain.run.loop import NoBatch
 
+FROZEN = 0              # the one step in frozen/
 PARTS = 4               # of an order, unless rl.slots says how many answers a sampler draws together
 LOOK_S, WAITS_S, RENEWED_S = 0.1, 1.0, 5.0
 LAPSED_S = 60.0         # without a heartbeat for so long a sampler is dead
@@ -103,6 +106,10 @@ class SamplerFiles:
         return self.directory / "weights"
 
     @property
+    def frozen(self) -> Path:
+        return self.directory / "frozen"
+
+    @property
     def finished(self) -> Path:
         return self.directory / "finished"
 
@@ -124,10 +131,23 @@ class SamplerFiles:
 
     def checksum_of(self, version: int) -> str | None:
         """The checksum of the weights that are saved as this version; None where there are none."""
-        try:
-            return json.loads((self.weights / str(version) / "metadata.json").read_text(encoding="utf-8"))["weights"]
-        except FileNotFoundError:
-            return None
+        return _saved_checksum(self.weights / str(version))
+
+    def checksum_of_frozen(self) -> str | None:
+        """As `checksum_of`."""
+        return _saved_checksum(self.frozen / str(FROZEN))
+
+
+def _saved_checksum(place: Path) -> str | None:
+    try:
+        return json.loads((place / "metadata.json").read_text(encoding="utf-8"))["weights"]
+    except FileNotFoundError:
+        return None
+
+
+def checksum(trained: dict, frozen: str) -> str:
+    """Of all weights of a version. frozen: the digest of those that are not trained; empty: there are none."""
+    return f"{replicas.digest(trained)}-{frozen}" if frozen else replicas.digest(trained)
 
 
 class Heartbeats:
@@ -159,14 +179,23 @@ class Heartbeats:
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 
 
-class Orders:
-    """The trainer's side; every process calls it alike, and process 0 writes. store: of weights. document: its
-    metadata. cast: the trainer's weights to the samplers'. queue: of a checkpoint, see `queue`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class SentWeights:
+    """A part of the weights on the way to the samplers. store: `Checkpoints` of it. cast: all of the trainer's weights
+    -> the part, as samplers read it."""
+    store: Any
+    cast: Callable[[dict], dict]
 
-    def __init__(self, run: Run, prompts: Prompts, stop_ids: Sequence[int], store, document: dict,
-                 cast: Callable[[dict], dict], queue: Sequence[Sequence] = ()):
-        self.run, self.rl, self.prompts, self.cast = run, run.rl, prompts, cast
-        self.store, self.document = store, document
+
+class Orders:
+    """The trainer's side; every process calls it alike, and process 0 writes. sent: the trained weights. document:
+    metadata of their checkpoints. queue: of a checkpoint, see `queue`. frozen: the weights that are not trained, if
+    there are any."""
+
+    def __init__(self, run: Run, prompts: Prompts, stop_ids: Sequence[int], sent: SentWeights, document: dict,
+                 queue: Sequence[Sequence] = (), frozen: SentWeights | None = None):
+        self.run, self.rl, self.prompts, self.cast, self.frozen = run, run.rl, prompts, sent.cast, frozen
+        self.store, self.document = sent.store, document
         self.directory = Path(run.run.dir)
         self.place, self.batches = SamplerFiles.of(self.directory), -(-run.training.steps // run.rl.updates)
         self.draws = {"seed": run.run.seed, "temperature": self.rl.temperature, "max_tokens": self.rl.max_tokens,
@@ -175,12 +204,12 @@ class Orders:
         self.checksums = {version: weights for _, version, weights in queue}
         self.given: dict[int, Order] = {}       # by batch
         self._versions = {batch: version for batch, version, _ in queue}
-        self._begun = False
+        self._begun, self._of_frozen = False, ""
         agree.on_first(self._open)
         self.heartbeats = Heartbeats(self.place)
 
     def _open(self) -> None:
-        for name in ("orders", "answers", "heartbeats"):
+        for name in ("answers", "heartbeats", "orders"):    # samplers wait for the last
             (self.place.directory / name).mkdir(parents=True, exist_ok=True)
         self.place.finished.unlink(missing_ok=True)
 
@@ -195,11 +224,13 @@ class Orders:
     def offer(self, number: int, part: int, first: int, params: dict, key_of: Callable[[int], str]) -> None:
         """Orders batch `number` and the rl.lag behind it, as far as nobody has. params: of the step before `part` of
         the batch. first: prompts drawn before it. key_of: a batch's, as of `Kept`. Raises: FileSystemError."""
+        begins, self._begun = not self._begun, True
+        if begins and self.frozen:
+            self._of_frozen = self._save_frozen(self.frozen.cast(params))
         params = self.cast(params)
-        now = replicas.digest(params)
+        now = checksum(params, self._of_frozen)
         if part == 0:
             self.checksums[number] = now
-        begins, self._begun = not self._begun, True
         wanted = [batch for batch in range(number, min(number + self.rl.lag + 1, self.batches))
                   if batch not in self.given]
         order = lambda batch, version: self._order(batch, version, first + (batch - number) * self.rl.prompts)
@@ -236,10 +267,20 @@ class Orders:
             needed = any(self.given[batch].version == number and not self._answered(self.given[batch])
                          for batch in wanted)
             if needed and not chose["there"]:
-                self._remove_weights(number)
+                _remove(self.place.weights / str(number))
             return needed
         if agree.on_first(gave) and not chose["there"]:
             self.store.save(number, {"params": params}, self.document | {"weights": now})
+
+    def _save_frozen(self, params: dict) -> str:
+        """Saves them where they are not there yet. Returns their digest, when they are on disk. Raises:
+        FileSystemError."""
+        found, store = replicas.digest(params), self.frozen.store
+        if not agree.on_first(lambda: self.place.checksum_of_frozen() == found):
+            agree.on_first(lambda: _remove(self.place.frozen / str(FROZEN)))
+            store.save(FROZEN, {"params": params}, self.document | {"weights": found})
+            store.wait()
+        return found
 
     def _order(self, batch: int, version: int, first: int) -> Order:
         """first: prompts drawn before the batch."""
@@ -275,12 +316,7 @@ class Orders:
     def _remove_weights_after(self, number: int) -> None:
         for name in os.listdir(self.place.weights):
             if name.isdecimal() and int(name) > number:
-                self._remove_weights(int(name))
-
-    def _remove_weights(self, version: int) -> None:
-        path = self.place.weights / str(version)
-        if path.exists():
-            files.remove(path.rename(path.with_name(f".{version}.deleting-{secrets.token_hex(4)}")))
+                _remove(self.place.weights / name)
 
     def _drop_before(self, number: int) -> None:
         """Removes orders and answers that no start goes back to: of the batches that a checkpoint's queue has, whose
@@ -373,6 +409,12 @@ class ArrivingAnswers:
                 f"weights by {told['by']}, and batch {self.order.batch} is to be drawn with version "
                 f"{self.order.version} ({self.order.weights}); nothing of it is learned. The same command removes it")
         return groups.unflat(told, arrays)
+
+
+def _remove(path: Path) -> None:
+    """A checkpoint, if it is there."""
+    if path.exists():
+        files.remove(path.rename(path.with_name(f".{path.name}.deleting-{secrets.token_hex(4)}")))
 
 
 def _content(order: Order, part: int, found: Sequence[Completion], by: str, on: str) -> bytes:

@@ -147,6 +147,8 @@ class Rollouts:
             raise NoBatch
         drawn = found or self._drawn(kept, weights, first, state)
         parts = self._packed(drawn.groups, number * self.rl.updates)
+        if part == 0 and not any((batch["targets"] != NO_TARGET).any() for batch in parts):
+            say.out(f"batch {number}: nothing is learned, since {self._why_nothing(drawn, drawn.drawn - first)}")
         if missing := [name for name in SCORES if name in self.program.step.batch and name not in drawn.scores]:
             with self._timed("sampling", "score_s"):
                 for name in missing:
@@ -191,9 +193,6 @@ class Rollouts:
             groups += found if self.rl.filter == "none" else [group for group in found if not group.equal]
             if len(groups) == wanted:
                 break
-        if not groups:
-            say.out(f"batch {number}: in {row} groups of answers all rewards are equal, and nothing can be learned of "
-                    f"them; give easier or harder prompts, or another reward")
         return AnswerBatch(groups, first + row, equal / row, version)
 
     @contextlib.contextmanager
@@ -276,6 +275,14 @@ class Rollouts:
             batch, _ = answers.pack(found, rl, data.global_batch, data.seq_len, (first + update) * data.global_batch)
             parts.append(batch)
         return parts
+
+    def _why_nothing(self, drawn: AnswerBatch, count: int) -> str:
+        """Why no answer of a batch is learned from. count: of the groups that were drawn for it."""
+        stopped = {one.stopped for group in drawn.groups for one in group.answers}
+        if stopped == {"length"} and self.rl.truncated == "mask":
+            return (f'no answer ended within rl.max_tokens={self.rl.max_tokens}, and rl.truncated="mask" leaves such '
+                    f'ones out; use more tokens, or rl.truncated="keep"')
+        return f"in {count} groups of answers all rewards are equal; give easier or harder prompts, or another reward"
 
     def _computed(self, batch: dict) -> int:
         """Tokens, padding among them, of the microbatches that are computed."""
