@@ -36,7 +36,8 @@ from meshtrain.config import ConfigError
 LONGEST_S = 240         # of an item, but for what it guesses itself; a hang is ended
 START_S = 180           # of a process, before its first item and between two
 GRACE_S = 60            # after the minutes are up, for the item that was begun before
-DONE, AGAIN = 0, 3      # of a worker: nothing is left to begin; the next item wants an empty GPU
+# Of a worker: nothing is left to begin; the next item wants an empty GPU; no item has such a key.
+DONE, AGAIN, NOTHING = 0, 3, 4
 CHECKS = ("attention", "kernel", "layout", "layers", "schedule", "deterministic")
 
 
@@ -139,7 +140,8 @@ def compute(pipe: Connection, devices, cpu, out: Path, until: float, asked: Aske
     name, of = identity(devices)
     record = Record(out, name, of)
     pipe.send(("record", out, name, of))
-    planned = asked.planned(by_worth(devices, cpu, out / f"gpu-{name}-profiles"))
+    if not (planned := asked.planned(by_worth(devices, cpu, out / f"gpu-{name}-profiles"))):
+        return NOTHING
     return work(asked.share(planned), record, until, devices, lambda *news: pipe.send(news), planned)
 
 
@@ -240,6 +242,10 @@ def main(argv: Sequence[str]) -> int:
     if code == 2:
         print("error: benchmarks.gpu needs a GPU, and jax finds none here; run it where nvidia-smi shows one, with the "
               "extra 'gpu' installed", file=sys.stderr)
+        return 2
+    if code == NOTHING:
+        print(f"error: no item fits --items {' '.join(asked.items)}; keys begin with {', '.join(GROUPS)}, e.g. "
+              f"'attention/mosaic*'", file=sys.stderr)
         return 2
     if record is None:
         print(f"error: the process that computes ended with code {code} before it began", file=sys.stderr)

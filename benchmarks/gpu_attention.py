@@ -145,6 +145,11 @@ def check(functions: Callable, case: Case, widths: tuple[int, int], sizes: Sizes
     return errors
 
 
+def has_mosaic(gpu: hardware.Gpu | None) -> bool:
+    """Whether the Mosaic kernels run on this GPU."""
+    return bool(gpu and gpu.chip and gpu.chip.compute_capability == mosaic.COMPUTE_CAPABILITY)
+
+
 def engines(widths: tuple[int, int], gpu: str, sizes: Sizes, interpret: bool) -> dict[str, Callable[[], Engine]]:
     """By name, the likeliest to be run first; made when they are asked for."""
     chosen = sizes.tiles or tiles.of(widths[0], gpu, value_dim=widths[1])
@@ -153,8 +158,7 @@ def engines(widths: tuple[int, int], gpu: str, sizes: Sizes, interpret: bool) ->
         made["pallas"] = partial(pallas.engine, chosen, full=1, interpret=interpret)        # as in a run of any size
         if widths == sizes.widths[0]:
             made["pallas, heads summed outside"] = partial(pallas.engine, chosen, full=10**9, interpret=interpret)
-    chip = hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
-    if chip and chip.compute_capability == mosaic.COMPUTE_CAPABILITY and mosaic.widths_of(*widths) and not interpret:
+    if has_mosaic(hardware.GPUS.get(gpu)) and mosaic.widths_of(*widths) and not interpret:
         made["mosaic"] = mosaic.engine
     if not interpret and widths[0] <= 128 and cudnn.engine():
         made["cudnn"] = cudnn.engine

@@ -34,7 +34,7 @@ from meshtrain.cost.formulas import rates as formula_rates
 from meshtrain.cost.program import audit, roofline
 from meshtrain.cost.program.work import PRODUCTS
 from meshtrain.inspection import memory
-from meshtrain.kernels import mosaic, tiles
+from meshtrain.kernels import tiles
 from meshtrain.kernels.engine import CAUSAL
 
 GIB = 2**30
@@ -387,6 +387,8 @@ def timed_grouped(shape: grouped_tiles.Shape, seconds: float, directory: Path) -
     found = grouped_tiles.timed(shape, os.cpu_count() or 1, time.time() + seconds, partial(take_turn, directory))
     rows = []
     for name, (kernel, times) in found.items():
+        if not times:           # the time was up
+            continue
         used = getattr(tiles.GROUPED[2], kernel.kind)
         of = dict((block, taken) for taken, block in times)
         rate = lambda taken: f"{kernel.flops / taken / 1e12:,.0f}"
@@ -404,8 +406,7 @@ def items(devices, directory: Path, sizes: Sizes = Sizes()) -> list[Item]:
     for plan in sizes.plans:
         if devices[0].platform != "cpu" and plan.overrides == IN_FLOAT8 and hardware.lacks_float8(gpu):
             continue
-        if plan.overrides == IN_MOSAIC and not (gpu and gpu.chip and gpu.chip.compute_capability ==
-                                                mosaic.COMPUTE_CAPABILITY):
+        if plan.overrides == IN_MOSAIC and not gpu_attention.has_mosaic(gpu):
             continue
         profile = directory / plan.key.replace(",", "").replace(" ", "-")
         out.append(Item(f"speed/{plan.key}", partial(speed, plan, devices, sizes, profile), 70, alone=True))

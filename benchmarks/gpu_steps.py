@@ -15,10 +15,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from benchmarks.gpu_attention import has_mosaic
 from benchmarks.gpu_record import ROOT, Item
 from meshtrain import assembly, config
 from meshtrain import hardware
-from meshtrain.kernels import mosaic
 from meshtrain.training.state import State
 
 RULES = ROOT / "sharding_rules"
@@ -73,7 +73,6 @@ class Sizes(NamedTuple):
     sequences: int = 32
     microbatches: int = 4
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    layers: bool = True         # the kinds of layers as well
 
 
 def mesh_for(axes: Sequence[str], count: int) -> dict[str, int]:
@@ -219,15 +218,10 @@ def same_bits(run: config.Run, devices) -> dict:
     return {"compared": differ, "said": f"bits {digest}"}
 
 
-def _has_mosaic(device) -> bool:
-    gpu = hardware.from_device_kind(device.device_kind)
-    return bool(gpu and gpu.chip and gpu.chip.compute_capability == mosaic.COMPUTE_CAPABILITY)
-
-
 def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
     """By worth, in the dtype that a run has."""
     devices = devices[: 2 ** int(math.log2(len(devices)))]
-    count, out = len(devices), []
+    count, out, gpu = len(devices), [], hardware.from_device_kind(devices[0].device_kind)
 
     def add(group: str, what: str, rule: str, mesh: dict, dtype: str, **more):
         run = run_of(rule, mesh, dtype, sizes, **more)
@@ -243,10 +237,10 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
         for rule, *axes in (("zero3",), ("zero3", "context"), ("zero1", "stage"))[:3 if count > 1 else 1]:
             add("layout", " ".join([rule, *axes]) + ", whole rows", rule, mesh_for(axes, count),
                 dtype, data=dict(document_mask=False))
-        if devices[0].platform == "cpu" or not hardware.lacks_float8(hardware.from_device_kind(devices[0].device_kind)):
+        if devices[0].platform == "cpu" or not hardware.lacks_float8(gpu):
             add("layout", "zero3, float8", "zero3", mesh_for((), count), dtype, model=dict(matmul_dtype="float8"))
-        for name, model in LAYERS.items() if sizes.layers else ():
-            if model.get("attention") != "mosaic" or dtype == "bfloat16" and _has_mosaic(devices[0]):
+        for name, model in LAYERS.items():
+            if model.get("attention") != "mosaic" or dtype == "bfloat16" and has_mosaic(gpu):
                 add("layers", name, "zero3_experts_fsdp", mesh_for((), count), dtype, model=model)
         for method in ("gather", "ulysses") if count > 1 else ():
             add("layout", f"zero3 context, {method}", "zero3", mesh_for(("context",), count),

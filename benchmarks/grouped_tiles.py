@@ -14,7 +14,7 @@ from benchmarks import tiles as tile_timing
 from meshtrain.kernels import grouped, tiles
 from meshtrain.kernels.tiles import GroupedBlock, GroupedTiles
 
-BLOCK_ROWS = 128
+BLOCK_ROWS = tiles.GROUPED[2].rows
 
 
 class Shape(NamedTuple):
@@ -59,10 +59,10 @@ def candidates(kind: str) -> list[GroupedBlock]:
     return [used, *(block for block in every if block != used)]
 
 
-def draw(shape: Shape, dtype=jnp.bfloat16):
-    """What the kernels of a layer's experts are given."""
+def draw(shape: Shape) -> dict:
+    """What the kernels of a layer's experts are given: tokens that choose experts at random, in bfloat16."""
     rng, (_, A, E, K, D, F) = np.random.default_rng(0), shape
-    chosen = np.argsort(rng.random((A, E)), 1)[:, :K] if E < 1000 else None
+    chosen = np.argsort(rng.random((A, E)), 1)[:, :K]
     expert, token = chosen.ravel(), np.repeat(np.arange(A), K)
     sizes = np.bincount(expert, minlength=E)
     count = int(sum(-(-sizes // BLOCK_ROWS)))
@@ -72,7 +72,7 @@ def draw(shape: Shape, dtype=jnp.bfloat16):
     for e, rows in enumerate(np.split(token[order], np.cumsum(sizes)[:-1])):
         number[first[e] * BLOCK_ROWS:][:len(rows)] = rows
     keys = iter(jax.random.split(jax.random.key(0), 9))
-    normal = lambda *dims: jax.random.normal(next(keys), dims, dtype)
+    normal = lambda *dims: jax.random.normal(next(keys), dims, jnp.bfloat16)
     R = len(number)
     return dict(groups=groups, number=jnp.asarray(number), x=normal(A, D), dy=normal(A, D), gate=normal(R, F),
                 up=normal(R, F), into=normal(E, D, F), back=normal(E, F, D), share=jnp.ones((R, 1), jnp.float32))

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import boto3
+import pytest
 from moto.server import create_backend_app
 from werkzeug.serving import make_server
+
+from meshtrain.storage import stores
 
 BUCKET, TOKEN, SECRET = "bucket", "hf_token-of-the-test", "aws-secret-of-the-test"
 SIGNED = "AWS4-HMAC-SHA256 Credential=id/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
@@ -176,3 +179,22 @@ def environment(server: Server, home: Path) -> dict[str, str]:
     return {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": server.url, "GOOGLE_SERVICE_ACCOUNT": str(account), "HF_ENDPOINT": server.url,
             "HF_TOKEN": TOKEN, "XDG_CACHE_HOME": str(home), "NO_PROXY": "127.0.0.1,localhost"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def surroundings(server, tmp_path, monkeypatch):
+    """The environment of a command, an empty log, and no waits."""
+    (tmp_path / "copies").mkdir()
+    for key, value in environment(server, tmp_path / "copies").items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(stores, "PAUSES_S", (0.01,) * 4)
+    server.log.clear()
+    server.faults.clear()

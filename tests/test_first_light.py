@@ -131,6 +131,17 @@ def test_processes_side_by_side_write_one_record_and_leave_what_is_timed(tmp_pat
     assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in gpu.os.environ
 
 
+def test_keys_that_no_item_has_are_the_users_mistake(tmp_path, capsys, monkeypatch):
+    asked = gpu.Asked(patterns=("atention/*",))
+    assert gpu.compute(SimpleNamespace(send=list), jax.devices()[:1], CPU(), tmp_path, FOREVER, asked) == gpu.NOTHING
+    monkeypatch.setattr(gpu.local_devices, "gpus_expected", lambda: True)
+    monkeypatch.setattr(gpu.local_devices, "prepare_gpus", lambda environ: None)
+    monkeypatch.setattr(gpu, "supervise", lambda *args: (gpu.NOTHING, None))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert gpu.main(["--out", str(tmp_path), "--items", "atention/*"]) == 2
+    assert "no item fits --items atention/*" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_patterns_name_items():
     items = [Item("attention/a", dict), Item("speed/8B, packed", dict), Item("tiles/b", dict)]
     asked = gpu.Asked(("attention", "speed"), ("*8B*", "tiles/*"))

@@ -17,7 +17,7 @@ from folders import GOLDENS, ROOT
 pytest.importorskip("obstore", reason="files at s3:// and gs:// need pip install -e '.[storage]'")
 pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
 
-from stores import BUCKET, COMMIT, SECRET, TOKEN, Fault, Server, environment  # noqa: E402
+from stores import BUCKET, COMMIT, SECRET, TOKEN, Fault, server, surroundings  # noqa: E402, F401
 
 from meshtrain import files  # noqa: E402
 from meshtrain.data.documents import tokenizer  # noqa: E402
@@ -31,23 +31,9 @@ PATTERNS = ("*.txt", "**/*.txt", "sub/*", "**", "sub/**", "s*/a.*", "x[0-9].txt"
             ".*.txt", "**/.dot/*", "sub/**/c.txt", "[a-b].*", "n[^a].txt", "**/deep/**/*", "[]x].txt", "*[", "nothing*")
 
 
-@pytest.fixture(scope="module")
-def server():
-    made = Server()
-    yield made
-    made.close()
-
-
 @pytest.fixture(autouse=True)
-def surroundings(server, tmp_path, monkeypatch):
-    """The environment of a command, an empty log, and no waits."""
-    (tmp_path / "copies").mkdir()
-    for key, value in environment(server, tmp_path / "copies").items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(stores, "PAUSES_S", (0.01,) * 4)
-    server.log.clear()
-    server.faults.clear()
+def own_files(surroundings, server, tmp_path):
+    """Nothing in the hub and on the web, and nothing that this process has seen there."""
     server.hub, server.private, server.web = {}, False, tmp_path / "web"
     server.web.mkdir()
     copies.forget()

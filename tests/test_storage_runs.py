@@ -17,31 +17,13 @@ from tests import tiny_run
 pytest.importorskip("obstore", reason="files at s3:// and gs:// need pip install -e '.[storage]'")
 pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
 
-from stores import BUCKET, SECRET, TOKEN, Fault, Server, environment  # noqa: E402
+from stores import BUCKET, SECRET, TOKEN, Fault, server, surroundings  # noqa: E402, F401
 
 from meshtrain import config, convert, generate, train  # noqa: E402
 from meshtrain.checkpoint import peft  # noqa: E402
 from meshtrain.storage import copies, stores  # noqa: E402
 
 TWO = ("--training.steps", "2", "--run.sample_tokens", "0")
-
-
-@pytest.fixture(scope="module")
-def server():
-    made = Server()
-    yield made
-    made.close()
-
-
-@pytest.fixture(autouse=True)
-def surroundings(server, tmp_path, monkeypatch):
-    (tmp_path / "copies").mkdir()
-    for key, value in environment(server, tmp_path / "copies").items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(stores, "PAUSES_S", (0.01,) * 4)
-    server.log.clear()
-    server.faults.clear()
 
 
 def losses(directory) -> list[float]:
