@@ -4,9 +4,9 @@ GPU machine, one GPU or eight.
 Attention engines, other kernels, rule files, kinds of layers and schedules against the CPU, the same bits twice, then
 speed, memory and kernels of a step beside the roofline, and tiles; what is worth most comes first. Needs no network and
 no data. Writes gpu-NAME.md and .json after every item and goes on from there, unless GPU, versions or code are others.
-Items run in processes of their own: one that raises, crashes or hangs is recorded, and the rest go on. With --jobs,
-what is right or wrong is found by several processes side by side, since compiling is what takes long, then what is
-timed, alone. Exit codes: 0 · 1 something is wrong or failed · 2 no GPU.
+Items run in processes of their own: one that raises, crashes or hangs is recorded, and the rest go on. --jobs N runs
+the checks in N processes side by side, since most of their time is compiling, and then what is timed, one at a time.
+Exit codes: 0 · 1 something is wrong or failed · 2 no GPU, or no such item.
 """
 from __future__ import annotations
 

@@ -195,8 +195,8 @@ _turn = None
 
 
 def take_turn(folder: Path) -> None:
-    """Waits until this process is the only one that times anything, of those that write to this folder; it is to its
-    end, when its memory is free again. XLA times matmuls as it compiles them."""
+    """Waits for the other processes that time something for this folder, and keeps the turn until this process ends
+    and its memory is free. Compile within the turn: XLA times matmuls while it compiles."""
     global _turn
     if _turn is None:
         folder.mkdir(parents=True, exist_ok=True)

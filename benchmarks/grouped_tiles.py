@@ -53,7 +53,7 @@ CANDIDATES = {
 
 
 def candidates(kind: str) -> list[GroupedBlock]:
-    """The one in use first."""
+    """Blocks to time for this kind of kernel, the one in use first."""
     used = getattr(tiles.GROUPED[2], kind)
     every = [GroupedBlock(*size, *rest) for size, more in CANDIDATES[kind].items() for rest in more]
     return [used, *(block for block in every if block != used)]

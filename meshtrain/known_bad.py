@@ -55,7 +55,8 @@ TABLE = (
 
 
 def facts_of(run: Run, num_processes: int) -> frozenset[str]:
-    """Facts of a process that finds GPUs, their kind unknown yet: packed documents may mean Mosaic's kernels."""
+    """Facts of a process that finds GPUs. Which ones is not known yet, so packed documents count as a use of Mosaic
+    kernels where "auto" may take them."""
     several = {PROCESSES} if num_processes > 1 else set()
     auto = run.model.attention == "auto" and run.data.document_mask and jax.__version_info__ >= mosaic.AUTO_SINCE
     asked = {MOSAIC} if auto or run.model.attention == "mosaic" else set()

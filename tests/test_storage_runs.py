@@ -21,7 +21,7 @@ from stores import BUCKET, SECRET, TOKEN, Fault, server, surroundings  # noqa: E
 
 from meshtrain import config, convert, generate, train  # noqa: E402
 from meshtrain.checkpoint import peft  # noqa: E402
-from meshtrain.storage import copies, stores  # noqa: E402
+from meshtrain.storage import copies  # noqa: E402
 
 TWO = ("--training.steps", "2", "--run.sample_tokens", "0")
 

@@ -233,7 +233,7 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
 
 
 def engine_name(run, layout: Layout, gpu: str) -> str:
-    """The engine that `choose` takes on these GPUs with all software installed, and new; for cost estimates.
+    """The engine that `choose` takes on these GPUs with current versions of all software; for cost estimates.
 
     Raises: ValueError as `choose`.
     """
