@@ -55,9 +55,9 @@ class GroupedBlock(NamedTuple):
 
 
 class GroupedTiles(NamedTuple):
-    """The blocks of an engine's kernels. Products of rows take `deep` where nothing is fused and the contracted dim is at
-    least `deep_from`, `small` where it is less or one array is fused, `beside` where several are; all three have the
-    same `rows`, to which each group is padded. Gradients of matrices take `outer`."""
+    """The blocks of an engine's kernels. Products of rows take `deep` where nothing is fused and the contracted dim is
+    at least `deep_from`, `small` where it is less or one array is fused, `beside` where several are; all three have
+    the same `rows`, to which each group is padded. Gradients of matrices take `outer`."""
     deep: GroupedBlock
     small: GroupedBlock
     beside: GroupedBlock
