@@ -14,13 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from launch import elastic, restart, samplers, supervise
 from meshtrain import config
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, contents, say
+from meshtrain.storage import mirror
 
 COMMAND = config.Command("launch.local", {**elastic.OPTIONS, **restart.OPTIONS, **samplers.OPTIONS},
                          launcher=True)
@@ -49,7 +49,7 @@ def _supervised(run: Run, rest: Sequence[str], slots: Slots, environs: Sequence[
     while True:     # a new port each time: an old process may still hold the last one
         words = commands([*rest, *slots.overrides()], len(slots.taken), supervise.free_port())
         outcome = supervise.supervise(words, [environs[slot] for slot in slots.taken],
-                                      left=Path(run.run.dir) / contents.STACKS,
+                                      left=mirror.directory(run.run.dir) / contents.STACKS,
                                       still_s=run.distributed.heartbeat_timeout_s)
         wait_s = None if outcome.asked else failures.wait_s(outcome.code, outcome.words)
         if wait_s is None:

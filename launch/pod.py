@@ -12,17 +12,16 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import sys
 import time
-from pathlib import Path
 
 from launch import restart, supervise
-from meshtrain import config
+from meshtrain import config, files
 from meshtrain.cluster import find
 from meshtrain.config import Run
 from meshtrain.run import command, say, stops
 from meshtrain.run.contents import LAST_WORDS
+from meshtrain.storage import messages
 
 COMMAND = config.Command("launch.pod", {
     "attempt": config.Option("JobSet's count of restarts", "K", "0", config.whole(),
@@ -54,18 +53,14 @@ def main(given: config.Arguments) -> int:
 def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
     """On process 0: wall-clock time of this start; None: give up, after a message."""
     if attempt == 0:        # restarts.json is of another JobSet
-        with contextlib.suppress(OSError):
-            os.unlink(Path(run.run.dir) / restart.KEPT)
-        shutil.rmtree(_place(run), ignore_errors=True)
+        _remove(run, [restart.KEPT, *messages.names(run.run.dir, LAST_WORDS)])
         return 0.0
     code, said = _last_words(run, attempt - 1)
     say.err(f"the start before ended: {said}")
     failures = restart.Failures(run, max_restarts, scheduled=True)
     wait_s = restart.counted(failures, code, said, attempt=attempt)
-    for path in _place(run).glob("*"):
-        if not path.name.startswith(f"{attempt}-"):
-            with contextlib.suppress(OSError):
-                path.unlink()
+    _remove(run, [name for name in messages.names(run.run.dir, LAST_WORDS)
+                  if not name.startswith(f"{LAST_WORDS}/{attempt}-")])
     return None if wait_s is None else time.time() + wait_s
 
 
@@ -80,25 +75,28 @@ def _decided(run: Run, attempt: int) -> float:
     return 0.0
 
 
-def _place(run: Run) -> Path:
-    return Path(run.run.dir) / LAST_WORDS
+def _remove(run: Run, names: list[str]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):
+            messages.remove(run.run.dir, name)
 
 
 def _leave_words(run: Run, attempt: int, index: int, outcome: supervise.LaunchOutcome) -> None:
     left = {"code": outcome.code, "victim": outcome.secondary, "time": time.time(), "words": outcome.words}
     try:
-        _place(run).mkdir(parents=True, exist_ok=True)
-        (_place(run) / f"{attempt}-{index}").write_text(json.dumps(left), encoding="utf-8")
-    except OSError as error:
-        say.err(f"{_place(run)} cannot be written: {error.strerror}")
+        messages.write(run.run.dir, f"{LAST_WORDS}/{attempt}-{index}", json.dumps(left))
+    except (OSError, ValueError) as error:
+        say.err(f"{run.run.dir}/{LAST_WORDS} cannot be written: {files.said(error)}")
 
 
 def _last_words(run: Run, attempt: int) -> tuple[int, str]:
     """(exit code, words) of the process that failed first in that attempt, if it left any."""
     left = []
-    for path in _place(run).glob(f"{attempt}-*"):
-        with contextlib.suppress(OSError, ValueError, KeyError):    # truncated: its host was lost
-            one = json.loads(path.read_text(encoding="utf-8"))
+    for name in messages.names(run.run.dir, LAST_WORDS):
+        if not name.startswith(f"{LAST_WORDS}/{attempt}-"):
+            continue
+        with contextlib.suppress(ValueError, KeyError, TypeError):      # truncated: its host was lost
+            one = json.loads(messages.read(run.run.dir, name))
             left.append((bool(one["victim"]), one["code"] == stops.STOPPED, float(one["time"]), str(one["words"])))
     secondary, stopped, _, words = min(left, default=(True, False, 0.0, ""))
     if secondary:

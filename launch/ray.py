@@ -25,6 +25,7 @@ from meshtrain import config
 from meshtrain.cluster import find
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, contents, say, stops
+from meshtrain.storage import mirror
 
 try:
     import ray
@@ -211,7 +212,7 @@ def main(given: config.Arguments) -> int:
     room.beside = [Beside(index, drawing[1], samplers.words(run)) for index in range(drawing[0])]
     try:
         while room.reserve():
-            outcome = life(room, [*rest, *room.overrides()], Path(run.run.dir) / contents.STACKS)
+            outcome = life(room, [*rest, *room.overrides()], mirror.directory(run.run.dir) / contents.STACKS)
             wait_s = None if asked else failures.wait_s(outcome.code, outcome.words)
             if wait_s is None:
                 return outcome.code

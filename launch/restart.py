@@ -27,6 +27,7 @@ from meshtrain import config, files
 from meshtrain.cluster import lost
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, contents, say, stops
+from meshtrain.storage import messages
 
 OPTIONS = {"max-restarts": config.Option("a run that fails is started again from its newest checkpoint, so many times "
                                          "in a row without a newer one", "R", "5", config.whole(), 0)}
@@ -48,11 +49,11 @@ def newest(run: Run) -> int:
     """The step of the newest checkpoint, this host's local ones included; 0: none. Incomplete ones are named
     otherwise."""
     steps = [0]
-    with contextlib.suppress(OSError):
-        steps += (int(name) for name in os.listdir(Path(run.run.dir) / contents.CHECKPOINTS) if name.isdecimal())
+    with contextlib.suppress(OSError, ValueError):
+        steps += contents.steps(run.run.dir)
     if run.checkpoint.local_dir:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):     # no local checkpoint yet
-            lineage = json.loads((Path(run.run.dir) / LINEAGE).read_text(encoding="utf-8"))
+            lineage = json.loads(messages.read(run.run.dir, LINEAGE))
             steps += _kept(Path(run.checkpoint.local_dir) / lineage["run"], lineage)
     return max(steps)
 
@@ -144,26 +145,25 @@ def _last_words(code: int, said: Path | None) -> str:
 def counted(failures: Failures, code: int, words: str = "", **more) -> float | None:
     """`Failures.wait_s`, with the count in run.dir/restarts.json. more: values to store there besides `begins`, the
     wall-clock time of the next start. Raises: ConfigError if it cannot be written: restarts would have no limit."""
-    path = Path(failures.run.run.dir) / KEPT
+    run_dir = failures.run.run.dir
     if kept := read(failures.run):
         failures.step, failures.said = kept["step"], kept["said"]
     wait_s = failures.wait_s(code, words)
     try:
         if wait_s is None:
-            path.unlink(missing_ok=True)
+            messages.remove(run_dir, KEPT)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"step": failures.step, "said": failures.said, "begins": time.time() + wait_s, **more})
-            files.patiently(lambda: files.replace(path, text))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; it is not started again") from None
+            messages.write(run_dir, KEPT, json.dumps(
+                {"step": failures.step, "said": failures.said, "begins": time.time() + wait_s, **more}))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run_dir}/{KEPT} cannot be written: {files.said(error)}; it is not started again") from None
     return wait_s
 
 
 def read(run: Run) -> dict:
     """The content of run.dir/restarts.json; empty if nothing has failed yet or the file is truncated."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads((Path(run.run.dir) / KEPT).read_text(encoding="utf-8"))
+        kept = json.loads(messages.read(run.run.dir, KEPT))
         return kept | {"step": int(kept["step"]), "said": [str(words) for words in kept["said"]]}
     return {}
 

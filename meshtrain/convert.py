@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain import config, devices, files
 from meshtrain.checkpoint import adapters, export, exports, peft, pretrained, resume
-from meshtrain.checkpoint.checkpoint import CheckpointError, Saved
+from meshtrain.checkpoint.shared import CheckpointError, Saved
 from meshtrain.cluster import agree, find
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError
@@ -54,13 +54,11 @@ def main(asked: config.Arguments) -> None:
             directory = folder.local(asked.names[0], whole=True, tell=say.err)
         say.out(_table(directory))
         return
-    if addresses.is_remote(asked.names[0]):
-        raise ConfigError(f"{addresses.shown(asked.names[0])} is an address, and a run's checkpoints are read from "
-                          f"mounted file systems; copy the run's directory to one")
-    run_dir, out = map(Path, asked.names)
+    copies.forget()
+    run_dir, out = asked.names[0], Path(asked.names[1])
     cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     found = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
-    saved = resume.source(run_dir, asked["step"], str(run_dir), "--step ")
+    saved = resume.source(run_dir, asked["step"], run_dir, "--step ")
     said = (_export_adapters(found, saved, run_dir, out, asked["dtype"] or "float32") if asked["adapters"] else
             _export(found, saved, run_dir, out, asked["dtype"] or "bfloat16", int(asked["shard-gb"] * 1e9)))
     if jax.process_index() == 0:
@@ -84,7 +82,7 @@ def _table(directory: Path) -> str:
             f"{config.shape_table(shape)}")
 
 
-def _export(found: Sequence[jax.Device], saved: Saved, run_dir: Path, out: Path, dtype: str, shard_bytes: int) -> str:
+def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: Path, dtype: str, shard_bytes: int) -> str:
     """Writes `out`, one parameter in memory at a time; returns the summary to print."""
     with config.user_errors():
         shape = config.Model(**saved.run["model"])
@@ -100,11 +98,11 @@ def _export(found: Sequence[jax.Device], saved: Saved, run_dir: Path, out: Path,
 
     with config.user_errors():
         size = export.write(out, model, leaf, dtype=dtype, shard_bytes=shard_bytes, data=saved.run["data"],
-                            bos=saved.metadata["data"]["tokenizer"][1], source=exports.kept(run_dir))
+                            bos=saved.metadata["data"]["tokenizer"][1], source=exports.kept(folder.local(run_dir)))
     return f"{out}: the weights of step {saved.step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 
 
-def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: Path, out: Path, dtype: str) -> str:
+def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: Path, dtype: str) -> str:
     """Writes the adapters to `out`, as `_export` does."""
     section = adapters.section(saved)
     with config.user_errors():
@@ -122,7 +120,7 @@ def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: Path, o
 
     with config.user_errors():
         size = peft.write(out, model, leaf, dtype=dtype, base=saved.run["checkpoint"]["init_from"],
-                          source=exports.kept(run_dir))
+                          source=exports.kept(folder.local(run_dir)))
     return f"{out}: the adapters of step {saved.step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 

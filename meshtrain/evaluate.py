@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from meshtrain import assembly, config, trained
-from meshtrain.checkpoint.checkpoint import CheckpointError
+from meshtrain.checkpoint.shared import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data import sources
 from meshtrain.data.batches import packing

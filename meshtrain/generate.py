@@ -24,7 +24,7 @@ import numpy as np
 import pydantic
 
 from meshtrain import assembly, config, devices, trained
-from meshtrain.checkpoint.checkpoint import CheckpointError
+from meshtrain.checkpoint.shared import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import chat, tokenizer
 from meshtrain.inference import cache

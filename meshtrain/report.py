@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 
 from meshtrain.run import command, say
 
@@ -36,7 +35,7 @@ def main(asked: config.Arguments) -> None:
     with config.user_errors():
         if html:
             skin.check_free("--html", html)
-        data = _with_a_known_price(measured.of(Path(*asked.names)))
+        data = _with_a_known_price(measured.of(*asked.names))
         if html:
             skin.write("--html", html, pages.page(data))
     if data["no_rows"]:

@@ -20,7 +20,8 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
 import jax
 
 from meshtrain import assembly, config, devices, files, trained
-from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints, Saved
+from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.shared import CheckpointError, Saved
 from meshtrain.cluster import watch
 from meshtrain.files import FileSystemError
 from meshtrain.inference.generate import Completion, GenerationLimits

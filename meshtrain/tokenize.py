@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 
 from meshtrain import config
 from meshtrain.cluster import find
@@ -22,6 +21,7 @@ from meshtrain.files import FileSystemError
 from meshtrain.huggingface import folder
 from meshtrain.run import command, say
 from meshtrain.run.stops import STOPPED
+from meshtrain.storage import mirror
 
 
 def _share(text: str) -> tuple[int, int]:
@@ -51,7 +51,7 @@ def main(asked: config.Arguments) -> int:
             described = sources.describe(run.data, vocab_size=run.model.vocab_size,
                                          folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
             job = parts.Job(say.out, lambda: bool(stop), asked["verify"], share)
-            opened = described.open(Path(run.run.dir) / sources.CACHE, job)
+            opened = described.open(mirror.directory(run.run.dir) / sources.CACHE, job)
         for component, source in zip(described.components, opened):
             say.out(f"{component.where}: {_sum_up(source)}")
         return 0

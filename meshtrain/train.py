@@ -32,8 +32,9 @@ import jax.numpy as jnp
 
 from meshtrain import assembly, config, devices, elastic, files, hardware, trained
 from meshtrain.checkpoint import exports, init_from, pretrained, resume
-from meshtrain.checkpoint.checkpoint import Checkpoints, Store
+from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.local import LocalCheckpoints
+from meshtrain.checkpoint.shared import SharedCheckpoints, Store
 from meshtrain.cluster import agree, find, meet, watch
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run
@@ -52,7 +53,7 @@ from meshtrain.inspection import measured, memory, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import params as model_params
 from meshtrain.run import (
-    apart, bias_warmup, contents, dpo_reference, goodput, history, loop, metrics, replicas, rollouts, rundir,
+    apart, bias_warmup, bucket, contents, dpo_reference, goodput, history, loop, metrics, replicas, rollouts, rundir,
 )
 from meshtrain.run.apart import Orders, SentWeights
 from meshtrain.run.hooks import RewardValidation, Trace, ValidationHook
@@ -62,7 +63,7 @@ from meshtrain.run.replicas import Replicas, ReplicasDiffer
 from meshtrain.run.rollouts import RolloutError, Rollouts
 from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
-from meshtrain.storage import copies
+from meshtrain.storage import addresses, copies, mirror
 from meshtrain.training.state import State
 from meshtrain.units import size
 
@@ -114,16 +115,17 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
     agree.same_everywhere("the run", config.dump(run))
     made = agree.everywhere(lambda: assembly.assemble(run, found))
     agree.everywhere(lambda: check_memory(made))
-    directory = Path(run.run.dir)
-    with rundir.claimed(run) as claim, watchdog.kept_in(directory / contents.STACKS), jax.set_mesh(made.mesh), \
-            Checkpoints(directory / contents.CHECKPOINTS, every=run.checkpoint.every, keep=run.checkpoint.keep,
-                        check_claim=claim.check) as checkpoints:
+    directory = mirror.directory(run.run.dir)
+    claimed = bucket.claimed if addresses.is_remote(run.run.dir) else rundir.claimed
+    with claimed(run) as claim, watchdog.kept_in(directory / contents.STACKS), jax.set_mesh(made.mesh), \
+            resume.checkpoints_of(run.run.dir, claim, every=run.checkpoint.every,
+                                  keep=run.checkpoint.keep) as checkpoints:
         local = LocalCheckpoints(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
         with watch.phase("looking for a checkpoint", "restore"):
             start = resume.find(run, checkpoints, local, made.state_shapes)
         exporting = exports.Exports(run, made.model, checkpoints, made.state_shapes.params)
         if start.step >= run.training.steps:
-            say.out(f"{directory} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
+            say.out(f"{run.run.dir} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
                     "raise training.steps to go on")
             if not start.is_of(local):      # what a crash left there, or a file system that failed at the end
                 local.forget()
@@ -182,7 +184,7 @@ class _Session:
     its evaluation compiled, if there is any. step: the compiled training step."""
     made: assembly.Assembly
     directory: Path
-    checkpoints: Checkpoints
+    checkpoints: SharedCheckpoints
     local: LocalCheckpoints
     exporting: exports.Exports
     attempt: history.Try
@@ -235,7 +237,7 @@ def _train(session: _Session, start: resume.Start) -> int:
         session.attempt.ended(listener.ending(done == run.training.steps), code=code)
     say.out(session.attempt.line())
     if done < run.training.steps:
-        say.out(f"stopped after step {done}, saved in {session.directory}; the same command goes on from there")
+        say.out(f"stopped after step {done}, saved in {run.run.dir}; the same command goes on from there")
         return STOPPED
     with watch.phase("sample of text", "compile"):
         _tell_the_end(session, state, val_loss, stop.agreed)
@@ -534,7 +536,7 @@ def _tell_the_end(session: _Session, state: State, val_loss: float | None, stopp
             if jax.process_count() > 1:     # the others would wait for this one's part
                 raise
             say.err(f"no sample of text: {type(error).__name__}: {error}")
-    say.out(f"written: {session.directory}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
+    say.out(f"written: {run.run.dir}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
 
 
 def _sample(made: assembly.Assembly, corpus: sources.Corpus, state: State) -> str:

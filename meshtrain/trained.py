@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from meshtrain import assembly, config, devices, files, flags, hardware, shipped
 from meshtrain.checkpoint import adapters, pretrained, resume
-from meshtrain.checkpoint.checkpoint import Saved
+from meshtrain.checkpoint.shared import Saved
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import decode
 from meshtrain.cost.formulas.placed import place
@@ -37,7 +37,7 @@ from meshtrain.run import say
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec, by_gloo
 from meshtrain.sharding.rules import Layout
-from meshtrain.storage import copies
+from meshtrain.storage import addresses, copies
 from meshtrain.units import size
 
 KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # that every command on a trained model takes
@@ -327,7 +327,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     with config.user_errors():
         path = folder.local(directory, whole=True, tell=say.err)
         there = files.is_dir(path)
-        of_run = files.is_dir(path / "checkpoints")
+        of_run = copies.is_run(directory) if addresses.is_remote(directory) else files.is_dir(path / "checkpoints")
     if not there:
         raise ConfigError(f"{directory} is not a directory; name a run's directory, or a model folder of Hugging "
                           f"Face's")
@@ -350,7 +350,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         return Trained(path, run, given, found, path)
     # Whoever asks for checkpoints asks how many processes there are, and that starts the backend: with these devices.
     devices.start(_resolved({}, words, allowed, command)[0])
-    saved = resume.source(path, step, directory, "--step ")
+    saved = resume.source(directory, step, directory, "--step ")
     run, given = _resolved({"model": {**saved.run["model"], "matmul_dtype": "auto"}, "data": saved.run["data"]},
                            words, allowed, command)
     kept = path / pretrained.KEPT

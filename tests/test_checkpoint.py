@@ -21,9 +21,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import files
-from meshtrain.checkpoint import checkpoint
+from meshtrain.checkpoint import checkpoint, shared
 from meshtrain.config import ConfigError
-from meshtrain.run import trees
+from meshtrain.run import rundir, trees
 # noqa: F401
 from checkpoints import ROOT, abstract, assert_same_bits, flip, latest, make_state, mesh, names, small_disk
 
@@ -191,7 +191,7 @@ def test_an_exception_in_the_run_waits_for_the_save_and_is_not_replaced(tmp_path
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
     checkpoints = checkpoint.Checkpoints(tmp_path)
     with monkeypatch.context() as newer:
-        newer.setattr(checkpoint, "FORMAT", 5)
+        newer.setattr(shared, "FORMAT", 5)
         checkpoints.save(1, {"w": jnp.ones(3)}, {})
     with pytest.raises(ValueError, match="format 5, this version reads up to 4"):
         checkpoints.open(1)
@@ -415,7 +415,7 @@ def test_a_start_that_lost_its_directory_renames_and_removes_nothing(tmp_path):
     lost, told = [], []
     def check_claim():
         if lost:
-            raise files.FileSystemError("run.dir was taken over by another start")
+            raise rundir.LostClaimError("run.dir was taken over by another start")
     old = checkpoint.Checkpoints(tmp_path, keep=1, tell=told.append, check_claim=check_claim)
     old.save(1, {"w": jnp.ones(3)}, {})
     old.wait()

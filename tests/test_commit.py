@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from benchmarks import commit as benchmark
-from meshtrain.checkpoint import checkpoint, commit
+from meshtrain.checkpoint import checkpoint, commit, shared
 from checkpoints import files, flip
 
 COUNT = 64
@@ -30,7 +30,7 @@ def written(tmp_path_factory):
         real = commit.files.checksums
         watched.setattr(commit.files, "checksums",
                         lambda where, paths, **how: real(where, [opened.append(path) or path for path in paths], **how))
-        commit.commit(place, COUNT, json.dumps({"format": checkpoint.FORMAT}),
+        commit.commit(place, COUNT, json.dumps({"format": shared.FORMAT}),
                       lambda folder: handler.finalize(epath.Path(folder)))
     return directory, whole, [str(path.relative_to(place)) for path in opened]
 

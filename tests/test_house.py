@@ -28,7 +28,7 @@ OPEN_TO = {
     "training": {"kernels", "model", "parallel/context", "parallel/experts", "parallel/pipeline", "sharding"},
     "inference": {"kernels", "model", "parallel/context", "sharding"},
     "run": {"cluster", "config", "data", "data/batches", "data/documents", "data/files", "inference", "model", "rewards",
-            "training"},
+            "storage", "training"},
     "inspection": {"assembly", "cost/formulas", "cost/planner", "cost/program", "parallel/pipeline", "run", "sharding"},
     "parity": {"assembly", "config", "cost/program", "inspection", "model", "parallel/pipeline", "run",
                "sharding", "training"},

@@ -251,9 +251,9 @@ def test_what_pods_leave_that_never_met_is_no_strangers(tmp_path):
     """Without a lock file: no process has come to claim the directory."""
     for name in (pods.LAST_WORDS, restart.KEPT, f"{restart.KEPT}.tmp"):
         (tmp_path / name).touch()
-    assert contents.is_left_by_starts(tmp_path)
+    assert contents.are_left_by_starts(set(os.listdir(tmp_path)), False)
     (tmp_path / "thesis.txt").touch()
-    assert not contents.is_left_by_starts(tmp_path)
+    assert not contents.are_left_by_starts(set(os.listdir(tmp_path)), False)
 
 
 def test_processes_of_a_start_are_told_which_one_it_is(jobset, tmp_path):

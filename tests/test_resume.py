@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshtrain import config, files
-from meshtrain.checkpoint import checkpoint, exports, resume
+from meshtrain.checkpoint import checkpoint, exports, resume, shared
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import tokenizer
 from meshtrain.run import metrics, rows, rundir
@@ -145,7 +145,7 @@ def same(a, b):
 
 
 def at(step, data, **more):
-    return resume.Start(checkpoint.Saved(None, step,
+    return resume.Start(shared.Saved(None, step,
                                          {"data": {"position": json.loads(json.dumps(data.position(step)))}}), **more)
 
 
@@ -275,7 +275,7 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_no_obstacle_on_the_way_back(
 def test_behind_a_damaged_newest_one_the_fast_tier_is_asked_again(two, local_has, goes_on_from):
     class Local:
         def newest(self, after, wanted):
-            return checkpoint.Saved(self, local_has, metadata) if local_has > after else None
+            return shared.Saved(self, local_has, metadata) if local_has > after else None
 
     metadata = {"format": 3} | rundir.metadata(run_in(two), "# rules", DATA)
     flip(two / "checkpoints" / "4" / "metadata.json")

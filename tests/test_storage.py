@@ -217,10 +217,10 @@ def test_no_credentials_are_told_with_the_variables(tmp_path, monkeypatch):
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(key)
     told = stores._of_obstore(addresses.parse("s3://bucket/a.txt"), "Generic S3 error: Error performing PUT "
-                              "http://169.254.169.254/latest/api/token in 3ms - HTTP error: error sending request")
+                              "http://169.254.169.254/latest/api/token in 3ms - HTTP error: error sending request", "read")
     assert "no credentials" in str(told) and "AWS_ACCESS_KEY_ID" in str(told)
     told = stores._of_obstore(addresses.parse("s3://bucket/a.txt"), "Generic S3 error: Error performing POST "
-                              f"https://sts.host/?WebIdentityToken={SECRET} in 3ms - HTTP error: timed out\nmore")
+                              f"https://sts.host/?WebIdentityToken={SECRET} in 3ms - HTTP error: timed out\nmore", "read")
     assert SECRET not in str(told) and "?…" in str(told)
 
 

@@ -98,7 +98,7 @@ def test_generate_and_convert_read_a_model_by_name(server, tmp_path):
     assert (there.code, there.out) == (0, here.out), there.err
     here, there = (call(convert.main, name) for name in (GOLDENS / "qwen3", "hf://owner/name"))
     assert there.code == 0 and there.out.partition("\n")[2] == here.out.partition("\n")[2]
-    refused(call(convert.main, "s3://bucket/run", "out"), "s3://bucket/run is an address", "copy the run's directory")
+    refused(call(convert.main, "s3://bucket/run", "out"), "s3://bucket/run holds no whole checkpoint", "name the run.dir")
     refused(call(generate.main, "hf://owner/none", *words), "hf://owner/none is not there")
 
 

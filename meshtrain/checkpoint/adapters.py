@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain.checkpoint.checkpoint import Saved
+from meshtrain.checkpoint.shared import Saved
 from meshtrain.model import lora
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshtrain import files
+from meshtrain.checkpoint.shared import PARAMS
 
-PARAMS, STATE, CHECKSUMS, METADATA = "params", "state", "checksums.json", "metadata.json"
+STATE, CHECKSUMS, METADATA = "state", "checksums.json", "metadata.json"
 FOLDERS = (PARAMS, STATE)   # orbax writes arrays here
 RECORDS = "records"     # removed at the commit
 READERS = 32            # threads: each file costs a round trip or two on a shared file system

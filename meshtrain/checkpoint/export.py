@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
-from meshtrain.checkpoint.checkpoint import CheckpointError
+from meshtrain.checkpoint.shared import CheckpointError
 from meshtrain.checkpoint.pretrained import copy_companions, parameter_paths, paths_of
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Data, user_errors

@@ -14,7 +14,7 @@ import jax
 
 from meshtrain import files
 from meshtrain.checkpoint import adapters, export, peft
-from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints, Saved
+from meshtrain.checkpoint.shared import CheckpointError, Saved, SharedCheckpoints
 from meshtrain.checkpoint.pretrained import parameter_paths
 from meshtrain.cluster import agree
 from meshtrain.cluster.lost import PeerError
@@ -23,6 +23,7 @@ from meshtrain.huggingface import folder, settings
 from meshtrain.model.transformer import Transformer
 from meshtrain.run import say
 from meshtrain.run.trees import leaves_of, nested
+from meshtrain.storage import mirror
 
 DIRECTORY = "export"    # in run.dir
 
@@ -31,9 +32,9 @@ class Exports:
     """The exports of one run. All processes make the same calls. wanted: its parameters as jax.ShapeDtypeStruct with
     shardings. Raises: ConfigError if the model cannot be exported."""
 
-    def __init__(self, run: Run, transformer: Transformer, checkpoints: Checkpoints, wanted: dict):
+    def __init__(self, run: Run, transformer: Transformer, checkpoints: SharedCheckpoints, wanted: dict):
         self.run, self.transformer, self.checkpoints = run, transformer, checkpoints
-        self.wanted, self.directory = leaves_of(wanted), Path(run.run.dir)
+        self.wanted, self.directory = leaves_of(wanted), mirror.directory(run.run.dir)
         self.failed: dict[int, str] = {}     # step -> reason, of exports not made yet
         agree.on_first(self._clean)
         checkpoints.is_needed = lambda step: run.checkpoint.export == "every" and not self._exists(step)

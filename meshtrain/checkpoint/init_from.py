@@ -6,14 +6,12 @@ equals the dense one. Source: arXiv:2212.05055.
 """
 from __future__ import annotations
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 
 from meshtrain import config, pattern
 from meshtrain.checkpoint import adapters, resume
-from meshtrain.checkpoint.checkpoint import Saved
+from meshtrain.checkpoint.shared import Saved
 from meshtrain.config import Run
 from meshtrain.model import params, transformer
 from meshtrain.names import LAYERS
@@ -32,7 +30,7 @@ def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes
     Raises: ConfigError if the checkpoint is missing or does not fit; as `Checkpoints.restore`.
     """
     where, asks_state = run.checkpoint.init_from, run.checkpoint.init_optimizer
-    source = resume.source(Path(where), run.checkpoint.step, f"checkpoint.init_from={where}",
+    source = resume.source(where, run.checkpoint.step, f"checkpoint.init_from={where}",
                            only_params=not asks_state)
     with config.user_errors("checkpoint.init_from: "):
         source_lora = adapters.section(source)

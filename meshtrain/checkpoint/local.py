@@ -30,13 +30,13 @@ import numpy as np
 import xxhash
 
 from meshtrain import files
-from meshtrain.checkpoint.checkpoint import FORMAT, Saved
+from meshtrain.checkpoint.pieces import Region, intersection, region_of, slices, volume
+from meshtrain.checkpoint.shared import FORMAT, Saved
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import say, trees
 
 LINEAGE, INDEX, SHARDS = "local.json", "index.json", "shards"
-Region = tuple[tuple[int, int], ...]        # [start, stop) along each dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +99,14 @@ class LocalCheckpoints:
             mine = {region: at for (other, region), at in where.items() if other == name}
 
             def region(index):
-                asked = _region(index, leaf.shape)
+                asked = region_of(index, leaf.shape)
                 whole = np.empty([hi - lo for lo, hi in asked], leaf.dtype)
                 for held, (part, offset) in mine.items():
-                    if (common := _intersection(held, asked)) is not None:
+                    if (common := intersection(held, asked)) is not None:
                         shape = [hi - lo for lo, hi in held]
                         size = int(np.prod(shape, dtype=np.int64)) * whole.dtype.itemsize
                         piece = maps[part.place][offset:offset + size].view(whole.dtype).reshape(shape)
-                        whole[_slices(common, asked)] = piece[_slices(common, held)]
+                        whole[slices(common, asked)] = piece[slices(common, held)]
                 return whole
 
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, region)
@@ -148,7 +148,7 @@ class LocalCheckpoints:
         arrays, pieces = {}, []
         for name, leaf in trees.leaves_of(state).items():
             arrays[name] = [list(leaf.shape), str(leaf.dtype)]
-            held = {_region(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+            held = {region_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
             pieces += [(name, region, data) for region, data in held.items()]
         for *_, data in pieces:
             data.copy_to_host_async()
@@ -268,10 +268,10 @@ class LocalCheckpoints:
             if any(part.arrays.get(name) != [list(leaf.shape), str(jnp.dtype(leaf.dtype))] for part in parts):
                 return f"its {name} has another form"
             regions = [region for other, region in held if other == name]
-            for wanted in {_region(index, leaf.shape)
+            for wanted in {region_of(index, leaf.shape)
                            for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}:
                 # Pieces of one step are equal or disjoint, so the volumes of intersections add up.
-                if sum(_volume(_intersection(region, wanted)) for region in regions) != _volume(wanted):
+                if sum(volume(intersection(region, wanted)) for region in regions) != volume(wanted):
                     return f"not all of {name} that it needs is on its host"
         try:
             for part in parts:
@@ -294,21 +294,3 @@ def _delete(place: Path) -> None:
     with contextlib.suppress(OSError):
         os.unlink(place / INDEX)
     files.remove(place)
-
-
-def _region(index, shape) -> Region:
-    return tuple((range(size)[part].start, range(size)[part].stop) for part, size in zip(index, shape, strict=True))
-
-
-def _intersection(a: Region, b: Region) -> Region | None:
-    """The intersection; None if empty. Scalars have the empty region, of volume 1."""
-    both = tuple((max(lo, start), min(hi, stop)) for (lo, hi), (start, stop) in zip(a, b, strict=True))
-    return None if any(lo >= hi for lo, hi in both) else both
-
-
-def _volume(region: Region | None) -> int:
-    return 0 if region is None else int(np.prod([hi - lo for lo, hi in region], dtype=np.int64))
-
-
-def _slices(region: Region, within: Region) -> tuple[slice, ...]:
-    return tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(region, within))

@@ -17,15 +17,18 @@ import jax
 
 from meshtrain import files
 from meshtrain.checkpoint import exports
-from meshtrain.checkpoint.checkpoint import CheckpointError, Checkpoints, Saved, Store
+from meshtrain.checkpoint.bucket import BucketCheckpoints
+from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.local import LocalCheckpoints
+from meshtrain.checkpoint.shared import CheckpointError, Saved, SharedCheckpoints, Store
 from meshtrain.cluster import agree
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.sources import Corpus
-from meshtrain.run import rows, rundir, say
+from meshtrain.run import contents, rows, rundir, say
+from meshtrain.storage import addresses, mirror
 
 STAYS = "stays"             # a change is refused
 CONTENT = "content"         # the content read is compared, not the spelling
@@ -97,7 +100,7 @@ def rule(key: str) -> str:
     return next(meaning for pattern, meaning in CHANGES if fnmatch.fnmatchcase(key, pattern))
 
 
-def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None, wanted=None) -> Start:
+def find(run: Run, checkpoints: SharedCheckpoints, local: LocalCheckpoints | None = None, wanted=None) -> Start:
     """The checkpoint to resume from: the newest complete one, or that of checkpoint.step. All processes call it.
 
     local: may have a newer one than the shared `checkpoints`. wanted: what to restore, with shardings.
@@ -122,7 +125,7 @@ def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = No
                  back=saved.step != newest)
 
 
-def before_spike(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local: LocalCheckpoints,
+def before_spike(run: Run, start: Start, spiked: int, checkpoints: SharedCheckpoints, local: LocalCheckpoints,
                  wanted) -> Start:
     """Where a run that began at `start` goes back to after a loss spike at step `spiked`: its newest checkpoint,
     before the spike, skipping the batches up to it. Batches that `start` skips after the same checkpoint stay skipped.
@@ -174,10 +177,11 @@ def data_metadata(corpus: Corpus, data: Batches, step: int) -> dict:
             "position": data.position(step)}
 
 
-def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoints | None, rules_text: str) -> None:
+def begin(run: Run, start: Start, checkpoints: SharedCheckpoints, local: LocalCheckpoints | None,
+          rules_text: str) -> None:
     """Last action before the first step: set aside checkpoints after `start`, report and record changes, and drop
     metrics of steps to be repeated. Raises: ConfigError or FileSystemError if run.dir cannot be written."""
-    directory, messages = Path(run.run.dir), []
+    directory, messages = mirror.directory(run.run.dir), []
     if aside := _written(directory, lambda: exports.set_aside_after(directory, start.step)):
         messages = [f"exports of later steps are kept as {', '.join(f'{exports.DIRECTORY}/{name}' for name in aside)}"]
     if start.back:
@@ -210,13 +214,24 @@ def _written(directory: Path, write: Callable):
                                                   "give a directory that can", ConfigError))
 
 
-def source(directory: Path, step: int, name: str, option: str = "checkpoint.step=", *,
+def checkpoints_of(run_dir: str, claim: rundir.Claim | None = None, **keys) -> SharedCheckpoints:
+    """The checkpoints of a run; without a claim only to be read. run_dir: its directory or address. keys: of
+    `SharedCheckpoints`. All processes call it."""
+    keys |= {"read_only": True} if claim is None else {"check_claim": claim.check}
+    if not addresses.is_remote(run_dir):
+        return Checkpoints(Path(run_dir) / contents.CHECKPOINTS, **keys)
+    if claim is not None:
+        keys |= {"start": claim.nonce, "before_commit": claim.send}
+    return BucketCheckpoints(addresses.parse(run_dir).below(contents.CHECKPOINTS), **keys)
+
+
+def source(run_dir: str, step: int, name: str, option: str = "checkpoint.step=", *,
            only_params: bool = True) -> Saved:
     """The checkpoint of a run that provides weights: of a step, or the newest. name, option: of the two, for messages.
     only_params: read and verify nothing else. Raises: ConfigError if there is none."""
-    saved = directory / "checkpoints"
     with user_errors():
-        checkpoints = Checkpoints(saved, read_only=True) if files.is_dir(saved) else None
+        there = addresses.is_remote(run_dir) or files.is_dir(Path(run_dir) / contents.CHECKPOINTS)
+        checkpoints = checkpoints_of(run_dir) if there else None
     if checkpoints and step:
         return _verified(checkpoints, step, option, only_params=only_params)
     newest = checkpoints.newest(only_params=only_params) if checkpoints else None
@@ -233,16 +248,16 @@ def _took_effect(run: Run, saved: Saved | None) -> bool:
     return skip == run.data.skip_batches and run.checkpoint.step in (0, step)
 
 
-def _verified(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *,
+def _verified(checkpoints: SharedCheckpoints, step: int, option: str = "checkpoint.step=", *,
               only_params: bool = False) -> Saved:
     """The requested checkpoint. Raises: ConfigError if it is missing or damaged."""
     steps = checkpoints.steps()
     if step not in steps:
         there = f"has those of steps {', '.join(map(str, steps))}" if steps else "has none"
-        raise agree.agreed(ConfigError(f"{option}{step} is not saved: {checkpoints.directory} {there}; name one that "
+        raise agree.agreed(ConfigError(f"{option}{step} is not saved: {checkpoints.place} {there}; name one that "
                                        "is, or 0 for the newest"))
     if fault := checkpoints.fault(step, only_params=only_params):
-        raise agree.agreed(ConfigError(f"{option}{step}: {checkpoints.directory / str(step)} is damaged ({fault}); "
+        raise agree.agreed(ConfigError(f"{option}{step}: {checkpoints.named(step)} is damaged ({fault}); "
                                        "name another"))
     return checkpoints.open(step)
 

@@ -17,7 +17,7 @@ from meshtrain.config.sections import Component, Data, Mesh, MixerKeys, Run
 from meshtrain.huggingface import folder
 from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.shipped import names
-from meshtrain.storage import addresses
+from meshtrain.storage import addresses, copies
 
 # The run file's key that sets the size of each logical axis, for messages.
 SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.seq_len",
@@ -84,9 +84,9 @@ PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "da
 
 
 # Keys that may name files at addresses, and those that name directories which are written.
-READ = ("data.paths", "data.validation_paths", "data.mixture", "data.validation_sources", "data.tokenizer",
+READ = ("run.dir", "data.paths", "data.validation_paths", "data.mixture", "data.validation_sources", "data.tokenizer",
         "checkpoint.init_from")
-WRITTEN = ("run.dir", "data.cache", "checkpoint.local_dir")
+WRITTEN = ("data.cache", "checkpoint.local_dir")
 
 
 def _address_problems(run: Run):
@@ -100,7 +100,9 @@ def _address_problems(run: Run):
                            f"mount it, or name a directory of a file system that all hosts have")
                     continue
                 try:
-                    addresses.parse(text)
+                    if addresses.parse(text).scheme not in addresses.BUCKETS and name == "run.dir":
+                        yield (f"run.dir={toml(addresses.shown(text))} cannot be written; give a directory, or an "
+                               f"address in a bucket, s3://BUCKET/… or gs://BUCKET/…")
                 except addresses.StorageError as error:
                     yield f"{name}: {error}"
 
@@ -109,6 +111,14 @@ def _run_problems(run: Run):
     name, source = run.run.name, run.checkpoint.init_from
     if not re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", name) or not name.strip("."):
         yield f"run.name={toml(name)} is not a plain name; use letters, digits, - and _, and run.dir for a path"
+    if addresses.is_remote(run.run.dir):
+        if run.checkpoint.export != "off":
+            yield (f'checkpoint.export="{run.checkpoint.export}" writes model folders into run.dir, and of one at an '
+                   f"address there is none yet; leave it out and make them from the checkpoints: "
+                   f"python -m meshtrain.convert {run.run.dir} OUT")
+        if run.rl.lag:
+            yield (f"rl.lag={run.rl.lag}: samplers apart meet the run in a directory that all hosts share, and "
+                   f"run.dir={toml(run.run.dir)} is an address; give a directory, or rl.lag=0")
     local_dir, every = run.checkpoint.local_dir, run.checkpoint.local_every
     if bool(local_dir) != bool(every):
         yield (f'checkpoint.local_every={every} and checkpoint.local_dir={toml(local_dir)} are one thing, how often '
@@ -122,9 +132,14 @@ def _run_problems(run: Run):
     if not source:
         return
     if addresses.is_remote(source):
-        if not folder.is_one(source):
-            yield (f"checkpoint.init_from={toml(source)} has no config.json: of what is at an address only a model "
-                   f"folder can be read; name one, or copy the run.dir to a file system that all hosts have")
+        if source.rstrip("/") == run.run.dir.rstrip("/"):
+            yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir; give the new run another one, or "
+                   f"leave init_from out to go on with the old run")
+        elif copies.is_run(source):
+            return
+        elif not folder.is_one(source):
+            yield (f"checkpoint.init_from={toml(source)} has neither config.json nor config.toml: it is no model "
+                   f"folder and no run's directory; name one of the two")
         elif run.checkpoint.init_optimizer:
             yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has "
                    f"no optimizer's state; leave init_optimizer out")

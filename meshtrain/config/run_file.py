@@ -21,12 +21,12 @@ from meshtrain import pattern
 from meshtrain.config import older
 from meshtrain.config.checks import problems
 from meshtrain.config.messages import (
-    SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, wrong_value,
+    SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, user_errors, wrong_value,
 )  # fmt: skip
 from meshtrain.config.sections import Model, Run, Sharding, at_home
 from meshtrain.huggingface import folder
 from meshtrain.shipped import found, names, shipped
-from meshtrain.storage import copies
+from meshtrain.storage import addresses, copies
 from meshtrain.storage.addresses import StorageError
 
 QUICKSTART = shipped("configs/quickstart.toml")
@@ -42,7 +42,7 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
     """
     copies.forget()
     path, overrides, faults = _arguments(argv)
-    tables, unreadable = _read(found(path) if path else QUICKSTART)
+    tables, unreadable = _read(_local(path) if path else QUICKSTART)
     with _model_folder():
         _override(tables, overrides, path is None)
         run, wrong, reported = _build(tables)
@@ -115,7 +115,7 @@ def _arguments(argv):
         if not arg.startswith("-"):
             if path is not None:
                 faults.append(f"{arg} is a second run file beside {path}; give one, and changes as --section.key value")
-            path = path or Path(arg)
+            path = path or (arg if addresses.is_remote(arg) else Path(arg))
             continue
         name, equals, text = arg.removeprefix("--").partition("=")
         if not equals:
@@ -134,6 +134,14 @@ def _arguments(argv):
 def _first_bytes(path: Path) -> bytes:
     with open(path, "rb") as file:
         return file.read(MOST_BYTES + 1)
+
+
+def _local(path: str | Path) -> Path:
+    """A run file of ours by name, a path, or the copy of what is at an address. Raises: ConfigError."""
+    if not addresses.is_remote(path):
+        return found(path)
+    with user_errors():
+        return copies.copied([path], lambda name: (), copies.Copying(copies.home()))[0]
 
 
 def _read(path: Path) -> tuple[dict, list[str]]:

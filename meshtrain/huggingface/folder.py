@@ -17,7 +17,7 @@ from meshtrain import files, pattern
 from meshtrain.huggingface import forms, safetensors, settings
 from meshtrain.huggingface.families import MTP, TEXT_PREFIXES, Family
 from meshtrain.names import LAYERS, LORA
-from meshtrain.storage import addresses, copies
+from meshtrain.storage import addresses, copies, mirror
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEPT = "hf"     # in run.dir: companions of the initial weights
@@ -151,17 +151,19 @@ class Folder:
 def companions_of(run_dir: str, init_from: str) -> list[Path]:
     """Folders that may have companion files of a run's model: the run's own, and init_from (a model folder or a run).
     """
-    return [Path(run_dir) / KEPT, *([local(init_from), local(init_from) / KEPT] if init_from else [])]
+    return [mirror.directory(run_dir) / KEPT, *([local(init_from), local(init_from) / KEPT] if init_from else [])]
 
 
 def local(source: str | os.PathLike, *, whole: bool = False, tell: Callable[[str], None] = lambda line: None) -> Path:
-    """The directory of a model folder or a run: itself, or this host's copy of a model folder at an address.
+    """The directory of a model folder or a run: itself, or this host's copy of what is at an address.
 
-    whole: with its weights; else only with what accompanies them. tell: gets a line where copying takes long. Raises:
-    StorageError, a ValueError, where it cannot be had; FileSystemError.
+    whole: a model folder with its weights; else, as of a run, only with what accompanies them. tell: gets a line where
+    copying takes long. Raises: StorageError, a ValueError, where it cannot be had; FileSystemError.
     """
     if not addresses.is_remote(source):
         return Path(source)
+    if copies.is_run(source):
+        return mirror.read(addresses.parse(source), lambda name: name.startswith(f"{KEPT}/"), within=KEPT)
     return copies.folder(source, (*COMPANIONS, INDEX), INDEX, ".safetensors", whole=whole, tell=tell)
 
 
@@ -184,7 +186,9 @@ def companions(directory: Path) -> list[Path]:
 def is_one(directory: str | os.PathLike) -> bool:
     """Whether a directory, or what is at an address, looks like a model folder; our runs have no config.json. "" is no
     directory. Raises: as `local`."""
-    return directory != "" and os.path.isfile(os.path.join(local(directory), settings.CONFIG))
+    if directory == "" or addresses.is_remote(directory) and copies.is_run(directory):
+        return False
+    return os.path.isfile(os.path.join(local(directory), settings.CONFIG))
 
 
 def settings_of(directory: Path) -> dict:

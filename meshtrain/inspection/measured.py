@@ -31,12 +31,14 @@ MOST_ANSWERS = 32           # of the newest batch, where the run learns from rew
 OF_ANSWER = {"prompt", "answer", "reward", "tokens", "stopped"}
 
 
-def of(directory: Path) -> dict:
-    """Everything, as JSON. Raises: ValueError where the directory has no run, or a broken file."""
+def of(run_dir: str) -> dict:
+    """Everything, as JSON. run_dir: of the run, a directory or an address. Raises: ValueError where there is no run,
+    or a broken file."""
+    directory = contents.opened(run_dir := str(run_dir))
     if not files.is_dir(directory):
-        raise ValueError(f"{directory} is no directory; name the run.dir of a run, e.g. runs/quickstart")
+        raise ValueError(f"{run_dir} is no directory; name the run.dir of a run, e.g. runs/quickstart")
     if not files.is_file(directory / "config.toml"):
-        raise ValueError(f"{directory} is no run directory (no config.toml); name the run.dir of a run, e.g. "
+        raise ValueError(f"{run_dir} is no run directory (no config.toml); name the run.dir of a run, e.g. "
                          f"runs/quickstart")
     try:
         run = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
@@ -54,14 +56,12 @@ def of(directory: Path) -> dict:
     except OSError as error:
         raise ValueError(f"{found.path} cannot be read: {error.strerror}") from None
     done = metrics.last.get("step", 0)
-    saved = directory / "checkpoints"
-    return {"name": name, "dir": str(directory), "steps": steps, "tokens_per_step": per_step, "step": done,
+    return {"name": name, "dir": run_dir, "steps": steps, "tokens_per_step": per_step, "step": done,
             "tokens": metrics.last.get("tokens", done * per_step), "state": _state(directory, attempts, done, steps),
             "skipped": metrics.skipped, "loss": metrics.loss(), "speed": metrics.speed(),
             "time_s": _spent(metrics, attempts), "goodput": _goodput(attempts), "starts": attempts,
             "changes": _changes(directory),
-            "checkpoints": sorted(int(entry.name) for entry in saved.glob("*") if entry.name.isdecimal())
-            if saved.is_dir() else [],
+            "checkpoints": contents.steps(run_dir),
             "rows": _curves(metrics.columns), "experts": experts,
             "answers": _answers(directory, (done - 1) // run.get("rl", {}).get("updates", 1)),
             "priced": _priced(directory),

@@ -2,12 +2,16 @@
 run's.
 
 config.toml marks a directory as a run's. The files that a start may leave before it are listed here, so that a start
-that ended early leaves nothing that the next one refuses. Imports no jax: launchers use it.
+that ended early leaves nothing that the next one refuses. What may be read of a run at an address without claiming it
+is here, too. Imports no jax: launchers use it.
 """
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+
+from meshtrain.storage import addresses, mirror, stores
 
 CONFIG, RULES, LOCK, CHECKPOINTS, TENSORBOARD = "config.toml", "rules.toml", ".lock", "checkpoints", "tensorboard"
 CHANGES, REFERENCE, ROLLOUTS, SAMPLERS = "changes.jsonl", "reference.npy", "rollouts", "samplers"
@@ -21,20 +25,45 @@ BEFORE_THE_CLAIM = frozenset({CACHE, RESTARTS, LAST_WORDS})
 # stranger's.
 BEFORE_THE_FIRST_STEP = BEFORE_THE_CLAIM | {LOCK, RULES, CONFIG, CHANGES, REFERENCE, ROLLOUTS, SAMPLERS,
                                             CHECKPOINTS, TENSORBOARD, HISTORY, ALIVE, STACKS}
+# Of a run at an address: the host's own, or written otherwise.
+NOT_SENT = BEFORE_THE_CLAIM | {CHECKPOINTS, STACKS, LOCK}
 TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")               # NAME.tmp or NAME.PID.tmp, of a write that was cut off
 
 
-def is_left_by_starts(directory: Path) -> bool:
-    """Whether a directory without config.toml holds only files of starts that ended before their first step. Raises:
-    OSError."""
-    # deleted, but held open
-    left = {_written(path.name) for path in directory.iterdir() if not path.name.startswith(".nfs")}
-    saved = directory / CHECKPOINTS
-    return left <= BEFORE_THE_CLAIM or (
-        LOCK in left and left <= BEFORE_THE_FIRST_STEP and not (saved.exists() and any(saved.iterdir())))
+def are_left_by_starts(names: set[str], has_checkpoints: bool) -> bool:
+    """Whether a directory without config.toml holds only files of starts that ended before their first step."""
+    left = {_written(name) for name in names if not name.startswith(".nfs")}      # deleted, but held open
+    return left <= BEFORE_THE_CLAIM or (LOCK in left and left <= BEFORE_THE_FIRST_STEP and not has_checkpoints)
 
 
 def _written(name: str) -> str:
     """The final name of a temporary file; any other name unchanged."""
     found = TEMPORARY.fullmatch(name)
     return found[1] if found else name
+
+
+def is_sent(name: str) -> bool:
+    """Whether a file of the run directory, by its name within it, is in the bucket, too."""
+    return name.split(os.sep)[0] not in NOT_SENT
+
+
+def opened(name: str) -> Path:
+    """The directory of a run to read its files: itself, or what is at an address now, fetched. Raises: ValueError,
+    FileSystemError."""
+    if not addresses.is_remote(name):
+        return Path(name)
+    address = addresses.parse(name)
+    if address.scheme not in addresses.BUCKETS:
+        raise addresses.StorageError(f"{name} is no directory of a bucket; name the run.dir of a run, e.g. "
+                                     f"s3://BUCKET/runs/quickstart")
+    return mirror.read(address, lambda name: is_sent(name) or name == LOCK)
+
+
+def steps(name: str) -> list[int]:
+    """The steps that a run has saved, by the names of its checkpoints. Raises: as `opened`."""
+    try:
+        names = stores.children(addresses.parse(name).below(CHECKPOINTS))[0] if addresses.is_remote(name) else \
+            os.listdir(os.path.join(name, CHECKPOINTS))
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    return sorted(int(one) for one in names if one.isdecimal())

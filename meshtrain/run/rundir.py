@@ -1,4 +1,4 @@
-"""The run directory: claimed by one start at a time, and the same for all processes.
+"""The run directory: claimed by one start at a time, and the same for all processes. At an address: `bucket`.
 
 A lock file marks a run in progress. Where a file system has no locks (Lustre without `-o flock`, FUSE), the lock file
 still names its owner, and a second run on the owner's host is refused. What a resumed run may change is decided in
@@ -11,12 +11,13 @@ import dataclasses
 import errno
 import fcntl
 import json
+import math
 import os
 import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshtrain import config, files
@@ -25,6 +26,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.run import contents, say
 from meshtrain.run.contents import LOCK
 
+NO_SIGN_S = 120.0  # of an owner at an address, by the clocks of two hosts, after which readers take it for dead
 LOOK_S = 1.0       # between two tries to get a lock
 REMEDY = "give a directory that can"
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
@@ -44,20 +46,24 @@ class _Held(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """Proof that run.dir belongs to this start. nonce: the content of its lock file as long as that is true."""
+    """Proof that run.dir belongs to this start. name: run.dir. directory: where this host reads and writes its files.
+    nonce: in its lock as long as that is true. look: reads the lock; None: there is none. send: brings the files to
+    where they are kept, if that is not the directory."""
+    name: str
     directory: Path
     nonce: str
+    look: Callable[[], str | None]
+    send: Callable[[], None] = lambda: None
 
     def check(self) -> None:
         """Called by any process before it renames or removes anything in run.dir. Raises: LostClaimError."""
-        try:
-            text = files.patiently(lambda: (self.directory / LOCK).read_text(encoding="utf-8"))
-        except FileNotFoundError:       # who claims a directory writes it: nobody has
+        text = self.look()
+        if text is None:        # who claims a directory writes it: nobody has
             return
-        owner = _named(text)
+        owner = named(text)
         if owner and owner.get("nonce") != self.nonce:
-            raise LostClaimError(f"run.dir={self.directory} was taken over by another start{_by(owner)}: this one's "
-                                 f"lock had lapsed, and it writes nothing more")
+            raise LostClaimError(f"run.dir={self.name} was taken over by another start{by(owner)}: this one's lock had "
+                                 f"lapsed, and it writes nothing more")
 
 
 @contextlib.contextmanager
@@ -74,7 +80,14 @@ def claimed(run: Run) -> Iterator[Claim]:
         while (nonce := agree.on_first(lambda: _try_claim(run, stack, waiting))) is None:
             watch.progress()
         _check_shared(directory, nonce)
-        yield Claim(directory, nonce)
+        yield Claim(str(directory), directory, nonce, lambda: _text(directory))
+
+
+def _text(directory: Path) -> str | None:
+    try:
+        return files.patiently(lambda: (directory / LOCK).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
 
 
 def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) -> str | None:
@@ -82,7 +95,7 @@ def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) ->
     try:
         return stack.enter_context(_claimed(run))
     except _Held as held:
-        waiting.go_on(_by(held.owner), held.owner and held.owner.get("nonce"))
+        waiting.go_on(by(held.owner), held.owner and held.owner.get("nonce"))
         time.sleep(LOOK_S)
         return None
 
@@ -95,15 +108,10 @@ def _claimed(run: Run) -> Iterator[str]:
     existing = files.status(directory)
     if existing and not stat.S_ISDIR(existing.st_mode):
         raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
-    refusal = f"run.dir={directory} cannot be written"
-    ours = bool(existing) and files.is_file(directory / contents.CONFIG)
-    if existing and not ours and not files.attempted(
-            lambda: contents.is_left_by_starts(directory), refusal, REMEDY, ConfigError):
-        raise ConfigError(f"run.dir={directory} holds files and is not a run of ours (no config.toml); "
-                          "give an empty directory or another run.name")
-    if ours and run.checkpoint.resume == "never":
-        raise ConfigError(f"run.dir={directory} already holds a run, and checkpoint.resume=\"never\"; give another "
-                          "run.name or run.dir, or resume=\"auto\" to go on with it")
+    refusal, saved = f"run.dir={directory} cannot be written", directory / contents.CHECKPOINTS
+    names = files.attempted(lambda: set(os.listdir(directory)), refusal, REMEDY, ConfigError) if existing else set()
+    check_contents(run, str(directory), names, has_checkpoints=contents.CHECKPOINTS in names and files.attempted(
+        lambda: any(saved.iterdir()), refusal, REMEDY, ConfigError))
     locked_before = files.status(directory / LOCK) is not None
 
     def opened():
@@ -113,8 +121,7 @@ def _claimed(run: Run) -> Iterator[str]:
 
     with files.attempted(opened, refusal, REMEDY, ConfigError) as lock:
         _lock(lock, directory)
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid()), "time": time.time(),
-                 "nonce": secrets.token_hex(8)}
+        owner = this_process()
         files.attempted(lambda: _put(lock, json.dumps(owner)), refusal, REMEDY, ConfigError)
         try:
             yield owner["nonce"]
@@ -131,6 +138,30 @@ def _claimed(run: Run) -> Iterator[str]:
             with contextlib.suppress(OSError):
                 if (_owner(lock) or owner).get("nonce") == owner["nonce"]:      # else a successor's stands there
                     _put(lock, "")
+
+
+def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: bool) -> None:
+    """Raises: ConfigError where what is in run.dir, or that it is a run, forbids to begin or go on there."""
+    if contents.CONFIG not in names and not contents.are_left_by_starts(names, has_checkpoints):
+        raise ConfigError(f"run.dir={name} holds files and is not a run of ours (no config.toml); give an empty "
+                          f"directory or another run.name")
+    if contents.CONFIG in names and run.checkpoint.resume == "never":
+        raise ConfigError(f"run.dir={name} already holds a run, and checkpoint.resume=\"never\"; give another run.name "
+                          f"or run.dir, or resume=\"auto\" to go on with it")
+
+
+def this_process() -> dict:
+    """What a lock says of its owner."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid()), "time": time.time(),
+            "space": space(), "nonce": secrets.token_hex(8)}
+
+
+def space() -> str:
+    """Of this boot of this machine, or of this container: within it a process of another can be seen."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
 
 
 def _lock(lock, directory: Path) -> None:
@@ -152,17 +183,17 @@ def _lock(lock, directory: Path) -> None:
     if found == "ours":
         return
     owner = _owner(lock)
-    if _is_here(owner) and (found == "held" or owner["pid"] != os.getpid()):
-        raise ConfigError(f"run.dir={directory} is in use by another run{_by(owner)}; wait for it or give another "
+    if is_here(owner) and (found == "held" or owner["pid"] != os.getpid()):
+        raise ConfigError(f"run.dir={directory} is in use by another run{by(owner)}; wait for it or give another "
                           f"run.name")
     if found == "held":
         raise _Held(owner)
     say.err(f"{directory} is on a file system without locks: a second run in it would be noticed on this host alone; "
             f"mount it with locks (Lustre: -o flock) or see to it "
-            f"yourself{'. The last run in it' + _by(owner) if owner else ''}")
+            f"yourself{'. The last run in it' + by(owner) if owner else ''}")
 
 
-def _is_here(owner: dict | None) -> bool:
+def is_here(owner: dict | None) -> bool:
     """Whether the owner is a live process of this host."""
     return bool(owner) and owner["host"] == socket.gethostname() and owner["began"] == _began(owner["pid"]) != ""
 
@@ -171,20 +202,21 @@ def _owner(lock) -> dict | None:
     """Who wrote the lock file; None where nobody is named."""
     try:
         lock.seek(0)
-        return _named(lock.read())
+        return named(lock.read())
     except OSError:
         return None
 
 
-def _named(text: str) -> dict | None:
+def named(text: str) -> dict | None:
     try:
-        owner = json.loads(text)
+        owner, _, beat = text.partition("\n")
+        owner = json.loads(owner) | ({"beat": float(beat)} if beat else {})
         return owner if {"host", "pid", "began", "time"} <= owner.keys() else None
     except (ValueError, AttributeError):
         return None
 
 
-def _by(owner: dict | None) -> str:
+def by(owner: dict | None) -> str:
     if not owner:
         return ""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["time"]))
@@ -206,6 +238,8 @@ def at_work(directory: Path) -> dict | None:
         with open(directory / LOCK, encoding="utf-8") as lock:
             owner = _owner(lock)
     except OSError:
+        return None
+    if owner is not None and time.time() - owner.get("beat", math.inf) > NO_SIGN_S:
         return None
     if owner is None or owner["host"] != socket.gethostname():
         return owner and owner | {"seen": False}

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from meshtrain import files
 from meshtrain.storage import addresses, stores
-from meshtrain.storage.addresses import HUB, MAGIC, WEB, Address, StorageError
+from meshtrain.storage.addresses import BUCKETS, HUB, MAGIC, WEB, Address, StorageError
 from meshtrain.storage.stores import RemoteFile
 
 AT_ONCE = 8     # files
 POLL_S, BEAT_S, TELL_S = 0.2, 1.0, 30.0
-LOCK, LISTINGS = ".lock", "listings"
+LOCK, LISTINGS, RUN_MARK = ".lock", "listings", "config.toml"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MOST_INDEX_BYTES = 100_000_000
 
@@ -63,6 +63,17 @@ def home() -> Path:
         raise StorageError("there is no home directory for copies of files at addresses; set XDG_CACHE_HOME to a "
                            "directory of this host")
     return Path(base) / "meshtrain-files"
+
+
+def is_run(name: str) -> bool:
+    """Whether a run's directory is at an address. Raises: StorageError, FileSystemError."""
+    place = addresses.parse(name)
+    return place.scheme in BUCKETS and _file(place.below(RUN_MARK)) is not None
+
+
+def named_home(kind: str, address: Address) -> Path:
+    """A directory of this host for what is at an address. kind: what it is for."""
+    return home() / kind / f"{_digest(str(address))}-{os.path.basename(address.path.rstrip('/') or address.home)[:60]}"
 
 
 # ---- what is there ---------------------------------------------------------------------------------------------------
@@ -122,7 +133,7 @@ def _hub_listing(folder: Address) -> list[RemoteFile]:
                                f"start once without, or copy {home()} from a host that has it")
     found = stores.listed(folder)
     text = json.dumps([[one.address.path, one.size, one.etag, one.url] for one in found])
-    with _writing(kept.parent):
+    with writing(kept.parent):
         kept.parent.mkdir(parents=True, exist_ok=True)
         files.replace(kept, text, shared=True)
     return found
@@ -216,7 +227,7 @@ def _copy(groups: Sequence[tuple[Path, Sequence[RemoteFile]]], copying: Copying)
 
     def missing() -> dict[Path, RemoteFile]:
         return {path: one for path, one in wanted.items() if not _is_whole(path, one)}
-    with _writing(copying.directory):
+    with writing(copying.directory):
         if not (left := missing()):
             return
         if refused := [one for one in left.values() if one.address.scheme == HUB and is_offline()]:
@@ -300,7 +311,7 @@ def _alone(copying: Copying) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def _writing(directory: Path) -> Iterator[None]:
+def writing(directory: Path) -> Iterator[None]:
     """Raises: StorageError or FileSystemError for an OSError."""
     try:
         yield

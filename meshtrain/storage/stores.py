@@ -1,4 +1,5 @@
-"""What servers say of the files at addresses, and their bytes: buckets by obstore, the hub and the web by HTTP.
+"""What servers say of the files at addresses, and their bytes: buckets by obstore, the hub and the web by HTTP. Objects
+of buckets are written, too.
 
 Credentials are the environment's: AWS_*, GOOGLE_*, HF_TOKEN. They are sent to the store's own host alone, and no
 message repeats what a library says of a request beyond its status. Each request is made again where the server fails
@@ -18,16 +19,20 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from meshtrain import files
 from meshtrain.storage.addresses import BUCKETS, HUB, Address, StorageError
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0)     # before each further try
+PATIENT_PAUSES_S = (*PAUSES_S, 8.0, 15.0, 30.0)     # of what is written in the background
 SILENCE_S = 30.0        # without a byte, after which a request is given up
 RANGE_BYTES, RANGES = 8 << 20, 4    # of a bucket's file: one request, and how many at once
 MOST_LISTING_BYTES = 1 << 28        # of the hub's answer
+PART_BYTES = 64 << 20   # of a file that is written in parts, of which S3 takes 10,000
+MOST_REMOVED = 1000     # objects in a request
 CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGNATURE=true for a public bucket), "
                      "AWS_REGION and AWS_ENDPOINT_URL",
                "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -48,12 +53,23 @@ class RemoteFile:
     url: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """What an object was when it was read or written: a write that names it is refused if the object has changed."""
+    etag: str | None
+    number: str | None      # of Google's
+
+
 class _Moment(Exception):
     """The server failed, and may not at the next request."""
 
 
 class Missing(StorageError):
     """There is no such file."""
+
+
+class Changed(StorageError):
+    """The file is not the one that it was."""
 
 
 # ---- any store -------------------------------------------------------------------------------------------------------
@@ -84,40 +100,41 @@ def read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) ->
                            f"start again when nobody writes it")
 
 
-def _patiently(address: Address, act: Callable[[], Value], done: Callable[[], int] = lambda: 0) -> Value:
-    """act(), again after each of PAUSES_S where the server fails; anew from the first pause once `done` has grown.
+def _patiently(address: Address, act: Callable[[], Value], done: Callable[[], int] = lambda: 0, *,
+               verb: str = "read", patient: bool = False) -> Value:
+    """act(), again after each pause where the server fails; anew from the first pause once `done` has grown.
 
     Raises: FileSystemError where it goes on failing, which is nobody's mistake: a launcher starts again. StorageError.
     """
-    tries, before = 0, done()
+    tries, before, pauses_s = 0, done(), PATIENT_PAUSES_S if patient else PAUSES_S
     while True:
         try:
             return act()
         except _Moment as error:
             tries, before = (tries, before) if done() == before else (0, done())
-            if tries == len(PAUSES_S):
-                raise files.FileSystemError(f"{address} cannot be read: {error}, {tries + 1} times in a row; see to "
+            if tries == len(pauses_s):
+                raise files.FileSystemError(f"{address} cannot be {verb}: {error}, {tries + 1} times in a row; see to "
                                             f"the server or the network, and start again") from None
-            time.sleep(PAUSES_S[tries])
+            time.sleep(pauses_s[tries])
             tries += 1
 
 
-def _refused(address: Address, code: int, what: str) -> Exception:
+def _refused(address: Address, code: int, what: str, verb: str = "read") -> Exception:
     """What to raise for an HTTP status. what: the status in words."""
-    if code in (408, 425, 429) or code >= 500:
+    if code in (408, 409, 425, 429) or code >= 500:     # 409: of two writers that meet, S3 sends one away
         return _Moment(f"the server answers {code} ({what})")
     told = CREDENTIALS[address.scheme]
     if code in (401, 403):
         return StorageError(f"{address} is refused with {code} ({what})" + (
-            f"; give credentials that may read it, by {told}" if told else
+            f"; give credentials with which it may be {verb}, by {told}" if told else
             "; only files that anybody may read can be named by an https:// address"))
     if code == 404:
         unseen = f", or it may not be seen: credentials come from {told}" if address.scheme == HUB else ""
         return Missing(f"{address} is not there ({code}, {what}){unseen}; name one that is")
     if code == 412:
-        return StorageError(f"{address} has changed since it was listed; start again when nobody writes it")
+        return Changed(f"{address} has changed since it was listed; start again when nobody writes it")
     where = "; is AWS_REGION the bucket's?" if address.scheme == "s3" and code in (301, 307, 400) else ""
-    return StorageError(f"{address} cannot be read: the server answers {code} ({what}){where}; see to the address")
+    return StorageError(f"{address} cannot be {verb}: the server answers {code} ({what}){where}; see to the address")
 
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
@@ -166,6 +183,77 @@ def _read_ranges(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None])
         pool.shutdown(cancel_futures=True)
 
 
+def read(address: Address, start: int = 0, stop: int | None = None) -> bytes:
+    """An object of a bucket, or a range of it. Raises: StorageError, Missing where there is none."""
+    obstore, store = _opened_bucket(address)
+    options = {} if stop is None else {"options": {"range": (start, stop)}}
+    return _asked(address, lambda: obstore.get(store, address.path, **options).bytes().to_bytes())
+
+
+def read_versioned(address: Address) -> tuple[bytes, Version] | None:
+    """An object of a bucket and what to name in `write_if`; None if there is none. Raises: StorageError."""
+    obstore, store = _opened_bucket(address)
+
+    def act():
+        found = obstore.get(store, address.path)
+        return found.bytes().to_bytes(), Version(found.meta["e_tag"], found.meta["version"])
+    try:
+        return _asked(address, act)
+    except Missing:
+        return None
+
+
+def write(address: Address, content: bytes | Path) -> None:
+    """Write an object of a bucket, or a local file as one: it is there as a whole, or as it was. Raises: StorageError,
+    OSError of the local file."""
+    obstore, store = _opened_bucket(address)
+    parts = isinstance(content, Path) and content.stat().st_size > PART_BYTES
+    body = content if parts or not isinstance(content, Path) else content.read_bytes()
+    _asked(address, lambda: obstore.put(store, address.path, body, use_multipart=parts, chunk_size=PART_BYTES,
+                                        max_concurrency=RANGES), "written", patient=True)
+
+
+def write_if(address: Address, content: bytes, before: Version | None, *, patient: bool = False) -> Version | None:
+    """Write an object of a bucket if it is still as it was; None: if there is none. Returns what it is now, or None
+    where somebody else has written it. Raises: StorageError."""
+    obstore, store = _opened_bucket(address)
+    named = {"e_tag": before.etag, "version": before.number} if before else {}
+    mode = {key: value for key, value in named.items() if value is not None} or "create"
+    try:
+        made = _asked(address, lambda: obstore.put(store, address.path, content, mode=mode, use_multipart=False),
+                      "written", patient=patient)
+        return Version(made["e_tag"], made["version"])
+    except Missing:         # it is gone
+        return None
+    except Changed:
+        # A try whose answer was lost may have written it.
+        found = read_versioned(address)
+        return found[1] if found and found[0] == content else None
+
+
+def remove(found: Sequence[Address]) -> None:
+    """Remove objects of one bucket; those that are not there are no error. Raises: StorageError."""
+    for start in range(0, len(found), MOST_REMOVED):
+        some = found[start:start + MOST_REMOVED]
+        obstore, store = _opened_bucket(some[0])
+        try:
+            _asked(some[0], lambda: obstore.delete(store, [one.path for one in some]), "removed")
+        except Missing:
+            pass
+
+
+def children(folder: Address) -> tuple[list[str], list[str]]:
+    """(names of objects, names of folders) right below a folder of a bucket. Raises: StorageError."""
+    obstore, store = _opened_bucket(folder)
+    prefix = folder.path.rstrip("/")
+
+    def act():
+        return obstore.list_with_delimiter(store, prefix or None)
+    found = _asked(folder, act)
+    name = lambda path: path.rstrip("/").rpartition("/")[2]
+    return [name(one["path"]) for one in found["objects"]], [name(path) for path in found["common_prefixes"]]
+
+
 def _check_environment(address: Address) -> None:
     """Raises: StorageError for what would abort the library, which takes it for granted."""
     for key, value in _environment() if address.scheme == "s3" else ():
@@ -204,34 +292,34 @@ def _opened_bucket(address: Address) -> tuple[Any, Any]:
                            f"{CREDENTIALS[address.scheme]}") from None
 
 
-def _asked(address: Address, act: Callable[[], Value]) -> Value:
-    """act(), a call of obstore, with patience. Raises: StorageError."""
+def _asked(address: Address, act: Callable[[], Value], verb: str = "read", *, patient: bool = False) -> Value:
+    """act(), a call of obstore, again where the server fails; patient: for longer. Raises: StorageError."""
     exceptions = importlib.import_module("obstore.exceptions")
 
     def judged():
         try:
             return act()
         except FileNotFoundError:
-            raise _refused(address, 404, "Not Found") from None
-        except exceptions.PreconditionError:
-            raise _refused(address, 412, "Precondition Failed") from None
+            raise _refused(address, 404, "Not Found", verb) from None
+        except (exceptions.PreconditionError, exceptions.AlreadyExistsError):
+            raise _refused(address, 412, "Precondition Failed", verb) from None
         except exceptions.BaseError as error:
-            raise _of_obstore(address, str(error)) from None
-    return _patiently(address, judged)
+            raise _of_obstore(address, str(error), verb) from None
+    return _patiently(address, judged, verb=verb, patient=patient)
 
 
-def _of_obstore(address: Address, text: str) -> Exception:
+def _of_obstore(address: Address, text: str, verb: str) -> Exception:
     """What to raise for an error of obstore, whose text may have URLs with tokens in them."""
     if re.search(r"https?://(169\.254\.\d+\.\d+|\[fd00:|metadata)", text):   # it looks for a role of the machine
         return StorageError(f"{address}: there are no credentials in the environment, and this machine has no role; "
                             f"give {CREDENTIALS[address.scheme]}")
     if status := re.search(r"status code: (\d{3}) ?([A-Za-z ]*)", text):
         code = re.search(r"<Code>([A-Za-z.]+)</Code>", text)
-        return _refused(address, int(status[1]), code[1] if code else status[2].strip())
+        return _refused(address, int(status[1]), code[1] if code else status[2].strip(), verb)
     first = re.sub(r"//[^/\s]*@", "//…@", re.sub(r"\?\S+", "?…", text.partition("\n")[0]))[:300]
     if re.search(r"HTTP error|error sending request|timed? ?out|connection|decoding", first, re.IGNORECASE):
         return _Moment(first)
-    return StorageError(f"{address} cannot be read: {first}; see to its credentials, {CREDENTIALS[address.scheme]}")
+    return StorageError(f"{address} cannot be {verb}: {first}; see to its credentials, {CREDENTIALS[address.scheme]}")
 
 
 # ---- the web ---------------------------------------------------------------------------------------------------------

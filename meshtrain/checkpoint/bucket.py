@@ -1,0 +1,247 @@
+"""Checkpoints in a bucket: written from memory by all processes, committed by one object, read by ranges onto any mesh.
+
+    checkpoints/<step>              the checkpoint: its metadata, and where each piece of each array is, with its
+                                    checksum. Written last, and only if nothing has that name: this is the commit
+    checkpoints/<step>.<save>/      what it refers to: <process>-<n>, the bytes of pieces
+    checkpoints/<step>.damaged, .aside   as in a directory
+
+Objects are never written twice: each save has its own names. A folder that no checkpoint refers to is what a save or a
+removal left, and is removed with the next. What lies in the bucket is compared by size before it is used, and each
+piece by its checksum when it is read. The server's failures are waited for; they end no run.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import xxhash
+
+from meshtrain import files
+from meshtrain.checkpoint import pieces
+from meshtrain.checkpoint.commit import NotHandedOver
+from meshtrain.checkpoint.pieces import Piece
+from meshtrain.checkpoint.shared import PARAMS, CheckpointError, SharedCheckpoints
+from meshtrain.cluster import agree
+from meshtrain.config import ConfigError
+from meshtrain.run import trees
+from meshtrain.storage import stores
+from meshtrain.storage.addresses import Address, StorageError
+
+AT_ONCE = 16        # requests of a process
+
+
+class BucketCheckpoints(SharedCheckpoints):
+    """The checkpoints of a run whose directory is at an address.
+
+    start: of this start of the run alone, in all its processes; names its saves. before_commit: called by process 0
+    before a checkpoint is committed; what it raises fails the save.
+    """
+    _whole_place = "them all"
+
+    def __init__(self, place: Address, *, start: str = "", before_commit: Callable[[], None] = lambda: None, **keys):
+        self.start, self.before_commit = start, before_commit
+        self._known: tuple[int, dict] = (-1, {})        # the index read last
+        super().__init__(place, **keys)
+
+    def named(self, step: int) -> str:
+        return str(self.place.below(str(step)))
+
+    def _open(self) -> None:
+        with _judged(f"{self.place} cannot hold checkpoints"):
+            self._clean()
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        with _judged(f"{self.place} cannot be read"):
+            return stores.children(self.place)
+
+    def _steps(self) -> list[int]:
+        return [int(name) for name in self._names()[0] if name.isdecimal()]
+
+    def _exists(self, step: int) -> bool:
+        return step in self._steps()
+
+    def _damaged(self) -> set[str]:
+        return {name for name in self._names()[0] if ".damaged" in name}
+
+    def _set_aside(self, step: int, kind: str) -> str:
+        taken, marker = self._names()[0], self.place.below(str(step))
+        name = next(name for more in ("", *(f"-{i}" for i in range(2, 1000)))
+                    if (name := f"{step}.{kind}{more}") not in taken)
+        stores.write(self.place.below(name), stores.read(marker))
+        stores.remove([marker])
+        self._known = (-1, {})
+        return name
+
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def _folder(self, step: int) -> Address:
+        return self.place.below(f"{step}.{self.start}-{self._saves}")
+
+    def _copied(self, step: int, state: dict) -> Callable[[], None]:
+        folder, me = self._folder(step), jax.process_index()
+        arrays = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in trees.leaves_of(state).items()}
+        own = list(pieces.own(state))
+
+        def write():
+            objects, where = {}, []
+
+            def put(numbers: range) -> None:
+                name, offset, content = f"{me}-{numbers.start}", 0, []
+                for array, region, data in own[numbers.start:numbers.stop]:
+                    content.append(pieces.as_bytes(data))
+                    where.append([array, region, name, offset, xxhash.xxh3_64_hexdigest(content[-1])])
+                    offset += len(content[-1])
+                stores.write(folder.below(name), b"".join(content))
+                objects[name] = offset
+            _all_at_once(put, pieces.batched([data.nbytes for *_, data in own]))
+            stores.write(folder.below(f"{me}.json"), json.dumps(
+                {"arrays": arrays, "objects": objects, "pieces": where}).encode())
+        return write
+
+    def _commit(self, step: int, document: str, reason: Callable[[int], str]) -> None:
+        folder = self._folder(step)
+        index = {"metadata": json.loads(document), "folder": folder.path.rpartition("/")[2], "arrays": {},
+                 "objects": {}, "pieces": []}
+
+        def read(process: int) -> dict | None:
+            return None if reason(process) else _read_or_none(folder.below(f"{process}.json"))
+        found = dict(enumerate(_all_at_once(read, range(jax.process_count()))))
+        if missing := [process for process, one in found.items() if one is None]:
+            raise NotHandedOver("; ".join(
+                f"process {process}: {reason(process) or 'did not write its part (its output says why)'}"
+                for process in missing[:8]) + f"; and {len(missing) - 8} more processes" * (len(missing) > 8))
+        for one in found.values():
+            index["arrays"], index["objects"] = one["arrays"], index["objects"] | one["objects"]
+            index["pieces"] += one["pieces"]
+        self.before_commit()
+        self.check_claim()
+        text = json.dumps(index).encode()
+        if stores.write_if(self.place.below(str(step)), text, None, patient=True) is None:
+            raise CheckpointError("another start has saved this step")
+        stores.remove([folder.below(f"{process}.json") for process in found])
+
+    def _retire(self, step: int) -> None:
+        stores.remove([self.place.below(str(one)) for one in self.retired()])
+        self._clean(step)
+
+    def _clean(self, up_to: int | None = None) -> None:
+        """Removes folders to which nothing refers: of no later step, which other processes may be writing."""
+        markers, folders = self._names()
+        found = [(name, int(step[1])) for name in folders if (step := re.fullmatch(r"(\d+)\.[\w-]+", name))]
+        steps = {step for name, step in found if up_to is None or step <= up_to}
+        needed = {_read(self.place.below(name))["folder"] for name in markers
+                  if (step := re.match(r"\d+", name)) and int(step[0]) in steps}
+        for name, step in found:
+            if step in steps and name not in needed:
+                stores.remove([one.address for one in stores.listed(self.place.below(name))])
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def _index(self, step: int) -> dict:
+        """Of a step that is complete: in every process."""
+        if self._known[0] != step:
+            with _judged(f"{self.named(step)} cannot be read"):
+                try:
+                    self._known = step, _read(self.place.below(str(step)))
+                except stores.Missing:
+                    raise CheckpointError(f"{self.named(step)} was removed while it was read: the run that writes "
+                                          f"there keeps checkpoint.keep of them; start again") from None
+                except _BROKEN as error:
+                    raise CheckpointError(f"{self.named(step)} is damaged: {files.said(error)}") from None
+        return self._known[1]
+
+    def _metadata(self, step: int) -> dict:
+        return self._index(step)["metadata"]
+
+    def fault(self, step: int, *, only_params: bool = False) -> str:
+        def found() -> str:
+            try:
+                index = _read(self.place.below(str(step)))
+                there = {one.address.path.rpartition("/")[2]: one.size
+                         for one in stores.listed(self.place.below(index["folder"]))}
+                wrong = (f"{index['folder']}/{name} " + (
+                    f"has {there[name]} bytes, {size} were written" if name in there else "is missing")
+                    for name, size in index["objects"].items() if there.get(name) != size)
+                return next(wrong, "")
+            except (*_BROKEN, AttributeError) as error:
+                return files.said(error)
+
+        def asked():
+            with _judged(f"{self.named(step)} cannot be read"):
+                try:
+                    return found()
+                except stores.Missing:
+                    return "it is gone"
+        return agree.on_first(asked)
+
+    def arrays(self, step: int, *, only_params: bool = False) -> dict:
+        return trees.nested({name: form for name, form in self._forms(step).items()
+                             if not only_params or name.startswith(f"{PARAMS}/")})
+
+    def _forms(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+                for name, (shape, dtype) in self._index(step)["arrays"].items()}
+
+    def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
+        index = self._index(step)
+        self._check(step, {name: (form.shape, form.dtype) for name, form in self._forms(step).items()}, wanted, part)
+        of: dict[str, list[Piece]] = {name: [] for name in index["arrays"]}
+        for name, region, *where in index["pieces"]:
+            of[name].append(Piece(tuple(map(tuple, region)), *where))
+        folder = self.place.below(index["folder"])
+        with _judged(f"{self.named(step)} cannot be read"):
+            try:
+                return pieces.restored(wanted, of, lambda name, *ends: stores.read(folder.below(name), *ends), AT_ONCE)
+            except stores.Missing as error:
+                raise CheckpointError(f"{error}; the run that writes there may have removed it, for it keeps "
+                                      f"checkpoint.keep of them: start again") from None
+            except (pieces.DamagedPiece, ValueError) as error:
+                if isinstance(error, StorageError):
+                    raise
+                raise CheckpointError(f"{self.named(step)} is damaged ({files.said(error)}): remove it, or give it the "
+                                      f"name {step}.damaged, to go on from the one before") from None
+
+
+_BROKEN = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError)
+
+
+def _read(address: Address) -> dict:
+    return json.loads(stores.read(address))
+
+
+def _read_or_none(address: Address) -> dict | None:
+    try:
+        return _read(address)
+    except stores.Missing:
+        return None
+
+
+def _all_at_once(act: Callable, values: Sequence) -> list:
+    pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE)
+    try:
+        return list(pool.map(act, values))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _judged:
+    """Context: what a bucket refuses is the user's mistake; a server that fails is none."""
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, stores.Missing):
+            return
+        if isinstance(error, StorageError):
+            raise ConfigError(f"{self.what}: {error}") from None
+        if isinstance(error, files.FileSystemError) and not isinstance(error, CheckpointError):
+            raise CheckpointError(f"{self.what}: {error}") from None

@@ -1,0 +1,164 @@
+"""Arrays cut into pieces: which process writes which, and arrays of any sharding put together from them again.
+
+A piece is a region of one array, cut along its first dims into at most PIECE_BYTES, so that another mesh reads little
+that it does not need. Of copies on several processes each writes a part. This module knows no file and no bucket.
+"""
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import xxhash
+
+from meshtrain.run import trees
+
+PIECE_BYTES = 64 << 20
+AHEAD_BYTES = 2 << 30       # read, or being read, before the arrays they are for
+Region = tuple[tuple[int, int], ...]        # [start, stop) along each dim; of a scalar: none
+
+
+class Piece(NamedTuple):
+    """Where the bytes of a region are. sum: their xxh3-64."""
+    region: Region
+    object: str
+    offset: int
+    sum: str
+
+
+class DamagedPiece(Exception):
+    """The bytes of a piece are not those that were written."""
+
+
+def region_of(index: Sequence[slice], shape: Sequence[int]) -> Region:
+    return tuple((range(size)[part].start, range(size)[part].stop) for part, size in zip(index, shape, strict=True))
+
+
+def intersection(a: Region, b: Region) -> Region | None:
+    """None if empty. Scalars have the empty region, of volume 1."""
+    both = tuple((max(lo, start), min(hi, stop)) for (lo, hi), (start, stop) in zip(a, b, strict=True))
+    return None if any(lo >= hi for lo, hi in both) else both
+
+
+def volume(region: Region | None) -> int:
+    return 0 if region is None else math.prod(hi - lo for lo, hi in region)
+
+
+def slices(region: Region, within: Region) -> tuple[slice, ...]:
+    return tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(region, within))
+
+
+def shape_of(region: Region) -> list[int]:
+    return [hi - lo for lo, hi in region]
+
+
+def as_bytes(data: np.ndarray) -> memoryview:
+    return memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+
+
+def cut(region: Region, itemsize: int, most: int = PIECE_BYTES) -> list[Region]:
+    """The region in order, cut along its first dims into at most `most` bytes each, one element at least."""
+    if volume(region) * itemsize <= most or not region:
+        return [region]
+    (start, stop), *rest = region
+    of_one = volume(tuple(rest)) * itemsize
+    if of_one > most:
+        return [((at, at + 1), *piece) for at in range(start, stop) for piece in cut(tuple(rest), itemsize, most)]
+    rows = most // of_one
+    return [((at, min(at + rows, stop)), *rest) for at in range(start, stop, rows)]
+
+
+def own(state: Any) -> Iterator[tuple[str, Region, np.ndarray]]:
+    """(array, region, data on the host) of the pieces that this process writes of a pytree of jax arrays. All processes
+    together have each element once."""
+    me = jax.process_index()
+    arrays = []
+    for name, leaf in trees.leaves_of(state).items():
+        holders = collections.defaultdict(set)
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            holders[region_of(index, leaf.shape)].add(device.process_index)
+        shards = {region_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+        first = zlib.crc32(name.encode())      # small arrays have one piece: not all of them are process 0's
+        for region, data in shards.items():
+            among = sorted(holders[region])
+            mine = [piece for number, piece in enumerate(cut(region, leaf.dtype.itemsize))
+                    if among[(first + number) % len(among)] == me]
+            if mine:
+                data.copy_to_host_async()
+                arrays.append((name, region, mine, data))
+    for name, region, mine, data in arrays:
+        whole = np.array(data)      # the next step may donate the buffer
+        yield from ((name, piece, whole[slices(piece, region)]) for piece in mine)
+
+
+def restored(wanted: Any, pieces: Mapping[str, Sequence[Piece]], read: Callable[[str, int, int], bytes],
+             at_once: int) -> Any:
+    """Arrays with the shardings of `wanted`, a pytree of jax.ShapeDtypeStruct. read(object, start, stop): bytes, in
+    several threads. Raises: DamagedPiece; ValueError where elements are missing; what `read` raises."""
+    leaves = [(trees.name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)]
+    arrays = []
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        try:
+            arrays.extend(_arrays(leaves, pieces, read, pool))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return jax.tree.unflatten(jax.tree.structure(wanted), arrays)
+
+
+def _arrays(leaves, pieces, read, pool) -> Iterator[jax.Array]:
+    """One array after the other, while the pieces of those behind it come."""
+    def fetch(piece: Piece, dtype) -> np.ndarray:
+        size = volume(piece.region) * dtype.itemsize
+        for _ in range(2):      # once more where it was damaged on its way
+            data = read(piece.object, piece.offset, piece.offset + size)
+            if len(data) == size and xxhash.xxh3_64_hexdigest(data) == piece.sum:
+                return np.frombuffer(data, dtype).reshape(shape_of(piece.region))
+        raise DamagedPiece(f"{piece.object}: its checksum differs at byte {piece.offset:,}")
+
+    waiting, ahead, rest = collections.deque(), 0, iter(leaves)
+    while True:
+        while ahead < AHEAD_BYTES and (more := next(rest, None)):
+            name, leaf = more
+            dtype = np.dtype(leaf.dtype)
+            asked = {region_of(index, leaf.shape)
+                     for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
+            needed = [piece for piece in pieces[name]
+                      if any(intersection(piece.region, region) is not None for region in asked)]
+            size = sum(volume(piece.region) for piece in needed) * dtype.itemsize
+            waiting.append((name, leaf, size, [(piece, pool.submit(fetch, piece, dtype)) for piece in needed]))
+            ahead += size
+        if not waiting:
+            return
+        name, leaf, size, coming = waiting.popleft()
+        yield _array(name, leaf, [(piece.region, future.result()) for piece, future in coming])
+        ahead -= size
+
+
+def _array(name: str, leaf: jax.ShapeDtypeStruct, found: Sequence[tuple[Region, np.ndarray]]) -> jax.Array:
+    def region(index):
+        asked = region_of(index, leaf.shape)
+        whole, filled = np.empty(shape_of(asked), leaf.dtype), 0
+        for held, data in found:
+            if (common := intersection(held, asked)) is not None:
+                whole[slices(common, asked)] = data[slices(common, held)]
+                filled += volume(common)
+        if filled != volume(asked):     # pieces are disjoint
+            raise ValueError(f"{name}: {volume(asked) - filled} of its elements are in no piece")
+        return whole
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, region)
+
+
+def batched(sizes: Sequence[int], most: int = PIECE_BYTES) -> Iterator[range]:
+    """Ranges of neighbours of at most `most` together, or of one that is larger."""
+    start = held = 0
+    for number, size in enumerate(itertools.chain(sizes, [math.inf])):
+        if number > start and held + size > most:
+            yield range(start, number)
+            start, held = number, 0
+        held += size

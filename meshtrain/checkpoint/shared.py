@@ -1,0 +1,364 @@
+"""Checkpoints that all processes of a run share, in a directory or a bucket: when they are saved, which of them is the
+newest whole one, and what a failed save does. Where the bytes lie is of `checkpoint` and `bucket`."""
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from meshtrain import files
+from meshtrain.cluster import agree
+from meshtrain.config import ConfigError, older
+from meshtrain.run import rundir, say, trees
+
+# Version of what is saved; readers refuse higher ones. 1 had no checksums, 2 was of runs with another data order, 3 had
+# all arrays in state/.
+FORMAT = 4
+PARAMS = "params"
+PEERS_TIMEOUT_S = 3600  # waiting time for other processes' writes
+
+
+class CheckpointError(files.FileSystemError):
+    """A checkpoint could not be saved or read. The message has the step, the place and the system's error."""
+
+
+class Store(Protocol):
+    """Where a run saves its state: `SharedCheckpoints`, or `LocalCheckpoints` (per host). All processes make the same
+    calls."""
+
+    def due(self, step: int) -> bool: ...
+
+    def save(self, step: int, state: Any, metadata: dict) -> float:
+        """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON); return the seconds that it blocked."""
+
+    def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
+        """Restore arrays of `step` to the shardings of `wanted`, a pytree of jax.ShapeDtypeStruct. part: only some of
+        them."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Saved:
+    """A complete checkpoint in its store. `metadata` was read once, by process 0 for all."""
+    store: Store
+    step: int
+    metadata: dict
+
+    @property
+    def run(self) -> dict:
+        """Section -> key -> value of the run that saved it."""
+        return older.translated(self.metadata["run"], saved=True)
+
+    def param_shapes(self) -> dict:
+        """Nested dicts of jax.ShapeDtypeStruct without shardings; for `SharedCheckpoints` only."""
+        return self.store.arrays(self.step, only_params=True)[PARAMS]
+
+    def restore(self, wanted: Any, *, part: bool = False) -> Any:
+        return self.store.restore(self.step, wanted, part=part)
+
+
+class SharedCheckpoints(abc.ABC):
+    """The checkpoints in one place, named by step. All processes make the same calls. Use it in a `with` statement: an
+    interpreter that exits during a save abandons it.
+
+    place: a directory, or an address. every: steps between regular checkpoints; 0: none. keep: number of newest
+    complete checkpoints kept; 0: all. The last is deleted only when a newer one is complete. read_only: for another
+    run's place; changes nothing there. tell: reports each failed save at once (from a background thread) and each
+    damaged checkpoint; None: stderr. check_claim: raises FileSystemError if another start has claimed the run's
+    directory; called before anything is written, renamed or removed.
+
+    Raises: ConfigError if the place cannot be written, FileSystemError if its system fails.
+    """
+    most_failed = 0     # saves in a row; then training stops. 0: never
+
+    def __init__(self, place, *, every: int = 0, keep: int = 0, read_only: bool = False,
+                 tell: Callable[[str], None] | None = None, check_claim: Callable[[], None] = lambda: None):
+        self.place = place
+        self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or say.err
+        # whether a step is still needed, see `retired`
+        self.is_needed: Callable[[int], bool] = lambda step: False
+        self.check_claim, self._claimed = check_claim, False
+        self._thread: threading.Thread | None = None
+        self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0
+        self._step, self._saves = -1, 0  # last step whose save began; number of saves
+        self._after_failure = False         # the save before failed, and may still be written
+        if not read_only:
+            agree.on_first(self._open)      # all wait until leftovers are removed
+
+    # ---- the place ---------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def named(self, step: int) -> str:
+        """Where a step is, for messages."""
+
+    @abc.abstractmethod
+    def _open(self) -> None:
+        """In process 0: make the place, and remove what saves have left there."""
+
+    @abc.abstractmethod
+    def _steps(self) -> list[int]:
+        """In process 0: the saved steps."""
+
+    @abc.abstractmethod
+    def _exists(self, step: int) -> bool: ...
+
+    @abc.abstractmethod
+    def _metadata(self, step: int) -> dict:
+        """In process 0: what a step was saved with. Raises: CheckpointError."""
+
+    @abc.abstractmethod
+    def _copied(self, step: int, state: dict) -> Callable[[], None]:
+        """In every process: copies its arrays to the host; returns what writes them."""
+
+    @abc.abstractmethod
+    def _commit(self, step: int, document: str, reason: Callable[[int], str]) -> None:
+        """In process 0, when all have written: make the step a checkpoint. reason: why a process has not."""
+
+    @abc.abstractmethod
+    def _retire(self, step: int) -> None:
+        """In process 0: remove checkpoints beyond `keep`, and what failed saves up to `step` have left."""
+
+    @abc.abstractmethod
+    def _set_aside(self, step: int, kind: str) -> str:
+        """In process 0: keep a step under another name, which it returns. kind: aside or damaged. Raises: OSError."""
+
+    @abc.abstractmethod
+    def _damaged(self) -> set[str]:
+        """In process 0: names of what was set aside as damaged."""
+
+    @abc.abstractmethod
+    def fault(self, step: int, *, only_params: bool = False) -> str:
+        """What is damaged in `step` (or its params, if stored separately), over all processes; empty if nothing.
+        Raises: CheckpointError if it cannot be read."""
+
+    @abc.abstractmethod
+    def arrays(self, step: int, *, only_params: bool = False) -> dict:
+        """Nested dicts of jax.ShapeDtypeStruct, without shardings, of a step or its params."""
+
+    @abc.abstractmethod
+    def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
+        """Restore the state of `step` to the shardings of `wanted`.
+
+        wanted: a pytree of jax.ShapeDtypeStruct with shardings of any mesh; the result has its structure. part: it may
+        lack arrays of the checkpoint, e.g. have only {"params": …}.
+
+        Raises: ValueError listing every array whose presence, shape or dtype differs (no silent reshape or cast);
+        CheckpointError if they cannot be read.
+        """
+
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Whether a regular checkpoint follows this step."""
+        return self.every > 0 and step % self.every == 0
+
+    def save(self, step: int, state: Any, metadata: dict) -> float:
+        """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON) as `step`; return the seconds blocked:
+        for a save in progress and the copy to the host. A step that is already saved is kept.
+
+        A failed save is reported and leaves nothing behind; training goes on, and `wait` raises if it was the last.
+        Raises: CheckpointError if this is the last of `most_failed` consecutive failures; it waits for that one.
+        """
+        start = time.perf_counter()
+        document = json.dumps({"format": FORMAT, **metadata})
+        self._join()
+        failed, lost = agree.exchange([self._failed, self._claimed])[0]
+        if lost:
+            self.wait()     # raises
+        # A step set aside since (damaged, or the run went back) is saved again.
+        if step == self._step and not failed and agree.on_first(lambda: self._exists(step)):
+            return time.perf_counter() - start
+        self._step, self._saves, self._after_failure = step, self._saves + 1, bool(failed)
+        copied = threading.Event()
+        self._thread = threading.Thread(target=self._save,
+                                        args=(step, trees.nested(trees.leaves_of(state)), document, copied))
+        self._thread.start()
+        copied.wait()
+        if failed + 1 == self.most_failed:
+            self._join()
+            if failure := agree.exchange(self._failure)[0]:
+                raise agree.agreed(CheckpointError(
+                    f"{failure}; {failed + 1} saves in a row have failed, and the run stops before it loses more: see "
+                    f"to {self.place} and start again, it goes on from the last checkpoint that was saved"))
+        return time.perf_counter() - start
+
+    def _save(self, step, state, document, copied):
+        """In the background, in every process: write its part; process 0 then commits."""
+        index = jax.process_index()
+        key, error = f"{str(self.place).rpartition('/')[2]} {step} {self._saves}", None
+        try:
+            self.check_claim()
+            write = self._copied(step, state)
+            copied.set()
+            write()
+        except Exception as caught:     # tensorstore reports a full disk as ValueError
+            error = caught
+            agree.leave_word(f"{key} {index}", files.said(error))
+        finally:
+            copied.set()
+        try:
+            # Also after a failure: a part not handed over by now does not exist.
+            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=PEERS_TIMEOUT_S * 1000)
+            if index == 0 and error is None:
+                self._commit(step, document, lambda index: agree.word(f"{key} {index}"))
+        except Exception as caught:
+            error = caught
+        self._failure, self._failed = "", 0 if error is None else self._failed + 1
+        if error is not None:
+            self._claimed = self._is_claimed()
+            self._failure = f"checkpoint of step {step} not saved in {self.place}: {files.said(error)}"
+        if index == 0 and not self._claimed:  # before reporting: the log may be on the same full disk
+            try:
+                self.check_claim()
+                self._retire(step)
+            except (OSError, ValueError) as refused:
+                self._report_leftovers(refused)
+        if error is not None:
+            self.tell(self._failure)
+
+    def _is_claimed(self) -> bool:
+        """Whether another start is known to have claimed the directory."""
+        try:
+            self.check_claim()
+        except rundir.LostClaimError:
+            return True
+        except (OSError, ValueError):
+            pass
+        return False
+
+    def retired(self) -> list[int]:
+        """The steps beyond `keep` that may be removed. Those still needed for exports stay: at most `keep`, and none
+        after a failed save, which may need their space."""
+        old = sorted(self._steps())[: -self.keep] if self.keep else []
+        held = [] if self._failed else [one for one in old if self.is_needed(one)][-self.keep:]
+        return [one for one in old if one not in held]
+
+    def _report_leftovers(self, error: Exception) -> None:
+        self.tell(f"what is left of old checkpoints in {self.place} cannot be removed: {files.said(error)}")
+
+    def settle(self) -> None:
+        """Wait until no process is writing. Failed saves were reported."""
+        self._join()
+        agree.exchange(None)
+
+    @property
+    def failure(self) -> str:
+        """Why the last save failed, in this process; empty while it is under way."""
+        return "" if self._thread is not None and self._thread.is_alive() else self._failure
+
+    def wait(self) -> None:
+        """Wait until no process is writing. Raises: CheckpointError if the last save failed."""
+        self._join()
+        if failure := agree.exchange(self._failure)[0]:
+            raise agree.agreed(CheckpointError(failure))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        # After an exception the others may never reach the exchange in wait().
+        self.wait() if kind is None else self._join()
+
+    def _join(self):
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def newest(self, newer_in: Callable[[int], Saved | None] = lambda after: None, *,
+               only_params: bool = False) -> Saved | None:
+        """The newest checkpoint in which nothing is damaged, opened, or a newer one that `newer_in` returns; None if
+        there are no checkpoints. Waits for a save in progress.
+
+        Damaged ones are reported and set aside. newer_in: step -> a checkpoint newer than it (0: any) from another
+        store. Called before a checkpoint is read, and again after a damaged one. Raises: ConfigError if there are
+        checkpoints but none is complete: a run would restart from step 1 over them. CheckpointError if one cannot be
+        read; it is left as is.
+        """
+        self.settle()
+        steps, gone = self.steps(), set()
+        while True:
+            steps = [step for step in steps if step not in gone]
+            newest = max(steps, default=0)
+            if (found := newer_in(newest)) is not None:
+                return found
+            if not steps:
+                break
+            fault = self.fault(newest, only_params=only_params)
+            if not fault:
+                return self.open(newest)
+            gone.add(newest)
+            if self.read_only and newest not in (now := self.steps()):     # by the run that writes here: `keep`
+                steps = now
+                continue
+            if jax.process_index() == 0:
+                self.tell(f"checkpoint {self.named(newest)} is damaged ({fault})"
+                          f"{self._set_damaged_aside(newest)}; trying the one before")
+        damaged = agree.on_first(lambda: sorted(self._damaged() | set(map(str, self._steps()))))
+        if damaged:
+            raise agree.agreed(ConfigError(
+                f"{self.place} holds no whole checkpoint, only damaged ones ({', '.join(damaged)}); restore the files "
+                f"of one and give it its number as name again, or remove {self._whole_place} to start from step 1"))
+        return None
+
+    _whole_place = "the directory"
+
+    def _set_damaged_aside(self, step: int) -> str:
+        """Set a damaged checkpoint aside; describe the result."""
+        try:
+            return "" if self.read_only else f", kept as {self._set_aside(step, 'damaged')}"
+        except (OSError, ValueError) as error:
+            return f", cannot be set aside: {files.said(error)}"
+
+    def steps(self) -> list[int]:
+        """All saved steps in order, complete or damaged. Process 0 lists for all: renames on a shared file system are
+        not visible everywhere at once."""
+        return agree.on_first(lambda: sorted(self._steps()))
+
+    def set_aside_after(self, step: int) -> list[str]:
+        """Rename all checkpoints later than `step`, so that no run resumes from them; return their new names."""
+        def set_aside():
+            later = [one for one in sorted(self._steps()) if one > step]
+            return [files.attempted(lambda: self._set_aside(one, "aside"), f"{self.named(one)} cannot be set aside",
+                                    "give a directory that can be written", ConfigError) for one in later]
+        return agree.on_first(set_aside)
+
+    def open(self, step: int) -> Saved:
+        """Open a step's checkpoint: what `save` was given, and `format`; reads no arrays. Raises: ConfigError if a
+        newer version wrote it; CheckpointError if it cannot be read."""
+        self._join()
+
+        def metadata():
+            document = self._metadata(step)
+            if document["format"] > FORMAT:
+                raise ConfigError(f"{self.named(step)} has checkpoint format {document['format']}, this version reads "
+                                  f"up to {FORMAT}: update meshtrain")
+            return document
+        return Saved(self, step, agree.on_first(metadata))
+
+    def _check(self, step: int, stored: dict[str, tuple], wanted: Any, part: bool) -> None:
+        """stored: array -> its form. Raises: ValueError."""
+        wanted = forms(wanted)
+        show = lambda entry: "absent" if entry is None else f"{entry[1]}{list(entry[0])}"
+        names = wanted.keys() if part else wanted.keys() | stored.keys()
+        differences = [
+            f"  {name}: {show(stored.get(name))} in the checkpoint, {show(wanted.get(name))} in this run"
+            for name in sorted(names)
+            if stored.get(name) != wanted.get(name)
+        ]
+        if differences:
+            where = f"{self.named(step)} does not fit this run (another model or optimizer?):"
+            raise ValueError("\n".join([where, *differences]))
+
+
+def forms(tree: Any) -> dict[str, tuple]:
+    """Array -> (shape, dtype)."""
+    return {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in trees.leaves_of(tree).items()}

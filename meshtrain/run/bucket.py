@@ -1,0 +1,114 @@
+"""The run directory at an address: claimed by a lease, fetched to each host, and sent as its files change.
+
+Whoever writes or reads files of the run takes the local directory `mirror.directory(run.dir)`. The bucket is the truth:
+what a start finds there replaces what an earlier one has left on its host. Tokens and stacks are the host's alone.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from meshtrain import files
+from meshtrain.cluster import agree, watch
+from meshtrain.config import ConfigError, Run, user_errors
+from meshtrain.run import contents, rundir, say
+from meshtrain.run.contents import LOCK
+from meshtrain.storage import addresses, mirror, stores
+from meshtrain.storage.addresses import Address
+
+LOOK_S = 1.0
+
+
+@contextlib.contextmanager
+def claimed(run: Run) -> Iterator[rundir.Claim]:
+    """As `rundir.claimed`, for an address."""
+    address, directory = addresses.parse(run.run.dir), mirror.directory(run.run.dir)
+    lease = mirror.Lease(address.below(LOCK))
+    with contextlib.ExitStack() as stack:
+        look = _Look(run, address, lease)
+        while (began := agree.on_first(look.try_claim)) is None:
+            watch.progress()
+        if jax.process_index() == 0:
+            stack.callback(lease.leave)
+        claim = rundir.Claim(str(address), directory, began["nonce"], lambda: _text(address))
+        agree.everywhere(lambda: _check_seen(address, claim.nonce))
+        here = [socket.gethostname(), str(directory)]
+        first = agree.exchange(here).index(here) == jax.process_index()     # of this host's processes
+        agree.everywhere(lambda: _fetch(address, directory) if first else None)
+        if jax.process_index():
+            yield claim
+            return
+        sender = mirror.Mirror(directory, address, contents.is_sent, first=contents.CONFIG, tell=say.err,
+                               check_claim=claim.check)
+        try:
+            with sender:
+                yield rundir.Claim(claim.name, directory, claim.nonce, claim.look, sender.send)
+                return
+        except ConfigError:     # found late, in the data: a mistake leaves nothing behind
+            if began["empty"] and not stores.children(address.below(contents.CHECKPOINTS))[0]:
+                sender.forget()
+                shutil.rmtree(directory, ignore_errors=True)
+                lease.leave(remove=True)
+            raise
+
+
+class _Look:
+    """Process 0's tries to claim the address."""
+
+    def __init__(self, run: Run, address: Address, lease: mirror.Lease):
+        self.run, self.address, self.lease = run, address, lease
+        self.waiting = files.Waiting(f"run.dir={address} is in use by another run", say.err)
+        self._signs: set = set()
+
+    def try_claim(self) -> dict | None:
+        """The nonce of the claim, and whether there was nothing before; None where another still has it."""
+        with user_errors("run.dir: "):
+            names = [name for some in stores.children(self.address) for name in some]
+            rundir.check_contents(self.run, str(self.address), set(names), has_checkpoints=bool(
+                contents.CHECKPOINTS in names and stores.children(self.address.below(contents.CHECKPOINTS))[0]))
+            owner = rundir.this_process()
+            try:
+                self.lease.take(json.dumps(owner), _is_dead)
+                return {"nonce": owner["nonce"], "empty": not set(names) - {LOCK}}
+            except mirror.LeaseHeld as held:
+                other = rundir.named(held.text)
+                self._signs.add(held.sign)
+                if rundir.is_here(other) or len(self._signs) > 2:       # it has given a sign of life
+                    raise ConfigError(f"run.dir={self.address} is in use by another run{rundir.by(other)}; wait for it "
+                                      f"or give another run.name") from None
+                self.waiting.go_on(rundir.by(other), held.sign)
+                time.sleep(LOOK_S)
+                return None
+
+
+def _is_dead(text: str) -> bool:
+    """Whether the owner was a process that this one would see, and is gone."""
+    owner = rundir.named(text)
+    return bool(owner) and owner.get("space") == rundir.space() and not rundir.is_here(owner)
+
+
+def _text(address: Address) -> str | None:
+    try:
+        return mirror.text_of(stores.read(address.below(LOCK)))
+    except stores.Missing:
+        return None
+
+
+def _check_seen(address: Address, nonce: str) -> None:
+    """Raises: ConfigError where this process may not read, or reads another bucket."""
+    with user_errors("run.dir: "):
+        if (rundir.named(_text(address) or "") or {}).get("nonce") != nonce:
+            raise ConfigError(f"run.dir={address} is not one place for all processes: process {jax.process_index()} "
+                              f"does not see what process 0 wrote there; give all the same endpoint and credentials")
+
+
+def _fetch(address: Address, directory: Path) -> None:
+    with user_errors("run.dir: "):
+        mirror.fetch(address, directory, contents.is_sent)

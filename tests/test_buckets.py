@@ -1,0 +1,335 @@
+"""What is written to buckets: checkpoints in pieces, the mirror of a directory, and the lease that is a run's lock."""
+import json
+import os
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import abstract, make_state, mesh
+from checkpoints import assert_same_bits as same
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("obstore", reason="buckets need pip install -e '.[storage]'")
+pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
+
+from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
+
+from meshtrain.checkpoint import pieces  # noqa: E402
+from meshtrain.checkpoint.bucket import BucketCheckpoints  # noqa: E402
+from meshtrain.checkpoint.shared import CheckpointError  # noqa: E402
+from meshtrain.config import ConfigError  # noqa: E402
+from meshtrain.run.rundir import LostClaimError  # noqa: E402
+from meshtrain.storage import addresses, mirror, stores  # noqa: E402
+from meshtrain.storage.addresses import Address  # noqa: E402
+
+
+@pytest.fixture
+def place(tmp_path) -> Address:
+    return addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/checkpoints")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    for function in (pieces.cut, pieces.batched):
+        monkeypatch.setattr(function, "__defaults__", (200,))
+
+
+def names(place: Address) -> list[str]:
+    return [one.address.path.removeprefix(f"{place.path}/") for one in stores.listed(place)]
+
+
+@pytest.mark.parametrize(("before", "spec", "after", "there"), [
+    ((8, 1), P("a"), (2, 2), P("b", "a")), ((2, 4), P("a", "b"), (1, 1), P()), ((1, 1), P(), (4, 2), P(None, "a")),
+    ((4, 2), P(None, ("a", "b")), (2, 4), P("a"))])
+def test_a_state_comes_back_bit_for_bit_onto_another_mesh(before, spec, after, there, place):
+    state = make_state(mesh(*before), spec)
+    with BucketCheckpoints(place, start="a") as saving:
+        saving.save(3, state, {"kept": [1, None]})
+    wanted = abstract(make_state(mesh(*after), there))
+    with BucketCheckpoints(place, read_only=True) as reading:
+        found = reading.newest()
+        assert (found.step, found.metadata) == (3, {"format": 4, "kept": [1, None]})
+        same(found.restore(wanted), state)
+        params = found.restore({"params": wanted.params}, part=True)["params"]
+        same(params, state.params)
+        assert {path for path in reading.arrays(3, only_params=True)} == {"params"}
+        smaller = wanted.params["layers"]["wq"]
+        other = jax.ShapeDtypeStruct((8, 8), smaller.dtype, sharding=smaller.sharding)
+        with pytest.raises(ValueError, match=r"params/layers/wq: float32\[8, 16\] in the checkpoint, float32\[8, 8\]"):
+            found.restore({"params": wanted.params | {"layers": {"wq": other}}}, part=True)
+
+
+def test_each_piece_that_is_needed_is_read_once_and_no_other(place, server):
+    whole = jax.device_put(np.arange(640, dtype=np.float32).reshape(16, 40), NamedSharding(mesh(8, 1), P("a")))
+    with BucketCheckpoints(place, start="a") as saving:
+        saving.save(1, {"params": {"w": whole}, "opt_state": {"mu": whole}}, {})
+    objects = [name for name in names(place) if "/" in name]
+    server.log.clear()
+    with BucketCheckpoints(place, read_only=True) as reading:
+        wanted = jax.ShapeDtypeStruct((16, 40), np.float32, sharding=NamedSharding(mesh(2, 4), P("b")))
+        same(reading.restore(1, {"params": {"w": wanted}}, part=True)["params"]["w"], whole)
+    read = [line.rpartition("/")[2] for line in server.of_content() if ".a-1/" in line]
+    assert len(read) == len(set(read)) == 16 == len(objects) // 2       # a piece is a row of 160 bytes
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_all_processes_together_write_each_element_once(count, monkeypatch):
+    state = {"split": make_state(mesh(4, 2), P("a", "b")).params, "whole": make_state(mesh(4, 2), P()).params}
+    owner = {device: number * count // 8 for number, device in enumerate(jax.devices())}
+
+    class Device:
+        def __init__(self, device):
+            self.process_index = owner[device]
+
+    class Leaf:     # an array of `count` processes, as one of them sees it
+        def __init__(self, leaf, process):
+            self.shape, self.dtype, self.sharding, self.leaf, self.process = leaf.shape, leaf.dtype, self, leaf, process
+
+        def devices_indices_map(self, shape):
+            return {Device(device): index for device, index in self.leaf.sharding.devices_indices_map(shape).items()}
+
+        @property
+        def addressable_shards(self):
+            return [one for one in self.leaf.addressable_shards if owner[one.device] == self.process]
+
+    seen: dict[str, np.ndarray] = {}
+    written = [0] * count
+    for process in range(count):
+        monkeypatch.setattr(jax, "process_index", lambda: process)
+        for name, region, data in pieces.own(jax.tree.map(lambda leaf: Leaf(leaf, process), state)):
+            at = seen.setdefault(name, np.zeros([stop for _, stop in _shape(state, name)], int))
+            at[tuple(slice(*ends) for ends in region)] += 1
+            assert data.nbytes <= 200 or data.size == 1
+            written[process] += data.nbytes
+    assert all((at == 1).all() for at in seen.values()) and len(seen) == len(jax.tree.leaves(state))
+    assert min(written) > 0.2 * sum(written) / count, written       # copies are shared out
+
+
+def _shape(state, name: str):
+    leaf = {"/".join(str(key.key) for key in path): leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)}[name]
+    return [(0, size) for size in leaf.shape]
+
+
+def test_what_is_kept_set_aside_and_left_over(place):
+    state, told = make_state(mesh(2, 2), P("a")), []
+    stores.write(place.below("7.other-1/0-0"), b"of a start that was killed")
+    with BucketCheckpoints(place, start="a", every=2, keep=2, tell=told.append) as checkpoints:
+        assert names(place) == [] and checkpoints.newest() is None and checkpoints.due(4) and not checkpoints.due(3)
+        for step in (2, 4, 6):
+            checkpoints.save(step, state, {"at": step})
+        checkpoints.settle()
+        assert checkpoints.steps() == [4, 6] and {name.partition("/")[0] for name in names(place)} == {
+            "4", "4.a-2", "6", "6.a-3"}
+        assert checkpoints.set_aside_after(4) == ["6.aside"] and checkpoints.steps() == [4]
+        checkpoints.save(6, state, {"at": "again"})
+        checkpoints.settle()
+        assert checkpoints.newest().metadata["at"] == "again" and "6.a-3/0-0" in names(place)     # what is aside is whole
+        one = next(name for name in names(place) if name.startswith("6.a-4/"))
+        content = stores.read(place.below(one))
+        stores.write(place.below(one), content[:-1])
+        assert checkpoints.newest().step == 4 and "6.damaged" in names(place)
+        assert f"is damaged ({one} has {len(content) - 1} bytes, {len(content)} were written), kept as 6.damaged" in told[0]
+        stores.write(place.below("4"), b"{")
+        with pytest.raises(ConfigError, match="holds no whole checkpoint, only damaged ones .4.damaged, 6.damaged"):
+            checkpoints.newest()
+    assert len(told) == 2
+
+
+def test_a_bit_that_flips_is_noticed_and_nothing_is_restored(place):
+    state = make_state(mesh(2, 2), P("a"))
+    with BucketCheckpoints(place, start="a") as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.settle()
+        for name in [name for name in names(place) if name.startswith("1.a-1/")]:
+            content = bytearray(stores.read(place.below(name)))
+            content[len(content) // 2] ^= 4
+            stores.write(place.below(name), bytes(content))
+            with pytest.raises(CheckpointError, match=rf"is damaged \({name[6:]}: its checksum differs .* 1.damaged"):
+                checkpoints.restore(1, abstract(state))
+            content[len(content) // 2] ^= 4
+            stores.write(place.below(name), bytes(content))
+        same(checkpoints.restore(1, abstract(state)), state)
+
+
+def test_a_save_without_its_marker_is_no_checkpoint_and_a_second_marker_is_refused(place, monkeypatch):
+    state, told = make_state(mesh(1, 1), P()), []
+    one = BucketCheckpoints(place, start="a", tell=told.append)
+    real = BucketCheckpoints._commit
+    monkeypatch.setattr(BucketCheckpoints, "_commit", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    one.save(1, state, {})
+    with pytest.raises(CheckpointError, match="step 1 not saved"):
+        one.wait()
+    monkeypatch.setattr(BucketCheckpoints, "_commit", real)
+    assert one.steps() == [] and BucketCheckpoints(place, read_only=True).newest() is None
+    one.save(1, state, {"by": "a"})
+    one.settle()
+    two = BucketCheckpoints(place, start="b", tell=told.append)
+    two._step = 0
+    two.save(1, state, {"by": "b"})
+    with pytest.raises(CheckpointError, match="another start has saved this step"):
+        two.wait()
+    assert one.open(1).metadata["by"] == "a" and len(told) == 2
+
+
+def test_a_bucket_that_fails_is_waited_for_and_ends_no_run(place, server, monkeypatch):
+    state, told = make_state(mesh(1, 1), P()), []
+    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,) * 3)
+    with BucketCheckpoints(place, start="a", tell=told.append) as checkpoints:
+        server.faults += [Fault("/1.a-1/", 2, 503), Fault("/checkpoints/1", 1, 500)]
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        server.faults += [Fault(".a-", 10**6, 503)]
+        for step in (2, 3, 4, 5, 6):
+            checkpoints.save(step, state, {})
+        with pytest.raises(CheckpointError, match="step 6 not saved .*503"):
+            checkpoints.wait()
+        server.faults.clear()
+        checkpoints.save(7, state, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 7] and len(told) == 5
+        assert {name.partition("/")[0] for name in names(place)} == {"1", "1.a-1", "7", "7.a-7"}
+        server.faults += [Fault("/checkpoints/7", 10**6, 503)]
+        with pytest.raises(CheckpointError, match="cannot be read: .*503"):
+            checkpoints.newest()
+        server.faults.clear()
+
+
+def test_a_start_that_lost_its_place_writes_and_removes_nothing(place):
+    state, lost = make_state(mesh(1, 1), P()), []
+
+    def check_claim():
+        if lost:
+            raise LostClaimError("run.dir was taken over by another start")
+    old = BucketCheckpoints(place, start="a", keep=1, check_claim=check_claim, tell=lambda line: None)
+    old.save(1, state, {})
+    old.wait()
+    lost.append(True)
+    before = names(place)
+    old.save(2, state, {})
+    with pytest.raises(CheckpointError, match="taken over by another start"):
+        old.save(3, state, {})
+    assert names(place) == before
+
+
+# ---- the mirror ------------------------------------------------------------------------------------------------------
+
+
+def sent(target: Address) -> dict[str, bytes]:
+    return {one.address.path.removeprefix(f"{target.path}/"): stores.read(one.address) for one in stores.listed(target)}
+
+
+def test_a_directory_is_in_the_bucket_as_it_changes_and_comes_back(tmp_path, server, monkeypatch):
+    target, here, there = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/run"), tmp_path / "here", tmp_path / "there"
+    (here / "sub").mkdir(parents=True)
+    told, wanted = [], lambda name: not name.startswith("own")
+    monkeypatch.setattr(mirror, "EVERY_S", 0.05)
+    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
+    with mirror.Mirror(here, target, wanted, first="marks", tell=told.append, check_claim=lambda: None) as sender:
+        for name, text in (("a.jsonl", "1\n"), ("sub/b", "x"), ("marks", "m"), ("own", "0"), ("c.tmp", "half")):
+            (here / name).write_text(text)
+        sender.send()
+        assert sent(target) == {"a.jsonl": b"1\n", "marks": b"m", "sub/b": b"x"}
+        assert [line for line in server.asked("PUT") if tmp_path.name in line][0].endswith("/marks")
+        with open(here / "a.jsonl", "a") as file:
+            file.write("2\n")
+        (here / "sub" / "b").unlink()
+        _until(lambda: sent(target) == {"a.jsonl": b"1\n2\n", "marks": b"m"})
+        server.faults += [Fault("/d", 10**6, 503)]
+        (here / "d").write_text("late")
+        _until(lambda: told)
+        assert "is behind" in told[0] and "tried again" in told[0]
+        server.faults.clear()
+        _until(lambda: "d" in sent(target))
+    assert len(told) == 1
+    (there / "sub").mkdir(parents=True)
+    for name in ("sub/old", "own", "a.jsonl"):
+        (there / name).write_text("of another start")
+    mirror.fetch(target, there, wanted)
+    assert {path.relative_to(there).as_posix(): path.read_bytes() for path in there.rglob("*") if path.is_file()} == {
+        "a.jsonl": b"1\n2\n", "marks": b"m", "d": b"late", "own": b"of another start"}
+
+
+def test_a_large_file_that_grows_is_sent_less_often(tmp_path, monkeypatch):
+    target = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/run")
+    monkeypatch.setattr(mirror, "SLOWEST_BYTES_S", 1.0)
+    with mirror.Mirror(tmp_path, target, lambda name: True, first="", tell=print, check_claim=lambda: None) as sender:
+        (tmp_path / "rows").write_text("0123456789")
+        sender.send(all_of_them=False)
+        (tmp_path / "rows").write_text("0123456789+")
+        sender.send(all_of_them=False)
+        assert sent(target)["rows"] == b"0123456789"
+        sender.send()
+        assert sent(target)["rows"] == b"0123456789+"
+
+
+def _until(true) -> None:
+    until = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+# ---- the lease -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(mirror, "BEAT_S", 0.05)
+    monkeypatch.setattr(mirror, "LEASE_S", 0.5)
+
+
+def test_a_lease_has_one_owner_until_it_gives_no_sign(tmp_path, quick, server):
+    place = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/.lock")
+    one, two, three = (mirror.Lease(place) for _ in range(3))
+    nobody_is = lambda text: False
+    one.take("one", nobody_is)
+    for _ in range(20):     # longer than a lease
+        with pytest.raises(mirror.LeaseHeld) as held:
+            two.take("two", nobody_is)
+        assert held.value.text == "one"
+        time.sleep(0.05)
+    one._done.set()         # it stands still, or its host is lost
+    one._thread.join()
+    _until(lambda: _taken(two, "two"))
+    assert mirror.text_of(stores.read(place)) == "two"
+    two.leave()
+    three.take("three", nobody_is)      # at once
+    four = mirror.Lease(place)
+    four.take("four", lambda text: text == "three")     # a process of the same host, which is seen to be gone
+    _until(lambda: not three._thread.is_alive())        # its next sign is refused
+    assert mirror.text_of(stores.read(place)) == "four"
+    four.leave(remove=True)
+    assert stores.read_versioned(place) is None
+
+
+def _taken(lease: mirror.Lease, text: str) -> bool:
+    try:
+        lease.take(text, lambda text: False)
+        return True
+    except mirror.LeaseHeld:
+        return False
+
+
+def test_of_many_that_come_at_once_one_has_the_lease(tmp_path, quick):
+    place, had = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/.lock"), []
+    threads = [threading.Thread(target=lambda i=i: had.append(_taken(mirror.Lease(place), str(i)))) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(had) == [False] * 7 + [True]
+
+
+def test_an_answer_that_is_lost_does_not_lose_the_lease(tmp_path, server):
+    """The server has written it, and the connection breaks before it says so."""
+    place = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/object")
+    server.faults += [Fault(place.path, 1)]
+    made = stores.write_if(place, b"one", None)
+    assert made is not None and stores.read(place) == b"one"
+    server.faults += [Fault(place.path, 1)]
+    assert stores.write_if(place, json.dumps({"pid": os.getpid()}).encode(), made) is not None
+    assert stores.write_if(place, b"stale", made) is None and stores.write_if(place, b"new", None) is None
