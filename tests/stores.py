@@ -49,6 +49,7 @@ class Server:
     def __init__(self):
         logging.getLogger("werkzeug").setLevel("ERROR")
         self.log: list[Request] = []
+        self._generations: dict[str, str] = {}
         self.faults: list[Fault] = []
         self.hub: dict[str, Path] = {}
         self.web = Path("/nowhere")
@@ -101,8 +102,22 @@ class Server:
         if found is None:
             # moto has no anonymous requests, as obstore's of gs:// are here
             environ.setdefault("HTTP_AUTHORIZATION", SIGNED)
-            found = self._buckets(environ, start)
+            found = self._of_bucket(request, environ, start)
         return _cut(found) if fault and not fault.status and not fault.seconds else found
+
+    def _of_bucket(self, request: Request, environ: dict, start: Callable):
+        """As moto says, with the generations by which Google's writes are conditional."""
+        now, asked = self._generations.get(request.path, "0"), request.headers.get("X-Goog-If-Generation-Match")
+        if asked not in (None, now):
+            return _plain(start, 412, b"")
+        if request.method == "PUT":
+            now = self._generations[request.path] = str(time.time_ns())
+        elif request.method == "DELETE":
+            now = self._generations.pop(request.path, "0")
+
+        def told(status, headers, *rest):
+            return start(status, [*headers, ("x-goog-generation", now)], *rest)
+        return self._buckets(environ, told)
 
     def _of_hub(self, request: Request, start: Callable):
         parts = request.path.strip("/").split("/")

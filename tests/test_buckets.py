@@ -219,7 +219,9 @@ def test_a_start_that_lost_its_place_writes_and_removes_nothing(place):
 
 
 def sent(target: Address) -> dict[str, bytes]:
-    return {one.address.path.removeprefix(f"{target.path}/"): stores.read(one.address) for one in stores.listed(target)}
+    found = {one.address.path.removeprefix(f"{target.path}/"): stores.read_versioned(one.address)
+             for one in stores.listed(target)}
+    return {name: one[0] for name, one in found.items() if one}
 
 
 def test_a_directory_is_in_the_bucket_as_it_changes_and_comes_back(tmp_path, server, monkeypatch):

@@ -1,0 +1,236 @@
+"""Runs whose directory is in a bucket: the same curve as in a directory, from an empty machine, whatever ended the start
+before."""
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import test_several_processes
+from commands import call, home, in_a_directory_of_its_own, ran, refused, rows, tiny  # noqa: F401
+from test_storage_runs import with_secrets
+
+from tests import tiny_run
+
+pytest.importorskip("obstore", reason="buckets need pip install -e '.[storage]'")
+pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
+
+from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
+
+from launch import restart  # noqa: E402
+from meshtrain import config, convert, generate, report, train  # noqa: E402
+from meshtrain.run import bucket, contents  # noqa: E402
+from meshtrain.storage import addresses, copies, messages, mirror, stores  # noqa: E402
+
+SIX = ("--training.steps", "6", "--checkpoint.every", "2", "--run.sample_tokens", "0")
+
+
+def kept_rows(address: str) -> list[dict]:
+    """Of metrics.jsonl as the bucket has it."""
+    text = stores.read(addresses.parse(f"{address}/metrics.jsonl")).decode()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def curve(found: list[dict]) -> list[tuple]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in found]
+
+
+def keys(address: str) -> list[str]:
+    place = addresses.parse(address)
+    return sorted(one.address.path.removeprefix(f"{place.path}/") for one in stores.listed(place))
+
+
+def another_machine() -> None:
+    """Nothing of earlier starts is left on this host."""
+    shutil.rmtree(copies.home(), ignore_errors=True)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_run_in_a_bucket_has_the_curve_of_one_in_a_directory_and_goes_on_on_another_machine(
+        scheme, server, tiny, tmp_path):
+    there = f"{scheme}://{BUCKET}/{scheme}/run"
+    ran(*tiny, *SIX, "--run.dir", "here")
+    ran(*tiny, *SIX, "--run.dir", there, "--training.steps", "4")
+    before = kept_rows(there)
+    assert curve(before) == curve(rows(tmp_path / "here"))[:4]
+    another_machine()
+    # the run file that it has written, another mesh
+    done = ran(f"{there}/config.toml", "--training.steps", "6", "--mesh.data", "2", "--mesh.fsdp", "4")
+    assert "going on after step 4" in done.out and "mesh.fsdp=4 (was 1)" in done.out and f"written: {there}/" in done.out
+    losses = lambda found: [row["loss"] for row in found]
+    assert kept_rows(there)[:4] == before
+    assert losses(kept_rows(there)) == pytest.approx(losses(rows(tmp_path / "here")), rel=1e-5)
+    saved = {name.split("/")[1].partition(".")[0] for name in keys(there) if name.startswith("checkpoints/")}
+    assert saved == {"4", "6"} and stores.read(addresses.parse(f"{there}/.lock")) == b""
+    assert {"changes.jsonl", "config.toml", "cost.json", "history.jsonl", "rules.toml"} < set(keys(there))
+    assert with_secrets(tmp_path) == [] and not any(b"aws-secret" in stores.read(addresses.parse(f"{there}/{name}"))
+                                                   for name in keys(there))
+    another_machine()
+    told = call(report.main, there)
+    assert told.code == 0 and "step 6 of 6" in told.out and "2 starts" in told.out and "finished" in told.out
+    assert json.loads(call(report.main, there, "--json").out)["checkpoints"] == [4, 6]
+
+
+def test_commands_on_a_trained_model_read_a_bucket(server, tiny, tmp_path):
+    there = f"s3://{BUCKET}/trained"
+    ran(*tiny, *SIX, "--run.dir", "here")
+    ran(*tiny, *SIX, "--run.dir", there)
+    another_machine()
+    words = ("--prompt", "line", "--max-tokens", "6", "--json", "--mesh.simulated_devices", "8", "--mesh.data", "8")
+    assert call(generate.main, there, *words).out == call(generate.main, "here", *words).out
+    assert call(convert.main, there, "out").code == call(convert.main, "here", "own").code == 0
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "own/model.safetensors").read_bytes()
+    refused(call(convert.main, there, "other", "--step", "3"), "--step 3", f"{there}/checkpoints has those of steps 4, 6")
+    first = ("--training.steps", "1", "--checkpoint.init_optimizer", "true")
+    for source, name in ((there, "from-there"), ("here", "from-here")):
+        assert f"weights and optimizer from step 6 of {source}" in ran(
+            *tiny, *SIX, *first, "--checkpoint.init_from", source, "--run.dir", name).out
+    assert curve(rows(tmp_path / "from-there")) == curve(rows(tmp_path / "from-here"))
+    refused(call(train.main, *tiny, "--run.dir", there, "--checkpoint.init_from", there), "is this run's own run.dir")
+
+
+def test_a_step_to_go_back_to_sets_the_later_ones_aside(server, tiny):
+    there = f"s3://{BUCKET}/back"
+    ran(*tiny, *SIX, "--run.dir", there, "--checkpoint.keep", "9")
+    done = ran(*tiny, *SIX, "--run.dir", there, "--checkpoint.step", "2", "--optimizer.learning_rate", "1e-3")
+    assert "later checkpoints are kept as 4.aside, 6.aside" in done.out
+    assert contents.steps(there) == [4, 6] and "metrics.aside.jsonl" in keys(there)
+    assert {"checkpoints/4", "checkpoints/4.aside", "checkpoints/6", "checkpoints/6.aside"} < set(keys(there))
+
+
+def test_a_bucket_that_fails_is_told_and_ends_no_run(server, tiny, monkeypatch):
+    there = f"s3://{BUCKET}/failing"
+    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,) * 2)
+    monkeypatch.setattr(mirror, "EVERY_S", 0.05)
+    lasts = lambda: any("metrics" in line for line in server.asked("PUT", "failing/metrics"))
+    server.faults += [Fault("failing/metrics", 4, 503), Fault("failing/checkpoints/2.", 30, 503),
+                      Fault("failing/checkpoints/4.", 1, 500)]
+    done = ran(*tiny, *SIX, "--run.dir", there)
+    assert "step 2 not saved" in done.err and "503" in done.err and lasts()
+    assert [row["step"] for row in kept_rows(there)] == [1, 2, 3, 4, 5, 6] and contents.steps(there) == [4, 6]
+
+
+def test_a_second_start_is_refused_while_the_first_is_at_work_and_may_go_on_after_it_was_killed(server, tmp_path):
+    there = f"s3://{BUCKET}/two"
+    (tmp_path / "corpus.txt").write_text("some text\n" * 2000)
+    (tmp_path / "run.toml").write_text(tiny_run.text(run__dir=there, checkpoint__every=5,
+                                                     data__paths=[str(tmp_path / "corpus.txt")]))
+    first = _started(tmp_path / "run.toml")
+    _until(lambda: contents.steps(there), first)
+    log = json.loads(stores.read(addresses.parse(f"{there}/.lock")).split(b"\n")[0])
+    assert log["pid"] == first.pid
+    told = call(report.main, there)
+    assert f"at work: pid {first.pid}" in told.out
+    second = _started(tmp_path / "run.toml")
+    said, _ = second.communicate(timeout=100)
+    assert second.returncode == 2 and f"run.dir={there} is in use by another run (pid {first.pid}" in said, said
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    at = contents.steps(there)[-1]
+    again = _started(tmp_path / "run.toml", "--training.steps", at + 3)
+    said, _ = again.communicate(timeout=100)
+    assert again.returncode == 0 and f"going on after step {at}" in said and "is in use" not in said, said
+    assert "killed" in call(report.main, there).out
+
+
+def _started(path, *words) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", "meshtrain.train", str(path), *map(str, words)],
+                            env=test_several_processes.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True)
+
+
+def _until(true, process: subprocess.Popen) -> None:
+    until = time.monotonic() + 100
+    while not true():
+        assert time.monotonic() < until and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def test_a_lease_whose_host_is_lost_ends_by_itself(server, tiny, monkeypatch):
+    there = f"s3://{BUCKET}/lost"
+    monkeypatch.setattr(mirror, "LEASE_S", 1.5)
+    monkeypatch.setattr(bucket, "LOOK_S", 0.1)
+    owner = {"host": "node-17", "pid": 5, "began": "1", "time": 0.0, "space": "other", "nonce": "theirs"}
+    stores.write(addresses.parse(f"{there}/.lock"), f"{json.dumps(owner)}\n1.0".encode())
+    done = ran(*tiny, *SIX, "--run.dir", there, "--training.steps", "1")
+    assert f"run.dir={there} is in use by another run (pid 5 on node-17" in done.err and "waiting" in done.err
+
+
+@pytest.mark.parametrize(("there", "before", "words", "parts"), [
+    ("strangers", "thesis.txt", (), ("holds files and is not a run of ours", "another run.name")),
+    ("own", "", ("--checkpoint.resume", "never"), ("already holds a run", 'resume="auto"')),
+    ("new", "", ("--data.seq_len", "40000"), ("data.seq_len",)),
+])
+def test_a_mistake_leaves_the_bucket_as_it_was(there, before, words, parts, server, tiny):
+    address = f"s3://{BUCKET}/mistakes/{there}"
+    if there == "own":
+        ran(*tiny, *SIX, "--run.dir", address, "--training.steps", "1")
+    if before:
+        server.put(f"mistakes/{there}/{before}", b"mine")
+    kept = [(name, stores.read(addresses.parse(f"{address}/{name}"))) for name in keys(address)]
+    refused(call(train.main, *tiny, "--run.dir", address, *words), *parts)
+    assert [(name, stores.read(addresses.parse(f"{address}/{name}"))) for name in keys(address)] == kept
+
+
+def test_a_bucket_that_may_not_be_written_is_one_message(server, tiny):
+    server.faults += [Fault("refusing", 10**6, 403)]
+    refused(call(train.main, *tiny, "--run.dir", f"s3://{BUCKET}/refusing"), "run.dir: ", "403", "AWS_ACCESS_KEY_ID")
+
+
+def test_launchers_count_failures_and_leave_words_in_the_bucket(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
+    there = f"s3://{BUCKET}/launched"
+    run = config.load([f"--run.dir={there}"])
+    assert restart.newest(run) == 0 and restart.read(run) == {}
+    assert restart.counted(restart.Failures(run, 2), 1, "a device failed") == restart.FIRST_S
+    assert restart.counted(restart.Failures(run, 2), 1) == 2 * restart.FIRST_S
+    assert restart.read(run)["said"] == ["a device failed", "exit code 1"]
+    stores.write(addresses.parse(f"{there}/checkpoints/4"), b"{}")
+    assert restart.newest(run) == 4 and restart.counted(restart.Failures(run, 2), 1) == restart.FIRST_S
+    messages.write(there, "last_words/0-1", "out of memory")
+    assert messages.names(there, "last_words") == ["last_words/0-1"]
+    assert messages.read(there, "last_words/0-1") == "out of memory" and messages.read(there, "last_words/0-2") is None
+    server.faults += [Fault("launched/restarts.json", 10**6, 503)]
+    with pytest.raises(config.ConfigError, match="restarts.json cannot be written: .*it is not started again"):
+        restart.counted(restart.Failures(run, 2), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "kills"), [(1, 20), (2, 5)])
+def test_kills_at_any_moment_on_empty_machines_leave_one_curve(count, kills, server, tmp_path):
+    """Each start is killed at a random moment, and the next one knows nothing of it but the bucket: of two, one before
+    anything is saved or while it is, and one after it has saved more."""
+    there = f"s3://{BUCKET}/killed{count}"
+    (tmp_path / "run.toml").write_text(tiny_run.text(
+        run__dir=there, checkpoint__every=3, mesh__data=1, mesh__fsdp=2, sharding__rules="sharding_rules/zero3.toml",
+        data__paths=[str(tmp_path / "corpus.txt")], run__compilation_cache=str(tmp_path / "programs")))
+    (tmp_path / "corpus.txt").write_text("".join(f"line {i}: {i * i}\n" for i in range(3000)))
+    rng, newest = random.Random(count), lambda: (contents.steps(there) or [0])[-1]
+    start = [sys.executable, "-m", *(("meshtrain.train",) if count == 1 else ("launch.local", "--processes=2", "--")),
+             str(tmp_path / "run.toml")]
+
+    def began(number: int, *words: str) -> subprocess.Popen:
+        environ = test_several_processes.environment() | {"XDG_CACHE_HOME": str(tmp_path / f"machine{number}")}
+        with open(tmp_path / "said", "w") as said:
+            return subprocess.Popen([*start, *words], env=environ, stdout=said, stderr=said, start_new_session=True)
+    for number in range(kills):
+        before, run = newest(), began(number)
+        until = time.monotonic() + (rng.uniform(0.5, 8) if number % 2 else 100)
+        while newest() <= before + 3 and time.monotonic() < until:
+            assert run.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.05)
+        time.sleep(rng.uniform(0, 0.5))
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+        assert newest() > before or number % 2, (tmp_path / "said").read_text()
+    steps = newest() + 4
+    last = began(kills, "--training.steps", str(steps))
+    assert last.wait(timeout=100) == 0, (tmp_path / "said").read_text()
+    undisturbed = _started(tmp_path / "run.toml", "--run.dir", tmp_path / "undisturbed", "--training.steps", steps)
+    assert undisturbed.wait(timeout=100) == 0
+    losses = [row["loss"] for row in rows(tmp_path / "undisturbed")]
+    assert [row["loss"] for row in kept_rows(there)] == (losses if count == 1 else pytest.approx(losses, rel=1e-5))
