@@ -102,6 +102,20 @@ def test_a_step_to_go_back_to_sets_the_later_ones_aside(server, tiny):
     assert {"checkpoints/4", "checkpoints/4.aside", "checkpoints/6", "checkpoints/6.aside"} < set(keys(there))
 
 
+def test_a_checkpoint_has_its_rows_in_the_bucket(server, tiny, monkeypatch):
+    """Whatever ends the run then: a start on another machine cuts rows, and could not make them again."""
+    there, seen, real = f"s3://{BUCKET}/rows", {}, stores.write_if
+    monkeypatch.setattr(mirror, "EVERY_S", 60.0)
+
+    def write_if(address, *rest, **keys):
+        if "/checkpoints/" in str(address):
+            seen[int(str(address).rpartition("/")[2])] = [row["step"] for row in kept_rows(there)]
+        return real(address, *rest, **keys)
+    monkeypatch.setattr(stores, "write_if", write_if)
+    ran(*tiny, *SIX, "--run.dir", there)
+    assert seen.keys() == {2, 4, 6} and all(set(range(1, step)) <= set(rows) for step, rows in seen.items()), seen
+
+
 def test_a_bucket_that_fails_is_told_and_ends_no_run(server, tiny, monkeypatch):
     there = f"s3://{BUCKET}/failing"
     monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,) * 2)

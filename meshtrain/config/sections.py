@@ -57,7 +57,7 @@ class Identity(Section):
     """[run]: what the run is called and where it lives."""
 
     name: str = key("run", "name of the run")
-    dir: PathKey = key("", "directory of the run's files; empty = runs/<name>")
+    dir: PathKey = key("", "directory of the run's files, or s3://… or gs://…; empty = runs/<name>")
     seed: int = key(0, "seed of the initialization, the data order and dropout", ge=0, lt=2**32)
     compilation_cache: str = key(
         "~/.cache/meshtrain", "directory of compiled programs, reused by later runs, 8 GiB of them; empty = off")
@@ -543,8 +543,8 @@ class Checkpoint(Section):
                     "saved step to go on from, later ones are set aside; of init_from's steps in a new run; 0 = newest",
                     ge=0)
     init_from: PathKey = key("",
-                             "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's or "
-                             "its address, e.g. hf://OWNER/NAME, which decides [model]")
+                             "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, which "
+                             "decides [model]; or the address of either, e.g. hf://OWNER/NAME")
     init_optimizer: bool = key(False, "init_from brings the optimizer's state along")
     export: Literal["off", "last", "every"] = key(
         "off", "model folder of Hugging Face's in run.dir/export/STEP: after the last step, or with every checkpoint"
