@@ -67,7 +67,8 @@ def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_us
             if asked.values.get("topology"):
                 assert gpu_compile.parse_topology(asked["topology"])
         elif module == "meshtrain.train" and "--help" not in argv:
-            config.load(argv)
+            if not (argv and argv[0].startswith("s3://")):      # a run's own file in its bucket
+                config.load(argv)
         else:
             assert module in ("", "pytest") or (ROOT / f"{module.replace('.', '/')}.py").is_file(), line
 

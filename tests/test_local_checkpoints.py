@@ -150,6 +150,7 @@ def test_a_full_disk_is_told_once_and_what_was_kept_before_stays(small_disk):  #
 def test_two_processes_agree_on_the_step_that_both_have_and_name_who_lacks_one(tmp_path):
     body = r"""
 from meshtrain.checkpoint.local import LocalCheckpoints
+from meshtrain.cluster import agree
 root = __import__("pathlib").Path(directory)
 tier = LocalCheckpoints(directory + f"/host{index}", 2, root, lambda text: say("told", text))
 forms = lambda: {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in state(0).items()}
@@ -164,7 +165,8 @@ if index == 1:
 tier.save(6, state(6), {})
 LocalCheckpoints._write = write
 tier._settle()
-say("kept", sorted(os.listdir(tier._own())))
+agree.exchange(None)
+say("kept", sorted(os.listdir(tier._own())), sorted(os.listdir(tier._home())))
 again = lambda: LocalCheckpoints(directory + f"/host{index}", 2, root, lambda text: say("told", text))
 tier = again()
 newest = tier.newest(0, forms())
@@ -174,22 +176,31 @@ say("same", all(np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes() for
                 for a, b in zip(got[k].addressable_shards, state(4)[k].addressable_shards)))
 other = forms()
 other["split"] = jax.ShapeDtypeStruct((8, 6), "float32", sharding=NamedSharding(mesh, P("b", "a")))
-say("reshard", tier.newest(0, other))
+say("reshard", tier.newest(0, other).step)        # of what the host keeps for its partner
 if index == 1:
-    __import__("shutil").rmtree(tier._own())      # a fresh host
+    __import__("shutil").rmtree(tier._root)       # a fresh host
 tier = again()
-say("replaced", tier.newest(0, forms()))
+newest = tier.newest(0, forms())
+say("replaced", newest.step, all(np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+    for k, x in tier.restore(4, forms()).items() for a, b in zip(x.addressable_shards, state(4)[k].addressable_shards)))
+agree.exchange(None)
+if index == 1:
+    __import__("shutil").rmtree(tier._root)
+from meshtrain.checkpoint import partner
+partner.Exchange.fetch = lambda *_: (_ for _ in ()).throw(partner.TransferError("127.0.0.1: no route"))
+say("lost", again().newest(0, forms()))
 """
     zero, one = run_processes(2, tmp_path, body)
     full = ("told step 6 is not kept in checkpoint.local_dir (process 1: No space left on device); training goes on, "
             "with what was kept before")
-    same = ["kept ['4']", "newest (4, {'format': 4, 'position': 4})", "same True"]
+    same = ["kept ['4'] ['process-0', 'process-1']", "newest (4, {'format': 4, 'position': 4})", "same True"]
     assert zero[0] == full and zero[1:4] == same == one[:3]
-    assert [line for line in zero[4:] if line.startswith("told")][0].startswith(
-        "told checkpoint.local_dir: step 4 is not used (process 0 on"), zero
-    assert "not all of split that it needs is on its host" in zero[4] and "process 1 on" in zero[6]
-    assert "it has no part of it" in zero[6]
-    assert [line for line in zero[4:] if not line.startswith("told")] == ["reshard None", "replaced None"] == one[3:]
+    assert zero[4:6] == ["reshard 4", "replaced 4 True"] and zero[7] == "lost None", zero
+    assert zero[6].startswith("told checkpoint.local_dir: step 4 is not used (process 1 on"), zero
+    assert one[3:] == [
+        "reshard 4", "told checkpoint.local_dir: process 1 has its part of step 4 from process 0, whose host kept a "
+        "copy", "replaced 4 True", "told checkpoint.local_dir: the copy of step 4 that process 0 keeps cannot be "
+        "fetched (127.0.0.1: no route)", "lost None"], one
 
 
 # ---- in a run --------------------------------------------------------------------------------------------------------

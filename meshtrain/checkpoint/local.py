@@ -3,11 +3,11 @@
     <local_dir>/<run>/process-<index>/<step>/   shards: concatenated bytes; index.json: run, offsets, checksum
     <local_dir>/<run>/process-<index>/.saving/  being written
 
-They serve crashes after which all hosts come back. A local checkpoint is used if every process finds on its host all
-the pieces that it needs, of one step and one start, newer than the shared checkpoint, with matching checksums; else
-the shared one, with a line that says why. run.dir/local.json names the start whose pieces are valid: those of other
+Of several hosts each also has the files of another (`partner`), from which a host that was replaced gets its own back.
+A local checkpoint is used if every process then finds on its host all the pieces that it needs, of one step and one
+start, newer than the shared checkpoint, with matching checksums; else the shared one, with a line that says why. run.dir/local.json names the start whose pieces are valid: those of other
 runs or discarded steps are never used. Mesh and process count may change if the pieces are on the host. Source:
-Gemini's in-memory checkpoints (SOSP 2023), without replicas on other hosts. This module knows no model.
+Gemini's in-memory checkpoints (SOSP 2023). This module knows no model.
 """
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ import numpy as np
 import xxhash
 
 from meshtrain import files
+from meshtrain.checkpoint import partner
 from meshtrain.checkpoint.pieces import Region, intersection, region_of, slices, volume
 from meshtrain.checkpoint.shared import FORMAT, Saved
 from meshtrain.cluster import agree
@@ -64,6 +65,20 @@ class LocalCheckpoints:
         # last step whose save began; last step complete in every process
         self._started, self._whole = 0, 0
         agree.everywhere(self._check_writable)
+        self._used: dict[int, list[_Part]] = {}     # step -> the parts that `newest` has verified
+        self._exchange, self._partner, self._without = None, None, ""
+        if self.every and jax.process_count() > 1:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Finds this process's partner; each process tells the others where it may be reached."""
+        hosts = agree.exchange(agree.everywhere(lambda: partner.host_of(self._root)))
+        if (other := partner.partner_of(hosts, jax.process_index())) is None:
+            return
+        secret = agree.on_first(lambda: secrets.token_hex(partner.SECRET_BYTES))
+        self._exchange = partner.Exchange(self._place, (SHARDS, INDEX), secret)
+        self._at = agree.exchange(self._exchange.at)
+        self._partner = other
 
     def due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0
@@ -72,10 +87,11 @@ class LocalCheckpoints:
         """The newest step after `after` that can be restored onto `wanted`; None if there is none. wanted: a pytree of
         jax.ShapeDtypeStruct with shardings. Every process reads its pieces; all return the same decision."""
         self._join()
+        self._fetch_missing(after)
         found = self._parts()
         steps = agree.exchange(sorted(step for step in found if step > after))
         for step in sorted({step for one in steps for step in one}, reverse=True):
-            fault = self._fault(found[step], wanted) if step in found else "it has no part of it"
+            fault = self._fault(step, found[step], wanted) if step in found else "it has no part of it"
             faults = agree.exchange([socket.gethostname(), fault])
             bad = [f"process {index} on {host}: {fault}" for index, (host, fault) in enumerate(faults) if fault]
             if not bad:
@@ -86,9 +102,28 @@ class LocalCheckpoints:
                           f"checkpoint")
         return None
 
+    def _fetch_missing(self, after: int) -> None:
+        """Gets this process's files of the newest step that all processes' files exist of, on whatever host."""
+        if agree.exchange(self._exchange is None)[0]:
+            return
+        held = agree.exchange([[process, step] for process, step in self._held() if step > after])
+        where = {(process, step): index for index, some in reversed(list(enumerate(held))) for process, step in some}
+        me, everyone = jax.process_index(), range(jax.process_count())
+        whole = [step for step in {step for _, step in where} if all((process, step) in where for process in everyone)]
+        if not whole or [me, max(whole)] in held[me]:
+            return
+        other, step = where[me, max(whole)], max(whole)
+        try:
+            self._exchange.fetch(self._at[other], me, step)
+            self.tell(f"checkpoint.local_dir: process {me} has its part of step {step} from process {other}, whose host "
+                      f"kept a copy")
+        except OSError as error:
+            self.tell(f"checkpoint.local_dir: the copy of step {step} that process {other} keeps cannot be fetched "
+                      f"({files.said(error)})")
+
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
         """Restore arrays of a step found by `newest` to the shardings of `wanted`, which may be a part of them."""
-        if not (parts := self._parts().get(step)):
+        if not (parts := self._used.get(step)):
             raise files.FileSystemError(f"checkpoint.local_dir: step {step} in {self._home()}, whose checksums have "
                                         f"just held, cannot be read any more; see to the file system and start again")
         where = {piece: (part, offset) for part in parts for piece, offset in part.pieces.items()}
@@ -137,6 +172,9 @@ class LocalCheckpoints:
         self._start, self._started, self._whole = self._lineage["start"], step, step if used else 0
         self._failure = ""
         self._remove(lambda other: not used or other != step)
+        if self._root is not None:
+            for place in self._home().glob("process-*/.coming-*"):
+                files.remove(place)
 
     def save(self, step: int, state: Any, metadata: dict) -> float:
         """Start saving this process's shards of `state` and `metadata` (JSON); return the seconds blocked, for the
@@ -181,7 +219,7 @@ class LocalCheckpoints:
             self.tell(f"step {self._started} is not kept in checkpoint.local_dir ({message}); training goes on, with "
                       f"what was kept before")
         self._reported, self._failure = message, ""
-        _delete(self._own() / str(self._started))
+        self._remove(lambda step: step == self._started)
 
     def _write(self, step, document, copies) -> None:
         place = self._own() / ".saving"
@@ -204,6 +242,14 @@ class LocalCheckpoints:
         except Exception as error:
             files.remove(place)
             self._failure = files.said(error)
+            return
+        if self._partner is not None and not self._without:
+            try:
+                self._exchange.send(self._at[self._partner], jax.process_index(), step)
+            except OSError as error:
+                self._without = files.said(error)
+                self.tell(f"checkpoint.local_dir: process {self._partner} does not get the copies of process "
+                          f"{jax.process_index()} any more ({self._without}); training goes on without them")
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -212,6 +258,9 @@ class LocalCheckpoints:
 
     def _home(self) -> Path:
         return self._root / self._lineage["run"]
+
+    def _place(self, process: int, step: int) -> Path:
+        return self._home() / f"process-{process}" / str(step)
 
     def _own(self) -> Path:
         return self._home() / f"process-{jax.process_index()}"
@@ -261,8 +310,31 @@ class LocalCheckpoints:
                         _Part(place, document["metadata"], document["arrays"], pieces, document["sum"]))
         return found
 
-    def _fault(self, parts: list[_Part], abstract: Any) -> str:
-        """Why this process cannot restore from the pieces on its host; empty if it can. Reads all of them."""
+    def _held(self) -> list[tuple[int, int]]:
+        """(process, step) of the parts on this host."""
+        return [(int(part.place.parent.name.removeprefix("process-")), step)
+                for step, some in self._parts().items() for part in some]
+
+    def _fault(self, step: int, parts: list[_Part], abstract: Any) -> str:
+        """Why this process cannot restore from the pieces on its host; empty if it can. Reads its own part, and those
+        of others as far as it needs them."""
+        own, used, damaged = self._place(jax.process_index(), step), [], ""
+        for part in sorted(parts, key=lambda part: part.place != own):
+            if used and not self._missing(used, abstract):
+                break
+            try:
+                text = files.difference(files.checksums(part.place, [part.place / SHARDS])[SHARDS], part.sum)
+                damaged = damaged or text and f"{part.place / SHARDS}: {text}"
+            except OSError as error:
+                text = damaged = damaged or files.said(error)
+            used += [part] if not text else []
+        self._used[step] = used
+        missing = self._missing(used, abstract)
+        return missing and (damaged or missing)
+
+    @staticmethod
+    def _missing(parts: list[_Part], abstract: Any) -> str:
+        """What of the arrays is in none of the parts; empty if nothing."""
         held = {piece for part in parts for piece in part.pieces}
         for name, leaf in trees.leaves_of(abstract).items():
             if any(part.arrays.get(name) != [list(leaf.shape), str(jnp.dtype(leaf.dtype))] for part in parts):
@@ -273,12 +345,6 @@ class LocalCheckpoints:
                 # Pieces of one step are equal or disjoint, so the volumes of intersections add up.
                 if sum(volume(intersection(region, wanted)) for region in regions) != volume(wanted):
                     return f"not all of {name} that it needs is on its host"
-        try:
-            for part in parts:
-                if text := files.difference(files.checksums(part.place, [part.place / SHARDS])[SHARDS], part.sum):
-                    return f"{part.place / SHARDS}: {text}"
-        except OSError as error:
-            return files.said(error)
         return ""
 
     def _remove(self, doomed: Callable[[int], bool]) -> None:

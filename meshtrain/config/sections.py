@@ -65,7 +65,7 @@ class Identity(Section):
 
     @model_validator(mode="after")
     def _fill_in(self):
-        return _filled(self, dir=self.dir or f"runs/{self.name}")
+        return _filled(self, dir=(self.dir.rstrip("/") if "://" in self.dir else self.dir) or f"runs/{self.name}")
 
 
 class Mesh(Section):

@@ -1,0 +1,177 @@
+"""Copies of local checkpoints on another host, so that a lost host costs no more than a lost process.
+
+Each process has a partner, the one in its place on the next host, and sends it its files over the network (TCP), in the
+background. A process whose host was replaced fetches its files from whoever holds them. Who connects shows a secret
+that only the processes of this start have. Source: Gemini's in-memory checkpoints (SOSP 2023). This module knows no
+array and no run.
+"""
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import shutil
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from meshtrain import files
+
+SILENCE_S = 30.0        # of the other side, after which a transfer is given up
+SECRET_BYTES = 32
+LENGTH = struct.Struct(">Q")
+MOST_HEADER_BYTES = 1 << 16
+
+
+class TransferError(OSError):
+    """Files could not be sent or fetched. The message says to or from where, and why."""
+
+
+def host_of(directory: Path) -> list:
+    """Equal in processes that see the same directory of the same host."""
+    found = os.stat(directory)
+    return [socket.gethostname(), found.st_dev, found.st_ino]
+
+
+def partner_of(hosts: Sequence[list], index: int) -> int | None:
+    """The process that keeps the files of process `index`; None where all are on one host. hosts: of each process."""
+    distinct = list(dict.fromkeys(map(tuple, hosts)))
+    if len(distinct) < 2:
+        return None
+    of = {host: [number for number, one in enumerate(hosts) if tuple(one) == host] for host in distinct}
+    own = tuple(hosts[index])
+    after = of[distinct[(distinct.index(own) + 1) % len(distinct)]]
+    return after[of[own].index(index) % len(after)]
+
+
+def own_addresses() -> list[str]:
+    """By which other hosts may reach this one, the likeliest first."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))     # of no network; nothing is sent: the kernel chooses an interface
+        found.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    return list(dict.fromkeys([*found, "127.0.0.1"]))
+
+
+class Exchange:
+    """Takes and gives files of local checkpoints. place: (process, step) -> the directory of its files on this host.
+    names: of the files in it, in the order in which they are written: the last makes it whole. secret: of this start.
+    """
+
+    def __init__(self, place: Callable[[int, int], Path], names: Sequence[str], secret: str):
+        self.place, self.names, self.secret = place, names, bytes.fromhex(secret)
+        self._listening = socket.create_server(("", 0))
+        self.at = [[address, self._listening.getsockname()[1]] for address in own_addresses()]
+        threading.Thread(target=self._serve, daemon=True, name="partner").start()
+
+    # ---- asking ------------------------------------------------------------------------------------------------------
+
+    def send(self, at: Sequence[list], process: int, step: int) -> None:
+        """Sends the files of this host's `process` to where they are kept, too. at: of the other side. Raises:
+        TransferError."""
+        with self._asked(at, {"does": "keep", "process": process, "step": step}) as link:
+            place = self.place(process, step)
+            for name in self.names:
+                with open(place / name, "rb") as file:
+                    link.sendall(LENGTH.pack(os.fstat(file.fileno()).st_size))
+                    link.sendfile(file)
+            if _exactly(link, 1) != b"\1":
+                raise OSError("it could not keep them")
+
+    def fetch(self, at: Sequence[list], process: int, step: int) -> None:
+        """Brings the files of `process` to this host. Raises: TransferError."""
+        with self._asked(at, {"does": "give", "process": process, "step": step}) as link:
+            self._receive(link, process, step)
+
+    @contextlib.contextmanager
+    def _asked(self, at: Sequence[list], header: dict):
+        reasons = []
+        for address, port in at:
+            try:
+                link = socket.create_connection((address, port), SILENCE_S)
+                with link:
+                    link.sendall(self.secret + LENGTH.pack(len(text := json.dumps(header).encode())) + text)
+                    # of several addresses one may be another host's
+                    if not hmac.compare_digest(_exactly(link, SECRET_BYTES), self.secret[::-1]):
+                        raise OSError("another process answers there")
+                    try:
+                        yield link
+                    except OSError as error:
+                        raise TransferError(f"{address}:{port}: {files.said(error)}") from None
+                    return
+            except TransferError:
+                raise
+            except OSError as error:
+                reasons.append(f"{address}:{port}: {files.said(error)}")
+        raise TransferError("; ".join(reasons))
+
+    # ---- answering ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                link, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(link,), daemon=True, name="partner").start()
+
+    def _answer(self, link: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), link:
+            link.settimeout(SILENCE_S)
+            if not hmac.compare_digest(_exactly(link, SECRET_BYTES), self.secret):
+                return
+            (size,) = LENGTH.unpack(_exactly(link, LENGTH.size))
+            if size > MOST_HEADER_BYTES:
+                return
+            asked = json.loads(_exactly(link, size))
+            process, step = int(asked["process"]), int(asked["step"])
+            link.sendall(self.secret[::-1])
+            if asked["does"] == "keep":
+                self._receive(link, process, step)
+                link.sendall(b"\1")
+            else:
+                for name in self.names:
+                    with open(self.place(process, step) / name, "rb") as file:
+                        link.sendall(LENGTH.pack(os.fstat(file.fileno()).st_size))
+                        link.sendfile(file)
+
+    def _receive(self, link: socket.socket, process: int, step: int) -> None:
+        place = self.place(process, step)
+        made = place.with_name(f".coming-{step}-{secrets.token_hex(4)}")
+        made.mkdir(parents=True)
+        try:
+            buffer = memoryview(bytearray(files.CHUNK_BYTES))
+            for name in self.names:
+                (left,) = LENGTH.unpack(_exactly(link, LENGTH.size))
+                with open(made / name, "wb", buffering=0) as file:
+                    while left:
+                        count = link.recv_into(buffer[:min(left, len(buffer))])
+                        if not count:
+                            raise OSError("the connection ended early")
+                        view, left = buffer[:count], left - count
+                        while view:
+                            view = view[file.write(view):]
+            files.remove(place)
+            made.rename(place)
+        except OSError:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+def _exactly(link: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        more = link.recv(count - len(found))
+        if not more:
+            raise OSError("the connection ended early")
+        found += more
+    return found
