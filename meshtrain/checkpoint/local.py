@@ -5,9 +5,9 @@
 
 Of several hosts each also has the files of another (`partner`), from which a host that was replaced gets its own back.
 A local checkpoint is used if every process then finds on its host all the pieces that it needs, of one step and one
-start, newer than the shared checkpoint, with matching checksums; else the shared one, with a line that says why. run.dir/local.json names the start whose pieces are valid: those of other
-runs or discarded steps are never used. Mesh and process count may change if the pieces are on the host. Source:
-Gemini's in-memory checkpoints (SOSP 2023). This module knows no model.
+start, newer than the shared checkpoint, with matching checksums; else the shared one, with a line that says why.
+run.dir/local.json names the start whose pieces are valid: those of other runs or discarded steps are never used. Mesh
+and process count may change if the pieces are on the host. Source: Gemini's in-memory checkpoints (SOSP 2023). This module knows no model.
 """
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ class LocalCheckpoints:
         other, step = where[me, max(whole)], max(whole)
         try:
             self._exchange.fetch(self._at[other], me, step)
-            self.tell(f"checkpoint.local_dir: process {me} has its part of step {step} from process {other}, whose host "
-                      f"kept a copy")
+            self.tell(f"checkpoint.local_dir: process {me} has its part of step {step} from process {other}, whose "
+                      f"host kept a copy")
         except OSError as error:
             self.tell(f"checkpoint.local_dir: the copy of step {step} that process {other} keeps cannot be fetched "
                       f"({files.said(error)})")

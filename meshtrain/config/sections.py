@@ -543,8 +543,8 @@ class Checkpoint(Section):
                     "saved step to go on from, later ones are set aside; of init_from's steps in a new run; 0 = newest",
                     ge=0)
     init_from: PathKey = key("",
-                             "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, which "
-                             "decides [model]; or the address of either, e.g. hf://OWNER/NAME")
+                             "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, "
+                             "which decides [model]; or the address of either, e.g. hf://OWNER/NAME")
     init_optimizer: bool = key(False, "init_from brings the optimizer's state along")
     export: Literal["off", "last", "every"] = key(
         "off", "model folder of Hugging Face's in run.dir/export/STEP: after the last step, or with every checkpoint"
