@@ -1,8 +1,8 @@
 """Checkpoints in a directory: asynchronous, atomic, checksummed, and restorable on any other mesh.
 
-Orbax writes and reads the arrays by path (`params/layers/wq`, `opt_state/0/mu/…`); everything else is one JSON
-object. A checkpoint contains no class, function or mesh: loading runs no code and restores into any sharding. `save` copies
-the arrays to the host before it returns, so the next step may donate them.
+Orbax writes and reads the arrays by path (`params/layers/wq`, `opt_state/0/mu/…`); everything else is one JSON object.
+A checkpoint contains no class, function or mesh: loading runs no code and restores into any sharding. `save` copies the
+arrays to the host before it returns, so the next step may donate them.
 
     <step>/           complete: params/ and state/ (orbax arrays under the key params, and all others), metadata.json,
                       and checksums.json: size and xxh3-128 of every other file
