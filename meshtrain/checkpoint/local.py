@@ -7,7 +7,8 @@ Of several hosts each also has the files of another (`partner`), from which a ho
 A local checkpoint is used if every process then finds on its host all the pieces that it needs, of one step and one
 start, newer than the shared checkpoint, with matching checksums; else the shared one, with a line that says why.
 run.dir/local.json names the start whose pieces are valid: those of other runs or discarded steps are never used. Mesh
-and process count may change if the pieces are on the host. Source: Gemini's in-memory checkpoints (SOSP 2023). This module knows no model.
+and process count may change if the pieces are on the host. Source: Gemini's in-memory checkpoints (SOSP 2023). This
+module knows no model.
 """
 from __future__ import annotations
 
