@@ -37,7 +37,7 @@ def main(given: config.Arguments) -> int:
     environs, simulated = environments(run, count, environ), run.mesh.simulated_devices
     slots = Slots(rest, count, given["min-processes"], simulated or len(gpus.visible(environ)), bool(simulated),
                   run.mesh.full_devices)
-    failures = restart.Failures(run, given["max-restarts"])
+    failures = restart.Failures(run, given["max-restarts"], restart.newest(run))
     with _beside([sys.executable, "-m", "launch.samplers", f"--samplers={drawing}", f"--sampler-gpus={each}", "--",
                   *rest] if drawing else None, theirs):
         return _supervised(run, rest, slots, environs, failures)

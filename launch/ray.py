@@ -208,7 +208,7 @@ def main(given: config.Arguments) -> int:
     for number in stops.heeded():       # after Ray has set its own handlers
         signal.signal(number, lambda number, frame: asked.append(number))
     room = Room(run, given, rest, bundle, asked)
-    failures = restart.Failures(run, given["max-restarts"])
+    failures = restart.Failures(run, given["max-restarts"], restart.newest(run))
     room.beside = [Beside(index, drawing[1], samplers.words(run)) for index in range(drawing[0])]
     try:
         while room.reserve():

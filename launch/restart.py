@@ -104,6 +104,9 @@ class Failures:
                 for number, one in enumerate(self.said, 1):
                     say.err(f"  {number}: {one}")
             return None
+        if reached > before:        # it will come that far again
+            say.err(f"starting again from step {reached}")
+            return 0.0
         wait_s = min(FIRST_S * 2 ** (count - 1), LONGEST_S)
         say.err(f"starting again from {f'step {reached}' if reached else 'the beginning'} in {wait_s:g} s "
                 f"({'stop' if stopped else 'failure'} {count} without a newer checkpoint; given up after "

@@ -28,6 +28,7 @@ from meshtrain.run import say, stops
 
 AGREED = (0, 2, 75)
 GRACE_S = 5.0       # for peers of a failed process to exit by themselves, then after SIGTERM
+KILLED_GRACE_S = 0.5    # both, where it was killed: its peers wait for it in a step that never ends
 KEPT_LINES = 40
 LOOK_S = 1.0        # between checks for stopped processes
 MOST_TOLD = 3       # processes whose last lines are shown
@@ -110,6 +111,11 @@ class Child:
         return self.code not in (0, 75)
 
     @property
+    def killed(self) -> bool:
+        """Whether SIGKILL ended it: the kernel, for memory, or a person."""
+        return self.code == -signal.SIGKILL and not self.forced
+
+    @property
     def secondary(self) -> bool:
         """Whether it ended because another failed."""
         return self.forced or self.code in (1, -signal.SIGABRT) and any(map(lost.SECONDARY.search, self.lines))
@@ -188,7 +194,8 @@ def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], st
     """The children in the order in which they ended.
 
     poll: waits at most so many seconds → those that have ended, with their code. Once one has failed, the others have
-    grace_s seconds to exit by themselves and as long after SIGTERM; killed_s after SIGKILL they are given up.
+    grace_s seconds (KILLED_GRACE_S if it was killed) to exit by themselves and as long after SIGTERM; killed_s after
+    SIGKILL they are given up.
     """
     ended: list[Child] = []
     measures, deadline = [signal.SIGTERM, signal.SIGKILL], math.inf
@@ -213,6 +220,7 @@ def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], st
             child.ended_s = time.monotonic() - start
             ended.append(child)
             if child.failed and deadline == math.inf and measures:
+                grace_s = min(grace_s, KILLED_GRACE_S) if child.killed else grace_s
                 deadline = time.monotonic() + grace_s
                 for other in children:
                     other.stopped |= other.code is None and other.stands_still()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from meshtrain import config, hardware
+from meshtrain.cluster import programs
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, footprint, price, rates, simulate
 from meshtrain.cost.formulas.placed import Options, Placed, place
@@ -125,15 +126,21 @@ class BrokenProgramError(RuntimeError):
 
 def compile_step(made: Assembly):
     """The compiled training step of the run. Raises: as `checked_program`."""
-    return checked_program(made.mesh, "the training step", made.program.compile())
+    return _kept(made, "the training step", made.program.lowered())
 
 
 def compile_evaluation(made: Assembly) -> Assembly:
     """The run with its `evaluate` compiled. Raises: as `checked_program`."""
     program = made.program
-    executable = program.compiled(program.evaluate, made.state_shapes.params, program.step.batch)
+    lowered = program.lower(program.evaluate, made.state_shapes.params, program.step.batch)
     return dataclasses.replace(made, program=dataclasses.replace(
-        program, evaluate=checked_program(made.mesh, "the evaluation", executable)))
+        program, evaluate=_kept(made, "the evaluation", lowered)))
+
+
+def _kept(made: Assembly, name: str, lowered: jax.stages.Lowered):
+    """The program as an earlier start has compiled it, or compiled now. Raises: as `checked_program`."""
+    return checked_program(made.mesh, name, programs.compiled(
+        lowered, made.program.compiler_options, list(made.mesh.devices.flat)))
 
 
 def initialize(made: Assembly) -> state.State:

@@ -68,21 +68,29 @@ class Program:
             return jax.make_array_from_callback(abstract.shape, abstract.sharding, block)
         return {name: put(name, abstract) for name, abstract in self.step.batch.items()}
 
-    def compile(self):
-        """The compiled training step, ready to call: (state, batch) -> (state, metrics)."""
+    def lowered(self) -> jax.stages.Lowered:
+        """The training step before XLA compiles it: (state, batch) -> (state, metrics)."""
         whole = NamedSharding(self.step.mesh, P())
         limit = [jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)] * self.limited
-        return self.compiled(self.train, self.step.state.abstract, self.step.batch, *limit)
+        return self.lower(self.train, self.step.state.abstract, self.step.batch, *limit)
+
+    def compile(self):
+        """The compiled training step, ready to call."""
+        return self.lowered().compile(compiler_options=self.compiler_options)
 
     def limit(self, loss: float) -> list[jax.Array]:
         """Further arguments of the compiled step: with `limited` the largest loss with which the update is applied."""
         whole = NamedSharding(self.step.mesh, P())
         return [jax.make_array_from_callback((), whole, lambda index: np.float32(loss))] * self.limited
 
-    def compiled(self, function: Callable, *args):
-        """A jitted function, compiled for these arguments (or ShapeDtypeStructs) with the options of the run."""
+    def lower(self, function: Callable, *args) -> jax.stages.Lowered:
+        """A jitted function for these arguments (or ShapeDtypeStructs)."""
         with jax.set_mesh(self.step.mesh):
-            return function.lower(*args).compile(compiler_options=self.compiler_options)
+            return function.lower(*args)
+
+    def compiled(self, function: Callable, *args):
+        """The same, compiled with the options of the run."""
+        return self.lower(function, *args).compile(compiler_options=self.compiler_options)
 
 
 def dropout_key(seed: int, step) -> jax.Array:

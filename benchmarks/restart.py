@@ -1,0 +1,75 @@
+"""What a restart costs, from the kill of a process to the next step that counts: by phase, on this machine.
+
+    python -m benchmarks.restart [--processes N] [--kills K] [RUN.toml] [--section.key value …]
+
+Starts the run under launch.local, kills one process with SIGKILL after a checkpoint, and reads from the lines of the
+launcher when it has noticed, when the next start had imported everything and its processes had met, when the state was
+restored, when its programs were there, and when the row of its first step was. Prints a table of the medians.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+PHASES = (      # (name, what a line says when it is over)
+    ("noticing it, ending the others", r"starting again"),
+    ("imports, meeting, run.dir, data", r"memory per device"),
+    ("restore", r"going on after step"),
+    ("programs", r"compiled in"),
+    ("first step and its row", r"^step \d+/"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=5)
+    given, words = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as home:
+        argv = [sys.executable, "-u", "-m", "launch.local", "--processes", str(given.processes),
+                "--max-restarts", str(given.kills + 2), "--", *words,
+                "--run.dir", f"{home}/run", "--checkpoint.every", "3", "--training.steps", "100000"]
+        run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            taken = [one for number in range(given.kills + 1) if (one := _killed(run, number))]
+        finally:
+            run.send_signal(signal.SIGTERM)
+            for _ in run.stdout:
+                pass
+            run.wait()
+    print("| phase | seconds, median |\n|---|---|")
+    for number, (name, _) in enumerate(PHASES):
+        print(f"| {name} | {statistics.median(one[number] for one in taken):.1f} |")
+    print(f"| **from the kill to the next row** | **{statistics.median(map(sum, taken)):.1f}** |")
+    print(f"\n{len(taken)} kills: {', '.join(f'{sum(one):.1f}' for one in taken)} s in all")
+
+
+def _killed(run: subprocess.Popen, number: int) -> list[float]:
+    """Seconds of the phases; none the first time, when there was nothing to load."""
+    steps = 0
+    for line in run.stdout:
+        steps += bool(re.match(r"step \d+/", line))
+        if steps == 4:
+            break
+    children = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(children[-1 if number % 2 else 0]), signal.SIGKILL)
+    at, taken = time.monotonic(), []
+    for _, over in PHASES:
+        for line in run.stdout:
+            if re.search(over, line):
+                break
+        else:
+            raise SystemExit("the run has ended")
+        taken.append(time.monotonic() - at)
+        at += taken[-1]
+    return taken if number else []
+
+
+if __name__ == "__main__":
+    main()
