@@ -1,14 +1,12 @@
-"""What a restart costs, from the kill of a process to the next step that counts: by phase, on this machine.
+"""python -m benchmarks.restart [--processes N] [--kills K] [RUN.toml] [--section.key value …]
 
-    python -m benchmarks.restart [--processes N] [--kills K] [RUN.toml] [--section.key value …]
-
-Starts the run under launch.local, kills one process with SIGKILL after a checkpoint, and reads from the lines of the
-launcher when it has noticed, when the next start had imported everything and its processes had met, when the state was
-restored, when its programs were there, and when the row of its first step was. Prints a table of the medians.
+What a restart costs, from the kill of a process to the next step that counts, by phase. Starts the run under
+launch.local, kills one process with SIGKILL after a checkpoint, and reads from the lines of the launcher when it has
+noticed, when the next start had imported everything and its processes had met, when the state was restored, when its
+programs were there, and when the row of its first step was. Prints a table of the medians.
 """
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import signal
@@ -17,6 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import words
+from meshtrain import config
 
 PHASES = (      # (name, what a line says when it is over)
     ("noticing it, ending the others", r"starting again"),
@@ -27,13 +32,17 @@ PHASES = (      # (name, what a line says when it is over)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = words.Parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--kills", type=int, default=5)
-    given, words = parser.parse_known_args()
+    given, run_words = parser.parse_known_args()
+    try:
+        config.load(run_words)
+    except config.ConfigError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as home:
         argv = [sys.executable, "-u", "-m", "launch.local", "--processes", str(given.processes),
-                "--max-restarts", str(given.kills + 2), "--", *words,
+                "--max-restarts", str(given.kills + 2), "--", *run_words,
                 "--run.dir", f"{home}/run", "--checkpoint.every", "3", "--training.steps", "100000"]
         run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:

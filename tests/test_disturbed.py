@@ -20,7 +20,8 @@ resume, gone: open run/.lock 0
 resume, io: write run/.alive.tmp 0
 save, io: unlink run/checkpoints/.2.deleting-*/state/_METADATA 0
 rollback, stale: open local/run-*/process-0/6/index.json 0
-rollback, gone: open local/run-*/process-0/6/index.json 1
+rollback, gone: open local/run-*/process-0/6/index.json 0
+rollback, gone: open local/run-*/process-0/6/shards 1
 reference, stale: stat cache/preferences-*/pairs.jsonl-*.ends.npy 1
 """.strip().splitlines()    # were wrong once
 

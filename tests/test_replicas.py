@@ -16,7 +16,6 @@ from test_layouts import GRID, LAYOUTS, run_of
 from meshtrain import assembly, train
 from meshtrain.inspection import measured
 from meshtrain.run import loop, metrics, replicas
-from meshtrain.training import step
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +136,7 @@ def test_replicas_of_a_healthy_run_are_the_same_bit_for_bit_after_20_steps(rule,
 
 def with_a_flipped_bit(monkeypatch, at: int, name: str, device: int):
     """From step `at` on, one bit of a parameter's replica on one device is another."""
-    compile_step = step.Program.compile
+    compile_step = assembly.compile_step
 
     class Flips:
         def __init__(self, compiled):
@@ -156,7 +155,7 @@ def with_a_flipped_bit(monkeypatch, at: int, name: str, device: int):
                                                                           separator="/") == name else x
                 state = jax.tree_util.tree_map_with_path(flip, state)
             return state, out
-    monkeypatch.setattr(step.Program, "compile", lambda self: Flips(compile_step(self)))
+    monkeypatch.setattr(assembly, "compile_step", lambda made: Flips(compile_step(made)))
 
 
 def test_a_run_with_a_flipped_bit_ends_with_1_and_goes_on_from_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
@@ -193,8 +192,8 @@ def flip():
     sys.path.insert(0, "tests")
     import jax
     from test_replicas import flipped
-    from meshtrain.training import step
-    real = step.Program.compile
+    from meshtrain import assembly
+    real = assembly.compile_step
     class Flips:
         calls = 0
         def __init__(self, compiled):
@@ -211,7 +210,7 @@ def flip():
                 state = jax.tree_util.tree_map_with_path(
                     lambda path, x: flipped(x, own, 3) if name(path) == "params/final_norm/scale" else x, state)
             return state, out
-    step.Program.compile = lambda self: Flips(real(self))
+    assembly.compile_step = lambda made: Flips(real(made))
 if any(word == "--distributed.process_id=1" for word in sys.argv):
     threading.Thread(target=flip, daemon=True).start()
 '''

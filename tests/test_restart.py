@@ -54,7 +54,7 @@ def test_waits_double_up_to_300_s(tmp_path):
 
 def test_a_run_is_given_up_after_as_many_failures_in_a_row_with_the_last_words_of_each(tmp_path, capfd):
     saved(tmp_path, 20)
-    failures = restart.Failures(run_in(tmp_path), 2)
+    failures = restart.Failures(run_in(tmp_path), 2, restart.newest(run_in(tmp_path)))
     assert [failures.wait_s(1, f"word {i}") for i in range(3)] == [5, 10, None]
     told = capfd.readouterr().err.splitlines()
     assert told[0].startswith("starting again from step 20 in 5 s") and "given up after 3" in told[0]
@@ -67,7 +67,7 @@ def test_a_newer_checkpoint_starts_the_count_and_the_waits_anew(tmp_path):
     assert [failures.wait_s(1), failures.wait_s(1)] == [5, 10]
     for step in (10, 20, 30, 40):
         saved(tmp_path, step)
-        assert failures.wait_s(1, str(step)) == 5 and failures.said == [str(step)]
+        assert failures.wait_s(1, str(step)) == 0 and failures.said == [str(step)]
     assert [failures.wait_s(1), failures.wait_s(1)] == [10, None]
 
 
@@ -89,7 +89,7 @@ def test_what_this_host_keeps_of_the_fast_tier_is_a_newer_checkpoint(tmp_path):
                         ("abc/process-0/2", "before"), ("abc/process-1/4", "x")):
         (near / kept).mkdir(parents=True)
         (near / kept / restart.INDEX).write_text("sum\n" + json.dumps({"start": start}))
-    assert failures.wait_s(1) == 5 and failures.step == 4
+    assert failures.wait_s(1) == 0 and failures.step == 4
     assert failures.wait_s(1) is None
 
 
@@ -234,7 +234,7 @@ def test_a_script_is_told_the_seconds_and_the_count_is_kept_in_run_dir(tmp_path)
     assert "  1: exit code 1\n  2: exit code 137\n  3: exit code 1\n" in told[2].err
     assert asked(home, 1).out == "5\n", "given up, and started by hand: the count is new"
     saved(home, 10)
-    assert asked(home, 1).out == "5\n"
+    assert asked(home, 1).out == "0\n"
     assert asked(home, 75).code == 1 and not (home / restart.KEPT).exists()
 
 

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from kept_programs import programs_in
 
-from meshtrain import train
+from meshtrain import assembly, train
 from meshtrain.checkpoint import checkpoint
 from meshtrain.data.batches import packing
 from meshtrain.data.documents import contracts
 from meshtrain.run import hooks, metrics
-from meshtrain.training import step
 from test_metrics import curves
 
 
@@ -59,7 +58,7 @@ def slow_data(monkeypatch, seconds: float):
 
 def slow_steps(monkeypatch, seconds: float):
     """A device that is busy for `seconds` longer than it takes, without the host waiting for it."""
-    compile_step = step.Program.compile
+    compile_step = assembly.compile_step
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     busy = jax.jit(lambda x: jax.pure_callback(lambda x: (time.sleep(seconds), x)[1], scalar, x))
 
@@ -74,7 +73,7 @@ def slow_steps(monkeypatch, seconds: float):
             state, out = self.compiled(state, batch)
             with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], "one")):
                 return state, {**out, "loss": busy(out["loss"].addressable_data(0))}
-    monkeypatch.setattr(step.Program, "compile", lambda self: Slow(compile_step(self)))
+    monkeypatch.setattr(assembly, "compile_step", lambda made: Slow(compile_step(made)))
 
 
 def test_a_step_that_waits_for_slow_data_says_how_long(tmp_path, tiny, monkeypatch):
