@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -174,6 +175,25 @@ def test_a_lease_whose_host_is_lost_ends_by_itself(server, tiny, monkeypatch):
     assert f"run.dir={there} is in use by another run (pid 5 on node-17" in done.err and "waiting" in done.err
 
 
+def test_a_run_of_another_host_that_goes_on_giving_signs_is_not_taken(server, tiny, monkeypatch):
+    there = f"s3://{BUCKET}/others"
+    monkeypatch.setattr(mirror, "BEAT_S", 0.05)
+    monkeypatch.setattr(mirror, "LEASE_S", 1.0)
+    monkeypatch.setattr(bucket, "LOOK_S", 0.1)
+    monkeypatch.setattr(bucket, "ENDING_S", 2.0)
+    other = mirror.Lease(addresses.parse(f"{there}/.lock"))
+    owner = {"host": "node-17", "pid": 5, "began": "1", "time": 0.0, "space": "other", "nonce": "theirs"}
+    other.take(json.dumps(owner), lambda text: False)
+    refused_after = time.monotonic()
+    done = call(train.main, *tiny, *SIX, "--run.dir", there)
+    assert done.code == 2 and "is in use by another run (pid 5 on node-17" in done.err.splitlines()[-1]
+    assert time.monotonic() - refused_after > 2.0
+    threading.Timer(1.0, other.leave).start()       # it has saved, and ends
+    monkeypatch.setattr(bucket, "ENDING_S", 60.0)
+    other._done.clear()
+    ran(*tiny, *SIX, "--run.dir", there, "--training.steps", "1")
+
+
 @pytest.mark.parametrize(("there", "before", "words", "parts"), [
     ("strangers", "thesis.txt", (), ("holds files and is not a run of ours", "another run.name")),
     ("own", "", ("--checkpoint.resume", "never"), ("already holds a run", 'resume="auto"')),
@@ -204,7 +224,7 @@ def test_launchers_count_failures_and_leave_words_in_the_bucket(server, tmp_path
     assert restart.counted(restart.Failures(run, 2), 1) == 2 * restart.FIRST_S
     assert restart.read(run)["said"] == ["a device failed", "exit code 1"]
     stores.write(addresses.parse(f"{there}/checkpoints/4"), b"{}")
-    assert restart.newest(run) == 4 and restart.counted(restart.Failures(run, 2), 1) == restart.FIRST_S
+    assert restart.newest(run) == 4 and restart.counted(restart.Failures(run, 2), 1) == 0
     messages.write(there, "last_words/0-1", "out of memory")
     assert messages.names(there, "last_words") == ["last_words/0-1"]
     assert messages.read(there, "last_words/0-1") == "out of memory" and messages.read(there, "last_words/0-2") is None

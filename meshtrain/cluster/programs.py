@@ -80,7 +80,8 @@ def _key(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Devic
     client = devices[0].client
     host = [platform.machine(), _cpu()] if client.platform == "cpu" else []
     parts = [lowered.as_text(), sorted((key, str(value)) for key, value in options.items()),
-             jax.__version__, importlib.metadata.version("jaxlib"), client.platform_version, os.environ.get("XLA_FLAGS", ""),
+             jax.__version__, importlib.metadata.version("jaxlib"), client.platform_version,
+             os.environ.get("XLA_FLAGS", ""),
              [(device.id, device.process_index, device.device_kind) for device in devices], host,
              str(jax.config.values)]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

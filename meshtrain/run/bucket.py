@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -24,6 +23,7 @@ from meshtrain.storage import addresses, mirror, stores
 from meshtrain.storage.addresses import Address
 
 LOOK_S = 1.0
+ENDING_S = 60.0     # so long another host's run that gives signs of life is waited for
 
 
 @contextlib.contextmanager
@@ -39,9 +39,10 @@ def claimed(run: Run) -> Iterator[rundir.Claim]:
             stack.callback(lease.leave)
         claim = rundir.Claim(str(address), directory, began["nonce"], lambda: _text(address))
         agree.everywhere(lambda: _check_seen(address, claim.nonce))
-        here = [socket.gethostname(), str(directory)]
-        first = agree.exchange(here).index(here) == jax.process_index()     # of this host's processes
-        agree.everywhere(lambda: _fetch(address, directory) if first else None)
+        hosts, me = agree.exchange([socket.gethostname(), str(directory)]), jax.process_index()
+        wanted = contents.is_sent if hosts[me] == hosts[0] else contents.is_read_by_all
+        # by the first process of each host
+        agree.everywhere(lambda: _fetch(address, directory, wanted) if hosts.index(hosts[me]) == me else None)
         if jax.process_index():
             yield claim
             return
@@ -54,7 +55,6 @@ def claimed(run: Run) -> Iterator[rundir.Claim]:
         except ConfigError:     # found late, in the data: a mistake leaves nothing behind
             if began["empty"] and not stores.children(address.below(contents.CHECKPOINTS))[0]:
                 sender.forget()
-                shutil.rmtree(directory, ignore_errors=True)
                 lease.leave(remove=True)
             raise
 
@@ -66,6 +66,7 @@ class _Look:
         self.run, self.address, self.lease = run, address, lease
         self.waiting = files.Waiting(f"run.dir={address} is in use by another run", say.err)
         self._signs: set = set()
+        self._until = time.monotonic() + ENDING_S
 
     def try_claim(self) -> dict | None:
         """The nonce of the claim, and whether there was nothing before; None where another still has it."""
@@ -80,7 +81,8 @@ class _Look:
             except mirror.LeaseHeld as held:
                 other = rundir.named(held.text)
                 self._signs.add(held.sign)
-                if rundir.is_here(other) or len(self._signs) > 2:       # it has given a sign of life
+                # Of another host it may be about to end: a signal came to it, and it saves.
+                if rundir.is_here(other) or len(self._signs) > 2 and time.monotonic() > self._until:
                     raise ConfigError(f"run.dir={self.address} is in use by another run{rundir.by(other)}; wait for it "
                                       f"or give another run.name") from None
                 self.waiting.go_on(rundir.by(other), held.sign)
@@ -109,6 +111,6 @@ def _check_seen(address: Address, nonce: str) -> None:
                               f"does not see what process 0 wrote there; give all the same endpoint and credentials")
 
 
-def _fetch(address: Address, directory: Path) -> None:
+def _fetch(address: Address, directory: Path, wanted: Callable[[str], bool]) -> None:
     with user_errors("run.dir: "):
-        mirror.fetch(address, directory, contents.is_sent)
+        mirror.fetch(address, directory, wanted)

@@ -16,6 +16,7 @@ from meshtrain.storage import addresses, mirror, stores
 CONFIG, RULES, LOCK, CHECKPOINTS, TENSORBOARD = "config.toml", "rules.toml", ".lock", "checkpoints", "tensorboard"
 CHANGES, REFERENCE, ROLLOUTS, SAMPLERS = "changes.jsonl", "reference.npy", "rollouts", "samplers"
 HISTORY, ALIVE, STACKS = "history.jsonl", ".alive", "stacks"
+KEPT = "hf"                                                 # what accompanies the weights that it started from
 CACHE = ".meshtrain"                                        # of tokens
 RESTARTS, LAST_WORDS = "restarts.json", "last_words"        # of launchers
 
@@ -45,6 +46,11 @@ def _written(name: str) -> str:
 def is_sent(name: str) -> bool:
     """Whether a file of the run directory, by its name within it, is in the bucket, too."""
     return name.split(os.sep)[0] not in NOT_SENT
+
+
+def is_read_by_all(name: str) -> bool:
+    """Whether all processes read it, and not the first alone."""
+    return name.split(os.sep)[0] in (ROLLOUTS, KEPT)
 
 
 def opened(name: str) -> Path:
