@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors as published
 
 from meshtrain import assembly, config
 from meshtrain.checkpoint import pretrained
@@ -65,9 +66,14 @@ class Loaded:
 
 
 def contents(directory: Path) -> dict[str, tuple]:
-    """Name -> (dtype, shape, bytes) of every tensor of a folder."""
+    """Name -> (dtype, shape, bytes) of every tensor of a folder, as the published library has them; ours reads the same.
+    """
     found = {}
     for path in sorted(directory.glob("*.safetensors")):
-        for name, entry in safetensors.read_header(path).items():
-            found[name] = entry.dtype, entry.shape, safetensors.read(entry, 0, math.prod(entry.shape)).tobytes()
+        own = {name: (entry.dtype, entry.shape, safetensors.read(entry, 0, math.prod(entry.shape)).tobytes())
+               for name, entry in safetensors.read_header(path).items()}
+        theirs = {name: (one["dtype"], tuple(one["shape"]), bytes(one["data"]))
+                  for name, one in published.deserialize(path.read_bytes())}
+        assert own == theirs
+        found |= theirs
     return found
