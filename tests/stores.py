@@ -205,7 +205,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def surroundings(server, tmp_path, monkeypatch):
-    """The environment of a command, an empty log, and no waits."""
+    """The environment of a command, an empty log, and no waits; none goes on writing its lease."""
     (tmp_path / "copies").mkdir()
     for key, value in environment(server, tmp_path / "copies").items():
         monkeypatch.setenv(key, value)
@@ -213,3 +213,5 @@ def surroundings(server, tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "PAUSES_S", (0.01,) * 4)
     server.log.clear()
     server.faults.clear()
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "lease"]

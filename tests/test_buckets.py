@@ -317,13 +317,17 @@ def _taken(lease: mirror.Lease, text: str) -> bool:
 
 
 def test_of_many_that_come_at_once_one_has_the_lease(tmp_path, quick):
-    place, had = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/.lock"), []
-    threads = [threading.Thread(target=lambda i=i: had.append(_taken(mirror.Lease(place), str(i)))) for i in range(8)]
+    place, had = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/.lock"), {}
+    leases = [mirror.Lease(place) for _ in range(8)]
+    take = lambda lease: had.__setitem__(lease, _taken(lease, str(id(lease))))
+    threads = [threading.Thread(target=take, args=(lease,)) for lease in leases]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(had) == [False] * 7 + [True]
+    owner, = (lease for lease in leases if had[lease])
+    assert mirror.text_of(stores.read(place)) == str(id(owner))
+    owner.leave()
 
 
 def test_an_answer_that_is_lost_does_not_lose_the_lease(tmp_path, server):
