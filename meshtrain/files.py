@@ -39,6 +39,9 @@ LOCK_WAIT_S, TELL_AGAIN_S = 300.0, 60.0
 CHUNK_BYTES = 4 << 20  # read at once: larger than what keeps a disk busy, smaller than a core's share of the cache
 Value = TypeVar("Value")
 
+tell: Callable[[str], None] = lambda line: None     # gets what fails for a moment; commands print it
+_told_at: dict[str, float] = {}     # by reason
+
 
 class FileSystemError(OSError):
     """The file system refused something that is no mistake of the user's, and went on refusing it. The message says
@@ -71,8 +74,20 @@ def patiently(act: Callable[[], Value], *, missing: bool = False) -> Value:
         except OSError as error:
             if is_mistake(error) and not (missing and isinstance(error, FileNotFoundError)):
                 raise
-            time.sleep(pause_s)
+            if is_mistake(error):
+                time.sleep(pause_s)
+            else:
+                pause(pause_s, error.filename or "the file system", error.strerror or str(error))
     return act()
+
+
+def pause(seconds: float, place: str, reason: str) -> None:
+    """Before something is asked again that failed for a moment: waits, and tells it, each reason once in TELL_AGAIN_S.
+    """
+    if time.monotonic() - _told_at.get(reason, -float("inf")) >= TELL_AGAIN_S:
+        _told_at[reason] = time.monotonic()
+        tell(f"{place}: {reason}; it is asked again")
+    time.sleep(seconds)
 
 
 def status(path: str | os.PathLike) -> os.stat_result | None:

@@ -71,7 +71,7 @@ PEERS_STOP_S = 3.0      # within so long all processes of a run that is told to 
 
 
 def main(argv: Sequence[str]) -> int:
-    account = goodput.Account(BEGAN)
+    account, files.tell = goodput.Account(BEGAN), say.err
     try:
         run = config.load(argv)
         metrics.check_wandb(run)

@@ -23,7 +23,7 @@ pytest.importorskip("moto", reason="the S3 server on loopback needs pip install 
 from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
 
 from launch import restart  # noqa: E402
-from meshtrain import config, convert, generate, report, train  # noqa: E402
+from meshtrain import config, convert, files, generate, report, train  # noqa: E402
 from meshtrain.run import bucket, contents  # noqa: E402
 from meshtrain.storage import addresses, copies, messages, mirror, stores  # noqa: E402
 
@@ -121,11 +121,14 @@ def test_a_bucket_that_fails_is_told_and_ends_no_run(server, tiny, monkeypatch):
     there = f"s3://{BUCKET}/failing"
     monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,) * 2)
     monkeypatch.setattr(mirror, "EVERY_S", 0.05)
+    monkeypatch.setattr(files, "_told_at", {})
     lasts = lambda: any("metrics" in line for line in server.asked("PUT", "failing/metrics"))
     server.faults += [Fault("failing/metrics", 4, 503), Fault("failing/checkpoints/2.", 30, 503),
                       Fault("failing/checkpoints/4.", 1, 500)]
     done = ran(*tiny, *SIX, "--run.dir", there)
     assert "step 2 not saved" in done.err and "503" in done.err and lasts()
+    assert done.err.count("the server answers 503 (SlowDown); it is asked again") == 1      # in a minute
+    assert done.err.count("the server answers 500 (SlowDown); it is asked again") == 1
     assert [row["step"] for row in kept_rows(there)] == [1, 2, 3, 4, 5, 6] and contents.steps(there) == [4, 6]
 
 

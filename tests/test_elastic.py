@@ -180,10 +180,10 @@ def trained_on(life: soak.Life) -> None:
 @pytest.mark.first
 def test_a_run_of_four_processes_goes_on_in_two_and_then_in_four_with_the_losses_of_the_undisturbed_one(tmp_path):
     soak.prepare(tmp_path)
-    undisturbed = soak.Life(tmp_path, "undisturbed", 4)
+    undisturbed = soak.Life(tmp_path, "undisturbed", soak.Setting(4))
     assert undisturbed.end() == 0, undisturbed.said()
 
-    life = soak.Life(tmp_path, "elastic", 4, "--min-processes", "2")
+    life = soak.Life(tmp_path, "elastic", soak.Setting(4), own=("--min-processes", "2"))
     trained_on(life)
     killed(life, 4, 3)
     # again, and nothing was saved between: it is left out, and of three only two divide the batch

@@ -48,6 +48,20 @@ def test_a_moment_of_the_file_system_is_waited_for_and_then_no_mistake(code):
     assert len(calls) == 3
 
 
+def test_what_is_asked_again_is_told_and_each_reason_once_in_a_while(monkeypatch):
+    said = []
+    monkeypatch.setattr(files, "tell", said.append)
+    monkeypatch.setattr(files, "_told_at", {})
+    for code in (errno.ESTALE, errno.ESTALE, errno.EIO):
+        files.attempted(refusing(code, times=2)[0], "x", "y")
+    with pytest.raises(FileNotFoundError):      # another host's new file may not be seen yet: nothing has failed
+        files.patiently(lambda: os.stat("nowhere"), missing=True)
+    assert said == [f"the file system: {os.strerror(code)}; it is asked again" for code in (errno.ESTALE, errno.EIO)]
+    monkeypatch.setattr(files, "TELL_AGAIN_S", 0.0)
+    files.attempted(refusing(errno.EIO, times=1)[0], "x", "y")
+    assert len(said) == 3
+
+
 @pytest.mark.parametrize("times", [1, 10**6])
 def test_a_directory_is_removed_although_the_file_system_refuses_once(times, tmp_path, monkeypatch):
     (tmp_path / "doomed" / "within").mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""Faults at random moments, mid-save, mid-restore and mid-compile included: what `python -m tests.soak` does, with a
-few of them."""
+"""Faults at random moments, mid-save, mid-restore and mid-compile included: what `python -m benchmarks.soak` does, with
+a few of them."""
 
 import sys
 
@@ -10,13 +10,16 @@ from tests import soak
 # 20 faults in every run of .ci/run, in three kinds of run; and more of them.
 IN_CI = [(1, 7, 2), (2, 5, 2), (4, 3, 1)]
 MORE = [(1, 20, 5), (2, 16, 4), (4, 8, 2)]
+KILLS = ["kill", "kill all", "kill", "kill launcher", "kill", "terminate", "kill"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("processes, kills, stops",
+@pytest.mark.parametrize("processes, kills, pauses",
                          [*(pytest.param(*one, marks=pytest.mark.first) for one in IN_CI), *MORE])
-def test_a_run_that_is_hit_again_and_again_equals_the_undisturbed_one(tmp_path, processes, kills, stops):
-    stats = soak.torment(tmp_path, kills, stops, processes, seed=kills)
-    assert (stats.kills, stats.stops) == (kills, stops)
-    assert stats.mid_save >= (kills + stops) // 8
+def test_a_run_that_is_hit_again_and_again_equals_the_undisturbed_one(tmp_path, processes, kills, pauses):
+    faults = [KILLS[i % len(KILLS)] for i in range(kills)] + ["hang"] + ["pause"] * (pauses - 1)
+    met, _ = soak.torment(tmp_path, soak.Setting(processes), faults, seed=kills)
+    assert sorted(one.fault for one in met) == sorted(faults)
+    assert sum(one.half_saved for one in met) >= len(faults) // 8
+    assert all(one.named for one in met if one.fault == "hang" and one.after_s)

@@ -6,7 +6,8 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 
-from meshtrain.config import Command, ConfigError, Arguments
+from meshtrain import files
+from meshtrain.config import Arguments, Command, ConfigError
 from meshtrain.files import FileSystemError
 from meshtrain.run import say, stops
 from meshtrain.run.stops import DONE, FAILED, USER_ERROR
@@ -41,6 +42,7 @@ def entry(command: Command, about: str | None, failures: tuple[type[Exception], 
             if {"--help", "-h"} & set(own):
                 say.out(command.help(about or ""))
                 return DONE
+            files.tell = say.err
             try:
                 return body(command.read(words)) or DONE
             except ConfigError as error:

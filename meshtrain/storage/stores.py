@@ -115,7 +115,7 @@ def _patiently(address: Address, act: Callable[[], Value], done: Callable[[], in
             if tries == len(pauses_s):
                 raise files.FileSystemError(f"{address} cannot be {verb}: {error}, {tries + 1} times in a row; see to "
                                             f"the server or the network, and start again") from None
-            time.sleep(pauses_s[tries])
+            files.pause(pauses_s[tries], str(address), str(error))
             tries += 1
 
 
