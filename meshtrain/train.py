@@ -54,6 +54,7 @@ from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import params as model_params
 from meshtrain.run import (
     apart, bias_warmup, bucket, contents, dpo_reference, goodput, history, loop, metrics, replicas, rollouts, rundir,
+    trackers,
 )
 from meshtrain.run.apart import Orders, SentWeights
 from meshtrain.run.hooks import RewardValidation, Trace, ValidationHook
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     account, files.tell = goodput.Account(BEGAN), say.err
     try:
         run = config.load(argv)
-        metrics.check_wandb(run)
+        trackers.check(run)
         cluster = find.cluster(run.distributed, os.environ)
         # Which process this is belongs to no run.
         run = run.model_copy(update={"distributed": run.distributed.without_place()})

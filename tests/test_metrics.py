@@ -1,27 +1,26 @@
-"""metrics.jsonl: exact floats, null for what is not finite, and a resume that leaves no row twice; the same rows as
-TensorBoard and W&B read them."""
+"""metrics.jsonl: exact floats, null for what is not finite, and a resume that leaves no row twice."""
 
 import contextlib
 import errno
-import importlib.util
 import json
 import os
 import resource
-import struct
 import time
 import tracemalloc
-import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing import event_accumulator
 
-from meshtrain import config, train
-from meshtrain.run import goodput, hooks, metrics, rows
+from meshtrain import config
+from meshtrain.run import goodput, metrics, rows
+
+
+def run_file(directory, *overrides):
+    directory.mkdir(exist_ok=True)
+    return config.load(["--run.dir", str(directory), "--run.name", "mine", *overrides])
 
 
 def test_rows_are_readable_while_the_run_goes_on(tmp_path):
@@ -225,210 +224,3 @@ def test_rows_that_never_found_room_are_told_at_the_end_and_a_resume_repairs_the
     with disk_of(20), metrics.MetricsWriter(tmp_path / "m.jsonl") as writer:
         rows.cut_after(writer.path, 1)    # needs no room
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n'
-
-
-def test_tensorboard_loses_no_row_to_a_full_disk_either(tmp_path, capsys):
-    with contextlib.closing(metrics.TensorBoard(tmp_path / "tb", 0)) as board:
-        board.write({"step": 1, "loss": 1.0})
-        with disk_of(next((tmp_path / "tb").iterdir()).stat().st_size + 10):
-            board.write({"step": 2, "loss": 2.0})
-        board.write({"step": 3, "loss": 3.0})
-    assert curves(tmp_path / "tb")["train/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
-
-
-# ---- TensorBoard -----------------------------------------------------------------------------------------------------
-
-
-def curves(directory) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard itself reads: tag -> [(step, value)]."""
-    accumulator = event_accumulator.EventAccumulator(str(directory), size_guidance={"scalars": 0})
-    accumulator.Reload()
-    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
-            for tag in accumulator.Tags()["scalars"]}
-
-
-def test_tensorboard_shows_every_number_of_a_row_at_its_step(tmp_path):
-    row = {"step": 7, "loss": np.float32(2.5), "grad_norm": jnp.float32(0.5), "learning_rate": 1e-3, "tokens": 4096,
-           "step_time_s": 0.25, "tokens_per_s": 1e4, "mfu": None, "skipped": True, "data_wait_s": 0.125,
-           "checkpoint_wait_s": 0.0, "val_loss": 3.5}
-    with contextlib.closing(metrics.TensorBoard(tmp_path, 6)) as board:
-        board.write(row)
-        written = curves(tmp_path)  # while the run goes on
-    assert written == {tag: [(7, np.float32(value))] for tag, value in {
-        "train/loss": 2.5, "train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/tokens": 4096,
-        "train/skipped": 1,
-        "validation/loss": 3.5, "time/step_s": 0.25, "time/data_wait_s": 0.125, "time/checkpoint_wait_s": 0,
-        "tokens_per_s": 1e4}.items()}
-
-
-@pytest.mark.parametrize("torn", [0, 1, 30])
-def test_tensorboard_shows_no_step_twice_after_a_resume_from_an_earlier_one(tmp_path, torn):
-    for after, upto in ((0, 5), (2, 7), (6, 8)):    # killed after 5, gone on after 2, and so on
-        with contextlib.closing(metrics.TensorBoard(tmp_path, after)) as board:
-            for step in range(after + 1, upto + 1):
-                validation = {"val_loss": 9.0} if (after, step) == (0, 5) else {}
-                board.write({"step": step, "loss": 100.0 * after + step, **validation})
-        newest = max(tmp_path.iterdir())
-        newest.write_bytes(newest.read_bytes() + b"\x13" * torn)    # what a kill may leave of a record
-    shown = curves(tmp_path)
-    assert shown["train/loss"] == [(1, 1), (2, 2), (3, 203), (4, 204), (5, 205), (6, 206), (7, 607), (8, 608)]
-    assert shown.get("validation/loss", []) == [], "the one of a step that was done again is gone too"
-
-
-def test_event_files_of_others_are_left_alone(tmp_path):
-    for name in ("1700000000.host.profile-empty", "1700000000.host.1.0", "x", "", "²", "7"):
-        (tmp_path / f"events.out.tfevents.{name}").write_bytes(b"")
-    for after, number in ((0, "000001"), (1, "000002")):
-        with contextlib.closing(metrics.TensorBoard(tmp_path, after)) as board:
-            board.write({"step": after + 1, "loss": 2.0})
-        assert (tmp_path / f"events.out.tfevents.{number}").stat().st_size
-    assert curves(tmp_path)["train/loss"] == [(1, 2.0), (2, 2.0)]
-
-
-def test_tensorboard_that_cannot_be_written_stops_no_run(tmp_path, capsys):
-    (tmp_path / "tensorboard").write_text("a file\n")
-    with metrics.open_writers(run_file(tmp_path), tmp_path, 0) as writers:
-        writers.write({"step": 1, "loss": 2.0})
-    assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1]
-    assert "tensorboard/events.out.tfevents.000001 cannot be written: Not a directory" in capsys.readouterr().err
-
-
-# ---- one writer, and W&B ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def wandb_in_silence(monkeypatch):
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")    # to W&B itself, over the network
-
-
-def run_file(directory, *overrides):
-    directory.mkdir(exist_ok=True)
-    return config.load(["--run.dir", str(directory), "--run.name", "mine", *overrides])
-
-
-def test_only_the_first_of_several_processes_writes(tmp_path, monkeypatch):
-    run = run_file(tmp_path / "run", "--metrics.wandb", "theirs", "--metrics.profile_steps", "[1, 2]")
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with metrics.open_writers(run, tmp_path / "run", 0) as writers:
-        writers.write({"step": 1, "loss": 2.0})
-    assert list((tmp_path / "run").iterdir()) == []
-    assert hooks.Trace(run.metrics.profile_steps, tmp_path, 0).first == 0
-
-
-def test_tensorboard_can_be_switched_off(tmp_path):
-    with metrics.open_writers(run_file(tmp_path, "--metrics.tensorboard", "false"), tmp_path, 0) as writers:
-        writers.write({"step": 1, "loss": 2.0})
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_wandb_without_its_package_is_refused_before_anything_is_made(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert train.main(["--metrics.wandb", "theirs"]) == 2
-    told = capfd.readouterr().err
-    assert told.startswith('error: metrics.wandb="theirs" needs the package wandb')
-    assert "pip install -e '.[wandb]'" in told
-    assert list(tmp_path.iterdir()) == []
-
-
-def records(path):
-    """The records of a .wandb file: 7 bytes of header, then framed as a LevelDB log: crc, length, kind (1: whole)."""
-    from wandb.proto import wandb_internal_pb2
-    data, at = path.read_bytes(), 7
-    while at + 7 <= len(data):
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        assert kind == 1, "larger than this test expects"
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data[at + 7:at + 7 + length])
-        yield record
-        at += 7 + length
-
-
-def test_wandb_offline_has_rows_and_settings_and_a_resume_goes_on_in_the_same_run(tmp_path, capfd):
-    wandb = pytest.importorskip("wandb")
-    run = run_file(tmp_path / "run", "--metrics.wandb", "theirs", "--data.seq_len", "96")
-    for after, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        with metrics.open_writers(run, tmp_path / "run", after) as writers:
-            for step in steps:
-                writers.write({"step": step, "loss": step / 4, "mfu": None})
-        wandb.teardown()    # the next start of a run is another process
-        time.sleep(0 if after else 1.1)   # W&B names its directories by the second
-    assert "W&B" not in capfd.readouterr().err
-    identity = (tmp_path / "run" / "wandb" / "run-id").read_text()
-    starts = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
-    rows = []
-    for start in starts:
-        for record in records(start):
-            if record.HasField("run"):
-                assert (record.run.run_id, record.run.display_name, record.run.project) == (identity, "mine", "theirs")
-                settings = {item.key: json.loads(item.value_json) for item in record.run.config.update}
-                assert settings["data"]["seq_len"] == 96
-            if record.HasField("history"):
-                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                rows.append((row["_step"], row["train/loss"]))
-                assert "mfu" not in row
-    assert rows == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 0.75), (4, 1.0)]
-
-
-@pytest.mark.parametrize("fault", ["no server", "no key"])
-def test_wandb_that_cannot_be_reached_is_told_and_written_offline(tmp_path, monkeypatch, capfd, fault):
-    pytest.importorskip("wandb")
-    monkeypatch.setattr(metrics, "WANDB_START_TIMEOUT_S", 0.5)
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("HOME", str(tmp_path))   # nobody's own key
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    if fault == "no server":
-        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    with metrics.open_writers(run_file(tmp_path / "run", "--metrics.wandb", "theirs"), tmp_path / "run", 0) as writers:
-        writers.write({"step": 1, "loss": 2.0})
-    assert "W&B cannot be started online" in (told := capfd.readouterr().err) and "wandb sync" in told
-    assert "cannot be started offline" not in told
-    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
-
-
-def test_wandb_online_goes_on_in_the_same_run_behind_what_it_has(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    asked, logged = [], []
-
-    class Theirs:   # what the server says of a run that has steps up to 3
-        step = 4
-        log = staticmethod(lambda row, step, commit: logged.append(step))
-        finish = staticmethod(lambda exit_code: logged.append(f"finished with {exit_code}"))
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setattr(wandb, "init", lambda **settings: (asked.append(settings), Theirs)[1])
-    for _ in range(2):
-        with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "theirs"), tmp_path, 2) as writers:
-            for step in (3, 4, 5):
-                writers.write({"step": step, "loss": 1.0})
-    assert logged == 2 * [4, 5, "finished with 0"], "the step that is done again is not asked to be written twice"
-    assert [start["resume"] for start in asked] == ["allow", "allow"] and asked[0]["id"] == asked[1]["id"] != ""
-
-
-def test_an_empty_wandb_identity_is_made_anew(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "run-id").write_text("")      # killed between making the file and writing it
-    asked = []
-    monkeypatch.setattr(wandb, "init", lambda **settings: asked.append(settings["id"])
-                        or types.SimpleNamespace(step=0, finish=lambda exit_code: 0))
-    for _ in range(2):
-        with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "theirs"), tmp_path, 0):
-            pass
-    assert asked[0] == asked[1] != "" and os.listdir(tmp_path / "wandb") == ["run-id"]
-
-
-def test_wandb_that_fails_in_the_middle_is_told_once_and_every_row_is_kept(tmp_path, monkeypatch, capfd):
-    wandb = pytest.importorskip("wandb")
-
-    def fail(self, *_, **__):
-        raise ConnectionError("the network is down")
-    monkeypatch.setattr(wandb.Run, "log", fail)
-    with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "theirs"), tmp_path, 0) as writers:
-        for step in (1, 2, 3):
-            writers.write({"step": step, "loss": 2.0})
-    assert capfd.readouterr().err.count("W&B failed at step 1: the network is down") == 1
-    assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    assert len(curves(tmp_path / "tensorboard")["train/loss"]) == 3

@@ -163,6 +163,7 @@ ROWS = {
         ("--metrics.profile_steps '[5, 3]'", "metrics.profile_steps"),
         ("--metrics.profile_steps '[1, 2, 3]'", "metrics.profile_steps"),
         ("--metrics.wandb offline", "metrics.wandb"),
+        ("--metrics.prometheus 70000", "metrics.prometheus=70000"),
         ("--distributed.coordinator_address nowhere", "distributed"),
         ("--distributed.num_processes 2", "distributed"),
         ("--distributed.coordinator_address localhost:99999 --distributed.num_processes 2 --distributed.process_id 0",

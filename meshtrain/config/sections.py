@@ -559,6 +559,10 @@ class Metrics(Section):
     wandb: str = key("",
                      "project of Weights & Biases that gets the rows too (WANDB_MODE=offline: for later, in "
                      "run.dir/wandb); empty = none")
+    mlflow: str = key("", "experiment of MLflow that gets the rows too, at the server of MLFLOW_TRACKING_URI; empty = "
+                          "none")
+    prometheus: int = key(0, "port at which process 0 serves the last row to Prometheus, as /metrics; 0 = none", ge=0,
+                          le=65535)
     profile_steps: tuple[int, ...] = key(
         (), "first and last step to profile, e.g. [10, 12]; empty = none", strict=False)
 

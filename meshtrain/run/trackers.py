@@ -1,0 +1,281 @@
+"""Trackers: what gets the rows of a run beside metrics.jsonl, while it runs. metrics.jsonl is the record; no tracker
+stops a run or holds a step up.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import http.server
+import importlib.util
+import os
+import re
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from meshtrain import files
+from meshtrain.config import ConfigError, Run
+from meshtrain.run import contents, rows, say
+
+NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file of ours
+WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
+WANDB_FINISH_TIMEOUT_S = 120.0   # for uploading what is left at the end; without one, no network means no end
+MLFLOW_FINISH_S, MLFLOW_PAUSE_S = 60.0, 10.0    # for what is left at the end; before what failed is tried again
+MLFLOW_ROWS, MLFLOW_AT_ONCE = 10_000, 20        # that may wait, and in a request, which may have 1,000 numbers
+MLFLOW_PARAMETERS, MLFLOW_TEXT = 100, 500       # in a request; characters of one
+MLFLOW_STEP = "meshtrain.step"                  # the tag with the last step that it has
+# Nothing goes to anybody but the server, and what it does not take is asked again here.
+MLFLOW_ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+                      "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+
+
+class Tracker(contextlib.AbstractContextManager, Protocol):
+    """Opened before the first step, closed after the last; `log` gets each row's numbers, by tag (train/loss), in the
+    order of the steps. It returns at once and raises nothing: what fails is told once, on stderr."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+
+def check(run: Run) -> None:
+    """Raises: ConfigError where a run asks for a tracker whose package is not installed. Called by commands that train.
+    """
+    for name in ("wandb", "mlflow"):
+        if (value := getattr(run.metrics, name)) and importlib.util.find_spec(name) is None:
+            raise ConfigError(f'metrics.{name}="{value}" needs the package {name}, which is not installed; pip install '
+                              f"-e '.[{name}]' in a checkout of meshtrain, or leave metrics.{name} out")
+
+
+def asked(run: Run, directory: Path, after: int) -> Iterator[Tracker]:
+    """Those that the run file asks for, of a run that resumes after step `after`."""
+    if run.metrics.tensorboard:
+        yield TensorBoard(directory / contents.TENSORBOARD, after)
+    if run.metrics.prometheus:
+        yield Prometheus(run.metrics.prometheus, run.run.name)
+    if run.metrics.mlflow:
+        yield MLflow(run, directory)
+    if run.metrics.wandb:
+        yield WandB(run, directory)
+
+
+class TensorBoard(rows.Appended):
+    """Scalars by step, in a new event file of `directory` for each start of the run, which begins after step `after`.
+
+    tensorboardX encodes the events; the file is ours, because its writer thread holds rows back for two minutes, dies
+    on a full disk, and then blocks `close`.
+    """
+
+    def __init__(self, directory: Path, after: int):
+        from tensorboardX.proto import event_pb2   # here: commands that train nothing need no third of a second for it
+        self._event = event_pb2.Event
+        with contextlib.suppress(OSError):      # told when the first event cannot be written
+            directory.mkdir(exist_ok=True)
+        # TensorBoard reads the files in the order of their names: numbers, because clocks of two hosts may differ.
+        # Others write here, too: its profiler leaves an events.out.tfevents.SECONDS.HOST.profile-empty.
+        numbers = (NUMBERED.fullmatch(path.name) for path in directory.glob("events.out.tfevents.*"))
+        number = 1 + max((int(found[1]) for found in numbers if found), default=0)
+        super().__init__(directory / f"events.out.tfevents.{number:06}")
+        self._append_event(file_version="brain.Event:2")
+        # SessionLog.START makes TensorBoard drop events of earlier files from this step on.
+        self._append_event(step=after + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        values = [{"tag": tag, "simple_value": value} for tag, value in numbers.items()]
+        self._append_event(step=step, summary={"value": values})
+
+    def _append_event(self, **event) -> None:
+        from tensorboardX.record_writer import masked_crc32c
+        data = self._event(wall_time=time.time(), **event).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        self.append(b"".join((length, struct.pack("<I", masked_crc32c(length)),
+                              data, struct.pack("<I", masked_crc32c(data)))))
+
+
+class WandB(contextlib.AbstractContextManager):
+    """A W&B run with rows and settings, files in directory/wandb; a resumed run continues the same one.
+
+    Where W&B cannot start online (no key, no network) it runs offline, for `wandb sync` to upload. A later failure is
+    reported once and ends W&B, not training. Of steps that a resume repeats W&B keeps the first values: its history
+    cannot go back.
+    """
+
+    def __init__(self, run: Run, directory: Path):
+        import wandb   # here: it is optional, and takes a second to import
+        kept = directory / "wandb" / "run-id"
+        if not (identity := _kept(kept)):
+            files.replace(kept, identity := secrets.token_hex(4))
+        self._run, self._first = None, 0
+        for mode in dict.fromkeys((os.environ.get("WANDB_MODE", "online"), "offline")):
+            try:
+                self._run = wandb.init(
+                    project=run.metrics.wandb, name=run.run.name, id=identity, dir=directory, mode=mode,
+                    resume="allow" if mode == "online" else None, config=run.model_dump(mode="json"),
+                    allow_val_change=True,   # a resume may have another mesh or more steps
+                    settings=wandb.Settings(console="off", init_timeout=WANDB_START_TIMEOUT_S,
+                                            finish_timeout=WANDB_FINISH_TIMEOUT_S))
+                self._first = self._run.step    # of the next row; W&B drops what comes before, with a warning each
+                return
+            except Exception as error:   # whatever W&B has against it: the run is worth more
+                say.err(f"W&B cannot be started {mode}: {error}; " + (
+                    f"it is written to {kept.parent} instead, and `wandb sync` uploads it" if mode == "online" else
+                    "the run goes on without it, metrics.jsonl has every row"))
+                wandb.teardown()   # or the id would count as in use
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self._run is None or step < self._first:
+            return
+        try:
+            self._run.log(dict(numbers), step=step, commit=True)
+        except Exception as error:
+            say.err(f"W&B failed at step {step}: {error}; the run goes on without it, metrics.jsonl has every row")
+            self._run = None
+
+    def __exit__(self, kind, *_):
+        if self._run is not None:
+            try:
+                self._run.finish(exit_code=int(kind is not None))
+            except Exception as error:
+                say.err(f"W&B could not be finished: {error}; `wandb sync` uploads what its directory has")
+
+
+def _kept(path: Path) -> str:
+    """The run's name at a service, as an earlier start has kept it; "" for none, also where a start was killed between
+    making the file and writing it."""
+    path.parent.mkdir(exist_ok=True)
+    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+
+
+class MLflow(contextlib.AbstractContextManager):
+    """A run of MLflow's, at the server of MLFLOW_TRACKING_URI, with the run file's keys as parameters and the rows; a
+    resumed run continues the same one, behind the steps that it has.
+
+    A thread of its own sends the rows: those that a server which is slow or gone does not take wait, the newest
+    MLFLOW_ROWS of them.
+    """
+
+    def __init__(self, run: Run, directory: Path):
+        self._run, self._kept = run, directory / "mlflow" / "run-id"
+        self._rows: collections.deque[tuple[int, int, Mapping[str, float]]] = collections.deque(maxlen=MLFLOW_ROWS)
+        self._more, self._closing, self._left = threading.Event(), False, threading.Event()
+        self._client, self._id, self._sent, self._failing = None, "", 0, False
+        self._thread = threading.Thread(target=self._work, daemon=True, name="mlflow")
+        self._thread.start()
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._rows.append((step, int(time.time() * 1000), numbers))
+        self._more.set()
+
+    def _work(self) -> None:
+        while self._rows or not self._closing:
+            try:
+                if not self._id:
+                    self._begin()
+                self._more.wait()
+                self._more.clear()
+                while self._rows:
+                    self._send(list(self._rows)[:MLFLOW_AT_ONCE])
+                self._failing = False
+            except Exception as error:      # whatever MLflow has against it: the run is worth more
+                if not self._failing:
+                    say.err(f"MLflow takes no rows: {_without_secrets(error)}; they wait, and metrics.jsonl has every "
+                            f"one")
+                self._failing = True
+                self._more.set()
+                if self._left.wait(MLFLOW_PAUSE_S):
+                    return
+
+    def _begin(self) -> None:
+        for name, value in MLFLOW_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        import mlflow   # here: it is optional, and takes a second to import
+        client, experiment = mlflow.MlflowClient(), self._run.metrics.mlflow
+        if identity := _kept(self._kept):
+            self._sent = int(client.get_run(identity).data.tags.get(MLFLOW_STEP, 0))
+            client.update_run(identity, status="RUNNING")
+        else:
+            found = client.get_experiment_by_name(experiment)
+            identity = client.create_run(found.experiment_id if found else client.create_experiment(experiment),
+                                         run_name=self._run.run.name).info.run_id
+            given = [mlflow.entities.Param(f"{section}.{key}", str(value)[:MLFLOW_TEXT])
+                     for section, table in self._run.model_dump(mode="json").items()
+                     for key, value in (table or {}).items()]
+            for start in range(0, len(given), MLFLOW_PARAMETERS):
+                client.log_batch(identity, params=given[start:start + MLFLOW_PARAMETERS])
+            files.replace(self._kept, identity)
+        self._client, self._id = client, identity
+
+    def _send(self, some: list[tuple[int, int, Mapping[str, float]]]) -> None:
+        from mlflow.entities import Metric, RunTag
+        new = [row for row in some if row[0] > self._sent]
+        if new:
+            self._client.log_batch(
+                self._id, [Metric(tag, value, at, step) for step, at, numbers in new for tag, value in numbers.items()],
+                tags=[RunTag(MLFLOW_STEP, str(new[-1][0]))])
+            self._sent = new[-1][0]
+        for row in some:
+            if self._rows and self._rows[0] is row:     # not given up meanwhile
+                self._rows.popleft()
+
+    def __exit__(self, kind, *_):
+        self._closing = True
+        self._more.set()
+        self._thread.join(0 if self._failing else MLFLOW_FINISH_S)
+        self._left.set()
+        if self._rows:
+            say.err(f"MLflow did not get the rows from step {self._rows[0][0]} on; metrics.jsonl has them")
+        elif self._id:
+            with contextlib.suppress(Exception):
+                self._client.set_terminated(self._id, "FAILED" if kind else "FINISHED")
+
+
+def _without_secrets(error: Exception) -> str:
+    return re.sub(r"//[^/\s]*@", "//…@", f"{type(error).__name__}: {error}").partition("\n")[0][:300]
+
+
+class Prometheus(contextlib.AbstractContextManager):
+    """Serves the last row's numbers at http://HOST:PORT/metrics, in Prometheus' text format (version 0.0.4), labelled
+    with the run's name."""
+
+    def __init__(self, port: int, name: str):
+        label = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        self._label, self._text, self._server = f'{{run="{label}"}}', b"", None
+        tracker = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                found = self.path.partition("?")[0] == "/metrics"
+                body = tracker._text if found else b"see /metrics\n"
+                self.send_response(200 if found else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+        try:
+            self._server = http.server.ThreadingHTTPServer(("", port), Handler)
+        except OSError as error:
+            say.err(f"metrics.prometheus={port} cannot be served: {error.strerror or error}; the run goes on without "
+                    f"it")
+            return
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True, name="prometheus").start()
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        named = {"meshtrain_step": step} | {
+            "meshtrain_" + re.sub(r"[^a-zA-Z0-9_]", "_", tag): value for tag, value in numbers.items()}
+        self._text = "".join(f"# TYPE {name} gauge\n{name}{self._label} {_as_text(value)}\n"
+                             for name, value in named.items()).encode()
+
+    def __exit__(self, *_):
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+
+def _as_text(value: float) -> str:
+    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text := repr(value), text)
