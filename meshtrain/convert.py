@@ -51,7 +51,7 @@ def main(asked: config.Arguments) -> None:
     if len(asked.names) == 1:
         copies.forget()
         with config.user_errors():
-            directory = folder.local(asked.names[0], whole=True, tell=say.err)
+            directory = folder.local(asked.names[0], weights="copied", tell=say.err)
         say.out(_table(directory))
         return
     copies.forget()

@@ -325,7 +325,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     allowed = (*KEYS, *keys)
     copies.forget()
     with config.user_errors():
-        path = folder.local(directory, whole=True, tell=say.err)
+        path = folder.local(directory, weights="copied", tell=say.err)
         there = files.is_dir(path)
         of_run = copies.is_run(directory) if addresses.is_remote(directory) else files.is_dir(path / "checkpoints")
     if not there:

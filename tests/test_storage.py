@@ -258,7 +258,7 @@ def test_an_address_that_is_none_or_holds_a_secret_is_refused(text, part):
 
 def test_a_model_folder_comes_from_the_hub_and_the_token_goes_nowhere_else(server):
     server.hub["models/owner/name"], server.private = GOLDENS / "qwen3", True
-    found = folder.open_folder(folder.local("hf://owner/name", whole=True))
+    found = folder.open_folder(folder.local("hf://owner/name", weights="copied"))
     assert found.model == folder.open_folder(GOLDENS / "qwen3").model
     asked = {one.path.split("/")[1]: one.headers.get("Authorization") for one in server.log}
     assert asked["api"] == asked["owner"] == f"Bearer {TOKEN}" and asked["cdn"] is None
@@ -269,7 +269,7 @@ def test_only_what_accompanies_weights_is_copied_until_they_are_wanted(server):
     server.hub["models/owner/name"] = GOLDENS / "qwen3"
     assert folder.is_one("hf://owner/name") and not server.asked(path=".safetensors")
     first = folder.local("hf://owner/name")
-    assert folder.local("hf://owner/name", whole=True) == first and server.asked(path=".safetensors")
+    assert folder.local("hf://owner/name", weights="copied") == first and server.asked(path=".safetensors")
 
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
@@ -283,7 +283,7 @@ def test_a_model_folder_of_several_files_comes_from_a_bucket_and_the_web(scheme,
     for path in home.iterdir():
         server.put(f"model/{path.name}", path)
     name = f"s3://{BUCKET}/model" if scheme == "s3" else f"{server.url}/web/model"
-    assert folder.open_folder(folder.local(name, whole=True)).entries.keys() == header.entries.keys()
+    assert folder.open_folder(folder.local(name, weights="copied")).entries.keys() == header.entries.keys()
     with pytest.raises(StorageError, match="has no config.json"):
         folder.local(f"{name}/none")
 

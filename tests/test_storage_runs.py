@@ -21,7 +21,8 @@ from stores import BUCKET, SECRET, TOKEN, Fault, server, surroundings  # noqa: E
 
 from meshtrain import config, convert, generate, train  # noqa: E402
 from meshtrain.checkpoint import peft  # noqa: E402
-from meshtrain.storage import copies  # noqa: E402
+from meshtrain.huggingface import folder, safetensors  # noqa: E402
+from meshtrain.storage import copies, stores  # noqa: E402
 
 TWO = ("--training.steps", "2", "--run.sample_tokens", "0")
 
@@ -79,6 +80,52 @@ def test_a_run_begins_from_the_hub_as_from_the_folder_and_offline_without_a_requ
     assert losses(tmp_path / "offline") == losses(tmp_path / "here") and server.log == []
 
 
+def model_in_bucket(server, name: str) -> str:
+    for path in (GOLDENS / "qwen3").iterdir():
+        server.put(f"{name}/{path.name}", path)
+    return f"s3://{BUCKET}/{name}"
+
+
+def test_tensors_of_a_bucket_are_read_by_ranges(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "RANGE_BYTES", 1000)
+    there = model_in_bucket(server, "ranges")
+    directory = folder.local(there, weights="ranges")
+    found, wanted = folder.open_folder(directory), folder.open_folder(GOLDENS / "qwen3")
+    assert not list(directory.glob("*.safetensors")) and found.entries.keys() == wanted.entries.keys()
+    for name, entry in found.entries.items():
+        size = int(np.prod(entry.shape))
+        for start, stop in ((0, size), (size // 3, size // 2), (size - 1, size), (0, 0)):
+            np.testing.assert_array_equal(safetensors.read(entry, start, stop),
+                                          safetensors.read(wanted.entries[name], start, stop))
+    safetensors.copy(found.entries, tmp_path / "copied")
+    safetensors.copy(wanted.entries, tmp_path / "as it was")
+    assert (tmp_path / "copied").read_bytes() == (tmp_path / "as it was").read_bytes()
+    largest = max(found.entries.values(), key=lambda entry: entry.stop - entry.start)
+    server.put("ranges/model.safetensors", b"another")
+    with pytest.raises(stores.Changed, match="model.safetensors has changed"):
+        safetensors.read(largest, 0, int(np.prod(largest.shape)))
+    copies.forget()
+    with pytest.raises(ValueError, match="its header|less than any header|says that"):
+        folder.open_folder(folder.local(there, weights="ranges"))
+
+
+def test_of_several_processes_each_reads_its_shares_of_the_weights(server, tiny, tokens, tmp_path):
+    there, size = model_in_bucket(server, "shared"), (GOLDENS / "qwen3" / "model.safetensors").stat().st_size
+    words = [*without_model(tiny), *tokens, *TWO, "--model.compute_dtype=float32", "--data.validation_fraction=0"]
+    ran(*words, "--checkpoint.init_from", GOLDENS / "qwen3", "--run.dir", "here")
+    server.log.clear()
+    command = [sys.executable, "-m", "launch.local", "--processes", "2", "--", *map(str, words), "--run.dir",
+               str(tmp_path / "there"), "--checkpoint.init_from", there]
+    done = subprocess.run(command, env=test_several_processes.environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(tmp_path / "there") == pytest.approx(losses(tmp_path / "here"), rel=1e-6)
+    ranges = [one.headers["Range"].removeprefix("bytes=").split("-") for one in server.log
+              if one.path.endswith("model.safetensors") and "Range" in one.headers]
+    read = sum(int(last) - int(first) + 1 for first, last in ranges)
+    assert size <= read < 1.5 * size      # each process the header, too
+    assert not list(copies.home().rglob("*.safetensors"))
+
+
 def test_a_tokenizer_by_name_gives_the_tokens_of_its_file(server, tiny, home, bpe, tmp_path):
     server.hub["models/owner/name"], server.private = tmp_path / "model", True
     (tmp_path / "model").mkdir()
@@ -128,7 +175,7 @@ def test_a_server_that_goes_on_failing_ends_with_exit_code_1_so_that_a_launcher_
     server.put("corpus/a.txt", b"text")
     server.faults.append(Fault("bucket", 99, 503))
     told = call(train.main, *tiny, *TWO, "--run.dir", "new", "--data.paths", f'["s3://{BUCKET}/corpus/*"]')
-    assert told.code == 1 and "answers 503" in told.err and "start again" in told.err and told.err.count("\n") == 1
+    assert told.code == 1 and "answers 503" in told.err and "start again" in told.err and told.err.count("error: ") == 1
 
 
 def test_copies_that_cannot_be_written_end_with_exit_code_2(server, tiny, tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from meshtrain.huggingface.families import MTP
 from meshtrain.huggingface.folder import KEPT
 from meshtrain.names import LAYERS
 from meshtrain.run import say, trees
+from meshtrain.storage.addresses import StorageError
 
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)    # by code
 
@@ -47,7 +48,8 @@ def opened(run: Run, transformer) -> tuple[folder.Folder, list[folder.WeightRow]
         raise ConfigError(f"checkpoint.step={run.checkpoint.step}: checkpoint.init_from={source} is a model folder, "
                           f"which has no steps; leave it out")
     with user_errors("checkpoint.init_from: "):
-        directory = folder.local(source, whole=True, tell=say.out)
+        # Of several processes each reads its shares of every tensor: from a bucket no host needs all of it.
+        directory = folder.local(source, weights="copied" if jax.process_count() == 1 else "ranges", tell=say.out)
         found = folder.open_folder(directory)
         folder.companions(directory)        # checked now rather than after the compile
         return found, folder.match(found, run.model, parameter_paths(transformer))
@@ -148,7 +150,7 @@ def _whole(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
 def _read(entry: safetensors.Entry, start: int, stop: int) -> np.ndarray:
     try:
         return files.patiently(lambda: safetensors.read(entry, start, stop))
-    except OSError as error:
+    except (OSError, StorageError) as error:
         raise CheckpointError(f"{entry.path} cannot be read: {files.said(error)}") from error
 
 

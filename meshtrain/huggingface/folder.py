@@ -154,17 +154,18 @@ def companions_of(run_dir: str, init_from: str) -> list[Path]:
     return [mirror.directory(run_dir) / KEPT, *([local(init_from), local(init_from) / KEPT] if init_from else [])]
 
 
-def local(source: str | os.PathLike, *, whole: bool = False, tell: Callable[[str], None] = lambda line: None) -> Path:
+def local(source: str | os.PathLike, *, weights: copies.Weights = "",
+          tell: Callable[[str], None] = lambda line: None) -> Path:
     """The directory of a model folder or a run: itself, or this host's copy of what is at an address.
 
-    whole: a model folder with its weights; else, as of a run, only with what accompanies them. tell: gets a line where
-    copying takes long. Raises: StorageError, a ValueError, where it cannot be had; FileSystemError.
+    weights: of a model folder; "": only what accompanies them, as of a run. tell: gets a line where copying takes
+    long. Raises: StorageError, a ValueError, where it cannot be had; FileSystemError.
     """
     if not addresses.is_remote(source):
         return Path(source)
     if copies.is_run(source):
         return mirror.read(addresses.parse(source), lambda name: name.startswith(f"{KEPT}/"), within=KEPT)
-    return copies.folder(source, (*COMPANIONS, INDEX), INDEX, ".safetensors", whole=whole, tell=tell)
+    return copies.folder(source, (*COMPANIONS, INDEX), INDEX, ".safetensors", weights=weights, tell=tell)
 
 
 def companions(directory: Path) -> list[Path]:
@@ -414,7 +415,7 @@ def _entries(directory: Path) -> dict[str, safetensors.Entry]:
         files = sorted(set(weight_map.values()))
     else:
         weight_map, files = None, [SINGLE]
-        if not os.path.lexists(directory / SINGLE):
+        if not (os.path.lexists(directory / SINGLE) or copies.remote(directory / SINGLE)):
             pickles = sorted(path.name for path in directory.glob("*")
                              if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
             what = (f"; {pickles[0]} is a pickle, which can run code when it is opened, and stays closed"

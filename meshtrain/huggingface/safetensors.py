@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from meshtrain import files
+from meshtrain.storage import copies, stores
 
 MOST_HEADER_BYTES = 100_000_000     # the library's own limit
 MOST_DIMS = 8       # multiplying 250,000 dims would block signals for minutes
@@ -51,17 +52,18 @@ class Entry:
 
 def read_header(path: Path) -> dict[str, Entry]:
     """Name -> Entry of every tensor of a file. Raises: ValueError, without the file's name, if it is malformed."""
-    if not files.is_file(path):         # opening a pipe or a device might block forever
+    remote = copies.remote(path)
+    if not remote and not files.is_file(path):         # opening a pipe or a device might block forever
         raise ValueError("is not a file" if os.path.lexists(path) else "there is no such file")
+
     def load() -> tuple[int, int, bytes]:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8:
-                raise ValueError(f"has {size} bytes, less than any header")
-            if length > min(MOST_HEADER_BYTES, size - 8):
-                raise ValueError(f"says that its header has {length:,} bytes, and the file has {size:,}")
-            return size, length, file.read(length)
+        size = remote.size if remote else os.stat(path).st_size
+        if size < 8:
+            raise ValueError(f"has {size} bytes, less than any header")
+        length = int.from_bytes(_bytes(path, 0, 8), "little")
+        if length > min(MOST_HEADER_BYTES, size - 8):
+            raise ValueError(f"says that its header has {length:,} bytes, and the file has {size:,}")
+        return size, length, _bytes(path, 8, 8 + length)
 
     size, length, text = files.attempted(load, f"{path} cannot be read", "let it be read")
     header = parse_json(text, "its header")
@@ -126,10 +128,21 @@ def read(entry: Entry, start: int, stop: int) -> np.ndarray:
                 found.append(read(one, max(start, begin) - begin, min(stop, end) - begin))
             begin = end
         return np.concatenate(found) if found else np.empty(0, dtype)
-    with open(entry.path, "rb", buffering=0) as file:
-        found = np.fromfile(file, dtype, stop - start, offset=entry.start + start * dtype.itemsize)
-    if len(found) != stop - start:
-        raise OSError(None, "it is shorter than it was", str(entry.path))
+    return np.frombuffer(_bytes(entry.path, *(entry.start + at * dtype.itemsize for at in (start, stop))), dtype)
+
+
+def _bytes(path: Path, start: int, stop: int) -> bytearray | bytes:
+    """Of a file, or of one in a bucket. Raises: OSError, also where it is shorter than it was; StorageError."""
+    if remote := copies.remote(path):
+        return stores.read_range(remote, start, stop)
+    found = bytearray(stop - start)
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        left = memoryview(found)
+        while left:
+            if not (count := file.readinto(left)):
+                raise OSError(None, "it is shorter than it was", str(path))
+            left = left[count:]
     return found
 
 
@@ -139,12 +152,8 @@ def copy(entries: Mapping[str, Entry], path: Path) -> None:
     with open(path, "wb") as file:
         file.write(text)
         for entry in entries.values():
-            with open(entry.path, "rb") as source:
-                source.seek(entry.start)
-                for at in range(entry.start, entry.stop, files.CHUNK_BYTES):
-                    size = min(files.CHUNK_BYTES, entry.stop - at)
-                    if file.write(source.read(size)) != size:
-                        raise OSError(None, "it is shorter than it was", str(entry.path))
+            for at in range(entry.start, entry.stop, files.CHUNK_BYTES):
+                file.write(_bytes(entry.path, at, min(at + files.CHUNK_BYTES, entry.stop)))
         file.flush()
         os.fsync(file.fileno())
 

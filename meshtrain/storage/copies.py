@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from meshtrain import files
 from meshtrain.storage import addresses, stores
@@ -36,10 +37,11 @@ MOST_INDEX_BYTES = 100_000_000
 @dataclasses.dataclass
 class _Seen:
     """What this process found: files (None: there is none), folders of which all files are known, and the digest of
-    each name of the run file."""
+    each name of the run file. remote: files of which there is no copy, by the path where it would be."""
     files: dict[str, RemoteFile | None] = dataclasses.field(default_factory=dict)
     folders: set[Address] = dataclasses.field(default_factory=set)
     digests: dict[str, str] = dataclasses.field(default_factory=dict)
+    remote: dict[Path, RemoteFile] = dataclasses.field(default_factory=dict)
 
 
 _seen = _Seen()
@@ -159,6 +161,11 @@ def _digest(value) -> str:
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
+# Of a model folder: none, copies on this host, or read from a bucket by ranges, by whom they are asked for; others are
+# copied: the hub limits its requests, and a web server may have no ranges.
+Weights = Literal["", "copied", "ranges"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Copying:
     """Where copies lie, and who hears of long work. check: is called between pieces of it, and may raise."""
@@ -183,12 +190,12 @@ def copied(names: Sequence[str], beside: Callable[[str], Sequence[str]], copying
     return [place / _name(group[0]) for place, group in zip(places, groups)]
 
 
-def folder(name: str, companions: Sequence[str], index: str, suffix: str, *, whole: bool,
+def folder(name: str, companions: Sequence[str], index: str, suffix: str, *, weights: Weights,
            tell: Callable[[str], None] = lambda line: None) -> Path:
     """The local directory of a model folder at an address.
 
     companions: names of small files, of which any may be missing. index: of those, the JSON whose weight_map names the
-    files of weights. suffix: of the names of weights. whole: with the weights. Raises: as `copied`.
+    files of weights. suffix: of the names of weights. Raises: as `copied`.
     """
     place = addresses.parse(name)
     found = _web_folder(place, companions, index, suffix) if place.scheme in WEB else [
@@ -197,8 +204,17 @@ def folder(name: str, companions: Sequence[str], index: str, suffix: str, *, who
     if not found:
         raise StorageError(f"{name} has no {companions[0]} and no *{suffix}; name a model folder of Hugging Face's")
     directory = home() / f"{_note(name, found)}-{os.path.basename(place.path or place.home)[:60]}"
-    _copy([(directory, [one for one in found if whole or _name(one) in companions])], Copying(home(), tell))
+    remote = {directory / _name(one): one for one in found if _name(one) not in companions} if (
+        weights == "ranges" and place.scheme in BUCKETS) else {}
+    _seen.remote |= {path: one for path, one in remote.items() if not _is_whole(path, one)}
+    _copy([(directory, [one for one in found if _name(one) in companions or weights and directory / _name(one)
+                        not in remote])], Copying(home(), tell))
     return directory
+
+
+def remote(path: Path) -> RemoteFile | None:
+    """The file of a bucket that has no copy at this path; None for any other path."""
+    return _seen.remote.get(path)
 
 
 def _web_folder(place: Address, companions: Sequence[str], index: str, suffix: str) -> list[RemoteFile]:

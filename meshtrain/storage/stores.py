@@ -159,15 +159,9 @@ def _of_bucket(address: Address, one: dict) -> RemoteFile:
 
 
 def _read_ranges(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
-    obstore, store = _opened_bucket(found.address)
-    same = {"if_match": found.etag} if found.etag else {}
-
     def read(start: int) -> int:
         stop = min(start + RANGE_BYTES, found.size)
-
-        def act():
-            return obstore.get(store, found.address.path, options={"range": (start, stop), **same}).bytes()
-        data = memoryview(_asked(found.address, act))
+        data = memoryview(_range(found, start, stop))
         while data:     # a write may be short
             written = os.pwrite(file.fileno(), data, start)
             data, start = data[written:], start + written
@@ -181,6 +175,22 @@ def _read_ranges(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None])
             reached = stop
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def read_range(found: RemoteFile, start: int, stop: int) -> bytes:
+    """Bytes of a bucket's file, which must be as it was listed. Raises: StorageError, Changed, FileSystemError."""
+    begins = range(start, stop, RANGE_BYTES)
+    if len(begins) < 2:
+        return bytes(_range(found, start, stop)) if stop > start else b""
+    with concurrent.futures.ThreadPoolExecutor(RANGES) as pool:
+        return b"".join(pool.map(lambda begin: _range(found, begin, min(begin + RANGE_BYTES, stop)), begins))
+
+
+def _range(found: RemoteFile, start: int, stop: int) -> Any:
+    """One request's bytes."""
+    obstore, store = _opened_bucket(found.address)
+    options = {"range": (start, stop)} | ({"if_match": found.etag} if found.etag else {})
+    return _asked(found.address, lambda: obstore.get(store, found.address.path, options=options).bytes())
 
 
 def read(address: Address, start: int = 0, stop: int | None = None) -> bytes:
