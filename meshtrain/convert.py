@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain import config, devices, files
-from meshtrain.checkpoint import adapters, export, exports, peft, pretrained, resume
+from meshtrain.checkpoint import adapters, export, exports, new_folder, peft, pretrained, resume
 from meshtrain.checkpoint.shared import CheckpointError, Saved
 from meshtrain.cluster import agree, find
 from meshtrain.cluster.lost import PeerError
@@ -45,9 +45,6 @@ COMMAND = config.Command("meshtrain.convert", {
 
 @command.entry(COMMAND, __doc__, (CheckpointError, PeerError), agree.told_by_first)
 def main(asked: config.Arguments) -> None:
-    if any(map(addresses.is_remote, asked.names[1:])):
-        raise ConfigError(f"{addresses.shown(asked.names[1])} is an address, and only directories can be "
-                          f"written; mount it, or copy the folder there afterwards")
     if len(asked.names) == 1:
         copies.forget()
         with config.user_errors():
@@ -55,7 +52,7 @@ def main(asked: config.Arguments) -> None:
         say.out(_table(directory))
         return
     copies.forget()
-    run_dir, out = asked.names[0], Path(asked.names[1])
+    run_dir, out = asked.names[0], _out(asked.names[1])
     cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     found = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
     saved = resume.source(run_dir, asked["step"], run_dir, "--step ")
@@ -63,6 +60,17 @@ def main(asked: config.Arguments) -> None:
             _export(found, saved, run_dir, out, asked["dtype"] or "bfloat16", int(asked["shard-gb"] * 1e9)))
     if jax.process_index() == 0:
         say.out(said)
+
+
+def _out(name: str) -> new_folder.Target:
+    if not addresses.is_remote(name):
+        return Path(name)
+    with config.user_errors():
+        address = addresses.parse(name)
+    if address.scheme not in addresses.BUCKETS or not address.path:
+        raise ConfigError(f"{addresses.shown(name)} cannot be written; give a directory, or a folder of a bucket, "
+                          f"s3://BUCKET/… or gs://BUCKET/…")
+    return address
 
 
 def _table(directory: Path) -> str:
@@ -82,7 +90,8 @@ def _table(directory: Path) -> str:
             f"{config.shape_table(shape)}")
 
 
-def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: Path, dtype: str, shard_bytes: int) -> str:
+def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target, dtype: str,
+            shard_bytes: int) -> str:
     """Writes `out`, one parameter in memory at a time; returns the summary to print."""
     with config.user_errors():
         shape = config.Model(**saved.run["model"])
@@ -102,7 +111,8 @@ def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: Path, 
     return f"{out}: the weights of step {saved.step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 
 
-def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: Path, dtype: str) -> str:
+def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target,
+                     dtype: str) -> str:
     """Writes the adapters to `out`, as `_export` does."""
     section = adapters.section(saved)
     with config.user_errors():

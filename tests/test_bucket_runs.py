@@ -103,6 +103,56 @@ def test_a_step_to_go_back_to_sets_the_later_ones_aside(server, tiny):
     assert {"checkpoints/4", "checkpoints/4.aside", "checkpoints/6", "checkpoints/6.aside"} < set(keys(there))
 
 
+def exported(address: str) -> dict[str, bytes]:
+    return {name: stores.read(addresses.parse(f"{address}/export/{name}")) for name in keys(f"{address}/export")}
+
+
+def test_exports_are_model_folders_of_the_bucket(server, tiny, tmp_path, monkeypatch):
+    there, words = f"s3://{BUCKET}/exports", ("--checkpoint.export", "every", "--checkpoint.keep", "9")
+    ran(*tiny, *SIX, *words, "--run.dir", "here")
+    put, failing, left = stores.write, ["export/4/model"], []
+
+    def write(address, content):
+        if failing and failing[0] in address.path:
+            left.append(keys(f"{there}/export/4"))
+            raise files.FileSystemError("the bucket is full")
+        return put(address, content)
+    monkeypatch.setattr(stores, "write", write)
+    done = call(train.main, *tiny, *SIX, *words, "--run.dir", there, "--training.steps", "4")
+    assert done.code == 1 and "export of step 4 failed: " in done.err and "the bucket is full" in done.err and left
+    assert {name.split("/")[0] for name in exported(there)} == {"2"}
+    server.put("exports/export/6/model-00001-of-00002.safetensors", b"of a killed start")
+    failing.clear()
+    another_machine()
+    ran(*tiny, *SIX, *words, "--run.dir", there)
+    local = {str(path.relative_to(tmp_path / "here/export")): path.read_bytes()
+             for path in (tmp_path / "here/export").rglob("*") if path.is_file()}
+    assert exported(there) == local and not list(copies.home().rglob("exports/*/*"))
+    done = ran(*tiny, *SIX, *words, "--run.dir", there, "--checkpoint.step", "2", "--optimizer.learning_rate", "1e-3")
+    assert "exports of later steps are kept as export/4.aside, export/6.aside" in done.out
+    kept = exported(there)
+    assert {name.split("/")[0] for name in kept} == {"2", "4", "4.aside", "6", "6.aside"}
+    assert kept["6.aside/model.safetensors"] == local["6/model.safetensors"] != kept["6/model.safetensors"]
+    told = ("--prompt", "line", "--max-tokens", "4", "--json", "--mesh.simulated_devices", "8",
+            "--mesh.data", "8", "--data.tokenizer", "bytes")
+    assert call(generate.main, f"{there}/export/2", *told).out == call(generate.main, "here/export/2", *told).out != ""
+
+
+def test_a_model_folder_is_written_into_a_bucket_and_never_over_another(server, tiny, tmp_path):
+    ran(*tiny, *SIX, "--run.dir", "here")
+    out = f"s3://{BUCKET}/models/mine"
+    assert f"{out}: the weights of step 6 of here" in call(convert.main, "here", out).out
+    assert call(convert.main, "here", "out").code == 0
+    assert {name: stores.read(addresses.parse(f"{out}/{name}")) for name in keys(out)} == {
+        path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    refused(call(convert.main, "here", out), f"{out} is there already, and nothing is written over")
+    for name in ("hf://owner/name", f"s3://{BUCKET}", "https://host/x"):
+        refused(call(convert.main, "here", name), "cannot be written; give a directory, or a folder of a bucket")
+    server.faults += [Fault("models/other/config.json", 10**6, 403)]
+    assert call(convert.main, "here", f"s3://{BUCKET}/models/other").code == 1
+    assert keys(f"s3://{BUCKET}/models/other") == []
+
+
 def test_a_checkpoint_has_its_rows_in_the_bucket(server, tiny, monkeypatch):
     """Whatever ends the run then: a start on another machine cuts rows, and could not make them again."""
     there, seen, real = f"s3://{BUCKET}/rows", {}, stores.write_if

@@ -10,7 +10,7 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from folders import contents
 
 from meshtrain import convert, files, train
-from meshtrain.checkpoint import checkpoint, export, exports, pretrained
+from meshtrain.checkpoint import checkpoint, export, exports, new_folder, pretrained
 from meshtrain.config import ConfigError
 
 
@@ -122,10 +122,10 @@ def test_a_model_that_cannot_be_exported_is_refused_before_it_is_trained(words, 
 def test_exports_later_than_a_step_are_renamed_and_none_is_overwritten(tmp_path):
     for name in ("2", "4", "4.aside", "10", ".6.saving"):
         (tmp_path / "export" / name).mkdir(parents=True)
-    assert exports.set_aside_after(tmp_path, 2) == ["4.aside-2", "10.aside"]
+    assert exports.set_aside_after(str(tmp_path), 2) == ["4.aside-2", "10.aside"]
     assert sorted(path.name for path in (tmp_path / "export").iterdir()) == [
         ".6.saving", "10.aside", "2", "4.aside", "4.aside-2"]
-    assert exports.set_aside_after(tmp_path / "none", 0) == []
+    assert exports.set_aside_after(str(tmp_path / "none"), 0) == []
 
 
 def test_checkpoints_whose_exports_are_missing_stay_for_a_while_and_make_room_where_a_save_fails(tmp_path):
@@ -144,11 +144,11 @@ def test_checkpoints_whose_exports_are_missing_stay_for_a_while_and_make_room_wh
 
 
 def test_a_second_writer_of_a_directory_is_refused_and_the_first_is_whole(tmp_path):
-    with export.new_folder(tmp_path / "out") as place:
+    with new_folder.writing(tmp_path / "out") as place:
         (place / "weights").write_text("first")
-        with pytest.raises(ConfigError, match="is being written by another process"), export.new_folder(tmp_path / "out"):
+        with pytest.raises(ConfigError, match="is being written by another process"), new_folder.writing(tmp_path / "out"):
             pass
-    with pytest.raises(ConfigError, match="is there already"), export.new_folder(tmp_path / "out"):
+    with pytest.raises(ConfigError, match="is there already"), new_folder.writing(tmp_path / "out"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out/weights").read_text() == "first"
 
@@ -157,7 +157,7 @@ def test_what_a_killed_writer_left_is_taken_over_and_a_failed_one_leaves_nothing
     (tmp_path / ".out.saving").mkdir()
     (tmp_path / ".out.saving" / "old").touch()
     (tmp_path / ".out.lock").touch()
-    with pytest.raises(RuntimeError), export.new_folder(tmp_path / "out") as place:
+    with pytest.raises(RuntimeError), new_folder.writing(tmp_path / "out") as place:
         assert list(place.iterdir()) == []
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
@@ -165,13 +165,13 @@ def test_what_a_killed_writer_left_is_taken_over_and_a_failed_one_leaves_nothing
     def without(*_):
         raise OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr(fcntl, "flock", without)
-    with export.new_folder(tmp_path / "out"):
+    with new_folder.writing(tmp_path / "out"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_directory_that_comes_while_another_is_written_is_not_replaced(tmp_path):
-    with pytest.raises(OSError, match="could not be written"), export.new_folder(tmp_path / "out"):
+    with pytest.raises(OSError, match="could not be written"), new_folder.writing(tmp_path / "out"):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mine").touch()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
@@ -183,7 +183,7 @@ def test_a_directory_that_cannot_be_made_is_a_mistake_or_the_file_system_s_momen
     def fails(*_, **more):
         raise OSError(number, os.strerror(number))
     monkeypatch.setattr(os, "mkdir", fails)
-    with pytest.raises(kind, match=os.strerror(number)) as found, export.new_folder(tmp_path / "out"):
+    with pytest.raises(kind, match=os.strerror(number)) as found, new_folder.writing(tmp_path / "out"):
         pass
     assert isinstance(found.value, ConfigError) == (kind is ConfigError)
 

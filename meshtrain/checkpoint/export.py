@@ -2,18 +2,16 @@
 
 For each tensor a compiled program slices the layer, casts, converts and gathers it; the process that owns the file
 writes it in place. Sizes are known in advance, so headers come first. After the synced weights come index, config and
-tokenizer files; then the directory is renamed. On a failure it is removed.
+tokenizer files. It is there as a whole or not at all: see `new_folder`.
 """
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -22,28 +20,28 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
+from meshtrain.checkpoint import new_folder
 from meshtrain.checkpoint.shared import CheckpointError
 from meshtrain.checkpoint.pretrained import copy_companions, parameter_paths, paths_of
 from meshtrain.cluster import agree
-from meshtrain.config import ConfigError, Data, user_errors
+from meshtrain.config import Data, user_errors
 from meshtrain.data import sources
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.model.transformer import Transformer
-from meshtrain.run.rundir import NO_LOCKS
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5_000_000_000     # of one file
 
 
-def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.Array], *, dtype: str, shard_bytes: int,
-          data: Mapping, bos: int, source: Path | None) -> int:
+def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[str], jax.Array], *, dtype: str,
+          shard_bytes: int, data: Mapping, bos: int, source: Path | None) -> int:
     """Write the folder; return the bytes of its weights. All processes make the same call.
 
     leaf: path -> parameter; each is read once and not kept. data: the section [data] of the training. bos: the token
     before its documents. source: a folder whose other settings, tokenizer and templates are copied; None: made from
-    the data. Raises: ConfigError if `directory` is not free or the model has no family; CheckpointError if a file
-    cannot be written. Nothing is left behind then.
+    the data. Raises: ConfigError if `target` is not free or the model has no family; CheckpointError if a file cannot
+    be written. Nothing is left behind then.
     """
     model, places = transformer.cfg, transformer.places()
     with user_errors():
@@ -54,7 +52,7 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
                             "pad_token_id": None}       # else the class's, beyond a small vocabulary
         rows = folder.rows(family, model, parameter_paths(transformer), folder.prefixes_of(theirs, beside))
     parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes, whole=not beside)
-    with new_folder(directory) as place:
+    with new_folder.writing(target) as place:
         written = Files(place, parts, safetensors.NAMES[dtype])
         for _, alike in itertools.groupby(rows, lambda row: row.kind):
             row, *more = alike      # one row per expert
@@ -66,39 +64,8 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
                 _write_rows([row, *more], leaves, layers, written)
         written.close()
         config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
-        on_first(directory, lambda: _complete(place, parts, written.size, config, source, data["tokenizer"]))
+        new_folder.on_first(target, lambda: _complete(place, parts, written.size, config, source, data["tokenizer"]))
     return written.size
-
-
-@contextlib.contextmanager
-def new_folder(directory: Path) -> Iterator[Path]:
-    """Yield a temporary directory, renamed to `directory` at the end of the block, or removed on failure.
-
-    All processes enter it together. Process 0 holds a lock, so that a second writer is refused. Raises: ConfigError if
-    `directory` is not free; CheckpointError, in every process, on a file system error.
-    """
-    place = directory.with_name(f".{directory.name}.saving")
-    with contextlib.ExitStack() as held:
-        on_first(directory, lambda: held.enter_context(_locked_place(directory, place)))
-        try:
-            yield place
-            on_first(directory, lambda: _name(place, directory))
-        except Exception:
-            if jax.process_index() == 0:
-                shutil.rmtree(place, ignore_errors=True)
-            raise
-
-
-def on_first(directory: Path, act: Callable[[], object]) -> None:
-    """Call act() in process 0. Raises: CheckpointError, in every process, on a file system error."""
-    def tried() -> str:
-        try:
-            act()
-        except OSError as error:
-            return files.said(error)
-        return ""
-    if fault := agree.on_first(tried):
-        raise agree.agreed(CheckpointError(f"{directory} could not be written: {fault}"))
 
 
 def end_of(data: Mapping, bos: int, vocab_size: int) -> int | None:
@@ -233,57 +200,6 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
     names = [folder.SINGLE] if len(files) == 1 and whole else [
         f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     return dict(zip(names, files, strict=True))
-
-
-@contextlib.contextmanager
-def _locked_place(directory: Path, place: Path) -> Iterator[None]:
-    """In process 0: check that `directory` is free, make `place` empty, and lock both until the block ends."""
-    if files.status(directory) and not (files.is_dir(directory) and not any(directory.iterdir())):
-        raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")
-    with contextlib.ExitStack() as held:
-        try:
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(_locked(directory, directory.with_name(f".{directory.name}.lock")))
-            if place.exists():
-                shutil.rmtree(place)        # left by a killed export
-            place.mkdir()
-        except OSError as error:
-            if not files.is_mistake(error):
-                raise
-            message = f"{directory} cannot be written: {files.said(error)}; name a directory that can"
-            raise ConfigError(message) from None
-        yield
-
-
-@contextlib.contextmanager
-def _locked(directory: Path, path: Path) -> Iterator[None]:
-    """Hold a lock file, removed afterwards; one left by a killed process is not locked. Without locks (Lustre without
-    `-o flock`) two writers are not detected."""
-    while True:
-        with open(path, "a", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"{directory} is being written by another process; wait for it, or name another "
-                                  "directory") from None
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-            with contextlib.suppress(FileNotFoundError):
-                # else its last holder has just removed it
-                if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
-                    try:
-                        yield
-                    finally:
-                        with contextlib.suppress(OSError):
-                            os.unlink(path)
-                    return
-
-
-def _name(place: Path, directory: Path) -> None:
-    files.sync(place)
-    place.rename(directory)         # fails unless absent or an empty directory
-    files.sync(directory.parent)
 
 
 def _complete(place: Path, parts, size: int, config: dict, source: Path | None, named: str) -> None:

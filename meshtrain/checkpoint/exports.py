@@ -6,6 +6,7 @@ exported may outlast checkpoint.keep.
 """
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import jax
 
 from meshtrain import files
-from meshtrain.checkpoint import adapters, export, peft
+from meshtrain.checkpoint import adapters, export, new_folder, peft
 from meshtrain.checkpoint.shared import CheckpointError, Saved, SharedCheckpoints
 from meshtrain.checkpoint.pretrained import parameter_paths
 from meshtrain.cluster import agree
@@ -21,12 +22,10 @@ from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.huggingface import folder, settings
 from meshtrain.model.transformer import Transformer
-from meshtrain.run import say
+from meshtrain.run import contents, say
 from meshtrain.run.trees import leaves_of, nested
-from meshtrain.storage import mirror
-
-DIRECTORY = "export"    # in run.dir
-
+from meshtrain.storage import addresses, mirror, stores
+from meshtrain.storage.addresses import Address, StorageError
 
 class Exports:
     """The exports of one run. All processes make the same calls. wanted: its parameters as jax.ShapeDtypeStruct with
@@ -35,8 +34,10 @@ class Exports:
     def __init__(self, run: Run, transformer: Transformer, checkpoints: SharedCheckpoints, wanted: dict):
         self.run, self.transformer, self.checkpoints = run, transformer, checkpoints
         self.wanted, self.directory = leaves_of(wanted), mirror.directory(run.run.dir)
+        self.place = place_of(run.run.dir)
         self.failed: dict[int, str] = {}     # step -> reason, of exports not made yet
-        agree.on_first(self._clean)
+        with user_errors("run.dir: "):
+            agree.on_first(self._clean)
         checkpoints.is_needed = lambda step: run.checkpoint.export == "every" and not self._exists(step)
         if run.checkpoint.export != "off":
             with user_errors("checkpoint.export: "):
@@ -87,6 +88,7 @@ class Exports:
 
     def _write(self, step: int, leaves: Mapping[str, jax.Array], data: Mapping, bos: int) -> None:
         run, source = self.run, kept(self.directory)
+        agree.on_first(lambda: self._discard_half(step))
         if run.lora.export == "adapters":
             peft.write(self._place(step), self.transformer, leaves.get, dtype="float32",
                        base=run.checkpoint.init_from, source=source)
@@ -107,8 +109,12 @@ class Exports:
             if jax.process_index() == 0:
                 say.err(f"export of step {step} failed: {self.failed[step]}; training goes on, and it is tried again")
 
-    def _place(self, step: int) -> Path:
-        return self.directory / DIRECTORY / str(step)
+    def _discard_half(self, step: int) -> None:
+        with contextlib.suppress(OSError, StorageError):    # told by the write that follows
+            new_folder.discard_half(self._place(step))
+
+    def _place(self, step: int) -> new_folder.Target:
+        return child(self.place, str(step))
 
     def _is_exported(self, step: int) -> bool:
         return agree.on_first(lambda: self._exists(step))
@@ -116,14 +122,18 @@ class Exports:
     def _exists(self, step: int) -> bool:
         """Whether the export exists; no if the file system fails, which the following write then reports."""
         try:
-            return files.status(self._place(step)) is not None
-        except OSError:
+            return new_folder.exists(self._place(step))
+        except (OSError, StorageError):
             return False
 
     def _clean(self) -> None:
         """Remove leftovers of killed starts; only this start uses the run's directory."""
-        for path in (self.directory / DIRECTORY).glob(".*.saving"):
-            shutil.rmtree(path, ignore_errors=True)
+        if isinstance(self.place, Address):
+            for step in _steps(self.place):
+                new_folder.discard_half(self._place(step))
+        else:
+            for path in self.place.glob(".*.saving"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _check(self) -> None:
         """Raises: ValueError, before training, if no Hugging Face family computes the model."""
@@ -164,12 +174,29 @@ def kept(run_dir: Path) -> Path | None:
     return companions if agree.on_first(lambda: files.is_file(companions / settings.CONFIG)) else None
 
 
-def set_aside_after(run_dir: Path, step: int) -> list[str]:
+def place_of(run_dir: str) -> new_folder.Target:
+    """Where a run's exports are."""
+    return child(addresses.parse(run_dir) if addresses.is_remote(run_dir) else Path(run_dir), contents.EXPORT)
+
+
+def child(place: new_folder.Target, name: str) -> new_folder.Target:
+    return place.below(name) if isinstance(place, Address) else place / name
+
+
+def _steps(place: new_folder.Target) -> list[int]:
+    """The names of the folders there. Raises: StorageError, OSError."""
+    if isinstance(place, Address):
+        names = stores.children(place)[1]
+    else:
+        names = [path.name for path in place.iterdir()] if place.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def set_aside_after(run_dir: str, step: int) -> list[str]:
     """In process 0: rename the exports of steps later than `step`, from which a run resumes; return their new names.
     Raises: ConfigError, files.FileSystemError."""
-    place = run_dir / DIRECTORY
-
-    def rename() -> list[str]:
-        steps = sorted(int(path.name) for path in place.iterdir() if path.name.isdecimal()) if place.is_dir() else []
-        return [files.set_aside(place / str(later), "aside") for later in steps if later > step]
-    return files.attempted(rename, f"exports in {place} cannot be set aside", "see to its permissions", ConfigError)
+    place = place_of(run_dir)
+    with user_errors():
+        return files.attempted(
+            lambda: [new_folder.set_aside(child(place, str(later))) for later in _steps(place) if later > step],
+            f"exports in {place} cannot be set aside", "see to its permissions", ConfigError)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
-from meshtrain.checkpoint import export
+from meshtrain.checkpoint import export, new_folder
 from meshtrain.checkpoint.pretrained import parameter_paths, paths_of
 from meshtrain.cluster import agree
 from meshtrain.config import user_errors
@@ -28,12 +28,12 @@ from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
 from meshtrain.storage import addresses
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS, CONFIG = "adapter_model.safetensors", new_folder.ADAPTERS
 PREFIX = "base_model.model."
 
 
-def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.Array | None], *, dtype: str, base: str,
-          source: Path | None) -> int:
+def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[str], jax.Array | None], *, dtype: str,
+          base: str, source: Path | None) -> int:
     """Write the folder; return the bytes of its weights. All processes make the same call.
 
     leaf: path of an adapter's A or B -> parameter; None if the projection has no adapter. base: name or path of the
@@ -54,7 +54,7 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
     modules = {row.name: row.name.removesuffix(".weight") for row in rows}
     names = {name: _short(module, [*modules.values()]) for name, module in modules.items()}
     config = _config(of, base, {names[name]: rank for name, rank in ranks.items()}, conv1d=family.model_type == "gpt2")
-    with export.new_folder(directory) as place:
+    with new_folder.writing(target) as place:
         written = export.Files(place, {WEIGHTS: tensors}, safetensors.NAMES[dtype])
         for row in rows:
             for stack in dict.fromkeys(places[layer][0] for layer in row.layers):
@@ -64,7 +64,7 @@ def write(directory: Path, transformer: Transformer, leaf: Callable[[str], jax.A
                     for one, array in zip("AB", program(leaves, np.int32(index)), strict=True):
                         written.put(adapter(row, layer, one), array)
         written.close()
-        export.on_first(directory, lambda: files.write(place / CONFIG, json.dumps(config, indent=1)))
+        new_folder.on_first(target, lambda: files.write(place / CONFIG, json.dumps(config, indent=1)))
     return written.size
 
 

@@ -182,8 +182,8 @@ def begin(run: Run, start: Start, checkpoints: SharedCheckpoints, local: LocalCh
     """Last action before the first step: set aside checkpoints after `start`, report and record changes, and drop
     metrics of steps to be repeated. Raises: ConfigError or FileSystemError if run.dir cannot be written."""
     directory, messages = mirror.directory(run.run.dir), []
-    if aside := _written(directory, lambda: exports.set_aside_after(directory, start.step)):
-        messages = [f"exports of later steps are kept as {', '.join(f'{exports.DIRECTORY}/{name}' for name in aside)}"]
+    if aside := _written(directory, lambda: exports.set_aside_after(run.run.dir, start.step)):
+        messages = [f"exports of later steps are kept as {', '.join(f'{contents.EXPORT}/{name}' for name in aside)}"]
     if start.back:
         kept_rows = _written(directory, lambda: rows.set_aside_after(directory / rows.NAME, start.step))
         later = checkpoints.set_aside_after(start.step)

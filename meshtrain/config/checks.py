@@ -112,10 +112,6 @@ def _run_problems(run: Run):
     if not re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", name) or not name.strip("."):
         yield f"run.name={toml(name)} is not a plain name; use letters, digits, - and _, and run.dir for a path"
     if addresses.is_remote(run.run.dir):
-        if run.checkpoint.export != "off":
-            yield (f'checkpoint.export="{run.checkpoint.export}" writes model folders into run.dir, and of one at an '
-                   f"address there is none yet; leave it out and make them from the checkpoints: "
-                   f"python -m meshtrain.convert {run.run.dir} OUT")
         if run.rl.lag:
             yield (f"rl.lag={run.rl.lag}: samplers apart meet the run in a directory that all hosts share, and "
                    f"run.dir={toml(run.run.dir)} is an address; give a directory, or rl.lag=0")

@@ -15,7 +15,7 @@ from meshtrain.storage import addresses, mirror, stores
 
 CONFIG, RULES, LOCK, CHECKPOINTS, TENSORBOARD = "config.toml", "rules.toml", ".lock", "checkpoints", "tensorboard"
 CHANGES, REFERENCE, ROLLOUTS, SAMPLERS = "changes.jsonl", "reference.npy", "rollouts", "samplers"
-HISTORY, ALIVE, STACKS = "history.jsonl", ".alive", "stacks"
+HISTORY, ALIVE, STACKS, EXPORT = "history.jsonl", ".alive", "stacks", "export"
 KEPT = "hf"                                                 # what accompanies the weights that it started from
 CACHE = ".meshtrain"                                        # of tokens
 RESTARTS, LAST_WORDS = "restarts.json", "last_words"        # of launchers
@@ -27,7 +27,7 @@ BEFORE_THE_CLAIM = frozenset({CACHE, RESTARTS, LAST_WORDS})
 BEFORE_THE_FIRST_STEP = BEFORE_THE_CLAIM | {LOCK, RULES, CONFIG, CHANGES, REFERENCE, ROLLOUTS, SAMPLERS,
                                             CHECKPOINTS, TENSORBOARD, HISTORY, ALIVE, STACKS}
 # Of a run at an address: the host's own, or written otherwise.
-NOT_SENT = BEFORE_THE_CLAIM | {CHECKPOINTS, STACKS, LOCK}
+NOT_SENT = BEFORE_THE_CLAIM | {CHECKPOINTS, STACKS, LOCK, EXPORT}
 TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")               # NAME.tmp or NAME.PID.tmp, of a write that was cut off
 
 

@@ -241,6 +241,12 @@ def write_if(address: Address, content: bytes, before: Version | None, *, patien
         return found[1] if found and found[0] == content else None
 
 
+def copy(source: Address, target: Address) -> None:
+    """Copy an object within its bucket; nothing passes through this host. Raises: StorageError."""
+    obstore, store = _opened_bucket(source)
+    _asked(source, lambda: obstore.copy(store, source.path, target.path), "copied", patient=True)
+
+
 def remove(found: Sequence[Address]) -> None:
     """Remove objects of one bucket; those that are not there are no error. Raises: StorageError."""
     for start in range(0, len(found), MOST_REMOVED):

@@ -1,0 +1,195 @@
+"""A model folder that is being written: in a directory or in a bucket it is there as a whole, or not at all."""
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+from meshtrain import files
+from meshtrain.checkpoint.shared import CheckpointError
+from meshtrain.cluster import agree
+from meshtrain.config import ConfigError
+from meshtrain.huggingface import settings
+from meshtrain.run.rundir import NO_LOCKS
+from meshtrain.storage import copies, stores
+from meshtrain.storage.addresses import Address, StorageError
+
+ADAPTERS = "adapter_config.json"
+MARKS = (settings.CONFIG, ADAPTERS)     # in a bucket the last object of a folder, without which it is none
+SCRATCH = "exports"         # in the directory of copies
+Target = Path | Address
+
+
+@contextlib.contextmanager
+def writing(target: Target) -> Iterator[Path]:
+    """Yield a temporary directory, whose files are those of `target` at the end of the block; on failure none are.
+
+    All processes enter it together, and each writes files of its own. A second writer is refused. Raises: ConfigError
+    if `target` is not free; CheckpointError, in every process, on an error of the file system or the bucket.
+    """
+    with (_in_bucket(target) if isinstance(target, Address) else _in_directory(target)) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def _in_directory(directory: Path) -> Iterator[Path]:
+    """It is renamed. Process 0 holds a lock."""
+    place = directory.with_name(f".{directory.name}.saving")
+    with contextlib.ExitStack() as held:
+        on_first(directory, lambda: held.enter_context(_locked_place(directory, place)))
+        try:
+            yield place
+            on_first(directory, lambda: _name(place, directory))
+        except Exception:
+            if jax.process_index() == 0:
+                shutil.rmtree(place, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def _in_bucket(target: Address) -> Iterator[Path]:
+    """Each process sends its files, then process 0 the mark, which nobody may have written."""
+    scratch = copies.named_home(SCRATCH, target) / f"process-{jax.process_index()}"
+
+    def begin() -> None:
+        shutil.rmtree(scratch, ignore_errors=True)      # left by a killed export
+        scratch.mkdir(parents=True)
+
+    def send() -> None:
+        for path in sorted(scratch.iterdir()):
+            if path.name not in MARKS:
+                stores.write(target.below(path.name), path)
+
+    def commit() -> None:
+        (mark,) = [path for path in scratch.iterdir() if path.name in MARKS]
+        if stores.write_if(target.below(mark.name), mark.read_bytes(), None, patient=True) is None:
+            raise ConfigError(f"{target} is being written by another process; wait for it, or name another folder")
+
+    on_first(target, lambda: _check_free(target))
+    try:
+        _on_each(target, begin)
+        yield scratch
+        _on_each(target, send)
+        on_first(target, commit)
+    except Exception:
+        if jax.process_index() == 0:
+            with contextlib.suppress(StorageError, OSError):
+                discard_half(target)
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _check_free(target: Address) -> None:
+    if any(stores.children(target)):
+        raise ConfigError(f"{target} is there already, and nothing is written over; name another folder")
+
+
+def exists(target: Target) -> bool:
+    """Whether a folder is there, as a whole. Raises: StorageError, OSError."""
+    if isinstance(target, Address):
+        return bool({*MARKS} & {*stores.children(target)[0]})
+    return files.status(target) is not None
+
+
+def discard_half(target: Target) -> None:
+    """Remove what a writer that was killed has left in a bucket of a folder. Nobody else may write it. Raises:
+    StorageError, OSError."""
+    if isinstance(target, Address) and not exists(target):
+        stores.remove([one.address for one in stores.listed(target)])
+
+
+def set_aside(target: Target) -> str:
+    """Rename a folder; return its new name. Raises: StorageError, OSError."""
+    if not isinstance(target, Address):
+        return files.set_aside(target, "aside")
+    parent, _, name = target.path.rpartition("/")
+    taken = stores.children(target.at(parent))[1]
+    new = next(one for more in ("", *(f"-{i}" for i in range(2, 1000))) if (one := f"{name}.aside{more}") not in taken)
+    found = sorted((one.address for one in stores.listed(target)), key=_is_mark)
+    for one in found:       # the mark last, and first to be removed
+        stores.copy(one, target.at(f"{parent}/{new}/{one.path.removeprefix(f'{target.path}/')}"))
+    stores.remove([one for one in found if _is_mark(one)])
+    stores.remove([one for one in found if not _is_mark(one)])
+    return new
+
+
+def _is_mark(address: Address) -> bool:
+    return address.path.rpartition("/")[2] in MARKS
+
+
+def on_first(target: Target, act: Callable[[], object]) -> None:
+    """Call act() in process 0. Raises: CheckpointError, in every process, on an error of the file system or the bucket.
+    """
+    if fault := agree.on_first(lambda: _fault(act)):
+        raise agree.agreed(CheckpointError(f"{target} could not be written: {fault}"))
+
+
+def _on_each(target: Address, act: Callable[[], object]) -> None:
+    """The same in all processes."""
+    if faults := list(dict.fromkeys(filter(None, agree.exchange(_fault(act))))):
+        raise agree.agreed(CheckpointError(f"{target} could not be written: {'; '.join(faults)}"))
+
+
+def _fault(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except (OSError, StorageError) as error:
+        return files.said(error)
+    return ""
+
+
+@contextlib.contextmanager
+def _locked_place(directory: Path, place: Path) -> Iterator[None]:
+    """In process 0: check that `directory` is free, make `place` empty, and lock both until the block ends."""
+    if files.status(directory) and not (files.is_dir(directory) and not any(directory.iterdir())):
+        raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")
+    with contextlib.ExitStack() as held:
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_locked(directory, directory.with_name(f".{directory.name}.lock")))
+            if place.exists():
+                shutil.rmtree(place)        # left by a killed export
+            place.mkdir()
+        except OSError as error:
+            if not files.is_mistake(error):
+                raise
+            message = f"{directory} cannot be written: {files.said(error)}; name a directory that can"
+            raise ConfigError(message) from None
+        yield
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, path: Path) -> Iterator[None]:
+    """Hold a lock file, removed afterwards; one left by a killed process is not locked. Without locks (Lustre without
+    `-o flock`) two writers are not detected."""
+    while True:
+        with open(path, "a", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{directory} is being written by another process; wait for it, or name another "
+                                  "directory") from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            with contextlib.suppress(FileNotFoundError):
+                # else its last holder has just removed it
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+                    try:
+                        yield
+                    finally:
+                        with contextlib.suppress(OSError):
+                            os.unlink(path)
+                    return
+
+
+def _name(place: Path, directory: Path) -> None:
+    files.sync(place)
+    place.rename(directory)         # fails unless absent or an empty directory
+    files.sync(directory.parent)
