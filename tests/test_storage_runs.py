@@ -12,7 +12,7 @@ from corpora import bpe  # noqa: F401
 from folders import GOLDENS
 from test_weights import tokens, without_model  # noqa: F401
 
-from tests import tiny_run
+from tests import conversations, tiny_run
 
 pytest.importorskip("obstore", reason="files at s3:// and gs:// need pip install -e '.[storage]'")
 pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
@@ -21,6 +21,7 @@ from stores import BUCKET, SECRET, TOKEN, Fault, server, surroundings  # noqa: E
 
 from meshtrain import config, convert, generate, train  # noqa: E402
 from meshtrain.checkpoint import peft  # noqa: E402
+from meshtrain.data.documents import chat, tokenizer  # noqa: E402
 from meshtrain.huggingface import folder, safetensors  # noqa: E402
 from meshtrain.storage import copies, stores  # noqa: E402
 
@@ -135,6 +136,22 @@ def test_a_tokenizer_by_name_gives_the_tokens_of_its_file(server, tiny, home, bp
     ran(*words, "--data.tokenizer", bpe, "--run.dir", "here")
     ran(*words, "--data.tokenizer", "hf://owner/name", "--run.dir", "there")
     assert losses(tmp_path / "there") == losses(tmp_path / "here")
+
+
+def test_a_chat_template_is_a_file_or_a_folder_at_an_address(server, tmp_path):
+    home = conversations.folder(tmp_path, "chatml")
+    reader = tokenizer.open_file(str(home / "tokenizer.json"))
+    server.hub["models/owner/name"] = server.web = home
+    for path in home.iterdir():
+        server.put(f"template/{path.name}", path)
+    wanted, talk = chat.open_template(reader, str(home)), [{"role": "user", "content": "why?"}]
+    for given in (f"s3://{BUCKET}/template", f"s3://{BUCKET}/template/chat_template.jinja", "hf://owner/name",
+                  f"{server.url}/web"):
+        found = chat.open_template(reader, given)
+        assert chat.prompt(found, talk).tolist() == chat.prompt(wanted, talk).tolist() and found.tokens == wanted.tokens
+    for given in (f"s3://{BUCKET}/nowhere", f"s3://{BUCKET}/template/other.jinja"):
+        with pytest.raises(ValueError, match=given):
+            chat.open_template(reader, given)
 
 
 def test_generate_and_convert_read_a_model_by_name(server, tmp_path):

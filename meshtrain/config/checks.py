@@ -85,7 +85,7 @@ PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "da
 
 # Keys that may name files at addresses, and those that name directories which are written.
 READ = ("run.dir", "data.paths", "data.validation_paths", "data.mixture", "data.validation_sources", "data.tokenizer",
-        "checkpoint.init_from")
+        "data.chat_template", "checkpoint.init_from")
 WRITTEN = ("data.cache", "checkpoint.local_dir")
 
 

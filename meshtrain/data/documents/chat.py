@@ -26,6 +26,7 @@ import numpy as np
 
 from meshtrain import files
 from meshtrain.data.documents.tokenizer import Bytes, Tokenizer, TokenizerFile, import_extra
+from meshtrain.storage import addresses, copies
 
 TEMPLATE_FILE, CONFIG_FILES = "chat_template.jinja", ("tokenizer_config.json", "special_tokens_map.json")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -113,7 +114,7 @@ def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path]
     Raises: ValueError if there is none, or it is malformed.
     """
     home = [Path(os.path.expanduser(tokenizer.path)).parent] if isinstance(tokenizer, TokenizerFile) else []
-    places = [Path(os.path.expanduser(given))] if given else [*home, *map(Path, folders)]
+    places = [_local(given)] if given else [*home, *map(Path, folders)]
     for place in places:
         if found := _template_at(place, given):
             tokens = next((tokens for folder in [*home, found[1].parent, *map(Path, folders)]
@@ -217,6 +218,19 @@ def _strings(value) -> Iterator[str]:
     elif isinstance(value, list):
         for one in value:
             yield from _strings(one)
+
+
+def _local(given: str) -> Path:
+    """data.chat_template itself, or this host's copy of what is at an address: a file if its name has an ending, else a
+    folder. Raises: StorageError, a ValueError; FileSystemError."""
+    if not addresses.is_remote(given):
+        return Path(os.path.expanduser(given))
+    place = addresses.parse(given)
+    at, _, name = place.path.rpartition("/")
+    if "." in name:
+        beside = [str(place.at(at).below(other)) for other in CONFIG_FILES]
+        return copies.copied([given], lambda name: beside, copies.Copying(copies.home()))[0]
+    return copies.folder(given, (TEMPLATE_FILE, *CONFIG_FILES), CONFIG_FILES[0], TEMPLATE_FILE, weights="")
 
 
 def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
