@@ -12,7 +12,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from launch import elastic, restart, samplers, supervise
@@ -55,7 +54,7 @@ def _supervised(run: Run, rest: Sequence[str], slots: Slots, environs: Sequence[
         if wait_s is None:
             return outcome.code
         slots.after(outcome.culprit, first=len(failures.said) == 1)
-        time.sleep(wait_s)
+        restart.wait(wait_s)
 
 
 @contextlib.contextmanager

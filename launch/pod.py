@@ -40,7 +40,7 @@ def main(given: config.Arguments) -> int:
     if begins is None:
         return stops.USER_ERROR
     # Bounded, in case a clock is wrong.
-    time.sleep(min(max(0.0, begins - time.time()), restart.LONGEST_S))
+    restart.wait(min(begins - time.time(), restart.LONGEST_S))
     train = [sys.executable, "-u", "-m", "meshtrain.train", *given.run]
     environ = os.environ | {"MESHTRAIN_START": str(attempt)}
     outcome = supervise.supervise([train], [environ], called=f"process {index}",

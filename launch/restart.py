@@ -171,6 +171,14 @@ def read(run: Run) -> dict:
     return {}
 
 
+def wait(seconds: float) -> None:
+    """As time.sleep, but a signal is heeded within a second, also where the kernel gives it to another thread, which
+    interrupts no sleep of this one."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, 1.0))
+
+
 def leave_on_request() -> None:
     """From now on a signal ends this process at once, with 75: there is no child to forward it to."""
     for number in stops.heeded():
