@@ -375,7 +375,7 @@ class Harness:
         """(what is wrong, whether the call was met) of a cell."""
         self.undisturbed(cell.place)
         home, fault, wrong = self.home(cell.place), FAULTS[cell.fault], []
-        first = self.run(home, cell.place, cell)
+        first = self.first = self.run(home, cell.place, cell)
         if first.code not in fault.codes and (first.met or first.code):
             wrong.append(f"exit code {'none: it hangs' if first.code is None else first.code}")
         if "Traceback" in first.said or "Exception ignored" in first.said:
@@ -398,6 +398,7 @@ class Harness:
                 wrong.append("a traceback of the next start")
             if ran.code:
                 wrong.append(f"the same command again ends with {ran.code}")
+        self.to_the_end_s = ran.seconds
         expected = self.expected(cell.place, first.said)
         if ran is first and fault.lasts and ran.code == 0 and differences(outcome(home), expected):
             # nothing could be removed: the start that finds the run finished does it
