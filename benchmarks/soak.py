@@ -38,7 +38,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PERSIST
 from benchmarks import words
 from tests import disturbed, soak
 
-SHARES = {"processes": 0.1, "calls": 0.6, "bucket": 0.26, "hosts": 0.04}
+SHARES = {"processes": 0.075, "calls": 0.7, "bucket": 0.195, "hosts": 0.03}
 REAL = 1 / 6        # of the calls, in the command itself
 KILLS = {"kill": 5, "kill all": 1, "kill launcher": 1, "terminate": 2}
 MOMENTS = {"save": "saving", "local": "saving", "export": "exporting", "export last": "exporting", "start": "starting",

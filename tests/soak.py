@@ -25,6 +25,7 @@ import time
 import jax
 import numpy as np
 
+from launch import supervise
 from meshtrain.checkpoint import resume
 from meshtrain.run import contents, metrics, stops
 from meshtrain.storage import addresses, stores
@@ -256,7 +257,8 @@ class Life:
             environ["XDG_CACHE_HOME"] = str(self.home / f"{self.name}-machine{self.machine}")
         self.mark = len(self.said())    # where in the log the start began that is now at work
         self.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT, text=True, errors="replace")
+                                        stderr=subprocess.STDOUT, text=True, errors="replace",
+                                        preexec_fn=supervise.die_with(os.getpid()))
         self._reader = threading.Thread(target=self._listen, args=(self.process,), daemon=True)
         self._reader.start()
 
