@@ -50,7 +50,7 @@ def another_machine() -> None:
     shutil.rmtree(copies.home(), ignore_errors=True)
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs"])
+@pytest.mark.parametrize("scheme", ["s3", pytest.param("gs", marks=pytest.mark.slow)])
 def test_a_run_in_a_bucket_has_the_curve_of_one_in_a_directory_and_goes_on_on_another_machine(
         scheme, server, tiny, tmp_path):
     there = f"{scheme}://{BUCKET}/{scheme}/run"

@@ -85,7 +85,8 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(recurrence, "SUM_CHUNK", CHUNK)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [
+    pytest.param(model, marks=pytest.mark.slow) if model == "kda and latents" else model for model in MODELS])
 def test_packed_documents_are_as_each_alone(model):
     packed, alone = batches()
     one_document = packed | {"segments": np.minimum(packed["segments"], 1)}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity
 import pytest
+import sampling
 from test_hybrids import MODELS, run_of
 
 from meshtrain import assembly, trained
@@ -30,7 +31,7 @@ def completed(loaded, prompts):
     return [one.tokens for one in found]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param(model, marks=sampling.GRID) for model in MODELS])
 def test_the_cache_gives_what_whole_passes_give(model):
     alone = made(model, {})
     together = completed(alone, PROMPTS)

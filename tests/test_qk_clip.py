@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity
 import pytest
+import sampling
 
 from meshtrain import config
 from meshtrain.run import trees
@@ -106,8 +107,9 @@ def test_the_heads_whose_scores_are_too_large_are_scaled_by_what_a_plain_computa
 
 @pytest.mark.parametrize("model, mesh, sections", [
     ("heads", dict(fsdp=2, tensor=2), dict(training=dict(microbatches=2, remat="full"))),
-    ("heads", dict(context=2, data=2), dict(training=dict(remat="selective"), optimizer=dict(name="lion"))),
-    ("latents", dict(context=2, tensor=2), dict(context=dict(method="gather"))),
+    *(pytest.param(*case, marks=sampling.GRID) for case in [
+        ("heads", dict(context=2, data=2), dict(training=dict(remat="selective"), optimizer=dict(name="lion"))),
+        ("latents", dict(context=2, tensor=2), dict(context=dict(method="gather")))]),
 ])
 def test_a_layout_clips_what_one_device_clips(model, mesh, sections):
     _, after, metrics = stepped(run_of(model, mesh, **sections))

@@ -69,7 +69,7 @@ def test_weak_and_strong_decays_in_documents_cut_anywhere(kind, decay, tolerance
     assert max(plain.error(*pair) for pair in zip(found, expected) if pair[0] is not None) < tolerance
 
 
-@pytest.mark.parametrize("kind", ["delta", "channels"])
+@pytest.mark.parametrize("kind", ["delta", pytest.param("channels", marks=sampling.GRID)])
 def test_keys_that_repeat_lose_no_more_than_in_xla(kind):
     inputs = rounded(plain.drawn(kind, 48, decay=1e-3, alike=1.0, beta=1.9), jnp.float32)
     segments, do = plain.segments_of([20, 28]), np.ones(inputs[2].shape, np.float32)
@@ -77,7 +77,7 @@ def test_keys_that_repeat_lose_no_more_than_in_xla(kind):
                        both_ways(recurrence.recurrence)(inputs, segments, do)) < 2e-4
 
 
-@pytest.mark.parametrize("kind", plain.KINDS)
+@pytest.mark.parametrize("kind", ["sum", *(pytest.param(kind, marks=sampling.GRID) for kind in ("delta", "channels"))])
 def test_rows_go_on_from_a_state(kind):
     inputs, segments = rounded(plain.drawn(kind, 37, K=1), jnp.float32), plain.segments_of([20, 17])
     do = jnp.sin(jnp.arange(inputs[2].size, dtype=jnp.float32)).reshape(inputs[2].shape)

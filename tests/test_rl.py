@@ -8,6 +8,7 @@ import time
 import jax
 import numpy as np
 import pytest
+import sampling
 from checkpoints import assert_same_bits
 from commands import call, check_sums_of_answers, home, in_a_directory_of_its_own, ran, rows  # noqa: F401
 from test_lora_runs import saved
@@ -255,8 +256,8 @@ def test_other_meshes_draw_the_same_answers(place, undisturbed, more):
 
 
 @pytest.mark.parametrize("name, more", [
-    ("updates", ["--rl.updates=2"]), ("kl", ["--rl.kl=0.1", "--rl.updates=2"]),
-    ("lora", ["--rl.kl=0.1", "--lora.rank=2"])])
+    pytest.param("updates", ["--rl.updates=2"], marks=sampling.GRID), ("kl", ["--rl.kl=0.1", "--rl.updates=2"]),
+    pytest.param("lora", ["--rl.kl=0.1", "--lora.rank=2"], marks=sampling.GRID)])
 def test_a_stop_between_the_updates_of_a_batch_changes_nothing(place, undisturbed, monkeypatch, name, more):
     more = [*more, "--training.steps=5", "--validation.every=0", f"--checkpoint.init_from={undisturbed}",
             "--checkpoint.every=3"]

@@ -128,7 +128,7 @@ def test_an_exported_run_goes_on_with_the_same_text_and_has_the_same_validation_
     assert len(names) == 4 and [found[name] for name in names] == [expected[name] for name in names]
 
 
-@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=sampling.GRID)])
+@pytest.mark.parametrize("planted", [pytest.param(planted, marks=sampling.GRID) for planted in (False, True)])
 def test_the_sampler_and_the_step_round_alike_in_bfloat16(place, home, monkeypatch, planted):  # noqa: F811
     """Their log-probabilities are 0.0002 apart in the mean, those of the plant, a sampler in float32, 0.01."""
     made = trained.beside

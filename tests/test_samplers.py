@@ -143,6 +143,7 @@ def test_samplers_apart_draw_what_the_trainer_would(place, two_behind, name, mor
     assert rows(place / name)[0]["mismatch_max"] < (0.1 if name == "bfloat16" else 1e-4)
 
 
+@pytest.mark.slow
 def test_of_a_run_with_adapters_only_they_are_sent_with_each_version(place, two_behind):  # noqa: F811
     directory, there = place / "adapters", apart.SamplerFiles.of(place / "adapters")
     more = words(place, "adapters", "--rl.lag=1", "--lora.rank=2", f"--checkpoint.init_from={two_behind}",

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import parity
 import pytest
+import sampling
 
 from meshtrain import assembly, config, inspect, train
 from meshtrain import hardware
@@ -106,8 +107,9 @@ def test_auto_with_chunks_takes_just_those():
 
 @pytest.mark.parametrize("rule, mesh, schedule, remat, most", [
     ("ddp", dict(stage=4), "gpipe", "none", 1.0),
-    ("zero1", dict(stage=2, data=2, tensor=2), "interleaved_zero_bubble", "selective", 1.0),
-    ("zero3", dict(stage=2, context=2, tensor=2), "zero_bubble", "none", 1.25),
+    pytest.param("zero1", dict(stage=2, data=2, tensor=2), "interleaved_zero_bubble", "selective", 1.0,
+                 marks=sampling.GRID),
+    pytest.param("zero3", dict(stage=2, context=2, tensor=2), "zero_bubble", "none", 1.25, marks=sampling.GRID),
 ], ids=["gpipe", "interleaved", "tensor and context"])  # fmt: skip
 def test_slot_bytes_are_what_the_compiled_loops_carry(rule, mesh, schedule, remat, most):
     """Without remat, and in what B hands to W, an upper bound: what is as wide as the residual stream counts whole."""

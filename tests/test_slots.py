@@ -110,7 +110,7 @@ MESHES = [{}, dict(data=2), dict(tensor=2), dict(fsdp=2), dict(data=2, fsdp=2, t
 
 
 @pytest.mark.parametrize(("sizes", "slots"), [
-    ({}, 4), (dict(data=2, fsdp=2, tensor=2), 8), pytest.param({}, 64, marks=cells.GRID),
+    (dict(data=2, fsdp=2, tensor=2), 8), *(pytest.param({}, slots, marks=cells.GRID) for slots in (4, 64)),
     *(pytest.param(sizes, 16, marks=cells.GRID) for sizes in MESHES)])
 def test_refilled_slots_draw_what_a_row_alone_draws(sizes, slots):
     prompts, samples, counters = drawn_prompts(24)
