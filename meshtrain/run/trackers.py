@@ -3,10 +3,12 @@ stops a run or holds a step up.
 """
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import http.server
 import importlib.util
+import itertools
 import os
 import re
 import secrets
@@ -25,7 +27,7 @@ NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an
 WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
 WANDB_FINISH_TIMEOUT_S = 120.0   # for uploading what is left at the end; without one, no network means no end
 MLFLOW_FINISH_S, MLFLOW_PAUSE_S = 60.0, 10.0    # for what is left at the end; before what failed is tried again
-MLFLOW_ROWS, MLFLOW_AT_ONCE = 10_000, 20        # that may wait, and in a request, which may have 1,000 numbers
+MLFLOW_ROWS, MLFLOW_NUMBERS = 10_000, 1_000     # rows that may wait; numbers that a request may have
 MLFLOW_PARAMETERS, MLFLOW_TEXT = 100, 500       # in a request; characters of one
 MLFLOW_STEP = "meshtrain.step"                  # the tag with the last step that it has
 # Nothing goes to anybody but the server, and what it does not take is asked again here.
@@ -175,8 +177,9 @@ class MLflow(contextlib.AbstractContextManager):
                     self._begin()
                 self._more.wait()
                 self._more.clear()
-                while self._rows:
-                    self._send(list(self._rows)[:MLFLOW_AT_ONCE])
+                while some := list(self._rows):
+                    ends = list(itertools.accumulate(len(numbers) for _, _, numbers in some))
+                    self._send(some[:max(1, bisect.bisect_right(ends, MLFLOW_NUMBERS))])
                 self._failing = False
             except Exception as error:      # whatever MLflow has against it: the run is worth more
                 if not self._failing:
