@@ -85,8 +85,7 @@ def main() -> int:
         for part, count in counts.items():
             runs += PARTS[part](Path(home) / part, count, given.seed, table)
             if given.json:
-                given.json.write_text(json.dumps([[*key, dataclasses.asdict(line)] for key, line in table.items()],
-                                                 default=str))
+                given.json.write_text(json.dumps([[*key, vars(line)] for key, line in table.items()]))
     print(f"\n{sum(line.met for line in table.values())} faults, {runs} runs compared, "
           f"{(time.monotonic() - began) / 60:.0f} minutes\n\n{as_text(table)}")
     return 1 if any(line.wrong for line in table.values()) else 0

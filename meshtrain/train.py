@@ -117,9 +117,10 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
     made = agree.everywhere(lambda: assembly.assemble(run, found))
     agree.everywhere(lambda: check_memory(made))
     directory = mirror.directory(run.run.dir)
-    claimed = bucket.claimed if addresses.is_remote(run.run.dir) else rundir.claimed
-    with claimed(run) as claim, watchdog.kept_in(directory / contents.STACKS), jax.set_mesh(made.mesh), \
-            resume.checkpoints_of(run.run.dir, claim, every=run.checkpoint.every,
+    remote = addresses.is_remote(run.run.dir)
+    claimed = bucket.claimed if remote else rundir.claimed
+    with claimed(run) as claim, watchdog.kept_in(directory / contents.STACKS, apart=remote), \
+            jax.set_mesh(made.mesh), resume.checkpoints_of(run.run.dir, claim, every=run.checkpoint.every,
                                   keep=run.checkpoint.keep) as checkpoints:
         local = LocalCheckpoints(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
         with watch.phase("looking for a checkpoint", "restore"):

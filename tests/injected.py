@@ -92,7 +92,7 @@ def launched(home: Path, directory: Path, processes: int, *words, fault: str = "
     """The run under the launcher, its output in `directory`.log; fault: as FAULT; own: words of the launcher's own."""
     command = ["launch.local", "--processes", str(processes), *own, "--"]
     with open(f"{directory}.log", "w") as log:
-        return _started(home, directory, command, words, fault, log, environ or {})
+        return started(home, directory, command, words, fault, log, environ or {})
 
 
 def without_launcher(home: Path, directory: Path, processes: int, port: int, *words,
@@ -103,11 +103,11 @@ def without_launcher(home: Path, directory: Path, processes: int, port: int, *wo
     for index in range(processes):
         with open(f"{directory}.{index}.log", "w") as log:
             more = [*place, f"--distributed.process_id={index}", *words]
-            children.append(_started(home, directory, ["meshtrain.train"], more, fault, log, {}))
+            children.append(started(home, directory, ["meshtrain.train"], more, fault, log, {}))
     return children
 
 
-def _started(home: Path, directory: Path, command, words, fault: str, log, environ) -> subprocess.Popen:
+def started(home: Path, directory: Path, command, words, fault: str, log, environ) -> subprocess.Popen:
     kept = {name: value for name, value in os.environ.items() if name not in (
         "XLA_FLAGS", "JAX_PLATFORMS", "NPROC", "FAULT")}
     kept |= {"PYTHONPATH": f"{home / 'inject'}:{ROOT}",

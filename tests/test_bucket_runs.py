@@ -15,14 +15,14 @@ import test_several_processes
 from commands import call, home, in_a_directory_of_its_own, ran, refused, rows, tiny  # noqa: F401
 from test_storage_runs import with_secrets
 
-from tests import tiny_run
+from tests import injected, tiny_run
 
 pytest.importorskip("obstore", reason="buckets need pip install -e '.[storage]'")
 pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
 
-from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
+from stores import BUCKET, Fault, environment as stores_environment, server, surroundings  # noqa: E402, F401
 
-from launch import restart  # noqa: E402
+from launch import restart, supervise  # noqa: E402
 from meshtrain import config, convert, files, generate, report, train  # noqa: E402
 from meshtrain.run import bucket, contents  # noqa: E402
 from meshtrain.storage import addresses, copies, messages, mirror, stores  # noqa: E402
@@ -216,6 +216,62 @@ def _until(true, process: subprocess.Popen) -> None:
     while not true():
         assert time.monotonic() < until and process.poll() is None, process.communicate()
         time.sleep(0.05)
+
+
+def _hosts(home, port, *words, homes=(0, 1), fault: str = "", environ) -> list[subprocess.Popen]:
+    """Two processes that have nothing in common but the bucket; each on the host of that number."""
+    started = []
+    for index, number in enumerate(homes):
+        environ["XDG_CACHE_HOME"] = str(home / f"host{number}")
+        place = (f"--distributed.coordinator_address=127.0.0.1:{port}", "--distributed.num_processes=2",
+                 f"--distributed.process_id={index}")
+        with open(home / f"process{index}.log", "w") as log:
+            started.append(injected.started(home, home / "run", ["meshtrain.train"], (*place, *words), fault, log,
+                                            environ))
+    return started
+
+
+@pytest.fixture
+def ran_on(server, tmp_path):
+    """Runs two such processes to their end: what each said."""
+    injected.prepare(tmp_path)
+    environ = stores_environment(server, tmp_path)
+
+    def ran_on(there, *more, homes=(0, 1), fault="", codes=(0, 0)):
+        found = _hosts(tmp_path, supervise.free_port(), "--run.dir", there, "--checkpoint.every", 2, "--training.steps",
+                       *more, homes=homes, fault=fault, environ=environ)
+        try:
+            ended = tuple(child.wait(timeout=100) for child in found)
+        finally:
+            for child in found:
+                child.kill()
+        said = [(tmp_path / f"process{i}.log").read_text() for i in range(2)]
+        assert ended == codes, said
+        return said
+    return ran_on
+
+
+def test_hosts_that_share_only_the_bucket_train_and_go_on(ran_on, server, tmp_path):
+    there, export = f"s3://{BUCKET}/hosts", ("--checkpoint.export", "every")
+    ran_on(there, 4, *export)
+    assert "going on after step 4" in ran_on(there, 8, *export, homes=(1, 0))[0]
+    assert [row["step"] for row in kept_rows(there)] == list(range(1, 9)) and contents.steps(there)[-1] == 8
+    assert {name.split("/")[0] for name in exported(there)} == {"2", "4", "6", "8"}
+    alone = injected.started(tmp_path, tmp_path / "alone", ["meshtrain.train"], ("--training.steps", 8), "",
+                             subprocess.DEVNULL, stores_environment(server, tmp_path))
+    assert alone.wait(timeout=100) == 0
+    assert [row["loss"] for row in kept_rows(there)] == pytest.approx([row["loss"] for row in rows(tmp_path / "alone")],
+                                                                      rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_of_hosts_that_share_only_the_bucket_the_one_that_hangs_is_named(victim, ran_on, tmp_path):
+    told = ran_on(f"s3://{BUCKET}/hangs{victim}", 100, "--training.step_timeout_s", 6, fault=f"{victim} step:8 sleep",
+                  codes=(1, 1))
+    assert f"error: the culprit is process {victim}: it hangs in step 8 since" in told[0], told
+    left = tmp_path / "host0/meshtrain-files"
+    assert [path.name for path in sorted(left.rglob("stacks/process-*.txt"))] == ["process-0.txt", "process-1.txt"]
 
 
 def test_a_lease_whose_host_is_lost_ends_by_itself(server, tiny, monkeypatch):

@@ -43,6 +43,7 @@ STUCK_DISK_S = 3.0
 AFTER_WATCHDOGS_S = 30.0
 CLOCK_JUMP_S, CLOCK_LOOK_S = 5.0, 0.1
 READERS = 2         # processes that read all stacks to name the culprit
+MOST_TOLD = 1 << 18     # characters of stacks that go to other hosts
 
 
 # Kind of phase -> the run file's key of its limit.
@@ -79,6 +80,7 @@ class Watchdog:
         self.limits, self.index, self.count, self.tell = limits, index, count, tell
         self._file = None               # in run.dir/stacks; None: stacks go to stderr
         self._directory, self._attempt = None, ""
+        self._others: frozenset[int] = frozenset()      # processes on hosts with directories of their own
         self._steps_s: collections.deque[float] = collections.deque(maxlen=64)
         self._in_step = False
         self._closed, self._firing = threading.Event(), threading.RLock()
@@ -121,10 +123,13 @@ class Watchdog:
         return float("inf") if limit_s < 0 else limit_s
 
     @contextlib.contextmanager
-    def kept_in(self, directory: Path) -> Iterator[None]:
+    def kept_in(self, directory: Path, *, apart: bool = False) -> Iterator[None]:
         """Meanwhile write stacks to this directory. Every process calls it. The file of a process that hangs, crashes
-        or fails alone is kept."""
+        or fails alone is kept. apart: each host has a directory of its own; then jax's service carries what the others
+        must know."""
         self._attempt = agree.on_first(lambda: stacks.begin(directory))
+        if apart:
+            self._begin_apart(directory)
         path = directory / f"process-{self.index}.txt"
         with open(path, "wb+", buffering=0) as file:
             file.seek(stacks.HEAD)      # where faulthandler writes
@@ -132,6 +137,9 @@ class Watchdog:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)        # until this process is gone, see `stacks.died`
             self._directory, self._file = directory, file
             self._note()
+            if apart:
+                for index, head in enumerate(agree.exchange(self._state().head().decode())):
+                    self._keep_of(index, head)
             faulthandler.enable(file)       # crashes write stacks there, too
             self._arm()
             stays = False
@@ -146,9 +154,35 @@ class Watchdog:
                     faulthandler.disable()
                     self._arm()
                 if not stays:
+                    self._forget_others()
                     with contextlib.suppress(OSError):
                         path.unlink()
                         directory.rmdir()     # succeeds for the last process, without earlier attempts' stacks
+
+    def _begin_apart(self, directory: Path) -> None:
+        places = agree.exchange([socket.gethostname(), str(directory)])
+        own = places[self.index]
+        self._others = frozenset(index for index, place in enumerate(places) if place != own)
+        # by the first process of each host; process 0 has
+        agree.everywhere(lambda: stacks.begin(directory) if 0 < self.index == places.index(own) else None)
+
+    def _keep_of(self, index: int, text: str) -> None:
+        """Write the file of a process on another host into this host's directory."""
+        if index in self._others and text:
+            temporary = self._directory / f".process-{index}.{self.index}.tmp"
+            with contextlib.suppress(OSError):
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(self._directory / f"process-{index}.txt")
+
+    def _forget_others(self) -> None:
+        for index in self._others:
+            with contextlib.suppress(OSError):
+                (self._directory / f"process-{index}.txt").unlink()
+
+    def _fetch(self, index: int, state: str) -> None:
+        """What a process on another host has left when it came to this state."""
+        if index in self._others:
+            self._keep_of(index, agree.word(f"stacks {self._attempt} {index} {state}"))
 
     def _record_error(self, error: Exception) -> bool:
         """Record an error that this process met alone in its file; return whether it did."""
@@ -254,7 +288,10 @@ class Watchdog:
             threading.Thread(target=self._listen, args=(heard, deadline), daemon=True).start()
             heard.wait(deadline - time.monotonic())
         if self.index < READERS:
+            _within(STUCK_DISK_S, lambda: [self._fetch(index, "hangs") for index in self._others if self.index])
             _within(STUCK_DISK_S, self._name_culprit)
+        else:       # a launcher on this host would take those for silent whose stacks are elsewhere
+            self._forget_others()
         if self.index == 0 and self.count > 1:
             if heard.is_set():
                 _within(STUCK_DISK_S, lambda: self._leave(dataclasses.replace(report.state, state="ends"), text))
@@ -268,6 +305,7 @@ class Watchdog:
         while self._directory and unheard and time.monotonic() < deadline:
             began = time.monotonic()
             for index in sorted(unheard):
+                self._fetch(index, "ends" if self.index else "hangs")
                 report = stacks.of(self._directory, index, self._attempt)
                 if report and report.fired and (self.index == 0 or report.state.state == "ends"):
                     unheard.remove(index)
@@ -284,6 +322,9 @@ class Watchdog:
         return stacks.written([(ident, names.get(ident, ""), frames[ident]) for ident in in_order])
 
     def _leave(self, state: ProcessState, text: str) -> None:
+        if self._others:
+            agree.leave_word(f"stacks {self._attempt} {self.index} {state.state}",
+                             (state.head().decode() + text)[:MOST_TOLD])
         if self._file is not None:
             os.pwrite(self._file.fileno(), state.head() + text.encode(errors="replace"), 0)
             os.fsync(self._file.fileno())       # other hosts read it
