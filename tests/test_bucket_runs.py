@@ -15,7 +15,7 @@ import test_several_processes
 from commands import call, home, in_a_directory_of_its_own, ran, refused, rows, tiny  # noqa: F401
 from test_storage_runs import with_secrets
 
-from tests import injected, tiny_run
+from tests import conversations, injected, tiny_run
 
 pytest.importorskip("obstore", reason="buckets need pip install -e '.[storage]'")
 pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
@@ -272,6 +272,22 @@ def test_of_hosts_that_share_only_the_bucket_the_one_that_hangs_is_named(victim,
     assert f"error: the culprit is process {victim}: it hangs in step 8 since" in told[0], told
     left = tmp_path / "host0/meshtrain-files"
     assert [path.name for path in sorted(left.rglob("stacks/process-*.txt"))] == ["process-0.txt", "process-1.txt"]
+
+
+@pytest.mark.slow
+def test_what_the_reference_prefers_goes_to_all_hosts_and_only_some_may_have_kept_it(ran_on, tmp_path):
+    pairs = [{"prompt": f"{i}?", "chosen": f"{i} yes", "rejected": f"no {i}"} for i in range(23)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    words = ("--training.objective", "dpo", "--data.source", "preferences", "--data.paths",
+             json.dumps([str(tmp_path / "pairs.jsonl")]), "--data.tokenizer",
+             conversations.folder(tmp_path, "chatml") / "tokenizer.json", "--data.bos_token", "<s>",
+             "--model.vocab_size", 1024, "--data.seq_len", 96)
+    ran_on(f"s3://{BUCKET}/pairs", 3, *words)
+    assert "going on after step 3" in ran_on(f"s3://{BUCKET}/pairs", 5, *words, homes=(1, 0))[0]
+    shutil.rmtree(tmp_path / "host1")
+    ran_on(f"s3://{BUCKET}/again", 3, *words)
+    assert [kept_rows(f"s3://{BUCKET}/again")[i]["loss"] for i in range(3)] == [
+        row["loss"] for row in kept_rows(f"s3://{BUCKET}/pairs")[:3]]
 
 
 def test_a_lease_whose_host_is_lost_ends_by_itself(server, tiny, monkeypatch):

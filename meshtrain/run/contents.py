@@ -50,7 +50,7 @@ def is_sent(name: str) -> bool:
 
 def is_read_by_all(name: str) -> bool:
     """Whether all processes read it, and not the first alone."""
-    return name.split(os.sep)[0] in (ROLLOUTS, KEPT)
+    return name.split(os.sep)[0] in (ROLLOUTS, KEPT, REFERENCE)
 
 
 def opened(name: str) -> Path:

@@ -45,7 +45,7 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
     key = _key(run, corpus, pairs, params)
     shared = Path(corpus.sources[0].pairs[0].path).parent / f"reference-{key}.npy"
     values, began = _read(shared, count), time.perf_counter()
-    if values is None:
+    if any(agree.exchange(values is None)):     # hosts may have caches of their own, and all compute together
         values = _computed(program, pairs, count, params)
         say.out(f"the reference's log-probabilities of {len(pairs.all_pairs)} pairs: {time.perf_counter() - began:.1f} "
                 f"s, kept as {shared}")
