@@ -124,24 +124,30 @@ def _is_mark(address: Address) -> bool:
 
 
 def on_first(target: Target, act: Callable[[], object]) -> None:
-    """Call act() in process 0. Raises: CheckpointError, in every process, on an error of the file system or the bucket.
-    """
-    if fault := agree.on_first(lambda: _fault(act)):
+    """Call act() in process 0. Raises, in every process: CheckpointError on an error of the file system, or of a bucket
+    that fails; ConfigError where the bucket refuses."""
+    def tried() -> str:
+        try:
+            act()
+        except OSError as error:
+            return files.said(error)
+        except StorageError as error:
+            raise ConfigError(str(error)) from None
+        return ""
+    if fault := agree.on_first(tried):
         raise agree.agreed(CheckpointError(f"{target} could not be written: {fault}"))
 
 
 def _on_each(target: Address, act: Callable[[], object]) -> None:
     """The same in all processes."""
-    if faults := list(dict.fromkeys(filter(None, agree.exchange(_fault(act))))):
-        raise agree.agreed(CheckpointError(f"{target} could not be written: {'; '.join(faults)}"))
-
-
-def _fault(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except (OSError, StorageError) as error:
-        return files.said(error)
-    return ""
+    def judged() -> None:
+        try:
+            act()
+        except OSError as error:
+            raise CheckpointError(f"{target} could not be written: {files.said(error)}") from error
+        except StorageError as error:
+            raise ConfigError(str(error)) from None
+    agree.everywhere(judged)
 
 
 @contextlib.contextmanager

@@ -333,7 +333,7 @@ def _of_obstore(address: Address, text: str, verb: str) -> Exception:
         code = re.search(r"<Code>([A-Za-z.]+)</Code>", text)
         return _refused(address, int(status[1]), code[1] if code else status[2].strip(), verb)
     first = re.sub(r"//[^/\s]*@", "//…@", re.sub(r"\?\S+", "?…", text.partition("\n")[0]))[:300]
-    first = re.sub(r"^Generic \w+ error: Error performing .* in [\d.]+\S* - ", "", first)      # the same each time
+    first = re.sub(r" in [\d.]+[nµm]?s\b", "", first)      # so that a reason is the same each time
     if re.search(r"HTTP error|error sending request|timed? ?out|connection|decoding", first, re.IGNORECASE):
         return _Moment(first)
     return StorageError(f"{address} cannot be {verb}: {first}; see to its credentials, {CREDENTIALS[address.scheme]}")
