@@ -359,11 +359,11 @@ def test_launchers_count_failures_and_leave_words_in_the_bucket(server, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "kills"), [(1, 20), (2, 5)])
-def test_kills_at_any_moment_on_empty_machines_leave_one_curve(count, kills, server, tmp_path):
+@pytest.mark.parametrize(("scheme", "count", "kills"), [("s3", 1, 20), ("s3", 2, 5), ("gs", 1, 20)])
+def test_kills_at_any_moment_on_empty_machines_leave_one_curve(scheme, count, kills, server, tmp_path):
     """Each start is killed at a random moment, and the next one knows nothing of it but the bucket: of two, one before
     anything is saved or while it is, and one after it has saved more."""
-    there = f"s3://{BUCKET}/killed{count}"
+    there = f"{scheme}://{BUCKET}/{scheme}-killed{count}"
     (tmp_path / "run.toml").write_text(tiny_run.text(
         run__dir=there, checkpoint__every=3, mesh__data=1, mesh__fsdp=2, sharding__rules="sharding_rules/zero3.toml",
         data__paths=[str(tmp_path / "corpus.txt")], run__compilation_cache=str(tmp_path / "programs")))
