@@ -140,6 +140,7 @@ def test_a_tokenizer_by_name_gives_the_tokens_of_its_file(server, tiny, home, bp
 
 def test_a_chat_template_is_a_file_or_a_folder_at_an_address(server, tmp_path):
     home = conversations.folder(tmp_path, "chatml")
+    copies.forget()
     reader = tokenizer.open_file(str(home / "tokenizer.json"))
     server.hub["models/owner/name"] = server.web = home
     for path in home.iterdir():

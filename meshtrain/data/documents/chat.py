@@ -230,7 +230,7 @@ def _local(given: str) -> Path:
     if "." in name:
         beside = [str(place.at(at).below(other)) for other in CONFIG_FILES]
         return copies.copied([given], lambda name: beside, copies.Copying(copies.home()))[0]
-    return copies.folder(given, (TEMPLATE_FILE, *CONFIG_FILES), CONFIG_FILES[0], TEMPLATE_FILE, weights="")
+    return copies.folder(given, (TEMPLATE_FILE, *CONFIG_FILES), CONFIG_FILES[0], CONFIG_FILES[0], weights="")
 
 
 def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
