@@ -18,6 +18,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -365,9 +366,10 @@ class Harness:
         """So many cells; with as many as there are places and faults, each of these is met."""
         places, faults = draw.sample(places, len(places)), draw.sample(faults, len(faults))
         found = []
-        # one more at each turn of the places: else two numbers with a common factor meet in few pairs
+        # one more whenever both begin anew: each pair is met before any is met again
+        turn = math.lcm(len(places), len(faults))
         for i in range(count):
-            choice = self.cells([places[i % len(places)]], [faults[(i + i // len(places)) % len(faults)]])
+            choice = self.cells([places[i % len(places)]], [faults[(i + i // turn) % len(faults)]])
             found += [draw.choice(choice)] if choice else []
         return found
 
