@@ -84,7 +84,8 @@ def test_the_wheel_holds_every_module_and_every_shipped_file(wheel):
 
 def test_every_package_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    called = {"orbax": "orbax-checkpoint", "ml_dtypes": "ml-dtypes", "lm_eval": "lm-eval", "yaml": "pyyaml", "IPython": "ipykernel"}
+    called = {"orbax": "orbax-checkpoint", "ml_dtypes": "ml-dtypes", "lm_eval": "lm-eval", "yaml": "pyyaml", "IPython": "ipykernel",
+              "mlflow": "mlflow-skinny"}
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
     declared = {re.match(r"[\w-]+", line)[0].replace("_", "-") for line in [*project["dependencies"], *extras]}
     ours = {"meshtrain", "launch", "benchmarks", "tests", *(path.stem for path in (ROOT / "tests").glob("*.py"))}

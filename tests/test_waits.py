@@ -18,7 +18,7 @@ from meshtrain.checkpoint import checkpoint
 from meshtrain.data.batches import packing
 from meshtrain.data.documents import contracts
 from meshtrain.run import hooks, metrics
-from test_metrics import curves
+from test_trackers import curves
 
 
 @pytest.fixture(scope="module")
