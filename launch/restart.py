@@ -172,8 +172,8 @@ def read(run: Run) -> dict:
 
 
 def wait(seconds: float) -> None:
-    """As time.sleep, but a signal is heeded within a second, also where the kernel gives it to another thread, which
-    interrupts no sleep of this one."""
+    """Sleep, and handle a signal within a second. The kernel may deliver it to another thread, and then time.sleep goes
+    on to its end."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, 1.0))

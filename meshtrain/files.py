@@ -82,8 +82,7 @@ def patiently(act: Callable[[], Value], *, missing: bool = False) -> Value:
 
 
 def pause(seconds: float, place: str, reason: str) -> None:
-    """Before something is asked again that failed for a moment: waits, and tells it, each reason once in TELL_AGAIN_S.
-    """
+    """Wait before a retry, and tell why: each reason once in TELL_AGAIN_S. place: what failed, for the message."""
     if time.monotonic() - _told_at.get(reason, -float("inf")) >= TELL_AGAIN_S:
         _told_at[reason] = time.monotonic()
         tell(f"{place}: {reason}; it is asked again")

@@ -138,7 +138,7 @@ def test_exports_are_model_folders_of_the_bucket(server, tiny, tmp_path, monkeyp
     assert call(generate.main, f"{there}/export/2", *told).out == call(generate.main, "here/export/2", *told).out != ""
 
 
-def test_a_model_folder_is_written_into_a_bucket_and_never_over_another(server, tiny, tmp_path):
+def test_a_model_folder_is_written_into_a_bucket_and_never_over_another(server, tiny, tmp_path, monkeypatch):
     ran(*tiny, *SIX, "--run.dir", "here")
     out = f"s3://{BUCKET}/models/mine"
     assert f"{out}: the weights of step 6 of here" in call(convert.main, "here", out).out
@@ -148,6 +148,14 @@ def test_a_model_folder_is_written_into_a_bucket_and_never_over_another(server, 
     refused(call(convert.main, "here", out), f"{out} is there already, and nothing is written over")
     for name in ("hf://owner/name", f"s3://{BUCKET}", "https://host/x"):
         refused(call(convert.main, "here", name), "cannot be written; give a directory, or a folder of a bucket")
+    with monkeypatch.context() as patched:
+        real = stores.write
+        twice = lambda address, content: [real(address, one) for one in (content, b"another's")]
+        patched.setattr(stores, "write", twice)
+        refused(call(convert.main, "here", f"s3://{BUCKET}/models/both"),
+                "is written by another process, too: model.safetensors")
+    server.put("models/half/model.safetensors", b"of a killed command")
+    refused(call(convert.main, "here", f"s3://{BUCKET}/models/half"), "has files and no config.json")
     server.faults += [Fault("models/other/config.json", 10**6, 403)]
     refused(call(convert.main, "here", f"s3://{BUCKET}/models/other"), "models/other/config.json is refused with 403")
     assert keys(f"s3://{BUCKET}/models/other") == []

@@ -27,9 +27,10 @@ Target = Path | Address
 
 @contextlib.contextmanager
 def writing(target: Target) -> Iterator[Path]:
-    """Yield a temporary directory, whose files are those of `target` at the end of the block; on failure none are.
+    """Yield a temporary directory; at the end of the block its files become those of `target`, on failure none do.
 
-    All processes enter it together, and each writes files of its own. A second writer is refused. Raises: ConfigError
+    All processes enter it together, and each writes files of its own. A second writer is refused: in a directory at
+    once, in a bucket at the end. Raises: ConfigError
     if `target` is not free; CheckpointError, in every process, on an error of the file system or the bucket.
     """
     with (_in_bucket(target) if isinstance(target, Address) else _in_directory(target)) as place:
@@ -65,7 +66,11 @@ def _in_bucket(target: Address) -> Iterator[Path]:
             if path.name not in MARKS:
                 stores.write(target.below(path.name), path)
 
-    def commit() -> None:
+    def commit(sizes: dict[str, int]) -> None:
+        there = {one.address.path.rpartition("/")[2]: one.size for one in stores.listed(target)}
+        if lost := sorted(name for name, size in sizes.items() if there.get(name) != size):
+            raise ConfigError(f"{target} is written by another process, too: {', '.join(lost)} are not as they were "
+                              f"sent; wait for it, or name another folder")
         (mark,) = [path for path in scratch.iterdir() if path.name in MARKS]
         if stores.write_if(target.below(mark.name), mark.read_bytes(), None, patient=True) is None:
             raise ConfigError(f"{target} is being written by another process; wait for it, or name another folder")
@@ -75,7 +80,8 @@ def _in_bucket(target: Address) -> Iterator[Path]:
         _on_each(target, begin)
         yield scratch
         _on_each(target, send)
-        on_first(target, commit)
+        sizes = agree.exchange({path.name: path.stat().st_size for path in scratch.iterdir() if path.name not in MARKS})
+        on_first(target, lambda: commit({name: size for some in sizes for name, size in some.items()}))
     except Exception:
         if jax.process_index() == 0:
             with contextlib.suppress(StorageError, OSError):
@@ -86,7 +92,11 @@ def _in_bucket(target: Address) -> Iterator[Path]:
 
 
 def _check_free(target: Address) -> None:
-    if any(stores.children(target)):
+    names, folders = stores.children(target)
+    if names and not {*MARKS} & {*names}:
+        raise ConfigError(f"{target} has files and no {MARKS[0]}, as a writer that is at work or was killed leaves "
+                          f"them; remove them, or name another folder")
+    if names or folders:
         raise ConfigError(f"{target} is there already, and nothing is written over; name another folder")
 
 
@@ -98,8 +108,8 @@ def exists(target: Target) -> bool:
 
 
 def discard_half(target: Target) -> None:
-    """Remove what a writer that was killed has left in a bucket of a folder. Nobody else may write it. Raises:
-    StorageError, OSError."""
+    """Remove the files of an unfinished folder in a bucket, as a killed writer leaves them. Raises: StorageError,
+    OSError."""
     if isinstance(target, Address) and not exists(target):
         stores.remove([one.address for one in stores.listed(target)])
 
