@@ -51,6 +51,7 @@ class Server:
         self.log: list[Request] = []
         self._generations: dict[str, str] = {}
         self.faults: list[Fault] = []
+        self._lock = threading.Lock()
         self.hub: dict[str, Path] = {}
         self.web = Path("/nowhere")
         self.private = False        # the hub asks for the token
@@ -90,9 +91,11 @@ class Server:
                    if key.startswith("HTTP_")}
         request = Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("QUERY_STRING", ""), headers)
         self.log.append(request)
-        fault = next((one for one in self.faults if one.times and one.path in request.path), None)
+        with self._lock:        # two threads that take the last time would make it -1, which never ends
+            fault = next((one for one in self.faults if one.times > 0 and one.path in request.path), None)
+            if fault:
+                fault.times -= 1
         if fault:
-            fault.times -= 1
             while not fault.until():
                 time.sleep(0.02)
             time.sleep(fault.seconds)
