@@ -2,6 +2,7 @@
 web, keeps a log of its requests, and fails as it is told."""
 import dataclasses
 import hashlib
+import io
 import json
 import logging
 import threading
@@ -13,6 +14,7 @@ import boto3
 import pytest
 from moto.server import create_backend_app
 from werkzeug.serving import make_server
+from werkzeug.wsgi import get_input_stream
 
 from meshtrain.storage import stores
 
@@ -109,18 +111,21 @@ class Server:
         return _cut(found) if fault and not fault.status and not fault.seconds else found
 
     def _of_bucket(self, request: Request, environ: dict, start: Callable):
-        """As moto says, with the generations by which Google's writes are conditional."""
-        now, asked = self._generations.get(request.path, "0"), request.headers.get("X-Goog-If-Generation-Match")
-        if asked not in (None, now):
-            return _plain(start, 412, b"")
-        if request.method == "PUT":
-            now = self._generations[request.path] = str(time.time_ns())
-        elif request.method == "DELETE":
-            now = self._generations.pop(request.path, "0")
+        """As moto says, with the generations by which Google's writes are conditional; one request at a time, since
+        moto looks whether an object is there and writes it in two steps."""
+        environ["wsgi.input"] = io.BytesIO(get_input_stream(environ).read())    # it has come before the others wait
+        with self._lock:
+            now, asked = self._generations.get(request.path, "0"), request.headers.get("X-Goog-If-Generation-Match")
+            if asked not in (None, now):
+                return _plain(start, 412, b"")
+            if request.method == "PUT":
+                now = self._generations[request.path] = str(time.time_ns())
+            elif request.method == "DELETE":
+                now = self._generations.pop(request.path, "0")
 
-        def told(status, headers, *rest):
-            return start(status, [*headers, ("x-goog-generation", now)], *rest)
-        return self._buckets(environ, told)
+            def told(status, headers, *rest):
+                return start(status, [*headers, ("x-goog-generation", now)], *rest)
+            return self._buckets(environ, told)
 
     def _of_hub(self, request: Request, start: Callable):
         parts = request.path.strip("/").split("/")
