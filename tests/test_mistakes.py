@@ -113,6 +113,8 @@ ROWS = {
         ("--run.dir /proc/nowhere/run", "/proc/nowhere/run"),
         ("--run.dir " + LONG, "File name too long"),
         ("--run.dir gs://bucket/run", "gs://bucket/run", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("--run.dir s3://", "run.dir", "names no bucket"),
+        ("--run.dir gs:///", "run.dir", "names no bucket"),
         ("--run.dir ftp://host/run", "ftp://host/run"),
         ("--run.dir hf://owner/name", "hf://owner/name"),
         ("null.toml", "run.dir=", "null character"),

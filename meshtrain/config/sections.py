@@ -8,6 +8,7 @@ Knows no jax, no mesh and no model. `config.problems` checks keys against each o
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer, model_validator
@@ -65,7 +66,9 @@ class Identity(Section):
 
     @model_validator(mode="after")
     def _fill_in(self):
-        return _filled(self, dir=(self.dir.rstrip("/") if "://" in self.dir else self.dir) or f"runs/{self.name}")
+        # of an address the slashes at its end, but not those of its scheme: "s3:" would be a directory
+        directory = re.sub(r"(?<![:/])/+$", "", self.dir) if "://" in self.dir else self.dir
+        return _filled(self, dir=directory or f"runs/{self.name}")
 
 
 class Mesh(Section):
