@@ -12,6 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import jax
+import jaxlib.version
 
 from meshtrain import flags as xla_flags
 from meshtrain import hardware, known_bad
@@ -45,6 +46,11 @@ ON_GPUS = (
     Setting("--xla_gpu_nccl_termination_timeout_seconds", "1800",
             "so does NCCL where not all processes come to set up a group of GPUs"),
 )
+# Fixed in the XLA of 0.12: https://github.com/jax-ml/jax/issues/39257 and 39103.
+ON_CPUS = (
+    Setting("--xla_cpu_experimental_ynn_fusion_type", "",
+            "products and sums that YNNPACK fuses are wrong, or crash, in arrays of 7 dimensions and more on some CPUs"),
+) if jaxlib.version.__version_info__ < (0, 12) else ()
 SIMULATED = (
     Setting("--xla_cpu_enable_concurrency_optimized_scheduler", "false",
             "XLA's default scheduler deadlocks programs with independent collectives (2 of 4 ZeRO-3 steps did)"),
@@ -79,6 +85,8 @@ def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) 
         raise ConfigError(f"mesh.simulated_devices={total} is the total over all processes and cannot be shared out "
                           f"among {num_processes}; use a multiple of {num_processes}")
     count = total // num_processes
+    if count or not gpus_expected():
+        _set(os.environ, ON_CPUS)
     if count:
         known = xla_flags.known_flags([one.name for one in COMPILED_CHEAPLY]) if cheaply else ()
         _set(os.environ, [*SIMULATED, *(one for one in COMPILED_CHEAPLY if one.name in known)])
@@ -115,7 +123,7 @@ def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) 
                           f"devices; start a new process. In a notebook restart the kernel, and begin with this cell:\n"
                           f"    import os\n"
                           f'    os.environ["JAX_PLATFORMS"] = "cpu"\n'
-                          f'    os.environ["XLA_FLAGS"] = "{DEVICE_COUNT_FLAG}={total}"')
+                          f'    os.environ["XLA_FLAGS"] = "{os.environ["XLA_FLAGS"]}"')
     return devices
 
 
@@ -158,7 +166,7 @@ def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
     text = environ.get("XLA_FLAGS", "")
     if not text.lstrip().startswith("-"):       # else it names a file of flags
         return
-    ours = {DEVICE_COUNT_FLAG, *(one.name for one in (*ON_GPUS, *SIMULATED, *COMPILED_CHEAPLY))}
+    ours = {DEVICE_COUNT_FLAG, *(one.name for one in (*ON_GPUS, *ON_CPUS, *SIMULATED, *COMPILED_CHEAPLY))}
     given = sorted(set(re.findall(r"(?:^|\s)(--\w+)", text)) - ours)
     libraries = [library for library in xla_flags.xla_libraries()
                  if gpus_expected() or library.name == xla_flags.JAXLIB]

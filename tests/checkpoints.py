@@ -127,8 +127,7 @@ def run_processes(count, directory, body, timeout_s=120):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    flags = (f"--xla_force_host_platform_device_count={4 // count} "
-             f"--xla_cpu_enable_concurrency_optimized_scheduler=false")
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={4 // count}"      # the last one counts
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     processes = [
         subprocess.Popen([sys.executable, "-c", PROCESS + body, str(count), str(index), port, str(directory)], env=env,

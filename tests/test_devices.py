@@ -59,9 +59,20 @@ def test_simulated_devices_keep_the_users_flags_and_their_own_count(monkeypatch)
     environ = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "XLA_FLAGS": f"{devices.DEVICE_COUNT_FLAG}=2 {given}"}
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, text=True,
                          capture_output=True, timeout=300)
-    (scheduler,) = devices.SIMULATED
-    assert ran.stdout.split() == ["4", *given.split(), f"{scheduler.name}={scheduler.value}",
-                                  f"{devices.DEVICE_COUNT_FLAG}=4"], ran
+    ours = [f"{one.name}={one.value}" for one in (*devices.ON_CPUS, *devices.SIMULATED)]
+    assert ran.stdout.split() == ["4", *given.split(), *ours, f"{devices.DEVICE_COUNT_FLAG}=4"], ran
+
+
+def test_sums_in_many_dimensions_are_right_on_cpus():
+    """As XLA fuses them unless told: https://github.com/jax-ml/jax/issues/39257."""
+    code = ("import numpy as np, jax\nfrom meshtrain import config, devices\n"
+            "devices.start(config.load(['--mesh.simulated_devices', '0']))\n"
+            "a, b = np.random.default_rng(0).standard_normal((2, 1, 4, 1, 1, 16, 4, 4, 8)).astype(np.float32)\n"
+            "for axis in (-1, -2, -3):\n"
+            "    found = jax.jit(lambda a, b: (a * b).sum(axis))(a, b)\n"
+            "    assert np.abs(found - (a * b).sum(axis)).max() < 1e-5, axis\n")
+    environ = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, check=True, timeout=300)
 
 
 def test_flags_of_another_xla_are_a_mistake_that_names_them(monkeypatch):

@@ -278,7 +278,7 @@ test_pipeline.{call}
 
 
 def in_its_own_process(call: str, devices: int):
-    flags = (f"--xla_force_host_platform_device_count={devices} --xla_cpu_enable_concurrency_optimized_scheduler=false "
+    flags = (f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices} "
              "--xla_cpu_collective_call_terminate_timeout_seconds=600")
     env = os.environ | {"XLA_FLAGS": flags, "NPROC": str(4 * devices), "JAX_PLATFORMS": "cpu"}
     tests = Path(__file__).resolve().parent

@@ -55,9 +55,10 @@ def test_kernels_match_token_by_token(kind, dtype, H, V, tolerance):
 
 
 @pytest.mark.parametrize("kind", plain.KINDS)
-@pytest.mark.parametrize("decay, tolerance", [(5.0, 2e-5), slow(0.0, 5e-6), slow(100.0, 1e-3)])
+@pytest.mark.parametrize("decay, tolerance", [(5.0, 2e-5), slow(0.0, 5e-6), slow(100.0, 5e-3)])
 def test_weak_and_strong_decays_in_documents_cut_anywhere(kind, decay, tolerance):
-    """Sums of decays of 100 are rounded to 1e-5; the decay's gradient is a difference of two of them."""
+    """Sums of decays of 100 are rounded to 1e-5. Then the decay's gradient, 1e-4 at most, is a difference of two sums
+    of terms near 1, each rounded to 6e-8, and is 2e-3 off where their order differs."""
     rng = np.random.default_rng(3)
     segments = (1 + np.cumsum(rng.random((12, 43)) < rng.choice([0, 0.05, 0.5, 1], (12, 1)), 1)).astype(np.int32)
     segments[::3][:, :7] = 0                    # padding before the first document
