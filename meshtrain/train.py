@@ -285,7 +285,7 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
     with config.user_errors():
         of_folder = next((settings.stop_ids(path) for path in folders if folder.is_one(path)), ())
     words = Words(tokenizer.decode, run.rl.stop, tuple(dict.fromkeys((session.corpus.eos, *of_folder))))
-    sampler = trained.beside(session.made, found.longest + run.rl.max_tokens)
+    sampler = trained.beside(session.made, found.longest_with_answer(run.rl.max_tokens))
     position = start.saved and start.saved.metadata["data"]["position"]
     feed = Rollouts(run, session.made.program, found, words, sampler, session.directory, position)
     if run.rl.kl and run.lora.rank:     # each step has the base from the one before, whose buffers it takes
@@ -476,7 +476,7 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
     if d.source == "prompts":
         with config.user_errors():
             corpus, found = prompts.open_prompts(
-                d, vocab_size=run.model.vocab_size, seed=run.run.seed, longest=d.seq_len - run.rl.max_tokens,
+                d, vocab_size=run.model.vocab_size, seed=run.run.seed, longest=d.seq_len - run.rl.max_tokens + 1,
                 folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
         resume.check_tokenizer(run, start, corpus.tokenizer)
         resume.check_data(run, start, corpus.fingerprint)

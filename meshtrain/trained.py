@@ -171,7 +171,7 @@ def within(made: assembly.Assembly, weights: dict) -> LoadedModel:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sampler:
     """What draws answers between two steps of a training run, whose mesh it uses. Made once: its programs are compiled
-    with the first answers. room: tokens of a prompt with its answer, at most."""
+    with the first answers. room: positions of a prompt with its answer, at most."""
     made: assembly.Assembly
     ex: Execution
     slots: int
@@ -228,7 +228,7 @@ class Sampler:
                                                self.slots, self.room)
         with jax.set_mesh(made.mesh):
             moved = self.sync.program_of(made.state_shapes.params)
-            prompt = max(self.room - made.run.rl.max_tokens, 1)
+            prompt = max(self.room - made.run.rl.max_tokens + 1, 1)
             return ({"sync": moved} if moved else {}) | by_shapes.programs(prompt)
 
     def _compiled(self, name: str, jitted, *args):
@@ -237,7 +237,7 @@ class Sampler:
 
 
 def beside(made: assembly.Assembly, longest: int = 0) -> Sampler:
-    """The sampler of a run with [rl], on the run's devices. longest: tokens of a prompt with its answer; 0:
+    """The sampler of a run with [rl], on the run's devices. longest: positions of a prompt with its answer; 0:
     data.seq_len. Raises: ConfigError with every fault of rl.rules, or where nothing fits."""
     rl = made.run.rl
     with config.user_errors():

@@ -197,6 +197,19 @@ def test_a_run_that_went_back_shows_no_later_answers(place, undisturbed):
     assert (place / "back" / "rollouts" / "3.jsonl").exists() and measured.of(place / "back")["answers"]["batch"] == 2
 
 
+def test_a_prompt_that_just_fits_is_answered_to_the_end_and_learned_in_a_row_that_it_fills(place, undisturbed):
+    """6 tokens with an answer of 6: the last one is not read. With a position less the prompt is refused, see
+    `test_faults_are_told_by_name`."""
+    ran(*words(place, "border", "--data.seq_len=11", "--data.global_batch=16", "--training.steps=1",
+               "--validation.every=0"))
+    assert drawn(place / "border", 0) == drawn(undisturbed, 0)
+    found, expected = rows(place / "border")[0], rows(undisturbed)[0]
+    for name in ("loss", "grad_norm", "entropy", "answer_tokens"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+    assert found["mismatch_max"] < 1e-4 and found["answer_tokens_max"] == 6
+    assert max(len(prompt) for prompt, _, _ in drawn(place / "border", 0)) == 5, "and the token that begins a document"
+
+
 def test_prompts_that_were_held_out_are_not_trained_on_later(place, undisturbed):
     (place / "others.jsonl").write_text('{"prompt": "1", "number": 1}\n')
     later = f'--data.validation_paths=["{place / "others.jsonl"}"]'
@@ -378,7 +391,7 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
     (["--rl.rules=nowhere.toml"], "rl.rules: cannot read nowhere.toml"),
     (["--data.validation_paths=[\"nowhere.jsonl\"]"], "data.validation_paths: 'nowhere.jsonl' matches no file"),
     (["--rl.samples=1"], "rl.samples=1: an advantage is the reward less that of the group"),
-    (["--rl.max_tokens=32"], "leaves no room for a prompt"),
+    (["--rl.max_tokens=33"], "leaves no room for a prompt"),
     (["--rl.prompts=16"], "data.global_batch=8 sequences of data.seq_len=32 may not hold the 64 answers"),
     (["--rl.updates=3"], "rl.updates=3 does not divide rl.prompts=4"),
     (["--rl.kl=0.1"], "rl.kl=0.1 is a divergence from the weights that the run starts from, and these are random"),
@@ -389,10 +402,11 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
     (["--training.z_loss=0.1"], 'training.z_loss=0.1 is not part of training.objective="rl"'),
     (["--training.loss_spike=skip"], "training.loss_spike=\"skip\""),
     (["--data.packing=whole"], "data.packing=\"whole\" is not read by"),
-    (["--data.seq_len=9"], "prompts have more than the 3 tokens that data.seq_len=9 leaves"),
+    (["--data.seq_len=10"], "11 prompts have more than the 5 tokens that data.seq_len=10 leaves beside an answer of "
+     "rl.max_tokens=6 ({place}/prompts.jsonl, line 11 has 6, "),
     (["--mesh.stage=2", "--mesh.data=4", "--model.num_layers=2"], "is not computed in pipelines"),
 ])  # fmt: skip
 def test_faults_are_told_by_name(place, more, told):
     done = call(train.main, *words(place, "faulty", *more))
-    assert done.code == 2 and told in done.err and "Traceback" not in done.err, done.err
+    assert done.code == 2 and told.format(place=place) in done.err and "Traceback" not in done.err, done.err
     assert not (place / "faulty" / "metrics.jsonl").exists()

@@ -101,7 +101,7 @@ def test_answers_of_one_token_teach_the_same_in_rows_of_their_own(place, home, d
     _, trained = drawn_and_trained
     packed = [sorted(step) for step in trained]
     trained.clear()
-    ran(*words(place, "one-a-row", *more, "--data.seq_len=3"))
+    ran(*words(place, "one-a-row", *more, "--data.seq_len=2"))
     assert [sorted(step) for step in trained] == packed
     assert all(len(prompt) == 2 and len(answer) == 1 for step in packed for prompt, answer in step)
     found, expected = (rows(place / name) for name in ("one-a-row", "packed"))

@@ -447,7 +447,7 @@ def _rl_problems(run: Run):
     if not rl.reward:
         yield ('rl.reward is empty, and training.objective="rl" learns from nothing else; use "exact", "number", '
                '"choice" or "regex", or a function of your own, "rewards.py:score"')
-    if rl.max_tokens >= data.seq_len:
+    if rl.max_tokens > data.seq_len:
         yield (f"rl.max_tokens={rl.max_tokens} leaves no room for a prompt in data.seq_len={data.seq_len}; use a "
                f"longer data.seq_len, e.g. {2 * rl.max_tokens}")
     if "" in rl.stop:

@@ -52,8 +52,8 @@ SAMPLE = "python -m meshtrain.sample"
 @dataclasses.dataclass(frozen=True)
 class Order:
     """A batch of answers, as a function of which every part of them is drawn. weights: the checksum of
-    their version's. draws: seed, temperature, max_tokens, samples, stop, stop_ids. room: tokens of a prompt with its
-    answer at most. part: prompts of a part. prompts: ids."""
+    their version's. draws: seed, temperature, max_tokens, samples, stop, stop_ids. room: positions of a prompt with
+    its answer at most. part: prompts of a part. prompts: ids."""
     batch: int
     version: int
     weights: str
@@ -286,7 +286,7 @@ class Orders:
         """first: prompts drawn before the batch."""
         ids = [one.ids.tolist() for one in self.prompts.draw(first, self.rl.prompts)]
         part = prompts_of_part(self.rl)
-        room = self.prompts.longest + self.rl.max_tokens
+        room = self.prompts.longest_with_answer(self.rl.max_tokens)
         return Order(batch, version, self.checksums[version], self.draws, room, part, ids)
 
     def _answered(self, order: Order) -> bool:

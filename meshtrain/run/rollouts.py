@@ -49,7 +49,7 @@ def check(run: Run, prompts: Prompts) -> None:
     """
     rl, data = run.rl, run.data
     count = rl.prompts * rl.samples // rl.updates
-    longest = prompts.longest + rl.max_tokens - 1
+    longest = prompts.longest_with_answer(rl.max_tokens)
     needed = answers.needed_rows(count, longest, data.seq_len)
     if needed > data.global_batch:
         raise ConfigError(

@@ -60,6 +60,10 @@ class Prompts:
         """Tokens of the longest prompt, a held-out one included."""
         return max(len(one.ids) for one in (*self.prompts, *self.held))
 
+    def longest_with_answer(self, max_tokens: int) -> int:
+        """Positions of the longest prompt with an answer, whose last token is a target and is not read."""
+        return self.longest + max_tokens - 1
+
     @functools.lru_cache(maxsize=4)
     def _order(self, epoch: int) -> np.ndarray:
         return order.permutation(len(self.prompts), self.seed, ORDER, epoch)
@@ -96,8 +100,8 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
     if long := [one for one in (*prompts, *held) if len(one.ids) > longest]:
         told = ", ".join(f"{one.place} has {len(one.ids)}" for one in long[:MOST_FAULTS])
         raise ValueError(f"{len(long)} prompts have more than the {longest} tokens that data.seq_len={data.seq_len} "
-                         f"leaves beside an answer of rl.max_tokens={data.seq_len - longest} ({told}); use a larger "
-                         f"data.seq_len, or take them out")
+                         f"leaves beside an answer of rl.max_tokens={data.seq_len - longest + 1} ({told}); use a "
+                         f"larger data.seq_len, or take them out")
     if not held and data.validation_fraction and len(prompts) > 1:
         count = max(1, int(len(prompts) * data.validation_fraction))
         drawn = order.permutation(len(prompts), HELD)
