@@ -1,8 +1,10 @@
 """What the record makes of a step: times without pauses, tokens per second, MFU, waits that add up, skips in a row."""
 import concurrent.futures
+import math
 import time
 import types
 
+import numpy as np
 import pytest
 
 from meshtrain import config
@@ -92,3 +94,24 @@ def test_only_skips_in_a_row_end_a_run(capsys):
     with pytest.raises(record.TooManySkippedSteps, match="2 steps in a row, the last of them 4"):
         steps.settle()
     assert kept.rows[-1]["step"] == 4, "the row stands, and tells why"
+
+
+@pytest.mark.parametrize("column, limit, keys", [
+    ("max", 1e-3, {}), ("max", 1e-3, dict(rl=dict(updates=2))), ("mean", 0.05, dict(model=dict(num_experts=4))),
+    ("mean", 0.05, dict(model=dict(compute_dtype="bfloat16"))), ("max", math.inf, dict(rl=dict(lag=1))),
+    ("max", math.inf, dict(rl=dict(updates=2, old="sampler"))),
+    ("max", math.inf, dict(model=dict(matmul_dtype="float8"))),
+    ("max", math.inf, dict(training=dict(objective="next_token")))])
+def test_a_sampler_that_differs_by_more_than_rounding_is_told_once(column, limit, keys, capsys):
+    """Where it has the same weights as the step."""
+    run = config.Run(data=dict(seq_len=32, global_batch=4), training=dict(objective="rl"),
+                     model=dict(compute_dtype="float32")).replaced(**keys)
+    kept = Kept()
+    steps = record.Record(run, kept, kept, flops_per_step=6e12, peak_flops=4e12)
+    for number, apart in enumerate((limit / 2, 2 * limit, 3 * limit), 1):
+        told = metrics() | {"mismatch_max": np.float32(1), f"mismatch_{column}": np.float32(apart)}
+        steps.dispatched(number, 128, 128, told, ended(steps._mark + number))
+        steps.settle()
+    told = capsys.readouterr().err
+    assert told.count("the sampler computes other probabilities than the step") == (limit < math.inf)
+    assert limit == math.inf or f"step 2: mismatch_{column}={2 * limit:.2g}, where rounding" in told

@@ -200,8 +200,9 @@ def test_a_run_that_went_back_shows_no_later_answers(place, undisturbed):
 def test_a_prompt_that_just_fits_is_answered_to_the_end_and_learned_in_a_row_that_it_fills(place, undisturbed):
     """6 tokens with an answer of 6: the last one is not read. With a position less the prompt is refused, see
     `test_faults_are_told_by_name`."""
-    ran(*words(place, "border", "--data.seq_len=11", "--data.global_batch=16", "--training.steps=1",
-               "--validation.every=0"))
+    told = ran(*words(place, "border", "--data.seq_len=11", "--data.global_batch=16", "--training.steps=1",
+                      "--validation.every=0")).err
+    assert "the sampler computes" not in told
     assert drawn(place / "border", 0) == drawn(undisturbed, 0)
     found, expected = rows(place / "border")[0], rows(undisturbed)[0]
     for name in ("loss", "grad_norm", "entropy", "answer_tokens"):
@@ -312,9 +313,11 @@ def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch)
         kept[:] = kept or [jax.tree.map(lambda x: x.copy(), params)]
         return real(self, kept[0])
     monkeypatch.setattr(trained.Sampler, "generator", stale)
-    ran(*words(place, "stale", "--validation.every=0"))
+    told = ran(*words(place, "stale", "--validation.every=0")).err
     found = [row["mismatch_max"] for row in rows(place / "stale")]
     assert found[0] < 1e-4 and min(found[1:]) > 1e-3
+    assert told.count("the sampler computes") == 1, told
+    assert f"step 2: mismatch_max={found[1]:.2g}, where rounding makes at most 0.001" in told, told
 
 
 def test_a_reward_that_fails_leaves_its_answer_out(place, home):  # noqa: F811

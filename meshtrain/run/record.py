@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,15 @@ from meshtrain.run import goodput, say
 from meshtrain.run.metrics import Writers
 from meshtrain.run.progress import Progress
 from meshtrain.run.spikes import LossSpike, Spikes, described
+from meshtrain.training.policy import Policy
 
 WAITS = ("data_wait_s", "checkpoint_wait_s")    # seconds, since the row before
 WINDOW, MOSTLY = 10, 8      # steps that are looked at, and of how many of them a straggler is the latest
 SHARE = 0.05                # of a step's time that it costs
+# What rounding does not exceed, of the log-probabilities of drawn tokens by the sampler and by the step. In float32 on
+# CPUs the largest difference is 2e-6 to 1e-5. In bfloat16 it is 0.04 and more, with experts 0.4, since a token may have
+# others; the mean is 0.002 to 0.004. GPUs multiply float32 in TF32, with 10 bits.
+LARGEST_IN_FLOAT32, MEAN = 1e-3, 0.05
 
 
 class TooManySkippedSteps(RuntimeError):
@@ -35,6 +41,17 @@ class TooManySkippedSteps(RuntimeError):
 STEP_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped")
 # means over the drawn tokens that are learned: null where a batch has none
 OF_DRAWN = ("ratio", "clip_low", "clip_high", "kl", "entropy", "mismatch_mean", MISMATCH_MAX)
+
+
+def mismatch_limit(run: Run) -> tuple[str, float]:
+    """(column, value above which the sampler computes something else than the step). Infinite where they have other
+    weights, or products in float8."""
+    rl, model = run.rl, run.model
+    same = not rl.lag and (rl.updates == 1 or Policy.of(rl).old == "trainer")
+    if run.training.objective != "rl" or not same or model.matmul_dtype == "float8":
+        return MISMATCH_MAX, math.inf
+    exact = model.compute_dtype == "float32" and jax.default_backend() == "cpu" and not model.num_experts
+    return (MISMATCH_MAX, LARGEST_IN_FLOAT32) if exact else ("mismatch_mean", MEAN)
 
 
 class _Step(NamedTuple):
@@ -91,7 +108,7 @@ class Record:
         self.flops_per_step, self.peak_flops = flops_per_step, peak_flops
         self.account = account or goodput.Account()
         self.spikes = spikes or Spikes(run)
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row, self.mismatch_limit = 0, mismatch_limit(run)
         self._pending: _Step | None = None
         self._mark, self._paused_s = time.perf_counter(), 0.0
         self._paused_until = 0.0
@@ -126,6 +143,7 @@ class Record:
         self.progress.step(row)
         if spike and not row["skipped"]:
             say.out(f"step {step.number}: a loss spike, {described(loss, limit)}")
+        self._check_mismatch(row)
         self._count_skipped(row, limit)
         if self.spikes.policy == "rollback" and (spike or row["skipped"]):
             raise LossSpike(step.number, loss, limit)
@@ -172,6 +190,18 @@ class Record:
                    for name, value in metrics.items() if name not in STEP_METRICS},
                 **dict.fromkeys(WAITS, 0.0), **self._extra, **self.account.at(ended),
                 **({"straggler": named[0], "straggler_s": named[1]} if named else {})}
+
+    def _check_mismatch(self, row: dict) -> None:
+        """Warns, once, that the sampler computes something else than the step."""
+        column, limit = self.mismatch_limit
+        if not (row.get(column) or 0.0) > limit:
+            return
+        if jax.process_index() == 0:
+            say.err(f"step {row['step']}: {column}={row[column]:.2g}, where rounding makes at most {limit:g}: the "
+                    f"sampler computes other probabilities than the step, and the answers are not the policy's. Look "
+                    f"at {column} in metrics.jsonl: large from the first step on, the two programs differ; growing, "
+                    f"the sampler has old weights")
+        self.mismatch_limit = column, math.inf
 
     def _count_skipped(self, row: dict, limit: float) -> None:
         if not row["skipped"]:
