@@ -228,6 +228,9 @@ class Rollouts:
                 waits(found)
             for part in agree.exchange({i: dataclasses.astuple(one) for i, one in self.rewards.results().items()}):
                 outcomes |= {int(i): workers.Reward(*one) for i, one in part.items()}
+        for one in found:       # the token that ends an answer is learned, too
+            ended = limits.ended or one.tokens[-1] in limits.stop_ids
+            assert ended if one.stopped == "stop" else len(one.tokens) == limits.tokens, one
         wrong = [i for i, one in enumerate(found) if not np.isfinite(one.logprobs).all()]
         if wrong:
             raise agree.agreed(RolloutError(

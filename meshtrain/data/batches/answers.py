@@ -105,6 +105,7 @@ def pack(answers: Sequence[DrawnAnswer], rl, rows: int, seq_len: int, first: int
         segment[row] += 1
         _write(batch, row, begin, segment[row], answer, weights[i])
         places[i] = row, begin + len(answer.prompt) - 1
+    assert np.sum(batch["targets"] != NO_TARGET) == sum(len(answers[i].tokens) for i in computed)
     every = np.arange(seq_len)
     for row in range(rows):
         batch["positions"][row, seq_len - free[row]:] = every[:free[row]]
