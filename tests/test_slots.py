@@ -2,6 +2,7 @@
 which mesh."""
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,14 @@ def test_bits_do_not_depend_on_neighbours_order_or_the_hosts_looks(sizes):
         assert dataclasses.asdict(one) == dataclasses.asdict(wanted[number])
 
 
+def test_the_key_of_a_sample_folds_batch_row_and_sample_in_this_order():
+    """Samplers of another version, and runs that go on with one, draw the same."""
+    wanted = jax.random.key(5)
+    for counter in (7, 2, 3):
+        wanted = jax.random.fold_in(wanted, counter)
+    assert jax.random.key_data(key(5, 7, 2, 3)).tolist() == jax.random.key_data(wanted).tolist()
+
+
 def test_a_prompt_is_read_once_for_its_samples_which_differ():
     read = []
 
@@ -171,6 +180,35 @@ def test_a_prompt_is_read_once_for_its_samples_which_differ():
     assert sum(read) == 3
     assert len({tuple(one.tokens) for one in answers[:8]}) == 8 == len({tuple(one.tokens) for one in answers[4:12]})
     assert answers[12] == answers[0], "the same prompt draws the same, unless it is told other counters"
+
+
+def test_slots_are_busy_until_prompts_run_out(monkeypatch):
+    """By the host's dealing alone, with programs that only count: lengths are geometric, as of one stop probability.
+    Passes are those of rows that begin and end together, less the ones that refilling saves."""
+    S, rng, lengths, passes = 64, np.random.default_rng(0), [], []
+
+    def fill(_, slots, filling, seed):
+        new_S = filling.source_S >= 0
+        lengths.extend(np.minimum(rng.geometric(0.01, new_S.sum()), 800))
+        slots.at_S[new_S], slots.done_S[new_S] = lengths[-new_S.sum():], False
+        return slots
+
+    def decode(_, slots, free_S, until, enough):
+        steps, token_SU, done_S = 0, np.full((S, inference.LONGEST_STRIDE), -1), slots.done_S | free_S
+        while steps < until and done_S.sum() < enough:
+            token_SU[~done_S, steps] = 1
+            passes.append((enough < S, (~done_S).mean()))
+            slots.at_S[~done_S] -= 1
+            done_S, steps = done_S | (slots.at_S == 0), steps + 1
+        return slots._replace(done_S=done_S), inference.Drawn(steps, token_SU, 0.0 * token_SU, 0.0 * token_SU)
+    nobody = inference.SlotStates(None, np.zeros(S, int), None, None, np.ones(S, bool), [])
+    monkeypatch.setattr(inference, "_programs", lambda *_: inference._Programs(lambda _: nobody, fill, decode))
+    ex = SimpleNamespace(layout=SimpleNamespace(batch_axes=(), num_shards=lambda axes: 1))
+    made = inference.Generator(None, ex, {}, slots=S)
+    answers = made.complete([[7, 8]] * 128, GenerationLimits(800), samples=[8] * 128)
+    assert sorted(len(one.tokens) for one in answers) == sorted(lengths) and len(lengths) == 1024
+    assert np.mean([busy for waiting, busy in passes if waiting]) > 0.9
+    assert sum(max(lengths[i:i + S]) for i in range(0, 1024, S)) > 2.5 * len(passes)
 
 
 def test_draws_of_samples_have_the_probabilities_of_the_logits():
@@ -212,7 +250,7 @@ def test_prompts_of_one_token_and_budgets_of_none():
     with jax.set_mesh(on.mesh):
         made = on.generator()
         answers = made.complete([[7], list(range(6, 26)), [8, 9]], GenerationLimits(3, length=20))
-    assert [len(one.tokens) for one in answers] == [3, 1, 3]
+    assert [(len(one.tokens), one.stopped) for one in answers] == [(3, "length"), (1, "length"), (3, "length")]
     assert [len(one.logprobs) for one in answers] == [3, 1, 3]
 
 
