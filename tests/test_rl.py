@@ -2,7 +2,10 @@
 answers on every mesh, and tell mistakes before anything is compiled."""
 import itertools
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 
 import jax
@@ -10,7 +13,8 @@ import numpy as np
 import pytest
 import sampling
 from checkpoints import assert_same_bits
-from commands import call, check_sums_of_answers, home, in_a_directory_of_its_own, ran, rows  # noqa: F401
+from commands import answers, call, check_sums_of_answers, home, in_a_directory_of_its_own, ran, rows  # noqa: F401
+from commands import ROOT
 from test_lora_runs import saved
 
 from meshtrain import files, report, train
@@ -201,7 +205,7 @@ def test_a_prompt_that_just_fits_is_answered_to_the_end_and_learned_in_a_row_tha
     """6 tokens with an answer of 6: the last one is not read. With a position less the prompt is refused, see
     `test_faults_are_told_by_name`."""
     told = ran(*words(place, "border", "--data.seq_len=11", "--data.global_batch=16", "--training.steps=1",
-                      "--validation.every=0")).err
+               "--validation.every=0")).err
     assert "the sampler computes" not in told
     assert drawn(place / "border", 0) == drawn(undisturbed, 0)
     found, expected = rows(place / "border")[0], rows(undisturbed)[0]
@@ -267,6 +271,46 @@ def test_other_meshes_draw_the_same_answers(place, undisturbed, more):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert one["mismatch_max"] < 1e-4
+
+
+SHARES = """import os
+def score(prompt, answer, line):
+    return {"reward": sum(ord(one) % 2 for one in answer) / 6, "process": os.getppid()}
+"""
+
+
+@pytest.fixture(scope="module")
+def of_many_lengths(place, home):  # noqa: F811
+    """(words, directory) of a run in this process: one slot a device, answers of 1 to 24 tokens."""
+    (place / "shares.py").write_text(SHARES)
+    more = [f"--rl.reward={place / 'shares.py'}:score", "--rl.max_tokens=24", "--rl.slots=8", "--training.steps=2",
+            "--data.seq_len=64", "--run.sample_tokens=0",
+            f"--rl.stop={json.dumps([chr(one) for one in range(32, 80)])}"]
+    ran(*words(place, "alone", *more))
+    return more, place / "alone"
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=GRID)])
+def test_processes_draw_the_same_and_wait_for_the_one_that_has_the_longest_answer(place, of_many_lengths, processes):
+    """Each scores its share, of validations too."""
+    more, alone = of_many_lengths
+    name = f"processes-{processes}"
+    environment = {key: x for key, x in os.environ.items() if key != "NPROC"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "launch.local", "--processes", str(processes), "--",
+                           *words(place, name, *more)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for batch in range(2):
+        found, expected = answers(place / name, batch), answers(alone, batch)
+        assert len({one.pop("process") for one in found}) == processes
+        assert [one.pop("process") for one in expected] and found == expected
+        lengths = [one["tokens"] for one in found]
+        assert min(lengths) == 1 and max(lengths) > 8, "most slots are done early"
+    check_sums_of_answers(place / name, 2)
+    for one, other in zip(rows(place / name), rows(alone), strict=True):
+        assert one.keys() == other.keys()
+        for key, wanted in timeless(other).items():
+            assert wanted is None or key.endswith("/process") or one[key] == pytest.approx(
+                wanted, rel=1e-4, abs=1e-5), key
 
 
 @pytest.mark.parametrize("name, more", [

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import check_sums_of_answers
 from kept_programs import PROGRAMS
 
 from meshtrain.run import metrics
@@ -102,41 +101,26 @@ def test_a_pipeline_whose_stages_lie_in_two_processes_trains_what_one_trains(hom
 
 
 REWARD = """import os
-HERE = os.getppid()
 def score(prompt, answer, line):
-    if line["fails"] and b"process_id=1" in open(f"/proc/{HERE}/cmdline", "rb").read():
+    if b"process_id=1" in open(f"/proc/{os.getppid()}/cmdline", "rb").read():
         raise RuntimeError("only here")
-    return {"reward": sum(ord(one) % 2 for one in answer) / 6, "process": HERE}
+    return 1.0
 """
 
 
 @pytest.mark.slow
-def test_two_processes_learn_from_the_rewards_of_one_and_each_scores_its_share(home):
+def test_rewards_that_fail_in_one_process_are_told_once_and_end_all(home):
+    """Others of several processes: tests/test_rl.py."""
     (home / "rewards.py").write_text(REWARD)
-    ran = {}
-    for processes, fails in ((1, 0), (2, 0), (2, 1)):
-        (home / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i * i}: ", "fails": fails}) + "\n"
-                                                    for i in range(20)))
-        (home / "rl.toml").write_text(tiny_run.text(
-            data__source="prompts", training__objective="rl", training__steps=3, rl__prompts=4, rl__samples=4,
-            rl__max_tokens=6, rl__reward=str(home / "rewards.py:score"), rl__reward_workers=1))
-        words = command(home, processes, f"rl {processes} {fails}")
-        words = [word.replace("run.toml", "rl.toml").replace("*.txt", "prompts.jsonl") for word in words]
-        ran[processes, fails] = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=300)
-    told = ran[2, 1].stdout + ran[2, 1].stderr
-    assert ran[2, 1].returncode == 1 and told.count("error: 8 of 16 answers have no reward") == 1, told
+    (home / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i * i}: "}) + "\n" for i in range(20)))
+    (home / "rl.toml").write_text(tiny_run.text(
+        data__source="prompts", training__objective="rl", training__steps=3, rl__prompts=4, rl__samples=4,
+        rl__max_tokens=6, rl__reward=str(home / "rewards.py:score"), rl__reward_workers=1))
+    words = [word.replace("run.toml", "rl.toml").replace("*.txt", "prompts.jsonl") for word in command(home, 2, "rl")]
+    ran = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=300)
+    told = ran.stdout + ran.stderr
+    assert ran.returncode == 1 and told.count("error: 8 of 16 answers have no reward") == 1, told
     assert "RuntimeError: only here" in told
-    drawn = []
-    for processes in (1, 2):
-        assert ran[processes, 0].returncode == 0, ran[processes, 0].stderr
-        lines = [json.loads(line) for batch in range(3)
-                 for line in (home / f"rl {processes} 0" / "rollouts" / f"{batch}.jsonl").read_text().splitlines()]
-        assert len({line.pop("process") for line in lines}) == processes
-        drawn.append(lines)
-        check_sums_of_answers(home / f"rl {processes} 0", 3)
-    assert drawn[0] == drawn[1]
-    one, two = (metrics.read(home / f"rl {processes} 0" / "metrics.jsonl") for processes in (1, 2))
-    np.testing.assert_allclose([row["grad_norm"] for row in two], [row["grad_norm"] for row in one], rtol=1e-5)
 
 
 def test_one_process_writes_and_speaks_for_all(trained):
