@@ -58,16 +58,17 @@ def test_8b_on_8_h100_by_hand():
     assert costs.fitting(2.5 * costs.slot_bytes) == 16 and costs.fitting(-1.0) == 0
 
 
-@pytest.mark.parametrize(("preset", "tensor", "rows", "by_hand_s", "weights"), [
-    ("llama3-8b", 1, 64, 9.9e-3, 16.06e9), ("llama3-8b", 1, 256, 25.3e-3, 16.06e9),
-    ("llama3-70b", 8, 64, 6.9e-3, 17.64e9), ("llama3-70b", 8, 256, 11.7e-3, 17.64e9),
-    ("llama3.2-1b", 1, 64, 2.02e-3, 2.47e9)])     # 32 KiB a token, and the table is the head
-def test_a_token_of_full_slots_by_hand(preset, tensor, rows, by_hand_s, weights):
+@pytest.mark.parametrize(("preset", "tensor", "rows", "weights", "table", "token_kib"), [
+    ("llama3-8b", 1, 64, 16.06e9, 1.05e9, 128), ("llama3-8b", 1, 256, 16.06e9, 1.05e9, 128),
+    ("llama3-70b", 8, 64, 17.64e9, 0.263e9, 40), ("llama3-70b", 8, 256, 17.64e9, 0.263e9, 40),
+    ("llama3.2-1b", 1, 64, 2.47e9, 0.0, 32)])     # the table is the head
+def test_a_token_of_full_slots_by_hand(preset, tensor, rows, weights, table, token_kib):
+    """Bytes of a GPU: all weights but the table of embeddings, of which few rows are read, and the keys and values of
+    2,048 tokens of each slot, at 3.35 TB/s."""
     costs = priced(preset, rows, 2048, **({"tensor": tensor} if tensor > 1 else {}))
-    seconds = costs.token_s(FULL, 2048)
-    # The table of embeddings, of which only rows are read, counts by hand: up to 6% of the weights.
-    assert seconds["HBM"] == pytest.approx(by_hand_s, rel=.04) and sum(map(costs.read_bytes, costs.placed.rows)
-                                                                            ) == pytest.approx(weights, rel=2e-3)
+    seconds, by_hand = costs.token_s(FULL, 2048), (weights - table + rows * 2048 * token_kib * 1024) / 3.35e12
+    assert seconds["HBM"] == pytest.approx(by_hand, rel=.01)
+    assert sum(map(costs.read_bytes, costs.placed.rows)) == pytest.approx(weights, rel=2e-3)
     reduced = [one for one in costs.token() if one.axes == ("tensor",) and one.dtype == "bf16"]
     assert sum(one.runs for one in reduced) == (2 * costs.placed.cfg.num_layers + 1 if tensor > 1 else 0)
     assert {one.array_bytes for one in reduced} <= {rows * costs.placed.cfg.embed_dim * 2}
@@ -140,7 +141,7 @@ def check_sync(sampler: trained.Sampler, cast_in_float32: bool) -> None:
         wanted[of(*key)] += count * (2 if cast_in_float32 and dtype == "bf16" else 1)
     assert compiled.keys() == wanted.keys()
     for key in wanted:
-        assert compiled[key] <= 1.05 * wanted[key] and compiled[key] >= .95 * wanted[key], key
+        assert compiled[key] == pytest.approx(wanted[key], rel=.01), (key, compiled[key] / wanted[key])
     moved = [info for info in costs.placed.rows if costs.moved(info)]
     memory, times = program.memory_analysis(), 2 if cast_in_float32 else 1
     largest = max(map(costs.read_bytes, moved))
@@ -221,8 +222,8 @@ def test_inspect_tells_what_sampling_costs(home):  # noqa: F811
     found = inspected("--mesh.simulated_devices=8", "--model.compute_dtype=float32")
     assert (found["slots"], found["room"]) == (16, 64)
     ruled, compiled = found["memory_bytes"]["formula"], found["memory_bytes"]["compiled"]
-    for part in ("state", "weights", "cache"):
-        assert compiled[part] == pytest.approx(ruled[part], rel=.05), part
+    for part in ("state", "weights", "cache"):      # of a slot there are 21 bytes beside keys and values
+        assert compiled[part] == pytest.approx(ruled[part], rel=.01, abs=16 * 21), part
     assert found["peak_bytes"] >= compiled["total"] == sum(compiled[part] for part in (
         "state", "weights", "cache", "temporaries"))
     of = lambda name: {(row["kind"], *row["axes"]): row["bytes"] for row in found["sync"]["collectives"][name]}
