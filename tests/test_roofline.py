@@ -81,6 +81,13 @@ def loop(trips: int, kernel: str, *computations: str) -> str:
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
+def test_memory_that_nothing_fills_costs_nothing():
+    found = lined(program("""
+        %empty = f32[1024,1024]{1,0} custom-call(), custom_call_target="AllocateBuffer"
+        ROOT %sum = f32[1024,1024]{1,0} fusion(%x, %empty), kind=kLoop, calls=%add_body""", ADD))
+    assert found.step_s == pytest.approx(12 * MB / HBM)
+
+
 def test_a_matmul_takes_its_flops_at_the_peak_times_its_trips():
     dot = "%k = f32[1024,1024]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     line = lined(loop(7, dot))

@@ -79,7 +79,7 @@ def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Pla
     def played(name: str) -> Played:
         stream = _Streams()
         for ins in module.computations[name].values():
-            if ins.op not in work.FREE:
+            if not work.free(ins):
                 _issue(stream, name, ins, prices, trips, played)
         return stream.close()
 

@@ -17,7 +17,7 @@ from meshtrain.kernels import grouped as kernels
 from meshtrain.kernels import recurrence_pallas, tiles
 from meshtrain.names import BALANCED_ROWS
 
-# Names of existing arrays, without a kernel.
+# Names of existing arrays, without a kernel: see `free`.
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all",
         "opt-barrier", "optimization-barrier", "partition-id", "replica-id"}
 _UPDATES = ("dynamic-update-slice", "scatter")      # update a part of their first operand
@@ -47,8 +47,13 @@ class Work:
         return sum(one.flops for one in (*self.matmuls, self.attention, self.grouped) if one)
 
 
+def free(ins: hlo.Instruction) -> bool:
+    """Whether an instruction runs no kernel. `lax.empty` names memory that is not written (openxla/xla 10638)."""
+    return ins.op in FREE or ins.target == "AllocateBuffer"
+
+
 def of(module: hlo.HloModule, computation: str, ins: hlo.Instruction, visited) -> Work:
-    """Count the work of a kernel: an instruction that is not in FREE, no loop and no collective.
+    """Count the work of a kernel: an instruction that is not `free`, no loop and no collective.
 
     visited(queries, keys, causal, window, ahead) -> pairs of a packed row that a Pallas attention kernel visits.
     """
