@@ -73,7 +73,8 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, r
     platform = mesh.devices.flat[0].platform
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
-                   in_order=not schedule and by_gloo(mesh), experts=dispatch.choose(run, layout, platform),
+                   in_order=not schedule and by_gloo(mesh), early=not schedule,
+                   experts=dispatch.choose(run, layout, platform),
                    recurrence=recurrence, bounds=qk_clip.bounds(run))
 
     def placed(dims: int) -> NamedSharding:
