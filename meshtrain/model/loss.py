@@ -169,6 +169,18 @@ def _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads: b
     return found, chunks.summed(grads) if with_grads else None
 
 
+def _largest_and_sum(x):
+    """(max of x, sum of exp(x - max)) over the last dim in one pass, as in arXiv:1805.02867: `jax.nn.logsumexp` makes
+    two, and logits are large."""
+    def merged(a, b):
+        (top_a, sum_a), (top_b, sum_b) = a, b
+        scale = jnp.where(top_a == top_b, 1.0, jnp.exp(-jnp.abs(top_a - top_b)))      # both may be -inf
+        total = jnp.where(top_a > top_b, sum_a + scale * sum_b, scale * sum_a + sum_b)
+        return jnp.maximum(top_a, top_b), total
+    zero = jnp.float32(-jnp.inf), jnp.float32(0)
+    return jax.lax.reduce((x, jnp.ones_like(x)), zero, merged, (x.ndim - 1,))
+
+
 def capped(logits, softcap: float):
     """Logits within ±softcap, by tanh; unchanged if it is 0."""
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
@@ -201,11 +213,11 @@ class _Chunks:
         logits = jnp.where(self.real_V, capped(logits, self.spec.softcap) / self.spec.temperature, -jnp.inf)
         hit_V = self.first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
         hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
-        if not self.manual:
-            return x_c, t_c, logits, jax.nn.logsumexp(logits, -1), hit_V, hit
-        # Two small all-reduces (s float32 each way), in sequence: concurrent ones may pair up wrongly on CPUs.
-        top = jax.lax.pmax(logits.max(-1), self.manual)
-        total, hit = jax.lax.psum((jnp.exp(logits - top[..., None]).sum(-1), hit), self.manual)
+        top, total = _largest_and_sum(logits)
+        if self.manual:
+            # Two small all-reduces (s float32 each way), in sequence: concurrent ones may pair up wrongly on CPUs.
+            own, top = top, jax.lax.pmax(top, self.manual)
+            total, hit = jax.lax.psum((jnp.exp(own - top) * total, hit), self.manual)
         return x_c, t_c, logits, top + jnp.log(total), hit_V, hit
 
     def zeros(self):
