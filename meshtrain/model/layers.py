@@ -386,6 +386,8 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = grown(rotate(q_BTNH, rope), rope), rotate(k_BTKH, rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
+            if self.query_norm is None:     # a norm's backward needs what it reads: both would be kept
+                q_BTNH, k_BTKH = (checkpoint_name(x, "attention_rotated") for x in (q_BTNH, k_BTKH))
         sinks_N = None if self.sinks is None else small(ex, self.sinks[...], ("heads",)).astype(jnp.float32)
         o_BTNH, bound_N = attend(ex, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT, mask=self.mask, scores=self.scores,
                                  sinks_N=sinks_N)

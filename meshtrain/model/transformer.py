@@ -466,9 +466,9 @@ def summed(name: str, a):
 
 
 def rematerialized(layer, ex: Execution):
-    """none: saves the inputs of matmuls, norms and attention; selective: matmul outputs and attention's o and lse;
-    full: only the layer's input; offload: only the input, on the host (B·T·D each way, overlapped with a layer's
-    matmuls).
+    """none: saves the inputs of matmuls, norms and attention; selective: matmul outputs, queries and keys as attention
+    reads them, and its o and lse; full: only the layer's input; offload: only the input, on the host (B·T·D each way,
+    overlapped with a layer's matmuls).
 
     If sequences are split over devices, full and offload save these, too (B·T·N·H), so the backward repeats no
     ring. All save the forward's float8 scales, each of which costs a pass over a tensor and an all-reduce.
@@ -479,7 +479,7 @@ def rematerialized(layer, ex: Execution):
     names = [float8.SCALE]
     if ex.layout.sizes["context"] > 1 or ex.remat == "selective":
         names += ["attention_o", "attention_lse", "linear_o", "linear_states"]
-        names += ["attention_stream"] * (ex.remat == "selective")
+        names += ["attention_stream", "attention_rotated"] * (ex.remat == "selective")
     keep = policies.save_only_these_names(*names)
     if ex.remat == "offload":
         # The name must be the input's: a layer's output with it silently stays on the device.
