@@ -241,8 +241,12 @@ def _microbatch_gradients(step: StepSpec):
         _, head_vjp, (nll, more) = jax.vjp(head, read, x_BTD, has_aux=True)
 
         d_head, dx_BTD = head_vjp(1 / normalizers.objective)
-        # Added before the layers' backward, else the head's gradient, float32 and not yet reduced, lives beside it.
-        head_grads, dx_BTD = jax.lax.optimization_barrier((added({name: grads[name] for name in read}, d_head), dx_BTD))
+        head_grads = added({name: grads[name] for name in read}, d_head)
+        # Added before the layers' backward, else the head's gradient, float32 and not yet reduced, lives beside it. Not
+        # the norm's, whose reduction would come first.
+        large = {name: g for name, g in head_grads.items() if name != "final_norm"}
+        large, dx_BTD = jax.lax.optimization_barrier((large, dx_BTD))
+        head_grads |= large
         dx_BTD = ex.after(dx_BTD, (head_grads, nll, more))
         stack_grads = []
         for stack, w, residuals, total in reversed(done):
