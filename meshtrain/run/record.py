@@ -29,7 +29,7 @@ WINDOW, MOSTLY = 10, 8      # steps that are looked at, and of how many of them 
 SHARE = 0.05                # of a step's time that it costs
 # What rounding does not exceed, of the log-probabilities of drawn tokens by the sampler and by the step. In float32 on
 # CPUs the largest difference is 2e-6 to 1e-5. In bfloat16 it is 0.04 and more, with experts 0.4, since a token may have
-# others; the mean is 0.002 to 0.004. GPUs multiply float32 in TF32, with 10 bits.
+# others; the mean is 0.002 to 0.004. No GPU has shown its float32.
 LARGEST_IN_FLOAT32, MEAN = 1e-3, 0.05
 
 
