@@ -27,7 +27,7 @@ from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
 from meshtrain.inspection import memory
 
-GPUS = ("h100", "a100-80gb", "h200", "b200")
+GPUS, HOPPER = ("h100", "a100-80gb", "h200", "b200"), ("h100", "h200")
 PARTS = tuple(part for part in roofline.PARTS if part != roofline.RECURRENCE)       # no shipped run has such mixers
 FLAT = {"matmul.best": .78, "matmul.sustained": 1, "matmul.clock": 1, "matmul.wave": 0, "matmul.k0": 0,
         "attention.cudnn_forward": .60, "attention.cudnn_backward": .50, "attention.pallas_forward": .38,
@@ -48,6 +48,8 @@ class Case:
 SHIPPED = (
     Case("llama3-8b, remat full", "llama3-8b.toml", 8, "--training.remat full"),
     Case("llama3-8b, remat selective", "llama3-8b.toml", 8, "--training.remat selective"),
+    Case("llama3-8b, remat selective, mosaic", "llama3-8b.toml", 8,
+         "--training.remat selective --model.attention mosaic"),
     Case("llama3-8b, remat selective, float8", "llama3-8b.toml", 8,
          "--training.remat selective --model.matmul_dtype float8"),
     Case("llama3-70b, tensor 8 × fsdp 8", "llama3-70b.toml", 64),
@@ -154,7 +156,8 @@ def costliest(gpu: str, case: Case, count: int = 10) -> list[str]:
 
 def written() -> str:
     shipped = [row(gpu, case) for gpu in GPUS for case in SHIPPED
-               if "float8" not in case.words or not hardware.lacks_float8(hardware.get(gpu))]
+               if ("float8" not in case.words or not hardware.lacks_float8(hardware.get(gpu)))
+               and ("mosaic" not in case.words or gpu in HOPPER)]
     lines = ["# The roofline of the shipped runs", "",
              "Written by `python benchmarks/roofline.py`; how a step is priced stands in meshtrain/cost/program/roofline.py. "
              "Nothing here was measured.", "",
