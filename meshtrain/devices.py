@@ -49,7 +49,7 @@ ON_GPUS = (
 # Fixed in the XLA of 0.12: https://github.com/jax-ml/jax/issues/39257 and 39103.
 ON_CPUS = (
     Setting("--xla_cpu_experimental_ynn_fusion_type", "",
-            "products and sums that YNNPACK fuses are wrong, or crash, in arrays of 7 dimensions and more on some CPUs"),
+            "sums of products that YNNPACK fuses are wrong, or crash, in 7 dimensions and more on some CPUs"),
 ) if jaxlib.version.__version_info__ < (0, 12) else ()
 SIMULATED = (
     Setting("--xla_cpu_enable_concurrency_optimized_scheduler", "false",
