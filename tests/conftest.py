@@ -18,8 +18,9 @@ os.environ["XLA_FLAGS"] = " ".join([
     "--xla_force_host_platform_device_count=8", "--xla_cpu_enable_concurrency_optimized_scheduler=false",
     "--xla_backend_optimization_level=0",
     *(["--xla_cpu_use_fusion_emitters=false"] if importlib.metadata.version("jaxlib") < "0.11" else []),
-    # Fused products and sums are wrong or crash on some CPUs (devices.ON_CPUS).
-    *(["--xla_cpu_experimental_ynn_fusion_type="] if importlib.metadata.version("jaxlib") < "0.12" else [])])
+    # Sums of products that are fused are wrong, or crash, on some CPUs (devices.ON_CPUS).
+    *(["--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"]
+      if importlib.metadata.version("jaxlib") < "0.12" else [])])
 # With one thread a device, collectives under way together can block every thread of the pool.
 os.environ["NPROC"] = "32"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")      # an installed CUDA plugin reports that there is no GPU
