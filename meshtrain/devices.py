@@ -45,12 +45,12 @@ ON_GPUS = (
     Setting("--xla_gpu_nccl_termination_timeout_seconds", "1800",
             "so does NCCL where not all processes come to set up a group of GPUs"),
 )
-# Fixed in the XLA of 0.12: https://github.com/jax-ml/jax/issues/39257 and 39103. Products by themselves are right to 7
-# dimensions, and in XLA's own way the bits of a row would depend on the other rows.
+# Fixed in jax 0.12: https://github.com/jax-ml/jax/issues/39257 and 39103. YNNPACK keeps single products, which are right
+# up to 7 dimensions: with XLA's own kernels the bits of a row depend on the other rows.
 ON_CPUS = (
     Setting("--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
             "sums of products that YNNPACK fuses are wrong, or crash, in 7 dimensions and more on some CPUs"),
-) if importlib.metadata.version("jaxlib") < "0.12" else ()
+) if jax.__version_info__ < (0, 12) else ()
 SIMULATED = (
     Setting("--xla_cpu_enable_concurrency_optimized_scheduler", "false",
             "XLA's default scheduler deadlocks programs with independent collectives (2 of 4 ZeRO-3 steps did)"),

@@ -40,7 +40,7 @@ class Execution:
     # precision of float8 projections; None: they are in dtype
     float8: jax.lax.DotAlgorithmPreset | None = None
     in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`mesh.after`)
-    early: bool = False     # whether a layer's backward makes its MLP's last gradient before the mixer's (`released`)
+    early: bool = False     # whether the MLP's down projection has its gradient before the mixer's backward (`released`)
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
     # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: no experts
     experts: Callable | None = None
@@ -515,7 +515,7 @@ class Layer(nnx.Module):
 
 @jax.custom_vjp
 def released(x, w):
-    """Return both. In the backward, x's cotangent waits for that of w, reduced.
+    """x and w, unchanged. In the backward, the gradient of x waits for the reduced gradient of w.
 
     XLA delays a layer's weight gradients to the end of its backward, where the last reduce-scatter has nothing beside
     it, and copies the stream's cotangent for them. With the gradient of the MLP's outward projection made early the

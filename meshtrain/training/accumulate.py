@@ -172,10 +172,9 @@ def scanned(step: StepSpec):
                 weights, grads, microbatch, normalizers, key, stacks, buffers)
             return (pin(grads), nll + nll_mb, buffers), aux
 
-        def zeros(tree, dtype):
-            return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), tree)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), weights.trained)
         room = jax.tree.map(partial(_room, layout, batch["segments"].shape[1]), buffers)
-        start = pin(zeros(weights.trained, jnp.float32)), jnp.float32(0), room
+        start = pin(zeros), jnp.float32(0), room
         (grads, nll, _), aux = each(add, start, batch, used)
         return jax.tree.map(lambda x: x[None], (grads, nll, aux))
 
