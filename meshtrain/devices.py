@@ -45,8 +45,8 @@ ON_GPUS = (
     Setting("--xla_gpu_nccl_termination_timeout_seconds", "1800",
             "so does NCCL where not all processes come to set up a group of GPUs"),
 )
-# Fixed in jax 0.12: https://github.com/jax-ml/jax/issues/39257 and 39103. YNNPACK keeps single products, which are right
-# up to 7 dimensions: with XLA's own kernels the bits of a row depend on the other rows.
+# Fixed in jax 0.12: https://github.com/jax-ml/jax/issues/39257 and 39103. YNNPACK keeps single products, right up
+# to 7 dimensions: with XLA's own kernels the bits of a row depend on the other rows.
 ON_CPUS = (
     Setting("--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
             "sums of products that YNNPACK fuses are wrong, or crash, in 7 dimensions and more on some CPUs"),

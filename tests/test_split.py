@@ -60,9 +60,11 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
         return y, *parts.backward(w, e, r, q, dy, zeros, True)
 
     expected = plain()
-    jax.tree.map(np.testing.assert_array_equal, halves(), expected)
-    # float32; XLA's kernels for matmuls whose result is added to something may sum in another order.
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), whole(), expected)
+    # float32; XLA may sum in another order in a kernel that does more: a matmul whose result is added to something, or,
+    # without YNNPACK's fusions, a sum of what selective remat computes again.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close if remat == "selective" else np.testing.assert_array_equal, halves(), expected)
+    jax.tree.map(close, whole(), expected)
 
 
 def test_weight_gradients_of_bfloat16_weights_are_float32():

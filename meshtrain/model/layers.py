@@ -40,7 +40,7 @@ class Execution:
     # precision of float8 projections; None: they are in dtype
     float8: jax.lax.DotAlgorithmPreset | None = None
     in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`mesh.after`)
-    early: bool = False     # whether the MLP's down projection has its gradient before the mixer's backward (`released`)
+    early: bool = False     # whether the MLP's down projection has its gradient before the mixer (`released`)
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
     # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: no experts
     experts: Callable | None = None
