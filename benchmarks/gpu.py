@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax
 
-from benchmarks import gpu_attention, gpu_flags, gpu_kernels, gpu_speed, gpu_steps, machine, words
+from benchmarks import gpu_attention, gpu_flags, gpu_kernels, gpu_sampling, gpu_speed, gpu_steps, machine, words
 from benchmarks.gpu_record import FAILED, GROUPS, RIGHT, WRONG, Item, Record, code_digest
 from meshtrain import devices as local_devices
 from meshtrain import hardware
@@ -54,7 +54,7 @@ def by_worth(devices, cpu, out: Path) -> list[Item]:
     first, rest = len(attention) // 3 + 1, 3            # one head_dim; the rule files that most runs take
     return [*attention[:first], *bf16[:rest], *measured[:2], *attention[first:], *gpu_kernels.items(devices, cpu),
             *float32[:rest], *bf16[rest:], *measured[2:],
-            *float32[rest:], *gpu_flags.items(devices)]
+            *float32[rest:], *gpu_sampling.items(devices, out), *gpu_flags.items(devices)]
 
 
 class Asked(NamedTuple):

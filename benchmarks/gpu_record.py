@@ -23,6 +23,7 @@ GROUPS = {"attention": "Attention engines against whole scores in float32 on the
           "schedule": "One step of every pipeline schedule against one CPU device in float32",
           "deterministic": "The same bits in every run (training.deterministic)",
           "speed": "Speed and memory",
+          "sampling": "Answers between steps: Llama 3.2 1B, prompts of 129 tokens, answers of 257, 8 of a prompt",
           "engines": "Attention engines by themselves: 2 rows of 8,192 tokens, 32 heads, 8 of keys and values",
           "flags": "Flags of the table, garbage collection and NUMA binding, off against on",
           "tiles": "Tiles of the Pallas kernels, timed"}

@@ -74,7 +74,7 @@ def draw(shape: Shape) -> dict:
     keys = iter(jax.random.split(jax.random.key(0), 9))
     normal = lambda *dims: jax.random.normal(next(keys), dims, jnp.bfloat16)
     R = len(number)
-    return dict(groups=groups, number=jnp.asarray(number), x=normal(A, D), dy=normal(A, D), gate=normal(R, F),
+    return dict(groups=groups, number=jnp.asarray(number), x=normal(A, D), rows=normal(R, D), dy=normal(A, D), gate=normal(R, F),
                 up=normal(R, F), into=normal(E, D, F), back=normal(E, F, D), share=jnp.ones((R, 1), jnp.float32))
 
 
@@ -91,10 +91,12 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
 
     def kernel(kind, products, call, *names):
         return Kernel(kind, call, tuple(given[name] for name in ("groups", *names)), products * one)
-    take = lambda engine, x, number: engine.take(x, number)
+    take, copied = (lambda engine, x, number: engine.take(x, number)), grouped.loop().take
     return {
         "x · gate": kernel("deep", 1, lambda e, g, x, n, w: e.rows([of(take(e, x, n), w, "gkn")], g),
                            "x", "number", "into"),
+        "x · gate, rows copied first": kernel("deep", 1, lambda e, g, x, n, w: e.rows([of(copied(x, n), w, "gkn")], g),
+                                              "x", "number", "into"),
         "x · up, SwiGLU": kernel("small", 1, lambda e, g, x, n, w, gate: e.rows(
             [of(take(e, x, n), w, "gkn")], g, weighted, [gate]), "x", "number", "into", "gate"),
         "h · down": kernel("small", 1, lambda e, g, h, w: e.rows([of(h, w, "gkn")], g), "gate", "back"),
@@ -107,6 +109,9 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
                      "gate", "up", "into"),
         "gradient of gate": kernel("outer", 1, lambda e, g, x, n, d: e.outer(take(e, x, n), d, g, "gkn"),
                                    "x", "number", "gate"),
+        "gradient of gate, rows copied first": kernel("outer", 1, lambda e, g, x, n, d: e.outer(
+            copied(x, n), d, g, "gkn"), "x", "number", "gate"),
+        "gradient of gate, rows in order": kernel("outer", 1, lambda e, g, x, d: e.outer(x, d, g, "gkn"), "rows", "gate"),
         "gradient of down": kernel("outer", 1, lambda e, g, dy, n, h: e.outer(take(e, dy, n), h, g, "gnk"),
                                    "dy", "number", "gate"),
     }
