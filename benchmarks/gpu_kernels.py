@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.gpu_attention import documents
 from benchmarks.gpu_record import Item
 from meshtrain import hardware
-from meshtrain.kernels import grouped, recurrence, recurrence_pallas
+from meshtrain.kernels import grouped, mosaic, recurrence, recurrence_pallas
 from meshtrain.model import float8
 
 # Of the largest number of a result. bfloat16: operands are exact, sums float32, results rounded to 2^-9 of themselves;
@@ -43,14 +43,16 @@ def products(engine: grouped.GroupedEngine, dims: str, x, w, y, number, groups, 
     """Rows of x times matrices, as they are and with numbers beside them, rows of y times the transposed ones, and
     outer products; what no row uses is zero."""
     taken, turned = engine.take(x, number), dims.translate(str.maketrans("kn", "nk"))
+    ordered = grouped.GroupedOperands(jnp.where(used[:, None], x[jnp.maximum(number, 0)], 0), w, dims)
     of = [grouped.GroupedOperands(taken, w, dims)]
     scaled = lambda product, share, beside: (product * share, (product * beside).sum(1))
     z, = engine.rows(of, groups)
+    in_order, = engine.rows([ordered], groups)
     times, sums = engine.rows(of, groups, scaled, [share, y])
     back, = engine.rows([grouped.GroupedOperands(y, w, turned), grouped.GroupedOperands(y, w, turned)], groups)
     outer = engine.outer(taken, y, groups, dims)
     kept = lambda a: jnp.where(used.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
-    return *map(kept, (z, times, sums, back)), outer
+    return *map(kept, (z, in_order, times, sums, back)), outer
 
 
 def compare_grouped(engine: grouped.GroupedEngine, dims: str, dtype: str, sizes: Sizes, device, cpu) -> dict:
@@ -72,7 +74,7 @@ def compare_grouped(engine: grouped.GroupedEngine, dims: str, dtype: str, sizes:
     found = jax.jit(partial(products, engine, dims))(*given, *jax.device_put(rest, device))
     with jax.default_device(cpu), jax.default_matmul_precision("highest"):
         expected = jax.jit(partial(products, grouped.loop(), dims))(x, w, y, *rest)
-    of = "rows", "rows times a number", "sums of rows", "rows backward", "outer products"
+    of = "rows", "rows in order", "rows times a number", "sums of rows", "rows backward", "outer products"
     return {"compared": {name: (error, TOLERANCE[dtype]) for name, error in zip(of, errors(found, expected))}}
 
 
@@ -143,6 +145,10 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
                 partial(compare_grouped, kernels, dims, dtype, sizes, device, cpu), 15)
            for dtype in TOLERANCE for dims in ("gkn", "kgn")]
     gpu = hardware.from_device_kind(device.device_kind)
+    if mosaic.runs_on(gpu):
+        whole = sizes._replace(contracted=384, columns=512)         # tiles of 192 and of 256
+        out += [Item(f"kernel/grouped matmuls with Mosaic, matrices as {dims}, bfloat16", partial(
+            compare_grouped, grouped.kernels(hopper=True), dims, "bfloat16", whole, device, cpu), 15) for dims in ("gkn", "kgn")]
     if not hardware.lacks_float8(gpu):
         out.append(Item("kernel/float8 matmuls", partial(compare_float8, sizes, device), 10))
     if gpu and gpu.chip and gpu.chip.compute_capability in recurrence_pallas.COMPILED:

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks import tiles as tile_timing
 from meshtrain.kernels import grouped, tiles
-from meshtrain.kernels.tiles import GroupedBlock, GroupedTiles
+from meshtrain.kernels.tiles import GroupedBlock
 
 BLOCK_ROWS = tiles.GROUPED[2].rows
 
@@ -50,6 +50,7 @@ CANDIDATES = {
     "outer": {(128, 256): ((32, 8, 3), (32, 8, 5), (32, 8, 6), (32, 8, 7), (64, 8, 3), (64, 8, 4), (128, 8, 2)),
               (128, 128): ((64, 4, 3), (64, 4, 4), (64, 8, 4), (64, 8, 6), (128, 8, 3), (32, 4, 5), (32, 4, 7)),
               (256, 128): ((32, 8, 6), (64, 8, 3), (64, 8, 4))}}
+CANDIDATES["narrow"] = CANDIDATES["outer"]
 
 
 def candidates(kind: str) -> list[GroupedBlock]:
@@ -74,7 +75,7 @@ def draw(shape: Shape) -> dict:
     keys = iter(jax.random.split(jax.random.key(0), 9))
     normal = lambda *dims: jax.random.normal(next(keys), dims, jnp.bfloat16)
     R = len(number)
-    return dict(groups=groups, number=jnp.asarray(number), x=normal(A, D), rows=normal(R, D), dy=normal(A, D), gate=normal(R, F),
+    return dict(groups=groups, number=jnp.asarray(number), x=normal(A, D), dy=normal(A, D), gate=normal(R, F),
                 up=normal(R, F), into=normal(E, D, F), back=normal(E, F, D), share=jnp.ones((R, 1), jnp.float32))
 
 
@@ -91,12 +92,11 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
 
     def kernel(kind, products, call, *names):
         return Kernel(kind, call, tuple(given[name] for name in ("groups", *names)), products * one)
-    take, copied = (lambda engine, x, number: engine.take(x, number)), grouped.loop().take
+    take = lambda engine, x, number: engine.take(x, number)
+    outer = "outer" if min(shape.embed, shape.mlp) >= tiles.GROUPED[2].outer_from else "narrow"
     return {
         "x · gate": kernel("deep", 1, lambda e, g, x, n, w: e.rows([of(take(e, x, n), w, "gkn")], g),
                            "x", "number", "into"),
-        "x · gate, rows copied first": kernel("deep", 1, lambda e, g, x, n, w: e.rows([of(copied(x, n), w, "gkn")], g),
-                                              "x", "number", "into"),
         "x · up, SwiGLU": kernel("small", 1, lambda e, g, x, n, w, gate: e.rows(
             [of(take(e, x, n), w, "gkn")], g, weighted, [gate]), "x", "number", "into", "gate"),
         "h · down": kernel("small", 1, lambda e, g, h, w: e.rows([of(h, w, "gkn")], g), "gate", "back"),
@@ -107,12 +107,9 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
                                   "dy", "number", "back"),
         "dx": kernel("small", 2, lambda e, g, a, b, w: e.rows([of(a, w, "gnk"), of(b, w, "gnk")], g),
                      "gate", "up", "into"),
-        "gradient of gate": kernel("outer", 1, lambda e, g, x, n, d: e.outer(take(e, x, n), d, g, "gkn"),
+        "gradient of gate": kernel(outer, 1, lambda e, g, x, n, d: e.outer(take(e, x, n), d, g, "gkn"),
                                    "x", "number", "gate"),
-        "gradient of gate, rows copied first": kernel("outer", 1, lambda e, g, x, n, d: e.outer(
-            copied(x, n), d, g, "gkn"), "x", "number", "gate"),
-        "gradient of gate, rows in order": kernel("outer", 1, lambda e, g, x, d: e.outer(x, d, g, "gkn"), "rows", "gate"),
-        "gradient of down": kernel("outer", 1, lambda e, g, dy, n, h: e.outer(take(e, dy, n), h, g, "gnk"),
+        "gradient of down": kernel(outer, 1, lambda e, g, dy, n, h: e.outer(take(e, dy, n), h, g, "gnk"),
                                    "dy", "number", "gate"),
     }
 
@@ -120,8 +117,8 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
 def engine(kind: str, block: GroupedBlock, interpret: bool = False) -> grouped.GroupedEngine:
     """With this block for every kernel of that kind."""
     used = tiles.GROUPED[2]
-    rows = used if kind == "outer" else GroupedTiles(*[block] * 3, used.outer)
-    return grouped.kernels({2: rows._replace(outer=block) if kind == "outer" else rows}, interpret)
+    kinds = ("outer", "narrow") if kind in ("outer", "narrow") else ("deep", "small", "beside")
+    return grouped.kernels({2: used._replace(**dict.fromkeys(kinds, block))}, interpret)
 
 
 def timed(shape: Shape, threads: int, until: float, take_turn: Callable) -> dict[str, tuple[

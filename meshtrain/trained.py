@@ -309,10 +309,11 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     every mask)."""
     whole = Layout(layout.rules, {**layout.sizes, "context": 1})
     run = run.replaced(model={"attention": "blockwise"}, data={"seq_len": 2**31 - 1, "document_mask": True})
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
+    platform = device.platform
     attend, _ = attention.choose(run, whole, platform)
     return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh),
-                     experts=dispatch.choose(run, layout, platform),
+                     experts=dispatch.choose(run, layout, platform, hardware.from_device_kind(device.device_kind)),
                      recurrence=recurrence.choose(run, whole, platform))
 
 

@@ -162,7 +162,7 @@ def test_the_process_that_computes_takes_every_item_once_and_tells_the_other_of_
     assert {item.group for item in items} == set(gpu_record.GROUPS) - {"kernel", "engines", "tiles"}
     made = [module.items(*args) for module, args in (
         (gpu_attention, (devices, CPU())), (gpu_steps, (devices, CPU())), (gpu_speed, (devices, tmp_path)),
-        (gpu_flags, (devices,)))]
+        (gpu_sampling, (devices, tmp_path)), (gpu_flags, (devices,)))]
     assert {item.key for item in items} == {item.key for part in made for item in part}
     monkeypatch.setattr(gpu, "by_worth", lambda *args: [item._replace(measure=dict) for item in items])
     pipe = SimpleNamespace(send=news.append)
@@ -252,7 +252,7 @@ def test_a_case_that_raises_is_told_and_the_other_cases_go_on(some_cases):
 
 
 TILES = GroupedBlock(16, 16, 16, 4, 2)
-GROUPED = grouped.kernels(dict.fromkeys((2, 4), GroupedTiles(TILES, TILES, TILES, TILES)), interpret=True)
+GROUPED = grouped.kernels(dict.fromkeys((2, 4), GroupedTiles(TILES, TILES, TILES, TILES, TILES)), interpret=True)
 NARROW_ROWS = gpu_kernels.Sizes(groups=(5, 0, 33, 16), contracted=32, columns=48, tokens=43, heads=2, width=16)
 
 

@@ -16,7 +16,7 @@ from meshtrain.sharding.mesh import MeshSpec
 from test_pallas import ptxas
 
 NARROW = tiles.GroupedBlock(16, 16, 16, 4, 2)
-SMALL = dict.fromkeys((2, 4), tiles.GroupedTiles(NARROW._replace(columns=32), NARROW, NARROW, NARROW, deep_from=32))
+SMALL = dict.fromkeys((2, 4), tiles.GroupedTiles(NARROW._replace(columns=32), NARROW, NARROW, NARROW, NARROW, deep_from=32))
 ENGINES = {"loop": grouped.loop(), "kernels": grouped.kernels(SMALL, interpret=True)}
 # Rows of each group: odd ones, one that has all, none at all, whole blocks.
 SIZES = {"odd": [5, 16, 33, 0, 1], "one has all": [0, 0, 64, 0], "none": [0, 0, 0], "whole blocks": [16, 32, 16],

@@ -5,7 +5,8 @@ zeros. Blocks behind the last used one are neither read nor written. `ragged_dot
 multiplies every row by every group's matrix and masks (openxla/xla 40189).
 
 Engines: `loop`, an XLA loop over blocks, on any device; `kernels`, Pallas kernels of one tile a program, which gather
-their rows on the fly (as ScatterMoE, arXiv:2403.08245). Callers write the backward. Knows no experts, no mesh.
+their rows on the fly (as ScatterMoE, arXiv:2403.08245), and on Hopper those of `mosaic_grouped` where rows lie in
+order. Callers write the backward. Knows no experts, no mesh.
 """
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from meshtrain.kernels import products, tiles
+from meshtrain.kernels import mosaic_grouped, products, tiles
+from meshtrain.kernels.warpgroups import TILE
 
 
 class Groups(NamedTuple):
@@ -248,8 +250,8 @@ def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, 
 
 
 def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.GroupedTiles], interpret: bool):
-    of = by_size[_array(x).dtype.itemsize].outer
     K, N, G, block = _array(x).shape[1], _array(y).shape[1], len(groups.first), _block_rows(x, groups)
+    of = by_size[_array(x).dtype.itemsize].of_outer(K, N)
     height, width, step = _tile(K, of.rows), _tile(N, of.columns), min(of.step, block)
     x, y = _padded(x, height, 1), _padded(y, width, 1)
     columns_x, columns_y = _array(x).shape[1], _array(y).shape[1]
@@ -280,8 +282,22 @@ def _padded(a, multiple: int, axis: int):
     return jnp.pad(a, [(0, -n % multiple if dim == axis else 0) for dim, n in enumerate(a.shape)])
 
 
-def kernels(by_size: Mapping[int, tiles.GroupedTiles] = tiles.GROUPED, interpret: bool = False) -> GroupedEngine:
-    """Engine of the Pallas kernels. by_size: tiles by bytes per element, all with the same rows per block."""
-    (rows,) = {of.rows for of in by_size.values()}
+def _mosaic_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *, otherwise: Callable):
+    """By the kernel for Hopper, where it can."""
+    arrays, (dims, *others) = [array for x, w, _ in pairs for array in (x, w)], [dims for _, _, dims in pairs]
+    plain = not any(isinstance(a, Taken) or a.dtype != jnp.bfloat16 for a in arrays) and set(others) <= {dims}
+    if plain and then is as_it_is and _block_rows(arrays[0], groups) == TILE and mosaic_grouped.columns_of(
+            arrays[1].shape[dims.index("n")], *(x.shape[1] for x in arrays[::2])):
+        return [mosaic_grouped.rows(list(zip(arrays[::2], arrays[1::2])), dims, groups.owner, groups.count)]
+    return otherwise(pairs, groups, then, beside)
+
+
+def kernels(by_size: Mapping[int, tiles.GroupedTiles] = tiles.GROUPED, interpret: bool = False,
+            hopper: bool = False) -> GroupedEngine:
+    """Engine of the Pallas kernels. by_size: tiles by bytes per element, all with the same rows per block. hopper:
+    with those of `mosaic_grouped`."""
+    (block,) = {of.rows for of in by_size.values()}
     given = dict(by_size=by_size, interpret=interpret)
-    return GroupedEngine(Taken, partial(_triton_rows, **given), partial(_triton_outer, **given), lambda *_: rows)
+    rows = partial(_triton_rows, **given)
+    return GroupedEngine(Taken, partial(_mosaic_rows, otherwise=rows) if hopper else rows,
+                         partial(_triton_outer, **given), lambda *_: block)

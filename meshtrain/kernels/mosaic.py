@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 
+from meshtrain import hardware
 from meshtrain.kernels import mosaic_backward, mosaic_forward
 from meshtrain.kernels.engine import Engine, Mask, Scores
 from meshtrain.kernels.warpgroups import TILE, Call
@@ -34,6 +36,16 @@ def engine(scores: Scores = Scores(), interpret=False) -> Engine:
     """
     return Engine(partial(_forward, scores=scores, interpret=interpret),
                   partial(_backward, scores=scores, interpret=interpret), partitions=False)
+
+
+def runs_on(gpu: hardware.Gpu | None) -> bool:
+    """Whether this GPU has what Mosaic kernels need."""
+    return bool(gpu and gpu.chip) and gpu.chip.compute_capability == COMPUTE_CAPABILITY
+
+
+def is_taken_on(gpu: hardware.Gpu | None) -> bool:
+    """Whether Mosaic kernels are taken there without being asked for."""
+    return runs_on(gpu) and jax.__version_info__ >= AUTO_SINCE
 
 
 def widths_of(head_dim: int, value_dim: int = 0) -> tuple[int, int] | None:

@@ -1,7 +1,8 @@
 """Matmul precision by operand dtype.
 
 By default jax multiplies float32 as TF32 (10 bits of mantissa instead of 23) on NVIDIA GPUs. Here float32 means
-float32, as on CPUs and in PyTorch: for the router always, for everything with compute_dtype = "float32".
+float32, as on CPUs and in PyTorch: for the router always, for everything with compute_dtype = "float32". Tensor cores
+have no float32, so a float32 times a bfloat16 is three products in bfloat16, of which nothing is rounded but the sums.
 """
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ from jax.extend import source_info_util
 
 source_info_util.register_exclusion(__file__)       # program text names the line that calls `einsum`
 
+PART = "P"          # the dim of parts in einsums: no array of the model has it
+WIDE, NARROW = jnp.dtype("float32"), jnp.dtype("bfloat16")
+
 
 def precision(dtype) -> lax.Precision | None:
     """The precision for operands of this dtype; None leaves it to XLA."""
@@ -18,5 +22,32 @@ def precision(dtype) -> lax.Precision | None:
 
 
 def einsum(eq: str, a, b, dtype=None):
-    """The product of two arrays of one dtype in its precision. dtype: of sums and result; None: that of a and b."""
+    """The product of two arrays in the precision of the wider one. dtype: of sums and result; None: of the wider one.
+
+    Of a bfloat16 and a float32 array the float32 one is taken apart, and all products are exact. Of two float32 arrays
+    whose product is asked for in bfloat16, two parts of each are multiplied: 16 bits.
+    """
+    operands, out = eq.split("->")
+    left, right = operands.split(",")
+    if dtype == NARROW and a.dtype == b.dtype == WIDE:
+        (a1, a2), (b1, b2) = parts(a, 2), parts(b, 2)
+        stacked = jnp.stack((a1, a1, a2), -1), jnp.stack((b1, b2, b1), -1)
+        return jnp.einsum(f"{left}{PART},{right}{PART}->{out}", *stacked, preferred_element_type=dtype)
+    if (a.dtype, b.dtype) == (NARROW, WIDE):
+        own = next(letter for letter in right if letter in out)     # beside it parts are more columns of one matrix
+        with_parts = lambda dims: dims.replace(own, PART + own)
+        summed = jnp.einsum(f"{left},{with_parts(right)}->{with_parts(out)}", a,
+                            jnp.stack(parts(b, 3), right.index(own)), preferred_element_type=WIDE)
+        return summed.sum(out.index(own)).astype(dtype or WIDE)
     return jnp.einsum(eq, a, b, precision=precision(b.dtype), preferred_element_type=dtype)
+
+
+def parts(x, count: int) -> list:
+    """bfloat16 arrays whose sum is this float32 one: of three exactly (each has 8 of its 24 bits), but for numbers
+    near the smallest. XLA does not undo `reduce_precision`, as it does a cast and back."""
+    found = []
+    for _ in range(count):
+        part = lax.reduce_precision(x, 8, 7)
+        found.append(part.astype(NARROW))
+        x = x - part
+    return found

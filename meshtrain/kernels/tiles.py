@@ -57,12 +57,15 @@ class GroupedBlock(NamedTuple):
 class GroupedTiles(NamedTuple):
     """The blocks of an engine's kernels. Products of rows take `deep` where nothing is fused and the contracted dim is
     at least `deep_from`, `small` where it is less or one array is fused, `beside` where several are; all three have
-    the same `rows`, to which each group is padded. Gradients of matrices take `outer`."""
+    the same `rows`, to which each group is padded. Gradients of matrices take `outer`, of those with a side shorter
+    than `outer_from` `narrow`."""
     deep: GroupedBlock
     small: GroupedBlock
     beside: GroupedBlock
     outer: GroupedBlock
+    narrow: GroupedBlock
     deep_from: int = 2048
+    outer_from: int = 2048
 
     @property
     def rows(self) -> int:
@@ -74,6 +77,10 @@ class GroupedTiles(NamedTuple):
             return self.beside
         return self.deep if num_beside == 0 and contracted >= self.deep_from else self.small
 
+    def of_outer(self, *sides: int) -> GroupedBlock:
+        """The block of gradients of matrices with these sides."""
+        return self.outer if min(sides) >= self.outer_from else self.narrow
+
 
 # By bytes per element, for all GPUs. bfloat16: two warp groups of 64 rows each (wgmma), 144 KiB of shared memory.
 # Source: openxla/tokamax, autotuning of ragged_dot on H100: [8192, 4096] · [8, 4096, 14336] takes 128 × 256 × 64 with 8
@@ -84,9 +91,11 @@ class GroupedTiles(NamedTuple):
 # with 128 columns, and a gated MLP's gradients 1.4 KB. These tiles do not spill on sm_80, sm_90a and sm_100a. Larger
 # blocks would pad small groups more.
 GROUPED = {2: GroupedTiles(GroupedBlock(128, 256, 64, 8, 3), GroupedBlock(128, 128, 64, 8, 3),
-                           GroupedBlock(128, 64, 64, 8, 3), GroupedBlock(128, 256, 32, 8, 6)),
+                           GroupedBlock(128, 64, 64, 8, 3), GroupedBlock(128, 256, 32, 8, 6),
+                           GroupedBlock(128, 128, 64, 4, 3)),
            4: GroupedTiles(GroupedBlock(128, 64, 32, 8, 2), GroupedBlock(128, 64, 32, 8, 2),
-                           GroupedBlock(128, 32, 32, 8, 2), GroupedBlock(128, 64, 32, 8, 2))}
+                           GroupedBlock(128, 32, 32, 8, 2), GroupedBlock(128, 64, 32, 8, 2),
+                           GroupedBlock(128, 64, 32, 8, 2))}
 
 WIDTHS = tuple(keys for keys, values in _HOPPER if keys == values)
 # Programs that fill a GPU: two for each of an H100's 132 SMs. With fewer, the dkv kernel does not sum the query heads

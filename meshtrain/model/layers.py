@@ -85,7 +85,7 @@ def _placed(ex: Execution, dw, axes):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
-    """(einsum(eq, x, w), …) for each of ws in the compute dtype, with float32 weight gradients.
+    """(einsum(eq, x, w), …) for each of ws in ex.dtype, with float32 weight gradients.
 
     forms: ((eq, logical axes of w), …), e.g. "BTD,DNH->BTNH". out_axes: for a single projection back onto the residual
     stream, the output's logical axes before it is split over the sequence, else None. GPUs reduce a weight gradient in
@@ -118,7 +118,7 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
         full = gathered(ex, w, axes) if ex.remat == "none" else w
         operands, out = eq.split("->")
         left, right = operands.split(",")
-        product = products.einsum(f"{out},{right}->{left}", dy, full)
+        product = products.einsum(f"{out},{right}->{left}", dy, full, dy.dtype if x is None else x.dtype)
         dx = product if dx is None else product + dx        # new product first: cuBLAS then accumulates into it
         if not frozen:
             dw = products.einsum(f"{left},{out}->{right}", x, dy, jnp.float32)

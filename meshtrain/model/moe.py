@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.model.layers import MLP, Execution, Linear, add_bias, gated, project, recomputed
@@ -194,17 +195,12 @@ class MoE(nnx.Module):
         return ex.layout.act(y_BTD, "batch", "residual_seq", None)
 
     def _logits(self, ex: Execution, x_BTD):
-        """float32 logits of a float32 product: bfloat16 would change the choice of one token in a hundred. The backward
-        casts x up again, which halves what is saved."""
+        """float32 logits of a float32 product: bfloat16 would change the choice of one token in a hundred."""
         wide = dataclasses.replace(ex, dtype=jnp.dtype("float32"))
-
-        def product(x_BTD, router_DE):
-            return project(wide, (("BTD,DE->BTE", ROUTER_AXES),), None, False, x_BTD.astype(jnp.float32),
-                           (router_DE,))[0]
-        logits_BTE = recomputed(ex, product)(x_BTD, self.router[...])
+        (logits_BTE,) = project(wide, (("BTD,DE->BTE", ROUTER_AXES),), None, False, x_BTD, (self.router[...],))
         if self.router_bias is not None:
             logits_BTE = add_bias(wide, (None,), logits_BTE, self.router_bias[...])
-        return ex.layout.act(logits_BTE, "batch", "residual_seq", None)
+        return checkpoint_name(ex.layout.act(logits_BTE, "batch", "residual_seq", None), "router_logits")
 
 
 def reported(aux: dict) -> dict:

@@ -465,6 +465,13 @@ def summed(name: str, a):
     return a.max(0) if name in MAXIMA else a.sum(0)
 
 
+def _matmul_output(primitive, *operands, **params) -> bool:
+    """A policy of remat. Dots with a batch dim are attention scores; a result wider than its operands is one of several
+    parts of a product (`products.einsum`); weight gathers are no dots."""
+    return (jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
+            and params["preferred_element_type"] in (None, operands[0].dtype))
+
+
 def rematerialized(layer, ex: Execution):
     """none: saves the inputs of matmuls, norms and attention; selective: matmul outputs, queries and keys as attention
     reads them, and its o and lse; full: only the layer's input; offload: only the input, on the host (B·T·D each way,
@@ -479,7 +486,7 @@ def rematerialized(layer, ex: Execution):
     names = [float8.SCALE]
     if ex.layout.sizes["context"] > 1 or ex.remat == "selective":
         names += ["attention_o", "attention_lse", "linear_o", "linear_states"]
-        names += ["attention_stream", "attention_rotated"] * (ex.remat == "selective")
+        names += ["attention_stream", "attention_rotated", "router_logits"] * (ex.remat == "selective")
     keep = policies.save_only_these_names(*names)
     if ex.remat == "offload":
         # The name must be the input's: a layer's output with it silently stays on the device.
@@ -487,6 +494,5 @@ def rematerialized(layer, ex: Execution):
             names_which_can_be_saved=names, names_which_can_be_offloaded=[LAYER_INPUT],
             offload_src="device", offload_dst="pinned_host")
     if ex.remat == "selective":
-        # Dots with a batch dim are attention scores, which are not saved; weight gathers are no dots.
-        keep = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, keep)
+        keep = policies.save_from_both_policies(_matmul_output, keep)
     return jax.checkpoint(layer, policy=keep, prevent_cse=False)   # CSE cannot merge across a scan

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from meshtrain import hardware
 from meshtrain.model import float8, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
@@ -70,11 +71,12 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, r
     training, data = run.training, run.data
     deferred = layout.batch_axes if schedule else layout.deferred_axes(info.axes for info in model.parameters())
     replicas = layout.num_shards(deferred)
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
+    platform = device.platform
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
                    in_order=not schedule and by_gloo(mesh), early=not schedule,
-                   experts=dispatch.choose(run, layout, platform),
+                   experts=dispatch.choose(run, layout, platform, hardware.from_device_kind(device.device_kind)),
                    recurrence=recurrence, bounds=qk_clip.bounds(run))
 
     def placed(dims: int) -> NamedSharding:

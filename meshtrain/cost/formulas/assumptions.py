@@ -67,6 +67,7 @@ TABLE = {row.name: row for row in (
     Assumption("matmul.float8", {"": 1.0, "b2": 1.1, "gb2": 1.1, "b3": 1.5, "gb3": 1.5}, _NARROW, high=2),
     Assumption("matmul.mxfp8", {"": 1.0, "b3": 1.4, "gb3": 1.4}, _NARROW, high=2, formula=True),
     Assumption("grouped.rows", {"": .62}, _GROUPED),
+    Assumption("grouped.mosaic", {"": .75}, _GROUPED),
     Assumption("grouped.outer", {"": .45}, _OUTER),
     Assumption("experts.rounds", {"": 0},
                "further rounds of a layer's experts, in the mean of layers and devices: none where they are equally "

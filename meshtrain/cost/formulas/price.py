@@ -18,6 +18,7 @@ from meshtrain.cost.formulas.mixers import Mixer
 from meshtrain.cost.formulas.placed import Options, Placed
 from meshtrain.cost.formulas.rates import DeviceGroup, Matmul, Rates
 from meshtrain.cost.formulas.simulate import Costs
+from meshtrain.kernels import mosaic, mosaic_grouped
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
 
@@ -329,17 +330,20 @@ def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[fl
         return (0.0,) * 3, (0.0,) * 2
     k, n, dtype = found.sizes.embed_dim, found.sizes.width, placed.experts_dtype
 
-    def one_s(outer: bool) -> float:
-        size = found.sizes.itemsize
+    def one_s(kernel: str) -> float:
+        outer, size = kernel == "outer", found.sizes.itemsize
         moved = size * found.rows.executed * (k + n) + (4 if outer else size) * found.sizes.matrix
         if placed.framework:        # a product of each expert's own, several at once
             even = found.rows.even / found.sizes.num_experts
             shape = (k, n, even) if outer else (even, n, k)
             product_s = rated.matmul_s(Matmul(*shape, found.sizes.num_experts, dtype)) / rated.assumed["experts.rate"]
             return max(product_s, rated.stream_s(moved))
-        kernel = rates.GroupedMatmul(found.rows.executed, found.sizes.num_experts, k, n, dtype, outer)
-        return max(rated.grouped_s(kernel), rated.stream_s(moved))
-    products = (found.share * times * one_s(outer) for times, outer in zip(found.products, (False, False, True)))
+        product = rates.GroupedMatmul(found.rows.executed, found.sizes.num_experts, k, n, dtype, kernel)
+        return max(rated.grouped_s(product), rated.stream_s(moved))
+    quickly = placed.itemsize == 2 and mosaic.runs_on(rated.gpu) and mosaic_grouped.columns_of(k, n)
+    in_order = "mosaic" if quickly and not placed.framework else "rows"
+    products = (found.share * ((times - quick) * one_s(kernel) + quick * one_s(in_order)) for times, quick, kernel in zip(
+        found.products, found.in_order, ("rows", "rows", "outer")))
     moved = found.elementwise_bytes()
     if placed.framework:
         moved = _permuted_bytes(found, placed.experts_dtype != placed.cfg.compute_dtype)

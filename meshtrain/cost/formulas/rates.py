@@ -39,14 +39,15 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmul:
-    """One kernel that multiplies the rows of each group by the group's matrix: [rows, k] × [groups, k, n]. outer:
-    computes the matrices' gradients, [k, rows] × [rows, n] of each group. rows: includes the padding of blocks."""
+    """One kernel that multiplies the rows of each group by the group's matrix: [rows, k] × [groups, k, n]. kernel: as
+    `assumptions` names it: rows, mosaic, or outer, which computes the matrices' gradients, [k, rows] × [rows, n] of
+    each group. rows: includes the padding of blocks."""
     rows: float
     groups: int
     k: int
     n: int
     dtype: str
-    outer: bool = False
+    kernel: str = "rows"
 
     @property
     def flops(self) -> float:
@@ -99,10 +100,11 @@ class Rates:
 
     def grouped_s(self, grouped: GroupedMatmul) -> float:
         a = self.assumed
-        results = grouped.groups * grouped.k * grouped.n if grouped.outer else grouped.rows * grouped.n
-        summed = grouped.rows / grouped.groups if grouped.outer else grouped.k
+        outer = grouped.kernel == "outer"
+        results = grouped.groups * grouped.k * grouped.n if outer else grouped.rows * grouped.n
+        summed = grouped.rows / grouped.groups if outer else grouped.k
         waves = results / TILE / self.gpu.num_sms
-        share = a["grouped.outer" if grouped.outer else "grouped.rows"] * a["matmul.sustained"] * a["matmul.clock"]
+        share = a[f"grouped.{grouped.kernel}"] * a["matmul.sustained"] * a["matmul.clock"]
         share *= self.narrow_share(grouped.dtype)
         full = waves / (waves + a["matmul.wave"]) * summed / (summed + a["matmul.k0"])
         return grouped.flops / (self.peak(grouped.dtype) * share * full)

@@ -71,6 +71,11 @@ class Routed:
                                        2) * self.sizes.inward + 1, (self.sizes.inward + 1) * self.sizes.trained
 
     @property
+    def in_order(self) -> tuple[int, int, int]:
+        """Of these products those of rows that lie in order, with nothing beside them."""
+        return 1, self.sizes.inward, 0
+
+    @property
     def saved_bytes(self) -> float:
         """Bytes that a layer saves for its backward."""
         return (self.sizes.itemsize * self.sizes.inward * self.rows.held * self.sizes.width

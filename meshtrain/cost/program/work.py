@@ -26,8 +26,8 @@ _WHOLE = ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call", "sort
 PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)}  # of our kernels with keys and values, per visited pair
 # `kernels.engine.Mask.label`
 _OURS = re.compile(r"meshtrain_(attention|mosaic)_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")
-# `kernels.grouped`, with the order of a matrix's dims
-_GROUPED = re.compile(r"\bgrouped_(rows|outer)_([gkn]{3})\b")
+# `kernels.grouped` and `kernels.mosaic_grouped`, with the order of a matrix's dims
+_GROUPED = re.compile(r"\bgrouped_(rows|mosaic|outer)_([gkn]{3})\b")
 _RECURRENCE = re.compile(rf"\b{recurrence_pallas.NAME}_([a-z_]+?)({recurrence_pallas.DELTA})?\b")
 _BALANCED_ROWS = re.compile(BALANCED_ROWS.format(r"(\d+)"))
 _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
@@ -86,8 +86,8 @@ def matmul(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Mat
 
 
 def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> GroupedMatmul | None:
-    """Read a kernel of `kernels.grouped`; None for anything else. Its rows are those of balanced experts, which its
-    scope names, else all of its buffer."""
+    """Read a grouped matmul; None for anything else. Its rows are those of balanced experts, which its scope names,
+    else all of its buffer."""
     found = _GROUPED.search(ins.op_name) if ins.op == "custom-call" else None
     if not found:
         return None
@@ -99,7 +99,7 @@ def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Gr
     held = next((rows for _, rows in _row_gathers(arrays)), held)
     block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, _BALANCED_ROWS.findall(ins.op_name)
     rows = min(held, kernels.executed_rows(int(even[-1]), groups, block)) if even else held
-    return GroupedMatmul(rows, groups, summed, n, dtype, outer)
+    return GroupedMatmul(rows, groups, summed, n, dtype, found[1])
 
 
 def _recurrence(module: hlo.HloModule, computation: str, ins: hlo.Instruction):

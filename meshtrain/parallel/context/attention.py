@@ -357,9 +357,7 @@ def _against_pallas(run, layout: Layout, platform: str, gpu: str) -> list[str]:
 
 def _against_mosaic(run, layout: Layout, platform: str, gpu: str) -> list[str]:
     """Why the Mosaic kernels cannot serve this run; empty if they can, if need be beside Pallas for wide heads."""
-    chip = hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
-    fits = chip is not None and chip.compute_capability == mosaic.COMPUTE_CAPABILITY
-    if platform in GPU_PLATFORMS and not fits:
+    if platform in GPU_PLATFORMS and not mosaic.runs_on(hardware.GPUS.get(gpu)):
         return [f"the Mosaic kernels need Hopper's wgmma (h100, h200, gh200), which {gpu or 'this GPU'} does not have"]
     widths = sorted({(cfg.head_dim, value_dim(cfg)) for cfg in attending(run)})
     if widths and not any(mosaic.widths_of(*pair) for pair in widths):

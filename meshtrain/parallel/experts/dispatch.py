@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.kernels import grouped
+from meshtrain import hardware
+from meshtrain.kernels import grouped, mosaic
 from meshtrain.kernels.activations import ACTIVATIONS
 from meshtrain.names import BALANCED_ROWS, EXPERT_AXES
 from meshtrain.parallel.experts import all_to_all
@@ -153,6 +154,8 @@ def _apply_backward(experts, layout, residuals, dy_BTD):
             tokens = RoutedTokens(*map(shards.region.gather_tokens, tokens))
         # A layer's backward begins here, with nothing to hide gathers behind, and they queue in the order in which they
         # start: what x is made of and x itself first, then dy and the weights, of which the first matmul needs one.
+        # Weights are cast before it: XLA does not undo a cast to float32 and back across it.
+        weights = {name: w.astype(x_BTD.dtype) for name, w in weights.items()}
         (tokens, dy_TD), weights = lax.optimization_barrier(((tokens, dy_TD), weights))
         matrices = shards.gathered(experts.engine, weights, x_BTD.dtype)
         backward = _backward_by_all_to_all if experts.by_all_to_all else _backward
@@ -443,11 +446,11 @@ def _backward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens
 # ---- settings of a run -----------------------------------------------------------------------------------------------
 
 
-def choose(run, layout: Layout, platform: str) -> RoutedExperts | None:
-    """The run's experts on a platform (jax's name of it); None if the model has none."""
+def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None = None) -> RoutedExperts | None:
+    """The run's experts on a platform (jax's name of it); None if the model has none. gpu: None where it is unknown."""
     if not run.model.num_experts:
         return None
-    engine = grouped.loop() if platform == "cpu" else grouped.kernels()
+    engine = grouped.loop() if platform == "cpu" else grouped.kernels(hopper=mosaic.is_taken_on(gpu))
     return RoutedExperts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation],
                          run.experts.aux_loss, run.experts.z_loss,
                          saves_inward=saves_inward(run.training.remat, layout.sizes["stage"]),

@@ -1,0 +1,113 @@
+"""Products of rows with their group's matrix for Hopper GPUs, as a Pallas kernel lowered through Mosaic GPU.
+
+As many programs as the GPU has multiprocessors take the tiles in turn: in each two warp groups multiply 64 rows, and a
+third loads by TMA what comes next, also while a tile is written. TMA takes no rows by number on Hopper, so rows lie in
+order here; `grouped` has kernels for the others. Measured on an H200 (benchmarks/gpu.md): 0.63 to 0.77 of the peak,
+1.1 to 1.4 times the Triton kernels. Knows no experts, no mesh.
+"""
+from __future__ import annotations
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental import pallas as pl
+
+from meshtrain.kernels import warpgroups
+from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, i32, turned
+
+PROGRAMS = 132          # multiprocessors of an H100 or H200
+STEP = 64               # of the contracted dim
+# Columns of a tile -> stages: the widest tile that divides a matrix; as many stages as shared memory holds.
+STAGES = {256: 3, 192: 4, 128: 6}
+
+
+def columns_of(width: int, *summed: float) -> int:
+    """Columns of a tile of matrices that are so wide and are summed over so many rows; 0: they have no whole tiles."""
+    return next((columns for columns in STAGES if width % columns == 0 and not any(k % STEP for k in summed)), 0)
+
+
+def rows(pairs, dims: str, owner, count, interpret=False, programs: int = PROGRAMS):
+    """Σ x · w[owner of the block] over pairs of x [R, K] and w with this order of dims, [R, N]; bfloat16. owner [blocks
+    of TILE rows], count [1]: blocks from count on are neither read nor written. interpret: see `warpgroups.Call`."""
+    (x, w), dtype = pairs[0], pairs[0][0].dtype
+    N, R, columns = w.shape[dims.index("n")], x.shape[0], columns_of(w.shape[dims.index("n")])
+    stages, tiled, by_column = STAGES[columns], N // columns, dims.index("n") < dims.index("k")      # by_column: each column's steps lie together
+    ends = [0]              # steps of a tile before each pair, and of all
+    for x, _ in pairs:
+        ends.append(ends[-1] + x.shape[1] // STEP)
+    steps = ends[-1]
+
+    def kernel(refs, scoped):
+        *pair_refs, owner_ref, count_ref, out_ref = refs
+        x_smem, w_smem, out_smem, loaded, released = scoped
+        program, wg = lax.axis_index("program"), lax.axis_index("warpgroup")
+        trips = lax.div(count_ref[0] * tiled - program + i32(programs - 1), i32(programs))
+
+        def each_tile(visit):
+            def one(i, _):
+                tile = program + i * programs       # neighbours read the same rows
+                visit(i * steps, lax.div(tile, i32(tiled)), pl.ds(lax.rem(tile, i32(tiled)) * columns, columns))
+                return ()
+            lax.fori_loop(i32(0), trips, one, ())
+
+        def each_step(first, last, visit):
+            def one(step, _):
+                visit(step)
+                return ()
+            lax.fori_loop(i32(first), i32(last), one, ())
+
+        def slot_of(step):
+            return lax.rem(step, i32(stages))
+
+        @pl.when(wg < COMPUTE)
+        def _compute():
+            plgpu.set_max_registers(warpgroups.MORE, action="increase")
+
+            def tile(before, block, to):
+                def products(sum_ref):
+                    def visit(step):
+                        slot = slot_of(before + step)
+                        plgpu.barrier_wait(loaded.at[slot])
+                        matrix = w_smem.at[slot]
+                        plgpu.wgmma(sum_ref, x_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
+                                    turned(matrix) if by_column else matrix)
+                        plgpu.wgmma_wait(1)         # the step before this one is read
+                        pl.when(step > 0)(lambda: plgpu.barrier_arrive(released.at[slot_of(before + step + stages - 1)]))
+                    each_step(0, steps, visit)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(released.at[slot_of(before + steps - 1)])
+                    return sum_ref[...]
+                found = pl.run_scoped(products, plgpu.ACC((ROWS, columns), jnp.float32)).astype(dtype)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)         # the tile before this one is on its way
+                out_smem[wg] = found
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[pl.ds(block * TILE + wg * ROWS, ROWS), to])
+            each_tile(tile)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == COMPUTE)
+        def _load():
+            plgpu.set_max_registers(warpgroups.FEWER, action="decrease")
+
+            def tile(before, block, to):
+                own, at = owner_ref[block], pl.ds(block * TILE, TILE)
+                for x_ref, w_ref, first, last in zip(pair_refs[::2], pair_refs[1::2], ends, ends[1:]):
+                    def load(step):
+                        done, along = before + step, pl.ds((step - first) * STEP, STEP)
+                        slot = slot_of(done)
+                        pl.when(done >= stages)(lambda: plgpu.barrier_wait(released.at[slot]))
+                        of_letter = {"g": own, "k": along, "n": to}
+                        plgpu.copy_gmem_to_smem(x_ref.at[at, along], x_smem.at[slot], loaded.at[slot])
+                        plgpu.copy_gmem_to_smem(w_ref.at[tuple(of_letter[letter] for letter in dims)], w_smem.at[slot],
+                                                loaded.at[slot])
+                    each_step(first, last, load)
+            each_tile(tile)
+
+    swizzled = partial(warpgroups.swizzled, dtype=dtype)
+    scratch = [swizzled((stages, TILE, STEP)), swizzled((stages, columns, STEP) if by_column else (stages, STEP, columns)),
+               swizzled((COMPUTE, ROWS, columns)), warpgroups.loaded(stages, 2), warpgroups.released(stages)]
+    call = Call(f"grouped_mosaic_{dims}", 1.0, 0.0, STEP, stages, interpret)
+    return warpgroups.launch(kernel, call, scratch, {"program": programs}, warpgroups.shape_of(dtype, R, N),
+                             (*(a for pair in pairs for a in pair), owner, count))
