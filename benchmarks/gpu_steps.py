@@ -47,11 +47,11 @@ LAYOUTS = (("zero3",), ("ddp",), ("zero1",), ("zero3", "stage", "tensor", "conte
 # Kinds of layers, with widths that the GPU's kernels take.
 LAYERS = {
     "mosaic, head_dim 128": dict(attention="mosaic", head_dim=128),
-    "head_dim 256": dict(head_dim=256),
+    "head_dim 256, norms of heads": dict(head_dim=256, qk_norm="head"),
     "windows, softcap, four norms": dict(mixers="WF", window=48, score_softcap=50.0, logit_softcap=30.0,
                                          norm_placement="both", activation="geglu"),
     "windows, softcap, mosaic": dict(mixers="WF", window=48, score_softcap=50.0, attention="mosaic"),
-    "experts": dict(num_experts=8, expert_mlp_dim=256, embedding_std=1.0),
+    "experts, norms of heads": dict(num_experts=8, expert_mlp_dim=256, embedding_std=1.0, qk_norm="head"),
     "experts, sinks, biases": dict(mixers="WF", window=48, activation="swiglu_clamped", attention_bias="all",
                                    attention_sinks=True, mlp_bias=True, num_experts=8, experts_per_token=4,
                                    expert_mlp_dim=256, router_bias="logits", embedding_std=1.0),

@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec as P
 from meshtrain import pattern
 from meshtrain.kernels import products
 from meshtrain.kernels.activations import ACTIVATIONS
+from meshtrain.kernels import rotation
 from meshtrain.kernels.engine import Mask, Scores
 from meshtrain.model import float8
 from meshtrain.model.params import declare
-from meshtrain.model.rope import grown, rotate
+from meshtrain.model.rope import Rope, grown, normed_and_rotated, rotate
 from meshtrain.names import SCORE_BOUND
 from meshtrain.sharding import mesh
 from meshtrain.sharding.mesh import psum
@@ -41,6 +42,7 @@ class Execution:
     float8: jax.lax.DotAlgorithmPreset | None = None
     in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`mesh.after`)
     early: bool = False     # whether the MLP's down projection has its gradient before the mixer (`released`)
+    by_kernels: bool = False    # on GPUs: queries and keys are normed and rotated by `kernels.rotation`
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
     # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: no experts
     experts: Callable | None = None
@@ -230,6 +232,16 @@ class Norm(nnx.Module):
                        for w in (self.bias, self.scale))
         return recomputed(ex, normed)(x, scale, bias)
 
+    def rotates(self, rope: Rope) -> bool:
+        """Whether `rotated` can compute it."""
+        plain = not self.centred and self.bias is None and len(self.axes) == 1
+        return plain and rotation.fits(self.scale[...].shape[-1], 2 * rope.cos.shape[-1])
+
+    def rotated(self, ex: Execution, heads: str, x_BTNH, rope: Rope):
+        """x normed and rotated, in one pass over it. heads: the logical axis of its heads."""
+        scale_H = small(ex, self.scale[...], self.axes).astype(jnp.float32) + self.offset
+        return normed_and_rotated(ex.layout, heads, self.eps, x_BTNH, scale_H, rope.cos, rope.sin)
+
 
 # --- embedding -----------------------------------------------------------------------------------------------------
 
@@ -377,13 +389,20 @@ class Attention(nnx.Module):
         q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
         k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
         v_BTKH = act(rest[0], "batch", "seq", "kv_heads", "head_dim") if rest else k_BTKH
-        if self.query_norm is not None:
+        rope = inputs.rope.get(self.mixer)
+        in_one = ex.by_kernels and rope and self.query_norm is not None and self.query_norm.rotates(rope)
+        if self.query_norm is not None and not in_one:
             over_heads = len(self.key_norm.axes) > 1
             q_BTNH, k_BTKH = self.query_norm(ex, q_BTNH), self.key_norm(ex, k_BTKH, repeats if over_heads else 1)
         if self.value_eps:
             v_BTKH = recomputed(ex, partial(unit, self.value_eps))(v_BTKH)
-        if rope := inputs.rope.get(self.mixer):
-            q_BTNH, k_BTKH = grown(rotate(q_BTNH, rope), rope), rotate(k_BTKH, rope)
+        if rope:
+            if in_one:
+                q_BTNH = self.query_norm.rotated(ex, "heads", q_BTNH, rope)
+                k_BTKH = self.key_norm.rotated(ex, "kv_heads", k_BTKH, rope)
+            else:
+                q_BTNH, k_BTKH = rotate(q_BTNH, rope), rotate(k_BTKH, rope)
+            q_BTNH = grown(q_BTNH, rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
             if self.query_norm is None:     # a norm's backward needs what it reads: both would be kept

@@ -6,12 +6,17 @@ published Llama 3.1 code; `modeling_rope_utils` of transformers for proportional
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from meshtrain import pattern
+from meshtrain.kernels import rotation
+from meshtrain.sharding.mesh import on_shards
+from meshtrain.sharding.rules import Layout
 
 
 class Rope(NamedTuple):
@@ -107,3 +112,36 @@ def grown(q_BTNH, rope: Rope):
     if rope.query_scale_BT is None:
         return q_BTNH
     return (q_BTNH.astype(jnp.float32) * rope.query_scale_BT[:, :, None, None]).astype(q_BTNH.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def normed_and_rotated(layout: Layout, heads: str, eps: float, x_BTNH, scale_H, cos_BTR, sin_BTR):
+    """The RMSNorm of each head, rotated, by `kernels.rotation`. heads: their logical axis."""
+    of_x, of_tables, _ = _specs(layout, heads)
+    local = partial(rotation.forward, eps=eps)
+    return on_shards(local, (of_x, P(None), of_tables, of_tables), of_x)(x_BTNH, scale_H, cos_BTR, sin_BTR)
+
+
+def _normed_and_rotated_forward(layout, heads, eps, *given):
+    return normed_and_rotated(layout, heads, eps, *given), given
+
+
+def _normed_and_rotated_backward(layout, heads, eps, given, dy_BTNH):
+    of_x, of_tables, split = _specs(layout, heads)
+
+    def local(*given):
+        dx_BTNH, dscale_H = rotation.backward(*given, eps)
+        return dx_BTNH, dscale_H[None]
+    dx_BTNH, dscale_SH = on_shards(local, (of_x, P(None), of_tables, of_tables, of_x), (of_x, P(split)))(
+        *given, dy_BTNH)
+    return dx_BTNH, dscale_SH.sum(0), None, None
+
+
+def _specs(layout: Layout, heads: str) -> tuple[P, P, tuple[str, ...]]:
+    """(the spec of heads, that of the tables, the mesh axes that split the heads)."""
+    of_x = layout.spec("activations", ("batch", "seq", heads, "head_dim"))
+    split = tuple(axis for dim in of_x if dim for axis in ((dim,) if isinstance(dim, str) else dim))
+    return of_x, layout.spec("activations", ("batch", "seq", None)), split
+
+
+normed_and_rotated.defvjp(_normed_and_rotated_forward, _normed_and_rotated_backward)

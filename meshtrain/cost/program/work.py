@@ -14,7 +14,7 @@ from collections import Counter
 from meshtrain.cost.program import hlo
 from meshtrain.cost.formulas.rates import AttentionKernel, GroupedMatmul, Matmul
 from meshtrain.kernels import grouped as kernels
-from meshtrain.kernels import recurrence_pallas, tiles
+from meshtrain.kernels import recurrence_pallas, rotation, tiles
 from meshtrain.names import BALANCED_ROWS
 
 # Names of existing arrays, without a kernel: see `free`.
@@ -133,6 +133,8 @@ def multiplies(ins: hlo.Instruction) -> bool:
     """Whether an instruction is a matmul or a custom call that may contain one."""
     if ins.op in ("dot", "scaled-dot", "ragged-dot"):
         return True
+    if rotation.NAME in ins.op_name:
+        return False
     return bool(re.search(r"gemm|matmul|fmha|triton|mosaic|pallas|cudnn\$", ins.target, re.IGNORECASE))
 
 
