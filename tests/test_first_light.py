@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))       # benchmar
 
 import crashing  # noqa: E402
 from benchmarks import (  # noqa: E402
-    gpu, gpu_attention, gpu_flags, gpu_kernels, gpu_record, gpu_speed, gpu_steps, grouped_tiles)
+    gpu, gpu_attention, gpu_flags, gpu_kernels, gpu_record, gpu_sampling, gpu_speed, gpu_steps, grouped_tiles)
 from benchmarks import tiles as tile_timing  # noqa: E402
 from benchmarks.gpu_record import BEGUN, FAILED, RIGHT, WRONG, Item, Record  # noqa: E402
 from meshtrain import assembly, config  # noqa: E402

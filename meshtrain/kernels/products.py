@@ -34,6 +34,8 @@ def einsum(eq: str, a, b, dtype=None):
         stacked = jnp.stack((a1, a1, a2), -1), jnp.stack((b1, b2, b1), -1)
         return jnp.einsum(f"{left}{PART},{right}{PART}->{out}", *stacked, preferred_element_type=dtype)
     if (a.dtype, b.dtype) == (NARROW, WIDE):
+        if left[0] not in out:      # sums over tokens: XLA adds the parts' before it adds those of devices
+            return sum(jnp.einsum(eq, a, part, preferred_element_type=WIDE) for part in parts(b, 3)).astype(dtype or WIDE)
         own = next(letter for letter in right if letter in out)     # beside it parts are more columns of one matrix
         with_parts = lambda dims: dims.replace(own, PART + own)
         summed = jnp.einsum(f"{left},{with_parts(right)}->{with_parts(out)}", a,
