@@ -50,7 +50,6 @@ CANDIDATES = {
     "outer": {(128, 256): ((32, 8, 3), (32, 8, 5), (32, 8, 6), (32, 8, 7), (64, 8, 3), (64, 8, 4), (128, 8, 2)),
               (128, 128): ((64, 4, 3), (64, 4, 4), (64, 8, 4), (64, 8, 6), (128, 8, 3), (32, 4, 5), (32, 4, 7)),
               (256, 128): ((32, 8, 6), (64, 8, 3), (64, 8, 4))}}
-CANDIDATES["narrow"] = CANDIDATES["outer"]
 
 
 def candidates(kind: str) -> list[GroupedBlock]:
@@ -93,7 +92,6 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
     def kernel(kind, products, call, *names):
         return Kernel(kind, call, tuple(given[name] for name in ("groups", *names)), products * one)
     take = lambda engine, x, number: engine.take(x, number)
-    outer = "outer" if min(shape.embed, shape.mlp) >= tiles.GROUPED[2].outer_from else "narrow"
     return {
         "x · gate": kernel("deep", 1, lambda e, g, x, n, w: e.rows([of(take(e, x, n), w, "gkn")], g),
                            "x", "number", "into"),
@@ -107,9 +105,9 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
                                   "dy", "number", "back"),
         "dx": kernel("small", 2, lambda e, g, a, b, w: e.rows([of(a, w, "gnk"), of(b, w, "gnk")], g),
                      "gate", "up", "into"),
-        "gradient of gate": kernel(outer, 1, lambda e, g, x, n, d: e.outer(take(e, x, n), d, g, "gkn"),
+        "gradient of gate": kernel("outer", 1, lambda e, g, x, n, d: e.outer(take(e, x, n), d, g, "gkn"),
                                    "x", "number", "gate"),
-        "gradient of down": kernel(outer, 1, lambda e, g, dy, n, h: e.outer(take(e, dy, n), h, g, "gnk"),
+        "gradient of down": kernel("outer", 1, lambda e, g, dy, n, h: e.outer(take(e, dy, n), h, g, "gnk"),
                                    "dy", "number", "gate"),
     }
 
@@ -117,7 +115,7 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
 def engine(kind: str, block: GroupedBlock, interpret: bool = False) -> grouped.GroupedEngine:
     """With this block for every kernel of that kind."""
     used = tiles.GROUPED[2]
-    kinds = ("outer", "narrow") if kind in ("outer", "narrow") else ("deep", "small", "beside")
+    kinds = ("outer",) if kind == "outer" else ("deep", "small", "beside")
     return grouped.kernels({2: used._replace(**dict.fromkeys(kinds, block))}, interpret)
 
 

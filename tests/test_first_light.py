@@ -252,7 +252,7 @@ def test_a_case_that_raises_is_told_and_the_other_cases_go_on(some_cases):
 
 
 TILES = GroupedBlock(16, 16, 16, 4, 2)
-GROUPED = grouped.kernels(dict.fromkeys((2, 4), GroupedTiles(TILES, TILES, TILES, TILES, TILES)), interpret=True)
+GROUPED = grouped.kernels(dict.fromkeys((2, 4), GroupedTiles(TILES, TILES, TILES, TILES)), interpret=True)
 NARROW_ROWS = gpu_kernels.Sizes(groups=(5, 0, 33, 16), contracted=32, columns=48, tokens=43, heads=2, width=16)
 
 

