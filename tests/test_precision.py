@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import sampling
 
@@ -59,3 +60,22 @@ def test_a_step_in_float32_multiplies_nothing_as_tf32_or_bfloat16(experts):
     routing = ["BTD,DE->BTE", "BTE,DE->BTD", "BTD,BTE->DE"] if experts else []
     for letters in ("BTD,DNH->BTNH", "BTKGH,BSKH->BKGTS", "BTD,DF->BTF", "nrsD,DV->nrsV", *routing):
         assert any(letters in line for line in dots), letters
+
+
+@pytest.mark.parametrize("eq, left, right, dtype, tolerance", [
+    ("BTD,DE->BTE", ("bfloat16", (2, 8, 512)), ("float32", (512, 24)), None, 1e-6),
+    ("BTD,BTE->DE", ("bfloat16", (2, 300, 16)), ("float32", (2, 300, 24)), "float32", 1e-6),
+    # rounded once, to 8 bits; before it 16 are right
+    ("BTE,DE->BTD", ("float32", (2, 8, 24)), ("float32", (512, 24)), "bfloat16", 2 ** -8 + 1e-4)])
+def test_float32_times_bfloat16_is_computed_by_parts_and_is_float32(eq, left, right, dtype, tolerance):
+    """Without a float32 among the operands of a product, and as exact as if there were: tensor cores have none."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    # numbers of very different sizes, in which parts of parts matter
+    a, b = (jnp.asarray(jax.random.normal(key, shape) * jnp.exp(3 * jax.random.normal(key, shape[-1:])), of)
+            for key, (of, shape) in zip(keys, (left, right)))
+    product = jax.jit(lambda a, b: products.einsum(eq, a, b, dtype))
+    dots = re.findall(r"stablehlo\.dot_general .*: \((tensor<\S+>), (tensor<\S+>)\)", product.lower(a, b).as_text())
+    assert dots and all(operand.endswith("xbf16>") for pair in dots for operand in pair)
+    found, wanted = np.asarray(product(a, b), np.float64), np.einsum(eq, *(np.asarray(x, np.float64) for x in (a, b)))
+    sizes = np.einsum(eq, *(np.abs(np.asarray(x, np.float64)) for x in (a, b)))
+    assert (np.abs(found - wanted) <= tolerance * sizes).all()

@@ -29,17 +29,18 @@ def einsum(eq: str, a, b, dtype=None):
     """
     operands, out = eq.split("->")
     left, right = operands.split(",")
+    narrow = lambda eq, a, b, dtype: jnp.einsum(eq, a, b, precision=precision(NARROW), preferred_element_type=dtype)
     if dtype == NARROW and a.dtype == b.dtype == WIDE:
         (a1, a2), (b1, b2) = parts(a, 2), parts(b, 2)
         stacked = jnp.stack((a1, a1, a2), -1), jnp.stack((b1, b2, b1), -1)
-        return jnp.einsum(f"{left}{PART},{right}{PART}->{out}", *stacked, preferred_element_type=dtype)
+        return narrow(f"{left}{PART},{right}{PART}->{out}", *stacked, dtype)
     if (a.dtype, b.dtype) == (NARROW, WIDE):
         if left[0] not in out:      # sums over tokens: XLA adds the parts' before it adds those of devices
-            return sum(jnp.einsum(eq, a, part, preferred_element_type=WIDE) for part in parts(b, 3)).astype(dtype or WIDE)
+            return sum(narrow(eq, a, part, WIDE) for part in parts(b, 3)).astype(dtype or WIDE)
         own = next(letter for letter in right if letter in out)     # beside it parts are more columns of one matrix
         with_parts = lambda dims: dims.replace(own, PART + own)
-        summed = jnp.einsum(f"{left},{with_parts(right)}->{with_parts(out)}", a,
-                            jnp.stack(parts(b, 3), right.index(own)), preferred_element_type=WIDE)
+        stacked = jnp.stack(parts(b, 3), right.index(own))
+        summed = narrow(f"{left},{with_parts(right)}->{with_parts(out)}", a, stacked, WIDE)
         return summed.sum(out.index(own)).astype(dtype or WIDE)
     return jnp.einsum(eq, a, b, precision=precision(b.dtype), preferred_element_type=dtype)
 

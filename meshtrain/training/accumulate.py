@@ -75,7 +75,8 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, r
     platform = device.platform
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
-                   in_order=not schedule and by_gloo(mesh), early=not schedule, by_kernels=platform in attention.GPU_PLATFORMS,
+                   in_order=not schedule and by_gloo(mesh), early=not schedule,
+                   by_kernels=platform in attention.GPU_PLATFORMS,
                    experts=dispatch.choose(run, layout, platform, hardware.from_device_kind(device.device_kind)),
                    recurrence=recurrence, bounds=qk_clip.bounds(run))
 
