@@ -33,7 +33,8 @@ def rows(pairs, dims: str, owner, count, interpret=False, programs: int = PROGRA
     of TILE rows], count [1]: blocks from count on are neither read nor written. interpret: see `warpgroups.Call`."""
     (x, w), dtype = pairs[0], pairs[0][0].dtype
     N, R, columns = w.shape[dims.index("n")], x.shape[0], columns_of(w.shape[dims.index("n")])
-    stages, tiled, by_column = STAGES[columns], N // columns, dims.index("n") < dims.index("k")      # by_column: each column's steps lie together
+    stages, tiled = STAGES[columns], N // columns
+    by_column = dims.index("n") < dims.index("k")       # a column of w lies in a piece
     ends = [0]              # steps of a tile before each pair, and of all
     for x, _ in pairs:
         ends.append(ends[-1] + x.shape[1] // STEP)
@@ -74,7 +75,8 @@ def rows(pairs, dims: str, owner, count, interpret=False, programs: int = PROGRA
                         plgpu.wgmma(sum_ref, x_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
                                     turned(matrix) if by_column else matrix)
                         plgpu.wgmma_wait(1)         # the step before this one is read
-                        pl.when(step > 0)(lambda: plgpu.barrier_arrive(released.at[slot_of(before + step + stages - 1)]))
+                        behind = slot_of(before + step + stages - 1)
+                        pl.when(step > 0)(lambda: plgpu.barrier_arrive(released.at[behind]))
                     each_step(0, steps, visit)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(released.at[slot_of(before + steps - 1)])
@@ -106,8 +108,9 @@ def rows(pairs, dims: str, owner, count, interpret=False, programs: int = PROGRA
             each_tile(tile)
 
     swizzled = partial(warpgroups.swizzled, dtype=dtype)
-    scratch = [swizzled((stages, TILE, STEP)), swizzled((stages, columns, STEP) if by_column else (stages, STEP, columns)),
-               swizzled((COMPUTE, ROWS, columns)), warpgroups.loaded(stages, 2), warpgroups.released(stages)]
+    of_w = (columns, STEP) if by_column else (STEP, columns)
+    scratch = [swizzled((stages, TILE, STEP)), swizzled((stages, *of_w)), swizzled((COMPUTE, ROWS, columns)),
+               warpgroups.loaded(stages, 2), warpgroups.released(stages)]
     call = Call(f"grouped_mosaic_{dims}", 1.0, 0.0, STEP, stages, interpret)
     return warpgroups.launch(kernel, call, scratch, {"program": programs}, warpgroups.shape_of(dtype, R, N),
                              (*(a for pair in pairs for a in pair), owner, count))

@@ -54,7 +54,8 @@ def _mean(first, second):
 
 def _forward_kernel(x_ref, scale_ref, cos_ref, sin_ref, y_ref, *, rows: partial, eps: float):
     block = rows()
-    (x, x2), (scale, scale2), cos, sin = block.halves(x_ref), block.scales(scale_ref), *map(block.table, (cos_ref, sin_ref))
+    (x, x2), (scale, scale2) = block.halves(x_ref), block.scales(scale_ref)
+    cos, sin = map(block.table, (cos_ref, sin_ref))
     inverse = jax.lax.rsqrt(_mean(x * x, x2 * x2) + eps)
     x, x2 = x * inverse * scale, x2 * inverse * scale2
     block.put(y_ref, x * cos - x2 * sin, x2 * cos + x * sin)

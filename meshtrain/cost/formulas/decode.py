@@ -1,8 +1,8 @@
 """What a sampler beside the training state costs, in closed formulas: bytes, collectives and seconds on one device.
 
 A token of every slot reads all weights and the slots' keys and values once, so memory bounds it until there are
-hundreds of rows; then FLOPs do. Its collectives are on the way, one after the other. The sync moves each weight as
-`sharding.moves` says.
+hundreds of rows; then FLOPs do. Its collectives are on the way, one after the other, and so are the gaps between some
+fifty small kernels of a layer. The sync moves each weight as `sharding.moves` says.
 """
 from __future__ import annotations
 
@@ -148,13 +148,16 @@ class Sampling:
         return [sent for sent in self._token() if sent.axes]
 
     def token_s(self, rated: Rates, length: float) -> dict[str, float]:
-        """Seconds of a token of every slot, by what bounds them: HBM or FLOPs, the longer one; and collectives."""
+        """Seconds of a token of every slot, by what bounds them: HBM or FLOPs, the longer one; collectives; and gaps
+        between kernels."""
         share = rated.assumed["matmul.best"] * rated.assumed["matmul.sustained"] * rated.assumed["matmul.clock"]
         seconds = {"HBM": rated.stream_s(self.token_bytes(length)),
                    "FLOPs": self.token_flops(length) / (rated.peak(self.placed.cfg.compute_dtype) * share)}
         longest = max(seconds, key=seconds.__getitem__)
         links = Links(rated, self.placed.mesh)
-        return {longest: seconds[longest], "collectives": sum(one.runs * links.one_s(one) for one in self.token())}
+        gaps_s = 1e-6 * rated.assumed["decode.gap_us"] * self.placed.cfg.num_layers
+        return {longest: seconds[longest], "collectives": sum(one.runs * links.one_s(one) for one in self.token()),
+                "gaps": gaps_s}
 
     def _token(self) -> Iterator[Sent]:
         placed, layout = self.placed, self.placed.layout

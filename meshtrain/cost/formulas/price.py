@@ -340,10 +340,11 @@ def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[fl
             return max(product_s, rated.stream_s(moved))
         product = rates.GroupedMatmul(found.rows.executed, found.sizes.num_experts, k, n, dtype, kernel)
         return max(rated.grouped_s(product), rated.stream_s(moved))
-    quickly = placed.itemsize == 2 and mosaic.runs_on(rated.gpu) and mosaic_grouped.columns_of(k, n)
-    in_order = "mosaic" if quickly and not placed.framework else "rows"
-    products = (found.share * ((times - quick) * one_s(kernel) + quick * one_s(in_order)) for times, quick, kernel in zip(
-        found.products, found.in_order, ("rows", "rows", "outer")))
+    ours = placed.itemsize == 2 and not placed.framework and mosaic.runs_on(rated.gpu)
+    ordered = "mosaic" if ours and mosaic_grouped.columns_of(k, n) else "rows"
+    counts = zip(found.products, found.in_order, ("rows", "rows", "outer"))
+    products = (found.share * ((times - in_order) * one_s(kernel) + in_order * one_s(ordered))
+                for times, in_order, kernel in counts)
     moved = found.elementwise_bytes()
     if placed.framework:
         moved = _permuted_bytes(found, placed.experts_dtype != placed.cfg.compute_dtype)
