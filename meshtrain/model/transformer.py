@@ -466,10 +466,10 @@ def summed(name: str, a):
 
 
 def _matmul_output(primitive, *operands, **params) -> bool:
-    """A policy of remat. Dots with a batch dim are attention scores; a result wider than its operands is one of several
-    parts of a product (`products.einsum`); weight gathers are no dots."""
-    return (jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
-            and params["preferred_element_type"] in (None, operands[0].dtype))
+    """A policy of remat. Dots with a batch dim are attention scores; a float32 result of bfloat16 is one of several parts
+    of a product (`products.einsum`); weight gathers are no dots."""
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params) and (
+        operands[0].dtype, params["preferred_element_type"]) != (jnp.bfloat16, jnp.float32)
 
 
 def rematerialized(layer, ex: Execution):

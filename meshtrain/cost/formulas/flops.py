@@ -78,7 +78,13 @@ def executed(placed: Placed, options: Options) -> float:
 
 def _elements(placed: Placed, product: Product) -> float:
     """Elements of a product's matrices, per token of a device that holds whole sequences."""
-    return product.share * product.k * product.n / (placed.stream_shards if product.router else 1)
+    each = product.share * product.k * product.n
+    return each * router_parts(placed) / placed.stream_shards if product.router else each
+
+
+def router_parts(placed: Placed) -> int:
+    """Products in compute_dtype for one of a router, which is exact (`kernels.products`)."""
+    return 1 if placed.framework or placed.cfg.compute_dtype == "float32" else 3
 
 
 def again(placed: Placed, options: Options) -> float:

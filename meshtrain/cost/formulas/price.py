@@ -200,9 +200,9 @@ class _LayerTimes:
         products = [w.share * matmul(tokens, w.n, w.k) for w in dense]
         forward = sum(products)
         backward = sum(w.share * (matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens)) for w in dense)
-        exact = (cfg.compute_dtype, placed.itemsize) if placed.framework else ("float32", 4)
-        routing = sum(w.share * matmul_s(rated, *exact, tokens / placed.stream_shards, w.n, w.k)
-                      for w in routers)
+        routing = flops.router_parts(placed) * sum(
+            w.share * matmul_s(rated, cfg.compute_dtype, placed.itemsize, tokens / placed.stream_shards, w.n, w.k)
+            for w in routers)
         forward, backward = forward + routing, backward + 2 * routing
         attention, attention_b = _attention_s(placed, rated, options)
         expanded, expanded_b = _expansion_s(placed, rated, options)
