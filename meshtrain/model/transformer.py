@@ -466,8 +466,8 @@ def summed(name: str, a):
 
 
 def _matmul_output(primitive, *operands, **params) -> bool:
-    """A policy of remat. Dots with a batch dim are attention scores; a float32 result of bfloat16 is one of several parts
-    of a product (`products.einsum`); weight gathers are no dots."""
+    """A policy of remat. Dots with a batch dim are attention scores; a float32 result of bfloat16 is one of several
+    parts of a product (`products.einsum`); weight gathers are no dots."""
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params) and (
         operands[0].dtype, params["preferred_element_type"]) != (jnp.bfloat16, jnp.float32)
 

@@ -149,9 +149,9 @@ TABLE = {row.name: row for row in (
                "GB/s of one direction between a GPU and its host's memory: PCIe 5 × 16 has 64, PCIe 4 32, NVLink-C2C "
                "450 for two GPUs", 1, 1e3, formula=True),
     Assumption("decode.gap_us", {"": 237},
-               "microseconds of a layer, of a token of every slot, in which small kernels wait for each other and loops "
-               "for the host; measured on an H200 with 64 slots of Llama 3.2 1B: 4.57 ms a token, where memory asks for "
-               "0.78", 0, 1e5),
+               "microseconds of a layer, of a token of every slot, in which small kernels wait for each other and "
+               "loops for the host; measured on an H200 with 64 slots of Llama 3.2 1B: 4.57 ms a token, where memory "
+               "asks for 0.78", 0, 1e5),
     Assumption("kernel.launch_us", {"": 3}, "gap between two kernels that wait for each other", 0, 1e3),
     Assumption("step.overhead", {"": .02}, "host, data and logging, share of a step", 0),
 )}  # fmt: skip
