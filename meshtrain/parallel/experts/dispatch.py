@@ -131,9 +131,9 @@ def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
         tokens = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK)))
         # Gathers queue in the order in which they start. What is needed first is there before the tokens are, beside
         # the mixer; the outward matrices are needed last, and come behind the tokens, beside the inward products.
-        outward = {"down": weights["down"]}
-        inward = {name: w for name, w in weights.items() if name not in outward}
-        inward = shards.gathered(inward, x_BTD.dtype)
+        # Weights are cast before a barrier: XLA does not undo a cast to float32 and back across it.
+        outward = {"down": weights["down"].astype(x_BTD.dtype)}
+        inward = shards.gathered({name: w for name, w in weights.items() if name not in outward}, x_BTD.dtype)
         if not experts.by_all_to_all:
             tokens, inward = lax.optimization_barrier((tokens, inward))
             tokens = RoutedTokens(*map(shards.region.gather_tokens, tokens))
@@ -163,7 +163,6 @@ def _apply_backward(experts, layout, residuals, dy_BTD):
             tokens = RoutedTokens(*map(shards.region.gather_tokens, tokens))
         # A layer's backward begins here, with nothing to hide gathers behind, and they queue in the order in which they
         # start: what x is made of and x itself first, then dy and the weights, of which the first matmul needs one.
-        # Weights are cast before it: XLA does not undo a cast to float32 and back across it.
         weights = {name: w.astype(x_BTD.dtype) for name, w in weights.items()}
         (tokens, dy_TD), weights = lax.optimization_barrier(((tokens, dy_TD), weights))
         matrices = ExpertMatrices(experts.engine, shards.gathered(weights, x_BTD.dtype), shards.axes)
