@@ -10,6 +10,7 @@ import json
 import re
 
 import pytest
+import sampling
 
 from meshtrain import plan
 from meshtrain.config import shipped
@@ -45,7 +46,8 @@ def answer(words: str) -> dict:
     return json.loads(page_of(f"{words} --json"))
 
 
-@pytest.mark.parametrize("words", ADVISED)
+@pytest.mark.parametrize("words", [pytest.param(words, marks=sampling.GRID) if "405b" in words else words
+                                   for words in ADVISED])
 def test_a_layout_that_is_advised_fits_and_says_how_far_it_is_behind_and_why(words):
     most, named = ADVISED[words]
     told = answer(words)
