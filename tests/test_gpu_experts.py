@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, hardware
 from meshtrain.cost.formulas import traffic
 from meshtrain.cost.formulas.placed import Options, place
 from meshtrain.cost.program import audit, compile, hlo
-from meshtrain.kernels import tiles
+from meshtrain.kernels import mosaic, tiles
 from meshtrain.parallel.experts import dispatch
 
 pytestmark = pytest.mark.skipif(compile.missing_wheels(),
@@ -96,8 +96,11 @@ def test_no_product_goes_over_all_experts_and_the_forward_is_not_repeated():
     text = executable.as_text()
     # Forward gate, up and down; backward gate, up, down's and, in one kernel, their transposes, and three outer
     # products. Rounds behind the first have their own, and make gate, up and down's twice: for inputs and for weights.
-    kernels = [line for line in text.splitlines() if "__gpu$xla.gpu.triton" in line and "grouped_" in line]
+    kernels = [line for line in text.splitlines() if " custom-call(" in line and re.search(r"/grouped_(\w+?)_", line)]
     assert len(kernels) == (3 + 4 + 3) + (3 + 4 + 3 + 3)
+    # With Mosaic, where it is taken unasked: outward, and the gradient of x.
+    ordered = sum("/grouped_mosaic_" in line for line in kernels)
+    assert ordered == (2 + 2 if mosaic.is_taken_on(hardware.GPUS["h100"]) else 0)
     # What is not a kernel: attention's and the router's products, embedding and head.
     tokens = T * M
     projections, router, head = 4 * D * 512, D * E, D * 1024
