@@ -147,8 +147,10 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
     gpu = hardware.from_device_kind(device.device_kind)
     if mosaic.runs_on(gpu):
         whole = sizes._replace(contracted=384, columns=512)         # tiles of 192 and of 256
-        out += [Item(f"kernel/grouped matmuls with Mosaic, matrices as {dims}, bfloat16", partial(
-            compare_grouped, grouped.kernels(hopper=True), dims, "bfloat16", whole, device, cpu), 15) for dims in ("gkn", "kgn")]
+        by_mosaic = grouped.kernels(programs=gpu.num_sms)
+        out += [Item(f"kernel/grouped matmuls with Mosaic, matrices as {dims}, bfloat16",
+                     partial(compare_grouped, by_mosaic, dims, "bfloat16", whole, device, cpu), 15)
+                for dims in ("gkn", "kgn")]
     if not hardware.lacks_float8(gpu):
         out.append(Item("kernel/float8 matmuls", partial(compare_float8, sizes, device), 10))
     if gpu and gpu.chip and gpu.chip.compute_capability in recurrence_pallas.COMPILED:

@@ -1,5 +1,5 @@
-"""What answers cost on a GPU between the steps of a run with [rl]: the weights' way to the sampler, the reading of
-prompts, and tokens, beside what `inspect` says of each."""
+"""Sampling on a GPU between the training steps of a run with [rl]: weight sync, reading of prompts and decoding,
+measured beside what `inspect` predicts."""
 from __future__ import annotations
 
 import statistics
@@ -56,7 +56,8 @@ def measure(slots: int, devices, sizes: Sizes, directory: Path) -> dict:
 
     def answered(tokens: int):
         with jax.set_mesh(made.mesh):
-            return generator.complete(prompts, GenerationLimits(tokens), Picking(1.0), samples=[rl.samples] * len(prompts))
+            return generator.complete(prompts, GenerationLimits(tokens), Picking(1.0),
+                                      samples=[rl.samples] * len(prompts))
     sync_s = median_s(lambda: sampler.weights(params), sizes.rounds)
     generator = sampler.generator(params)
     one_s, all_s = (median_s(lambda: answered(tokens) and None, sizes.rounds) for tokens in (1, sizes.answer))

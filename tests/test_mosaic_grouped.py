@@ -55,8 +55,8 @@ CASES = {"256 columns, two tiles": ([200, 0, 128], 128, 512, "gkn", 1, 3),
 @pytest.mark.parametrize("sizes, K, N, dims, pairs, programs", CASES.values(), ids=list(CASES))
 def test_rows_in_order_are_multiplied_with_their_groups_matrix_without_a_race(sizes, K, N, dims, pairs, programs):
     groups, of, owner = drawn(sizes, K, N, dims, pairs)
-    found = np.asarray(mosaic_grouped.rows(of, dims, groups.owner, groups.count, plgpu.InterpretGPUParams(
-        detect_races=True), programs), np.float64)
+    found = np.asarray(mosaic_grouped.rows(of, dims, groups.owner, groups.count, programs,
+                                           plgpu.InterpretGPUParams(detect_races=True)), np.float64)
     wanted = plain(of, owner, dims)
     used = owner >= 0
     # a rounding of the result, and sums of exact products in float32
@@ -74,7 +74,7 @@ def test_the_engine_for_hopper_takes_it_where_rows_lie_in_order_and_tiles_are_wh
     K, N = {"columns that no tile divides": (128, 96), "sums that no step divides": (96, 128)}.get(what, (128, 128))
     groups, ((x, w),), _ = drawn([200, 10], K, N, "gkn", 1)
     x, w = (a.astype(jnp.float32) for a in (x, w)) if what == "float32" else (x, w)
-    engine = grouped.kernels(hopper=True)
+    engine = grouped.kernels(programs=132)
     one = grouped.GroupedOperands(engine.take(x, jnp.zeros(len(x), jnp.int32)) if what == "rows by number" else x, w,
                                   "gkn")
     pairs = [one, grouped.GroupedOperands(x, w.swapaxes(1, 2), "gnk")] if what == "two orders of dims" else [one]
@@ -109,7 +109,7 @@ for dims, K, N, pairs in (("gkn", 768, 2048, 1), ("ngk", 768, 2048, 2), ("gkn", 
     of = {"g": G, "k": K, "n": N}
     given = [(array(jnp.bfloat16, R, K), array(jnp.bfloat16, *(of[letter] for letter in dims)))] * pairs
     def call(given, owner, count):
-        return mosaic_grouped.rows(given, dims, owner, count)
+        return mosaic_grouped.rows(given, dims, owner, count, 132)
     with jax.set_mesh(mesh):
         jax.jit(jax.shard_map(call, in_specs=P(), out_specs=P(), check_vma=False)).lower(
             given, array(jnp.int32, R // 128), array(jnp.int32, 1)).compile()

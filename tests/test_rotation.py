@@ -53,7 +53,7 @@ def test_a_row_of_zeros_and_heads_of_other_widths():
 
 
 MODEL = dict(qk_norm="head", attention="blockwise", head_dim=16, num_heads=4, num_kv_heads=2)
-LAYOUTS = {"tensor 2 × fsdp 2 × data 2": ("zero3", dict(tensor=2, fsdp=2, data=2), {}),
+LAYOUTS = {"tensor 2, fsdp 2, data 2": ("zero3", dict(tensor=2, fsdp=2, data=2), {}),
            "more ranks than kv heads, norms with an offset": ("tensor", dict(tensor=4), dict(norm_offset=1.0)),
            "a ring": ("zero3", dict(context=2, fsdp=2), {}),
            "a pipeline with W apart": ("zero1", dict(stage=2, fsdp=2), {})}

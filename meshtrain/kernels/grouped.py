@@ -283,22 +283,22 @@ def _padded(a, multiple: int, axis: int):
     return jnp.pad(a, [(0, -n % multiple if dim == axis else 0) for dim, n in enumerate(a.shape)])
 
 
-def _mosaic_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *, otherwise: Callable):
-    """By the kernel for Hopper, where it can."""
-    arrays, (dims, *others) = [array for x, w, _ in pairs for array in (x, w)], [dims for _, _, dims in pairs]
-    plain = not any(isinstance(a, Taken) or a.dtype != jnp.bfloat16 for a in arrays) and set(others) <= {dims}
-    if plain and then is as_it_is and _block_rows(arrays[0], groups) == TILE and mosaic_grouped.columns_of(
-            arrays[1].shape[dims.index("n")], *(x.shape[1] for x in arrays[::2])):
-        return [mosaic_grouped.rows(list(zip(arrays[::2], arrays[1::2])), dims, groups.owner, groups.count)]
+def _mosaic_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *, programs: int, otherwise: Callable):
+    """Use `mosaic_grouped` for bfloat16 rows in order, with nothing fused behind the product; else `otherwise`."""
+    xs, ws, (dims, *others) = [x for x, _, _ in pairs], [w for _, w, _ in pairs], [dims for _, _, dims in pairs]
+    plain = not any(isinstance(a, Taken) or a.dtype != jnp.bfloat16 for a in xs + ws) and set(others) <= {dims}
+    if plain and then is as_it_is and _block_rows(xs[0], groups) == TILE and mosaic_grouped.columns_of(
+            ws[0].shape[dims.index("n")], *(x.shape[1] for x in xs)):
+        return [mosaic_grouped.rows(list(zip(xs, ws)), dims, groups.owner, groups.count, programs)]
     return otherwise(pairs, groups, then, beside)
 
 
 def kernels(by_size: Mapping[int, tiles.GroupedTiles] = tiles.GROUPED, interpret: bool = False,
-            hopper: bool = False) -> GroupedEngine:
-    """Engine of the Pallas kernels. by_size: tiles by bytes per element, all with the same rows per block. hopper:
-    with those of `mosaic_grouped`."""
+            programs: int = 0) -> GroupedEngine:
+    """Engine of the Pallas kernels. by_size: tiles by bytes per element, all with the same rows per block. programs: of
+    `mosaic_grouped`, for Hopper GPUs; 0: it is not used."""
     (block,) = {of.rows for of in by_size.values()}
     given = dict(by_size=by_size, interpret=interpret)
     rows = partial(_triton_rows, **given)
-    return GroupedEngine(Taken, partial(_mosaic_rows, otherwise=rows) if hopper else rows,
+    return GroupedEngine(Taken, partial(_mosaic_rows, programs=programs, otherwise=rows) if programs else rows,
                          partial(_triton_outer, **given), lambda *_: block)

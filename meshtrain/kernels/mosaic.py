@@ -39,12 +39,12 @@ def engine(scores: Scores = Scores(), interpret=False) -> Engine:
 
 
 def runs_on(gpu: hardware.Gpu | None) -> bool:
-    """Whether this GPU has what Mosaic kernels need."""
+    """Whether this GPU can run the Mosaic kernels."""
     return bool(gpu and gpu.chip) and gpu.chip.compute_capability == COMPUTE_CAPABILITY
 
 
 def is_taken_on(gpu: hardware.Gpu | None) -> bool:
-    """Whether Mosaic kernels are taken there without being asked for."""
+    """Whether Mosaic kernels are the default on this GPU with this jax."""
     return runs_on(gpu) and jax.__version_info__ >= AUTO_SINCE
 
 

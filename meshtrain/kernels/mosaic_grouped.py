@@ -1,9 +1,9 @@
-"""Products of rows with their group's matrix for Hopper GPUs, as a Pallas kernel lowered through Mosaic GPU.
+"""Grouped matmul for Hopper GPUs: each row times its group's matrix, as a Pallas kernel lowered through Mosaic GPU.
 
-As many programs as the GPU has multiprocessors take the tiles in turn: in each two warp groups multiply 64 rows, and a
-third loads by TMA what comes next, also while a tile is written. TMA takes no rows by number on Hopper, so rows lie in
-order here; `grouped` has kernels for the others. Measured on an H200 (benchmarks/gpu.md): 0.63 to 0.77 of the peak,
-1.1 to 1.4 times the Triton kernels. Knows no experts, no mesh.
+A persistent kernel with one program per multiprocessor. Two warp groups multiply 64 rows each; a third loads the next
+steps by TMA, also while a tile is written. On Hopper TMA cannot gather rows by index, so rows must be stored in order;
+`grouped` has kernels that gather. Measured on an H200 (benchmarks/gpu.md): 0.63 to 0.77 of the peak, 1.15 to 1.36
+times the Triton kernels at Qwen3-30B-A3B's shape and 0.95 to 1.12 times at Mixtral's. Knows no experts, no mesh.
 """
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from jax.experimental import pallas as pl
 from meshtrain.kernels import warpgroups
 from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, i32, turned
 
-PROGRAMS = 132          # multiprocessors of an H100 or H200
 STEP = 64               # of the contracted dim
-# Columns of a tile -> stages: the widest tile that divides a matrix; as many stages as shared memory holds.
+# Columns of a tile -> stages. The widest tile that divides the matrix is used, with as many stages as fit.
 STAGES = {256: 3, 192: 4, 128: 6}
 
 
 def columns_of(width: int, *summed: float) -> int:
-    """Columns of a tile of matrices that are so wide and are summed over so many rows; 0: they have no whole tiles."""
+    """Tile width for a matrix with `width` columns; 0 if no tile fits. summed: sizes of the contracted dims."""
     return next((columns for columns in STAGES if width % columns == 0 and not any(k % STEP for k in summed)), 0)
 
 
-def rows(pairs, dims: str, owner, count, interpret=False, programs: int = PROGRAMS):
-    """Σ x · w[owner of the block] over pairs of x [R, K] and w with this order of dims, [R, N]; bfloat16. owner [blocks
-    of TILE rows], count [1]: blocks from count on are neither read nor written. interpret: see `warpgroups.Call`."""
+def rows(pairs, dims: str, owner, count, programs: int, interpret=False):
+    """Σ x · w[owner of the row's block] over pairs (x [R, K], w with this order of dims); bfloat16 [R, N].
+
+    owner: [blocks of TILE rows] int32. count: [1] int32; blocks from count on are neither read nor written. programs:
+    the GPU's number of multiprocessors. interpret: see `warpgroups.Call`.
+    """
     (x, w), dtype = pairs[0], pairs[0][0].dtype
     N, R, columns = w.shape[dims.index("n")], x.shape[0], columns_of(w.shape[dims.index("n")])
     stages, tiled = STAGES[columns], N // columns
-    by_column = dims.index("n") < dims.index("k")       # a column of w lies in a piece
-    ends = [0]              # steps of a tile before each pair, and of all
+    by_column = dims.index("n") < dims.index("k")       # a column of w is contiguous
+    ends = [0]              # steps before each pair, then the total
     for x, _ in pairs:
         ends.append(ends[-1] + x.shape[1] // STEP)
     steps = ends[-1]

@@ -22,10 +22,10 @@ def precision(dtype) -> lax.Precision | None:
 
 
 def einsum(eq: str, a, b, dtype=None):
-    """The product of two arrays in the precision of the wider one. dtype: of sums and result; None: of the wider one.
+    """Einsum of two arrays in the precision of the wider one. dtype: of sums and result; None: the wider dtype.
 
-    Of a bfloat16 and a float32 array the float32 one is taken apart, and all products are exact. Of two float32 arrays
-    whose product is asked for in bfloat16, two parts of each are multiplied: 16 bits.
+    bfloat16 × float32: the float32 array is split into three bfloat16 parts, so products are exact and only the
+    float32 sums round. float32 × float32 with a bfloat16 result: two parts of each, 16 bits.
     """
     operands, out = eq.split("->")
     left, right = operands.split(",")
@@ -46,8 +46,8 @@ def einsum(eq: str, a, b, dtype=None):
 
 
 def parts(x, count: int) -> list:
-    """bfloat16 arrays whose sum is this float32 one: of three exactly (each has 8 of its 24 bits), but for numbers
-    near the smallest. XLA does not undo `reduce_precision`, as it does a cast and back."""
+    """Split a float32 array into bfloat16 arrays that add up to it. Three are exact (each holds 8 of 24 bits), except
+    near float32's smallest numbers. `reduce_precision`, because XLA removes a cast to bfloat16 and back."""
     found = []
     for _ in range(count):
         part = lax.reduce_precision(x, 8, 7)

@@ -233,12 +233,12 @@ class Norm(nnx.Module):
         return recomputed(ex, normed)(x, scale, bias)
 
     def rotates(self, rope: Rope) -> bool:
-        """Whether `rotated` can compute it."""
+        """Whether `rotated` supports this norm with this rope."""
         plain = not self.centred and self.bias is None and len(self.axes) == 1
         return plain and rotation.fits(self.scale[...].shape[-1], 2 * rope.cos.shape[-1])
 
     def rotated(self, ex: Execution, heads: str, x_BTNH, rope: Rope):
-        """x normed and rotated, in one pass over it. heads: the logical axis of its heads."""
+        """Norm and rotary embedding of x in one kernel. heads: logical axis of x's heads."""
         scale_H = small(ex, self.scale[...], self.axes).astype(jnp.float32) + self.offset
         return normed_and_rotated(ex.layout, heads, self.eps, x_BTNH, scale_H, rope.cos, rope.sin)
 

@@ -116,7 +116,7 @@ def grown(q_BTNH, rope: Rope):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def normed_and_rotated(layout: Layout, heads: str, eps: float, x_BTNH, scale_H, cos_BTR, sin_BTR):
-    """The RMSNorm of each head, rotated, by `kernels.rotation`. heads: their logical axis."""
+    """RMSNorm over each head, then rotary embedding, by `kernels.rotation`. heads: logical axis of x's heads."""
     of_x, of_tables, _ = _specs(layout, heads)
     local = partial(rotation.forward, eps=eps)
     return on_shards(local, (of_x, P(None), of_tables, of_tables), of_x)(x_BTNH, scale_H, cos_BTR, sin_BTR)

@@ -83,7 +83,7 @@ def _elements(placed: Placed, product: Product) -> float:
 
 
 def router_parts(placed: Placed) -> int:
-    """Products in compute_dtype for one of a router, which is exact (`kernels.products`)."""
+    """Matmuls in compute_dtype per router matmul: three for a bfloat16 model (`kernels.products`)."""
     return 1 if placed.framework or placed.cfg.compute_dtype == "float32" else 3
 
 

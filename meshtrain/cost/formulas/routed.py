@@ -72,7 +72,7 @@ class Routed:
 
     @property
     def in_order(self) -> tuple[int, int, int]:
-        """Of these products those of rows that lie in order, with nothing beside them."""
+        """How many of `products` take rows stored in order and fuse nothing behind the product."""
         return 1, self.sizes.inward, 0
 
     @property

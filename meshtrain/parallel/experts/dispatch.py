@@ -129,16 +129,16 @@ def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
 
     def local(x_BTD, chosen_BTK, weight_BTK, weights):
         tokens = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK)))
-        # Gathers queue in the order in which they start. What is needed first is there before the tokens are, beside
-        # the mixer; the outward matrices are needed last, and come behind the tokens, beside the inward products.
-        # Weights are cast before a barrier: XLA does not undo a cast to float32 and back across it.
-        outward = {"down": weights["down"].astype(x_BTD.dtype)}
-        inward = shards.gathered({name: w for name, w in weights.items() if name not in outward}, x_BTD.dtype)
+        # Gathers run in the order in which they start: inward matrices beside the mixer, then the tokens, then the
+        # outward matrix, which is needed last, beside the inward products. Weights are cast before a barrier, because
+        # XLA does not remove a cast to float32 and back across it.
+        down = {"down": weights["down"].astype(x_BTD.dtype)}
+        arrays = shards.gathered({name: w for name, w in weights.items() if name != "down"}, x_BTD.dtype)
         if not experts.by_all_to_all:
-            tokens, inward = lax.optimization_barrier((tokens, inward))
+            tokens, arrays = lax.optimization_barrier((tokens, arrays))
             tokens = RoutedTokens(*map(shards.region.gather_tokens, tokens))
-            tokens, outward = lax.optimization_barrier((tokens, outward))
-        matrices = ExpertMatrices(experts.engine, inward | shards.gathered(outward, x_BTD.dtype), shards.axes)
+            tokens, down = lax.optimization_barrier((tokens, down))
+        matrices = ExpertMatrices(experts.engine, arrays | shards.gathered(down, x_BTD.dtype), shards.axes)
         y_TD, inward = (_forward_by_all_to_all if experts.by_all_to_all else _forward)(
             experts, shards.region, tokens, matrices)
         return y_TD.reshape(x_BTD.shape), inward if experts.saves_inward else None
@@ -458,7 +458,8 @@ def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None = None) 
     """The run's experts on a platform (jax's name of it); None if the model has none. gpu: None where it is unknown."""
     if not run.model.num_experts:
         return None
-    engine = grouped.loop() if platform == "cpu" else grouped.kernels(hopper=mosaic.is_taken_on(gpu))
+    engine = grouped.loop() if platform == "cpu" else grouped.kernels(
+        programs=gpu.num_sms if mosaic.is_taken_on(gpu) else 0)
     return RoutedExperts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation],
                          run.experts.aux_loss, run.experts.z_loss,
                          saves_inward=saves_inward(run.training.remat, layout.sizes["stage"]),
