@@ -19,9 +19,10 @@ _HOT = ("a step is hot: power and clocks; from published runs, Blackwell's from 
         "about as well). H200: measured on one by itself for some twenty seconds; in a full host it may be less")
 _GROUPED = ("share of the dense bf16 peak that rows × experts' matrices reach in Triton, before matmul.sustained. "
             "Measured on an H200 in steps of Qwen3-30B-A3B: 461 to 575 TFLOP/s, 528 in the mean")
-_ORDERED = ("the same of rows that lie in order, by Mosaic on Hopper: 667 and 672 TFLOP/s there, where Triton's "
-            "reached 511 and 426")
-_OUTER = "the same of the gradients of experts' matrices: 430 TFLOP/s there"
+_ORDERED = ("share of the dense bf16 peak that rows stored in order × experts' matrices reach by the Mosaic kernel, "
+            "before matmul.sustained. Measured alike: 667 and 672 TFLOP/s, where Triton's reached 511 and 426")
+_OUTER = ("share of the dense bf16 peak that the gradients of experts' matrices reach in Triton, before "
+          "matmul.sustained. Measured alike: 430 TFLOP/s")
 _NARROW = ("share of its peak that products in float8 (a scale a tensor) or mxfp8 (a scale for 32 elements) reach, "
            "over bfloat16's of its own; from dense runs of 2026. B300 has 1.4 times the power of B200, and its peaks")
 _GAP = ("microseconds, forward and backward, in which kernels of other frameworks wait for each other and for the "
