@@ -21,9 +21,9 @@ JAXLIB = "libjax_common.so"
 # process takes.
 MEMORY_SHARE = 0.80
 # What a row asks of a run. SEVERAL: it has stages or experts. CUBLAS: nothing splits a layer's matmuls or its tokens,
-# and it has no experts; or a dot can ask for float8 by its algorithm (`float8.precision`).
-ALWAYS, DETERMINISTIC, SEVERAL, OFFLOAD, CUBLAS, NEVER = (
-    "always", "deterministic", "several", "offload", "cublas", "never")
+# and it has no experts; or a dot can ask for float8 by its algorithm (`float8.precision`). DECODING: it draws tokens.
+ALWAYS, DETERMINISTIC, SEVERAL, OFFLOAD, CUBLAS, DECODING, NEVER = (
+    "always", "deterministic", "several", "offload", "cublas", "decoding", "never")
 OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 
@@ -81,6 +81,10 @@ ON_GPUS = (
            "cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual "
            "stream): llama3-8b on 8 H100 7.15 to 7.07 s. With tensor 8 more of that axis' traffic is exposed "
            "(llama3-70b: 4.3 to 6.8%)", ROOFLINE) for when in (DETERMINISTIC, CUBLAS)),
+    Flag("xla_gpu_dot_merger_threshold_mb", 0, DECODING, "32", "0.10",
+         "products of the same few rows are not merged into one: XLA would copy the weights of queries, keys and "
+         "values, and of gate and up, beside each other, for every token of every layer, three times their bytes "
+         "(Llama 3.2 1B, 64 slots: 2.5 GB more a token)", ROOFLINE),
     # Off until a GPU has timed them: what others report.
     Flag("xla_gpu_experimental_enable_nccl_symmetric_buffers", True, NEVER, "false", "0.10",
          "NCCL's symmetric kernels: 8B, +7% in bfloat16, +8% in float8, as reported; needs NCCL 2.27, and "

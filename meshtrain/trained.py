@@ -127,7 +127,7 @@ class Trained:
                                      lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
                 with config.user_errors():
                     weights = adapters.restore(self.weights, wanted)
-            options = flags.options(found[0].platform)
+            options = flags.options(found[0].platform, {flags.DECODING})
             return LoadedModel(model, mesh, execution(self.run, model, layout, mesh), weights, options)
 
 
@@ -160,12 +160,18 @@ class LoadedModel:
         return assembly.checked_program(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
 
 
+def _options_beside(made: assembly.Assembly) -> dict:
+    """XLA options of the programs that draw or score with a run's weights."""
+    platform = made.mesh.devices.flat[0].platform
+    return flags.options(platform, {flags.DECODING}) | made.program.compiler_options
+
+
 def within(made: assembly.Assembly, weights: dict) -> LoadedModel:
     """The model of a training run with its weights on the run's devices, none of which holds more of them than in
     training."""
     layout = placement.within(made.model, made.layout)
     return LoadedModel(made.model, made.mesh, execution(made.run, made.model, layout, made.mesh),
-                       weights, made.program.compiler_options)
+                       weights, _options_beside(made))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -233,7 +239,7 @@ class Sampler:
 
     def _compiled(self, name: str, jitted, *args):
         return assembly.checked_program(self.made.mesh, name, jitted.lower(*args).compile(
-            compiler_options=self.made.program.compiler_options))
+            compiler_options=_options_beside(self.made)))
 
 
 def beside(made: assembly.Assembly, longest: int = 0) -> Sampler:
@@ -301,7 +307,8 @@ def apart(saved: Saved, words: Sequence[str], command: str) -> ApartSampler:
     with config.user_errors():
         layout = placement.command(model, spec.sizes)
     mesh = spec.build(found)
-    return ApartSampler(sections, model, mesh, execution(run, model, layout, mesh), flags.options(found[0].platform))
+    return ApartSampler(sections, model, mesh, execution(run, model, layout, mesh),
+                        flags.options(found[0].platform, {flags.DECODING}))
 
 
 def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Execution:
@@ -313,6 +320,7 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     platform = device.platform
     attend, _ = attention.choose(run, whole, platform)
     return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh),
+                     by_kernels=platform in attention.GPU_PLATFORMS,
                      experts=dispatch.choose(run, layout, platform, hardware.from_device_kind(device.device_kind)),
                      recurrence=recurrence.choose(run, whole, platform))
 

@@ -243,14 +243,19 @@ def resources(gpu: str, widths: tuple[int, int], mask: Mask, scores: Scores,
         # Optimized as in a run; the other programs of the tests are not.
         options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
         step.compile(compiler_options=options)
+    return used(pallas.NAME, gpu, folder)
+
+
+def used(kernel: str, gpu: str, folder: Path) -> dict[str, tuple[int, int]]:
+    """{name: (spilled bytes of a thread, shared memory of a block)} of the kernels that a compilation has dumped here."""
     launches = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
     shared = {name: int(size) for name, size in re.findall(
-        rf"({pallas.NAME}\w*) grid:.*shared_memory: (\d+) bytes", launches)}
+        rf"({kernel}\w*) grid:.*shared_memory: (\d+) bytes", launches)}
     found = {}
     architecture = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}[hardware.get(gpu).chip.compute_capability]
     for path in folder.glob("*.ptx"):
-        if pallas.NAME in (text := path.read_text()):
-            name = re.search(rf"\.entry ({pallas.NAME}\w*)", text).group(1)
+        if kernel in (text := path.read_text()):
+            name = re.search(rf"\.entry ({kernel}\w*)", text).group(1)
             said = subprocess.run([ptxas(), "-v", f"-arch={architecture}", path, "-o", "/dev/null"],
                                   capture_output=True, text=True)
             assert said.returncode == 0, said.stderr[:300]

@@ -11,19 +11,22 @@ A place is seen once the sequence has written it, so a slot is never cleared.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from meshtrain import pattern
-from meshtrain.kernels import convolution, products, recurrence
+from meshtrain.kernels import convolution, decode, products, recurrence
 from meshtrain.kernels.engine import MASKED, Expansion, Mask
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import capped
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import PADDING
 from meshtrain.parallel.context.recurrence import CHANNEL_AXES
+from meshtrain.sharding.mesh import on_shards
 from meshtrain.sharding.rules import Layout
 
 BLOCK = 64          # places, of which a room is a multiple
@@ -97,14 +100,14 @@ def extend(model: Transformer, ex: Execution, p, batch, caches: list, at_S, live
     batch: as in training, T = 1. live_S: slots whose output is read; of the others no place is.
     """
     x_BTD, inputs, new = model.embed(ex, p, batch), model.inputs(batch), []
-    last = jnp.max(jnp.where(live_S, at_S, 0))
+    reach = _Reach(at_S, jnp.max(jnp.where(live_S, at_S, 0)), jnp.where(live_S, at_S, -1) if ex.by_kernels else None)
     for (first, group), cache in zip(model.numbered(), caches, strict=True):
         def repeat(carry, scanned, group=group):
             # The cache is carried, not scanned: one token of it is written in place, nothing else moves.
             x_BTD, cache = carry
             weights, number, index = scanned
             for i, layer in enumerate(group.period):
-                engine = _Reading(cache[i], index, at_S, last)
+                engine = _Reading(cache[i], index, reach)
                 x_BTD, _ = layer.bind(weights[i])(_through(ex, engine), x_BTD, inputs, number + i)
                 cache = (*cache[:i], engine.cache, *cache[i + 1:])
             return (x_BTD, cache), None
@@ -197,14 +200,19 @@ class _Writing:
         return found.o_BTNV
 
 
+class _Reach(NamedTuple):
+    """at_S: the positions of the tokens. last: the furthest of a slot that is read. live_S: the positions, -1 of slots
+    that are not read; None where no kernel takes them."""
+    at_S: jax.Array
+    last: jax.Array
+    live_S: jax.Array | None
+
+
 class _Reading:
-    """The mixer of a layer for one token of each slot, which it writes into the layer's entry of the stacked cache.
+    """The mixer of a layer for one token of each slot, which it writes into the layer's entry of the stacked cache."""
 
-    last: the furthest position of a slot that is read.
-    """
-
-    def __init__(self, cache, index, at_S, last):
-        self.cache, self.index, self.at_S, self.last = cache, index, at_S, last
+    def __init__(self, cache, index, reach: _Reach):
+        self.cache, self.index, self.at_S, self.reach = cache, index, reach.at_S, reach
 
     def convolve(self, layout: Layout, xs, ws, segments_BT):
         """segments: of slots that are done 0, what is then computed is not read."""
@@ -232,6 +240,8 @@ class _Reading:
     def attend(self, layout: Layout, q_BTNH, *others, mask, scores, sinks_N=None, expansion: Expansion | None = None):
         """others: what the cache holds of these tokens, and their segments."""
         B, T, N, H = q_BTNH.shape
+        if expansion is None and self.reach.live_S is not None and _in_one_kernel(layout, N, *self.cache):
+            return self._by_kernel(layout, q_BTNH, *others[:2], mask, scores, sinks_N)
         self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, others[:2], strict=True))
         if expansion is None:
             q_BKGH = q_BTNH.reshape(B, self.cache[0].shape[2], -1, H)
@@ -246,6 +256,21 @@ class _Reading:
             value_CNV = expansion.gather(expansion.value_CNV)
             o_BTNV = products.einsum("BTNC,CNV->BTNV", o_BTNV.astype(value_CNV.dtype), value_CNV)
         return o_BTNV.astype(q_BTNH.dtype)
+
+    def _by_kernel(self, layout: Layout, q_BTNH, k_BTKH, v_BTKV, mask: Mask, scores, sinks_N):
+        spec = lambda *logical: layout.spec("activations", logical)
+        head, kv_head, stack = (spec("batch", "heads", None), spec("batch", "kv_heads", None),
+                                spec(None, "batch", "kv_heads", None, None))
+        sinks = () if sinks_N is None else (sinks_N,)
+
+        def local(layer, at_S, q_SNH, k_SKH, v_SKV, keys, values, *sinks):
+            return decode.attend(layer, at_S, q_SNH, k_SKH, v_SKV, keys, values, scores, mask.window, *sinks)
+        o_SNV, *cache = on_shards(
+            local, (P(), spec("batch"), head, kv_head, kv_head, stack, stack, *(spec("heads") for _ in sinks)),
+            (head, stack, stack))(self.index, self.reach.live_S, q_BTNH[:, 0], k_BTKH[:, 0], v_BTKV[:, 0], *self.cache,
+                                  *sinks)
+        self.cache = tuple(_placed(layout, x, None, "batch") for x in cache)
+        return o_SNV[:, None]
 
     def _over_places(self, layout: Layout, N: int, scored, values, mask: Mask, sinks_N):
         """[B, K, G, V] of attention to the places that each slot sees, block after block (FlashAttention,
@@ -280,7 +305,7 @@ class _Reading:
         if block == R:
             _, total, o = visit(0, carry)
         else:
-            _, total, o = lax.fori_loop(0, jnp.minimum(self.last // block + 1, R // block), visit, carry)
+            _, total, o = lax.fori_loop(0, jnp.minimum(self.reach.last // block + 1, R // block), visit, carry)
         return o / jnp.maximum(total, 1e-30)[..., None]
 
     def _block_of(self, stack, at, size: int):
@@ -297,6 +322,13 @@ class _Reading:
         stack = lax.scatter(stack, at, new[:, 0].astype(stack.dtype), numbers, unique_indices=True,
                             mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
         return _placed(layout, stack, None, "batch")
+
+
+def _in_one_kernel(layout: Layout, N: int, keys, values) -> bool:
+    """Whether `kernels.decode` can serve: a device has the key heads of its query heads, whole."""
+    split = lambda logical: layout.mesh_axes("activations", logical)
+    return split("heads") == split("kv_heads") and not split("head_dim") and decode.fits(
+        N // keys.shape[2], keys.shape[-1], values.shape[-1], keys.shape[-2])
 
 
 def _against_latents(expansion: Expansion, q_BNH):

@@ -78,7 +78,7 @@ def _visit_all(spans_ref, i, masked, bare, carry):
     return lax.fori_loop(0, before + stop - bare_stop, lambda n, carry: masked(step(n), carry), carry)
 
 
-def _dot(x, y):
+def dot(x, y):
     return triton.dot(x, y, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
@@ -88,7 +88,7 @@ def _visible(q_segments, k_segments, q_at, k_at, mask: Mask):
     return seen if within is None else seen & within
 
 
-def _scored(product, scale: float, softcap: float):
+def scored(product, scale: float, softcap: float):
     """(scores in base 2, their derivative without scale and LOG2E; None: 1) of products of queries and keys."""
     if not softcap:
         return product * (scale * LOG2E), None
@@ -156,7 +156,7 @@ def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_r
     def visit(j, carry, masked):
         o, l, m = carry                                 # unnormalized output, running sum and maximum, float32
         keys = pl.ds(j * step, step)
-        s, _ = _scored(_dot(q, k_ref[keys, :].T), scale, softcap)
+        s, _ = scored(dot(q, k_ref[keys, :].T), scale, softcap)
         if masked:
             k_at = j * step + jnp.arange(step)
             seen = _visible(q_segments[:, None], k_segments_ref[keys][None, :], q_at[:, None], k_at[None, :], mask)
@@ -165,7 +165,7 @@ def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_r
         p = jnp.exp2(s - m_new[:, None])
         keep = jnp.exp2(m - m_new)
         v = v_ref[keys, :]
-        return o * keep[:, None] + _dot(p.astype(v.dtype), v), l * keep + p.sum(1), m_new
+        return o * keep[:, None] + dot(p.astype(v.dtype), v), l * keep + p.sum(1), m_new
 
     start = jnp.zeros((block, V), jnp.float32), jnp.zeros(block, jnp.float32), jnp.full(block, MASKED, jnp.float32)
     o, l, m = _visit_all(spans_ref, i, partial(visit, masked=True), partial(visit, masked=False), start)
@@ -201,15 +201,15 @@ def _dq_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, d
     def visit(j, dq, masked):
         keys = pl.ds(j * step, step)
         k, v = k_ref[keys, :], v_ref[keys, :]
-        s, slope = _scored(_dot(q, k.T), scale, softcap)
+        s, slope = scored(dot(q, k.T), scale, softcap)
         s -= lse[:, None]
         if masked:
             k_at = j * step + jnp.arange(step)
             seen = _visible(q_segments[:, None], k_segments_ref[keys][None, :], q_at[:, None], k_at[None, :], mask)
             s = jnp.where(seen, s, MASKED)
-        ds = jnp.exp2(s) * (_dot(do, v.T) - delta[:, None])
+        ds = jnp.exp2(s) * (dot(do, v.T) - delta[:, None])
         ds = ds if slope is None else ds * slope
-        return dq + _dot(ds.astype(k.dtype), k)
+        return dq + dot(ds.astype(k.dtype), k)
 
     zeros = jnp.zeros(q_ref.shape, jnp.float32)
     dq = _visit_all(spans_ref, i, partial(visit, masked=True), partial(visit, masked=False), zeros)
@@ -231,7 +231,7 @@ def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, 
             queries = pl.ds(i * step, step)
             q, do = q_ref[queries, n, :], do_ref[queries, n, :]
             lse, delta = lse_ref[n, queries] * LOG2E, delta_ref[n, queries]
-            s, slope = _scored(_dot(k, q.T), scale, softcap)
+            s, slope = scored(dot(k, q.T), scale, softcap)
             s -= lse[None, :]
             if masked:
                 q_at = i * step + jnp.arange(step)
@@ -239,10 +239,10 @@ def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, 
                                 q_at[None, :], k_at[:, None], mask)
                 s = jnp.where(seen, s, MASKED)
             p = jnp.exp2(s)
-            dv += _dot(p.astype(do.dtype), do)
-            ds = p * (_dot(v, do.T) - delta[None, :])
+            dv += dot(p.astype(do.dtype), do)
+            ds = p * (dot(v, do.T) - delta[None, :])
             ds = ds if slope is None else ds * slope
-            return dk + _dot(ds.astype(q.dtype), q), dv
+            return dk + dot(ds.astype(q.dtype), q), dv
         return _visit_all(spans_ref, j, partial(visit, masked=True), partial(visit, masked=False), sums)
 
     zeros = jnp.zeros(k_ref.shape, jnp.float32), jnp.zeros(v_ref.shape, jnp.float32)

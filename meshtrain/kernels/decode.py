@@ -1,0 +1,144 @@
+"""Attention of one token of each slot to its KV cache, as a Pallas kernel for GPUs, lowered through Triton.
+
+One kernel writes the token's key and value into the cache, in place, and reads what its slot has written before, no
+further: XLA would make two scatters, and a loop over blocks to the longest slot with some ten kernels a turn, whose end
+the host must see. A program has one key head of one slot with all of its query heads, or a part of the places, where
+slots and heads are too few to fill the GPU. What a slot gets depends on its own length alone. XLA has no partitioning
+rule for the kernel: as with `pallas`, all mesh axes must be manual. Source: Flash-Decoding (Dao, Haziza, Massa and
+Sizov 2023); FlashAttention-2, arXiv:2307.08691. Knows no mesh.
+"""
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from meshtrain.kernels import tiles
+from meshtrain.kernels.engine import MASKED, Scores
+from meshtrain.kernels.pallas import LOG2E, MIN_WIDTH, dot, scored
+
+NAME = "meshtrain_decode"           # kernel name in profiles and in the compiled program
+MOST_PLACES = 64                    # that are read together; a room is a multiple
+BLOCK_BYTES = 2**15                 # of keys and values that are read together: three such blocks are in shared memory
+MOST_WIDTH = 256                    # of keys and of values
+MOST_OUTPUTS = 4096                 # of a program, in registers
+MOST_PARTS = 16                     # that the places of a slot are divided into
+
+
+def fits(queries: int, key_dim: int, value_dim: int, room: int) -> bool:
+    """Whether the kernel supports so many query heads of a key head, these widths and this room."""
+    return (max(key_dim, value_dim) <= MOST_WIDTH and _padded(queries) * _padded(value_dim) <= MOST_OUTPUTS
+            and room % MOST_PLACES == 0)
+
+
+def _padded(n: int) -> int:
+    return max(MIN_WIDTH, pl.next_power_of_2(n))
+
+
+class _Shape(NamedTuple):
+    """G: query heads of a key head. H, V: widths. R: places of a slot. block: of them, read together. parts: of
+    them."""
+    G: int
+    H: int
+    V: int
+    R: int
+    block: int
+    parts: int
+
+
+def _load(ref, index, live):
+    return triton.load(ref.at[index], mask=live, other=0)
+
+
+def _grid(rows, columns):
+    return jnp.broadcast_arrays(rows[:, None], columns[None, :])
+
+
+def _kernel(layer_ref, at_ref, q_ref, key_ref, value_ref, sinks_ref, keys_ref, values_ref, o_ref, lse_ref, keys_out_ref,
+            values_out_ref, *, of: _Shape, scores: Scores, window: int, sinks: bool):
+    s, k, part = (pl.program_id(i) for i in range(3))
+    layer, at = layer_ref[0], at_ref[s]
+    rows, widths, depths = (jnp.arange(_padded(n)) for n in (of.G, of.H, of.V))
+    q_at, o_at = _grid(rows, widths), _grid(rows, depths)
+    q = _load(q_ref, (s, k * of.G + q_at[0], q_at[1]), (q_at[0] < of.G) & (q_at[1] < of.H))
+    score = lambda product: scored(product, scores.scaled_for(of.H), scores.softcap)[0]
+
+    def visit(j, carry):
+        most, total, o = carry
+        places = j * of.block + jnp.arange(of.block)
+        at_key, at_value = _grid(places, widths), _grid(places, depths)
+        keys = _load(keys_ref, (layer, s, k, *at_key), at_key[1] < of.H)
+        values = _load(values_ref, (layer, s, k, *at_value), at_value[1] < of.V)
+        # The distance back to the newest position before this token's that comes to a place.
+        back = at - 1 - places
+        seen = (back >= 0) & (lax.rem(back, jnp.int32(of.R)) + 1 < (window or of.R))
+        product = jnp.where(seen[None, :], score(dot(q, keys.T)), MASKED)
+        new = jnp.maximum(most, product.max(1))
+        p = jnp.where(seen[None, :], jnp.exp2(product - new[:, None]), 0.0)
+        fade = jnp.exp2(most - new)
+        return new, total * fade + p.sum(1), o * fade[:, None] + dot(p.astype(values.dtype), values)
+
+    blocks = (jnp.clip(at, 0, of.R) + of.block - 1) // of.block
+    each = (blocks + of.parts - 1) // of.parts
+    first = (part == 0) & (at >= 0)
+    most = jnp.full(rows.shape, MASKED, jnp.float32)
+    total = jnp.zeros(rows.shape, jnp.float32)
+    o = jnp.zeros(o_at[0].shape, jnp.float32)
+    if sinks:                               # a score that has no value
+        sink = _load(sinks_ref, (k * of.G + rows,), rows < of.G)
+        most, total = jnp.where(first, sink * LOG2E, most), jnp.where(first, 1.0, total)
+    most, total, o = lax.fori_loop(part * each, jnp.minimum((part + 1) * each, blocks), visit, (most, total, o))
+
+    # The token's own key and value, by the first part.
+    key = _load(key_ref, (s, k, widths), widths < of.H)
+    value = _load(value_ref, (s, k, depths), depths < of.V)
+    own = score((q.astype(jnp.float32) * key.astype(jnp.float32)[None, :]).sum(1))
+    new = jnp.where(first, jnp.maximum(most, own), most)
+    p, fade = jnp.where(first, jnp.exp2(own - new), 0.0), jnp.exp2(most - new)
+    total = total * fade + p
+    o = o * fade[:, None] + p[:, None] * value.astype(jnp.float32)[None, :]
+    place = lax.rem(jnp.maximum(at, 0), jnp.int32(of.R))
+    triton.store(keys_out_ref.at[layer, s, k, place, widths], key, mask=first & (widths < of.H))
+    triton.store(values_out_ref.at[layer, s, k, place, depths], value, mask=first & (depths < of.V))
+
+    live = rows < of.G
+    o = o / jnp.maximum(total, 1e-30)[:, None]
+    triton.store(o_ref.at[part, s, k * of.G + o_at[0], o_at[1]], o.astype(o_ref.dtype),
+                 mask=(o_at[0] < of.G) & (o_at[1] < of.V))
+    triton.store(lse_ref.at[part, s, k * of.G + rows], jnp.where(total > 0, new + jnp.log2(total), MASKED), mask=live)
+
+
+def attend(layer, at_S, q_SNH, key_SKH, value_SKV, keys, values, scores: Scores, window: int = 0, sinks_N=None,
+           interpret: bool = False):
+    """(o [S, N, V] in q's dtype, keys, values) of a token of each slot, which is in the cache behind it.
+
+    keys [L, S, K, R, H], values [L, S, K, R, V]: the cache of all layers, of which this one is `layer`; the position p
+    is at place p mod R. at_S: int32, the token's position; -1: the slot has none, its o is 0 and its cache stays.
+    window: see `engine.Mask`. sinks_N: a score of each query head that has no value.
+    """
+    (S, N, H), (*_, K, R, V) = q_SNH.shape, values.shape
+    place_bytes = (_padded(H) + _padded(V)) * keys.dtype.itemsize
+    block = min(MOST_PLACES, max(MIN_WIDTH, 1 << (BLOCK_BYTES // place_bytes).bit_length() - 1))
+    parts = max(1, min(MOST_PARTS, R // block, tiles.FULL // (S * K)))
+    of = _Shape(N // K, H, V, R, block, parts)
+    sinks = jnp.zeros(1, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out_shape = (jax.ShapeDtypeStruct((parts, S, N, V), q_SNH.dtype if parts == 1 else jnp.float32),
+                 jax.ShapeDtypeStruct((parts, S, N), jnp.float32), shape(keys), shape(values))
+    args = (jnp.reshape(layer, 1).astype(jnp.int32), at_S, q_SNH, key_SKH.astype(keys.dtype),
+            value_SKV.astype(values.dtype), sinks, keys, values)
+    o, lse, keys, values = pl.pallas_call(
+        partial(_kernel, of=of, scores=scores, window=window, sinks=sinks_N is not None), grid=(S, K, parts),
+        in_specs=[pl.no_block_spec] * len(args), out_specs=[pl.no_block_spec] * 4, out_shape=out_shape,
+        input_output_aliases={6: 2, 7: 3}, name=NAME, interpret=interpret,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3))(*args)
+    if parts == 1:
+        return o[0], keys, values
+    weight = jnp.exp2(lse - lse.max(0))
+    o_SNV = (weight[..., None] * o).sum(0) / weight.sum(0)[..., None]
+    return o_SNV.astype(q_SNH.dtype), keys, values
