@@ -1,8 +1,8 @@
 """What a sampler beside the training state costs, in closed formulas: bytes, collectives and seconds on one device.
 
 A token of every slot reads all weights and the slots' keys and values once, so memory bounds it until there are
-hundreds of rows; then FLOPs do. Its collectives are on the way, one after the other, and so are the gaps between some
-fifty small kernels of a layer. The sync moves each weight as `sharding.moves` says.
+hundreds of rows; then FLOPs do. Its collectives are on the way, one after the other, and so are the gaps between the
+small kernels of a layer. The sync moves each weight as `sharding.moves` says.
 """
 from __future__ import annotations
 
@@ -155,7 +155,9 @@ class Sampling:
                    "FLOPs": self.token_flops(length) / (rated.peak(self.placed.cfg.compute_dtype) * share)}
         longest = max(seconds, key=seconds.__getitem__)
         links = Links(rated, self.placed.mesh)
-        gaps_s = 1e-6 * rated.assumed["decode.gap_us"] * self.placed.cfg.num_layers
+        looped = sum(self._layers(mixer) for mixer in self.placed.mixers if mixer.latents)
+        gaps_s = 1e-6 * (rated.assumed["decode.gap_us"] * self.placed.cfg.num_layers
+                         + rated.assumed["decode.loop_us"] * looped)
         return {longest: seconds[longest], "collectives": sum(one.runs * links.one_s(one) for one in self.token()),
                 "gaps": gaps_s}
 
