@@ -1,4 +1,4 @@
-"""Grouped matmuls, recurrences and float8 products on a device against XLA's in float32 on the CPU."""
+"""Grouped matmuls, recurrences, float8 products and the reading of the KV cache on a device against float32 on the CPU."""
 from __future__ import annotations
 
 from functools import partial
@@ -11,7 +11,8 @@ import numpy as np
 from benchmarks.gpu_attention import documents
 from benchmarks.gpu_record import Item
 from meshtrain import hardware
-from meshtrain.kernels import grouped, mosaic, recurrence, recurrence_pallas
+from meshtrain.kernels import decode, grouped, mosaic, recurrence, recurrence_pallas
+from meshtrain.kernels.engine import Scores
 from meshtrain.model import float8
 
 # Of the largest number of a result. bfloat16: operands are exact, sums float32, results rounded to 2^-9 of themselves;
@@ -136,6 +137,29 @@ def compare_float8(sizes: Sizes, device) -> dict:
     return {"compared": compared}
 
 
+# ---- the KV cache ----------------------------------------------------------------------------------------------------
+
+
+def compare_decode(dtype: str, slots: int, sizes: Sizes, device, cpu) -> dict:
+    """Item's found, of a layer with a window and sinks and of one without, every slot of another length. The caches
+    hold what they held, and the tokens."""
+    rng, (N, K, H, R) = np.random.default_rng(0), (sizes.heads, 2, sizes.width, 512)
+    normal = lambda *shape: np.asarray(jnp.asarray(rng.standard_normal(shape, np.float32), dtype))
+    given = (rng.integers(-1, R, slots, np.int32), normal(slots, N, H), normal(slots, K, H), normal(slots, K, H),
+             normal(2, slots, K, R, H), normal(2, slots, K, R, H))
+    compared = {}
+    for name, more in (("all places", {}), ("a window", dict(window=200, sinks_N=np.ones(N, np.float32)))):
+        call = lambda *args, interpret=False, more=more: decode.attend(
+            1, *args, Scores(softcap=30.0), **more, interpret=interpret)
+        found = jax.jit(call, donate_argnums=(4, 5))(*jax.device_put(given, device))
+        with jax.default_device(cpu):
+            expected = jax.jit(partial(call, interpret=True))(*(
+                np.float32(x) if x.dtype != np.int32 else x for x in given))
+        compared |= {f"{what}, {name}": (error, tolerance) for what, error, tolerance in zip(
+            ("o", "keys", "values"), errors(found, expected), (TOLERANCE[dtype], 0.0, 0.0), strict=True)}
+    return {"compared": compared}
+
+
 def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
     device = devices[0]
     if device.platform == "cpu":
@@ -144,6 +168,8 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
     out = [Item(f"kernel/grouped matmuls, matrices as {dims}, {dtype}",
                 partial(compare_grouped, kernels, dims, dtype, sizes, device, cpu), 15)
            for dtype in TOLERANCE for dims in ("gkn", "kgn")]
+    out += [Item(f"kernel/KV cache, {slots} slots, {dtype}", partial(compare_decode, dtype, slots, sizes, device, cpu), 10)
+            for dtype in TOLERANCE for slots in (3, 200)]
     gpu = hardware.from_device_kind(device.device_kind)
     if mosaic.runs_on(gpu):
         whole = sizes._replace(contracted=384, columns=512)         # tiles of 192 and of 256
