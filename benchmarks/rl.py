@@ -1,15 +1,26 @@
-"""python benchmarks/rl.py [--seeds N]: what the quickstart of learning from rewards learns, with seeds and controls.
+"""python benchmarks/rl.py [--seeds N] [--only words|sums]: what is learned from rewards, with seeds and controls.
 
-Every seed takes the demonstrations, half of which are wrong, and then learns from three rewards: for reversed words, for
-copied ones, and by a coin that knows nothing. The share of reversed words among answers to held-out words must rise,
-vanish, and not rise. The first of them also runs on eight simulated devices, and has the same rewards step by step
-until the two runs' weights, which round otherwise in each step, decide one draw differently. Writes benchmarks/rl.md.
+Writes benchmarks/rl.md, or the part of it that is asked for.
+
+Words. Every seed takes the demonstrations of the quickstart, half of which are wrong, and then learns from three rewards:
+for reversed words, for copied ones, and by a coin that knows nothing. The share of reversed words among answers to
+held-out words must rise, vanish, and not rise. The first of them also runs on eight simulated devices, and has the same
+rewards step by step until the two runs' weights, which round otherwise in each step, decide one draw differently.
+
+Sums. The byte model of the quickstart adds numbers of three digits, a column at a time: "548+858=16 10 14 #### 1406".
+Who demonstrates it errs by one in every fifth column, so half of the demonstrations are wrong, and more of them teach
+nothing better. From these weights one run learns from the built-in reward `number`, which reads the last number alone,
+of sums that nobody has demonstrated; another takes more demonstrations, for as many seconds of the processors, the
+compilation included. Answers are drawn at temperature 1 to sums that neither saw: the share that is right, and of sums
+those of which one of eight answers is.
 """
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -52,44 +63,144 @@ def rows(directory: str) -> list[dict]:
     return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
 
 
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+def words_learned(place: str, seed: int) -> tuple[list[str], float]:
+    """Rows of the table, and the share of steps with the same reward on eight devices."""
+    sft = f"{place}/sft{seed}"
+    cpu, lines, same = run("quickstart-rl-sft", f"--run.dir={sft}", f"--run.seed={seed}"), [], 0.0
+    lines.append(f"| {seed} | demonstrations | | | | {rows(sft)[-1]['elapsed_s']:.0f} | {cpu:.0f} |")
+    for reward in REWARDS:
+        begun, directory = time.perf_counter(), f"{place}/{reward}{seed}"
+        keys = (f"--run.dir={directory}", f"--run.seed={seed}", f"--checkpoint.init_from={sft}",
+                f"--rl.reward=benchmarks/rl.py:{reward}")
+        cpu, taken = run("quickstart-rl", *keys), time.perf_counter() - begun
+        found = rows(directory)
+        at = [(row["step"], row["val_reward/reversed"]) for row in found if "val_reward" in row]
+        reached = next((str(step) for step, value in at if value >= 0.95), "–")
+        error = (at[-1][1] * (1 - at[-1][1]) / 512) ** 0.5
+        lines.append(f"| {seed} | {reward} | {found[0]['reward/reversed']:.3f} | {at[-1][1]:.3f} ± {error:.3f} | "
+                     f"{reached} | {taken:.0f} | {cpu:.0f} |")
+        print(lines[-1], flush=True)
+        if reward == "reversals":
+            run("quickstart-rl", f"--run.dir={directory}-8", *keys[1:], *EIGHT)
+            same = sum(one["reward"] == other["reward"] for one, other in zip(
+                found, rows(f"{directory}-8"), strict=True)) / len(found)
+    return lines, same
+
+
+def of_words(place: str, seeds: int) -> str:
+    found = [words_learned(place, seed) for seed in range(seeds)]
+    table = "\n".join(line for lines, _ in found for line in lines)
+    return f"""
+| seed | reward | reversed before | reversed after, of 512 held-out words | step with 0.95 | seconds | of processors |
+|---|---|---|---|---|---|---|
+{table}
+
+Steps whose mean reward is the same on eight simulated devices (data 2 × fsdp 2 × tensor 2) to the last bit, of each seed:
+{", ".join(f"{share:.0%}" for _, share in found)}.
+"""
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+SUMS, HELD_OUT, WRONG, STEPS = 8192, 256, 0.2, 300
+ROWS = "--data.seq_len=216"         # eight sums
+LEARN = (ROWS, "--rl.reward=number", "--rl.max_tokens=20", "--validation.every=0")
+
+
+def worked(a: int, b: int, chance: random.Random) -> str:
+    """A sum as it is demonstrated: the columns from the last one, with what was carried, and the number they make."""
+    columns, carried = [], 0
+    for place in (1, 10, 100):
+        column = a // place % 10 + b // place % 10 + carried
+        if chance.random() < WRONG:
+            column = min(max(column + chance.choice((-1, 1)), 0), 19)
+        columns.append(column)
+        carried = column // 10
+    said = " ".join(f"{column:02d}" for column in columns)
+    return f"{said} #### {columns[2] * 100 + columns[1] % 10 * 10 + columns[0] % 10}"
+
+
+def write_sums(place: str) -> float:
+    """demonstrations.jsonl, prompts.jsonl and held_out.jsonl, no sum in two of them. Returns the share of
+    demonstrations that are right."""
+    chance, right = random.Random(0), 0
+    drawn = [(100 + n // 900, 100 + n % 900) for n in chance.sample(range(900 * 900), 2 * SUMS + HELD_OUT)]
+    with open(f"{place}/demonstrations.jsonl", "w") as file:
+        for a, b in drawn[:SUMS]:
+            text = worked(a, b, chance)
+            right += text.endswith(f" {a + b}")
+            file.write(json.dumps({"text": f"{a}+{b}={text}"}) + "\n")
+    for name, some in (("prompts", drawn[SUMS:2 * SUMS]), ("held_out", drawn[2 * SUMS:])):
+        Path(f"{place}/{name}.jsonl").write_text("".join(
+            json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a, b in some))
+    return right / SUMS
+
+
+def sums_right(place: str, weights: str) -> tuple[float, float, float]:
+    """(share of right answers to held-out sums, its standard error, share of sums with one of eight). The first batch
+    of a run is drawn with the weights that it starts from."""
+    run("quickstart-rl", f"--run.dir={weights}-asked", f'--data.paths=["{place}/held_out.jsonl"]',
+        "--data.validation_paths=[]", f"--checkpoint.init_from={weights}", *LEARN, f"--rl.prompts={HELD_OUT}",
+        "--training.steps=1", "--data.global_batch=512", "--training.microbatches=32")
+    of: dict[str, list[float]] = {}
+    for line in Path(f"{weights}-asked/rollouts/0.jsonl").read_text().splitlines():
+        one = json.loads(line)
+        of.setdefault(one["prompt"], []).append(one["reward"])
+    means = [sum(rewards) / len(rewards) for rewards in of.values()]
+    mean = sum(means) / len(means)
+    error = (sum((one - mean) ** 2 for one in means) / (len(means) - 1) / len(means)) ** 0.5
+    return mean, error, sum(map(any, of.values())) / len(of)
+
+
+def sums_learned(place: str, seed: int) -> str:
+    """A row of the table."""
+    shown = (ROWS, f'--data.paths=["{place}/demonstrations.jsonl"]', f"--run.seed={seed}", "--validation.every=0")
+    first, learned, more = (f"{place}/{name}{seed}" for name in ("first", "learned", "more"))
+    cpu_s = run("quickstart-rl-sft", f"--run.dir={first}", f"--training.steps={STEPS}", *shown)
+    learned_s = run("quickstart-rl", f"--run.dir={learned}", f'--data.paths=["{place}/prompts.jsonl"]',
+                    "--data.validation_paths=[]", f"--run.seed={seed}", f"--checkpoint.init_from={first}", *LEARN)
+    steps = round(STEPS * learned_s / cpu_s)
+    more_s = run("quickstart-rl-sft", f"--run.dir={more}", f"--training.steps={steps}",
+                 f"--checkpoint.init_from={first}", *shown)
+    before, after, control = (sums_right(place, weights) for weights in (first, learned, more))
+    told = lambda found: f"{found[0]:.3f} ± {found[1]:.3f} | {found[2]:.3f}"
+    line = (f"| {seed} | {told(before)} | {told(after)} | {learned_s:.0f} | {told(control)} | {more_s:.0f} | "
+            f"{100 * (after[0] - control[0]):+.0f} |")
+    print(line, flush=True)
+    return line
+
+
+def of_sums(place: str, seeds: int) -> str:
+    right = write_sums(place)
+    table = "\n".join(sums_learned(place, seed) for seed in range(seeds))
+    return f"""
+{right:.1%} of {SUMS:,} demonstrations are right; {STEPS} steps of them, then 80 steps of 32 sums × 8 answers; {HELD_OUT} other sums × 8 answers.
+
+| seed | right after demonstrations | one of 8 | right after rewards | one of 8 | seconds of processors | right after more demonstrations | one of 8 | seconds | points between |
+|---|---|---|---|---|---|---|---|---|---|
+{table}
+"""
+
+
+PARTS = {"words": ("Reversed words", of_words), "sums": ("Sums", of_sums)}
+
+
 def main(argv=None) -> int:
     parser = words.Parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="how many (3)")
-    seeds, lines, same = parser.parse_args(argv).seeds, [], []
-    with tempfile.TemporaryDirectory() as place:
-        for seed in range(seeds):
-            sft = f"{place}/sft{seed}"
-            cpu = run("quickstart-rl-sft", f"--run.dir={sft}", f"--run.seed={seed}")
-            lines.append(f"| {seed} | demonstrations | | | | {rows(sft)[-1]['elapsed_s']:.0f} | {cpu:.0f} |")
-            for reward in REWARDS:
-                begun, directory = time.perf_counter(), f"{place}/{reward}{seed}"
-                keys = (f"--run.dir={directory}", f"--run.seed={seed}", f"--checkpoint.init_from={sft}",
-                        f"--rl.reward=benchmarks/rl.py:{reward}")
-                cpu, taken = run("quickstart-rl", *keys), time.perf_counter() - begun
-                found = rows(directory)
-                at = [(row["step"], row["val_reward/reversed"]) for row in found if "val_reward" in row]
-                reached = next((str(step) for step, value in at if value >= 0.95), "–")
-                error = (at[-1][1] * (1 - at[-1][1]) / 512) ** 0.5
-                lines.append(f"| {seed} | {reward} | {found[0]['reward/reversed']:.3f} | {at[-1][1]:.3f} ± {error:.3f} | "
-                             f"{reached} | {taken:.0f} | {cpu:.0f} |")
-                print(lines[-1], flush=True)
-                if reward == "reversals":
-                    run("quickstart-rl", f"--run.dir={directory}-8", *keys[1:], *EIGHT)
-                    same.append(sum(one["reward"] == other["reward"] for one, other in zip(
-                        found, rows(f"{directory}-8"), strict=True)) / len(found))
-    (ROOT / "benchmarks" / "rl.md").write_text(f"""# What is learned from rewards
-
-{machine.line("", "jax", "jaxlib")}
-
-{__doc__.split(chr(10) * 2)[1].strip()}
-
-| seed | reward | reversed before | reversed after, of 512 held-out words | step with 0.95 | seconds | of processors |
-|---|---|---|---|---|---|---|
-""" + "\n".join(lines) + f"""
-
-Steps whose mean reward is the same on eight simulated devices (data 2 × fsdp 2 × tensor 2) to the last bit, of each seed:
-{", ".join(f"{share:.0%}" for share in same)}.
-""", encoding="utf-8")
+    parser.add_argument("--only", choices=PARTS, help="one of the two")
+    asked, path = parser.parse_args(argv), ROOT / "benchmarks" / "rl.md"
+    _, *sections = re.split(r"(?m)^## ", path.read_text(encoding="utf-8"))
+    kept = {section.partition("\n")[0]: section.partition("\n")[2].strip() for section in sections}
+    about = [part.partition(". ")[2] for part in __doc__.strip().split("\n\n")[2:]]
+    for (name, (title, measure)), text in zip(PARTS.items(), about, strict=True):
+        if asked.only in (None, name):
+            with tempfile.TemporaryDirectory() as place:
+                kept[title] = f"{machine.line('', 'jax', 'jaxlib')}\n\n{text}\n{measure(place, asked.seeds)}".strip()
+            path.write_text("# What is learned from rewards\n" + "".join(
+                f"\n## {title}\n\n{kept[title]}\n" for title, _ in PARTS.values() if title in kept), encoding="utf-8")
     return 0
 
 
