@@ -208,7 +208,11 @@ def small(ex: Execution, vector, axes):
 
 
 class Norm(nnx.Module):
-    """RMSNorm or LayerNorm over the dims of its weights (the last ones), in float32; returns the compute dtype."""
+    """RMSNorm or LayerNorm over the dims of its weights (the last ones), in float32; returns the compute dtype.
+
+    Tried and left out: a kernel for the backward beside the stream, 53 ms of a step of llama3-8b on 8 H100 by the
+    roofline where XLA's two take 93: XLA then copies x out of its stack, and norms it again apart, 6.43 to 6.46 s.
+    """
 
     def __init__(self, cfg, rngs, shape, axes, eps: float = 0.0):
         """eps: of a plain RMSNorm, whatever the config's norms are."""
