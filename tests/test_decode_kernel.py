@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain import assembly, config, hardware, trained
 from meshtrain.cost.program import compile, hlo
-from meshtrain.inference import placement
+from meshtrain.inference import cache, placement
 from meshtrain.inference.generate import GenerationLimits, Generator
 from meshtrain.kernels import decode, rotation
 from meshtrain.kernels.engine import Scores
+from meshtrain.model import transformer
 from meshtrain.sharding.mesh import MeshSpec
 from test_generate import EIGHT, ONE
 
@@ -91,6 +92,14 @@ def test_a_slot_has_the_same_bits_whatever_the_others_have_and_what_it_has_not_w
 def test_what_does_not_fit_is_left_to_the_loop():
     assert all(decode.fits(*of) for of in ((1, 64, 64, 64), (32, 128, 128, 64), (16, 256, 256, 128), (8, 96, 80, 192)))
     assert not any(decode.fits(*of) for of in ((64, 128, 128, 64), (1, 576, 512, 64), (1, 64, 64, 96)))
+
+
+def test_heads_that_share_a_key_head_over_devices_are_left_to_the_loop():
+    """Three key heads on two devices, each of which has all of them and half of the query heads."""
+    run = config.Run(model=dict(vocab_size=64, embed_dim=96, num_layers=1, num_heads=6, num_kv_heads=3, head_dim=16))
+    keys = jax.ShapeDtypeStruct((1, 4, 3, 64, 16), "float32")
+    one, two = (placement.command(transformer.build(run.model), MeshSpec({"tensor": n}).sizes) for n in (1, 2))
+    assert cache._in_one_kernel(one, 6, keys, keys) and not cache._in_one_kernel(two, 6, keys, keys)
 
 
 KINDS = ("gemma2", "gpt_oss", "qwen3", "ministral", "gemma3", "deepseek_v3", "qwen3_next")
