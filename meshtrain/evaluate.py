@@ -138,8 +138,10 @@ def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tupl
             return None, ()
         raise ConfigError(f"{found.directory} is a model folder, and nothing says what to evaluate on; give e.g. "
                           f"--data.source text --data.paths '[\"corpus/*.txt\"]', or --tasks")
-    if "data.validation_paths" in found.given:
+    if "data.validation_paths" in found.given and data.validation_paths:
         data = data.model_copy(update={"paths": data.validation_paths, "validation_paths": ()})
+    elif "data.paths" in found.given or "data.mixture" in found.given:     # and none of what the run holds out
+        data = data.model_copy(update={"validation_paths": ()})
     if everything:
         data = data.model_copy(update={"global_batch": 1})
     with config.user_errors():
@@ -147,9 +149,8 @@ def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tupl
         cache = scratch if found.of_folder else found.directory / sources.CACHE
         corpus = sources.open_corpus(data, vocab_size=found.run.model.vocab_size, cache_dir=cache,
                                      tell=say.err, folders=folders)
-        if everything and not corpus.curves:
-            corpus = dataclasses.replace(corpus, validation=corpus.sources)
-        sets = packing.open_batches(data, corpus, found.run.run.seed).validation
+        opened = packing.open_whole if everything else lambda *of: packing.open_batches(*of).validation
+        sets = opened(data, corpus, found.run.run.seed)
     if not sets:
         raise ConfigError(f"the run in {found.directory} holds nothing out "
                           f"(data.validation_fraction={data.validation_fraction}); name what to evaluate on, e.g. "

@@ -34,6 +34,9 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.units import size
 
 
+LEAST_TEMPERATURE = 1e-6        # as of rl.temperature
+
+
 def _ids(text: str) -> list[list[int]]:
     """The prompts of --prompt-ids. Raises: ValueError."""
     try:
@@ -51,6 +54,14 @@ def _text(text: str) -> str:
     if not _is_text(text):
         raise ValueError("is not UTF-8; give text in UTF-8, or token ids, --prompt-ids '[[5, 6], [7]]'")
     return text
+
+
+def _temperature(text: str) -> float:
+    what = f"0 for the most likely token, or {LEAST_TEMPERATURE:g} and more"
+    value = config.number(what)(text)
+    if 0 < value < LEAST_TEMPERATURE:       # logits over it would overflow
+        raise ValueError(f"is not {what}")
+    return value
 
 
 def _is_text(words: str) -> bool:
@@ -73,7 +84,7 @@ COMMAND = config.Command("meshtrain.generate", {
                              config.whole(1), 1),
     "max-tokens": config.Option("tokens of an answer at most", "N", "256", config.whole(1, 10**7), 256),
     "temperature": config.Option("0: the most likely token, else drawn (default 0, and 1 with one of the next three)",
-                                 "T", "0.8", config.number("0 for the most likely token, or more")),
+                                 "T", "0.8", _temperature),
     "top-k": config.Option("draw from the K most likely tokens, as in transformers", "K", "50", config.whole(1), 0),
     "top-p": config.Option("draw from the most likely tokens of together this probability", "P", "0.9",
                            config.number("a probability", 0, 1, positive=True), 1.0),

@@ -292,15 +292,18 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
         of = session.made.model.divided
         zeros = jax.tree.map(jnp.zeros_like, of(state.params)[0])
         feed.reference = lambda params: model_params.joined(zeros, of(params)[1])
-    elif run.rl.kl:
-        step = run.checkpoint.step if start.saved is None else 0    # later it is a step of this run
-        before = (position or {}).get("origin") or ["", step]
-        kept = _reference(session.made, start, state, before[1])
-        feed.reference, feed.origin = lambda _: kept, [replicas.digest(kept), before[1]]
-        if before[0] not in ("", feed.origin[0]):
+    elif start.saved is None:
+        feed.origin = [replicas.digest(state.params), run.checkpoint.step]
+    else:       # kept in every checkpoint: rl.kl may be set later
+        feed.origin = (position or {}).get("origin") or []
+    if run.rl.kl and not run.lora.rank:
+        kept = _reference(session.made, start, state, feed.origin[1] if feed.origin else 0)
+        found_digest = replicas.digest(kept)
+        if feed.origin and feed.origin[0] != found_digest:
             raise ConfigError(f"checkpoint.init_from={json.dumps(run.checkpoint.init_from)} has other weights than "
-                              f"those that the run in {run.run.dir} measures rl.kl to; give the ones that it started "
-                              f"from, or another run.name")
+                              f"those that the run in {run.run.dir} started from, to which rl.kl is measured; give "
+                              f"those, or another run.name")
+        feed.reference, feed.origin = lambda _: kept, feed.origin or [found_digest, 0]
     if run.rl.lag:
         feed.orders = _orders(session, found, words, position)
     return feed

@@ -63,6 +63,14 @@ def test_of_files_that_are_named_every_token_counts_once_and_bytes_are_those_of_
     assert f"{found['loss']:.4f}" in table and f"{size + 1:,}" in table
 
 
+def test_a_text_shorter_than_a_sequence_is_evaluated_and_an_empty_one_is_refused(run_dir, home):
+    (home / "short.txt").write_text("7: 343 é")
+    (home / "none.txt").write_text("")
+    of = lambda name: [run_dir, "--data.source=text", "--data.mixture=[]", f'--data.paths=["{home}/{name}.txt"]']
+    assert asked(*of("short"))["tokens"] == 10
+    refused(call(evaluate.main, *of("none")), "none.txt")
+
+
 @pytest.mark.parametrize("name", ["gemma2"])
 def test_log_probabilities_are_those_of_the_logits_of_transformers(name):
     golden = np.load(GOLDENS / name / "golden.npz")

@@ -15,7 +15,8 @@ LINE = {"answer": "The train takes 1,200 s.\n#### 1,200", "pattern": r"(yes|no)\
     ("1200", True), ("It is 1,200.", True), ("= 1200.0", True), ("2400/2", True), ("first 7, then 1200", True),
     ("1200, I mean 7", False), ("#### 1200 (not 7)\n", False), ("7 #### 1200", True), (r"7 \boxed{1200} 8", True),
     ("-1200", False), ("−1200", False), ("12 00", False), ("1.200", False), ("", False), ("none", False), ("1200/0", False),
-    (".", False), ("1200%", True), ("$1,200.00", True)])
+    (".", False), ("1200%", True), ("$1,200.00", True), (r"\boxed{\frac{2400}{2}} m", True),
+    (r"\boxed{\text{1200 s}} or 7", True), ("m/1200", True), ("3/7/1200", True), ("-/7", False), ("9" * 5000, False)])
 def test_numbers_are_compared_exactly(answer, right):
     assert builtin.number("", answer, LINE) == right
 
@@ -23,6 +24,10 @@ def test_numbers_are_compared_exactly(answer, right):
 def test_fractions_have_no_rounding():
     assert builtin.number("", "0.1", {"answer": "1/10"}) == 1 == builtin.number("", "2/6", {"answer": "1/3"})
     assert builtin.number("", "0.3333333333333333", {"answer": "1/3"}) == 0
+    half = {"answer": r"\boxed{-\dfrac{1}{2}}"}
+    assert [builtin.number("", answer, half) for answer in (r"\boxed{\frac{-1}{2}}", "-1/2", r"\boxed{-\frac{1}{3}}", "-1")
+            ] == [1, 1, 0, 0]
+    assert builtin.number("", "12/25/2024", {"answer": "1/2/2023"}) == 0 == builtin.number("", "1/0", {"answer": "2/0"})
 
 
 @pytest.mark.parametrize("answer, right", [
@@ -103,7 +108,7 @@ FAILURES = {
     "child": "timeout after 3 s", "disk": "OSError", "close": "", "garbage": "a reply that is no reward",
     "deep": "RecursionError", "nan": "reward is not a finite number, but nan", "none": "but None", "text": "but '1'",
     "list": "but [1]", "dict": 'a dict of rewards has "reward"', "many": 'a dict of rewards has "reward"',
-    "part": "of is not a finite number", "large": "and the largest is 1e+30"}
+    "part": "of is not a finite number", "large": "and the largest is 1e+15"}
 VALUES = {"print": 1.0, "bool": 1.0, "parts": 0.5, "whole": 3.0, "plain": 1.0}
 
 
@@ -247,3 +252,21 @@ def test_unusual_texts_travel(tmp_path):
         pool.submit(number, text, text, {"x": text})
     assert [pool_one.reward for _, pool_one in sorted(pool.results().items())] == [3 * len(text) for text in texts]
     pool.close()
+
+
+def test_a_file_of_any_suffix_and_names_of_any_characters_are_taken(tmp_path):
+    """A name that is cut out of an answer may have half a character, which no tracker writes."""
+    (tmp_path / "reward.txt").write_text("def score(prompt, answer, line):\n    return {'reward': 1, '\\ud800ü': 2.0}\n")
+    workers.check(f"{tmp_path}/reward.txt:score", {})
+    pool = workers.RewardWorkers(f"{tmp_path}/reward.txt:score", 1, 10.0, 1.0)
+    try:
+        pool.submit(0, "", "", {})
+        assert pool.results() == {0: workers.Reward(1.0, {"?ü": 2.0})}
+    finally:
+        pool.close()
+
+
+def test_a_pattern_that_is_none_is_told_with_its_line_before_anything_is_drawn():
+    lines = {"a.jsonl, line 1": {"pattern": "yes"}, "a.jsonl, line 2": {"pattern": "(["}, "a.jsonl, line 3": {"pattern": 3}}
+    with pytest.raises(ValueError, match=r'a.jsonl, line 2: "pattern" is no regular expression: .*2 of 3 lines.*mend it'):
+        workers.check("regex", lines)

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import sampling
 from checkpoints import assert_same_bits
-from commands import answers, call, check_sums_of_answers, home, in_a_directory_of_its_own, ran, rows  # noqa: F401
+from commands import (answers, call, check_sums_of_answers, home, in_a_directory_of_its_own, ran,  # noqa: F401
+                      refused, rows)
 from commands import ROOT
 from test_lora_runs import saved
 
-from meshtrain import files, report, train
+from meshtrain import evaluate, files, report, train
 from meshtrain.inference.generate import Generator
 from meshtrain.inspection import measured
 from meshtrain.run import groups, loop, rollouts
@@ -83,6 +84,28 @@ def test_a_run_learns_and_tells_what_it_drew(place, undisturbed):
     assert len({line["answer"] for line in lines}) > 12, "samples of a prompt differ"
     done = call(report.main, undisturbed, "--html", undisturbed / "report.html")
     assert done.code == 0 and "Rewards and answers" in (undisturbed / "report.html").read_text()
+
+
+def test_its_loss_on_documents_is_evaluated_without_the_prompts_that_it_holds_out(place, home):  # noqa: F811
+    """Documents of other keys than its prompts' lines, and fewer than a sequence."""
+    (place / "documents.jsonl").write_text('{"text": "1 is odd"}\n{"text": "and 3"}\n')
+    (place / "held_out.jsonl").write_text('{"prompt": "2500: ", "number": 50}\n')
+    ran(*words(place, "held-out", "--training.steps=1",
+               f"--data.validation_paths={json.dumps([str(place / 'held_out.jsonl')])}"))
+    refused(call(evaluate.main, place / "held-out"), "--data.source and --data.paths")
+    done = call(evaluate.main, place / "held-out", "--json", "--data.source=jsonl",
+                f"--data.paths={json.dumps([str(place / 'documents.jsonl')])}")
+    assert done.code == 0 and json.loads(done.out)["tokens"] == 8 + 5 + 2, done
+
+
+def test_a_run_goes_on_between_the_updates_of_a_batch_of_which_nothing_is_learned(place, undisturbed):
+    """All answers have the same reward: the filter leaves none."""
+    (place / "constant.py").write_text("def score(prompt, answer, line):\n    return 1.0\n")
+    more = ["--rl.filter=equal", "--rl.updates=2", f"--rl.reward={place / 'constant.py'}:score", "--validation.every=0",
+            f"--checkpoint.init_from={undisturbed}"]
+    ran(*words(place, "nothing", *more, "--training.steps=3"))
+    ran(*words(place, "nothing", *more, "--training.steps=4"))
+    assert [row["step"] for row in rows(place / "nothing")] == [1, 2, 3, 4]
 
 
 def test_answers_with_line_separators_are_shown(tmp_path):
@@ -346,6 +369,12 @@ def test_a_run_that_goes_on_measures_to_the_weights_that_it_started_from(place, 
     once = rows(place / "reference")[1]
     ran(*words(place, "reference", f"--checkpoint.init_from={undisturbed}", *more, "--checkpoint.step=1"))
     assert timeless(rows(place / "reference")[1]) == timeless(once) and once["kl"] > 0, "a step of this run, not of that"
+    # Also where rl.kl is set later.
+    ran(*words(place, "later", f"--checkpoint.init_from={undisturbed}", more[2], "--training.steps=1"))
+    done = call(train.main, *words(place, "later", f"--checkpoint.init_from={place / 'trained-on'}", *more))
+    assert done.code == 2 and "has other weights than those" in done.err, done.err
+    ran(*words(place, "later", f"--checkpoint.init_from={undisturbed}", *more))
+    assert timeless(rows(place / "later")[1])["kl"] == once["kl"]
 
 
 def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch):  # noqa: F811

@@ -486,7 +486,7 @@ class Rl(Section):
     samples: int = key(8, "answers to each prompt, a group", ge=1)
     lag: int = key(0, "batch n is drawn with the weights of batch n - lag; from 1 on by processes apart", ge=0)
     max_tokens: int = key(512, "tokens of an answer at most", ge=1)
-    temperature: float = key(1.0, "of the draws, and of the log-probabilities that are trained", gt=0)
+    temperature: float = key(1.0, "of the draws, and of the log-probabilities that are trained", ge=1e-6)
     stop: tuple[str, ...] = key((), "strings that end an answer, beside the end tokens", strict=False)
     slots: int = key(0, "answers that are drawn together on all devices; 0 = prompts × samples, or what fits", ge=0)
     rules: PathKey = key("", "rule file of the weights while answers are drawn; empty = gathered, but for tensor")

@@ -7,8 +7,11 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-NUMBER = re.compile(r"[-−+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:/\d+)?")
+_PLAIN = r"[-−+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+NUMBER = re.compile(rf"(?<!/){_PLAIN}/\d+(?![/\d]|\.\d)|{_PLAIN}")         # 7/2, and no part of 12/25/2024
+FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}")
 BOXED, MARKED = r"\boxed{", "####"
+MOST_DIGITS = 1000
 CHOICE = re.compile(r"\(([A-Za-z])\)|\b([A-Z])\b")
 
 
@@ -18,8 +21,8 @@ def exact(prompt: str, answer: str, line: dict) -> float:
 
 
 def number(prompt: str, answer: str, line: dict) -> float:
-    """Whether the answer's number is that of line["answer"], as fractions: behind the last #### or in the last
-    \\boxed{…} if there is one, else the last one."""
+    """Whether the answer's number is that of line["answer"], as fractions, \\frac{…}{…} among them: behind the last ####
+    or in the last \\boxed{…} if there is one, else the last one."""
     found = last_number(answer)
     return float(found is not None and found == last_number(str(line["answer"])))
 
@@ -38,17 +41,41 @@ def regex(prompt: str, answer: str, line: dict) -> float:
     return float(re.fullmatch(line["pattern"], answer.strip(), re.DOTALL) is not None)
 
 
+def fault(reward: str, line: dict) -> str:
+    """What is wrong with the column that a built-in reward reads; empty: nothing."""
+    if reward != "regex":
+        return ""
+    try:
+        re.compile(line["pattern"])
+    except (re.error, TypeError) as error:
+        return f"is no regular expression: {error}"
+    return ""
+
+
 COLUMNS = {"exact": "answer", "number": "answer", "choice": "answer", "regex": "pattern"}
 
 
 def last_number(text: str) -> Fraction | None:
+    text = FRACTION.sub(r"\1/\2", text)
     if MARKED in text:
         text = text.rsplit(MARKED, 1)[1]
     elif BOXED in text:
-        text = text.rsplit(BOXED, 1)[1].split("}", 1)[0]
-    for one in reversed([found for found in NUMBER.findall(text) if any(map(str.isdigit, found))]):
+        text = _up_to_its_brace(text.rsplit(BOXED, 1)[1])
+    for one in reversed(NUMBER.findall(text)):
         numerator, _, denominator = one.replace(",", "").replace("−", "-").partition("/")
+        if max(len(numerator), len(denominator)) > MOST_DIGITS:
+            return None
         if denominator and not int(denominator):
             continue
-        return Fraction(numerator or "0") / int(denominator or 1)
+        return Fraction(numerator) / int(denominator or 1)
     return None
+
+
+def _up_to_its_brace(text: str) -> str:
+    """What stands before the brace that closes one which was opened before the text."""
+    depth = 1
+    for i, letter in enumerate(text):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if not depth:
+            return text[:i]
+    return text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.machinery
 import importlib.util
 import inspect
 import json
@@ -18,7 +19,7 @@ import sys
 
 FILE_BYTES = 1 << 28        # that a function may write to one file
 MOST_PARTS, MOST_CHARS = 32, 300
-LARGEST = 1e30              # of a reward: advantages and their squares are float32
+LARGEST = 1e15              # of a reward: sums over a batch of the squares of advantages are float32
 PR_SET_PDEATHSIG = 1
 
 
@@ -37,7 +38,8 @@ def load(reward: str):
 
 
 def _module(name: str, path: str):
-    spec = importlib.util.spec_from_file_location(name, path)
+    loader = importlib.machinery.SourceFileLoader(name, path)       # whatever the file's suffix
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -61,10 +63,15 @@ def scored(function, prompt: str, answer: str, line: dict) -> dict:
         parts = found if isinstance(found, dict) else {"reward": found}
         if "reward" not in parts or len(parts) > MOST_PARTS:
             raise ValueError(f'a dict of rewards has "reward" and at most {MOST_PARTS - 1} others, not {list(parts)}')
-        parts = {str(name): number(value, str(name)) for name, value in parts.items()}
+        parts = {_name(name): number(value, _name(name)) for name, value in parts.items()}
         return {"reward": parts.pop("reward"), "parts": parts}
     except BaseException as error:      # whatever it is, also exits and interrupts
         return {"failure": said(error)}
+
+
+def _name(name) -> str:
+    """Of a part: what a tracker can write, also where it is cut out of an answer's characters."""
+    return str(name).encode(errors="replace").decode()[:MOST_CHARS]
 
 
 def said(error: BaseException) -> str:

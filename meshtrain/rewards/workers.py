@@ -25,6 +25,7 @@ from pathlib import Path
 
 from meshtrain.rewards import builtin, worker
 
+TIMEOUT = "timeout"         # what such a failure begins with; a function's own begins with its exception's name
 START_S = 60.0              # for imports of the user's file
 LOOK_S = 0.2                # between looks whether a process lives, whose pipe another may hold open
 MOST_REPLY_BYTES = 1 << 16
@@ -51,10 +52,14 @@ def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> Non
             raise ValueError(f'rl.reward="{reward}" is none of {", ".join(builtin.COLUMNS)}, and no function of a '
                              'file; ' + (f'did you mean "{near[0]}"?' if near else 'name one as "rewards.py:score"'))
         column = builtin.COLUMNS[reward]
+        faults = {place: fault for place, line in lines.items()
+                  if column in line and (fault := builtin.fault(reward, line))}
         if lacking := [place for place, line in lines.items() if column not in line]:
             raise ValueError(f'rl.reward="{reward}" reads "{column}" of each prompt\'s line, and {lacking[0]} has '
                              f'{", ".join(map(repr, lines[lacking[0]]))} ({len(lacking)} of {len(lines)} lines lack '
                              f'it); add it, or use a function of your own')
+        for place, fault in faults.items():
+            raise ValueError(f'{place}: "{column}" {fault} ({len(faults)} of {len(lines)} lines have such); mend it')
         return
     if not os.path.isfile(os.path.expanduser(path)):
         raise ValueError(f'rl.reward="{reward}": {path} is not a file (relative to {os.getcwd()}); name one as '
@@ -190,7 +195,7 @@ class _Process:
         while b"\n" not in self._rest:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or self._closing.is_set():
-                return self._failed(f"timeout after {timeout_s:g} s")
+                return self._failed(f"{TIMEOUT} after {timeout_s:g} s")
             readable, writable, _ = select.select([self._replies], [self._requests] if request else [], [],
                                                   min(left_s, LOOK_S))
             try:

@@ -20,6 +20,7 @@ from meshtrain.cluster import agree
 from meshtrain.data.batches.prompts import Prompt, Prompts
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Completion
+from meshtrain.rewards import workers
 from meshtrain.run import say
 
 ARRAYS = {"tokens", "logprobs", "margins", "rewards"}       # of N.npz, beside the scores
@@ -77,7 +78,7 @@ class AnswerBatch:
                 "equal_groups": self.equal, "answer_tokens": mean(lengths), "answer_tokens_max": float(max(lengths)),
                 "truncated": mean([one.stopped == "length" for one in every]),
                 "reward_failed": float(len(failures)),
-                "reward_timeouts": float(sum("timeout" in failure for failure in failures)),
+                "reward_timeouts": float(sum(failure.startswith(workers.TIMEOUT) for failure in failures)),
                 "reward_unsteady": float(sum(group.unsteady for group in self.groups))}
 
 
@@ -196,8 +197,8 @@ def flat(answers: Sequence[Completion]) -> tuple[dict, dict]:
 
 def unflat(told: dict, arrays: dict) -> list[Completion]:
     """The answers of `flat`, without prompts."""
-    cuts = np.cumsum(told["lengths"])[:-1]
-    each = zip(*(np.split(arrays[name], cuts) for name in ("tokens", "logprobs", "margins")), told["stopped"],
+    ends = np.cumsum(told["lengths"], dtype=int)        # of no answers none
+    each = zip(*(np.split(arrays[name], ends)[:-1] for name in ("tokens", "logprobs", "margins")), told["stopped"],
                strict=True)
     return [Completion([], tokens.tolist(), stopped, logprobs.tolist(), margins.tolist())
             for tokens, logprobs, margins, stopped in each]

@@ -255,7 +255,8 @@ class Rollouts:
         if len(failed) > most:
             raise agree.agreed(RolloutError(
                 f"{len(failed)} of {len(outcomes)} answers have no reward, since rl.reward={self.rl.reward} failed: "
-                f"{'; '.join(list(dict.fromkeys(failed.values()))[:3])}"))
+                f"{'; '.join(list(dict.fromkeys(failed.values()))[:3])}; mend the function, or the lines that it "
+                f"cannot score, and start again"))
         unsteady = sum(one.unsteady for one in outcomes.values())
         if unsteady and jax.process_index() == 0:
             say.err(f"{unsteady} answers were scored twice and have two rewards: rl.reward={self.rl.reward} is not a "

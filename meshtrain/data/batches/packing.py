@@ -121,10 +121,36 @@ class PackedValidation:
 
 def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Packed:
     """The run file's [data] as batches; `position` and errors as `pack`."""
+    return pack(corpus.sources, corpus.weights, _shape(data, corpus, seed), corpus.validation, corpus.names,
+                corpus.curves, position)
+
+
+def open_whole(data, corpus: sources.Corpus, seed: int) -> tuple[PackedValidation, ...]:
+    """All documents of the run file's [data], each source a set, or each of its validation sets if it has any; nothing
+    is trained on, so a source may be shorter than a sequence. Raises: ValueError if one has no target."""
+    shape = dataclasses.replace(_shape(data, corpus, seed), validation_fraction=0.0)
+    parts = [(one.name, one.weight, one.source) for one in corpus.curves] or [*zip(
+        _names(corpus.names, len(corpus.sources)), corpus.weights, corpus.sources, strict=True)]
+    kind = TokenStream if shape.packing == "stream" else WholeStream
+    streams = [kind(order.whole(source), None, i, (Grid(0, shape.seq_len, None),))
+               for i, (_, _, source) in enumerate(parts)]
+    total = sum(weight for _, weight, _ in parts)
+    sets = tuple(PackedValidation(name, weight / total, stream, shape)
+                 for (name, weight, _), stream in zip(parts, streams, strict=True))
+    for one in sets:
+        if not one.stream.positions_per_epoch:
+            raise ValueError(f"the documents{one.name and ' of '}{one.name} have no token to predict; give some text")
+    return sets
+
+
+def _shape(data, corpus: sources.Corpus, seed: int) -> Packing:
     same = {name: getattr(data, name) for name in ("seq_len", "global_batch", "document_mask",
                                                    "packing", "validation_fraction")}
-    shape = Packing(corpus.tokenizer.bos, seed=seed, eos=corpus.eos, **same)
-    return pack(corpus.sources, corpus.weights, shape, corpus.validation, corpus.names, corpus.curves, position)
+    return Packing(corpus.tokenizer.bos, seed=seed, eos=corpus.eos, **same)
+
+
+def _names(names: Sequence[str], count: int) -> list[str]:
+    return list(names) or ([""] if count == 1 else [str(i) for i in range(count)])
 
 
 def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, validation: Sequence[Source | None] = (),
@@ -169,8 +195,7 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     phase = DataPhase(0, (0,) * len(corpus), shares, seq_len, shape.global_batch)
     if position is not None:
         streams, phase = _continued(streams, phase, position, shape.packing)
-    names = list(names) or ([""] if len(corpus) == 1 else [str(i) for i in range(len(corpus))])
-    curve_streams = curve_streams or list(zip(names, shares, held))
+    curve_streams = curve_streams or list(zip(_names(names, len(corpus)), shares, held))
     total = sum(weight for _, weight, _ in curve_streams)
     sets = tuple(PackedValidation(name, weight / total, stream, shape) for name, weight, stream in curve_streams)
     return Packed(streams, sets, shape, phase, quantum)
