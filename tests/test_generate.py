@@ -360,6 +360,10 @@ def test_prompts_longer_than_a_model_are_refused():
         refused(call(generate.main, GOLDENS / name, "--prompt-ids", json.dumps([[5] * count])), *parts)
 
 
+def test_a_temperature_that_logits_cannot_be_divided_by_is_refused():
+    refused(call(generate.main, GOLDENS / "qwen3", *FIVE, "--temperature=1e-39"), "--temperature 1e-39", "1e-06 and more")
+
+
 @pytest.mark.parametrize("name", ["prompt", "stop"])
 def test_words_that_are_not_utf_8_are_told(name):
     refused(call(generate.main, GOLDENS / "qwen3", *(FIVE if name == "stop" else ()), f"--{name}=\udcff"),

@@ -21,8 +21,8 @@ def exact(prompt: str, answer: str, line: dict) -> float:
 
 
 def number(prompt: str, answer: str, line: dict) -> float:
-    """Whether the answer's number is that of line["answer"], as fractions, \\frac{…}{…} among them: behind the last ####
-    or in the last \\boxed{…} if there is one, else the last one."""
+    """Whether the answer's number is that of line["answer"], as fractions, \\frac{…}{…} among them: behind the last
+    #### or in the last \\boxed{…} if there is one, else the last one."""
     found = last_number(answer)
     return float(found is not None and found == last_number(str(line["answer"])))
 
