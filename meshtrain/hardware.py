@@ -76,6 +76,12 @@ class Gpu:
         return even if 2 * even >= min(num_gpus, most) else most
 
 
+def runs_kernels(gpu: Gpu | None) -> bool:
+    """Whether the kernels that no key of a run file chooses are taken: on NVIDIA's GPUs since 8.0 that the table has,
+    for which they were compiled."""
+    return gpu is not None and gpu.chip is not None and (gpu.chip.compute_capability or 0) >= 8
+
+
 def lacks_float8(gpu: Gpu | None, compute_capability: str | None = None) -> bool:
     """Whether a GPU has no matmuls of e4m3fn and e5m2: NVIDIA's before 8.9, and AMD's MI300, whose formats are others
     (fnuz).

@@ -317,11 +317,10 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     whole = Layout(layout.rules, {**layout.sizes, "context": 1})
     run = run.replaced(model={"attention": "blockwise"}, data={"seq_len": 2**31 - 1, "document_mask": True})
     device = mesh.devices.flat[0]
-    platform = device.platform
+    platform, gpu = device.platform, hardware.from_device_kind(device.device_kind)
     attend, _ = attention.choose(run, whole, platform)
     return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh),
-                     by_kernels=platform in attention.GPU_PLATFORMS,
-                     experts=dispatch.choose(run, layout, platform, hardware.from_device_kind(device.device_kind)),
+                     by_kernels=hardware.runs_kernels(gpu), experts=dispatch.choose(run, layout, platform, gpu),
                      recurrence=recurrence.choose(run, whole, platform))
 
 

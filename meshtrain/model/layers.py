@@ -42,7 +42,7 @@ class Execution:
     float8: jax.lax.DotAlgorithmPreset | None = None
     in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`mesh.after`)
     early: bool = False     # whether the MLP's down projection has its gradient before the mixer (`released`)
-    # on GPUs: queries and keys are normed and rotated by `kernels.rotation`, and read their cache by `kernels.decode`
+    # queries and keys are normed and rotated by `kernels.rotation`, and read their cache by `kernels.decode`
     by_kernels: bool = False
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
     # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: no experts

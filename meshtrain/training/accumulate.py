@@ -72,12 +72,11 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, r
     deferred = layout.batch_axes if schedule else layout.deferred_axes(info.axes for info in model.parameters())
     replicas = layout.num_shards(deferred)
     device = mesh.devices.flat[0]
-    platform = device.platform
+    platform, gpu = device.platform, hardware.from_device_kind(device.device_kind)
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
                    in_order=not schedule and by_gloo(mesh), early=not schedule,
-                   by_kernels=platform in attention.GPU_PLATFORMS,
-                   experts=dispatch.choose(run, layout, platform, hardware.from_device_kind(device.device_kind)),
+                   by_kernels=hardware.runs_kernels(gpu), experts=dispatch.choose(run, layout, platform, gpu),
                    recurrence=recurrence, bounds=qk_clip.bounds(run))
 
     def placed(dims: int) -> NamedSharding:
