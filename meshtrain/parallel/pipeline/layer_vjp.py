@@ -159,8 +159,9 @@ def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
     # Residuals are copied into `room`, 2% of a step of llama3-8b on 8 H100 by the roofline. Tried and left out: matmuls
     # that write into it, read back by another index (XLA folds the same one), in a `while_loop`, whose counter XLA must
     # see: jax 0.12 writes in place, 7.06 to 7.03 s, with more reduce-scatters exposed; 0.10 copies as before, 7.10 to
-    # 7.11 s, and fails to compile with xla_gpu_enable_dynamic_slice_fusion. Not timed: where the index is the counter of
-    # a `fori_loop`, jax 0.12 starts these copies as asynchronous ones beside the matmuls, and makes three others (40 ms).
+    # 7.11 s, and fails to compile with xla_gpu_enable_dynamic_slice_fusion. Not timed: where the index is the counter
+    # of a `fori_loop`, jax 0.12 starts these copies as asynchronous ones beside the matmuls, and makes three others
+    # (40 ms).
     one, scan = layer_of(f, ws, own, x, e), jax.lax.scan
 
     def order():
