@@ -141,7 +141,8 @@ def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tupl
     if "data.validation_paths" in found.given and data.validation_paths:
         data = data.model_copy(update={"paths": data.validation_paths, "validation_paths": ()})
     elif "data.paths" in found.given or "data.mixture" in found.given:     # and none of what the run holds out
-        data = data.model_copy(update={"validation_paths": ()})
+        given = {"validation_sources"} if "data.validation_sources" in found.given else set()
+        data = data.model_copy(update=dict.fromkeys({"validation_paths", "validation_sources"} - given, ()))
     if everything:
         data = data.model_copy(update={"global_batch": 1})
     with config.user_errors():

@@ -71,6 +71,17 @@ def test_a_text_shorter_than_a_sequence_is_evaluated_and_an_empty_one_is_refused
     refused(call(evaluate.main, *of("none")), "none.txt")
 
 
+def test_files_that_are_named_take_the_place_of_what_the_run_validates_on(home, tiny):
+    (home / "held.txt").write_text("".join(f"{i}: {i ** 4}\n" for i in range(200)))
+    (home / "named.txt").write_text("8: 512 é")
+    ran = call(train.main, *tiny, "--training.steps=1", "--run.sample_tokens=0", "--run.dir", home / "curves",
+               f'--data.validation_sources=[{{name="held", source="text", paths=["{home}/held.txt"]}}]')
+    assert ran.code == 0, ran
+    assert list(asked(home / "curves")["sources"]) == ["held"]
+    found = asked(home / "curves", f'--data.paths=["{home}/named.txt"]')
+    assert found["tokens"] == 10 and list(found["sources"]) != ["held"]
+
+
 @pytest.mark.parametrize("name", ["gemma2"])
 def test_log_probabilities_are_those_of_the_logits_of_transformers(name):
     golden = np.load(GOLDENS / name / "golden.npz")
