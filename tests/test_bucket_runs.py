@@ -76,6 +76,8 @@ def test_a_run_in_a_bucket_has_the_curve_of_one_in_a_directory_and_goes_on_on_an
     assert json.loads(call(report.main, there, "--json").out)["checkpoints"] == [4, 6]
 
 
+@pytest.mark.slow
+@pytest.mark.grid
 def test_commands_on_a_trained_model_read_a_bucket(server, tiny, tmp_path):
     there = f"s3://{BUCKET}/trained"
     ran(*tiny, *SIX, "--run.dir", "here")
@@ -190,6 +192,8 @@ def test_a_bucket_that_fails_is_told_and_ends_no_run(server, tiny, monkeypatch):
     assert [row["step"] for row in kept_rows(there)] == [1, 2, 3, 4, 5, 6] and contents.steps(there) == [4, 6]
 
 
+@pytest.mark.slow
+@pytest.mark.grid
 def test_a_second_start_is_refused_while_the_first_is_at_work_and_may_go_on_after_it_was_killed(server, tmp_path):
     there = f"s3://{BUCKET}/two"
     (tmp_path / "corpus.txt").write_text("some text\n" * 2000)

@@ -46,7 +46,7 @@ ddp none fsdp tensor interleaved none selective llama sigmoid period lora lion f
 zero3_experts_tensor data none none zero_bubble gather selective llama none none lora muon float32 1
 ddp none fsdp tensor 1f1b none selective llama none none lora lion float32 4
 """.strip().splitlines()
-CHOSEN = sampling.generator("parity").sample(TABLE, len(TABLE) // 3)
+CHOSEN = sampling.generator("parity").sample(TABLE, len(TABLE) // 4)
 CELLS = [dict(zip(parity.CHOICES, row.split(), strict=True)) for row in TABLE]
 
 

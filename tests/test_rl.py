@@ -179,7 +179,7 @@ def test_a_run_that_is_to_stop_draws_no_more_answers(place, undisturbed, monkeyp
     assert list(map(timeless, rows(place / "stopping"))) == list(map(timeless, rows(undisturbed)))
 
 
-@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("behind", [pytest.param(0, marks=GRID), 1])
 def test_a_run_that_is_to_stop_waits_for_no_scores_and_keeps_its_answers(place, undisturbed, monkeypatch, behind):
     """In its third batch of answers, or in the validation before it."""
     directory, drawn, stop_at = place / f"scores{behind}", [], 4 - behind
