@@ -1,4 +1,4 @@
-"""Grouped matmuls, recurrences, float8 products and the reading of the KV cache on a device against float32 on the CPU."""
+"""Grouped matmuls, recurrences, float8 matmuls and decode attention on a device against float32 on the CPU."""
 from __future__ import annotations
 
 from functools import partial
@@ -141,22 +141,23 @@ def compare_float8(sizes: Sizes, device) -> dict:
 
 
 def compare_decode(dtype: str, slots: int, sizes: Sizes, device, cpu) -> dict:
-    """Item's found, of a layer with a window and sinks and of one without, every slot of another length. The caches
-    hold what they held, and the tokens."""
+    """Item's found, of a layer with a window and sinks and of one without; slots of random lengths. The caches must be
+    equal to the bit."""
     rng, (N, K, H, R) = np.random.default_rng(0), (sizes.heads, 2, sizes.width, 512)
     normal = lambda *shape: np.asarray(jnp.asarray(rng.standard_normal(shape, np.float32), dtype))
-    given = (rng.integers(-1, R, slots, np.int32), normal(slots, N, H), normal(slots, K, H), normal(slots, K, H),
-             normal(2, slots, K, R, H), normal(2, slots, K, R, H))
+    given = (decode.Token(normal(slots, N, H), normal(slots, K, H), normal(slots, K, H)),
+             (normal(2, slots, K, R, H), normal(2, slots, K, R, H)), rng.integers(-1, R, slots, np.int32))
     compared = {}
     for name, more in (("all places", {}), ("a window", dict(window=200, sinks_N=np.ones(N, np.float32)))):
-        call = lambda *args, interpret=False, more=more: decode.attend(
-            1, *args, Scores(softcap=30.0), **more, interpret=interpret)
-        found = jax.jit(call, donate_argnums=(4, 5))(*jax.device_put(given, device))
+        call = lambda token, cache, at_S, interpret=False, more=more: decode.attend(
+            token, cache, 1, at_S, Scores(softcap=30.0), **more, interpret=interpret)
+        found = jax.jit(call, donate_argnums=1)(*jax.device_put(given, device))
         with jax.default_device(cpu):
-            expected = jax.jit(partial(call, interpret=True))(*(
-                np.float32(x) if x.dtype != np.int32 else x for x in given))
+            expected = jax.jit(partial(call, interpret=True))(*jax.tree.map(
+                lambda x: np.float32(x) if x.dtype != np.int32 else x, given))
+        flat = lambda result: (result[0], *result[1])
         compared |= {f"{what}, {name}": (error, tolerance) for what, error, tolerance in zip(
-            ("o", "keys", "values"), errors(found, expected), (TOLERANCE[dtype], 0.0, 0.0), strict=True)}
+            ("o", "keys", "values"), errors(flat(found), flat(expected)), (TOLERANCE[dtype], 0.0, 0.0), strict=True)}
     return {"compared": compared}
 
 

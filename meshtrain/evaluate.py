@@ -150,8 +150,8 @@ def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tupl
         cache = scratch if found.of_folder else found.directory / sources.CACHE
         corpus = sources.open_corpus(data, vocab_size=found.run.model.vocab_size, cache_dir=cache,
                                      tell=say.err, folders=folders)
-        opened = packing.open_whole if everything else lambda *of: packing.open_batches(*of).validation
-        sets = opened(data, corpus, found.run.run.seed)
+        of = data, corpus, found.run.run.seed
+        sets = packing.open_whole(*of) if everything else packing.open_batches(*of).validation
     if not sets:
         raise ConfigError(f"the run in {found.directory} holds nothing out "
                           f"(data.validation_fraction={data.validation_fraction}); name what to evaluate on, e.g. "

@@ -82,9 +82,9 @@ ON_GPUS = (
            "stream): llama3-8b on 8 H100 7.15 to 7.07 s. With tensor 8 more of that axis' traffic is exposed "
            "(llama3-70b: 4.3 to 6.8%)", ROOFLINE) for when in (DETERMINISTIC, CUBLAS)),
     Flag("xla_gpu_dot_merger_threshold_mb", 0, DECODING, "32", "0.10",
-         "products of the same few rows are not merged into one: XLA would copy the weights of queries, keys and "
-         "values, and of gate and up, beside each other, for every token of every layer, three times their bytes "
-         "(Llama 3.2 1B, 64 slots: 2.5 GB more a token)", ROOFLINE),
+         "keeps XLA from merging matmuls that share their input: in decoding it would concatenate the weights of "
+         "queries, keys and values, and of gate and up, for every token and layer, which triples their bytes (Llama "
+         "3.2 1B, 64 slots: 2.5 GB more a token)", ROOFLINE),
     # Off until a GPU has timed them: what others report.
     Flag("xla_gpu_experimental_enable_nccl_symmetric_buffers", True, NEVER, "false", "0.10",
          "NCCL's symmetric kernels: 8B, +7% in bfloat16, +8% in float8, as reported; needs NCCL 2.27, and "

@@ -33,7 +33,6 @@ from meshtrain.inference.generate import SLOTS, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.units import size
 
-
 LEAST_TEMPERATURE = 1e-6        # as of rl.temperature
 
 

@@ -77,8 +77,8 @@ class Gpu:
 
 
 def runs_kernels(gpu: Gpu | None) -> bool:
-    """Whether the kernels that no key of a run file chooses are taken: on NVIDIA's GPUs since 8.0 that the table has,
-    for which they were compiled."""
+    """Whether this GPU gets the Triton kernels that no run-file key selects (`Execution.by_kernels`): NVIDIA's in the
+    table with compute capability 8.0 or later, for which they were compiled."""
     return gpu is not None and gpu.chip is not None and (gpu.chip.compute_capability or 0) >= 8
 
 

@@ -288,22 +288,22 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
     sampler = trained.beside(session.made, found.longest_with_answer(run.rl.max_tokens))
     position = start.saved and start.saved.metadata["data"]["position"]
     feed = Rollouts(run, session.made.program, found, words, sampler, session.directory, position)
-    if run.rl.kl and run.lora.rank:     # each step has the base from the one before, whose buffers it takes
-        of = session.made.model.divided
-        zeros = jax.tree.map(jnp.zeros_like, of(state.params)[0])
-        feed.reference = lambda params: model_params.joined(zeros, of(params)[1])
-    elif start.saved is None:
-        feed.origin = [replicas.digest(state.params), run.checkpoint.step]
-    else:       # kept in every checkpoint: rl.kl may be set later
-        feed.origin = (position or {}).get("origin") or []
-    if run.rl.kl and not run.lora.rank:
-        kept = _reference(session.made, start, state, feed.origin[1] if feed.origin else 0)
-        found_digest = replicas.digest(kept)
-        if feed.origin and feed.origin[0] != found_digest:
-            raise ConfigError(f"checkpoint.init_from={json.dumps(run.checkpoint.init_from)} has other weights than "
-                              f"those that the run in {run.run.dir} started from, to which rl.kl is measured; give "
-                              f"those, or another run.name")
-        feed.reference, feed.origin = lambda _: kept, feed.origin or [found_digest, 0]
+    if run.lora.rank:
+        if run.rl.kl:       # each step has the base from the one before, whose buffers it takes
+            of = session.made.model.divided
+            zeros = jax.tree.map(jnp.zeros_like, of(state.params)[0])
+            feed.reference = lambda params: model_params.joined(zeros, of(params)[1])
+    else:                   # the origin is in every checkpoint, since rl.kl may be set later
+        fresh = [replicas.digest(state.params), run.checkpoint.step] if start.saved is None else []
+        feed.origin = fresh or (position or {}).get("origin") or []
+        if run.rl.kl:
+            kept = _reference(session.made, start, state, feed.origin[1] if feed.origin else 0)
+            digest = replicas.digest(kept)
+            if feed.origin and feed.origin[0] != digest:
+                raise ConfigError(f"checkpoint.init_from={json.dumps(run.checkpoint.init_from)} has other weights than "
+                                  f"those that the run in {run.run.dir} started from, to which rl.kl is measured; give "
+                                  f"those, or another run.name")
+            feed.reference, feed.origin = lambda _: kept, feed.origin or [digest, 0]
     if run.rl.lag:
         feed.orders = _orders(session, found, words, position)
     return feed

@@ -161,7 +161,7 @@ class LoadedModel:
 
 
 def _options_beside(made: assembly.Assembly) -> dict:
-    """XLA options of the programs that draw or score with a run's weights."""
+    """XLA options of programs that sample or score with a training run's weights."""
     platform = made.mesh.devices.flat[0].platform
     return flags.options(platform, {flags.DECODING}) | made.program.compiler_options
 

@@ -27,9 +27,10 @@ from test_generate import EIGHT, ONE
 needs_wheels = pytest.mark.skipif(compile.missing_wheels(), reason=f"extra gpu-compile: {compile.missing_wheels()}")
 
 
-def attended(layer, at_S, q_SNH, key_SKH, value_SKV, keys, values, scores, window, sinks_N):
+def attended(token, cache, layer, at_S, scores, window, sinks_N):
     """`decode.attend` in float64, a slot and a head at a time, over positions instead of places."""
-    keys, values = (np.array(x, np.float64) for x in (keys, values))
+    q_SNH, key_SKH, value_SKV = token
+    keys, values = (np.array(x, np.float64) for x in cache)
     (S, N, H), (*_, K, R, V) = q_SNH.shape, values.shape
     o_SNV = np.zeros((S, N, V))
     for s in np.flatnonzero(at_S >= 0):
@@ -47,7 +48,8 @@ def attended(layer, at_S, q_SNH, key_SKH, value_SKV, keys, values, scores, windo
 
 def drawn(rng, S: int, N: int, K: int, H: int, V: int, R: int, dtype="float32"):
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
-    return normal(S, N, H), normal(S, K, H), normal(S, K, V), normal(3, S, K, R, H), normal(3, S, K, R, V)
+    return (decode.Token(normal(S, N, H), normal(S, K, H), normal(S, K, V)),
+            (normal(3, S, K, R, H), normal(3, S, K, R, V)))
 
 
 # (slots, query heads, key heads, widths of keys and values, places), window, softcap, sinks: parts of few slots, many
@@ -70,23 +72,23 @@ def test_a_token_reads_what_its_slot_has_written_and_is_written_behind_it(
     for _ in range(3):
         given = drawn(rng, *shape, dtype)
         at_S = np.where(rng.random(S) < 0.6, rng.choice(edges, S), rng.integers(0, R, S)).astype(np.int32)
-        found = call(1, at_S, *given)
-        wanted = attended(1, at_S, *map(np.float32, given), Scores(softcap=softcap), window, sinks_N)
-        assert found[0].dtype == given[0].dtype
-        assert np.abs(np.float64(found[0]) - wanted[0]).max() <= tolerance * np.abs(wanted[0]).max()
-        assert all((np.float64(a) == b).all() for a, b in zip(found[1:], wanted[1:], strict=True))
+        found, cache = call(*given, 1, at_S)
+        wanted, *wanted_cache = attended(*jax.tree.map(np.float32, given), 1, at_S, Scores(softcap=softcap), window, sinks_N)
+        assert found.dtype == jnp.dtype(dtype)
+        assert np.abs(np.float64(found) - wanted).max() <= tolerance * np.abs(wanted).max()
+        assert all((np.float64(a) == b).all() for a, b in zip(cache, wanted_cache, strict=True))
 
 
 def test_a_slot_has_the_same_bits_whatever_the_others_have_and_what_it_has_not_written_is_not_seen():
     rng = np.random.default_rng(0)
-    q, key, value, keys, values = drawn(rng, 3, 4, 2, 32, 32, 256)
+    token, before = drawn(rng, 3, 4, 2, 32, 32, 256)
     call = jax.jit(partial(decode.attend, scores=Scores(), interpret=True))
-    o, *cache = call(0, np.array([70, 200, -1], np.int32), q, key, value, keys, values)
-    other = [x.at[:, 1:].set(7.0) for x in (keys, values)]
+    o, cache = call(token, before, 0, np.array([70, 200, -1], np.int32))
+    other = [x.at[:, 1:].set(7.0) for x in before]
     other = [x.at[:, 0, :, 70:].set(1e30) for x in other]
-    again, *_ = call(0, np.array([70, 5, 255], np.int32), q, key, value, *other)
+    again, _ = call(token, tuple(other), 0, np.array([70, 5, 255], np.int32))
     assert (again[0] == o[0]).all() and (again[1] != o[1]).any() and not o[2].any()
-    assert all((a[:, 2] == b[:, 2]).all() for a, b in zip(cache, (keys, values))), "a slot without a token is written"
+    assert all((a[:, 2] == b[:, 2]).all() for a, b in zip(cache, before)), "a slot without a token is written"
 
 
 def test_what_does_not_fit_is_left_to_the_loop():
@@ -116,7 +118,7 @@ def test_tokens_equal_those_of_transformers_with_the_kernel(name, sizes, monkeyp
     calls = []
 
     def interpreted(*args, of=decode.attend, **given):
-        calls.append(args[2].shape)
+        calls.append(args[0].q_SNH.shape)
         return of(*args, **given, interpret=True)
     monkeypatch.setattr(decode, "attend", interpreted)
     monkeypatch.setattr(rotation, "forward", partial(rotation.forward, interpret=True))
@@ -144,12 +146,12 @@ def test_compiled_for_a_gpu_it_spills_nothing_and_fits_its_shared_memory(gpu, si
     S, K, L, R = 64, 8, 4, 2048
     mesh = MeshSpec({}).build(compile.topology(f"{gpu}:1"))
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P()))
-    args = (array("int32"), array("int32", S), array(dtype, S, K * G, H), array(dtype, S, K, H), array(dtype, S, K, V),
-            array(dtype, L, S, K, R, H), array(dtype, L, S, K, R, V))
+    args = (decode.Token(array(dtype, S, K * G, H), array(dtype, S, K, H), array(dtype, S, K, V)),
+            (array(dtype, L, S, K, R, H), array(dtype, L, S, K, R, V)), array("int32"), array("int32", S))
     with jax.set_mesh(mesh):
         call = jax.shard_map(partial(decode.attend, scores=Scores(softcap=30.0)), in_specs=P(), out_specs=P(),
                              check_vma=False)
-        jax.jit(call, donate_argnums=(5, 6)).lower(*args).compile(compiler_options={
+        jax.jit(call, donate_argnums=1).lower(*args).compile(compiler_options={
             "xla_dump_to": str(tmp_path), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3})
     (spilled, shared), = test_pallas.used(decode.NAME, gpu, tmp_path).values()
     assert spilled == 0 and 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block

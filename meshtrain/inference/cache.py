@@ -201,8 +201,8 @@ class _Writing:
 
 
 class _Reach(NamedTuple):
-    """at_S: the positions of the tokens. last: the furthest of a slot that is read. live_S: the positions, -1 of slots
-    that are not read; None where no kernel takes them."""
+    """at_S: position of each slot's token. last: the largest among live slots. live_S: at_S, with -1 for slots that are
+    done; None unless `Execution.by_kernels`."""
     at_S: jax.Array
     last: jax.Array
     live_S: jax.Array | None
@@ -263,12 +263,12 @@ class _Reading:
                                 spec(None, "batch", "kv_heads", None, None))
         sinks = () if sinks_N is None else (sinks_N,)
 
-        def local(layer, at_S, q_SNH, k_SKH, v_SKV, keys, values, *sinks):
-            return decode.attend(layer, at_S, q_SNH, k_SKH, v_SKV, keys, values, scores, mask.window, *sinks)
-        o_SNV, *cache = on_shards(
-            local, (P(), spec("batch"), head, kv_head, kv_head, stack, stack, *(spec("heads") for _ in sinks)),
-            (head, stack, stack))(self.index, self.reach.live_S, q_BTNH[:, 0], k_BTKH[:, 0], v_BTKV[:, 0], *self.cache,
-                                  *sinks)
+        def local(token, cache, layer, at_S, *sinks):
+            return decode.attend(token, cache, layer, at_S, scores, mask.window, *sinks)
+        o_SNV, cache = on_shards(
+            local, (decode.Token(head, kv_head, kv_head), (stack, stack), P(), spec("batch"),
+                    *(spec("heads") for _ in sinks)), (head, (stack, stack)))(
+            decode.Token(q_BTNH[:, 0], k_BTKH[:, 0], v_BTKV[:, 0]), self.cache, self.index, self.reach.live_S, *sinks)
         self.cache = tuple(_placed(layout, x, None, "batch") for x in cache)
         return o_SNV[:, None]
 
@@ -325,7 +325,8 @@ class _Reading:
 
 
 def _in_one_kernel(layout: Layout, N: int, keys, values) -> bool:
-    """Whether `kernels.decode` can serve: a device has the key heads of its query heads, whole."""
+    """Whether `kernels.decode` supports this layer: query and KV heads are split over the same mesh axes, and head_dim
+    is not split."""
     split = lambda logical: layout.mesh_axes("activations", logical)
     return split("heads") == split("kv_heads") and not split("head_dim") and decode.fits(
         N // keys.shape[2], keys.shape[-1], values.shape[-1], keys.shape[-2])

@@ -1,11 +1,11 @@
-"""Attention of one token of each slot to its KV cache, as a Pallas kernel for GPUs, lowered through Triton.
+"""Decode attention: one query token per slot against its KV cache, as a Pallas kernel lowered through Triton.
 
-One kernel writes the token's key and value into the cache, in place, and reads what its slot has written before, no
-further: XLA would make two scatters, and a loop over blocks to the longest slot with some ten kernels a turn, whose end
-the host must see. A program has one key head of one slot with all of its query heads, or a part of the places, where
-slots and heads are too few to fill the GPU. What a slot gets depends on its own length alone. XLA has no partitioning
-rule for the kernel: as with `pallas`, all mesh axes must be manual. Source: Flash-Decoding (Dao, Haziza, Massa and
-Sizov 2023); FlashAttention-2, arXiv:2307.08691. Knows no mesh.
+The kernel also writes the token's key and value into the cache, in place. A program computes one KV head of one slot
+with all its query heads, and reads only the places that this slot has written. With few slots and heads the places are
+split over several programs, whose outputs are combined by their log-sum-exp (Flash-Decoding: Dao, Haziza, Massa, Sizov
+2023). A slot's output does not depend on the length of others. XLA would instead make two scatters and a loop over
+blocks up to the longest slot, of some ten kernels an iteration, whose end the host must check. XLA has no partitioning
+rule for the kernel: as with `pallas`, all mesh axes must be manual. Knows no mesh.
 """
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from meshtrain.kernels.engine import MASKED, Scores
 from meshtrain.kernels.pallas import LOG2E, MIN_WIDTH, dot, scored
 
 NAME = "meshtrain_decode"           # kernel name in profiles and in the compiled program
-MOST_PLACES = 64                    # that are read together; a room is a multiple
-BLOCK_BYTES = 2**15                 # of keys and values that are read together: three such blocks are in shared memory
-MOST_WIDTH = 256                    # of keys and of values
-MOST_OUTPUTS = 4096                 # of a program, in registers
-MOST_PARTS = 16                     # that the places of a slot are divided into
+MOST_PLACES = 64                    # of a block; the room of a slot is a multiple
+BLOCK_BYTES = 2**15                 # keys and values of a block at most; three blocks fit shared memory
+MOST_WIDTH = 256                    # head_dim of keys and of values
+MOST_OUTPUTS = 4096                 # a program's output elements, held in registers
+MOST_SPLITS = 16                    # programs for one KV head of one slot
 
 
 def fits(queries: int, key_dim: int, value_dim: int, room: int) -> bool:
-    """Whether the kernel supports so many query heads of a key head, these widths and this room."""
+    """Whether the kernel supports this number of query heads per KV head, these head_dims and this room (places per
+    slot)."""
     return (max(key_dim, value_dim) <= MOST_WIDTH and _padded(queries) * _padded(value_dim) <= MOST_OUTPUTS
             and room % MOST_PLACES == 0)
 
@@ -40,15 +41,22 @@ def _padded(n: int) -> int:
     return max(MIN_WIDTH, pl.next_power_of_2(n))
 
 
+class Token(NamedTuple):
+    """What a layer has computed for the newest token of each slot."""
+    q_SNH: jax.Array
+    key_SKH: jax.Array
+    value_SKV: jax.Array
+
+
 class _Shape(NamedTuple):
-    """G: query heads of a key head. H, V: widths. R: places of a slot. block: of them, read together. parts: of
-    them."""
+    """G: query heads per KV head. H, V: head_dim of keys and of values. R: places per slot. block: places per block.
+    splits: programs per KV head and slot."""
     G: int
     H: int
     V: int
     R: int
     block: int
-    parts: int
+    splits: int
 
 
 def _load(ref, index, live):
@@ -61,7 +69,7 @@ def _grid(rows, columns):
 
 def _kernel(layer_ref, at_ref, q_ref, key_ref, value_ref, sinks_ref, keys_ref, values_ref, o_ref, lse_ref, keys_out_ref,
             values_out_ref, *, of: _Shape, scores: Scores, window: int, sinks: bool):
-    s, k, part = (pl.program_id(i) for i in range(3))
+    s, k, split = (pl.program_id(i) for i in range(3))
     layer, at = layer_ref[0], at_ref[s]
     rows, widths, depths = (jnp.arange(_padded(n)) for n in (of.G, of.H, of.V))
     q_at, o_at = _grid(rows, widths), _grid(rows, depths)
@@ -74,7 +82,7 @@ def _kernel(layer_ref, at_ref, q_ref, key_ref, value_ref, sinks_ref, keys_ref, v
         at_key, at_value = _grid(places, widths), _grid(places, depths)
         keys = _load(keys_ref, (layer, s, k, *at_key), at_key[1] < of.H)
         values = _load(values_ref, (layer, s, k, *at_value), at_value[1] < of.V)
-        # The distance back to the newest position before this token's that comes to a place.
+        # A place holds the newest earlier position that maps to it; back: how far before the token's predecessor.
         back = at - 1 - places
         seen = (back >= 0) & (lax.rem(back, jnp.int32(of.R)) + 1 < (window or of.R))
         product = jnp.where(seen[None, :], score(dot(q, keys.T)), MASKED)
@@ -84,17 +92,17 @@ def _kernel(layer_ref, at_ref, q_ref, key_ref, value_ref, sinks_ref, keys_ref, v
         return new, total * fade + p.sum(1), o * fade[:, None] + dot(p.astype(values.dtype), values)
 
     blocks = (jnp.clip(at, 0, of.R) + of.block - 1) // of.block
-    each = (blocks + of.parts - 1) // of.parts
-    first = (part == 0) & (at >= 0)
+    each = (blocks + of.splits - 1) // of.splits
+    first = (split == 0) & (at >= 0)
     most = jnp.full(rows.shape, MASKED, jnp.float32)
     total = jnp.zeros(rows.shape, jnp.float32)
     o = jnp.zeros(o_at[0].shape, jnp.float32)
-    if sinks:                               # a score that has no value
+    if sinks:                               # attention sinks: a score without a value
         sink = _load(sinks_ref, (k * of.G + rows,), rows < of.G)
         most, total = jnp.where(first, sink * LOG2E, most), jnp.where(first, 1.0, total)
-    most, total, o = lax.fori_loop(part * each, jnp.minimum((part + 1) * each, blocks), visit, (most, total, o))
+    most, total, o = lax.fori_loop(split * each, jnp.minimum((split + 1) * each, blocks), visit, (most, total, o))
 
-    # The token's own key and value, by the first part.
+    # The first split adds the token's own key and value, and stores them.
     key = _load(key_ref, (s, k, widths), widths < of.H)
     value = _load(value_ref, (s, k, depths), depths < of.V)
     own = score((q.astype(jnp.float32) * key.astype(jnp.float32)[None, :]).sum(1))
@@ -108,37 +116,38 @@ def _kernel(layer_ref, at_ref, q_ref, key_ref, value_ref, sinks_ref, keys_ref, v
 
     live = rows < of.G
     o = o / jnp.maximum(total, 1e-30)[:, None]
-    triton.store(o_ref.at[part, s, k * of.G + o_at[0], o_at[1]], o.astype(o_ref.dtype),
+    triton.store(o_ref.at[split, s, k * of.G + o_at[0], o_at[1]], o.astype(o_ref.dtype),
                  mask=(o_at[0] < of.G) & (o_at[1] < of.V))
-    triton.store(lse_ref.at[part, s, k * of.G + rows], jnp.where(total > 0, new + jnp.log2(total), MASKED), mask=live)
+    triton.store(lse_ref.at[split, s, k * of.G + rows], jnp.where(total > 0, new + jnp.log2(total), MASKED), mask=live)
 
 
-def attend(layer, at_S, q_SNH, key_SKH, value_SKV, keys, values, scores: Scores, window: int = 0, sinks_N=None,
+def attend(token: Token, cache: tuple[jax.Array, jax.Array], layer, at_S, scores: Scores, window: int = 0, sinks_N=None,
            interpret: bool = False):
-    """(o [S, N, V] in q's dtype, keys, values) of a token of each slot, which is in the cache behind it.
+    """Decode attention of each slot's token. Returns (o [S, N, V] in q's dtype, the cache with the token written).
 
-    keys [L, S, K, R, H], values [L, S, K, R, V]: the cache of all layers, of which this one is `layer`; the position p
-    is at place p mod R. at_S: int32, the token's position; -1: the slot has none, its o is 0 and its cache stays.
-    window: see `engine.Mask`. sinks_N: a score of each query head that has no value.
+    cache: keys [L, S, K, R, H] and values [L, S, K, R, V] of all layers; position p is stored at place p mod R. layer:
+    index into L. at_S: int32, the token's position; -1: no token, so o is 0 and the slot's cache is unchanged. window:
+    see `engine.Mask`. sinks_N: per query head, a score without a value.
     """
-    (S, N, H), (*_, K, R, V) = q_SNH.shape, values.shape
+    (S, N, H), (keys, values) = token.q_SNH.shape, cache
+    *_, K, R, V = values.shape
     place_bytes = (_padded(H) + _padded(V)) * keys.dtype.itemsize
     block = min(MOST_PLACES, max(MIN_WIDTH, 1 << (BLOCK_BYTES // place_bytes).bit_length() - 1))
-    parts = max(1, min(MOST_PARTS, R // block, tiles.FULL // (S * K)))
-    of = _Shape(N // K, H, V, R, block, parts)
+    splits = max(1, min(MOST_SPLITS, R // block, tiles.FULL // (S * K)))
+    of, dtype = _Shape(N // K, H, V, R, block, splits), token.q_SNH.dtype
     sinks = jnp.zeros(1, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    out_shape = (jax.ShapeDtypeStruct((parts, S, N, V), q_SNH.dtype if parts == 1 else jnp.float32),
-                 jax.ShapeDtypeStruct((parts, S, N), jnp.float32), shape(keys), shape(values))
-    args = (jnp.reshape(layer, 1).astype(jnp.int32), at_S, q_SNH, key_SKH.astype(keys.dtype),
-            value_SKV.astype(values.dtype), sinks, keys, values)
-    o, lse, keys, values = pl.pallas_call(
-        partial(_kernel, of=of, scores=scores, window=window, sinks=sinks_N is not None), grid=(S, K, parts),
+    out_shape = (jax.ShapeDtypeStruct((splits, S, N, V), dtype if splits == 1 else jnp.float32),
+                 jax.ShapeDtypeStruct((splits, S, N), jnp.float32), shape(keys), shape(values))
+    args = (jnp.reshape(layer, 1).astype(jnp.int32), at_S, token.q_SNH, token.key_SKH.astype(keys.dtype),
+            token.value_SKV.astype(values.dtype), sinks, keys, values)
+    o, lse, *cache = pl.pallas_call(
+        partial(_kernel, of=of, scores=scores, window=window, sinks=sinks_N is not None), grid=(S, K, splits),
         in_specs=[pl.no_block_spec] * len(args), out_specs=[pl.no_block_spec] * 4, out_shape=out_shape,
         input_output_aliases={6: 2, 7: 3}, name=NAME, interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3))(*args)
-    if parts == 1:
-        return o[0], keys, values
+    if splits == 1:
+        return o[0], tuple(cache)
     weight = jnp.exp2(lse - lse.max(0))
     o_SNV = (weight[..., None] * o).sum(0) / weight.sum(0)[..., None]
-    return o_SNV.astype(q_SNH.dtype), keys, values
+    return o_SNV.astype(dtype), tuple(cache)

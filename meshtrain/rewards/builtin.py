@@ -9,7 +9,7 @@ from fractions import Fraction
 
 _PLAIN = r"[-−+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 NUMBER = re.compile(rf"(?<!/){_PLAIN}/\d+(?![/\d]|\.\d)|{_PLAIN}")         # 7/2, and no part of 12/25/2024
-FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}")
+FRACTION = re.compile(r"(?:(\d{1,18})\s*)?\\[dt]?frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}")
 BOXED, MARKED = r"\boxed{", "####"
 MOST_DIGITS = 1000
 CHOICE = re.compile(r"\(([A-Za-z])\)|\b([A-Z])\b")
@@ -42,7 +42,7 @@ def regex(prompt: str, answer: str, line: dict) -> float:
 
 
 def fault(reward: str, line: dict) -> str:
-    """What is wrong with the column that a built-in reward reads; empty: nothing."""
+    """What is wrong with the column of this line that the built-in reward reads; empty: nothing."""
     if reward != "regex":
         return ""
     try:
@@ -56,7 +56,7 @@ COLUMNS = {"exact": "answer", "number": "answer", "choice": "answer", "regex": "
 
 
 def last_number(text: str) -> Fraction | None:
-    text = FRACTION.sub(r"\1/\2", text)
+    text = FRACTION.sub(_as_fraction, text)
     if MARKED in text:
         text = text.rsplit(MARKED, 1)[1]
     elif BOXED in text:
@@ -71,8 +71,18 @@ def last_number(text: str) -> Fraction | None:
     return None
 
 
+def _as_fraction(found: re.Match) -> str:
+    """A LaTeX fraction as a/b; a mixed number 3\\frac{1}{2} as 7/2."""
+    whole, a, b = found.groups()
+    if not whole:
+        return f"{a}/{b}"
+    if not (a.isascii() and a.isdigit() and b.isascii() and b.isdigit() and max(len(a), len(b)) <= MOST_DIGITS):
+        return f"{whole} {a}/{b}"
+    return f"{int(whole) * int(b) + int(a)}/{b}"
+
+
 def _up_to_its_brace(text: str) -> str:
-    """What stands before the brace that closes one which was opened before the text."""
+    """The text before the } that closes an already opened {."""
     depth = 1
     for i, letter in enumerate(text):
         depth += {"{": 1, "}": -1}.get(letter, 0)

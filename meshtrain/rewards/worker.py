@@ -70,7 +70,7 @@ def scored(function, prompt: str, answer: str, line: dict) -> dict:
 
 
 def _name(name) -> str:
-    """Of a part: what a tracker can write, also where it is cut out of an answer's characters."""
+    """A part's name, with lone surrogates replaced: trackers cannot write them."""
     return str(name).encode(errors="replace").decode()[:MOST_CHARS]
 
 

@@ -52,14 +52,14 @@ def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> Non
             raise ValueError(f'rl.reward="{reward}" is none of {", ".join(builtin.COLUMNS)}, and no function of a '
                              'file; ' + (f'did you mean "{near[0]}"?' if near else 'name one as "rewards.py:score"'))
         column = builtin.COLUMNS[reward]
-        faults = {place: fault for place, line in lines.items()
-                  if column in line and (fault := builtin.fault(reward, line))}
         if lacking := [place for place, line in lines.items() if column not in line]:
             raise ValueError(f'rl.reward="{reward}" reads "{column}" of each prompt\'s line, and {lacking[0]} has '
                              f'{", ".join(map(repr, lines[lacking[0]]))} ({len(lacking)} of {len(lines)} lines lack '
                              f'it); add it, or use a function of your own')
-        for place, fault in faults.items():
-            raise ValueError(f'{place}: "{column}" {fault} ({len(faults)} of {len(lines)} lines have such); mend it')
+        faults = ((place, builtin.fault(reward, line)) for place, line in lines.items())
+        if wrong := [(place, fault) for place, fault in faults if fault]:
+            raise ValueError(f'{wrong[0][0]}: "{column}" {wrong[0][1]} ({len(wrong)} of {len(lines)} lines have such); '
+                             f'mend it')
         return
     if not os.path.isfile(os.path.expanduser(path)):
         raise ValueError(f'rl.reward="{reward}": {path} is not a file (relative to {os.getcwd()}); name one as '

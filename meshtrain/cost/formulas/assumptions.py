@@ -150,12 +150,12 @@ TABLE = {row.name: row for row in (
                "GB/s of one direction between a GPU and its host's memory: PCIe 5 × 16 has 64, PCIe 4 32, NVLink-C2C "
                "450 for two GPUs", 1, 1e3, formula=True),
     Assumption("decode.gap_us", {"": 70},
-               "microseconds of a layer, of a token of every slot, in which its small kernels wait for each other: 17 "
-               "of them at 3.7 us, which 54 took on an H200 (64 slots of Llama 3.2 1B, 4.57 ms a token; bytes 1.4)",
-               0, 1e5),
+               "microseconds per layer and token of every slot between kernels that wait for each other: the 17 of a "
+               "dense layer at 3.7 us. Not measured: 54 took 3.7 us each on an H200 (64 slots of Llama 3.2 1B: 4.57 ms "
+               "a token, 1.4 by bytes)", 0, 1e5),
     Assumption("decode.loop_us", {"": 160},
-               "microseconds more of a layer whose cache is read by a loop, as latents are: from the same measurement",
-               0, 1e5),
+               "microseconds more per layer whose cache is read by a loop: latents, and all on GPUs without "
+               "`kernels.decode`; from the same measurement", 0, 1e5),
     Assumption("kernel.launch_us", {"": 3}, "gap between two kernels that wait for each other", 0, 1e3),
     Assumption("step.overhead", {"": .02}, "host, data and logging, share of a step", 0),
 )}  # fmt: skip

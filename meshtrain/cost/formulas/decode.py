@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
+from meshtrain import hardware
 from meshtrain.cost.formulas.mixers import Mixer
 from meshtrain.cost.formulas.placed import GATHER, SCATTER, SUM, Placed
 from meshtrain.cost.formulas.price import Links
@@ -155,7 +156,8 @@ class Sampling:
                    "FLOPs": self.token_flops(length) / (rated.peak(self.placed.cfg.compute_dtype) * share)}
         longest = max(seconds, key=seconds.__getitem__)
         links = Links(rated, self.placed.mesh)
-        looped = sum(self._layers(mixer) for mixer in self.placed.mixers if mixer.latents)
+        looped = sum(self._layers(mixer) for mixer in self.placed.mixers if not mixer.recurrent
+                     and (mixer.latents or not hardware.runs_kernels(rated.gpu)))
         gaps_s = 1e-6 * (rated.assumed["decode.gap_us"] * self.placed.cfg.num_layers
                          + rated.assumed["decode.loop_us"] * looped)
         return {longest: seconds[longest], "collectives": sum(one.runs * links.one_s(one) for one in self.token()),

@@ -126,8 +126,11 @@ def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None 
 
 
 def open_whole(data, corpus: sources.Corpus, seed: int) -> tuple[PackedValidation, ...]:
-    """All documents of the run file's [data], each source a set, or each of its validation sets if it has any; nothing
-    is trained on, so a source may be shorter than a sequence. Raises: ValueError if one has no target."""
+    """Validation sets of all documents of the run file's [data]: its own sets if it has any, else one per source.
+
+    Unlike with `open_batches` nothing is trained on, so a source may be shorter than one sequence. Raises: ValueError
+    if a source has no target.
+    """
     shape = dataclasses.replace(_shape(data, corpus, seed), validation_fraction=0.0)
     parts = [(one.name, one.weight, one.source) for one in corpus.curves] or [*zip(
         _names(corpus.names, len(corpus.sources)), corpus.weights, corpus.sources, strict=True)]
