@@ -52,6 +52,7 @@ class StepSpec:
     batch: dict
     schedule: Schedule | None       # the pipeline's; None without stages
     order: np.ndarray | None        # which token stands at each place of a sequence; None: as they come
+    in_place: bool = False          # whether residuals are written where they are kept, see `layer_vjp.stack`
 
     @property
     def objective(self):
@@ -90,7 +91,8 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, r
     held = state.describe(model, run.optimizer, training.steps, layout, mesh, run.experts.bias_rate,
                           run.experts.bias_rule)
     return StepSpec(run, model, layout, mesh, held, ex, deferred, batch, schedule,
-                    attention.token_order(run, layout.sizes))
+                    attention.token_order(run, layout.sizes),
+                    in_place=ex.by_kernels and jax.__version_info__ >= layer_vjp.IN_PLACE_SINCE)
 
 
 def scanned(step: StepSpec):
@@ -281,7 +283,8 @@ def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch, normalize
         layer_inputs = step.model.inputs(microbatch, key), normalizers.tokens
         x_BTD = jax.eval_shape(lambda: step.model.embed(step.ex, params.joined(*weights), microbatch, key))
         for (_, group), w in zip(step.model.numbered(), _stack_weights(step.model, weights), strict=True):
-            found.append(layer_vjp.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, layer_inputs))
+            found.append(layer_vjp.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, layer_inputs,
+                                         in_place=step.in_place))
         zeros = lambda avals: [jnp.zeros(a.shape, a.dtype) for a in avals]
         return [None if step.ex.remat == "offload" else (zeros(one.r), zeros(one.q)) for one in found]
     return found, jax.eval_shape(keep, microbatch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +22,29 @@ from meshtrain import jax_private
 INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
            "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
+# That only name, cast or reshape a value.
+PASSING = {"name", "reduce_precision", "convert_element_type", "reshape", "squeeze", "sharding_constraint", "copy"}
+IN_PLACE_SINCE = (0, 12)    # jax whose XLA writes residuals in place; before, reading them there costs a copy more
+
+
+class Entry(NamedTuple):
+    """The entry of stacked residuals that a layer writes, by numbers that are equal, but not to XLA."""
+    to: jax.Array           # where a loop's counter, matmuls and kernels write there themselves
+    back: jax.Array         # by which they are read at once: XLA would replace what is read by `to` with what was written
+    copied: jax.Array       # by which a copy is made at once; by `to` it is asynchronous, which costs further copies
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FBW:
     """F, B and W of y, aux = f(w, x, e), where e and aux are not differentiated.
 
-    forward(w, x, e) -> y, aux, (r, q). backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
+    forward(w, x, e) -> y, aux, (r, q). forward_into(room, entry, w, x, e) -> y, aux, room: the residuals written at an
+    `Entry` of room, (r, q) of stacked ones; None of a stack. backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
     backward(w, e, r, q, dy) -> dx, dw: both at once. r: residuals for B alone; q: for W; z: values that B passes to W;
     lists of arrays with the ShapeDtypeStructs `r`, `q` and `z`. aux: a tree like `aux`. dw is always float32.
     """
     forward: Callable
+    forward_into: Callable | None
     backward_input: Callable
     backward_weight: Callable
     backward: Callable
@@ -49,7 +63,14 @@ def layer(f: Callable, w, x, e) -> FBW:
 
     def forward(w, x, e):
         y, aux, saved = ahead.apply(wide(w), x, e)
-        return y, aux, tuple([a for a, k in zip(saved, of_w) if k == want] for want in (False, True))
+        return y, aux, divided(saved)
+
+    def forward_into(room, entry, w, x, e):
+        y, aux, room = ahead.apply_into(merged(*room), entry, wide(w), x, e)
+        return y, aux, divided(room)
+
+    def divided(saved):
+        return tuple([a for a, k in zip(saved, of_w) if k == want] for want in (False, True))
 
     def merged(r, q):
         r, q = iter(r), iter(q)
@@ -65,8 +86,8 @@ def layer(f: Callable, w, x, e) -> FBW:
         return ahead.backward(wide(w), e, merged(r, q), dy)
 
     r, q = ([_aval(v.aval) for v, k in zip(ahead.saved, of_w) if k == want] for want in (False, True))
-    return FBW(forward, backward_input, backward_weight, backward, ahead.aux_avals, r,
-               q, [_aval(v.aval) for v in behind.passed_on])
+    return FBW(forward, forward_into, backward_input, backward_weight, backward, ahead.aux_avals, r, q,
+               [_aval(v.aval) for v in behind.passed_on])
 
 
 class _Forward:
@@ -92,12 +113,57 @@ class _Forward:
         self.recomputed = _slice(jaxpr.eqns, [v for v in self.residuals if isinstance(v, Literal) or v not in of_x])
         self.w_and_e = jaxpr.invars[:num_w] + jaxpr.invars[num_w + 1:]
 
-    def apply(self, w, x, e):
-        """y, aux and the saved residuals."""
+    def apply(self, w, x, e, keep: Callable | None = None):
+        """y, aux and the saved residuals. keep(v, its value): what later equations read instead."""
         env = _constants(self.traced) | dict(zip(self.traced.jaxpr.invars, jax.tree.leaves((w, x, e))))
-        env = _bind(self.eqns, env)
+        env = _bind(self.eqns, env, keep=keep)
         aux = jax.tree.unflatten(self.aux_tree, [_value(env, v) for v in self.aux])
         return _value(env, self.y), aux, [env[v] for v in self.saved]
+
+    def apply_into(self, room: list, entry: Entry, w, x, e):
+        """y, aux and `room`, of each saved residual its stack, with the residuals at that entry."""
+        room, number, in_place = list(room), {v: n for n, v in enumerate(self.saved)}, self._in_place()
+
+        def keep(v, value):
+            n = number.get(v)
+            if n is None:
+                return value
+            room[n] = put(room[n], value, entry.to if v in in_place else entry.copied)
+            return take(room[n], entry.back) if v in in_place else value
+        y, aux, saved = self.apply(w, x, e, keep)
+        made = {v for eqn in self.eqns for v in eqn.outvars}
+        room = [stacked if v in made else put(stacked, value, entry.copied)
+                for v, stacked, value in zip(self.saved, room, saved)]
+        return y, aux, room
+
+    def _in_place(self) -> set:
+        """The saved residuals that matmuls or kernels write where they are kept, or kernels read from there.
+
+        Not those that a matmul reads: it would write its sum with the stream apart from the stream, which is copied.
+        """
+        maker = {v: eqn for eqn in self.eqns for v in eqn.outvars}
+        readers: dict = {}
+        for eqn in self.eqns:
+            for v in _variables(eqn.invars):
+                readers.setdefault(v, []).append(eqn)
+
+        def made_by(v):
+            while v in maker and maker[v].primitive.name in PASSING:
+                v = maker[v].invars[0]
+            return maker.get(v)
+
+        def read_by(v):
+            for eqn in readers.get(v, ()):
+                if eqn.primitive.name in PASSING:
+                    yield from read_by(eqn.outvars[0])
+                else:
+                    yield eqn
+
+        def found(v):
+            read = [*read_by(v)]
+            return v in maker and read and not any(map(_is_matmul, read)) and (
+                _has_memory(made_by(v)) or all(map(_has_memory, read)))
+        return {v for v in self.saved if found(v)}
 
     def backward(self, w, e, saved, dy):
         """dx, dw: the whole backward."""
@@ -144,7 +210,7 @@ class _Backward:
         return _constants(self.traced) | dict(zip(self.w_and_e, jax.tree.leaves((w, e))))
 
 
-def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
+def stack(f: Callable, ws, own, depth: int, x, e, in_place: bool = False) -> FBW:
     """F, B and W of `depth` layers f(w, x, (own, e)) -> (x, aux) in sequence; aux is summed over them.
 
     ws: stacked weights [n, …], n at least `depth`. own: likewise stacked, inputs per layer that are not differentiated
@@ -154,14 +220,9 @@ def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
     chunks copies none. e is shared by the layers. backward_weight and backward also take `total` [n, …] and `on`, and
     return, as dw, `total` with the gradients added in place if `on`: one microbatch's stacked gradients would be as
     large as the total. forward also takes `room`, the (r, q) buffers of an earlier call to overwrite; without it XLA
-    zero-fills new ones, and copies one if two are alike.
+    zero-fills new ones, and copies one if two are alike. in_place: matmuls and kernels write residuals into `room`,
+    and kernels read them there, where XLA can do so (jax 0.12 on NVIDIA GPUs); else it makes copies.
     """
-    # Residuals are copied into `room`, 2% of a step of llama3-8b on 8 H100 by the roofline. Tried and left out: matmuls
-    # that write into it, read back by another index (XLA folds the same one), in a `while_loop`, whose counter XLA must
-    # see: jax 0.12 writes in place, 7.06 to 7.03 s, with more reduce-scatters exposed; 0.10 copies as before, 7.10 to
-    # 7.11 s, and fails to compile with xla_gpu_enable_dynamic_slice_fusion. Not timed: where the index is the counter
-    # of a `fori_loop`, jax 0.12 starts these copies as asynchronous ones beside the matmuls, and makes three others
-    # (40 ms).
     one, scan = layer_of(f, ws, own, x, e), jax.lax.scan
 
     def order():
@@ -172,7 +233,23 @@ def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
         weights, own = take(w[:2], w[2] + i)
         return weights, (own, e)
 
+    def forward_in_place(w, x, e, room):
+        numbers = order()
+
+        def visit(i, carry):
+            x, room, aux = carry
+            w_i, e_i = at(w, e, i)
+            entry = Entry(i, jnp.where(i < depth, i, 0), jax.lax.dynamic_index_in_dim(numbers, i, keepdims=False))
+            y, aux_i, room = one.forward_into(room, entry, w_i, x, e_i)
+            return y, room, put(aux, aux_i, i)
+        none = jax.tree.map(lambda a: jnp.zeros((depth, *a.shape), a.dtype), one.aux)
+        y, room, aux = jax.lax.fori_loop(0, depth, visit, (x, room, none))
+        return y, jax.tree.map(lambda a: a.sum(0), aux), room
+
     def forward(w, x, e, room=None):
+        if in_place and room is not None:
+            return forward_in_place(w, x, e, room)
+
         def visit(carry, i):
             w_i, e_i = at(w, e, i)
             y, aux, saved = one.forward(w_i, carry[0], e_i)
@@ -196,7 +273,8 @@ def stack(f: Callable, ws, own, depth: int, x, e) -> FBW:
         return scan(visit, (dy, total), (order(), r, q), reverse=True)[0]
 
     of_all = lambda avals: [jax.ShapeDtypeStruct((depth, *a.shape), a.dtype) for a in avals]
-    return FBW(forward, backward_input, backward_weight, backward, one.aux, of_all(one.r), of_all(one.q), of_all(one.z))
+    return FBW(forward, None, backward_input, backward_weight, backward, one.aux,
+               *map(of_all, (one.r, one.q, one.z)))
 
 
 def layer_of(f: Callable, ws, own, x, e) -> FBW:
@@ -276,8 +354,8 @@ def _constants(closed) -> dict:
     return dict(zip(closed.jaxpr.constvars, closed.consts))
 
 
-def _bind(eqns, env: dict, inline: bool = False) -> dict:
-    """Evaluate equations. Returns values by variable: those of env and the new ones."""
+def _bind(eqns, env: dict, inline: bool = False, keep: Callable | None = None) -> dict:
+    """Evaluate equations. Returns values by variable: those of env and the new ones, as `keep` of each returns them."""
     env = dict(env)
     for eqn in eqns:
         args = [_value(env, v) for v in eqn.invars]
@@ -289,12 +367,24 @@ def _bind(eqns, env: dict, inline: bool = False) -> dict:
                 with eqn.ctx.manager:
                     outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
                 outs = outs if eqn.primitive.multiple_results else [outs]
-        env.update(zip(eqn.outvars, outs))
+        env.update(zip(eqn.outvars, outs if keep is None else map(keep, eqn.outvars, outs)))
     return env
 
 
 def _value(env, v):
     return v.val if isinstance(v, Literal) else env[v]
+
+
+def _is_matmul(eqn) -> bool:
+    return eqn.primitive.name.startswith(("dot_general", "ragged_dot"))
+
+
+def _has_memory(eqn) -> bool:
+    """Whether operands and results of an equation are in memory: of matmuls, kernels, loops and shard_maps. XLA fuses
+    the others."""
+    return eqn is not None and (_is_matmul(eqn) or any(
+        hasattr(inner, "eqns") or hasattr(inner, "jaxpr") for given in eqn.params.values()
+        for inner in (given if isinstance(given, (tuple, list)) else (given,))))
 
 
 def _variables(vs):
