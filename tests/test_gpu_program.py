@@ -18,6 +18,7 @@ from meshtrain.cost.program import audit, compile, hlo, memory, roofline
 from meshtrain.inspection import unexpected
 from meshtrain.kernels import mosaic, pallas
 from meshtrain.model import parts
+from meshtrain.parallel.pipeline import layer_vjp
 
 pytestmark = pytest.mark.skipif(
     compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}"
@@ -261,6 +262,19 @@ def test_what_layers_keep_is_neither_cleared_nor_copied_in_a_microbatch():
     assert not [(computation, op) for computation, op in made if op in ("copy", "broadcast")]
     assert [ins for ins in module.computations[module.entry].values() if ins.target == "AllocateBuffer" and whole(ins)
             in ins.type_text], "nor filled with zeros"
+
+
+@pytest.mark.skipif(jax.__version_info__ < layer_vjp.IN_PLACE_SINCE, reason="this jax copies")
+def test_matmuls_write_gate_and_up_where_the_backward_reads_them():
+    F = 16384                   # below 32 MB XLA makes one matmul of both, and copies its halves
+    run = config.Run(mesh=dict(fsdp=8), sharding=dict(rules=str(RULES / "zero3.toml")),
+                     model=MODEL | dict(num_layers=2, mlp_dim=F), data=dict(seq_len=T, global_batch=16),
+                     training=dict(microbatches=2, remat="selective"))
+    module = hlo.parse(assembly.assemble(run, compile.topology("h100:8")).program.compile().as_text())
+    writers = [module.computations[ins.called[0]] for body in module.computations.values() for ins in body.values()
+               if ins.op.startswith("fusion") and f"bf16[2,1,{T},{F}]" in ins.type_text]
+    of_matmuls = [inside for inside in writers if any("cublas" in ins.target for ins in inside.values())]
+    assert len(of_matmuls) == len(writers) == 2
 
 
 @pytest.mark.parametrize("rule", ["zero3", pytest.param("zero1", marks=sampling.GRID)])

@@ -67,6 +67,26 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
     jax.tree.map(close, whole(), expected)
 
 
+@pytest.mark.parametrize("remat", ["selective", pytest.param("none", marks=sampling.GRID)])
+def test_residuals_written_in_place_are_the_residuals_bit_for_bit(remat):
+    f, ws, x, e, _ = layer_case(remat, "bfloat16")
+    w, made = (ws, jnp.arange(3), 0), []
+    for in_place in (False, True):
+        parts = layer_vjp.stack(f, ws, jnp.arange(3), 3, x, e, in_place=in_place)
+        room = tuple([jnp.full(a.shape, 7, a.dtype) for a in avals] for avals in (parts.r, parts.q))
+        made.append(jax.jit(parts.forward)(w, x, e, room))
+    jax.tree.map(np.testing.assert_array_equal, *made)
+
+
+@pytest.mark.parametrize("remat", ["selective", "full"])
+def test_what_is_written_in_place_is_what_a_matmul_makes_wider_than_the_stream(remat):
+    f, ws, x, e, _ = layer_case(remat)
+    w = layer_vjp.wide(jax.tree.map(lambda a: a[0], ws))
+    found = [v.aval.shape for v in layer_vjp._Forward(f, *jax.tree.map(layer_vjp._aval, (w, x, (jnp.int32(0), e))))
+             ._in_place()]
+    assert found == [(2, T, MODEL["mlp_dim"])] * 2 * (remat == "selective"), "gate and up"
+
+
 def test_weight_gradients_of_bfloat16_weights_are_float32():
     f, ws, x, e, dy = layer_case("full", "bfloat16")
     parts = layer_vjp.stack(f, ws, jnp.arange(3), 3, x, e)

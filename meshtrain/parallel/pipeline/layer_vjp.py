@@ -24,14 +24,14 @@ INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "re
 
 # That only name, cast or reshape a value.
 PASSING = {"name", "reduce_precision", "convert_element_type", "reshape", "squeeze", "sharding_constraint", "copy"}
-IN_PLACE_SINCE = (0, 12)    # jax whose XLA writes residuals in place; before, reading them there costs a copy more
+IN_PLACE_SINCE = (0, 11)    # jax whose XLA writes residuals in place; before, reading them there costs a copy more
 
 
 class Entry(NamedTuple):
     """The entry of stacked residuals that a layer writes, by numbers that are equal, but not to XLA."""
-    to: jax.Array           # where a loop's counter, matmuls and kernels write there themselves
-    back: jax.Array         # by which they are read at once: XLA would replace what is read by `to` with what was written
-    copied: jax.Array       # by which a copy is made at once; by `to` it is asynchronous, which costs further copies
+    counter: jax.Array      # of a loop: matmuls and kernels write there themselves
+    again: jax.Array        # where that is read again: XLA replaces what is read by `counter` with what was written
+    listed: jax.Array       # where the others are copied: by `counter` asynchronously, which costs further copies
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,42 +128,34 @@ class _Forward:
             n = number.get(v)
             if n is None:
                 return value
-            room[n] = put(room[n], value, entry.to if v in in_place else entry.copied)
-            return take(room[n], entry.back) if v in in_place else value
+            room[n] = put(room[n], value, entry.counter if v in in_place else entry.listed)
+            return take(room[n], entry.again) if v in in_place else value
         y, aux, saved = self.apply(w, x, e, keep)
         made = {v for eqn in self.eqns for v in eqn.outvars}
-        room = [stacked if v in made else put(stacked, value, entry.copied)
+        room = [stacked if v in made else put(stacked, value, entry.listed)
                 for v, stacked, value in zip(self.saved, room, saved)]
         return y, aux, room
 
     def _in_place(self) -> set:
-        """The saved residuals that matmuls or kernels write where they are kept, or kernels read from there.
+        """The saved residuals that a matmul or kernel writes where they are kept: those larger than the stream, like an
+        MLP's gate and up. XLA's scheduler takes such a call for short, and hides less traffic beside it.
 
         Not those that a matmul reads: it would write its sum with the stream apart from the stream, which is copied.
         """
-        maker = {v: eqn for eqn in self.eqns for v in eqn.outvars}
-        readers: dict = {}
+        maker, readers = {v: eqn for eqn in self.eqns for v in eqn.outvars}, {}
         for eqn in self.eqns:
             for v in _variables(eqn.invars):
                 readers.setdefault(v, []).append(eqn)
 
-        def made_by(v):
+        def made_in_memory(v):
             while v in maker and maker[v].primitive.name in PASSING:
                 v = maker[v].invars[0]
-            return maker.get(v)
+            return v in maker and _writes_memory(maker[v])
 
-        def read_by(v):
-            for eqn in readers.get(v, ()):
-                if eqn.primitive.name in PASSING:
-                    yield from read_by(eqn.outvars[0])
-                else:
-                    yield eqn
-
-        def found(v):
-            read = [*read_by(v)]
-            return v in maker and read and not any(map(_is_matmul, read)) and (
-                _has_memory(made_by(v)) or all(map(_has_memory, read)))
-        return {v for v in self.saved if found(v)}
+        def read_by_matmul(v):
+            return any(read_by_matmul(eqn.outvars[0]) if eqn.primitive.name in PASSING else _is_matmul(eqn)
+                       for eqn in readers.get(v, ()))
+        return {v for v in self.saved if v.aval.size > self.y.aval.size and made_in_memory(v) and not read_by_matmul(v)}
 
     def backward(self, w, e, saved, dy):
         """dx, dw: the whole backward."""
@@ -220,8 +212,8 @@ def stack(f: Callable, ws, own, depth: int, x, e, in_place: bool = False) -> FBW
     chunks copies none. e is shared by the layers. backward_weight and backward also take `total` [n, …] and `on`, and
     return, as dw, `total` with the gradients added in place if `on`: one microbatch's stacked gradients would be as
     large as the total. forward also takes `room`, the (r, q) buffers of an earlier call to overwrite; without it XLA
-    zero-fills new ones, and copies one if two are alike. in_place: matmuls and kernels write residuals into `room`,
-    and kernels read them there, where XLA can do so (jax 0.12 on NVIDIA GPUs); else it makes copies.
+    zero-fills new ones, and copies one if two are alike. in_place: matmuls and kernels write large residuals into
+    `room`, where XLA can do so (NVIDIA GPUs, jax 0.11); else it makes a copy more.
     """
     one, scan = layer_of(f, ws, own, x, e), jax.lax.scan
 
@@ -379,12 +371,10 @@ def _is_matmul(eqn) -> bool:
     return eqn.primitive.name.startswith(("dot_general", "ragged_dot"))
 
 
-def _has_memory(eqn) -> bool:
-    """Whether operands and results of an equation are in memory: of matmuls, kernels, loops and shard_maps. XLA fuses
-    the others."""
-    return eqn is not None and (_is_matmul(eqn) or any(
-        hasattr(inner, "eqns") or hasattr(inner, "jaxpr") for given in eqn.params.values()
-        for inner in (given if isinstance(given, (tuple, list)) else (given,))))
+def _writes_memory(eqn) -> bool:
+    """Whether XLA fuses nothing with an equation: matmuls, and what has a program of its own, as kernels and loops."""
+    return _is_matmul(eqn) or any(hasattr(inner, "eqns") or hasattr(inner, "jaxpr") for given in eqn.params.values()
+                                  for inner in (given if isinstance(given, (tuple, list)) else (given,)))
 
 
 def _variables(vs):
