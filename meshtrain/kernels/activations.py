@@ -21,3 +21,19 @@ ACTIVATIONS = {
     "gelu": jax.nn.gelu,
     "relu2": lambda up: jnp.square(jax.nn.relu(up)),
 }
+
+
+def _silu(gate):
+    half = jax.nn.sigmoid(gate)
+    return gate * half, half * (1 + gate * (1 - half))
+
+
+def _gelu(gate):
+    scale, cubic = (2 / jnp.pi) ** 0.5, 0.044715
+    along = jnp.tanh(scale * (gate + cubic * gate * gate * gate))
+    return gate * 0.5 * (1 + along), 0.5 * (1 + along + gate * (1 - along * along) * scale * (
+        1 + 3 * cubic * gate * gate))
+
+
+# Those that are f(gate) · up, in elementwise operations that kernels have: gate -> (f, its derivative).
+SLOPES = {"swiglu": _silu, "geglu": _gelu}
