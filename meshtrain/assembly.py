@@ -14,6 +14,7 @@ from meshtrain.cost.formulas import assumptions, footprint, price, rates, simula
 from meshtrain.cost.formulas.placed import Options, Placed, place
 from meshtrain.cost.program import audit
 from meshtrain.model import transformer
+from meshtrain.parallel import mlp
 from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import stages
@@ -83,6 +84,7 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         raise ConfigError(*faults)
     with config.user_errors():
         attend, note = attention.choose(run, layout, platform, gpu.name if gpu else "")
+        mlp.choose(run, layout, platform, gpu)
     choice = _choose_schedule(run, mesh_spec, model, layout, gpu) if sizes["stage"] > 1 else None
     if choice:
         notes = [f"pipeline: {choice.why}", *stages.notes(run, choice.schedule), *notes]
@@ -91,7 +93,7 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
     linear = recurrence.choose(run, layout, platform, gpu.name if gpu else "")
     return Design(run, mesh_spec, layout, model, attend, linear, choice,
-                  tuple(filter(None, [note, linear and linear.note, dispatch.note(run, layout), *notes,
+                  tuple(filter(None, [note, linear and linear.note, mlp.note(run), dispatch.note(run, layout), *notes,
                                       *config.notes(run)])))
 
 

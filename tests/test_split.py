@@ -18,9 +18,9 @@ from meshtrain.sharding.rules import Layout
 from test_layouts import MODEL, T
 
 
-def layer_case(remat: str, dtype: str = "float32"):
+def layer_case(remat: str, dtype: str = "float32", **model):
     """(f, stacked weights, x, e, dy) of a stack of layers."""
-    cfg = config.Run(model=MODEL | dict(num_layers=3, compute_dtype=dtype, residual_dropout=0.1)).model
+    cfg = config.Run(model=MODEL | dict(num_layers=3, compute_dtype=dtype, residual_dropout=0.1) | model).model
     model = transformer.build(cfg)
     one = Layout(rules.parse(""), dict.fromkeys(("data", "fsdp", "tensor", "stage", "context"), 1))
     ex = Execution(one, jnp.dtype(dtype),
@@ -69,7 +69,7 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
 
 @pytest.mark.parametrize("remat", ["selective", pytest.param("none", marks=sampling.GRID)])
 def test_residuals_written_in_place_are_the_residuals_bit_for_bit(remat):
-    f, ws, x, e, _ = layer_case(remat, "bfloat16")
+    f, ws, x, e, _ = layer_case(remat, "bfloat16", mlp_dim=160)
     w, made = (ws, jnp.arange(3), 0), []
     for in_place in (False, True):
         parts = layer_vjp.stack(f, ws, jnp.arange(3), 3, x, e, in_place=in_place)
@@ -78,13 +78,12 @@ def test_residuals_written_in_place_are_the_residuals_bit_for_bit(remat):
     jax.tree.map(np.testing.assert_array_equal, *made)
 
 
-@pytest.mark.parametrize("remat", ["selective", "full"])
-def test_what_is_written_in_place_is_what_a_matmul_makes_wider_than_the_stream(remat):
-    f, ws, x, e, _ = layer_case(remat)
-    w = layer_vjp.wide(jax.tree.map(lambda a: a[0], ws))
-    found = [v.aval.shape for v in layer_vjp._Forward(f, *jax.tree.map(layer_vjp._aval, (w, x, (jnp.int32(0), e))))
-             ._in_place()]
-    assert found == [(2, T, MODEL["mlp_dim"])] * 2 * (remat == "selective"), "gate and up"
+@pytest.mark.parametrize("remat, width, count", [("selective", 160, 2), ("selective", 128, 0), ("full", 160, 0)])
+def test_gate_and_up_are_written_in_place_where_they_are_wide(remat, width, count):
+    f, ws, x, e, _ = layer_case(remat, mlp_dim=width)
+    given = layer_vjp.wide(jax.tree.map(lambda a: a[0], ws)), x, (jnp.int32(0), e)
+    found = layer_vjp._Forward(f, *jax.tree.map(layer_vjp._aval, given)).in_place
+    assert [v.aval.shape for v in found] == [(2, T, width)] * count
 
 
 def test_weight_gradients_of_bfloat16_weights_are_float32():

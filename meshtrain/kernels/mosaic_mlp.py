@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from meshtrain.kernels import warpgroups
 from meshtrain.kernels.activations import SLOPES
-from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, Machine, i32, turned
+from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, Machine, i32
 
 NAME = "meshtrain_mlp"
 COLUMNS = 256           # of a tile's sums
@@ -85,7 +85,7 @@ def _sums(tiles: _Tiles, tile, rows_of, matrices_of, loaded, released):
 
 
 def inward(x, gate, up, activation: str, programs: int, interpret=False):
-    """(x · gate, x · up, the activation of both), bfloat16 [R, F]. x: [R, K]; gate, up: [K, F].
+    """(x · gate, x · up, the activation of both), bfloat16 [R, F]. x: [R, K]; gate, up: [K, F]; of a size that `fits`.
 
     programs: the GPU's number of multiprocessors. interpret: see `warpgroups.Call`.
     """
@@ -139,12 +139,12 @@ def inward(x, gate, up, activation: str, programs: int, interpret=False):
                              [warpgroups.shape_of(dtype, R, F)] * 3, (x, gate, up))
 
 
-def backward(dy, down, gate, up, activation: str, programs: int, interpret=False):
+def backward(dy, down_t, gate, up, activation: str, programs: int, interpret=False):
     """(the gradients of gate and of up, their activation), bfloat16 [R, F], of the gradient dy [R, K] of h · down.
 
-    down: [F, K]. gate, up: [R, F], of `inward`. programs, interpret: as there.
+    down_t: [K, F], as a gather over K lays it out. gate, up: [R, F], of `inward`. programs, interpret: as there.
     """
-    (R, K), F, dtype = dy.shape, down.shape[0], dy.dtype
+    (R, K), F, dtype = dy.shape, down_t.shape[1], dy.dtype
     machine, pieces = Machine(bool(interpret)), COLUMNS // PIECE
 
     def kernel(refs, scoped):
@@ -158,7 +158,7 @@ def backward(dy, down, gate, up, activation: str, programs: int, interpret=False
 
             def visit(tile, row, column):
                 dh, = _sums(tiles, tile, lambda slot: dy_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
-                            lambda slot: (turned(down_smem.at[slot]),), loaded, released)
+                            lambda slot: (down_smem.at[slot],), loaded, released)
                 for piece in range(pieces):
                     number = tile * pieces + piece
                     slot = lax.rem(number, i32(PIECES))
@@ -190,7 +190,7 @@ def backward(dy, down, gate, up, activation: str, programs: int, interpret=False
                     pl.when(before >= STAGES)(lambda: plgpu.barrier_wait(released.at[slot]))
                     along = pl.ds(step * STEP, STEP)
                     plgpu.copy_gmem_to_smem(dy_ref.at[rows, along], dy_smem.at[slot], loaded.at[slot])
-                    plgpu.copy_gmem_to_smem(down_ref.at[pl.ds(column, COLUMNS), along], down_smem.at[slot],
+                    plgpu.copy_gmem_to_smem(down_ref.at[along, pl.ds(column, COLUMNS)], down_smem.at[slot],
                                             loaded.at[slot])
                 tiles.each_step(tile, load)
 
@@ -206,9 +206,9 @@ def backward(dy, down, gate, up, activation: str, programs: int, interpret=False
             tiles.each(visit)
 
     swizzled = partial(warpgroups.swizzled, dtype=dtype)
-    scratch = [swizzled((STAGES, TILE, STEP)), swizzled((STAGES, COLUMNS, STEP)), *[swizzled((PIECES, TILE, PIECE))] * 3,
+    scratch = [swizzled((STAGES, TILE, STEP)), swizzled((STAGES, STEP, COLUMNS)), *[swizzled((PIECES, TILE, PIECE))] * 3,
                warpgroups.loaded(STAGES, 2), warpgroups.released(STAGES),
                warpgroups.loaded(PIECES, 2), warpgroups.released(PIECES)]
     call = Call(f"{NAME}_backward", 1.0, 0.0, STEP, STAGES, interpret)
     return warpgroups.launch(kernel, call, scratch, {"program": programs},
-                             [warpgroups.shape_of(dtype, R, F)] * 3, (dy, down, gate, up))
+                             [warpgroups.shape_of(dtype, R, F)] * 3, (dy, down_t, gate, up))

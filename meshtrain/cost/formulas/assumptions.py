@@ -70,6 +70,9 @@ TABLE = {row.name: row for row in (
     Assumption("grouped.rows", {"": .60}, _GROUPED),
     Assumption("grouped.mosaic", {"": .80}, _ORDERED),
     Assumption("grouped.outer", {"": .51}, _OUTER),
+    Assumption("mlp.exposed", {"": .5},
+               "of the time that an activation's bytes take, what a matmul's kernel takes longer with it in its tiles "
+               "(model.mlp=mosaic); not measured", 0),
     Assumption("experts.rounds", {"": 0},
                "further rounds of a layer's experts, in the mean of layers and devices: none where they are equally "
                "busy, one where a device has up to twice its buffer", 0, 64),

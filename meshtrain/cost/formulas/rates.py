@@ -41,13 +41,14 @@ class Matmul:
 class GroupedMatmul:
     """One kernel that multiplies the rows of each group by the group's matrix: [rows, k] × [groups, k, n]. kernel: as
     `assumptions` names it: rows, mosaic, or outer, which computes the matrices' gradients, [k, rows] × [rows, n] of
-    each group. rows: includes the padding of blocks."""
+    each group. rows: includes the padding of blocks. activation_bytes: that the kernel moves for an activation."""
     rows: float
     groups: int
     k: int
     n: int
     dtype: str
     kernel: str = "rows"
+    activation_bytes: float = 0
 
     @property
     def flops(self) -> float:
@@ -107,7 +108,8 @@ class Rates:
         share = a[f"grouped.{grouped.kernel}"] * a["matmul.sustained"] * a["matmul.clock"]
         share *= self.narrow_share(grouped.dtype)
         full = waves / (waves + a["matmul.wave"]) * summed / (summed + a["matmul.k0"])
-        return grouped.flops / (self.peak(grouped.dtype) * share * full)
+        activation_s = a["mlp.exposed"] * self.stream_s(grouped.activation_bytes)
+        return grouped.flops / (self.peak(grouped.dtype) * share * full) + activation_s
 
     def stream_s(self, hbm_bytes: float) -> float:
         return hbm_bytes / (self.gpu.hbm_bytes_per_s * self.assumed["hbm.share"])

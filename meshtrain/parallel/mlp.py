@@ -1,0 +1,99 @@
+"""How the dense MLPs of a run are computed: by XLA's matmuls, or by kernels that have the activation in them.
+
+The kernels take whole arrays of a device, so they run in a `shard_map` over all axes. Knows the run file; of the model
+only its MLPs.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshtrain import hardware, pattern
+from meshtrain.kernels import mosaic, mosaic_mlp
+from meshtrain.kernels.activations import SLOPES
+from meshtrain.sharding.mesh import on_shards
+from meshtrain.sharding.rules import GATHERED, Layout
+
+AUTO = "xla"        # what model.mlp = "auto" takes: no GPU has compared them (`python -m benchmarks.gpu`)
+INNER = ("batch", "seq", "mlp")
+
+
+class FusedMLP(NamedTuple):
+    """The kernels of one activation. programs: the GPU's number of multiprocessors. interpret: see
+    `warpgroups.Call`."""
+    activation: str
+    programs: int
+    interpret: object = False
+
+    def fits(self, num_hidden: int) -> bool:
+        """Whether the kernels support an MLP this wide, of a run that `choose` found right."""
+        return num_hidden % mosaic_mlp.COLUMNS == 0
+
+    def inward(self, layout: Layout, x_BTD, gate_DF, up_DF):
+        """gate · x, up · x and the activation of both, each [B, T, F]. gate, up: gathered."""
+        def local(x_BTD, gate_DF, up_DF):
+            found = mosaic_mlp.inward(_rows(x_BTD), gate_DF, up_DF, self.activation, self.programs, self.interpret)
+            return tuple(y.reshape(*x_BTD.shape[:2], -1) for y in found)
+        of_x, of_y, of_w = _specs(layout)
+        return on_shards(local, (of_x, of_w, of_w), (of_y,) * 3)(x_BTD, gate_DF, up_DF)
+
+    def backward(self, layout: Layout, dy_BTD, down_FD, gate_BTF, up_BTF):
+        """The gradients of gate · x and up · x, and their activation once more, each [B, T, F]."""
+        def local(dy_BTD, down_FD, gate_BTF, up_BTF):
+            found = mosaic_mlp.backward(_rows(dy_BTD), down_FD.T, _rows(gate_BTF), _rows(up_BTF), self.activation,
+                                        self.programs, self.interpret)
+            return tuple(y.reshape(gate_BTF.shape) for y in found)
+        of_x, of_y, _ = _specs(layout)
+        of_down = layout.spec(GATHERED, ("mlp", "embed"))
+        return on_shards(local, (of_x, of_down, of_y, of_y), (of_y,) * 3)(dy_BTD, down_FD, gate_BTF, up_BTF)
+
+
+def _rows(a):
+    return a.reshape(-1, a.shape[-1])
+
+
+def _specs(layout: Layout):
+    """The specs of x, of the inner activations, and of the inward matrices."""
+    spec = layout.spec
+    return spec("activations", ("batch", "seq", None)), spec("activations", INNER), spec(GATHERED, ("embed", "mlp"))
+
+
+def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> FusedMLP | None:
+    """The kernels of a run's MLPs; None for XLA. Raises: ValueError if model.mlp asks for kernels that cannot serve the
+    run."""
+    if not _asked(run):
+        return None
+    if reasons := _against(run, layout, platform, gpu):
+        raise ValueError(f'model.mlp="mosaic" cannot serve this run: {"; ".join(reasons)}; use "auto" or "xla"')
+    return FusedMLP(run.model.activation, gpu.num_sms)
+
+
+def note(run) -> str:
+    return "MLPs: the activation inside the matmuls, by Mosaic kernels, because model.mlp=mosaic" if _asked(run) else ""
+
+
+def _asked(run) -> bool:
+    return (AUTO if run.model.mlp == "auto" else run.model.mlp) == "mosaic"
+
+
+def _against(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> list[str]:
+    """Why the kernels cannot serve this run; empty if they can."""
+    model, sizes = run.model, layout.sizes
+    if platform == "cpu" or not mosaic.runs_on(gpu):
+        return [f"the kernels need Hopper's wgmma (h100, h200, gh200), which {gpu.name if gpu else platform} does not "
+                "have"]
+    rows = run.data.global_batch // run.training.microbatches * run.data.seq_len // (
+        layout.num_shards(layout.batch_axes) * layout.num_shards(layout.mesh_axes("activations", "seq")))
+    wrong = {
+        "no layer has a dense MLP": not any(kind.mlp == "d" for kind in pattern.kinds(model)),
+        f'they have no model.activation="{model.activation}" ({", ".join(SLOPES)})': model.activation not in SLOPES,
+        f'they multiply in bfloat16, not model.compute_dtype="{model.compute_dtype}"':
+            model.compute_dtype != "bfloat16",
+        'they multiply in bfloat16, not model.matmul_dtype="float8"': model.matmul_dtype == "float8",
+        "they add no bias (model.mlp_bias)": model.mlp_bias,
+        "they train no adapters (lora.rank)": run.lora.rank > 0,
+        f"the rules split an MLP over {layout.num_shards(layout.mesh_axes('activations', 'mlp'))} devices":
+            layout.num_shards(layout.mesh_axes("activations", "mlp")) > 1,
+        f"a device has {rows:,} tokens of a microbatch, model.embed_dim={model.embed_dim} and model.mlp_dim="
+        f"{model.mlp_dim}, which must be multiples of {mosaic_mlp.TILE}, {mosaic_mlp.STEP} and {mosaic_mlp.COLUMNS}":
+            not mosaic_mlp.fits(rows, model.mlp_dim, model.embed_dim)}
+    return [reason for reason, holds in wrong.items() if holds]
