@@ -11,7 +11,8 @@ import numpy as np
 from benchmarks.gpu_attention import documents
 from benchmarks.gpu_record import Item
 from meshtrain import hardware
-from meshtrain.kernels import decode, grouped, mosaic, recurrence, recurrence_pallas
+from meshtrain.kernels import decode, grouped, mosaic, mosaic_mlp, recurrence, recurrence_pallas
+from meshtrain.kernels.activations import ACTIVATIONS, SLOPES
 from meshtrain.kernels.engine import Scores
 from meshtrain.model import float8
 
@@ -137,6 +138,27 @@ def compare_float8(sizes: Sizes, device) -> dict:
     return {"compared": compared}
 
 
+# ---- MLPs ------------------------------------------------------------------------------------------------------------
+
+
+def compare_mlp(activation: str, programs: int, sizes: Sizes, device) -> dict:
+    """Item's found: `kernels.mosaic_mlp` of some blocks of rows. What is rounded, gate and up, is given to both."""
+    rng, (R, K, F) = np.random.default_rng(0), (sizes.tokens // 128 * 128, 4096, 1024)
+    drawn = lambda scale, *shape: jnp.asarray(scale * rng.standard_normal(shape, np.float32), jnp.bfloat16)
+    x, dy, (gate, up, down_t) = drawn(1, R, K), drawn(1, R, K), (drawn(K ** -.5, K, F) for _ in range(3))
+    exact = lambda a: np.asarray(a, np.float64)
+    inward = jax.jit(partial(mosaic_mlp.inward, activation=activation, programs=programs))
+    made = inward(*jax.device_put((x, gate, up), device))
+    backward = jax.jit(partial(mosaic_mlp.backward, activation=activation, programs=programs))
+    grads = backward(*jax.device_put((dy, down_t), device), *made[:2])
+    kept = [jnp.asarray(np.asarray(y), jnp.float32) for y in made[:2]]
+    h, vjp = jax.vjp(ACTIVATIONS[activation], *kept)
+    expected = exact(x) @ exact(gate), exact(x) @ exact(up), h, *vjp(jnp.asarray(exact(dy) @ exact(down_t), jnp.float32)), h
+    names = "gate", "up", "activation", "gate's gradient", "up's gradient", "activation again"
+    return {"compared": {name: (error, TOLERANCE["bfloat16"])
+                         for name, error in zip(names, errors((*made, *grads), expected), strict=True)}}
+
+
 # ---- the KV cache ----------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +200,8 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
         out += [Item(f"kernel/grouped matmuls with Mosaic, matrices as {dims}, bfloat16",
                      partial(compare_grouped, by_mosaic, dims, "bfloat16", whole, device, cpu), 15)
                 for dims in ("gkn", "kgn")]
+        out += [Item(f"kernel/MLP with Mosaic, {activation}",
+                     partial(compare_mlp, activation, gpu.num_sms, sizes, device), 10) for activation in SLOPES]
     if not hardware.lacks_float8(gpu):
         out.append(Item("kernel/float8 matmuls", partial(compare_float8, sizes, device), 10))
     if gpu and gpu.chip and gpu.chip.compute_capability in recurrence_pallas.COMPILED:

@@ -29,8 +29,18 @@ GROUPS = {"attention": "Attention engines against whole scores in float32 on the
           "tiles": "Tiles of the Pallas kernels, timed"}
 
 
-# model.attention -> the item that tells its step; the same run but for the engine
-BY_ENGINE = {"pallas": "speed/8B, packed, remat selective", "mosaic": "speed/8B mosaic, packed, remat selective"}
+class Choice(NamedTuple):
+    """A key whose "auto" a measurement decides. of: its other values, the safe one first, and the items that tell their
+    steps, of the same run but for the value. compared: how items begin that tell whether the last one is right."""
+    key: str
+    of: Mapping[str, str]
+    compared: tuple[str, ...]
+
+
+PACKED = "speed/8B{}, packed, remat selective"
+CHOICES = (Choice("attention", {"pallas": PACKED.format(""), "mosaic": PACKED.format(" mosaic")}, ("attention/mosaic",)),
+           Choice("mlp", {"xla": PACKED.format(" mosaic"), "mosaic": PACKED.format(" MLP mosaic")},
+                  ("kernel/MLP", "layers/MLP")))
 
 
 class Item(NamedTuple):
@@ -172,17 +182,21 @@ def page(record: Record) -> str:
 
 
 def advice(items: Mapping[str, dict]) -> list[str]:
-    """In one line what model.attention = "auto" should take for packed rows; nothing until both engines have run."""
-    steps = {name: float(items[key]["row"]["step, s"].replace(",", "")) for name, key in BY_ENGINE.items()
-             if "row" in items.get(key, {})}
-    if len(steps) < len(BY_ENGINE):
-        return []
-    wrong = [key for key, item in items.items() if key.startswith("attention/mosaic") and item["status"] != RIGHT]
-    wrong += [BY_ENGINE["mosaic"]] * (items[BY_ENGINE["mosaic"]]["status"] != RIGHT)
-    best = "pallas" if wrong else min(steps, key=steps.get)
-    why = f"mosaic is not right: {', '.join(wrong)}" if wrong else " and ".join(
-        f"{name} {step:.4g} s a step" for name, step in steps.items())
-    return ["", f"For packed rows `model.attention = \"auto\"` should take **{best}** here ({why})."]
+    """In one line for each choice what "auto" should take for packed rows; nothing until both values have run."""
+    lines = []
+    for choice in CHOICES:
+        steps = {name: float(items[key]["row"]["step, s"].replace(",", "")) for name, key in choice.of.items()
+                 if "row" in items.get(key, {})}
+        if len(steps) < len(choice.of):
+            continue
+        (safe, _), (other, of_other) = choice.of.items()
+        wrong = [key for key, item in items.items() if item["status"] != RIGHT
+                 and (key == of_other or key.startswith(choice.compared))]
+        best = safe if wrong else min(steps, key=steps.get)
+        why = f"{other} is not right: {', '.join(wrong)}" if wrong else " and ".join(
+            f"{name} {step:.4g} s a step" for name, step in steps.items())
+        lines += ["", f"For packed rows `model.{choice.key} = \"auto\"` should take **{best}** here ({why})."]
+    return lines
 
 
 def _checks(items: Mapping[str, dict]) -> list[str]:

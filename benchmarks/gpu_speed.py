@@ -57,8 +57,9 @@ class Plan(NamedTuple):
 EIGHT, ONE = ("8B", "configs/llama3-8b.toml", 1), ("1B", "configs/llama3.2-1b.toml", 4)
 IN_FLOAT8 = ("--model.matmul_dtype", "float8")
 IN_MOSAIC = ("--model.attention", "mosaic")
-BY_ATTENTION = Plan(*EIGHT, True, "selective"), Plan("8B mosaic", *EIGHT[1:], True, "selective", IN_MOSAIC)
-PLANS = (*BY_ATTENTION, Plan(*EIGHT, False, "selective"), Plan(*ONE, True, "selective"),
+BY_ENGINE = (Plan(*EIGHT, True, "selective"), Plan("8B mosaic", *EIGHT[1:], True, "selective", IN_MOSAIC),
+             Plan("8B MLP mosaic", *EIGHT[1:], True, "selective", (*IN_MOSAIC, "--model.mlp", "mosaic")))
+PLANS = (*BY_ENGINE, Plan(*EIGHT, False, "selective"), Plan(*ONE, True, "selective"),
          Plan("8B float8", *EIGHT[1:], True, "selective", IN_FLOAT8),
          Plan("30B-A3B", "configs/qwen3-30b-a3b.toml", 4, True, "selective"),
          Plan("9B hybrid", "configs/qwen3.5-9b-continue.toml", 1, True, "selective"), Plan(*EIGHT, True, "full"),
@@ -406,7 +407,7 @@ def items(devices, directory: Path, sizes: Sizes = Sizes()) -> list[Item]:
     for plan in sizes.plans:
         if devices[0].platform != "cpu" and plan.overrides == IN_FLOAT8 and hardware.lacks_float8(gpu):
             continue
-        if plan.overrides == IN_MOSAIC and not gpu_attention.has_mosaic(gpu):
+        if plan.overrides[:2] == IN_MOSAIC and not gpu_attention.has_mosaic(gpu):
             continue
         profile = directory / plan.key.replace(",", "").replace(" ", "-")
         out.append(Item(f"speed/{plan.key}", partial(speed, plan, devices, sizes, profile), 70, alone=True))

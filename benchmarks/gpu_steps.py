@@ -50,6 +50,7 @@ LAYERS = {
     "head_dim 256, norms of heads": dict(head_dim=256, qk_norm="head"),
     "windows, softcap, four norms": dict(mixers="WF", window=48, score_softcap=50.0, logit_softcap=30.0,
                                          norm_placement="both", activation="geglu"),
+    "MLP by mosaic": dict(attention="mosaic", mlp="mosaic"),
     "windows, softcap, mosaic": dict(mixers="WF", window=48, score_softcap=50.0, attention="mosaic"),
     "experts, norms of heads": dict(num_experts=8, expert_mlp_dim=256, embedding_std=1.0, qk_norm="head"),
     "experts, sinks, biases": dict(mixers="WF", window=48, activation="swiglu_clamped", attention_bias="all",

@@ -63,12 +63,18 @@ def test_an_item_that_raises_is_recorded_with_its_error_and_the_others_go_on(tmp
 
 def test_the_page_says_what_auto_should_take_once_both_engines_have_run():
     step = lambda seconds, status=RIGHT: {"status": status, "row": {"step, s": f"{seconds:.4g}"}}
-    items = {gpu_record.BY_ENGINE["pallas"]: step(7.1)}
+    engines, mlps = (choice.of for choice in gpu_record.CHOICES)
+    items = {engines["pallas"]: step(7.1)}
     assert gpu_record.advice(items) == []
-    items[gpu_record.BY_ENGINE["mosaic"]] = step(6.6)
+    items[engines["mosaic"]] = step(6.6)
     assert "should take **mosaic** here (pallas 7.1 s a step and mosaic 6.6 s a step)" in gpu_record.advice(items)[1]
     items["attention/mosaic, head_dim 128"] = {"status": WRONG}
-    assert "should take **pallas** here (mosaic is not right: attention/mosaic, h" in gpu_record.advice(items)[1]
+    items[mlps["mosaic"]] = step(6.5)
+    of_attention, of_mlp = gpu_record.advice(items)[1::2]
+    assert "should take **pallas** here (mosaic is not right: attention/mosaic, h" in of_attention
+    assert '`model.mlp = "auto"` should take **mosaic** here (xla 6.6 s a step and mosaic 6.5 s a step)' in of_mlp
+    items["kernel/MLP with Mosaic, geglu"] = {"status": WRONG}
+    assert "should take **xla** here (mosaic is not right: kernel/MLP" in gpu_record.advice(items)[3]
 
 
 def test_a_run_that_was_cut_off_goes_on_where_it_was(tmp_path):
