@@ -44,7 +44,7 @@ TABLE = (
         "install jax 0.11.2 or newer, or 0.10.2", "jax-ml/jax#40633", True),
     KnownBad("ptxas", "<12.9.86", frozenset({GPUS, MOSAIC}), "causal masks of Mosaic kernels are miscompiled",
         'install CUDA 12.9.1 or newer (nvidia-cuda-nvcc-cu12>=12.9.86), and see that no older ptxas is on PATH, or set '
-        'model.attention = "pallas"',
+        'model.attention = "pallas", and leave model.mlp out',
         "jax's own attention_mgpu.py refuses them", True),
     KnownBad("NCCL", "<2.29.3", frozenset({GPUS, PROCESSES, "aarch64"}),
         "its proxy loses slots, and a run hangs in silence with all GPUs busy, until training.step_timeout_s ends it",
@@ -59,7 +59,7 @@ def facts_of(run: Run, num_processes: int) -> frozenset[str]:
     kernels where "auto" may take them."""
     several = {PROCESSES} if num_processes > 1 else set()
     auto = run.model.attention == "auto" and run.data.document_mask and jax.__version_info__ >= mosaic.AUTO_SINCE
-    asked = {MOSAIC} if auto or run.model.attention == "mosaic" else set()
+    asked = {MOSAIC} if auto or "mosaic" in (run.model.attention, run.model.mlp) else set()
     return frozenset({GPUS, platform.machine()} | several | asked)
 
 

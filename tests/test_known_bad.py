@@ -48,7 +48,7 @@ def test_packed_documents_may_mean_mosaics_kernels(monkeypatch):
     assert of() and of("--model.attention", "mosaic", "--data.document_mask", "false")
     assert not of("--model.attention", "pallas") and not of("--data.document_mask", "false")
     monkeypatch.setattr(known_bad.mosaic, "AUTO_SINCE", (9, 9))
-    assert not of() and of("--model.attention", "mosaic")
+    assert not of() and of("--model.attention", "mosaic") and of("--model.mlp", "mosaic")
 
 
 @pytest.mark.parametrize("facts", [set(), {"aarch64", PROCESSES}, {GPUS, PROCESSES, "x86_64"}, {GPUS, "aarch64"}])

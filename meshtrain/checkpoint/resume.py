@@ -40,7 +40,7 @@ CHANGES = (
     ("run.seed", STAYS),
     ("run.*", FREE),
     ("model.compute_dtype", RECORDED), ("model.matmul_dtype", RECORDED),
-    ("model.attention", RECORDED), ("model.*_dropout", RECORDED),
+    ("model.attention", RECORDED), ("model.mlp", RECORDED), ("model.*_dropout", RECORDED),
     ("model.*", STAYS),
     ("data.seq_len", RECORDED), ("data.global_batch", RECORDED), ("data.document_mask", RECORDED),
     ("data.eos", RECORDED),

@@ -33,6 +33,7 @@ QUICKSTART = shipped("configs/quickstart.toml")
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
 MOST_BYTES = 1 << 24  # limit of a run file's size: /dev/zero has no end
 NOT_SHAPE = ("_dtype", "_dropout")  # suffixes of model keys that presets do not set
+ENGINES = ("attention", "mlp")      # keys of [model] that say how it is computed
 
 
 def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
@@ -247,7 +248,7 @@ def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
     except ValueError as error:
         return table, [f"checkpoint.init_from: {fault}" for fault in str(error).splitlines()]
     free = {key: value for key, value in table.items() if key.endswith(NOT_SHAPE)
-            or key in ("attention", "embedding_std")}
+            or key in (*ENGINES, "embedding_std")}
     try:
         decided, given = Model(**keys), Model(**keys | table)
     except ValidationError:
@@ -281,7 +282,7 @@ def dump(run: Run) -> str:
 def shape_table(model: Model) -> str:
     """Format the keys of [model] that set its shape as TOML; all sizes, other keys only where they are not defaults."""
     default = Model()
-    keys = [key for key, value in model if not (key.endswith(NOT_SHAPE) or key in ("preset", "attention"))
+    keys = [key for key, value in model if not (key.endswith(NOT_SHAPE) or key in ("preset", *ENGINES))
             and (type(value) is int and value or value != getattr(default, key))]
     return "\n".join(["[model]", *(f"{key} = {toml(getattr(model, key))}" for key in keys)])
 

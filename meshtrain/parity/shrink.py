@@ -51,6 +51,8 @@ def _told(run: Run, optimizer: config.Optimizer) -> list[str]:
         told.append("float8 matmuls are computed in float32: what float8 rounds is not compared")
     if model.attention != "auto":
         told.append(f"attention is computed by XLA: the engine model.attention={model.attention!r} runs on GPUs alone")
+    if model.mlp == "mosaic":
+        told.append("MLPs are computed by XLA: the kernels of model.mlp='mosaic' run on GPUs alone")
     if optimizer.learning_rate != run.optimizer.learning_rate or optimizer.warmup_steps != run.optimizer.warmup_steps:
         told.append(f"optimizer.learning_rate={optimizer.learning_rate:g}, optimizer.warmup_steps="
                     f"{optimizer.warmup_steps}: in three steps the weights have to move")
@@ -94,8 +96,8 @@ def _model(run: Run) -> config.Model:
     keys = dict(vocab_size=VOCAB, embed_dim=EMBED, mlp_dim=MLP, norm_eps=_norm_eps(model), num_layers=layers)
     keys |= patterns
     keys |= _heads(model.num_heads, model.num_kv_heads) | {"head_dim": HEAD}
-    keys |= dict(attention="auto", param_dtype="float32", compute_dtype="float32", matmul_dtype="auto", preset="",
-                 embedding_std=0.02, max_seq_len=0)
+    keys |= dict(attention="auto", mlp="auto", param_dtype="float32", compute_dtype="float32", matmul_dtype="auto",
+                 preset="", embedding_std=0.02, max_seq_len=0)
     if model.num_experts:
         keys |= _experts(model)
     latent, linear = model.latent, model.linear
