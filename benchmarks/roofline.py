@@ -48,8 +48,8 @@ class Case:
 SHIPPED = (
     Case("llama3-8b, remat full", "llama3-8b.toml", 8, "--training.remat full"),
     Case("llama3-8b, remat selective", "llama3-8b.toml", 8, "--training.remat selective"),
-    Case("llama3-8b, remat selective, mosaic", "llama3-8b.toml", 8,
-         "--training.remat selective --model.attention mosaic"),
+    Case("llama3-8b, remat selective, MLP mosaic", "llama3-8b.toml", 8,
+         "--training.remat selective --model.mlp mosaic"),
     Case("llama3-8b, remat selective, float8", "llama3-8b.toml", 8,
          "--training.remat selective --model.matmul_dtype float8"),
     Case("llama3-70b, tensor 8 × fsdp 8", "llama3-70b.toml", 64),
