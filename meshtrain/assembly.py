@@ -14,7 +14,7 @@ from meshtrain.cost.formulas import assumptions, footprint, price, rates, simula
 from meshtrain.cost.formulas.placed import Options, Placed, place
 from meshtrain.cost.program import audit
 from meshtrain.model import transformer
-from meshtrain.parallel import mlp
+from meshtrain.model import mlp
 from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import stages

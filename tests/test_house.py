@@ -84,7 +84,7 @@ def test_the_import_test_sees_an_import(tmp_path):
 
 # ---- concepts --------------------------------------------------------------------------------------------------------
 
-MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 175, 9
+MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 176, 9
 
 
 def concepts(*packages: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:

@@ -22,7 +22,7 @@ from meshtrain.kernels import mosaic_mlp
 from meshtrain.kernels.activations import ACTIVATIONS, SLOPES
 from meshtrain.model import layers, params
 from meshtrain.names import AXES
-from meshtrain.parallel import mlp
+from meshtrain.model import mlp
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import accumulate

@@ -290,8 +290,10 @@ class Model(Section):
         "mosaic: these on H100 and H200"
     )
     mlp: Literal["auto", "xla", "mosaic"] = key(
-        "auto", "dense MLPs: auto: xla, until a GPU has compared them; mosaic: the activation inside the matmuls, on H100 "
-                "and H200")
+        "auto",
+        "engine of dense MLPs: auto: xla, until a GPU has compared them; mosaic: the activation inside the matmuls, on "
+        "H100 and H200"
+    )
     param_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "dtype of the master parameters (optimizer state is float32)")
     compute_dtype: Literal["float32", "bfloat16"] = key("bfloat16", "dtype of activations and gathered weights")

@@ -206,7 +206,8 @@ def backward(dy, down_t, gate, up, activation: str, programs: int, interpret=Fal
             tiles.each(visit)
 
     swizzled = partial(warpgroups.swizzled, dtype=dtype)
-    scratch = [swizzled((STAGES, TILE, STEP)), swizzled((STAGES, STEP, COLUMNS)), *[swizzled((PIECES, TILE, PIECE))] * 3,
+    scratch = [swizzled((STAGES, TILE, STEP)), swizzled((STAGES, STEP, COLUMNS)),
+               *[swizzled((PIECES, TILE, PIECE))] * 3,
                warpgroups.loaded(STAGES, 2), warpgroups.released(STAGES),
                warpgroups.loaded(PIECES, 2), warpgroups.released(PIECES)]
     call = Call(f"{NAME}_backward", 1.0, 0.0, STEP, STAGES, interpret)

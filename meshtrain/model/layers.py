@@ -41,17 +41,22 @@ class Execution:
     # precision of float8 projections; None: they are in dtype
     float8: jax.lax.DotAlgorithmPreset | None = None
     in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`mesh.after`)
-    early: bool = False     # whether the MLP's down projection has its gradient before the mixer (`released`)
     # queries and keys are normed and rotated by `kernels.rotation`, and read their cache by `kernels.decode`
     by_kernels: bool = False
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
     # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: no experts
     experts: Callable | None = None
-    mlp: object | None = None           # `parallel.mlp.FusedMLP`; None: XLA's matmuls
+    mlp: object | None = None           # `model.mlp.FusedMLP`; None: XLA's matmuls
     # `parallel.context.recurrence.LinearAttention`; None: no recurrent mixers
     recurrence: object | None = None
     # (layers, most heads of a layer): the layers' aux has SCORE_BOUND; None: it has not
     bounds: tuple[int, int] | None = None
+
+    @property
+    def early(self) -> bool:
+        """Whether the MLP's down projection has its gradient before the mixer (`released`); pipelines may run all W
+        later."""
+        return self.layout.sizes["stage"] == 1
 
     def after(self, values, done):
         """`values`, made to depend on `done` if that order matters; both are pytrees."""

@@ -25,7 +25,7 @@ from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import AT_MOST, AUX_LOSS, MAXIMA, NO_TARGET
 from meshtrain.parallel.context import attention
-from meshtrain.parallel import mlp
+from meshtrain.model import mlp
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import layer_vjp
 from meshtrain.parallel.pipeline.schedules import Schedule
@@ -77,8 +77,8 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, r
     platform, gpu = device.platform, hardware.from_device_kind(device.device_kind)
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
-                   in_order=not schedule and by_gloo(mesh), early=not schedule,
-                   by_kernels=hardware.runs_kernels(gpu), experts=dispatch.choose(run, layout, platform, gpu),
+                   in_order=not schedule and by_gloo(mesh), by_kernels=hardware.runs_kernels(gpu),
+                   experts=dispatch.choose(run, layout, platform, gpu),
                    mlp=mlp.choose(run, layout, platform, gpu), recurrence=recurrence, bounds=qk_clip.bounds(run))
 
     def placed(dims: int) -> NamedSharding:

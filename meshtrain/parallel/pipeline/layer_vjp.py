@@ -27,7 +27,7 @@ PASSING = {"name", "reduce_precision", "convert_element_type", "reshape", "squee
 IN_PLACE_SINCE = (0, 11)    # jax whose XLA writes residuals in place; before, reading them there costs a copy more
 
 
-class Entry(NamedTuple):
+class StackEntry(NamedTuple):
     """The entry of stacked residuals that a layer writes, by numbers that are equal, but not to XLA."""
     counter: jax.Array      # of a loop: matmuls and kernels write there themselves
     again: jax.Array        # where that is read again: XLA replaces what is read by `counter` with what was written
@@ -38,10 +38,11 @@ class Entry(NamedTuple):
 class FBW:
     """F, B and W of y, aux = f(w, x, e), where e and aux are not differentiated.
 
-    forward(w, x, e) -> y, aux, (r, q). forward_into(room, entry, w, x, e) -> y, aux, room: the residuals written at an
-    `Entry` of room, (r, q) of stacked ones; None where none would be written in place. backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
-    backward(w, e, r, q, dy) -> dx, dw: both at once. r: residuals for B alone; q: for W; z: values that B passes to W;
-    lists of arrays with the ShapeDtypeStructs `r`, `q` and `z`. aux: a tree like `aux`. dw is always float32.
+    forward(w, x, e) -> y, aux, (r, q). forward_into(room, entry, w, x, e) -> y, aux, room: the residuals written at a
+    `StackEntry` of room, (r, q) of stacked ones; None where none would be written in place. backward_input(w, e, r, q,
+    dy) -> dx, z. backward_weight(w, e, q, z) -> dw. backward(w, e, r, q, dy) -> dx, dw: both at once. r: residuals for
+    B alone; q: for W; z: values that B passes to W; lists of arrays with the ShapeDtypeStructs `r`, `q` and `z`. aux: a
+    tree like `aux`. dw is always float32.
     """
     forward: Callable
     forward_into: Callable | None
@@ -86,8 +87,8 @@ def layer(f: Callable, w, x, e) -> FBW:
         return ahead.backward(wide(w), e, merged(r, q), dy)
 
     r, q = ([_aval(v.aval) for v, k in zip(ahead.saved, of_w) if k == want] for want in (False, True))
-    return FBW(forward, forward_into if ahead.in_place else None, backward_input, backward_weight, backward, ahead.aux_avals, r, q,
-               [_aval(v.aval) for v in behind.passed_on])
+    return FBW(forward, forward_into if ahead.in_place else None, backward_input, backward_weight, backward,
+               ahead.aux_avals, r, q, [_aval(v.aval) for v in behind.passed_on])
 
 
 class _Forward:
@@ -121,7 +122,7 @@ class _Forward:
         aux = jax.tree.unflatten(self.aux_tree, [_value(env, v) for v in self.aux])
         return _value(env, self.y), aux, [env[v] for v in self.saved]
 
-    def apply_into(self, room: list, entry: Entry, w, x, e):
+    def apply_into(self, room: list, entry: StackEntry, w, x, e):
         """y, aux and `room`, of each saved residual its stack, with the residuals at that entry."""
         room, number = list(room), {v: n for n, v in enumerate(self.saved)}
 
@@ -141,8 +142,8 @@ class _Forward:
 
     def _in_place(self) -> set:
         """The saved residuals that a matmul or kernel writes where they are kept: those more than twice as large as the
-        stream, like an MLP's gate and up. XLA's scheduler takes such a call for short, and hides less traffic beside it:
-        with all queries, too, Qwen3-30B-A3B on 64 H100 took 2.58 s by the roofline, not 2.53.
+        stream, like an MLP's gate and up. XLA's scheduler takes such a call for short, and hides less traffic beside
+        it: with queries, too, Qwen3-30B-A3B on 64 H100 took 2.58 s by the roofline, not 2.53.
 
         Not those that a matmul reads: it would write its sum with the stream apart from the stream, which is copied.
         """
@@ -236,7 +237,7 @@ def stack(f: Callable, ws, own, depth: int, x, e, in_place: bool = False) -> FBW
         def visit(i, carry):
             x, room, aux = carry
             w_i, e_i = at(w, e, i)
-            entry = Entry(i, jnp.where(i < depth, i, 0), jax.lax.dynamic_index_in_dim(numbers, i, keepdims=False))
+            entry = StackEntry(i, jnp.where(i < depth, i, 0), jax.lax.dynamic_index_in_dim(numbers, i, keepdims=False))
             y, aux_i, room = one.forward_into(room, entry, w_i, x, e_i)
             return y, room, put(aux, aux_i, i)
         none = jax.tree.map(lambda a: jnp.zeros((depth, *a.shape), a.dtype), one.aux)
