@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental import pallas as pl
 
 from meshtrain.kernels import warpgroups
-from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, i32, turned
+from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, Ring, i32, turned
 
 STEP = 64               # of the contracted dim
 # Columns of a tile -> stages. The widest tile that divides the matrix is used, with as many stages as fit.
@@ -44,7 +44,8 @@ def rows(pairs, dims: str, owner, count, programs: int, interpret=False):
 
     def kernel(refs, scoped):
         *pair_refs, owner_ref, count_ref, out_ref = refs
-        x_smem, w_smem, out_smem, loaded, released = scoped
+        x_smem, w_smem, out_smem, *barriers = scoped
+        ring = Ring(stages, *barriers)
         program, wg = lax.axis_index("program"), lax.axis_index("warpgroup")
         trips = lax.div(count_ref[0] * tiled - program + i32(programs - 1), i32(programs))
 
@@ -55,35 +56,14 @@ def rows(pairs, dims: str, owner, count, programs: int, interpret=False):
                 return ()
             lax.fori_loop(i32(0), trips, one, ())
 
-        def each_step(first, last, visit):
-            def one(step, _):
-                visit(step)
-                return ()
-            lax.fori_loop(i32(first), i32(last), one, ())
-
-        def slot_of(step):
-            return lax.rem(step, i32(stages))
-
         @pl.when(wg < COMPUTE)
         def _compute():
             plgpu.set_max_registers(warpgroups.MORE, action="increase")
 
             def tile(before, block, to):
-                def products(sum_ref):
-                    def visit(step):
-                        slot = slot_of(before + step)
-                        plgpu.barrier_wait(loaded.at[slot])
-                        matrix = w_smem.at[slot]
-                        plgpu.wgmma(sum_ref, x_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
-                                    turned(matrix) if by_column else matrix)
-                        plgpu.wgmma_wait(1)         # the step before this one is read
-                        behind = slot_of(before + step + stages - 1)
-                        pl.when(step > 0)(lambda: plgpu.barrier_arrive(released.at[behind]))
-                    each_step(0, steps, visit)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(released.at[slot_of(before + steps - 1)])
-                    return sum_ref[...]
-                found = pl.run_scoped(products, plgpu.ACC((ROWS, columns), jnp.float32)).astype(dtype)
+                found, = ring.sums(before, steps, lambda slot: x_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
+                                   lambda slot: (turned(w_smem.at[slot]) if by_column else w_smem.at[slot],))
+                found = found.astype(dtype)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)         # the tile before this one is on its way
                 out_smem[wg] = found
                 plgpu.commit_smem()
@@ -98,15 +78,14 @@ def rows(pairs, dims: str, owner, count, programs: int, interpret=False):
             def tile(before, block, to):
                 own, at = owner_ref[block], pl.ds(block * TILE, TILE)
                 for x_ref, w_ref, first, last in zip(pair_refs[::2], pair_refs[1::2], ends, ends[1:]):
-                    def load(step):
-                        done, along = before + step, pl.ds((step - first) * STEP, STEP)
-                        slot = slot_of(done)
-                        pl.when(done >= stages)(lambda: plgpu.barrier_wait(released.at[slot]))
+                    def load(step, _):
+                        slot, along = ring.slot_to_load(before + step), pl.ds((step - first) * STEP, STEP)
                         of_letter = {"g": own, "k": along, "n": to}
-                        plgpu.copy_gmem_to_smem(x_ref.at[at, along], x_smem.at[slot], loaded.at[slot])
+                        plgpu.copy_gmem_to_smem(x_ref.at[at, along], x_smem.at[slot], ring.loaded.at[slot])
                         plgpu.copy_gmem_to_smem(w_ref.at[tuple(of_letter[letter] for letter in dims)], w_smem.at[slot],
-                                                loaded.at[slot])
-                    each_step(first, last, load)
+                                                ring.loaded.at[slot])
+                        return ()
+                    lax.fori_loop(i32(first), i32(last), load, ())
             each_tile(tile)
 
     swizzled = partial(warpgroups.swizzled, dtype=dtype)

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from meshtrain.kernels import warpgroups
 from meshtrain.kernels.activations import SLOPES
-from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, Machine, i32
+from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, Machine, Ring, i32
 
 NAME = "meshtrain_mlp"
 COLUMNS = 256           # of a tile's sums
@@ -57,31 +57,12 @@ class _Tiles:
             return ()
         lax.fori_loop(i32(0), trips, one, ())
 
-    def each_step(self, tile, visit):
-        """visit(slot, number of the step, steps before it in the program) of each step of a tile."""
+    def each_step(self, tile, ring: Ring, visit):
+        """visit(slot, number of the step) of each step of a tile, once its slot is free."""
         def one(step, _):
-            before = tile * self.steps + step
-            visit(lax.rem(before, i32(STAGES)), step, before)
+            visit(ring.slot_to_load(tile * self.steps + step), step)
             return ()
         lax.fori_loop(i32(0), i32(self.steps), one, ())
-
-
-def _sums(tiles: _Tiles, tile, rows_of, matrices_of, loaded, released):
-    """The products of a tile's rows with each of its matrices, float32 [ROWS, columns]."""
-    def products(*sum_refs):
-        def visit(slot, step, before):
-            plgpu.barrier_wait(loaded.at[slot])
-            for sum_ref, matrix in zip(sum_refs, matrices_of(slot)):
-                plgpu.wgmma(sum_ref, rows_of(slot), matrix)
-            plgpu.wgmma_wait(len(sum_refs))         # the step before this one is read
-            behind = lax.rem(before + i32(STAGES - 1), i32(STAGES))
-            pl.when(step > 0)(lambda: plgpu.barrier_arrive(released.at[behind]))
-        tiles.each_step(tile, visit)
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(released.at[lax.rem(tile * tiles.steps + i32(tiles.steps - 1), i32(STAGES))])
-        return tuple(sum_ref[...] for sum_ref in sum_refs)
-    widths = [matrix.shape[1] for matrix in matrices_of(0)]
-    return pl.run_scoped(products, *(plgpu.ACC((ROWS, width), jnp.float32) for width in widths))
 
 
 def inward(x, gate, up, activation: str, programs: int, interpret=False):
@@ -94,15 +75,15 @@ def inward(x, gate, up, activation: str, programs: int, interpret=False):
     def kernel(refs, scoped):
         x_ref, gate_ref, up_ref, *out_refs = refs
         x_smem, gate_smem, up_smem, *out_smem, loaded, released = scoped
-        tiles, wg = _Tiles(R, F, HALF, K, programs), lax.axis_index("warpgroup")
+        tiles, ring, wg = _Tiles(R, F, HALF, K, programs), Ring(STAGES, loaded, released), lax.axis_index("warpgroup")
 
         @pl.when(wg < COMPUTE)
         def _compute():
             plgpu.set_max_registers(warpgroups.MORE, action="increase")
 
             def visit(tile, row, column):
-                sums = _sums(tiles, tile, lambda slot: x_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
-                             lambda slot: (gate_smem.at[slot], up_smem.at[slot]), loaded, released)
+                sums = ring.sums(tile * tiles.steps, tiles.steps, lambda slot: x_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
+                                 lambda slot: (gate_smem.at[slot], up_smem.at[slot]))
                 for piece in range(0, HALF, STEP):
                     g, u = (a[:, piece:piece + STEP].astype(dtype) for a in sums)
                     h = (SLOPES[activation](g.astype(jnp.float32))[0] * u.astype(jnp.float32)).astype(dtype)
@@ -121,13 +102,12 @@ def inward(x, gate, up, activation: str, programs: int, interpret=False):
             plgpu.set_max_registers(warpgroups.FEWER, action="decrease")
 
             def visit(tile, row, column):
-                def load(slot, step, before):
-                    pl.when(before >= STAGES)(lambda: plgpu.barrier_wait(released.at[slot]))
+                def load(slot, step):
                     along = pl.ds(step * STEP, STEP)
                     plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, TILE), along], x_smem.at[slot], loaded.at[slot])
                     for ref, smem in ((gate_ref, gate_smem), (up_ref, up_smem)):
                         plgpu.copy_gmem_to_smem(ref.at[along, pl.ds(column, HALF)], smem.at[slot], loaded.at[slot])
-                tiles.each_step(tile, load)
+                tiles.each_step(tile, ring, load)
             tiles.each(visit)
 
     swizzled = partial(warpgroups.swizzled, dtype=dtype)
@@ -150,6 +130,7 @@ def backward(dy, down_t, gate, up, activation: str, programs: int, interpret=Fal
     def kernel(refs, scoped):
         dy_ref, down_ref, gate_ref, up_ref, *out_refs = refs
         dy_smem, down_smem, *out_smem, loaded, released, piece_loaded, piece_released = scoped
+        ring, ring_of_pieces = Ring(STAGES, loaded, released), Ring(PIECES, piece_loaded, piece_released)
         tiles, wg = _Tiles(R, F, COLUMNS, K, programs), lax.axis_index("warpgroup")
 
         @pl.when(wg < COMPUTE)
@@ -157,11 +138,11 @@ def backward(dy, down_t, gate, up, activation: str, programs: int, interpret=Fal
             plgpu.set_max_registers(warpgroups.MORE, action="increase")
 
             def visit(tile, row, column):
-                dh, = _sums(tiles, tile, lambda slot: dy_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
-                            lambda slot: (down_smem.at[slot],), loaded, released)
+                dh, = ring.sums(tile * tiles.steps, tiles.steps, lambda slot: dy_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
+                                lambda slot: (down_smem.at[slot],))
                 for piece in range(pieces):
                     number = tile * pieces + piece
-                    slot = lax.rem(number, i32(PIECES))
+                    slot = ring_of_pieces.slot_of(number)
                     plgpu.barrier_wait(piece_loaded.at[slot])
                     own = [smem.at[slot, pl.ds(wg * ROWS, ROWS)] for smem in out_smem]
                     g, u = (machine.load(ref, warpgroups.ROW_MAJOR).astype(jnp.float32) for ref in own[:2])
@@ -174,7 +155,7 @@ def backward(dy, down_t, gate, up, activation: str, programs: int, interpret=Fal
                     for smem, ref in zip(own, out_refs):
                         plgpu.copy_smem_to_gmem(smem, ref.at[at])
                     plgpu.wait_smem_to_gmem(3, wait_read_only=True)     # all but those three are on their way
-                    behind = lax.rem(number + i32(PIECES - 1), i32(PIECES))
+                    behind = ring_of_pieces.slot_of(number + PIECES - 1)
                     pl.when(number > 0)(lambda: plgpu.barrier_arrive(piece_released.at[behind]))
             tiles.each(visit)
             plgpu.wait_smem_to_gmem(0)
@@ -186,18 +167,15 @@ def backward(dy, down_t, gate, up, activation: str, programs: int, interpret=Fal
             def visit(tile, row, column):
                 rows = pl.ds(row, TILE)
 
-                def load(slot, step, before):
-                    pl.when(before >= STAGES)(lambda: plgpu.barrier_wait(released.at[slot]))
+                def load(slot, step):
                     along = pl.ds(step * STEP, STEP)
                     plgpu.copy_gmem_to_smem(dy_ref.at[rows, along], dy_smem.at[slot], loaded.at[slot])
                     plgpu.copy_gmem_to_smem(down_ref.at[along, pl.ds(column, COLUMNS)], down_smem.at[slot],
                                             loaded.at[slot])
-                tiles.each_step(tile, load)
+                tiles.each_step(tile, ring, load)
 
                 def load_piece(piece, _):
-                    number = tile * pieces + piece
-                    slot = lax.rem(number, i32(PIECES))
-                    pl.when(number >= PIECES)(lambda: plgpu.barrier_wait(piece_released.at[slot]))
+                    slot = ring_of_pieces.slot_to_load(tile * pieces + piece)
                     for ref, smem in zip((gate_ref, up_ref), out_smem):
                         plgpu.copy_gmem_to_smem(ref.at[rows, pl.ds(column + piece * PIECE, PIECE)], smem.at[slot],
                                                 piece_loaded.at[slot])

@@ -153,6 +153,45 @@ def released(stages: int):
     return plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)
 
 
+class Ring(NamedTuple):
+    """Slots of shared memory that one warp group loads, step after step, while the others multiply. loaded, released:
+    the barriers of the slots."""
+    stages: int
+    loaded: object
+    released: object
+
+    def slot_of(self, step):
+        return lax.rem(step, i32(self.stages))
+
+    def sums(self, before, steps: int, rows_of, matrices_of):
+        """The sums over `steps` steps of a warp group's rows times each matrix, float32 [ROWS, columns].
+
+        before: steps of the program before them. rows_of(slot), matrices_of(slot): refs in shared memory.
+        """
+        def products(*sum_refs):
+            def visit(step, _):
+                slot = self.slot_of(before + step)
+                plgpu.barrier_wait(self.loaded.at[slot])
+                for sum_ref, matrix in zip(sum_refs, matrices_of(slot), strict=True):
+                    plgpu.wgmma(sum_ref, rows_of(slot), matrix)
+                plgpu.wgmma_wait(len(sum_refs))         # the step before this one is read
+                behind = self.slot_of(before + step + self.stages - 1)
+                pl.when(step > 0)(lambda: plgpu.barrier_arrive(self.released.at[behind]))
+                return ()
+            lax.fori_loop(i32(0), i32(steps), visit, ())
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.released.at[self.slot_of(before + steps - 1)])
+            return tuple(sum_ref[...] for sum_ref in sum_refs)
+        columns = [matrix.shape[1] for matrix in matrices_of(0)]
+        return pl.run_scoped(products, *(plgpu.ACC((ROWS, width), jnp.float32) for width in columns))
+
+    def slot_to_load(self, step):
+        """The slot of a step of the program, once it is free."""
+        slot = self.slot_of(step)
+        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.released.at[slot]))
+        return slot
+
+
 def three_loops(bounds, visit, carry):
     """Scan visit(step, carry, masked) over the steps of a row of `bounds`."""
     start, bare_start, bare_stop, stop = bounds
