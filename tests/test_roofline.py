@@ -289,6 +289,34 @@ def test_a_mosaic_kernel_is_priced_by_its_widths_its_rate_and_the_layer_it_reads
     assert rated.attention_s(found.attention) == pytest.approx(flops / (PEAK * share))
 
 
+KEPT = """HloModule m
+
+%kept (p0: bf16[256,64], p1: bf16[64,512], p2: bf16[3,256,512], p3: s32[]) -> bf16[3,256,512] {
+  %p0 = bf16[256,64] parameter(0)
+  %p1 = bf16[64,512] parameter(1)
+  %p2 = bf16[3,256,512] parameter(2)
+  %p3 = s32[] parameter(3)
+  %product = bf16[256,512] custom-call(%p0, %p1), custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(f)/BTD,DF->BTF/dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+  %one = bf16[1,256,512] bitcast(%product)
+  ROOT %stacked = bf16[3,256,512] dynamic-update-slice(%p2, %one, %p3, %p3, %p3), metadata={op_name="jit(f)/dynamic_update_slice"}
+}
+
+ENTRY %main () -> bf16[3,256,512] {
+  %a = bf16[256,64] parameter(0)
+  %b = bf16[64,512] parameter(1)
+  %c = bf16[3,256,512] parameter(2)
+  %i = s32[] parameter(3)
+  ROOT %fused = bf16[3,256,512] fusion(%a, %b, %c, %i), kind=kCustom, calls=%kept, metadata={op_name="jit(f)/dynamic_update_slice"}
+}
+"""     # noqa: E501
+
+
+def test_a_matmul_that_writes_where_its_result_is_kept_is_a_matmul_of_its_own_line():
+    kernel, = lined(KEPT).kernels
+    assert (kernel.part, kernel.flops) == ("matmul", 2 * 256 * 64 * 512) and "BTD,DF->BTF" in kernel.source
+    assert kernel.hbm_bytes == 2 * (256 * 64 + 64 * 512 + 256 * 512) + 4, "of the stack its slice, and the number"
+
+
 def test_packed_documents_cost_a_kernel_that_skips_blocks_what_it_visits_and_cudnn_everything():
     ours = 'metadata={op_name="jit(f)/attention/meshtrain_attention_forward_causal/pallas_call"}'
     flops = lambda text, packed: sum(kernel.flops for kernel in lined(text, packed=packed).kernels)

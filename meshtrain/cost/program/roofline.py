@@ -231,11 +231,11 @@ class _Program:
         return part or (MATMUL if found.matmuls or found.grouped else ELEMENTWISE)
 
     def _origin(self, computation: str, ins: hlo.Instruction) -> hlo.Instruction:
-        """The instruction whose metadata says where a kernel comes from. If it has none: one that is fused into it, an
-        operand, or the loop around it."""
+        """The instruction whose metadata says where a kernel comes from: a matmul in a fusion, which writes its result
+        where that is kept. If it has none: one that is fused into it, an operand, or the loop around it."""
         scope = self.module.computations[computation]
         fused = [i for name in ins.called for i in reversed(self.module.computations[name].values())]
-        near = (ins, *fused, *(scope[name] for name in ins.operands), self.callers.get(computation, ins))
+        near = (*filter(work.multiplies, fused), ins, *fused, *(scope[name] for name in ins.operands), self.callers.get(computation, ins))
         return next((i for i in near if i.op not in ("parameter", "constant")
                      and self.sources.part(i) is not None), ins)
 
