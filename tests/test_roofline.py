@@ -291,22 +291,25 @@ def test_a_mosaic_kernel_is_priced_by_its_widths_its_rate_and_the_layer_it_reads
 
 KEPT = """HloModule m
 
-%kept (p0: bf16[256,64], p1: bf16[64,512], p2: bf16[3,256,512], p3: s32[]) -> bf16[3,256,512] {
+%kept (p0: bf16[256,64], p1: bf16[64,512], p2: bf16[3,256,512], p3: s32[]) -> (bf16[3,256,512], s8[4096]) {
   %p0 = bf16[256,64] parameter(0)
   %p1 = bf16[64,512] parameter(1)
   %p2 = bf16[3,256,512] parameter(2)
   %p3 = s32[] parameter(3)
-  %product = bf16[256,512] custom-call(%p0, %p1), custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(f)/BTD,DF->BTF/dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+  %both = (bf16[256,512], s8[4096]) custom-call(%p0, %p1), custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(f)/BTD,DF->BTF/dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+  %product = bf16[256,512] get-tuple-element(%both), index=0
+  %workspace = s8[4096] get-tuple-element(%both), index=1
   %one = bf16[1,256,512] bitcast(%product)
-  ROOT %stacked = bf16[3,256,512] dynamic-update-slice(%p2, %one, %p3, %p3, %p3), metadata={op_name="jit(f)/dynamic_update_slice"}
+  %stacked = bf16[3,256,512] dynamic-update-slice(%p2, %one, %p3, %p3, %p3), metadata={op_name="jit(f)/dynamic_update_slice"}
+  ROOT %r = (bf16[3,256,512], s8[4096]) tuple(%stacked, %workspace)
 }
 
-ENTRY %main () -> bf16[3,256,512] {
+ENTRY %main () -> (bf16[3,256,512], s8[4096]) {
   %a = bf16[256,64] parameter(0)
   %b = bf16[64,512] parameter(1)
   %c = bf16[3,256,512] parameter(2)
   %i = s32[] parameter(3)
-  ROOT %fused = bf16[3,256,512] fusion(%a, %b, %c, %i), kind=kCustom, calls=%kept, metadata={op_name="jit(f)/dynamic_update_slice"}
+  ROOT %fused = (bf16[3,256,512], s8[4096]) fusion(%a, %b, %c, %i), kind=kCustom, calls=%kept, metadata={op_name="jit(f)/dynamic_update_slice"}
 }
 """     # noqa: E501
 

@@ -199,6 +199,8 @@ def traffic(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> tu
     body = module.computations[ins.called[0]]
     root = hlo.root(body)
     outputs = [body[name] for name in root.operands] if root.op == "tuple" else [root]
+    outputs = [output for output in outputs if not (output.op == "get-tuple-element" and body[
+        output.operands[0]].op == "custom-call" and _is_workspace(*hlo.shapes(output.type_text)))]
     updates = {output.name: _update(body, output) for output in outputs}
     needs = _demand(module, body, {output.name: _elements(output) for output in outputs}, set(updates.values()))
     return (sum(_bytes(body[name], count) for name, count in needs.items()),
@@ -212,8 +214,13 @@ def _written(scope: hlo.Computation, output: hlo.Instruction, update: str | None
         return _bytes(part, _elements(part))
     arrays = hlo.shapes(output.type_text)
     if output.op == "custom-call" and len(arrays) > 1:      # a workspace follows the results
-        arrays = [shape for shape in arrays if not (shape[0] in ("s8", "u8") and len(shape[1]) == 1)]
+        arrays = [shape for shape in arrays if not _is_workspace(shape)]
     return sum(map(hlo.shape_bytes, arrays))
+
+
+def _is_workspace(shape) -> bool:
+    """Of an array among the results of a custom call."""
+    return shape[0] in ("s8", "u8") and len(shape[1]) == 1
 
 
 def _update(body: hlo.Computation, output: hlo.Instruction) -> str | None:
