@@ -27,7 +27,8 @@ def model_with_aux(monkeypatch, **model):
 ], ids=["two groups", "tied", "dropout", "offload"])  # fmt: skip
 def test_gradients_added_layer_by_layer_are_those_of_autodiff(remat, model, monkeypatch):
     model = model_of(*LEADING) if model is None else model_with_aux(monkeypatch, **model)
-    step = types.SimpleNamespace(model=model, ex=execution(remat), objective=objective.NextToken(1e-2, 24))
+    step = types.SimpleNamespace(model=model, ex=execution(remat), objective=objective.NextToken(1e-2, 24),
+                                 in_place=remat == "selective")
     p, batch, count = model.init(jax.random.key(0)), batch_of(), jnp.float32(100)
     before = jax.tree.map(lambda w: 1e-3 * jnp.ones_like(w), p)
 

@@ -235,7 +235,8 @@ class _Program:
         where that is kept. If it has none: one that is fused into it, an operand, or the loop around it."""
         scope = self.module.computations[computation]
         fused = [i for name in ins.called for i in reversed(self.module.computations[name].values())]
-        near = (*filter(work.multiplies, fused), ins, *fused, *(scope[name] for name in ins.operands), self.callers.get(computation, ins))
+        around = *(scope[name] for name in ins.operands), self.callers.get(computation, ins)
+        near = *filter(work.multiplies, fused), ins, *fused, *around
         return next((i for i in near if i.op not in ("parameter", "constant")
                      and self.sources.part(i) is not None), ins)
 
