@@ -69,8 +69,8 @@ def test_with_every_optimizer_layouts_train_as_one_device_and_all_but_the_layers
         assert np.array_equal(new, old) == ("layer_scale" in key), key
 
 
-@pytest.mark.parametrize("model, mesh", [("delta", FOUR), ("mamba", FOUR), *(
-    pytest.param("kda", mesh, marks=sampling.GRID) for mesh in (FOUR, dict(context=2)))])
+@pytest.mark.parametrize("model, mesh", [("delta", FOUR), *(
+    pytest.param(*case, marks=sampling.GRID) for case in (("mamba", FOUR), ("kda", FOUR), ("kda", dict(context=2))))])
 def test_adapters_of_every_mixer_train_as_on_one_device(model, mesh):
     run = run_of(model, mesh, lora=dict(rank=RANK, alpha=ALPHA))
     case = parity.check(run)
