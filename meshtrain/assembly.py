@@ -84,7 +84,7 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
         raise ConfigError(*faults)
     with config.user_errors():
         attend, note = attention.choose(run, layout, platform, gpu.name if gpu else "")
-        mlp.choose(run, layout, platform, gpu)
+        fused = mlp.choose(run, layout, platform, gpu)
     choice = _choose_schedule(run, mesh_spec, model, layout, gpu) if sizes["stage"] > 1 else None
     if choice:
         notes = [f"pipeline: {choice.why}", *stages.notes(run, choice.schedule), *notes]
@@ -93,8 +93,8 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
     linear = recurrence.choose(run, layout, platform, gpu.name if gpu else "")
     return Design(run, mesh_spec, layout, model, attend, linear, choice,
-                  tuple(filter(None, [note, linear and linear.note, mlp.note(run), dispatch.note(run, layout), *notes,
-                                      *config.notes(run)])))
+                  tuple(filter(None, [note, linear and linear.note, mlp.note(run, fused),
+                                      dispatch.note(run, layout), *notes, *config.notes(run)])))
 
 
 def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer) -> tuple[

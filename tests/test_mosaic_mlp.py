@@ -151,7 +151,7 @@ def chosen(gpu="h100", mesh=None, lora=None, **model):
     (dict(activation="swiglu_clamped"), 'no model.activation="swiglu_clamped" (swiglu, geglu)'),
     (dict(compute_dtype="float32"), 'not model.compute_dtype="float32"'), (dict(matmul_dtype="float8"), "float8"),
     (dict(mlp_bias=True), "no bias"), (dict(lora=dict(rank=4)), "no adapters"),
-    (dict(mesh=dict(tensor=2)), "over 2 devices"), (dict(mlp_dim=384), "model.mlp_dim=384"),
+    (dict(mesh=dict(tensor=2)), "over devices"), (dict(mlp_dim=384), "model.mlp_dim=384"),
     (dict(embed_dim=96, num_heads=3), "model.embed_dim=96"), (dict(num_experts=4), "no layer has a dense MLP")])
 def test_what_they_cannot_serve_is_said(given, words):
     with pytest.raises(ValueError, match=re.escape(words)) as raised:
@@ -159,10 +159,12 @@ def test_what_they_cannot_serve_is_said(given, words):
     assert 'use "auto" or "xla"' in str(raised.value)
 
 
-def test_they_are_taken_where_they_are_asked_for():
+def test_they_are_taken_where_they_are_asked_for(monkeypatch):
     assert chosen() == mlp.FusedMLP("swiglu", hardware.GPUS["h100"].num_sms)
     assert chosen(gpu="h200", activation="geglu").activation == "geglu"
     assert chosen(mlp="xla", gpu="a100-80gb") is None and chosen(mlp="auto") is None, "no GPU has compared them"
+    monkeypatch.setattr(mlp, "AUTO", "mosaic")
+    assert chosen(mlp="auto") == chosen() and chosen(mlp="auto", mlp_bias=True) is None
 
 
 def test_the_roofline_counts_products_and_the_activations_bytes():

@@ -60,29 +60,29 @@ def _specs(layout: Layout):
 def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> FusedMLP | None:
     """The kernels of a run's MLPs; None for XLA. Raises: ValueError if model.mlp asks for kernels that cannot serve the
     run."""
-    if not _asked(run):
+    asked = run.model.mlp
+    if (AUTO if asked == "auto" else asked) != "mosaic":
         return None
     if reasons := _against(run, layout, platform, gpu):
+        if asked == "auto":
+            return None
         raise ValueError(f'model.mlp="mosaic" cannot serve this run: {"; ".join(reasons)}; use "auto" or "xla"')
     return FusedMLP(run.model.activation, gpu.num_sms)
 
 
-def note(run) -> str:
-    return "MLPs: the activation inside the matmuls, by Mosaic kernels, because model.mlp=mosaic" if _asked(run) else ""
-
-
-def _asked(run) -> bool:
-    return (AUTO if run.model.mlp == "auto" else run.model.mlp) == "mosaic"
+def note(run, chosen: FusedMLP | None) -> str:
+    """"" for XLA."""
+    return chosen and f"MLPs: the activation inside the matmuls, by Mosaic kernels (model.mlp={run.model.mlp})" or ""
 
 
 def _against(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> list[str]:
     """Why the kernels cannot serve this run; empty if they can."""
-    model, sizes = run.model, layout.sizes
+    model, shards = run.model, lambda logical: layout.num_shards(layout.mesh_axes("activations", logical))
     if platform == "cpu" or not mosaic.runs_on(gpu):
         return [f"the kernels need Hopper's wgmma (h100, h200, gh200), which {gpu.name if gpu else platform} does not "
                 "have"]
-    rows = run.data.global_batch // run.training.microbatches * run.data.seq_len // (
-        layout.num_shards(layout.batch_axes) * layout.num_shards(layout.mesh_axes("activations", "seq")))
+    tokens = run.data.global_batch // run.training.microbatches * run.data.seq_len
+    tokens //= layout.num_shards(layout.batch_axes) * shards("seq")
     wrong = {
         "no layer has a dense MLP": not any(kind.mlp == "d" for kind in pattern.kinds(model)),
         f'they have no model.activation="{model.activation}" ({", ".join(SLOPES)})': model.activation not in SLOPES,
@@ -91,9 +91,9 @@ def _against(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> li
         'they multiply in bfloat16, not model.matmul_dtype="float8"': model.matmul_dtype == "float8",
         "they add no bias (model.mlp_bias)": model.mlp_bias,
         "they train no adapters (lora.rank)": run.lora.rank > 0,
-        f"the rules split an MLP over {layout.num_shards(layout.mesh_axes('activations', 'mlp'))} devices":
-            layout.num_shards(layout.mesh_axes("activations", "mlp")) > 1,
-        f"a device has {rows:,} tokens of a microbatch, model.embed_dim={model.embed_dim} and model.mlp_dim="
+        "the rules split an MLP's products over devices":
+            shards("mlp") > 1 or any(layout.spec(GATHERED, ("embed", "mlp"))),
+        f"a device has {tokens:,} tokens of a microbatch, model.embed_dim={model.embed_dim} and model.mlp_dim="
         f"{model.mlp_dim}, which must be multiples of {mosaic_mlp.TILE}, {mosaic_mlp.STEP} and {mosaic_mlp.COLUMNS}":
-            not mosaic_mlp.fits(rows, model.mlp_dim, model.embed_dim)}
+            not mosaic_mlp.fits(tokens, model.mlp_dim, model.embed_dim)}
     return [reason for reason, holds in wrong.items() if holds]
