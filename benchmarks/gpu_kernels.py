@@ -142,13 +142,13 @@ def compare_float8(sizes: Sizes, device) -> dict:
 
 
 def compare_mlp(activation: str, programs: int, sizes: Sizes, device) -> dict:
-    """Item's found: `kernels.mosaic_mlp` of some blocks of rows. What is rounded, gate and up, is given to both."""
+    """Item's found: `kernels.mosaic_mlp` against float64. The reference takes the kernels' rounded gate and up."""
     rng, (R, K, F) = np.random.default_rng(0), (sizes.tokens // 128 * 128, 4096, 1024)
     drawn = lambda scale, *shape: jnp.asarray(scale * rng.standard_normal(shape, np.float32), jnp.bfloat16)
     x, dy, (gate, up, down_t) = drawn(1, R, K), drawn(1, R, K), (drawn(K ** -.5, K, F) for _ in range(3))
     exact = lambda a: np.asarray(a, np.float64)
-    inward = jax.jit(partial(mosaic_mlp.inward, activation=activation, programs=programs))
-    made = inward(*jax.device_put((x, gate, up), device))
+    forward = jax.jit(partial(mosaic_mlp.forward, activation=activation, programs=programs))
+    made = forward(*jax.device_put((x, gate, up), device))
     backward = jax.jit(partial(mosaic_mlp.backward, activation=activation, programs=programs))
     grads = backward(*jax.device_put((dy, down_t), device), *made[:2])
     kept = [jnp.asarray(np.asarray(y), jnp.float32) for y in made[:2]]

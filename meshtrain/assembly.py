@@ -13,8 +13,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, footprint, price, rates, simulate
 from meshtrain.cost.formulas.placed import Options, Placed, place
 from meshtrain.cost.program import audit
-from meshtrain.model import transformer
-from meshtrain.model import mlp
+from meshtrain.model import mlp, transformer
 from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import stages

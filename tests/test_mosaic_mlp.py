@@ -69,10 +69,10 @@ CASES = {"one tile, more programs": (128, 64, 256, 5), "several tiles, one progr
 @pytest.mark.parametrize("R, K, F, programs", CASES.values(), ids=list(CASES))
 def test_products_and_activation_without_a_race(R, K, F, programs, activation):
     x, gate, up = drawn((R, K), (K, F), (K, F), scale=K ** -.25)
-    *inward, h = mosaic_mlp.inward(x, gate, up, activation, programs, plgpu.InterpretGPUParams(detect_races=True))
-    for found, w in zip(inward, (gate, up)):
+    *gate_up, h = mosaic_mlp.forward(x, gate, up, activation, programs, plgpu.InterpretGPUParams(detect_races=True))
+    for found, w in zip(gate_up, (gate, up)):
         close(found, wide(x) @ wide(w))
-    close(h, ACTIVATIONS[activation](*(y.astype(jnp.float32) for y in inward)))
+    close(h, ACTIVATIONS[activation](*(y.astype(jnp.float32) for y in gate_up)))
 
 
 @needs_interpreter
@@ -105,9 +105,9 @@ def test_a_layer_has_the_loss_and_gradients_that_it_has_without_them():
         np.testing.assert_allclose(wide(found), wide(expected), atol=4 * ROUNDING * np.abs(wide(expected)).max())
 
 
-def plain_inward(x, gate, up, activation, *_):
-    inward = x @ gate, x @ up
-    return *inward, ACTIVATIONS[activation](*inward)
+def plain_forward(x, w_gate, w_up, activation, *_):
+    gate_up = x @ w_gate, x @ w_up
+    return *gate_up, ACTIVATIONS[activation](*gate_up)
 
 
 def plain_backward(dy, down_t, gate, up, activation, *_):
@@ -131,12 +131,12 @@ def test_over_devices_a_step_computes_what_one_device_computes_without_them(layo
         run = run.replaced(pipeline={"schedule": "zero_bubble"})
     parity.one_device(parity.on_one_device(run).model_dump_json(), 0)       # kept: without them
     calls = []
-    for name, plain in (("inward", plain_inward), ("backward", plain_backward)):
+    for name, plain in (("forward", plain_forward), ("backward", plain_backward)):
         monkeypatch.setattr(mosaic_mlp, name, lambda *args, of=plain: calls.append(of) or of(*args))
     monkeypatch.setattr(accumulate.mlp, "choose", lambda *_: mlp.FusedMLP("swiglu", 1))
     monkeypatch.setattr(accumulate, "StepSpec", lambda *args, **given: StepSpec(*args, **given | {"in_place": True}))
     parity.check_equal(parity.compiled(run))
-    assert {*calls} == {plain_inward, plain_backward}
+    assert {*calls} == {plain_forward, plain_backward}
 
 
 def chosen(gpu="h100", mesh=None, lora=None, **model):
@@ -168,7 +168,7 @@ def test_they_are_taken_where_they_are_asked_for(monkeypatch):
 
 
 def test_the_roofline_counts_products_and_the_activations_bytes():
-    for name, columns, more in (("inward", 1024, 2 * 256 * 512), ("backward", 512, 8 * 256 * 512)):
+    for name, columns, more in (("forward", 1024, 2 * 256 * 512), ("backward", 512, 8 * 256 * 512)):
         module = hlo.parse(f"""
 ENTRY %main (p0: bf16[256,64], p1: bf16[64,512]) -> (bf16[256,512], bf16[256,512], bf16[256,512]) {{
   %p0 = bf16[256,64] parameter(0)
@@ -198,7 +198,7 @@ array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.Na
 R, K, F = 2048, 4096, 14336
 x, w, y = array(R, K), array(K, F), array(R, F)
 def both(x, w, y, activation):
-    return (mosaic_mlp.inward(x, w, w, activation, 132), mosaic_mlp.backward(x, w, y, y, activation, 132))
+    return (mosaic_mlp.forward(x, w, w, activation, 132), mosaic_mlp.backward(x, w, y, y, activation, 132))
 with jax.set_mesh(mesh):
     for activation in ("swiglu", "geglu"):
         jax.jit(jax.shard_map(lambda x, w, y: both(x, w, y, activation), in_specs=P(), out_specs=P(),

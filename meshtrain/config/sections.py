@@ -291,8 +291,8 @@ class Model(Section):
     )
     mlp: Literal["auto", "xla", "mosaic"] = key(
         "auto",
-        "engine of dense MLPs: auto: xla, until a GPU has compared them; mosaic: the activation inside the matmuls, on "
-        "H100 and H200"
+        "engine of dense MLPs: auto: xla, until both are compared on a GPU; mosaic: activation fused into the matmuls, "
+        "on H100 and H200"
     )
     param_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "dtype of the master parameters (optimizer state is float32)")

@@ -35,5 +35,5 @@ def _gelu(gate):
         1 + 3 * cubic * gate * gate))
 
 
-# Those that are f(gate) · up, in elementwise operations that kernels have: gate -> (f, its derivative).
+# Activations of the form f(gate) · up, for kernels: gate -> (f(gate), f'(gate)).
 SLOPES = {"swiglu": _silu, "geglu": _gelu}

@@ -1,13 +1,12 @@
-"""An MLP's activation inside the matmuls beside it, for Hopper GPUs: Pallas kernels lowered through Mosaic GPU.
+"""Gated MLP with its activation fused into the matmuls, for Hopper GPUs: Pallas kernels lowered through Mosaic GPU.
 
-`inward` multiplies x by the gate's and the up matrix and writes both products and the activation of them. `backward`
-multiplies the gradient by the outward matrix and writes the gradients of both products and the activation once more,
-for the outward matrix's gradient. Apart, the activation and its gradient read and write 18 bytes a token and hidden
-unit in kernels of their own.
+`forward` computes gate = x · W_gate, up = x · W_up and h = act(gate) · up in one kernel. `backward` computes the
+gradients of gate and up from the output's gradient, and recomputes h for the gradient of W_down. Without fusion, the
+activation and its gradient are separate kernels that move 18 bytes of HBM per token and hidden unit in bfloat16.
 
-Persistent kernels as `mosaic_grouped`: one program per multiprocessor, two warp groups that multiply 64 rows each, a
-third that loads by TMA. Tiles go down SUPER row blocks before the next columns, so that what runs side by side finds
-its rows and columns in L2. Knows no mesh.
+Both are persistent kernels like `mosaic_grouped`: one program per multiprocessor; two warp groups multiply 64 rows
+each, and a third loads tiles by TMA. Tiles are ordered in groups of SUPER row blocks, so that tiles computed at the
+same time share rows and columns in L2. Knows no mesh.
 """
 from __future__ import annotations
 
@@ -23,20 +22,20 @@ from meshtrain.kernels.activations import SLOPES
 from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, Machine, Ring, i32
 
 NAME = "meshtrain_mlp"
-COLUMNS = 256           # of a tile's sums
-HALF = COLUMNS // 2     # of gate, and of up
-STEP, STAGES = 64, 3    # of the contracted dim; steps in flight
-SUPER = 16              # row blocks that a column block is multiplied with before the next one
-PIECE, PIECES = 32, 3   # columns of gate and up that the backward reads at a time; pieces in flight
+COLUMNS = 256           # of a tile's accumulators
+HALF = COLUMNS // 2     # of gate, and of up, in the forward
+STEP, STAGES = 64, 3    # elements of the contracted dim per step; steps in flight
+SUPER = 16              # row blocks per group of tiles
+PIECE, PIECES = 32, 3   # columns of gate and up that the backward's epilogue reads at a time; pieces in flight
 
 
 def fits(rows: int, inner: int, outer: int) -> bool:
-    """Whether the kernels support x [rows, outer] and matrices [outer, inner]."""
+    """Whether the kernels support x [rows, outer] and weights [outer, inner]."""
     return rows % TILE == 0 and inner % COLUMNS == 0 and outer % STEP == 0
 
 
 class _Tiles:
-    """The tiles of a program, in order, and the loops over their steps."""
+    """The output tiles of one program in order, and the loop over the contracted dim."""
 
     def __init__(self, rows: int, columns: int, width: int, contracted: int, programs: int):
         self.down, self.across, self.width = rows // TILE, columns // width, width
@@ -44,7 +43,7 @@ class _Tiles:
         self.program = lax.axis_index("program")
 
     def each(self, visit):
-        """visit(tiles before it, its rows, its columns) of each tile."""
+        """Call visit(index of the tile in this program, first row, first column) for each tile."""
         trips = lax.div(i32(self.down * self.across) - self.program + i32(self.programs - 1), i32(self.programs))
 
         def one(i, _):
@@ -58,19 +57,19 @@ class _Tiles:
         lax.fori_loop(i32(0), trips, one, ())
 
     def each_step(self, tile, ring: Ring, visit):
-        """visit(slot, number of the step) of each step of a tile, once its slot is free."""
+        """Call visit(slot, step) for each step of a tile, once the slot is free."""
         def one(step, _):
             visit(ring.slot_to_load(tile * self.steps + step), step)
             return ()
         lax.fori_loop(i32(0), i32(self.steps), one, ())
 
 
-def inward(x, gate, up, activation: str, programs: int, interpret=False):
-    """(x · gate, x · up, the activation of both), bfloat16 [R, F]. x: [R, K]; gate, up: [K, F]; of a size that `fits`.
+def forward(x, w_gate, w_up, activation: str, programs: int, interpret=False):
+    """Return gate, up and h, each bfloat16 [R, F]. x: [R, K]; w_gate, w_up: [K, F]; sizes must satisfy `fits`.
 
     programs: the GPU's number of multiprocessors. interpret: see `warpgroups.Call`.
     """
-    (R, K), F, dtype = x.shape, gate.shape[1], x.dtype
+    (R, K), F, dtype = x.shape, w_gate.shape[1], x.dtype
 
     def kernel(refs, scoped):
         x_ref, gate_ref, up_ref, *out_refs = refs
@@ -114,17 +113,18 @@ def inward(x, gate, up, activation: str, programs: int, interpret=False):
     scratch = [swizzled((STAGES, TILE, STEP)), *[swizzled((STAGES, STEP, HALF))] * 2,
                *[swizzled((COMPUTE, ROWS, STEP))] * 3,
                warpgroups.loaded(STAGES, 3), warpgroups.released(STAGES)]
-    call = Call(f"{NAME}_inward", 1.0, 0.0, STEP, STAGES, interpret)
+    call = Call(f"{NAME}_forward", 1.0, 0.0, STEP, STAGES, interpret)
     return warpgroups.launch(kernel, call, scratch, {"program": programs},
-                             [warpgroups.shape_of(dtype, R, F)] * 3, (x, gate, up))
+                             [warpgroups.shape_of(dtype, R, F)] * 3, (x, w_gate, w_up))
 
 
-def backward(dy, down_t, gate, up, activation: str, programs: int, interpret=False):
-    """(the gradients of gate and of up, their activation), bfloat16 [R, F], of the gradient dy [R, K] of h · down.
+def backward(dy, w_down_t, gate, up, activation: str, programs: int, interpret=False):
+    """Return dgate, dup and h, each bfloat16 [R, F]. dy: [R, K], the gradient of h · W_down; gate, up: from `forward`.
 
-    down_t: [K, F], as a gather over K lays it out. gate, up: [R, F], of `inward`. programs, interpret: as there.
+    w_down_t: W_down transposed to [K, F], the layout in which a ZeRO-3 gather leaves it. programs, interpret: as in
+    `forward`.
     """
-    (R, K), F, dtype = dy.shape, down_t.shape[1], dy.dtype
+    (R, K), F, dtype = dy.shape, w_down_t.shape[1], dy.dtype
     machine, pieces = Machine(bool(interpret)), COLUMNS // PIECE
 
     def kernel(refs, scoped):
@@ -190,4 +190,4 @@ def backward(dy, down_t, gate, up, activation: str, programs: int, interpret=Fal
                warpgroups.loaded(PIECES, 2), warpgroups.released(PIECES)]
     call = Call(f"{NAME}_backward", 1.0, 0.0, STEP, STAGES, interpret)
     return warpgroups.launch(kernel, call, scratch, {"program": programs},
-                             [warpgroups.shape_of(dtype, R, F)] * 3, (dy, down_t, gate, up))
+                             [warpgroups.shape_of(dtype, R, F)] * 3, (dy, w_down_t, gate, up))

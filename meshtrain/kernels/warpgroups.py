@@ -154,8 +154,8 @@ def released(stages: int):
 
 
 class Ring(NamedTuple):
-    """Slots of shared memory that one warp group loads, step after step, while the others multiply. loaded, released:
-    the barriers of the slots."""
+    """A circular buffer of tiles in shared memory: one warp group loads the slots while the others compute from them.
+    loaded, released: a barrier per slot."""
     stages: int
     loaded: object
     released: object
@@ -164,9 +164,9 @@ class Ring(NamedTuple):
         return lax.rem(step, i32(self.stages))
 
     def sums(self, before, steps: int, rows_of, matrices_of):
-        """The sums over `steps` steps of a warp group's rows times each matrix, float32 [ROWS, columns].
+        """Multiply a warp group's rows by each matrix over `steps` slots: float32 accumulators [ROWS, columns].
 
-        before: steps of the program before them. rows_of(slot), matrices_of(slot): refs in shared memory.
+        before: steps this program has already done. rows_of(slot), matrices_of(slot): operands in shared memory.
         """
         def products(*sum_refs):
             def visit(step, _):
@@ -186,7 +186,7 @@ class Ring(NamedTuple):
         return pl.run_scoped(products, *(plgpu.ACC((ROWS, width), jnp.float32) for width in columns))
 
     def slot_to_load(self, step):
-        """The slot of a step of the program, once it is free."""
+        """Wait until the slot for this step is free, and return it."""
         slot = self.slot_of(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.released.at[slot]))
         return slot

@@ -447,35 +447,38 @@ def unit(eps: float, x):
     return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
 
 
-MLP_INWARD = "mlp_inward"        # gate · x and up · x, for policies of remat
+GATE_UP = "mlp_gate_up"         # name of the gate and up projections' outputs in remat policies
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def in_kernels(ex: Execution, axes, x_BTD, ws):
-    """The MLP of ws = (gate, up, down) by `ex.mlp`, whose kernels compute the activation beside the products. Gathers
-    and weight gradients as `project`. axes: logical axes of each weight. Not where an MLP is split over devices."""
-    return _in_kernels_forward(ex, axes, x_BTD, ws)[0]
+def fused_mlp(ex: Execution, axes, x_BTD, ws):
+    """Return the MLP's output [B, T, D], computed by the fused kernels of `ex.mlp`.
+
+    ws: gate, up and down weights; axes: their logical axes. Gathers and gradients are placed as in `project`.
+    """
+    return _fused_mlp_forward(ex, axes, x_BTD, ws)[0]
 
 
-def _in_kernels_forward(ex, axes, x_BTD, ws):
+def _fused_mlp_forward(ex, axes, x_BTD, ws):
     full = tuple(gathered(ex, *of_one) for of_one in zip(ws, axes, strict=True))
-    *inward, h_BTF = ex.mlp.inward(ex.layout, x_BTD, *full[:2])
-    inward = [checkpoint_name(y_BTF, MLP_INWARD) for y_BTF in inward]
+    *gate_up, h_BTF = ex.mlp.forward(ex.layout, x_BTD, *full[:2])
+    gate_up = [checkpoint_name(y_BTF, GATE_UP) for y_BTF in gate_up]
     y_BTD = products.einsum("BTF,FD->BTD", h_BTF, full[2])
-    return y_BTD, (x_BTD, ws if ex.remat == "none" else full, inward)
+    return y_BTD, (x_BTD, ws if ex.remat == "none" else full, gate_up)
 
 
-def _in_kernels_backward(ex, axes, saved, dy_BTD):
-    x_BTD, ws, inward = saved
+def _fused_mlp_backward(ex, axes, saved, dy_BTD):
+    x_BTD, ws, gate_up = saved
     gate, up, down = [gathered(ex, *of_one) for of_one in zip(ws, axes)] if ex.remat == "none" else ws
-    *of_inward, h_BTF = ex.mlp.backward(ex.layout, dy_BTD, down, *inward)
-    into = [products.einsum("BTF,DF->BTD", d_BTF, w_DF) for d_BTF, w_DF in zip(of_inward, (gate, up))]
-    dws = [products.einsum("BTD,BTF->DF", x_BTD, d_BTF, jnp.float32) for d_BTF in of_inward]
+    *grads, h_BTF = ex.mlp.backward(ex.layout, dy_BTD, down, *gate_up)
+    of_gate, of_up = (products.einsum("BTF,DF->BTD", d_BTF, w_DF) for d_BTF, w_DF in zip(grads, (gate, up)))
+    dws = [products.einsum("BTD,BTF->DF", x_BTD, d_BTF, jnp.float32) for d_BTF in grads]
     dws.append(products.einsum("BTF,BTD->FD", h_BTF, dy_BTD, jnp.float32))
-    return into[1] + into[0], tuple(map(partial(_placed, ex), dws, axes))
+    # as in `project`: cuBLAS accumulates the new product into the other
+    return of_up + of_gate, tuple(map(partial(_placed, ex), dws, axes))
 
 
-in_kernels.defvjp(_in_kernels_forward, _in_kernels_backward)
+fused_mlp.defvjp(_fused_mlp_forward, _fused_mlp_backward)
 
 
 class MLP(nnx.Module):
@@ -493,8 +496,8 @@ class MLP(nnx.Module):
         act = ex.layout.act
         if ex.mlp is not None and ex.mlp.fits(self.up.kernel[...].shape[1]):
             linears = self.gate, self.up, self.down
-            return in_kernels(ex, tuple(linear.axes for linear in linears), x_BTD,
-                              tuple(linear.kernel[...] for linear in linears))
+            return fused_mlp(ex, tuple(linear.axes for linear in linears), x_BTD,
+                             tuple(linear.kernel[...] for linear in linears))
         inward = [linear for linear in (self.up, self.gate) if linear is not None]
         up_BTF, *gate = (act(y, "batch", "seq", "mlp")
                          for y in together(ex, x_BTD, *((linear, 1) for linear in inward)))

@@ -1,7 +1,6 @@
-"""How the dense MLPs of a run are computed: by XLA's matmuls, or by kernels that have the activation in them.
+"""Chooses how dense MLPs are computed: by XLA's matmuls or by the fused kernels of `kernels.mosaic_mlp`.
 
-The kernels take whole arrays of a device, so they run in a `shard_map` over all axes. Knows the run file; of the model
-only its MLPs.
+XLA has no partitioning rule for the kernels, so they run in a `shard_map` over all mesh axes.
 """
 from __future__ import annotations
 
@@ -13,31 +12,30 @@ from meshtrain.kernels.activations import SLOPES
 from meshtrain.sharding.mesh import on_shards
 from meshtrain.sharding.rules import GATHERED, Layout
 
-AUTO = "xla"        # what model.mlp = "auto" takes: no GPU has compared them (`python -m benchmarks.gpu`)
-INNER = ("batch", "seq", "mlp")
+AUTO = "xla"        # what model.mlp = "auto" selects until both are compared on a GPU (`python -m benchmarks.gpu`)
 
 
 class FusedMLP(NamedTuple):
-    """The kernels of one activation. programs: the GPU's number of multiprocessors. interpret: see
+    """The fused kernels with one activation. programs: the GPU's number of multiprocessors. interpret: see
     `warpgroups.Call`."""
     activation: str
     programs: int
     interpret: object = False
 
     def fits(self, num_hidden: int) -> bool:
-        """Whether the kernels support an MLP this wide, of a run that `choose` found right."""
+        """Whether the kernels support this mlp_dim; the other sizes were checked by `choose`."""
         return num_hidden % mosaic_mlp.COLUMNS == 0
 
-    def inward(self, layout: Layout, x_BTD, gate_DF, up_DF):
-        """gate · x, up · x and the activation of both, each [B, T, F]. gate, up: gathered."""
+    def forward(self, layout: Layout, x_BTD, gate_DF, up_DF):
+        """Return gate, up and h = act(gate) · up, each [B, T, F]. gate_DF, up_DF: the gathered weights."""
         def local(x_BTD, gate_DF, up_DF):
-            found = mosaic_mlp.inward(_rows(x_BTD), gate_DF, up_DF, self.activation, self.programs, self.interpret)
+            found = mosaic_mlp.forward(_rows(x_BTD), gate_DF, up_DF, self.activation, self.programs, self.interpret)
             return tuple(y.reshape(*x_BTD.shape[:2], -1) for y in found)
         of_x, of_y, of_w = _specs(layout)
         return on_shards(local, (of_x, of_w, of_w), (of_y,) * 3)(x_BTD, gate_DF, up_DF)
 
     def backward(self, layout: Layout, dy_BTD, down_FD, gate_BTF, up_BTF):
-        """The gradients of gate · x and up · x, and their activation once more, each [B, T, F]."""
+        """Return the gradients of gate and up, and h again, each [B, T, F]. down_FD: the gathered weight."""
         def local(dy_BTD, down_FD, gate_BTF, up_BTF):
             found = mosaic_mlp.backward(_rows(dy_BTD), down_FD.T, _rows(gate_BTF), _rows(up_BTF), self.activation,
                                         self.programs, self.interpret)
@@ -52,14 +50,16 @@ def _rows(a):
 
 
 def _specs(layout: Layout):
-    """The specs of x, of the inner activations, and of the inward matrices."""
-    spec = layout.spec
-    return spec("activations", ("batch", "seq", None)), spec("activations", INNER), spec(GATHERED, ("embed", "mlp"))
+    """PartitionSpecs of x, of the hidden activations, and of the gate and up weights."""
+    x, hidden = (layout.spec("activations", ("batch", "seq", last)) for last in (None, "mlp"))
+    return x, hidden, layout.spec(GATHERED, ("embed", "mlp"))
 
 
 def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> FusedMLP | None:
-    """The kernels of a run's MLPs; None for XLA. Raises: ValueError if model.mlp asks for kernels that cannot serve the
-    run."""
+    """Return the fused kernels for this run, or None for XLA's matmuls.
+
+    Raises: ValueError if model.mlp is "mosaic" and the kernels do not support the run.
+    """
     asked = run.model.mlp
     if (AUTO if asked == "auto" else asked) != "mosaic":
         return None
@@ -71,12 +71,12 @@ def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> Fuse
 
 
 def note(run, chosen: FusedMLP | None) -> str:
-    """"" for XLA."""
-    return chosen and f"MLPs: the activation inside the matmuls, by Mosaic kernels (model.mlp={run.model.mlp})" or ""
+    """What the program says at the start; empty for XLA's matmuls."""
+    return chosen and f"MLPs: activation fused into the matmuls, Mosaic kernels (model.mlp={run.model.mlp})" or ""
 
 
 def _against(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> list[str]:
-    """Why the kernels cannot serve this run; empty if they can."""
+    """Reasons why the kernels do not support this run; empty if they do."""
     model, shards = run.model, lambda logical: layout.num_shards(layout.mesh_axes("activations", logical))
     if platform == "cpu" or not mosaic.runs_on(gpu):
         return [f"the kernels need Hopper's wgmma (h100, h200, gh200), which {gpu.name if gpu else platform} does not "

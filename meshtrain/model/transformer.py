@@ -23,7 +23,7 @@ from meshtrain import pattern
 from meshtrain.kernels import products
 from meshtrain.model import float8, lora, params, parts, rope
 from meshtrain.model.latent import LatentAttention
-from meshtrain.model.layers import (MLP, MLP_INWARD, Attention, Embedding, Execution, Layer, Linear, Norm, dropout,
+from meshtrain.model.layers import (GATE_UP, MLP, Attention, Embedding, Execution, Layer, Linear, Norm, dropout,
                                     kv_heads)
 from meshtrain.model.linear import RecurrentMixer
 from meshtrain.model.loss import LossSpec, capped, loss_sums, token_losses, token_nll
@@ -487,7 +487,7 @@ def rematerialized(layer, ex: Execution):
     names = [float8.SCALE]
     if ex.layout.sizes["context"] > 1 or ex.remat == "selective":
         names += ["attention_o", "attention_lse", "linear_o", "linear_states"]
-        names += ["attention_stream", "attention_rotated", "router_logits", MLP_INWARD] * (ex.remat == "selective")
+        names += ["attention_stream", "attention_rotated", "router_logits", GATE_UP] * (ex.remat == "selective")
     keep = policies.save_only_these_names(*names)
     if ex.remat == "offload":
         # The name must be the input's: a layer's output with it silently stays on the device.

@@ -19,13 +19,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import hardware
-from meshtrain.model import float8, params, transformer
+from meshtrain.model import float8, mlp, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import AT_MOST, AUX_LOSS, MAXIMA, NO_TARGET
 from meshtrain.parallel.context import attention
-from meshtrain.model import mlp
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import layer_vjp
 from meshtrain.parallel.pipeline.schedules import Schedule

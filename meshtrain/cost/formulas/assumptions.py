@@ -71,7 +71,7 @@ TABLE = {row.name: row for row in (
     Assumption("grouped.mosaic", {"": .80}, _ORDERED),
     Assumption("grouped.outer", {"": .51}, _OUTER),
     Assumption("mlp.exposed", {"": .5},
-               "of the time that an activation's bytes take, what a matmul's kernel takes longer with it in its tiles "
+               "share of the time to move an activation's bytes that shows when it is fused into a matmul "
                "(model.mlp=mosaic); not measured", 0),
     Assumption("experts.rounds", {"": 0},
                "further rounds of a layer's experts, in the mean of layers and devices: none where they are equally "

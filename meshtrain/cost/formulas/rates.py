@@ -41,7 +41,8 @@ class Matmul:
 class GroupedMatmul:
     """One kernel that multiplies the rows of each group by the group's matrix: [rows, k] × [groups, k, n]. kernel: as
     `assumptions` names it: rows, mosaic, or outer, which computes the matrices' gradients, [k, rows] × [rows, n] of
-    each group. rows: includes the padding of blocks. activation_bytes: that the kernel moves for an activation."""
+    each group. rows: includes the padding of blocks. activation_bytes: HBM bytes of a fused
+    activation."""
     rows: float
     groups: int
     k: int

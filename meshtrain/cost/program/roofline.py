@@ -231,8 +231,8 @@ class _Program:
         return part or (MATMUL if found.matmuls or found.grouped else ELEMENTWISE)
 
     def _origin(self, computation: str, ins: hlo.Instruction) -> hlo.Instruction:
-        """The instruction whose metadata says where a kernel comes from: a matmul in a fusion, which writes its result
-        where that is kept. If it has none: one that is fused into it, an operand, or the loop around it."""
+        """The instruction whose metadata names a kernel's source: a matmul inside a fusion, else the kernel itself. If
+        it has none: another fused instruction, an operand, or the loop around it."""
         scope = self.module.computations[computation]
         fused = [i for name in ins.called for i in reversed(self.module.computations[name].values())]
         around = *(scope[name] for name in ins.operands), self.callers.get(computation, ins)

@@ -14,8 +14,7 @@ from collections import Counter
 from meshtrain.cost.program import hlo
 from meshtrain.cost.formulas.rates import AttentionKernel, GroupedMatmul, Matmul
 from meshtrain.kernels import grouped as kernels
-from meshtrain.kernels import mosaic_mlp
-from meshtrain.kernels import recurrence_pallas, rotation, tiles
+from meshtrain.kernels import mosaic_mlp, recurrence_pallas, rotation, tiles
 from meshtrain.names import BALANCED_ROWS
 
 # Names of existing arrays, without a kernel: see `free`.
@@ -29,7 +28,7 @@ PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)}  # of our kernels wi
 _OURS = re.compile(r"meshtrain_(attention|mosaic)_(forward|dq|dkv)(_causal)?(?:_window(\d+))?(?:_ahead(\d+))?")
 # `kernels.grouped` and `kernels.mosaic_grouped`, with the order of a matrix's dims
 _GROUPED = re.compile(r"\bgrouped_(rows|mosaic|outer)_([gkn]{3})\b")
-_MLP = re.compile(rf"\b{mosaic_mlp.NAME}_(inward|backward)\b")
+_MLP = re.compile(rf"\b{mosaic_mlp.NAME}_(forward|backward)\b")
 _RECURRENCE = re.compile(rf"\b{recurrence_pallas.NAME}_([a-z_]+?)({recurrence_pallas.DELTA})?\b")
 _BALANCED_ROWS = re.compile(BALANCED_ROWS.format(r"(\d+)"))
 _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
@@ -88,17 +87,17 @@ def matmul(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Mat
 
 
 def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> GroupedMatmul | None:
-    """Read a grouped matmul, or a kernel of `kernels.mosaic_mlp`, whose rows are one group; None for anything else. Its
+    """Read a grouped matmul, or a kernel of `kernels.mosaic_mlp` (one group); None for anything else. Its
     rows are those of balanced experts, which its scope names, else all of its buffer."""
-    if ins.op in _FUSIONS:      # which write its result where it is kept, or read slices of stacked operands
+    if ins.op in _FUSIONS:      # around a kernel that writes into a stacked array or reads slices of one
         inside = (grouped(module, name, inner) for name in ins.called for inner in module.computations[name].values())
         return next((found for found in inside if found), None)
     if ins.op == "custom-call" and (found := _MLP.search(ins.op_name)):
         (dtype, (rows, k)), (_, matrix) = module.operand_shapes(computation, ins)[:2]
-        inward = found[1] == "inward"
-        n = (1 + inward) * matrix[1]
-        # beside what the products alone would write
-        more = rows * n // 2 if inward else 4 * rows * n
+        forward = found[1] == "forward"
+        n = (1 + forward) * matrix[1]       # gate and up
+        # elements beyond the product's output: h; of the backward gate, up, dup and h
+        more = rows * n // 2 if forward else 4 * rows * n
         return GroupedMatmul(rows, 1, k, n, dtype, "mosaic", more * hlo.dtype_bits(dtype) // 8)
     found = _GROUPED.search(ins.op_name) if ins.op == "custom-call" else None
     if not found:

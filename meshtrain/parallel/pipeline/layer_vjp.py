@@ -22,27 +22,29 @@ from meshtrain import jax_private
 INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
            "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
-# That only name, cast or reshape a value.
+# Primitives that only name, cast or reshape a value.
 PASSING = {"name", "reduce_precision", "convert_element_type", "reshape", "squeeze", "sharding_constraint", "copy"}
-IN_PLACE_SINCE = (0, 11)    # jax whose XLA writes residuals in place; before, reading them there costs a copy more
+IN_PLACE_SINCE = (0, 11)    # first jax with which XLA writes residuals in place; earlier ones add a copy
 
 
 class StackEntry(NamedTuple):
-    """The entry of stacked residuals that a layer writes, by numbers that are equal, but not to XLA."""
-    counter: jax.Array      # of a loop: matmuls and kernels write there themselves
-    again: jax.Array        # where that is read again: XLA replaces what is read by `counter` with what was written
-    listed: jax.Array       # where the others are copied: by `counter` asynchronously, which costs further copies
+    """A layer's index into stacked residuals, in three forms: equal at run time, but XLA compiles each differently."""
+    counter: jax.Array      # the loop counter: XLA lets a matmul or kernel write its output there in place
+    again: jax.Array        # to read that output back; a read at `counter` would be folded into a temporary
+    listed: jax.Array       # to copy other residuals; copies at `counter` are asynchronous and cause further copies
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FBW:
     """F, B and W of y, aux = f(w, x, e), where e and aux are not differentiated.
 
-    forward(w, x, e) -> y, aux, (r, q). forward_into(room, entry, w, x, e) -> y, aux, room: the residuals written at a
-    `StackEntry` of room, (r, q) of stacked ones; None where none would be written in place. backward_input(w, e, r, q,
-    dy) -> dx, z. backward_weight(w, e, q, z) -> dw. backward(w, e, r, q, dy) -> dx, dw: both at once. r: residuals for
-    B alone; q: for W; z: values that B passes to W; lists of arrays with the ShapeDtypeStructs `r`, `q` and `z`. aux: a
-    tree like `aux`. dw is always float32.
+    forward(w, x, e) -> y, aux, (r, q).
+    forward_into(room, entry, w, x, e) -> y, aux, room: writes the residuals into the stacked buffers room = (r, q) at a
+      `StackEntry`; None if none of them can be written in place.
+    backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
+    backward(w, e, r, q, dy) -> dx, dw: both at once.
+    r: residuals for B alone; q: for W; z: values that B passes to W; lists of arrays with the ShapeDtypeStructs `r`,
+    `q` and `z`. aux: a tree like `aux`. dw is always float32.
     """
     forward: Callable
     forward_into: Callable | None
@@ -116,14 +118,14 @@ class _Forward:
         self.in_place = self._in_place()
 
     def apply(self, w, x, e, keep: Callable | None = None):
-        """y, aux and the saved residuals. keep(v, its value): what later equations read instead."""
+        """y, aux and the saved residuals. keep(v, value) returns the value that later equations read for v."""
         env = _constants(self.traced) | dict(zip(self.traced.jaxpr.invars, jax.tree.leaves((w, x, e))))
         env = _bind(self.eqns, env, keep=keep)
         aux = jax.tree.unflatten(self.aux_tree, [_value(env, v) for v in self.aux])
         return _value(env, self.y), aux, [env[v] for v in self.saved]
 
     def apply_into(self, room: list, entry: StackEntry, w, x, e):
-        """y, aux and `room`, of each saved residual its stack, with the residuals at that entry."""
+        """y, aux and `room` with the residuals written at `entry`. room: one stacked buffer for each saved residual."""
         room, number = list(room), {v: n for n, v in enumerate(self.saved)}
 
         def keep(v, value):
@@ -133,7 +135,7 @@ class _Forward:
             room[n] = put(room[n], value, entry.counter if v in self.in_place else entry.listed)
             if v in self.in_place:
                 return take(room[n], entry.again)
-            # copied before it is used: a matmul then adds its products to the stream where that lies
+            # The copy comes before any use, so a later matmul can accumulate into the stream's buffer.
             room[n], value = jax.lax.optimization_barrier((room[n], value))
             return value
         x = keep(self.traced.jaxpr.invars[self.num_w], x)
@@ -141,11 +143,12 @@ class _Forward:
         return y, aux, room
 
     def _in_place(self) -> set:
-        """The saved residuals that a matmul or kernel writes where they are kept: those more than twice as large as the
-        stream, like an MLP's gate and up. XLA's scheduler takes such a call for short, and hides less traffic beside
-        it: with queries, too, Qwen3-30B-A3B on 64 H100 took 2.58 s by the roofline, not 2.53.
+        """The residuals to write in place: outputs of a matmul or kernel, more than twice as large as the residual
+        stream (an MLP's gate and up).
 
-        Not those that a matmul reads: it would write its sum with the stream apart from the stream, which is copied.
+        Smaller ones do not pay: XLA's scheduler underestimates an in-place call and hides less traffic behind it. With
+        queries included, Qwen3-30B-A3B on 64 H100 took 2.58 s by the roofline instead of 2.53. Residuals that a matmul
+        reads are excluded: XLA would then copy the stream that the matmul accumulates into.
         """
         maker, readers = {v: eqn for eqn in self.eqns for v in eqn.outvars}, {}
         for eqn in self.eqns:
@@ -218,8 +221,8 @@ def stack(f: Callable, ws, own, depth: int, x, e, in_place: bool = False) -> FBW
     chunks copies none. e is shared by the layers. backward_weight and backward also take `total` [n, …] and `on`, and
     return, as dw, `total` with the gradients added in place if `on`: one microbatch's stacked gradients would be as
     large as the total. forward also takes `room`, the (r, q) buffers of an earlier call to overwrite; without it XLA
-    zero-fills new ones, and copies one if two are alike. in_place: matmuls and kernels write large residuals into
-    `room`, where XLA can do so (NVIDIA GPUs, jax 0.11); else it makes a copy more.
+    zero-fills new ones, and copies one if two are alike. in_place: matmuls and kernels write large residuals directly
+    into `room`; set it only where XLA supports that (NVIDIA GPUs, from jax `IN_PLACE_SINCE` on), else it adds a copy.
     """
     one, scan = layer_of(f, ws, own, x, e), jax.lax.scan
 
@@ -378,7 +381,7 @@ def _is_matmul(eqn) -> bool:
 
 
 def _writes_memory(eqn) -> bool:
-    """Whether XLA fuses nothing with an equation: matmuls, and what has a program of its own, as kernels and loops."""
+    """Whether an equation is never fused by XLA, so its output is in memory: matmuls, kernels, loops, shard_maps."""
     return _is_matmul(eqn) or any(hasattr(inner, "eqns") or hasattr(inner, "jaxpr") for given in eqn.params.values()
                                   for inner in (given if isinstance(given, (tuple, list)) else (given,)))
 
