@@ -277,6 +277,26 @@ def test_mlflow_that_fails_for_a_while_gets_every_row_and_is_told_once(mlflow, t
     assert said.count("MLflow takes no rows: ConnectionError: no route to http://…@there") == 1 and "secret" not in said
 
 
+def test_rows_that_wait_are_tried_once_more_when_the_run_ends(mlflow, tmp_path, monkeypatch, capfd):
+    real, asked = mlflow.MlflowClient.log_batch, []
+
+    def log_batch(self, *given, **keys):
+        asked.extend([keys] * ("params" not in keys))
+        if len(asked) == 1 and "params" not in keys:
+            raise ConnectionError("no route")
+        return real(self, *given, **keys)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
+    monkeypatch.setattr(trackers, "MLFLOW_PAUSE_S", 3600.0)
+    with metrics.open_writers(run_file(tmp_path, "--metrics.mlflow", "theirs"), tmp_path, 0) as writers:
+        writers.write({"step": 1, "loss": 2.0})
+        while not asked:
+            time.sleep(0.01)
+        writers.write({"step": 2, "loss": 1.0})
+    found = mlflow.MlflowClient().get_run((tmp_path / "mlflow" / "run-id").read_text())
+    assert found.info.status == "FINISHED" and found.data.metrics["train/loss"] == 1.0
+    assert "did not get" not in capfd.readouterr().err
+
+
 def test_mlflow_that_is_not_there_holds_nothing_up(mlflow, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     began = time.monotonic()

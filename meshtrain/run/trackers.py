@@ -26,7 +26,8 @@ from meshtrain.run import contents, rows, say
 NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file of ours
 WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
 WANDB_FINISH_TIMEOUT_S = 120.0   # for uploading what is left at the end; without one, no network means no end
-MLFLOW_FINISH_S, MLFLOW_PAUSE_S = 60.0, 10.0    # for what is left at the end; before what failed is tried again
+MLFLOW_FINISH_S, MLFLOW_LAST_S = 60.0, 10.0     # for what is left at the end; for that of what failed before
+MLFLOW_PAUSE_S = 10.0                           # before what failed is tried again
 MLFLOW_ROWS, MLFLOW_NUMBERS = 10_000, 1_000     # rows that may wait; numbers that a request may have
 MLFLOW_PARAMETERS, MLFLOW_TEXT = 100, 500       # in a request; characters of one
 MLFLOW_STEP = "meshtrain.step"                  # the tag with the last step that it has
@@ -161,7 +162,7 @@ class MLflow(contextlib.AbstractContextManager):
     def __init__(self, run: Run, directory: Path):
         self._run, self._kept = run, directory / "mlflow" / "run-id"
         self._rows: collections.deque[tuple[int, int, Mapping[str, float]]] = collections.deque(maxlen=MLFLOW_ROWS)
-        self._more, self._closing, self._left = threading.Event(), False, threading.Event()
+        self._more, self._closing = threading.Event(), threading.Event()
         self._client, self._id, self._sent, self._failing = None, "", 0, False
         self._thread = threading.Thread(target=self._work, daemon=True, name="mlflow")
         self._thread.start()
@@ -171,7 +172,7 @@ class MLflow(contextlib.AbstractContextManager):
         self._more.set()
 
     def _work(self) -> None:
-        while self._rows or not self._closing:
+        while not (last := self._closing.is_set()) or self._rows:
             try:
                 if not self._id:
                     self._begin()
@@ -187,8 +188,9 @@ class MLflow(contextlib.AbstractContextManager):
                             f"one")
                 self._failing = True
                 self._more.set()
-                if self._left.wait(MLFLOW_PAUSE_S):
+                if last:
                     return
+                self._closing.wait(MLFLOW_PAUSE_S)
 
     def _begin(self) -> None:
         for name, value in MLFLOW_ENVIRONMENT.items():
@@ -223,10 +225,9 @@ class MLflow(contextlib.AbstractContextManager):
                 self._rows.popleft()
 
     def __exit__(self, kind, *_):
-        self._closing = True
+        self._closing.set()     # what waits is tried once more, without a pause
         self._more.set()
-        self._thread.join(0 if self._failing else MLFLOW_FINISH_S)
-        self._left.set()
+        self._thread.join(MLFLOW_LAST_S if self._failing else MLFLOW_FINISH_S)
         if self._rows:
             say.err(f"MLflow did not get the rows from step {self._rows[0][0]} on; metrics.jsonl has them")
         elif self._id:
