@@ -3,16 +3,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import jax
 
-from meshtrain import config, hardware
-from meshtrain.cluster import programs
+from meshtrain import config, flags, hardware
+from meshtrain.cluster import agree, programs
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, footprint, price, rates, simulate
 from meshtrain.cost.formulas.placed import Options, Placed, place
-from meshtrain.cost.program import audit
+from meshtrain.cost.program import audit, scheduling
 from meshtrain.model import mlp, transformer
 from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
@@ -127,7 +128,20 @@ class BrokenProgramError(RuntimeError):
 
 def compile_step(made: Assembly):
     """The compiled training step of the run. Raises: as `checked_program`."""
-    return _kept(made, "the training step", made.program.lowered())
+    return checked_program(made.mesh, "the training step", compile_unchecked(made))
+
+
+def compile_unchecked(made: Assembly):
+    """The same, also if it is known to give wrong numbers. On several GPUs XLA compiles it a second time where that
+    shortens it, see `cost.program.scheduling`. All processes call it."""
+    lowered = made.program.lowered()
+    first = _compiled(made, lowered)
+    profile = agree.on_first(lambda: scheduling.profile(made, first))
+    path = profile and programs.kept_profile(profile)
+    if not path or not (options := flags.profiled(path)):
+        return first
+    second = _compiled(made, lowered, options)
+    return second if agree.on_first(lambda: scheduling.is_better(made, second, first)) else first
 
 
 def compile_evaluation(made: Assembly) -> Assembly:
@@ -135,13 +149,12 @@ def compile_evaluation(made: Assembly) -> Assembly:
     program = made.program
     lowered = program.lower(program.evaluate, made.state_shapes.params, program.step.batch)
     return dataclasses.replace(made, program=dataclasses.replace(
-        program, evaluate=_kept(made, "the evaluation", lowered)))
+        program, evaluate=checked_program(made.mesh, "the evaluation", _compiled(made, lowered))))
 
 
-def _kept(made: Assembly, name: str, lowered: jax.stages.Lowered):
-    """The program as an earlier start has compiled it, or compiled now. Raises: as `checked_program`."""
-    return checked_program(made.mesh, name, programs.compiled(
-        lowered, made.program.compiler_options, list(made.mesh.devices.flat)))
+def _compiled(made: Assembly, lowered: jax.stages.Lowered, more: Mapping = MappingProxyType({})):
+    """The program as an earlier start has compiled it, or compiled now. more: further options."""
+    return programs.compiled(lowered, made.program.compiler_options | more, list(made.mesh.devices.flat))
 
 
 def initialize(made: Assembly) -> state.State:

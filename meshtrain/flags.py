@@ -22,10 +22,12 @@ JAXLIB = "libjax_common.so"
 MEMORY_SHARE = 0.80
 # What a row asks of a run. SEVERAL: it has stages or experts. CUBLAS: nothing splits a layer's matmuls or its tokens,
 # and it has no experts; or a dot can ask for float8 by its algorithm (`float8.precision`). DECODING: it draws tokens.
-ALWAYS, DETERMINISTIC, SEVERAL, OFFLOAD, CUBLAS, DECODING, NEVER = (
-    "always", "deterministic", "several", "offload", "cublas", "decoding", "never")
+# PROFILED: the program is compiled again, with a file of its kernels' seconds (`profiled`).
+ALWAYS, DETERMINISTIC, SEVERAL, OFFLOAD, CUBLAS, DECODING, PROFILED, NEVER = (
+    "always", "deterministic", "several", "offload", "cublas", "decoding", "profiled", "never")
 OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
+PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,12 @@ ON_GPUS = (
          "keeps XLA from merging matmuls that share their input: in decoding it would concatenate the weights of "
          "queries, keys and values, and of gate and up, for every token and layer, which triples their bytes (Llama "
          "3.2 1B, 64 slots: 2.5 GB more a token)", ROOFLINE),
+    Flag(PROFILE, "", PROFILED, "none", "0.10",
+         "the latency-hiding scheduler takes the seconds of kernels and collectives from the roofline instead of its "
+         "own estimates, which gather all of a layer's matrices before its first matmul: llama3-8b, zero3 on 64 H100, "
+         "155 of 994 ms waiting for links to 54 of 931; llama3-70b, tensor 8 × fsdp 8, 19.5 to 19.2 s", ROOFLINE),
+    Flag("xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNESS_LEVEL_OFF", PROFILED, "..._WARN", "0.10",
+         "no line for each instruction that takes no time", "XLA"),
     # Off until a GPU has timed them: what others report.
     Flag("xla_gpu_experimental_enable_nccl_symmetric_buffers", True, NEVER, "false", "0.10",
          "NCCL's symmetric kernels: 8B, +7% in bfloat16, +8% in float8, as reported; needs NCCL 2.27, and "
@@ -108,12 +116,23 @@ def options(platform: str, facts: Set[str] = frozenset(), memory_share: float = 
     memory_share: of a GPU, for the process."""
     if platform == "cpu":
         return {}
-    rows = [flag for flag in ON_GPUS if flag.when in {ALWAYS, *facts}]
-    users = set(re.findall(r"(?:^|\s)--(\w+)", environ.get("XLA_FLAGS", "")))
-    chosen = {flag.name: flag.value for flag in rows if flag.name not in users and known(flag.name)}
+    chosen = _chosen({ALWAYS, *facts}, environ)
     if MEMORY_LIMIT in chosen:
         chosen[MEMORY_LIMIT] = round(100 * memory_share / MEMORY_SHARE)
     return chosen
+
+
+def profiled(file: Path, environ: Mapping[str, str] = os.environ) -> dict[str, bool | int | str]:
+    """Further options of a program that is scheduled by a profile, see `cost.program.scheduling`; empty where the user
+    has one of their own, or XLA takes none."""
+    chosen = _chosen({PROFILED}, environ)
+    return chosen | {PROFILE: str(file)} if PROFILE in chosen else {}
+
+
+def _chosen(conditions: Set[str], environ: Mapping[str, str]) -> dict[str, bool | int | str]:
+    users = set(re.findall(r"(?:^|\s)--(\w+)", environ.get("XLA_FLAGS", "")))
+    return {flag.name: flag.value for flag in ON_GPUS
+            if flag.when in conditions and flag.name not in users and known(flag.name)}
 
 
 def known(name: str) -> bool:

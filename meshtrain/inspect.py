@@ -84,7 +84,7 @@ def inspected(made: assembly.Assembly, given: Mapping[str, float] = MappingProxy
     """Compile the step of a run and what it samples with. given: assumptions of the roofline to replace, by name."""
     logged: list[str] = []
     with say.without_noise(logged):
-        executable = made.program.compile()       # a broken one is shown, not refused
+        executable = assembly.compile_unchecked(made)       # a broken one is shown, not refused
         sampling = _sampling(made) if made.run.training.objective == "rl" else None
     return Inspected(made, executable, given, logged, sampling)
 

@@ -15,6 +15,7 @@ import math
 import os
 import platform
 import secrets
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,8 @@ from meshtrain import files
 from meshtrain.cluster import agree
 
 FOLDER = "processes"        # in run.compilation_cache
-MOST_KEPT = 64              # files, of all processes and runs
+PROFILES = "profiles"       # the same, for files that XLA reads as it compiles
+MOST_KEPT = 64              # files of each, of all processes and runs
 FAST_S = 0.3                # what is compiled in less is not kept
 APART = {"xla_hlo_graph_sharding_color": True}      # of drawings of the program, which nobody asks for
 
@@ -57,6 +59,21 @@ def compiled(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.D
     if any(agree.exchange(time.perf_counter() - began > FAST_S)):
         _keep(path, executable)
     return executable
+
+
+def kept_profile(content: str) -> Path | None:
+    """A file that has this content, for an option of XLA: the same path in every process and at every start, as the
+    option is part of what compiled programs are kept under. None where a process cannot write it. All processes call
+    it."""
+    directory = jax.config.jax_compilation_cache_dir or Path(tempfile.gettempdir()) / f"meshtrain-{os.getuid()}"
+    path = Path(directory) / PROFILES / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.pbtxt"
+    written = False
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        files.replace(path, content, shared=True)
+        written = True
+    _drop_old(path.parent)
+    return path if all(agree.exchange(written)) else None
 
 
 @functools.cache
@@ -111,6 +128,11 @@ def _keep(path: Path, executable: jax.stages.Compiled) -> None:
         content, *_ = serialize_executable.serialize(executable)
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, xxhash.xxh3_128_digest(content) + content, shared=True)
-        found = sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
+        _drop_old(path.parent)
+
+
+def _drop_old(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        found = sorted(directory.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
         for old in found[MOST_KEPT:]:
             old.unlink(missing_ok=True)

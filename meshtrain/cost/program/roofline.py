@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -172,6 +173,23 @@ def of_run(made, text: str, given: Mapping[str, float] | None = None) -> Rooflin
     model_flops = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
     return read(text, made.mesh_spec, rates.Rates(gpu, Assumptions(gpu.name, given or {})), tokens, model_flops,
                 run.data.document_mask, run.model.compute_dtype, run.context.method)
+
+
+def seconds_of_each(made, text: str) -> dict[str, float]:
+    """Seconds of one run of every kernel and collective of an assembled run's compiled step, by the name that it had
+    when XLA scheduled it. `gpu_of(made)` is known."""
+    gpu, run = gpu_of(made), made.run
+    program = _Program(text, made.mesh_spec, rates.Rates(gpu, Assumptions(gpu.name)), run.data.document_mask,
+                       run.context.method)
+    played = timeline.play(program.module, program.trips, timeline.Prices(program.kernel, program.collective))
+    each = {key: transfer.seconds / transfer.runs for key, transfer in played.transfers.items()}
+    found = {}
+    for computation, name in (*played.kernels, *each):
+        ins = program.module.computations[computation][name]
+        then = re.search(r'scheduling_name="([^"]+)"', ins.attrs)
+        found[then.group(1) if then else name] = float(
+            each.get((computation, name)) or program.kernel(computation, ins)[0])
+    return found
 
 
 def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model_flops: float, packed: bool = True,
