@@ -1,8 +1,8 @@
 """Orders a compiled step by the roofline's seconds: XLA compiles it again with a profile of its own instructions.
 
-XLA's latency-hiding scheduler moves the start of a collective ahead of kernels until it holds the collective for hidden.
-Its own estimates are poor for groups of many hosts and for kernels that it does not know; with a profile (profile-guided
-latency estimation, PGLE) it takes the seconds from there, and changes nothing else: the same kernels in another order.
+XLA's latency-hiding scheduler starts a collective so early that it takes it for hidden. Its own estimates are poor for
+groups of many hosts and for kernels that it does not know. Given a profile (profile-guided latency estimation, PGLE) it
+takes the seconds from there; kernels and collectives stay the same, in another order.
 
 Source: openxla/xla, xla/service/profile_guided_latency_estimator.h; docs of JAX, "Profile guided latency estimation".
 """
