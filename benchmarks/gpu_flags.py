@@ -1,4 +1,5 @@
-"""Step time and losses with each unproven flag of `meshtrain.flags` off and on, garbage collection left alone and by
+"""Step time and losses with each unproven flag of `meshtrain.flags` off and on, XLA's schedule with and without the
+roofline's seconds (several GPUs), garbage collection left alone and by
 step, and the process unbound and bound to its GPUs' NUMA node. One 1B shape; the row says what the table should be."""
 from __future__ import annotations
 
@@ -52,9 +53,16 @@ def compared(off, on, kept: str, taken: str) -> dict:
 def flag(row: flags.Flag, devices, sizes: gpu_speed.Sizes) -> dict:
     made, step, _ = gpu_speed.compiled(PLAN, devices, sizes)
     given = made.program.compiler_options | {row.name: row.value}
-    other = dataclasses.replace(made.program, compiler_options=given).compile()
+    other = assembly.compile_unchecked(dataclasses.replace(
+        made, program=dataclasses.replace(made.program, compiler_options=given)))
     return compared(trained(made, step), trained(made, other), "the table stays: never",
                     f"the table should say {row.name} = {row.value} always")
+
+
+def scheduling(devices, sizes: gpu_speed.Sizes) -> dict:
+    made, step, _ = gpu_speed.compiled(PLAN, devices, sizes)
+    return compared(trained(made, made.program.compile()), trained(made, step), "no gain on these GPUs",
+                    "the table stays: compiled again with the roofline's seconds")
 
 
 def collection(devices, sizes: gpu_speed.Sizes) -> dict:
@@ -74,6 +82,8 @@ def binding(devices, sizes: gpu_speed.Sizes) -> dict:
 
 def items(devices, sizes: gpu_speed.Sizes = gpu_speed.Sizes()) -> list[Item]:
     rows = [row for row in flags.ON_GPUS if row.when == flags.NEVER and flags.known(row.name)]
+    several = [Item("flags/scheduling profile", partial(scheduling, devices, sizes), 150, alone=True)]
     return [*(Item(f"flags/{row.name}", partial(flag, row, devices, sizes), 120, alone=True) for row in rows),
+            *several * (len(devices) > 1),
             Item("flags/garbage collection by step", partial(collection, devices, sizes), 90, alone=True),
             Item("flags/NUMA binding", partial(binding, devices, sizes), 90, alone=True)]
