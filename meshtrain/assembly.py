@@ -19,6 +19,7 @@ from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import stages
 from meshtrain.parallel.pipeline.schedules import Schedule
+from meshtrain.run import say
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Tensor
@@ -136,12 +137,20 @@ def compile_unchecked(made: Assembly):
     shortens it, see `cost.program.scheduling`. All processes call it."""
     lowered = made.program.lowered()
     first = _compiled(made, lowered)
-    profile = agree.on_first(lambda: scheduling.profile(made, first))
+    profile = agree.on_first(lambda: _profile(made, first))
     path = profile and programs.kept_profile(profile)
     if not path or not (options := flags.profiled(path)):
         return first
     second = _compiled(made, lowered, options)
     return second if agree.on_first(lambda: scheduling.is_better(made, second, first)) else first
+
+
+def _profile(made: Assembly, executable) -> str:
+    try:
+        return scheduling.profile(made, executable)
+    except Exception as error:      # a program that cannot be priced is no reason to lose a run
+        say.err(f"note: XLA's own schedule of the step is kept, as its price is not known: {error!r}")
+        return ""
 
 
 def compile_evaluation(made: Assembly) -> Assembly:

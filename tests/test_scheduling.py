@@ -88,6 +88,14 @@ def test_a_step_that_waits_little_or_runs_on_one_gpu_is_compiled_once(monkeypatc
     assert scheduling.profile(cpu, None) == ""
 
 
+@needs_compiler
+def test_a_step_that_cannot_be_priced_is_trained_all_the_same(monkeypatch, capfd):
+    once, _ = both()
+    monkeypatch.setattr(scheduling.roofline, "of_run", lambda *_: 1 / 0)
+    assert assembly.compile_step(made()).as_text() == once.as_text()
+    assert "XLA's own schedule of the step is kept" in capfd.readouterr().err
+
+
 def test_a_profile_of_the_user_s_own_is_not_replaced():
     path = Path("/somewhere/x.pbtxt")
     assert flags.profiled(path, {})[flags.PROFILE] == str(path)

@@ -47,10 +47,11 @@ def gathered_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[str]:
 
 
 def replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
-    """Find tensors that XLA replicates fully to reshard them."""
-    named, found = expect.tensors(made), Counter()
+    """Find tensors that XLA replicates fully to reshard them. A step that is compiled twice logs each twice."""
+    named, found, seen = expect.tensors(made), Counter(), set()
     for line in logged:
-        if match := REPLICATED.search(line):
+        if (match := REPLICATED.search(line)) and match.group() not in seen:
+            seen.add(match.group())
             before, after, array = match.groups()
             source = re.search(r'op_name="([^"]*)"', line)
             dims = tuple(int(n) for n in re.findall(r"\d+", array.partition("[")[2]))

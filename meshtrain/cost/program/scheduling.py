@@ -17,8 +17,9 @@ WAITING_S = 0.005   # the same, seconds of a step
 
 def profile(made, executable) -> str:
     """XLA's ProfiledInstructionsProto, as text, of an assembled run's compiled step; "" where too little of the step
-    waits for links, or the GPUs' speed is unknown."""
-    if roofline.gpu_of(made) is None or made.mesh.size == 1:
+    waits for links, or the GPUs are none that programs can be compiled for here."""
+    gpu = roofline.gpu_of(made)
+    if gpu is None or not gpu.can_be_compiled_for or made.mesh.size == 1:
         return ""
     text = executable.as_text()
     line = roofline.of_run(made, text)
