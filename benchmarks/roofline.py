@@ -52,6 +52,8 @@ SHIPPED = (
          "--training.remat selective --model.mlp mosaic"),
     Case("llama3-8b, remat selective, float8", "llama3-8b.toml", 8,
          "--training.remat selective --model.matmul_dtype float8"),
+    Case("llama3-8b, one sequence a GPU, zero3 over 64", "llama3-8b.toml", 64,
+         "--training.remat selective --data.global_batch 64 --training.microbatches 1"),
     Case("llama3-70b, tensor 8 × fsdp 8", "llama3-70b.toml", 64),
     Case("llama3-70b-pipeline, stage 4 × tensor 8 × fsdp 2", "llama3-70b-pipeline.toml", 64),
 )
