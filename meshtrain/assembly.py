@@ -133,8 +133,11 @@ def compile_step(made: Assembly):
 
 
 def compile_unchecked(made: Assembly):
-    """The same, also if it is known to give wrong numbers. On several GPUs XLA compiles it a second time where that
-    shortens it, see `cost.program.scheduling`. All processes call it."""
+    """Compile the training step without the check of `checked_program`. All processes call it.
+
+    If much of the step waits for links, it is compiled again with a profile (see `cost.program.scheduling`), and the
+    better of the two is returned.
+    """
     lowered = made.program.lowered()
     first = _compiled(made, lowered)
     profile = agree.on_first(lambda: _profile(made, first))

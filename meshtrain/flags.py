@@ -22,7 +22,7 @@ JAXLIB = "libjax_common.so"
 MEMORY_SHARE = 0.80
 # What a row asks of a run. SEVERAL: it has stages or experts. CUBLAS: nothing splits a layer's matmuls or its tokens,
 # and it has no experts; or a dot can ask for float8 by its algorithm (`float8.precision`). DECODING: it draws tokens.
-# PROFILED: the program is compiled again, with a file of its kernels' seconds (`profiled`).
+# PROFILED: it is compiled with a profile of its instructions (`profiled`).
 ALWAYS, DETERMINISTIC, SEVERAL, OFFLOAD, CUBLAS, DECODING, PROFILED, NEVER = (
     "always", "deterministic", "several", "offload", "cublas", "decoding", "profiled", "never")
 OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
@@ -90,7 +90,7 @@ ON_GPUS = (
     Flag(PROFILE, "", PROFILED, "none", "0.10",
          "the latency-hiding scheduler takes the seconds of kernels and collectives from the roofline instead of its "
          "own estimates, which gather all of a layer's matrices before its first matmul: llama3-8b, zero3 on 64 H100, "
-         "155 of 994 ms waiting for links to 54 of 931; llama3-70b, tensor 8 × fsdp 8, 19.5 to 19.2 s", ROOFLINE),
+         "158 of 968 ms waiting for links to 57 of 906; llama3-70b, tensor 8 × fsdp 8, 19.5 to 19.2 s", ROOFLINE),
     Flag("xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNESS_LEVEL_OFF", PROFILED, "..._WARN", "0.10",
          "no line for each instruction that takes no time", "XLA"),
     # Off until a GPU has timed them: what others report.
@@ -123,8 +123,8 @@ def options(platform: str, facts: Set[str] = frozenset(), memory_share: float = 
 
 
 def profiled(file: Path, environ: Mapping[str, str] = os.environ) -> dict[str, bool | int | str]:
-    """Further options of a program that is scheduled by a profile, see `cost.program.scheduling`; empty where the user
-    has one of their own, or XLA takes none."""
+    """Options that add a profile (`cost.program.scheduling`) to a compilation; none if XLA_FLAGS has one, or the
+    installed XLA reads none."""
     chosen = _chosen({PROFILED}, environ)
     return chosen | {PROFILE: str(file)} if PROFILE in chosen else {}
 

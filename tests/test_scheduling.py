@@ -48,7 +48,7 @@ def test_half_of_the_waiting_goes_and_the_work_stays():
 @needs_compiler
 def test_the_profile_has_the_seconds_of_every_kernel_and_collective():
     once, _ = both()
-    line, each = line_of(once), roofline.seconds_of_each(made(), once.as_text())
+    line, each = line_of(once), roofline.instruction_seconds(made(), once.as_text())
     names = {name for kernel in line.kernels for name in kernel.instructions}
     assert len(names - set(each)) <= .02 * len(names)       # XLA renames some when it makes them synchronous
     starts = Counter(ins.op for body in hlo.parse(once.as_text()).computations.values() for ins in body.values()

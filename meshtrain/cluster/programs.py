@@ -28,7 +28,7 @@ from meshtrain import files
 from meshtrain.cluster import agree
 
 FOLDER = "processes"        # in run.compilation_cache
-PROFILES = "profiles"       # the same, for files that XLA reads as it compiles
+PROFILES = "profiles"       # beside it: files that XLA reads while it compiles
 MOST_KEPT = 64              # files of each, of all processes and runs
 FAST_S = 0.3                # what is compiled in less is not kept
 APART = {"xla_hlo_graph_sharding_color": True}      # of drawings of the program, which nobody asks for
@@ -62,9 +62,11 @@ def compiled(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.D
 
 
 def kept_profile(content: str) -> Path | None:
-    """A file that has this content, for an option of XLA: the same path in every process and at every start, as the
-    option is part of what compiled programs are kept under. None where a process cannot write it. All processes call
-    it."""
+    """Write a profile for XLA to read, and return its path. All processes call it.
+
+    The path follows from the content: it is an option of the compilation, and by its options a compiled program is
+    found again at the next start. None if any process cannot write the file.
+    """
     directory = jax.config.jax_compilation_cache_dir or Path(tempfile.gettempdir()) / f"meshtrain-{os.getuid()}"
     path = Path(directory) / PROFILES / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.pbtxt"
     written = False

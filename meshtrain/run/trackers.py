@@ -26,7 +26,7 @@ from meshtrain.run import contents, rows, say
 NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file of ours
 WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
 WANDB_FINISH_TIMEOUT_S = 120.0   # for uploading what is left at the end; without one, no network means no end
-MLFLOW_FINISH_S, MLFLOW_LAST_S = 60.0, 10.0     # for what is left at the end; for that of what failed before
+MLFLOW_FINISH_S, MLFLOW_LAST_S = 60.0, 10.0     # to send what is left at the end; the same if the last try failed
 MLFLOW_PAUSE_S = 10.0                           # before what failed is tried again
 MLFLOW_ROWS, MLFLOW_NUMBERS = 10_000, 1_000     # rows that may wait; numbers that a request may have
 MLFLOW_PARAMETERS, MLFLOW_TEXT = 100, 500       # in a request; characters of one

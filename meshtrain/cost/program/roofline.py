@@ -175,20 +175,19 @@ def of_run(made, text: str, given: Mapping[str, float] | None = None) -> Rooflin
                 run.data.document_mask, run.model.compute_dtype, run.context.method)
 
 
-def seconds_of_each(made, text: str) -> dict[str, float]:
-    """Seconds of one run of every kernel and collective of an assembled run's compiled step, by the name that it had
-    when XLA scheduled it. `gpu_of(made)` is known."""
+def instruction_seconds(made, text: str) -> dict[str, float]:
+    """Seconds of one run of each kernel and collective in an assembled run's compiled step, by the name that XLA's
+    scheduler knows it under. Its GPU must be one of `gpu_of`."""
     gpu, run = gpu_of(made), made.run
-    program = _Program(text, made.mesh_spec, rates.Rates(gpu, Assumptions(gpu.name)), run.data.document_mask,
-                       run.context.method)
-    played = timeline.play(program.module, program.trips, timeline.Prices(program.kernel, program.collective))
-    each = {key: transfer.seconds / transfer.runs for key, transfer in played.transfers.items()}
+    program, played = _play(text, made.mesh_spec, rates.Rates(gpu, Assumptions(gpu.name)), run.data.document_mask,
+                            run.context.method)
+    transfers = {key: transfer.seconds / transfer.runs for key, transfer in played.transfers.items()}
     found = {}
-    for computation, name in (*played.kernels, *each):
+    for computation, name in (*played.kernels, *transfers):
         ins = program.module.computations[computation][name]
-        then = re.search(r'scheduling_name="([^"]+)"', ins.attrs)
-        found[then.group(1) if then else name] = float(
-            each.get((computation, name)) or program.kernel(computation, ins)[0])
+        scheduled = re.search(r'scheduling_name="([^"]+)"', ins.attrs)
+        found[scheduled.group(1) if scheduled else name] = float(
+            transfers.get((computation, name)) or program.kernel(computation, ins)[0])
     return found
 
 
@@ -196,12 +195,16 @@ def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model
          dtype: str = "bfloat16", method: str = "ring") -> Roofline:
     """The roofline of a compiled program. tokens, model_flops: of a step on all GPUs. packed: rows hold several
     documents. method: of context parallelism."""
-    program = _Program(text, mesh_spec, prices, packed, method)
-    played = timeline.play(program.module, program.trips, timeline.Prices(program.kernel, program.collective))
+    program, played = _play(text, mesh_spec, prices, packed, method)
     hidden_s = sum(transfer.hidden_s for transfer in played.transfers.values())
     return Roofline(
         prices, mesh_spec.num_devices, tokens, model_flops, dtype, played.exposed_s, hidden_s, dict(played.parts),
         program.kernels(played), program.traffic(played), tuple(program.unknown), tuple(sorted(program.uncounted)))
+
+
+def _play(text: str, mesh_spec: MeshSpec, prices: rates.Rates, packed: bool, method: str):
+    program = _Program(text, mesh_spec, prices, packed, method)
+    return program, timeline.play(program.module, program.trips, timeline.Prices(program.kernel, program.collective))
 
 
 class _Program:

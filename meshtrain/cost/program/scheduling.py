@@ -1,8 +1,9 @@
-"""Orders a compiled step by the roofline's seconds: XLA compiles it again with a profile of its own instructions.
+"""Schedules a step by the roofline: a profile from which XLA, compiling again, takes the time of each instruction.
 
-XLA's latency-hiding scheduler starts a collective so early that it takes it for hidden. Its own estimates are poor for
-groups of many hosts and for kernels that it does not know. Given a profile (profile-guided latency estimation, PGLE) it
-takes the seconds from there; kernels and collectives stay the same, in another order.
+XLA's latency-hiding scheduler starts each collective early enough to hide it, by its estimates of how long collectives
+and kernels take. These are poor for groups that span hosts and for kernels that it does not know. Given a profile
+(profile-guided latency estimation, PGLE) it uses those times instead. Kernels and collectives stay the same; only their
+order changes.
 
 Source: openxla/xla, xla/service/profile_guided_latency_estimator.h; docs of JAX, "Profile guided latency estimation".
 """
@@ -11,13 +12,16 @@ from __future__ import annotations
 from meshtrain import hardware
 from meshtrain.cost.program import roofline
 
-WAITING = 0.02      # share of a step that waits for links, from which on compiling again is worth its time
-WAITING_S = 0.005   # the same, seconds of a step
+# Compiling again is worth its time where at least this much of a step waits for links: a share of it, and seconds.
+WAITING, WAITING_S = 0.02, 0.005
 
 
 def profile(made, executable) -> str:
-    """XLA's ProfiledInstructionsProto, as text, of an assembled run's compiled step; "" where too little of the step
-    waits for links, or the GPUs are none that programs can be compiled for here."""
+    """Return the profile of an assembled run's compiled step (XLA's ProfiledInstructionsProto, as text).
+
+    It is empty where too little of the step waits for links, and on GPUs that `inspect --topology` cannot compile for:
+    their programs were never priced in a test.
+    """
     gpu = roofline.gpu_of(made)
     if gpu is None or not gpu.can_be_compiled_for or made.mesh.size == 1:
         return ""
@@ -26,12 +30,12 @@ def profile(made, executable) -> str:
     if line.exposed_s < max(WAITING * line.step_s, WAITING_S):
         return ""
     return "".join(f'costs {{ name: "{name}" cost_us: {1e6 * seconds:.3f} }}\n'
-                   for name, seconds in sorted(roofline.seconds_of_each(made, text).items()))
+                   for name, seconds in sorted(roofline.instruction_seconds(made, text).items()))
 
 
 def is_better(made, executable, other) -> bool:
-    """Whether the step is shorter in `executable` than in `other`, by the roofline, and needs no memory that a GPU does
-    not have."""
+    """Whether `executable` takes less time for the step than `other` by the roofline, and fits in a GPU's memory (or
+    needs no more than `other`)."""
     step_s, others_s = (roofline.of_run(made, each.as_text()).step_s for each in (executable, other))
     held, others = map(_bytes, (executable, other))
     return step_s < others_s and held <= max(others, hardware.usable_bytes(roofline.gpu_of(made)))
