@@ -22,9 +22,11 @@ JAXLIB = "libjax_common.so"
 MEMORY_SHARE = 0.80
 # What a row asks of a run. SEVERAL: it has stages or experts. CUBLAS: nothing splits a layer's matmuls or its tokens,
 # and it has no experts; or a dot can ask for float8 by its algorithm (`float8.precision`). DECODING: it draws tokens.
-# PROFILED: it is compiled with a profile of its instructions (`profiled`).
-ALWAYS, DETERMINISTIC, SEVERAL, OFFLOAD, CUBLAS, DECODING, PROFILED, NEVER = (
-    "always", "deterministic", "several", "offload", "cublas", "decoding", "profiled", "never")
+# PROFILED: it is compiled with a profile of its instructions (`profiled`). DEVICELESS: for GPUs that are not here.
+# EXPERTS_OLD: it has experts, and jax is older than 0.11.
+ALWAYS, DETERMINISTIC, SEVERAL, EXPERTS_OLD, OFFLOAD, CUBLAS, DECODING, PROFILED, DEVICELESS, NEVER = (
+    "always", "deterministic", "several", "experts_old", "offload", "cublas", "decoding", "profiled", "deviceless",
+    "never")
 OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -64,6 +66,10 @@ ON_GPUS = (
          "H100 19.8 s, with two 19.2, with four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, "
          "zero3_experts_fsdp, data 4: 460 ms, with four 446; zero3 470 and 471. Without either it lost "
          "(llama3-70b 22.9 to 23.5 s, llama3-8b 7.7 to 7.9)", ROOFLINE),
+    Flag("xla_gpu_enable_analytical_sol_latency_estimator", False, EXPERTS_OLD, "true", "0.10",
+         "jax 0.10 starts the traffic of experts too late by these estimates: qwen3-30b-a3b-64 on 64 H100 2.86 to 2.70 "
+         "s, qwen3-30b-a3b on 8 H200 4.61 to 4.49, Mixtral and gpt-oss 0.6 to 0.8%. Without experts it lost (llama3-8b "
+         "on 8 H100 6.62 to 6.74 s, llama3-70b 20.2 to 21.3), and with jax 0.12 (Qwen 2.53 to 2.59)", ROOFLINE),
     Flag("xla_gpu_enable_pipelined_host_offloading", True, OFFLOAD, "false", "0.10",
          "a layer's input comes back from the host during the backward of the layer behind it, not before its "
          "own first matmul; one more of them is on the device", "openxla/xla#32297"),
@@ -78,6 +84,9 @@ ON_GPUS = (
     Flag("xla_gpu_autotune_level", 0, DETERMINISTIC, "4", "0.10",
          "no timing decides between kernels: one compilation may choose another than the next, and adds in another "
          "order", "XLA"),
+    Flag("xla_gpu_autotune_level", 0, DEVICELESS, "4", "0.10",
+         "there is nothing to time candidates on, yet jax 0.12 compiles them: llama3-70b on 64 H100 19 s on two CPUs, "
+         "without 9 s, and the same program; with jax 0.10 no change", "time of compiling"),
     # jax 0.12 finds no Triton configuration without timing.
     *(Flag("xla_gpu_enable_triton_gemm", False, when, "true", "0.10",
            "cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual "

@@ -104,8 +104,11 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
     run, model, layout, mesh, spec = step.run, step.model, step.layout, step.mesh, step.state
     split = any(layout.sizes[axis] > 1 for axis in ("stage", "tensor", "context"))
     training, goal = run.training, step.objective
+    platform = mesh.devices.flat[0].platform
     facts = {fact for fact, holds in (
+        (flags.DEVICELESS, platform != "cpu" and jax.default_backend() == "cpu"),
         (flags.DETERMINISTIC, training.deterministic), (flags.OFFLOAD, training.remat == "offload"),
+        (flags.EXPERTS_OLD, run.model.num_experts > 0 and jax.__version_info__ < (0, 11)),
         (flags.SEVERAL, step.schedule is not None or run.model.num_experts > 0),
         (flags.CUBLAS, not split and not run.model.num_experts or step.ex.float8 is float8.BY_CUBLAS)) if holds}
     roles = [info.role for info in model.parameters() if info.trainable]
@@ -164,4 +167,4 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         scores=jax.jit(more[0], in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole)
         if training.objective in ("dpo", "rl") else None,
         step=step,
-        compiler_options=flags.options(mesh.devices.flat[0].platform, facts, memory_share))
+        compiler_options=flags.options(platform, facts, memory_share))

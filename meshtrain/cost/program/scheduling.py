@@ -12,8 +12,9 @@ from __future__ import annotations
 from meshtrain import hardware
 from meshtrain.cost.program import roofline
 
-# Compiling again is worth its time where at least this much of a step waits for links: a share of it, and seconds.
-WAITING, WAITING_S = 0.02, 0.005
+# A step is compiled again where at least this much of it waits for links: a share, and seconds. Another order hides a
+# third to two thirds of that, of which no GPU has shown anything yet: less is not worth the second compilation.
+WAITING, WAITING_S = 0.07, 0.005
 
 
 def profile(made, executable) -> str:
