@@ -52,7 +52,7 @@ LAYERS = {
                                          norm_placement="both", activation="geglu"),
     "MLP by mosaic": dict(attention="mosaic", mlp="mosaic"),
     # so wide that XLA does not make one matmul of both, on one device
-    "gate and up written in place": dict(mlp_dim=16384, num_layers=3),
+    "residuals written in place": dict(mlp_dim=16384, num_layers=3),
     "windows, softcap, mosaic": dict(mixers="WF", window=48, score_softcap=50.0, attention="mosaic"),
     "experts, norms of heads": dict(num_experts=8, expert_mlp_dim=256, embedding_std=1.0, qk_norm="head"),
     "experts, sinks, biases": dict(mixers="WF", window=48, activation="swiglu_clamped", attention_bias="all",

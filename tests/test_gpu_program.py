@@ -265,16 +265,22 @@ def test_what_layers_keep_is_neither_cleared_nor_copied_in_a_microbatch():
 
 
 @pytest.mark.skipif(jax.__version_info__ < layer_vjp.IN_PLACE_SINCE, reason="this jax copies")
-def test_matmuls_write_gate_and_up_where_the_backward_reads_them():
+def test_gate_up_and_rotated_heads_are_written_where_the_backward_reads_them():
     F = 8192                    # of two smaller matmuls XLA makes one, and copies its halves
     run = config.Run(mesh=dict(fsdp=8), sharding=dict(rules=str(RULES / "zero3.toml")),
                      model=MODEL | dict(num_layers=3, mlp_dim=F), data=dict(seq_len=4 * T, global_batch=32),
                      training=dict(microbatches=2, remat="selective"))
     module = hlo.parse(assembly.assemble(run, compile.topology("h100:8")).program.compile().as_text())
-    writers = [module.computations[ins.called[0]] for body in module.computations.values() for ins in body.values()
-               if ins.op.startswith("fusion") and f"bf16[3,2,{4 * T},{F}]" in ins.type_text]
-    of_matmuls = [inside for inside in writers if any("cublas" in ins.target for ins in inside.values())]
-    assert len(of_matmuls) == len(writers) == 2
+
+    def writers(*shape):
+        stack = f"bf16[{','.join(map(str, (3, 2, 4 * T, *shape)))}]"
+        return [module.computations[ins.called[0]].values() for body in module.computations.values()
+                for ins in body.values() if ins.op.startswith("fusion") and stack in ins.type_text]
+    of_matmuls = [inside for inside in writers(F) if any("cublas" in ins.target for ins in inside)]
+    assert len(of_matmuls) == len(writers(F)) == 2
+    of_heads = [writers(MODEL[heads], MODEL["head_dim"]) for heads in ("num_heads", "num_kv_heads")]
+    rotating = [[inside for inside in each if any(ins.op == "concatenate" for ins in inside)] for each in of_heads]
+    assert [len(each) for each in rotating] == [1, 1], "queries and keys"
 
 
 @pytest.mark.parametrize("rule", ["zero3", pytest.param("zero1", marks=sampling.GRID)])

@@ -87,6 +87,34 @@ def test_gate_and_up_are_written_in_place_where_they_are_wide(remat, width, coun
     assert [v.aval.shape for v in found] == [(2, T, width)] * count
 
 
+@jax.custom_vjp
+def of_a_kernel(q):
+    """The sine, from a loop, which XLA does not fuse; keeps its input."""
+    return jax.lax.fori_loop(0, 1, lambda i, y: jnp.sin(y), q)
+
+
+of_a_kernel.defvjp(lambda q: (of_a_kernel(q), q),
+                   lambda q, dy: (jax.lax.fori_loop(0, 1, lambda i, d: d * jnp.cos(q), dy),))
+
+
+@pytest.mark.parametrize("fused, read_elsewhere", [(True, False), (False, False), (True, True)])
+def test_what_a_fusion_makes_for_kernels_alone_is_written_in_place(fused, read_elsewhere):
+    def f(w, x, e):
+        q = jnp.cos(x @ w) if fused else x @ w
+        y = of_a_kernel(q)
+        return (y * q if read_elsewhere else y), {}
+    ws, x, dy = (jax.random.normal(jax.random.key(k), s) for k, s in enumerate([(3, 8, 8), (2, 8), (2, 8)]))
+    w, made = (ws, None, 0), []
+    for in_place in (False, True):
+        parts = layer_vjp.stack(f, ws, None, 3, x, None, in_place=in_place)
+        room = tuple([jnp.full(a.shape, 7, a.dtype) for a in avals] for avals in (parts.r, parts.q))
+        y, _, (r, q) = jax.jit(parts.forward)(w, x, None, room)
+        made.append((y, *jax.jit(parts.backward)(w, None, r, q, dy, jnp.zeros_like(ws), True)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *made)
+    found = layer_vjp._Forward(f, *jax.tree.map(layer_vjp._aval, (ws[0], x)), (None, None)).in_place
+    assert len(found) == (fused and not read_elsewhere)
+
+
 def test_weight_gradients_of_bfloat16_weights_are_float32():
     f, ws, x, e, dy = layer_case("full", "bfloat16")
     parts = layer_vjp.stack(f, ws, jnp.arange(3), 3, x, e)

@@ -143,28 +143,37 @@ class _Forward:
         return y, aux, room
 
     def _in_place(self) -> set:
-        """The residuals to write in place: outputs of a matmul or kernel, more than twice as large as the residual
-        stream (an MLP's gate and up).
+        """The residuals to write in place, of two kinds: outputs of a matmul or kernel that are more than twice as large
+        as the residual stream (an MLP's gate and up), and what XLA computes in a fusion for kernels alone (rotated
+        queries and keys).
 
-        Smaller ones do not pay: XLA's scheduler underestimates an in-place call and hides less traffic behind it. With
-        queries included, Qwen3-30B-A3B on 64 H100 took 2.58 s by the roofline instead of 2.53. Residuals that a matmul
-        reads are excluded: XLA would then copy the stream that the matmul accumulates into.
+        Smaller outputs of matmuls and kernels do not pay: XLA's scheduler underestimates an in-place call and hides
+        less traffic behind it. With queries that a kernel rotates, Qwen3-30B-A3B on 64 H100 took 2.58 s by the roofline
+        instead of 2.53. Residuals that a matmul reads are excluded: XLA would then copy the stream that the matmul
+        accumulates into.
         """
         maker, readers = {v: eqn for eqn in self.eqns for v in eqn.outvars}, {}
         for eqn in self.eqns:
             for v in _variables(eqn.invars):
                 readers.setdefault(v, []).append(eqn)
 
-        def made_in_memory(v):
+        def source(v):
             while v in maker and maker[v].primitive.name in PASSING:
                 v = maker[v].invars[0]
-            return v in maker and _writes_memory(maker[v])
+            return maker.get(v)
 
-        def read_by_matmul(v):
-            return any(read_by_matmul(eqn.outvars[0]) if eqn.primitive.name in PASSING else _is_matmul(eqn)
-                       for eqn in readers.get(v, ()))
-        large = [v for v in self.saved if v.aval.size > 2 * self.y.aval.size]
-        return {v for v in large if made_in_memory(v) and not read_by_matmul(v)}
+        def read_by(v):
+            for eqn in readers.get(v, ()):
+                yield from read_by(eqn.outvars[0]) if eqn.primitive.name in PASSING else (eqn,)
+
+        def pays(v):
+            made_by, read = source(v), list(read_by(v))
+            if made_by is None or any(map(_is_matmul, read)):
+                return False
+            if _writes_memory(made_by):
+                return v.aval.size > 2 * self.y.aval.size
+            return bool(read) and all(map(_writes_memory, read))
+        return {v for v in self.saved if pays(v)}
 
     def backward(self, w, e, saved, dy):
         """dx, dw: the whole backward."""
