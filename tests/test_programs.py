@@ -92,9 +92,11 @@ def test_a_program_gets_the_flags_whose_condition_holds():
     names = lambda *facts: set(flags.options("gpu", set(facts), environ={}))
     of = lambda *conditions: {flag.name for flag in flags.ON_GPUS if flag.when in conditions}
     assert names() == of(flags.ALWAYS) and "xla_gpu_enable_latency_hiding_scheduler" in names()
-    for fact in (flags.DETERMINISTIC, flags.SEVERAL, flags.OFFLOAD, flags.CUBLAS, flags.DECODING):
+    facts = (flags.DETERMINISTIC, flags.SEVERAL, flags.EXPERTS_OLD, flags.OFFLOAD, flags.CUBLAS, flags.DECODING,
+             flags.DEVICELESS)
+    for fact in facts:
         assert names(fact) == of(flags.ALWAYS, fact)
-    assert not names(flags.DETERMINISTIC, flags.SEVERAL, flags.OFFLOAD, flags.CUBLAS, flags.DECODING) & of(flags.NEVER)
+    assert not names(*facts) & of(flags.NEVER)
 
 
 def test_collectives_overlap_with_experts_or_stages_but_never_beside_copies_to_the_host():

@@ -46,6 +46,17 @@ def test_half_of_the_waiting_goes_and_the_work_stays():
 
 
 @needs_compiler
+@pytest.mark.parametrize("experts", [0, 8])
+def test_absent_gpus_are_not_timed_and_old_jax_starts_the_traffic_of_experts_by_another_estimate(experts):
+    model = LLAMA | (dict(num_experts=experts, expert_mlp_dim=512) if experts else {})
+    run = config.Run(model=model, mesh=dict(fsdp=8), data=dict(seq_len=8192, global_batch=8))
+    options = assembly.assemble(run, compile.topology("h100:8")).program.compiler_options
+    assert options["xla_gpu_autotune_level"] == 0
+    assert ("xla_gpu_enable_analytical_sol_latency_estimator" in options) == (
+        bool(experts) and jax.__version_info__ < (0, 11))
+
+
+@needs_compiler
 def test_the_profile_has_the_seconds_of_every_kernel_and_collective():
     once, _ = both()
     line, each = line_of(once), roofline.instruction_seconds(made(), once.as_text())

@@ -143,9 +143,9 @@ class _Forward:
         return y, aux, room
 
     def _in_place(self) -> set:
-        """The residuals to write in place, of two kinds: outputs of a matmul or kernel that are more than twice as large
-        as the residual stream (an MLP's gate and up), and what XLA computes in a fusion for kernels alone (rotated
-        queries and keys).
+        """The residuals to write in place: outputs of a matmul or kernel that are more than twice as large as the
+        residual stream (an MLP's gate and up), and what XLA computes in a fusion for kernels alone (rotated queries
+        and keys).
 
         Smaller outputs of matmuls and kernels do not pay: XLA's scheduler underestimates an in-place call and hides
         less traffic behind it. With queries that a kernel rotates, Qwen3-30B-A3B on 64 H100 took 2.58 s by the roofline
