@@ -69,11 +69,13 @@ def test_the_jax_mesh_has_the_same_groups(sizes, placement, axes):
     mesh_spec = MeshSpec(sizes, placement)
     devices = jax.devices()
     mesh = mesh_spec.build(devices)
-    assert mesh.axis_names == AXES and dict(mesh.shape) == mesh_spec.sizes
+    assert mesh.axis_names == mesh_spec.abstract().axis_names == tuple(placement)
+    assert dict(mesh.shape) == dict(mesh_spec.abstract().shape) == mesh_spec.sizes
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     number = {device: i for i, device in enumerate(devices)}
     ids = np.vectorize(number.get)(mesh.devices)
-    others = [i for i, axis in enumerate(AXES) if axis not in axes]
+    assert (ids.ravel() == np.arange(mesh_spec.num_devices)).all(), "XLA's partitions have the devices' order"
+    others = [i for i, axis in enumerate(mesh.axis_names) if axis not in axes]
     lines = np.moveaxis(ids, others, range(len(others))).reshape(-1, math.prod(mesh_spec.sizes[axis] for axis in axes))
     assert as_set(lines.tolist()) == as_set(mesh_spec.groups(*axes))
 

@@ -5,6 +5,7 @@ import re
 from xml.etree import ElementTree
 
 import browser
+import numpy as np
 import pages_samples
 import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
@@ -153,9 +154,10 @@ def test_the_places_on_a_page_are_those_of_the_mesh():
     from meshtrain.sharding.mesh import MeshSpec
     spec = MeshSpec({"data": 2, "tensor": 4, "stage": 3, "context": 2}, ["data", "stage", "fsdp", "tensor", "context"])
     told = {"sizes": dict(spec.sizes), "placement": list(spec.placement)}
-    ids = spec.ids()
     for place in [(0, 0, 0, 0, 0), (1, 0, 3, 2, 1), (0, 0, 2, 1, 0)]:
-        assert tuple(pictures.coordinate(told, axis, int(ids[place])) for axis in spec.sizes) == place
+        at = dict(zip(spec.sizes, place))
+        device = int(np.ravel_multi_index([at[axis] for axis in spec.placement], list(spec.by_placement.values())))
+        assert tuple(pictures.coordinate(told, axis, device) for axis in spec.sizes) == place
 
 
 def test_a_drawing_alone_is_an_svg_file_with_its_own_colours():

@@ -422,7 +422,7 @@ GATHER = "replica_groups={}, dimensions={{0}}"
     (dict(fsdp=8, tensor=8), "[8,8]<=[8,8]T(1,0)", 8, 1),           # fsdp: one GPU of each host
     (dict(data=2, fsdp=8), "[2,8]<=[16]", 8, 8),
     (dict(fsdp=16), "[1,16]<=[16]", 16, 8),
-    (dict(stage=2, fsdp=8), "[8,2]<=[8,2]", 2, 1),                  # partitions: stage innermost; devices: outermost
+    (dict(stage=2, fsdp=8), "[8,2]<=[2,8]T(1,0)", 2, 1),            # stage: outermost
 ])
 def test_who_shares_a_host_follows_from_the_placement(mesh, groups, size, per_host):
     spec = MeshSpec(mesh)

@@ -214,7 +214,7 @@ class _Program:
         self.module, self.sources, self.prices, self.packed, self.method = (
             hlo.parse(text), Sources.of(text), prices, packed, method)
         self.trips, self.unknown = timeline.loop_trips(self.module, prices.assumed["experts.rounds"])
-        self.mesh_shape, self.device_ids = mesh_spec.sizes, mesh_spec.ids().reshape(-1)
+        self.mesh_shape, self.num_devices = mesh_spec.by_placement, mesh_spec.num_devices
         self.uncounted, self._work = set(), {}
         self.callers = {called: ins for body in self.module.computations.values() for ins in body.values()
                         if ins.op in ("while", "call", "conditional", "async-start") for called in ins.called}
@@ -305,11 +305,11 @@ class _Program:
 
     def _group(self, ins: hlo.Instruction) -> rates.DeviceGroup:
         """Its size, and its members in a link domain; for a permute, whether any pair leaves its domain."""
-        domain = lambda partitions: self.device_ids[partitions] // self.prices.gpu.domain_gpus(self.device_ids.size)
+        domain = lambda partitions: partitions // self.prices.gpu.domain_gpus(self.num_devices)
         if ins.op.startswith("collective-permute"):
             pairs = domain(audit.source_target_pairs(ins.attrs))
             return rates.DeviceGroup(2, 1 if (pairs[:, 0] != pairs[:, 1]).any() else 2)
-        groups = audit.replica_groups(ins.attrs, math.prod(self.mesh_shape.values()))
+        groups = audit.replica_groups(ins.attrs, self.num_devices)
         domains = max(len(np.unique(row)) for row in domain(groups))
         return rates.DeviceGroup(groups.shape[1], groups.shape[1] // domains)
 
