@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sampling
+from jax.experimental import pallas as pl
 
 from meshtrain import config
 from meshtrain.kernels import blockwise
@@ -87,21 +88,31 @@ def test_gate_and_up_are_written_in_place_where_they_are_wide(remat, width, coun
     assert [v.aval.shape for v in found] == [(2, T, width)] * count
 
 
-@jax.custom_vjp
-def of_a_kernel(q):
-    """The sine, from a loop, which XLA does not fuse; keeps its input."""
-    return jax.lax.fori_loop(0, 1, lambda i, y: jnp.sin(y), q)
+def sine(kernel):
+    """The sine, from a kernel, which XLA does not fuse; keeps its input."""
+    @jax.custom_vjp
+    def found(q):
+        return kernel(jnp.sin, q)
+    found.defvjp(lambda q: (found(q), q), lambda q, dy: (in_a_loop(lambda d: d * jnp.cos(q), dy),))
+    return found
 
 
-of_a_kernel.defvjp(lambda q: (of_a_kernel(q), q),
-                   lambda q, dy: (jax.lax.fori_loop(0, 1, lambda i, d: d * jnp.cos(q), dy),))
+def in_a_loop(f, q):
+    return jax.lax.fori_loop(0, 1, lambda i, y: f(y), q)
 
 
-@pytest.mark.parametrize("fused, read_elsewhere", [(True, False), (False, False), (True, True)])
-def test_what_a_fusion_makes_for_kernels_alone_is_written_in_place(fused, read_elsewhere):
+def by_triton(f, q):
+    def kernel(q_ref, y_ref):
+        y_ref[...] = f(q_ref[...])
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype), interpret=True)(q)
+
+
+@pytest.mark.parametrize("fused, kernel, read_elsewhere", [
+    (True, in_a_loop, False), (False, in_a_loop, False), (True, in_a_loop, True), (True, by_triton, False)])
+def test_what_a_fusion_makes_for_kernels_alone_is_written_in_place(fused, kernel, read_elsewhere):
     def f(w, x, e):
         q = jnp.cos(x @ w) if fused else x @ w
-        y = of_a_kernel(q)
+        y = sine(kernel)(q)
         return (y * q if read_elsewhere else y), {}
     ws, x, dy = (jax.random.normal(jax.random.key(k), s) for k, s in enumerate([(3, 8, 8), (2, 8), (2, 8)]))
     w, made = (ws, None, 0), []
@@ -112,7 +123,7 @@ def test_what_a_fusion_makes_for_kernels_alone_is_written_in_place(fused, read_e
         made.append((y, *jax.jit(parts.backward)(w, None, r, q, dy, jnp.zeros_like(ws), True)))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *made)
     found = layer_vjp._Forward(f, *jax.tree.map(layer_vjp._aval, (ws[0], x)), (None, None)).in_place
-    assert len(found) == (fused and not read_elsewhere)
+    assert len(found) == (fused and kernel is in_a_loop and not read_elsewhere)
 
 
 def test_weight_gradients_of_bfloat16_weights_are_float32():

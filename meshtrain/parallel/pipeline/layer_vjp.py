@@ -144,8 +144,8 @@ class _Forward:
 
     def _in_place(self) -> set:
         """The residuals to write in place: outputs of a matmul or kernel that are more than twice as large as the
-        residual stream (an MLP's gate and up), and what XLA computes in a fusion for kernels alone (rotated queries
-        and keys).
+        residual stream (an MLP's gate and up), and what XLA computes in a fusion for kernels alone that read slices
+        of a stack (rotated queries and keys).
 
         Smaller outputs of matmuls and kernels do not pay: XLA's scheduler underestimates an in-place call and hides
         less traffic behind it. With queries that a kernel rotates, Qwen3-30B-A3B on 64 H100 took 2.58 s by the roofline
@@ -172,7 +172,7 @@ class _Forward:
                 return False
             if _writes_memory(made_by):
                 return v.aval.size > 2 * self.y.aval.size
-            return bool(read) and all(map(_writes_memory, read))
+            return bool(read) and all(map(_reads_slices, read))
         return {v for v in self.saved if pays(v)}
 
     def backward(self, w, e, saved, dy):
@@ -391,8 +391,23 @@ def _is_matmul(eqn) -> bool:
 
 def _writes_memory(eqn) -> bool:
     """Whether an equation is never fused by XLA, so its output is in memory: matmuls, kernels, loops, shard_maps."""
-    return _is_matmul(eqn) or any(hasattr(inner, "eqns") or hasattr(inner, "jaxpr") for given in eqn.params.values()
-                                  for inner in (given if isinstance(given, (tuple, list)) else (given,)))
+    return _is_matmul(eqn) or any(_inner_jaxprs(eqn))
+
+
+def _reads_slices(eqn) -> bool:
+    """Whether an equation in memory can read a slice of a stack where it lies. Triton's kernels cannot: XLA copies it
+    for them."""
+    def by_triton(eqn):
+        return eqn.primitive.name == "pallas_call" or any(by_triton(e) for inner in _inner_jaxprs(eqn)
+                                                          for e in inner.eqns)
+    return _writes_memory(eqn) and not by_triton(eqn)
+
+
+def _inner_jaxprs(eqn):
+    for given in eqn.params.values():
+        for inner in given if isinstance(given, (tuple, list)) else (given,):
+            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                yield inner
 
 
 def _variables(vs):
