@@ -75,7 +75,7 @@ class MeshSpec:
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
-        spanned = [i for i, axis in enumerate(self.placement) if axis in axes]
+        spanned = [i for i, axis in enumerate(self.by_placement) if axis in axes]
         ids = np.arange(self.num_devices).reshape(list(self.by_placement.values()))
         groups = np.moveaxis(ids, spanned, range(-len(spanned), 0)).reshape(
             -1, math.prod(self.sizes[axis] for axis in set(axes)))
@@ -93,11 +93,11 @@ class MeshSpec:
         if len(devices) < self.num_devices:
             raise ValueError(f"the mesh needs {self.num_devices} devices ({self}), but there are {len(devices)}")
         placed = np.array(devices[:self.num_devices]).reshape(list(self.by_placement.values()))
-        return Mesh(placed, tuple(self.placement), axis_types=(AxisType.Auto,) * len(AXES))
+        return Mesh(placed, tuple(self.by_placement), axis_types=(AxisType.Auto,) * len(AXES))
 
     def abstract(self) -> AbstractMesh:
         """The same mesh without devices, for shapes and shardings."""
-        return AbstractMesh(tuple(self.by_placement.values()), tuple(self.placement),
+        return AbstractMesh(tuple(self.by_placement.values()), tuple(self.by_placement),
                             axis_types=(AxisType.Auto,) * len(AXES))
 
     def __str__(self) -> str:
