@@ -30,6 +30,7 @@ AGREED = (0, 2, 75)
 GRACE_S = 5.0       # for peers of a failed process to exit by themselves, then after SIGTERM
 KILLED_GRACE_S = 0.5    # both, where it was killed: its peers wait for it in a step that never ends
 KEPT_LINES = 40
+LAST_WORDS_S = 3.0  # to read what ended processes wrote last, whose children may hold the pipe
 LOOK_S = 1.0        # between checks for stopped processes
 MOST_TOLD = 3       # processes whose last lines are shown
 # Unrelated to failures: Gloo's connections, and an installed CUDA plugin that finds no GPU.
@@ -249,10 +250,11 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
 
     left: the directory of their stacks, if any. since: wall-clock time of the start.
     """
+    until = time.monotonic() + LAST_WORDS_S
+    for child in [child for child in ended if child.reader is not None]:
+        child.reader.join(max(0.0, until - time.monotonic()))
     if len({child.code for child in ended}) == 1 and ended[0].code in AGREED:
         return LaunchOutcome(ended[0].code)
-    for child in [child for child in ended if child.reader is not None]:
-        child.reader.join(1)        # bounded: its children may hold the pipe
     in_order = sorted(ended, key=lambda child: child.index)
     found = stacks.culprit(left, since) if left else None
     first = _culprit(ended, found and found[0])

@@ -75,6 +75,20 @@ def test_other_codes_and_disagreement_are_1(codes, tmp_path):
     assert code == 1 and f"exit code {codes[1]}" in err
 
 
+def test_the_last_words_of_a_run_that_ends_well_are_not_lost(tmp_path):
+    """Its reader may come to them only after the process has ended."""
+    code = """if True:
+        import sys, time
+        from launch import supervise
+        read = supervise.Child._read
+        supervise.Child._read = lambda child: (time.sleep(1), read(child))
+        argv = [sys.executable, "-c", "import sys; sys.stderr.write('last words')"]
+        sys.exit(supervise.supervise([argv] * 2, [{}] * 2, 0.5).code)
+    """
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "last words\n")
+
+
 def test_the_first_process_speaks_and_the_others_are_silent(tmp_path):
     code, out, err = ran(tmp_path,
                          "print('[Gloo] Rank 0 is connected'); print('\\033[Ka', end=''); sys.stderr.write('e\\n')",
