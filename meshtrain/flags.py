@@ -99,7 +99,7 @@ ON_GPUS = (
     Flag(PROFILE, "", PROFILED, "none", "0.10",
          "the latency-hiding scheduler takes the seconds of kernels and collectives from the roofline instead of its "
          "own estimates, which gather all of a layer's matrices before its first matmul: llama3-8b, zero3 on 64 H100, "
-         "158 of 966 ms waiting for links to 57 of 904; llama3-70b, tensor 8 × fsdp 8, 19.5 to 19.2 s", ROOFLINE),
+         "158 of 966 ms waiting for links to 57 of 904; 70B, tensor 8 × fsdp 8 on H200, 17.9 to 17.3 s", ROOFLINE),
     Flag("xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNESS_LEVEL_OFF", PROFILED, "..._WARN", "0.10",
          "no line for each instruction that takes no time", "XLA"),
     # Off until a GPU has timed them: what others report.

@@ -14,7 +14,7 @@ from meshtrain.cost.program import roofline
 
 # A step is compiled again where at least this much of it waits for links: a share, and seconds. Another order hides a
 # third to two thirds of that, of which no GPU has shown anything yet: less is not worth the second compilation.
-WAITING, WAITING_S = 0.07, 0.005
+WAITING, WAITING_S = 0.09, 0.005
 
 
 def profile(made, executable) -> str:
