@@ -12,8 +12,8 @@ from __future__ import annotations
 from meshtrain import hardware
 from meshtrain.cost.program import roofline
 
-# A step is compiled again where at least this much of it waits for links: a share, and seconds. Another order hides a
-# third to two thirds of that, of which no GPU has shown anything yet: less is not worth the second compilation.
+# A step is compiled again if at least this much of it waits for links: a share, and seconds. By the roofline another
+# order hides a third to two thirds of that. No GPU has confirmed it, so less is not worth a second compilation.
 WAITING, WAITING_S = 0.09, 0.005
 
 

@@ -395,8 +395,7 @@ def _writes_memory(eqn) -> bool:
 
 
 def _reads_slices(eqn) -> bool:
-    """Whether an equation in memory can read a slice of a stack where it lies. Triton's kernels cannot: XLA copies it
-    for them."""
+    """Whether XLA passes an equation a slice of a stacked array without a copy: kernels, except Triton's, and loops."""
     def by_triton(eqn):
         return eqn.primitive.name == "pallas_call" or any(by_triton(e) for inner in _inner_jaxprs(eqn)
                                                           for e in inner.eqns)
