@@ -193,6 +193,8 @@ def main(given: config.Arguments) -> int:
     if ray is None:
         raise ConfigError("ray is not installed here; pip install '.[ray]' where this repository lies")
     asked: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGUSR2):     # Ray takes SIGINT and SIGTERM
+        signal.signal(number, lambda number, frame: sys.exit(stops.STOPPED))
     try:
         ray.init(log_to_driver=False, logging_level="ERROR")
     except (KeyboardInterrupt, SystemExit):     # Ray's own handlers

@@ -19,8 +19,7 @@ from meshtrain.data.cache import parts
 from meshtrain.data.files import token_files
 from meshtrain.files import FileSystemError
 from meshtrain.huggingface import folder
-from meshtrain.run import command, say
-from meshtrain.run.stops import STOPPED
+from meshtrain.run import command, say, stops
 from meshtrain.storage import mirror
 
 
@@ -60,7 +59,7 @@ def main(asked: config.Arguments) -> int:
     except parts.Stopped:
         say.err(f"stopped by {signal.Signals(stop[0]).name}; what is finished is kept, the same command goes on from "
                 f"there")
-        return STOPPED
+        return stops.STOPPED
 
 
 def _sum_up(source: sources.Source | None) -> str:
@@ -81,9 +80,8 @@ def _listen() -> list[int]:
         heard.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:    # nohup
-            signal.signal(number, note)
+    for number in stops.heeded():
+        signal.signal(number, note)
     return heard
 
 

@@ -14,7 +14,7 @@ from commands import Ran, call
 
 from launch import restart
 from meshtrain import config
-from meshtrain.run import rundir
+from meshtrain.run import rundir, stops
 
 from tests import soak
 
@@ -199,7 +199,7 @@ def test_a_newer_checkpoint_lets_the_launcher_go_on_for_ever(tmp_path):
     assert code == 0 and len(starts(tmp_path)) == 6 and "starting again from step 5" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", stops.SIGNALS)
 def test_a_signal_while_the_launcher_waits_ends_it_at_once_with_75(number, tmp_path):
     child = launcher(tmp_path, "sys.exit(1)", wait_s=300)
     first = next(line for line in child.stderr if "starting again" in line)

@@ -19,7 +19,7 @@ from meshtrain.run import metrics, stops
 from tests import tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
-SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 PATIENCE_S = 240    # on a machine that does much else
 
 
@@ -74,7 +74,7 @@ MOMENTS = {
     "validation": ({"words": ("--data.validation_fraction", "0.5", "--validation.every", "3")},
                    lambda directory: rows(directory) >= 2),
 }
-FEW = {("start", "SIGHUP"), ("compiling", "SIGINT"), ("validation", "SIGTERM")}
+FEW = {("start", "SIGHUP"), ("compiling", "SIGINT"), ("validation", "SIGTERM"), ("step", "SIGUSR1")}
 GRID = [pytest.param(moment, name, marks=() if (moment, name) in FEW else pytest.mark.slow)
         for moment in MOMENTS for name in SIGNALS]
 

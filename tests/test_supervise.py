@@ -13,6 +13,7 @@ import pytest
 from launch import supervise
 from meshtrain.cluster import stacks
 from meshtrain.cluster.lost import LOST_PEERS
+from meshtrain.run import stops
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -258,17 +259,17 @@ def test_peers_may_end_by_themselves_after_a_failure(tmp_path):
     assert code == 1 and out == "saved\n" and re.search(r"then process 0 .*exit code 0", err)
 
 
-COUNTING = ("n = []\nfor number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, lambda s, f: "
-            "n.append(s))\nopen(os.environ['READY'] + str(os.getpid()), 'w').close()\n"
+COUNTING = ("n = []\nfor number in {stops}: signal.signal(number, lambda s, f: n.append(s))\n"
+            "open(os.environ['READY'] + str(os.getpid()), 'w').close()\n"
             "while len(n) < {count}: time.sleep(0.01)\n")
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGHUP,),
+@pytest.mark.parametrize("numbers", [*((number,) for number in stops.SIGNALS),
                                      (signal.SIGINT, signal.SIGTERM)])
 def test_every_process_gets_every_signal_once(numbers, tmp_path, monkeypatch):
     monkeypatch.setenv("READY", f"{tmp_path}/ready")
-    body = (COUNTING.format(count=len(numbers)) + f"time.sleep(0.3); sys.exit(75 if n == {[int(n) for n in numbers]} "
-                                                  f"else 1)")
+    body = (COUNTING.format(count=len(numbers), stops=[int(n) for n in stops.SIGNALS])
+            + f"time.sleep(0.3); sys.exit(75 if n == {[int(n) for n in numbers]} else 1)")
     launcher = launched(tmp_path, body, body, body)
     deadline = time.monotonic() + 30
     while len(list(tmp_path.glob("ready*"))) < 3 and time.monotonic() < deadline:

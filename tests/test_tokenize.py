@@ -12,6 +12,7 @@ import pytest
 from corpora import Opened, bpe, section, write  # noqa: F401 (bpe is a fixture)
 
 from meshtrain import tokenize
+from meshtrain.run import stops
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,7 +85,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", stops.SIGNALS)
 def test_a_signal_stops_it_with_75_keeps_what_is_finished_and_leaves_nothing_half(number, tmp_path):
     command = [sys.executable, "-c", SLOW, *jsonl(tmp_path, 50), "--run.dir", str(tmp_path / "run")]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})

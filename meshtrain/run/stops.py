@@ -1,4 +1,4 @@
-"""Stop requests: SIGINT, SIGTERM and SIGHUP, at any moment of a command.
+"""Stop requests: SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, at any moment of a command.
 
 During the training loop a request is noted: the step finishes, the state is saved, exit code 75. Outside the loop the
 process exits at once: files on disk are always consistent, and a long compilation would outlast the scheduler's grace
@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from meshtrain.run import say
 
 DONE, FAILED, USER_ERROR, STOPPED = 0, 1, 2, 75     # exit codes
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# USR1 and USR2: schedulers warn by them of the time limit (sbatch --signal=USR1@120); Python alone dies of them
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # a terminal that closes sends SIGHUP twice, systemd SIGTERM and SIGHUP: that is no second request
 ONE_REQUEST_S = 1.0
 LAST_WORDS_S = 2.0      # for a reader that is stuck
