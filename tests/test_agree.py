@@ -74,10 +74,12 @@ if index == 1:
 
 @pytest.fixture(scope="module")
 def children():
-    """Three real processes with two devices each; the second fails when all is said."""
+    """Three real processes with two devices each; the second fails when all is said. Their proxy is nowhere: clusters
+    set one for downloads."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    environ = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    environ = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS", "no_grpc_proxy", "no_proxy")}
+    environ |= dict.fromkeys(("grpc_proxy", "http_proxy", "https_proxy"), "http://127.0.0.1:9")
     children = [subprocess.Popen([sys.executable, "-c", CHILD, address, str(COUNT), str(index)], text=True,
                                  env=environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
                                  stderr=subprocess.PIPE)

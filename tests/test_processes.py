@@ -422,12 +422,13 @@ def test_many_missing_are_counted(address):
     assert "15, 16 and 283 more of 300 did not come" in str(Meeting(address, 300, 0, timeout_s=0.2)())
 
 
-@pytest.mark.parametrize("host, bound", [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("node1", None)])
+@pytest.mark.parametrize("host, bound", [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("[::1]", "[::1]"),
+                                         ("node1", None)])
 def test_loopback_stays_on_loopback(host, bound, address, monkeypatch):
     cluster = Cluster(f"{host}:{address.split(':')[1]}", 2, 0)
     if bound:
         with meet._listen(cluster) as listener:
-            assert listener.getsockname()[0] == bound
+            assert listener.getsockname()[0] == bound.strip("[]")
     calls = {}
     monkeypatch.setattr(meet, "meet", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: calls.update(options))
@@ -440,3 +441,24 @@ def test_loopback_stays_on_loopback(host, bound, address, monkeypatch):
     assert calls["coordinator_bind_address"] == (bound and f"{bound}:{cluster.port}")
     assert calls["cluster_detection_method"] == "deactivate" and calls["initialization_timeout"] == 400
     assert calls["heartbeat_timeout_seconds"] == 60
+
+
+@pytest.mark.parametrize("given, meanwhile", [
+    ({}, "node1"), ({"no_proxy": ".example.org,10.0.0.0/8"}, ".example.org,10.0.0.0/8,node1"),
+    ({"no_proxy": "a", "no_grpc_proxy": "b"}, "b,node1"), ({"no_proxy": "a", "no_grpc_proxy": ""}, "a,node1")])
+def test_jaxs_service_is_reached_without_the_proxy_and_all_else_with_it(given, meanwhile, monkeypatch):
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before, seen = dict(os.environ), []
+    monkeypatch.setattr(meet, "meet", lambda *_: None)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+
+    def initialize(*_, **__):
+        seen.append(os.environ["no_grpc_proxy"])
+        raise RuntimeError("no service")
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(RuntimeError):
+        meet.start(Cluster("node1:12345", 2, 0), 400, 60)
+    assert seen == [meanwhile] and dict(os.environ) == before

@@ -13,11 +13,11 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
-from meshtrain.cluster.find import Cluster
+from meshtrain.cluster.find import Cluster, joined
 from meshtrain.cluster.lost import PeerError
 
 HELLO, ANSWER = b"meshtrain-process-2 ", b"meshtrain-answer-2 "
@@ -46,13 +46,31 @@ def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
     meet(cluster, timeout_s)
     # Its handler would replace ours of SIGTERM; orbax treats it as absent.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        cluster.coordinator, cluster.count, cluster.index, cluster.local_devices,
-        cluster_detection_method="deactivate",      # else Slurm's local rank replaces local_devices=None
-        coordinator_bind_address=f"{cluster.loopback}:{cluster.port}" if cluster.loopback else None,
-        initialization_timeout=max(10, int(timeout_s)),
-        heartbeat_timeout_seconds=heartbeat_timeout_s, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
+    with _without_proxy(cluster.host):
+        jax.distributed.initialize(
+            cluster.coordinator, cluster.count, cluster.index, cluster.local_devices,
+            cluster_detection_method="deactivate",      # else Slurm's local rank replaces local_devices=None
+            coordinator_bind_address=joined(cluster.loopback, cluster.port) if cluster.loopback else None,
+            initialization_timeout=max(10, int(timeout_s)),
+            heartbeat_timeout_seconds=heartbeat_timeout_s, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
     sys.excepthook = _end_alone
+
+
+@contextlib.contextmanager
+def _without_proxy(host: str) -> Iterator[None]:
+    """Context: gRPC connects to this host directly, whatever grpc_proxy, https_proxy and http_proxy say. jax's client
+    would ask the proxy for its coordinator, and abort the process when that fails. gRPC reads the variables when it
+    makes a channel, and no_grpc_proxy in place of no_proxy; no other library reads no_grpc_proxy."""
+    before = os.environ.get("no_grpc_proxy")
+    excepted = before or os.environ.get("no_proxy", "")
+    os.environ["no_grpc_proxy"] = f"{excepted},{host}".lstrip(",")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["no_grpc_proxy"]
+        else:
+            os.environ["no_grpc_proxy"] = before
 
 
 def leave(code: int, error: BaseException) -> None:
