@@ -197,6 +197,8 @@ def _asked(found: trained.Trained, options: dict):
     if text is None:
         raise ConfigError(f"--tasks needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path "
                           f"of a tokenizer.json")
+    for note in getattr(text.of, "notes", ()):
+        say.err(f"note: {note}")
     prefix = next((one for one in (found.separator() if found.of_folder else text.of.bos,
                                    *stop_ids) if one is not None), None)
     if prefix is None:

@@ -107,6 +107,7 @@ def main(options: config.Arguments) -> None:
                              keys=("data.tokenizer", "data.chat_template"))
     talking = open_talk(found) if options["chat"] else None
     words = _words(found, options, talking)
+    _tell(found, plain=bool(options["prompt"] or options["prompts"]) and not talking)
     prompts = _prompts(found, options, talking)
     ended = (lambda _, tokens: words.ended(tokens)) if words and words.stops else None
     limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else found.stop_ids(),
@@ -119,6 +120,14 @@ def main(options: config.Arguments) -> None:
             _answer(placed.generator(), prompts, limits, words, options)
         else:
             _converse(placed.generator(), found, talking, limits, words, options)
+
+
+def _tell(found: trained.Trained, plain: bool) -> None:
+    """Says what of the tokenizer is read otherwise than its files say. plain: prompts are texts without a template."""
+    text = found.text()
+    of = text and text.of
+    for note in (*getattr(of, "notes", ()), *filter(None, [plain and getattr(of, "beginning", "")])):
+        say.err(f"note: {note}")
 
 
 def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words: Words | None,

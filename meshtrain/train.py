@@ -485,6 +485,8 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
         resume.check_data(run, start, corpus.fingerprint)
         resume.check_prompts(run, start, found.digest)
         rollouts.check(run, found)
+        for note in sources.notes(corpus.tokenizer, run.model.vocab_size):
+            say.out(f"note: {note}")
         say.out(f"{len(found.prompts)} prompts to learn from, {len(found.held)} held out, of up to {found.longest} "
                 "tokens")
         return corpus, found

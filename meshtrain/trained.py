@@ -103,8 +103,14 @@ class Trained:
         return tuple(dict.fromkeys(found))
 
     def separator(self) -> int | None:
-        """bos_token_id of the folder's config.json; None without one."""
-        found = settings.text_of(settings.read(self.files)).get("bos_token_id") if self.files else None
+        """The separator that the folder's files name, those of its tokenizer first; None without one. Raises:
+        ConfigError."""
+        if self.files is None:
+            return None
+        with config.user_errors():
+            found = tokenizer.named_separator(path) if os.path.isfile(path := self.files / TOKENIZER) else None
+        if found is None:
+            found = settings.text_of(settings.read(self.files)).get("bos_token_id")
         return found if type(found) is int and 0 <= found < self.run.model.vocab_size else None
 
     def place(self) -> LoadedModel:

@@ -1,7 +1,11 @@
 """A tokenizer gives the ids of the text and no others."""
 
+import json
+import re
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from corpora import TEXTS, Opened, bpe, fault, section, write, write_tokenizer  # noqa: F401 (bpe is a fixture)
@@ -68,3 +72,138 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(tmp_path, bpe,
             without.setitem(sys.modules, module, None)
             message = fault(data, tmp_path)
         assert f"needs the package {module}" in message and "pip install -e '.[data]'" in message
+
+
+def beside(folder, special=("<|endoftext|>", "<|im_end|>"), plain=(), **contents):
+    """A byte-level tokenizer.json of these tokens with files beside it: name -> object."""
+    path = write_tokenizer(folder / "tokenizer.json", special)
+    made = tokenizers.Tokenizer.from_file(path)
+    made.add_tokens(list(plain))
+    made.post_processor = tokenizers.processors.ByteLevel()
+    made.save(path)
+    for name, value in contents.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return path
+
+
+def token(content, **properties):
+    return dict(content=content, lstrip=False, rstrip=False, normalized=False, single_word=False, special=True) | properties
+
+
+@pytest.mark.parametrize("contents, told, added", [
+    (dict(tokenizer_config=dict(added_tokens_decoder={"N": token("<|x|>"), "N+1": token("<y>", special=False)})),
+     "<|x|> (N), <y> (N+1) added, as tokenizer_config.json", ["<|x|>", "<y>"]),
+    (dict(added_tokens={"<|x|>": "N", "<y>": "N+1"}, tokenizer_config=dict(eos_token="<|x|>")),
+     "added, as added_tokens.json", ["<|x|>", "<y>"]),
+    (dict(special_tokens_map=dict(pad_token="<pad>", additional_special_tokens=["<|x|>"])),
+     "<pad> (N), <|x|> (N+1) added, as special_tokens_map.json", ["<pad>", "<|x|>"]),
+    (dict(tokenizer_config=dict(extra_special_tokens={"image_token": "<|x|>"})), "added, as tokenizer_config.json",
+     ["<|x|>"]),
+    (dict(tokenizer_config=dict(added_tokens_decoder={}), special_tokens_map=dict(pad_token="<pad>")), "", []),
+    (dict(tokenizer_config=dict(added_tokens_decoder={"1": token("<|im_end|>", special=False)})),
+     "<|im_end|> (1) read as tokenizer_config.json describes them", []),
+    (dict(tokenizer_config=dict(added_tokens_decoder={"7": token("<|im_end|>")})),
+     "<|im_end|> (tokenizer_config.json: 7; tokenizer.json: 1)", []),
+    (dict(tokenizer_config=dict(added_tokens_decoder={"1": token("<|im_end|>")}, eos_token="<|im_end|>")), "", [])])
+def test_tokens_that_only_files_beside_a_tokenizer_add_have_the_ids_of_transformers(contents, told, added, tmp_path):
+    """The ids are those of AutoTokenizer of transformers 5.24, tried on such folders."""
+    size = tokenizers.Tokenizer.from_file(beside(tmp_path)).get_vocab_size()
+    number = lambda text: text.replace("N+1", str(size + 1)).replace("N", str(size))
+    contents = json.loads(number(json.dumps(contents)))
+    if "added_tokens" in contents:
+        contents["added_tokens"] = {name: int(id) for name, id in contents["added_tokens"].items()}
+    path = beside(tmp_path, **contents)
+    published, reader = tokenizer.open_published(path), tokenizer.open_file(path)
+    for i, name in enumerate(added):
+        assert published.encode(f"a {name}b")[2] == size + i
+    special = [name for name in added if name != "<y>"]
+    assert all(size <= id for name in special for id in [reader.library.token_to_id(name)])
+    assert all(max(ids) < size for ids in map(np.ndarray.tolist, reader.encode([f"a {name}b" for name in special])))
+    plain = tokenizer.open_file(write_tokenizer(tmp_path / "t.json", ("<|endoftext|>", "<|im_end|>")), "<|endoftext|>")
+    assert (reader.key != plain.key) == (bool(added) or "describes" in told) or "added_tokens_decoder" in str(contents)
+    assert number(told) in "; ".join(reader.notes) and (bool(reader.notes) == bool(told))
+    assert published.notes == reader.notes or "data.tokenizer" in str(reader.notes)
+
+
+@pytest.mark.parametrize("contents, told", [
+    (dict(tokenizer_config=dict(added_tokens_decoder={"900": token("<|x|>")})), "adds '<|x|>' with the id 900"),
+    (dict(added_tokens={"<|x|>": 900}), "added_tokens.json beside it adds '<|x|>' with the id 900"),
+    (dict(added_tokens={"<|x|>": "9"}), "has the id \"9\", which is no whole number"),
+    (dict(tokenizer_config=["a"]), "is no object")])
+def test_tokens_beside_a_tokenizer_that_cannot_be_had_are_refused(contents, told, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        tokenizer.open_published(beside(tmp_path, **contents))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        tokenizer.open_published(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("contents, found, told", [
+    (dict(tokenizer_config=dict(bos_token="<|im_end|>")), "<|im_end|>", ""),
+    (dict(special_tokens_map=dict(bos_token=token("<|im_end|>"))), "<|im_end|>", ""),
+    (dict(config=dict(model_type="llama", bos_token_id=1)), "<|im_end|>", ""),
+    (dict(config=dict(model_type="gemma3", text_config=dict(bos_token_id=1))), "<|im_end|>", ""),
+    (dict(config=dict(bos_token_id=1)), "<|endoftext|>", ""),        # of no model
+    (dict(tokenizer_config=dict(bos_token=None), config=dict(model_type="llama", bos_token_id=None)), "<|endoftext|>",
+     ""),
+    (dict(tokenizer_config=dict(bos_token="<|im_end|>"), config=dict(model_type="llama", bos_token_id=0)), "<|im_end|>",
+     "config.json has the bos_token_id 0 (<|endoftext|>)"),
+    (dict(tokenizer_config=dict(bos_token="<s>")), "<s>", "")])
+def test_the_separator_is_the_one_that_the_files_beside_name_and_never_comes_from_text(contents, found, told, tmp_path):
+    path = beside(tmp_path, plain=["<s>", "</s>"], **contents)
+    reader = tokenizer.open_file(path)
+    assert reader.library.id_to_token(reader.bos) == found and told in "; ".join(reader.notes)
+    assert tokenizer.named_separator(path) in (None, reader.bos)
+    assert reader.bos not in reader.encode(["the <s>cat</s> <|im_end|>"])[0].tolist()
+
+
+def test_a_separator_that_text_can_hold_is_refused(tmp_path):
+    path = beside(tmp_path, plain=["<s>"])
+    for name in ("<s>", "Ġthe"):
+        with pytest.raises(ValueError, match=f"the separator '{name}' .* is no special token.*special tokens: <"):
+            tokenizer.open_file(path, name)
+
+
+def test_a_tokenizer_without_chance_gives_the_same_ids_each_time(tmp_path):
+    path = Path(beside(tmp_path))
+    of_text = tokenizer.open_file(str(path))
+    path.write_text(json.dumps((described := json.loads(path.read_text())) | {
+        "model": described["model"] | {"dropout": 0.5}}))
+    reader = tokenizer.open_file(str(path))
+    text = [" ".join(TEXTS)] * 4
+    assert len({tuple(ids.tolist()) for ids in reader.encode(text)}) == 1
+    assert reader.encode(text)[0].tolist() == of_text.encode(text)[0].tolist()
+    assert reader.key != of_text.key and "its dropout of 0.5 is off" in reader.notes[0]      # older caches are not used
+
+
+@pytest.mark.parametrize("add, writes, told", [
+    (True, False, "prompts begin with: nothing (tokenizer_config.json asks for <|im_end|>, tokenizer.json does not"),
+    (True, True, ""), (False, False, ""), (None, True, ""), (None, False, ""),
+    (False, True, "prompts begin with: <|im_end|> (tokenizer.json writes it, though")])
+def test_what_prompts_begin_with_is_told_where_two_files_disagree(add, writes, told, tmp_path):
+    path = beside(tmp_path, tokenizer_config=dict(bos_token="<|im_end|>") | ({} if add is None else {
+        "add_bos_token": add}))
+    made = tokenizers.Tokenizer.from_file(path)
+    if writes:
+        made.post_processor = tokenizers.processors.TemplateProcessing("<|im_end|> $A", special_tokens=[("<|im_end|>", 1)])
+    made.save(path)
+    opened = tokenizer.open_published(path)
+    assert opened.beginning.startswith(told) and bool(opened.beginning) == bool(told)
+    assert (opened.encode("the")[0] == 1) == writes
+
+
+@pytest.mark.parametrize("text, refused", [("the cat", False), ("the <y> cat", True)])
+def test_an_id_beyond_the_vocabulary_is_a_mistake_only_where_a_text_has_it(text, refused, tmp_path):
+    path = beside(tmp_path, plain=["<y>"])
+    size = tokenizers.Tokenizer.from_file(path).get_vocab_size() - 1
+    data = section([write(tmp_path / "a.jsonl", ["the mat", text])], tokenizer=path)
+    if refused:
+        message = fault(data, tmp_path, vocab_size=size)
+        assert f"a.jsonl: document 1 (from 0) holds the id {size} (<y>)" in message and "leave that text out" in message
+        assert message == fault(data, tmp_path, vocab_size=size)       # of the cache, too
+    else:
+        opened = Opened(data, tmp_path, vocab_size=size)
+        assert opened.texts() == ["the mat", text] and any(
+            f"note: the tokenizer has ids up to {size}, and model.vocab_size={size}" in line for line in opened.told)
+    assert "the separator is 0" not in str(data) and "the separator is" in fault(
+        section([tmp_path / "a.jsonl"], tokenizer=path, bos_token="<|im_end|>"), tmp_path, vocab_size=1)

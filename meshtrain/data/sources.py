@@ -129,6 +129,8 @@ class Description:
         None for a source with missing parts of another share of the job (parts.Job). Raises: ValueError listing every
         fault of the sources, a line each; parts.Stopped.
         """
+        for note in notes(self.tokenizer, self.vocab_size):
+            job.tell(f"note: {note}")
         opened, faults = [], []
         for component in self.components:
             try:
@@ -154,10 +156,6 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     named = [(f"data.mixture[{i}]", one.name or str(i), one) for i, one in enumerate(data.mixture)] \
         if data.source == "mixture" else [("data", "", data)]
     reader = _open_tokenizer(data, vocab_size)
-    if reader.vocab_size > vocab_size:
-        raise ValueError(f"data.tokenizer={data.tokenizer!r} has ids up to {reader.vocab_size - 1} (the separator is "
-                         f"{reader.bos}), and model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; "
-                         f"use model.vocab_size={reader.vocab_size} or more")
     given = [(where, TRAIN, name, one, one.paths) for where, name, one in named]
     given += [(f"{where}.{VALIDATION}", VALIDATION, name, one, one.validation_paths)
               for where, name, one in named if one.validation_paths]
@@ -188,13 +186,35 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
             faults.append(str(error))
     if faults:
         raise ValueError("\n".join(faults))
-    return Description(tuple(components), _find_eos(data, reader, vocab_size), reader, vocab_size, data.cache, chats)
+    eos = _find_eos(data, reader, vocab_size)
+    _check_ends(data, reader, eos, vocab_size)
+    return Description(tuple(components), eos, reader, vocab_size, data.cache, chats)
 
 
 def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
     """(tokenizer, document end) of the run file's [data], without looking for its data files. Raises: ValueError."""
     reader = _open_tokenizer(data, vocab_size)
-    return reader, _find_eos(data, reader, vocab_size)
+    eos = _find_eos(data, reader, vocab_size)
+    _check_ends(data, reader, eos, vocab_size)
+    return reader, eos
+
+
+def notes(reader: Tokenizer, vocab_size: int) -> list[str]:
+    """Lines to tell about a tokenizer: what is read otherwise than its file says, and ids beyond the vocabulary."""
+    found = list(getattr(reader, "notes", ()))
+    if reader.vocab_size > vocab_size:
+        found.append(f"the tokenizer has ids up to {reader.vocab_size - 1}, and model.vocab_size={vocab_size} has 0 to "
+                     f"{vocab_size - 1}; a text with an id beyond them is refused")
+    return found
+
+
+def _check_ends(data, reader: Tokenizer, eos: int, vocab_size: int) -> None:
+    """Raises: ValueError if the token before or behind every document is beyond the vocabulary."""
+    for what, id in (("separator", reader.bos), ("end of documents", eos)):
+        if id >= vocab_size:
+            raise ValueError(f"data.tokenizer={data.tokenizer!r} has ids up to {reader.vocab_size - 1} (the {what} is "
+                             f"{id}), and model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; "
+                             f"use model.vocab_size={reader.vocab_size} or more, or the tokenizer of the model folder")
 
 
 def _key_of_section(where: str, text: str) -> str:
@@ -279,10 +299,11 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
         groups += [(group, caches) for group in token_cache.group(kind, list(together), root)]
     if source == "tokens":
         found = given_tokens.open_given([(path, caches) for (path,), caches in groups], described.tokenizer.bos, job)
-        _check_ids(found, described.vocab_size)
     else:
         chats = described.chats if source in CHATS else None
         found = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job, chats)
+    if source == "tokens" or described.tokenizer.vocab_size > described.vocab_size:
+        _check_ids(list(zip(found, (paths for paths, _ in groups))), described)
     if None in found:
         return None
     opened = token_files.TokenFiles(tuple(found), complete=source in CHATS)
@@ -303,15 +324,19 @@ def on_this_host(paths: dict[str, str], source: str, cache: str, job: parts.Job 
     return dict(local.get(path, (path, root)) for path, root in paths.items())
 
 
-def _check_ids(pairs: Sequence[token_files.IndexedTokens | None], vocab_size: int) -> None:
-    """Raises: ValueError listing every file with an id beyond the vocabulary."""
-    faults = []
-    for pair in pairs:
-        if pair and pair.largest >= vocab_size:
-            document, found = token_files.first_beyond(pair, vocab_size)
-            faults.append(f"{pair.path}: document {document} (from 0) holds the id {found}, and "
-                          f"model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; use "
-                          f"model.vocab_size={pair.largest + 1} or more, or the files of another tokenizer")
+def _check_ids(parts: Sequence[tuple[token_files.IndexedTokens | None, Sequence[str]]],
+               described: Description) -> None:
+    """Raises: ValueError listing every part with an id beyond the vocabulary. parts: (pair, its files)."""
+    faults, size = [], described.vocab_size
+    for pair, (path, *more) in parts:
+        if pair and (largest := token_files.largest(pair)) >= size:
+            document, found = token_files.first_beyond(pair, size)
+            named = isinstance(described.tokenizer, tokenizer.TokenizerFile) and \
+                described.tokenizer.library.id_to_token(found)
+            faults.append(f"{path}{f' and {len(more)} files behind it' if more else ''}: document {document} (from 0) "
+                          f"holds the id {found}{f' ({named})' if named else ''}, and model.vocab_size={size} has 0 to "
+                          f"{size - 1}; use model.vocab_size={largest + 1} or more, or the files of another tokenizer; "
+                          f"where a model folder fixes the vocabulary, leave that text out")
     if faults:
         raise ValueError("\n".join(faults))
 

@@ -79,10 +79,6 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
     reader, eos = sources.reader_of(data, vocab_size=vocab_size)
     if isinstance(reader, Ids):
         raise ValueError('data.source="prompts" needs a data.tokenizer, to write text')
-    if reader.vocab_size > vocab_size:
-        raise ValueError(f"data.tokenizer={data.tokenizer!r} has ids up to {reader.vocab_size - 1}, and "
-                         f"model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; use "
-                         f"model.vocab_size={reader.vocab_size} or more")
     template = functools.cache(lambda: chat.open_template(reader, data.chat_template, folders))
     read = lambda patterns, key: [
         prompt for path in sources.on_this_host(sources.match_globs(patterns, "prompts", key=key), "prompts",
@@ -92,6 +88,11 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
     held = read(data.validation_paths, "validation_paths") if data.validation_paths else []
     if both := sorted({one.place for one in prompts} & {one.place for one in held}):
         raise ValueError(f"data.validation_paths: {both[0]} is trained on, too; take the file out of one")
+    if beyond := [(one.place, int(one.ids.max())) for one in (*prompts, *held) if one.ids.max(initial=0) >= vocab_size]:
+        told = ", ".join(f"{place} has {id}" for place, id in beyond[:MOST_FAULTS])
+        raise ValueError(f"{len(beyond)} prompts have ids beyond the model's, and model.vocab_size={vocab_size} has 0 "
+                         f"to {vocab_size - 1} ({told}); use model.vocab_size={reader.vocab_size} or more, or, where a "
+                         f"model folder fixes it, take them out")
     digest = hashlib.blake2b(json.dumps([reader.key, reader.bos]).encode(), digest_size=8)
     for one in prompts:
         digest.update(json.dumps([one.ids.tolist(), one.line], sort_keys=True).encode())

@@ -142,7 +142,8 @@ class Tokenized(parts.Part):
         if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (
                 manifest["dtype"], manifest["tokens"], manifest["documents"]):
             raise ValueError("another size")
-        return dataclasses.replace(pair, mask=token_files.open_mask(*masks, tokens, pair.ids.size)) if masks else pair
+        mask = token_files.open_mask(*masks, tokens, pair.ids.size) if masks else None
+        return dataclasses.replace(pair, largest=manifest.get("largest", -1), mask=mask)
 
     def _stamps(self) -> list[list[int]]:
         return [list(token_files.stamp(str(path))) for path in self.files]
@@ -162,7 +163,8 @@ class Tokenized(parts.Part):
             for writer in writers:
                 writer.rename()
             manifest = {"inputs": inputs, "dtype": str(tokens.dtype), "tokens": tokens.count, "documents": ends.count,
-                        "crc32": [writer.crc for writer in writers], "stamps": self._stamps()}
+                        "largest": tokens.largest, "crc32": [writer.crc for writer in writers],
+                        "stamps": self._stamps()}
             files.replace(self.manifest, json.dumps(manifest), shared=True)
             return self._open(manifest)
         except OSError as error:

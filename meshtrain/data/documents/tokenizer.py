@@ -18,15 +18,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from meshtrain import files
+from meshtrain.data.documents import beside
 from meshtrain.storage import addresses, copies
 
-# Names of the token before a document or between two; the first in the vocabulary is used.
+# Names of the token before a document or between two, of which the first special token is used where no file names one.
 BOS_NAMES = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[BOS]", "<|bos|>", "<|startoftext|>",
              "<|endoftext|>")
 SPACE = "▁"     # SentencePiece's space
 FILE = "tokenizer.json"
-# What is read beside it: special tokens' names and chat templates.
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+# What is read beside it: special tokens, chat templates, and the model's bos_token_id.
+BESIDE = (beside.CONFIG, beside.MAP, beside.ADDED, beside.MODEL, "chat_template.jinja")
 
 
 class Tokenizer(Protocol):
@@ -74,12 +75,13 @@ class Ids:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenizerFile:
-    """A tokenizer.json of the `tokenizers` library."""
+    """A tokenizer.json of the `tokenizers` library. notes: lines to tell, on what is read otherwise than it says."""
     path: str
     library: Any    # tokenizers.Tokenizer
     vocab_size: int
     bos: int
     key: str
+    notes: tuple[str, ...] = ()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         try:
@@ -98,9 +100,12 @@ class TokenizerFile:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Published:
     """A model folder's tokenizer.json, used as in transformers: names of special tokens become these tokens, and its
-    post-processor adds others, e.g. one before every prompt."""
+    post-processor adds others, e.g. one before every prompt. notes: as of TokenizerFile; beginning: on what prompts
+    begin with, or empty."""
     path: str
     library: Any    # tokenizers.Tokenizer
+    notes: tuple[str, ...] = ()
+    beginning: str = ""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """special: apply the post-processor."""
@@ -155,39 +160,81 @@ def local(named: str) -> Path:
 
 def open_published(path: str | os.PathLike) -> Published:
     """Raises: ValueError if the file is missing or malformed."""
-    return Published(str(path), _library(path, str(path))[0])
+    opened = _library(path, str(path))
+    return Published(str(path), opened.library, opened.notes, beside.beginning(opened.library, opened.said))
 
 
 def names_of(path: str | os.PathLike, *ids: int | None) -> list[str]:
     """The tokens of a tokenizer.json with these ids; "" for unknown ones. Raises: ValueError."""
-    library = _library(path, str(path))[0]
+    library = _library(path, str(path)).library
     return [(library.id_to_token(one) or "") if one is not None else "" for one in ids]
+
+
+def named_separator(path: str | os.PathLike) -> int | None:
+    """The id of the separator that the files beside a tokenizer.json name; None without one. Raises: ValueError."""
+    opened = _library(path, str(path))
+    return _named(opened.library, opened.said)[0]
 
 
 def open_file(path: str, bos_token: str = "") -> TokenizerFile:
     """Raises: ValueError if the file is missing or malformed, or lacks this separator."""
     file = local(path)
-    library, content = _library(file, f"data.tokenizer={path!r}")
+    library, key, said, notes = _library(file, f"data.tokenizer={path!r}")
     library.encode_special_tokens = True
     vocab = library.get_vocab(with_added_tokens=True)
     if not vocab:
         raise ValueError(f"data.tokenizer={path!r} has an empty vocabulary; train it first")
-    wanted = [bos_token] if bos_token else BOS_NAMES
-    bos = next((vocab[name] for name in wanted if name in vocab), None)
+    added = library.get_added_tokens_decoder()
+    special = [token.content for token in added.values() if token.special]
+    bos, more = (vocab.get(bos_token), ()) if bos_token else _named(library, said)
+    if bos is None and not bos_token:
+        bos = next((vocab[name] for name in BOS_NAMES if name in special), None)
+    examples = f", e.g. one of its special tokens: {', '.join(special[:8])}" if special else ""
     if bos is None:
-        special = [token.content for token in library.get_added_tokens_decoder().values()][:8]
         what = (f"data.bos_token={bos_token!r} is not a token" if bos_token else
-                "none of the usual separators is a token")
-        examples = f", e.g. one of its special tokens: {', '.join(special)}" if special else ""
+                "no file names the separator, and none of the usual ones is a special token")
         raise ValueError(f"{what} of data.tokenizer={path!r}; name the token that stands before every document as "
                          f"data.bos_token{examples}")
-    return TokenizerFile(str(file), library, max(vocab.values()) + 1, bos,
-                         hashlib.blake2b(content, digest_size=16).hexdigest())
+    if text := _text_with(library, bos):
+        raise ValueError(f"the separator {library.id_to_token(bos)!r} of data.tokenizer={path!r} is no special token: "
+                         f"the text {text!r} has its id, and would begin a document; name another as data.bos_token"
+                         f"{examples}")
+    return TokenizerFile(str(file), library, max(vocab.values()) + 1, bos, key, (*notes, *more))
 
 
-def _library(path: str | os.PathLike, name: str) -> tuple[Any, bytes]:
-    """(the tokenizers library's object of a tokenizer.json, without truncation or padding; its bytes). name: for
-    errors."""
+def _named(library: Any, said: beside.Said) -> tuple[int | None, tuple[str, ...]]:
+    """(the separator that the files beside a tokenizer name, notes)."""
+    name, number = said.names.get("bos_token"), said.bos_id
+    of_config = number if number is not None and library.id_to_token(number) else None
+    bos = library.token_to_id(name) if name else None
+    if None in (bos, of_config) or bos == of_config:
+        return of_config if bos is None else bos, ()
+    return bos, (f"documents begin with {name} ({bos}), the bos_token of {beside.CONFIG}; {beside.MODEL} has the "
+                 f"bos_token_id {of_config} ({library.id_to_token(of_config)})",)
+
+
+def _text_with(library: Any, bos: int) -> str:
+    """A plain text that has the separator's id; empty if none is found."""
+    name, written = library.id_to_token(bos), library.decode([bos], skip_special_tokens=False)
+    texts = [name, f"the {name}cat", f"a {name} b", written, f"the {written}cat"]
+    try:
+        encoded = library.encode_batch_fast(texts, add_special_tokens=False)
+    except Exception:       # the library has no exceptions of its own: a text that it cannot encode has no ids
+        return ""
+    return next((text for text, one in zip(texts, encoded) if bos in one.ids), "")
+
+
+class _Opened(NamedTuple):
+    """key: equal for two exactly if they give the same ids."""
+    library: Any
+    key: str
+    said: beside.Said
+    notes: tuple[str, ...]
+
+
+def _library(path: str | os.PathLike, name: str) -> _Opened:
+    """A tokenizer.json with what the files beside it add: no truncation, no padding, and ids that are a function of the
+    text alone. name: for errors."""
     tokenizers = import_extra("tokenizers", name)
     content = files.attempted(Path(path).read_bytes, f"{name} cannot be read",
                               'name a tokenizer.json of the tokenizers library, or "bytes"')
@@ -198,7 +245,16 @@ def _library(path: str | os.PathLike, name: str) -> tuple[Any, bytes]:
                          "save it again, or update the library") from None
     library.no_truncation()
     library.no_padding()
-    return library, content
+    notes, changes = [], []
+    if dropout := getattr(library.model, "dropout", None):
+        library.model.dropout = None
+        notes.append(f"{name}: its dropout of {dropout:g} is off; with it a text would have other ids each time")
+        changes.append("dropout off")
+    said = beside.read(Path(path).parent)
+    more, added = beside.complete(library, said, name)
+    digest = hashlib.blake2b("\n".join([*changes, *added]).encode() + b"\n" * bool(changes + added) + content,
+                             digest_size=16)
+    return _Opened(library, digest.hexdigest(), said, (*notes, *more))
 
 
 def import_extra(module: str, wanted_by: str, extra: str = "data") -> Any:

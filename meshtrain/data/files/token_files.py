@@ -176,6 +176,13 @@ class TokenFiles:
         return mask.array[begin + start:begin + stop] if (mask := self.pairs[k].mask) else None
 
 
+def largest(pair: IndexedTokens) -> int:
+    """The largest id, read from the file where it is not known; -1 without tokens."""
+    if pair.largest >= 0:
+        return pair.largest
+    return max((int(chunk.max()) for _, chunk in chunks(pair.ids.map()) if len(chunk)), default=-1)
+
+
 def first_beyond(pair: IndexedTokens, vocab_size: int) -> tuple[int, int]:
     """(document, id) of the first id beyond a vocabulary of this size, which must exist."""
     for first, chunk in chunks(pair.ids.map()):
@@ -367,7 +374,7 @@ class Writer:
     its name. Raises: OSError."""
 
     def __init__(self, path: Path, dtype: type):
-        self.dtype, self.count, self.crc = np.dtype(dtype), 0, 0
+        self.dtype, self.count, self.crc, self.largest = np.dtype(dtype), 0, 0, -1
         self._path, self._temporary = path, path.with_name(path.name + ".tmp")
         self._file = open(self._temporary, "wb", buffering=1 << 20)
         self._header()
@@ -379,9 +386,11 @@ class Writer:
         self._file.write(header.getvalue())
 
     def append(self, values: Sequence[int] | np.ndarray) -> None:
-        raw = np.ascontiguousarray(values, self.dtype).view(np.uint8)
+        given = np.ascontiguousarray(values, self.dtype)
+        raw = given.view(np.uint8)
         self._file.write(raw)
         self.crc, self.count = zlib.crc32(raw, self.crc), self.count + len(values)
+        self.largest = max(self.largest, int(given.max(initial=0)) if len(given) else -1)
 
     def close(self) -> None:
         self._file.seek(0)

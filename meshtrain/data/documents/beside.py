@@ -1,0 +1,174 @@
+"""What the files beside a tokenizer.json say of its tokens, compared with the file itself.
+
+Tokens that only tokenizer_config.json, added_tokens.json or special_tokens_map.json add are added, in the order of
+transformers 5.24, with the properties that tokenizer_config.json gives them. What cannot be had as it is said is
+refused; what is taken otherwise is told. A named token (bos_token, …) is special, so that no text has it. This module
+knows the library's object alone, and no texts.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshtrain import files
+
+CONFIG, MAP, ADDED, MODEL = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FURTHER = ("extra_special_tokens", "additional_special_tokens")
+PROPERTIES = ("special", "lstrip", "rstrip", "normalized", "single_word")
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedToken:
+    """A token that a file beside the tokenizer names. id: None where the file has none. properties: of PROPERTIES."""
+    content: str
+    file: str
+    id: int | None = None
+    properties: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """tokens: in the order in which absent ones are added. names: bos_token, … -> its token. begins: add_bos_token;
+    None: not said. bos_id: bos_token_id of config.json."""
+    tokens: tuple[NamedToken, ...] = ()
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    begins: bool | None = None
+    bos_id: int | None = None
+
+
+def read(folder: Path) -> Said:
+    """What the files of a tokenizer's folder say. Raises: ValueError for one that is malformed."""
+    config, legacy, added = (_read(folder / name) for name in (CONFIG, MAP, ADDED))
+    tokens, decoder = [], config.get("added_tokens_decoder")
+    if decoder is not None:
+        legacy, added = {}, {}      # as transformers, which reads them where there is no added_tokens_decoder
+        tokens = [_decoded(folder, number, token) for number, token in _object(folder / CONFIG, decoder).items()]
+    said = [(key, *next((where[key], file) for where, file in ((config, CONFIG), (legacy, MAP)) if key in where))
+            for key in (*NAMES, *FURTHER) if key in config or key in legacy]
+    names = {key: content for key, given, _ in said if key in NAMES and (content := _content(given))}
+    special = [(given, file) for key, value, file in said for given in _listed(value) if _content(given)]
+    plain = added.keys() - {_content(given) for given, _ in special}
+    for content, number in added.items():
+        if type(number) is not int:
+            raise ValueError(f"{folder / ADDED}: {content!r} has the id {json.dumps(number)[:40]}, which is no whole "
+                             f"number; mend it, or take the file away")
+        tokens.append(NamedToken(content, ADDED, number, {"special": content not in plain,
+                                                          "normalized": content in plain}))
+    tokens.sort(key=lambda token: token.id)
+    tokens += [NamedToken(_content(given), file, None, _properties(given)) for given, file in special]
+    once: dict[str, NamedToken] = {}
+    for token in tokens:
+        named = {"special": True} if token.content in names.values() else {}
+        once.setdefault(token.content, dataclasses.replace(token, properties={**token.properties, **named}))
+    begins = config.get("add_bos_token")
+    return Said(tuple(once.values()), names, begins if type(begins) is bool else None, _bos_id(folder / MODEL))
+
+
+def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]]:
+    """Add what the files beside the tokenizer add. library: tokenizers.Tokenizer, which is changed. named: its name
+    for messages.
+
+    Returns (notes, the changes, by which two tokenizers differ). Raises: ValueError where a token does not come out
+    at its id.
+    """
+    from tokenizers import AddedToken       # here: of an extra, without which there is no library
+    notes, changes, new, otherwise, elsewhere = [], [], [], [], []
+    for token in said.tokens:
+        number = library.token_to_id(token.content)
+        here = library.get_added_tokens_decoder().get(number) if number is not None else None
+        if here is not None and token.id not in (None, number):
+            elsewhere.append(f"{token.content} ({token.file}: {token.id}; tokenizer.json: {number})")
+            token = dataclasses.replace(token, id=number)       # as transformers
+        if here is not None and all(getattr(here, key) == value for key, value in token.properties.items()):
+            continue
+        library.add_tokens([AddedToken(token.content, **{"special": token.id is None, **token.properties})])
+        found = library.token_to_id(token.content)
+        if found is None or token.id not in (None, found):
+            raise ValueError(f"{named}: {token.file} beside it adds {token.content!r} with the id {token.id}, and it "
+                             f"comes out with {found}; save the tokenizer again, so that tokenizer.json has all tokens")
+        (new if number is None else otherwise).append(f"{token.content} ({found})")
+        changes.append(json.dumps([found, token.content, dict(sorted(token.properties.items()))]))
+    files_of = " and ".join(dict.fromkeys(token.file for token in said.tokens)) or CONFIG
+    if new:
+        notes.append(f"{named}: {_few(new)} added, as {files_of} beside it says; tokenizer.json lacks "
+                     f"{'it' if len(new) == 1 else 'them'}")
+    if otherwise:
+        notes.append(f"{named}: {_few(otherwise)} read as {CONFIG} describes them, not as tokenizer.json does")
+    if elsewhere:
+        notes.append(f"{named}: ids are those of tokenizer.json; files beside it give others: {_few(elsewhere)}")
+    return notes, changes
+
+
+def beginning(library: Any, said: Said) -> str:
+    """A note where tokenizer_config.json and tokenizer.json disagree on what a prompt begins with; else empty."""
+    bos = said.names.get("bos_token")
+    if said.begins is None or bos is None:
+        return ""
+    first = library.encode("a", add_special_tokens=True).ids[:1]
+    writes = first != library.encode("a", add_special_tokens=False).ids[:1]
+    if said.begins and first != [library.token_to_id(bos)]:
+        begins = library.id_to_token(first[0]) if writes else "nothing"
+        return f"prompts begin with: {begins} ({CONFIG} asks for {bos}, tokenizer.json does not write it)"
+    if not said.begins and writes:
+        return (f"prompts begin with: {library.id_to_token(first[0])} (tokenizer.json writes it, though {CONFIG} has "
+                f"add_bos_token=false)")
+    return ""
+
+
+def _decoded(folder: Path, number: str, token) -> NamedToken:
+    content = _content(token)
+    if not content or not number.isdecimal():
+        raise ValueError(f"{folder / CONFIG}: added_tokens_decoder has {json.dumps({number: token})[:80]}, which is no "
+                         f"id with a token; mend it, or take it out")
+    return NamedToken(content, CONFIG, int(number), _properties(token))
+
+
+def _listed(value) -> list:
+    """The tokens of a name, of a list, or of an object of further names; {"content": …} is one."""
+    several = value.values() if isinstance(value, dict) and "content" not in value else value
+    return list(several) if isinstance(value, list) or several is not value else [value]
+
+
+def _properties(given) -> dict[str, bool]:
+    return {key: given[key] for key in PROPERTIES if type(given.get(key)) is bool} if isinstance(given, dict) else {}
+
+
+def _bos_id(path: Path) -> int | None:
+    """bos_token_id of a model's config.json beside the tokenizer. A file that is none is not looked at."""
+    try:
+        model = _read(path)
+    except ValueError:
+        return None
+    inside = model.get("text_config")
+    found = (inside if isinstance(inside, dict) and "bos_token_id" in inside else model).get("bos_token_id")
+    return found if type(found) is int and "model_type" in model else None
+
+
+def _content(given) -> str:
+    content = given.get("content") if isinstance(given, dict) else given
+    return content if isinstance(content, str) else ""
+
+
+def _few(found: list[str]) -> str:
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+def _object(path: Path, value) -> dict:
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: {json.dumps(value)[:80]} is no object; mend it, or take the file away")
+    return value
+
+
+def _read(path: Path) -> dict:
+    """The object of a JSON file; empty if there is none."""
+    if not path.is_file():
+        return {}
+    text = files.attempted(path.read_bytes, f"{path} cannot be read", "let it be read")
+    try:
+        return _object(path, json.loads(text))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); mend it, or take it away") from None
