@@ -48,7 +48,10 @@ def told(address="", count=0, index=-1) -> Distributed:
     SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFA)},
     SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"},
     MPI4 | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-], ids=["nothing", "home", "batch script", "batch step", "salloc", "one task", "one rank"])
+    {"PMI_RANK": "0", "PMI_SIZE": "1"}, {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}, {"PMI_SIZE": "4"},
+    SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFA), "PMIX_RANK": "0"},
+], ids=["nothing", "home", "batch script", "batch step", "salloc", "one task", "one rank", "PMI", "Flux", "no rank",
+        "salloc with PMIx"])
 def test_a_process_that_nobody_started_among_others_is_alone(environ):
     assert find.cluster(NOTHING, environ) is None
 
@@ -162,8 +165,60 @@ def test_mpirun_that_does_not_tell_its_host_asks_for_the_address_and_takes_it():
     assert find.cluster(told("a:12345"), MPIRUN) == Cluster("a:12345", 8, 5, (1,))
 
 
+PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
+HYDRA = PMI | {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+PALS = PMI | {"PALS_RANKID": "5", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "1", "PMI_LOCAL_RANK": "1",
+              "PMI_LOCAL_SIZE": "4"}
+FLUX = {"FLUX_JOB_ID": "f1", "FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_JOB_NNODES": "2",
+        "FLUX_TASK_LOCAL_ID": "1"}
+MVAPICH = {f"MV2_COMM_WORLD_{name}": value for name, value in
+           {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}.items()}
+
+
+@pytest.mark.parametrize("environ, own", [
+    (PMI, None), (HYDRA, (1,)), (PALS, (1,)), (FLUX, (1,)), (FLUX | PMI, (1,)), (MVAPICH, (1,)), (MVAPICH | PMI, (1,)),
+    (SRUN | HYDRA | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}, (1,))],
+    ids=["PMI", "Hydra", "PALS", "Flux", "Flux with PMI", "MVAPICH", "MVAPICH with PMI", "Hydra's daemons under srun"])
+def test_ranks_of_other_launchers_are_taken_and_their_address_is_asked_for(environ, own):
+    environ = environ | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    with pytest.raises(ConfigError, match="(PMI|FLUX|MV2).*=8 .*=5.*coordinator_address.*num_processes.*process_id"):
+        find.cluster(NOTHING, environ)
+    assert find.cluster(told("a:12345"), environ) == Cluster("a:12345", 8, 5, own)
+    assert find.cluster(NOTHING, environ | {"JAX_COORDINATOR_ADDRESS": "b:12345"}) == Cluster("b:12345", 8, 5, own)
+    assert find.cluster(told("c:12345", 4, 3), environ) == Cluster("c:12345", 4, 3)
+
+
+def test_ranks_of_one_host_meet_on_loopback_at_a_port_of_their_job():
+    def found(**more):
+        return find.cluster(NOTHING, HYDRA | {"MPI_LOCALNRANKS": "8", "CUDA_VISIBLE_DEVICES": ""} | more)
+    assert found().loopback and found() == found(HOME="/") and (found().count, found().index) == (8, 5)
+    assert found(PBS_JOBID="1").port != found(PBS_JOBID="2").port
+
+
+@pytest.mark.parametrize("more", [PMI, HYDRA, {"PMI_RANK": "0", "PMI_SIZE": "1"}, {"PMIX_RANK": "5"}, {"PMI_SIZE": ""}])
+@pytest.mark.parametrize("launcher", [SRUN, MPI5], ids=["srun", "mpirun"])
+def test_slurm_and_open_mpi_stay_what_they_are_where_they_number_by_pmi_too(launcher, more):
+    assert find.cluster(NOTHING, launcher | more) == find.cluster(NOTHING, launcher)
+
+
+@pytest.mark.parametrize("environ, parts", [
+    ({"PALS_RANKID": "1"}, ["PALS_RANKID=1", "unset PALS_RANKID for a single process"]),
+    ({"PMIX_RANK": "0", "PMI_RANK": "0"}, ["PMI_RANK=0 PMIX_RANK=0"]),
+    (PMI | {"PMI_RANK": "8"}, ["PMI_RANK=8", "PMI_SIZE=8"]), (PMI | {"PMI_SIZE": "all"}, ["PMI_SIZE=all"]),
+    (PMI | FLUX | {"PMI_RANK": "4"}, ["FLUX_TASK_RANK=5", "PMI_RANK=4", "contradict"]),
+    (SRUN | PMI | {"PMI_RANK": "4"}, ["SLURM_PROCID=5", "PMI_RANK=4", "contradict"]),
+    (PMI | {"RANK": "4", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["PMI_RANK=5", " RANK=4"])])
+def test_ranks_that_describe_no_process_are_told_with_the_three_flags(environ, parts):
+    with pytest.raises(ConfigError) as raised:
+        find.cluster(NOTHING, environ)
+    whole = "whole number" in str(raised.value) or "counted from 0" in str(raised.value)
+    for part in parts + [f"--distributed.{name}" for name in ("coordinator_address", "num_processes", "process_id")
+                         if not whole]:
+        assert part in str(raised.value)
+
+
 def test_flags_win_over_the_environment():
-    for environ in ({}, SRUN, MPI4):
+    for environ in ({}, SRUN, MPI4, PMI, {"PMIX_RANK": "1"}):
         assert find.cluster(told("a:12345", 4, 3), environ) == Cluster("a:12345", 4, 3)
     assert find.cluster(told("a:12345", 1, 0), SRUN) is None
     assert find.cluster(told("a:12345"), SRUN) == Cluster("a:12345", 8, 5, (1,))

@@ -1,9 +1,9 @@
 """This process's index and count, from flags or a launcher's environment.
 
 Priority: [distributed]; then process variables of JAX (JAX_PROCESS_ID, Kubeflow) and PyTorch (RANK, torchrun); then
-Open MPI; then Slurm. Two sources that disagree are refused, because a batch script may have exported one of them for
-all its tasks. Only torchrun may run below another launcher, whose task it divides. This module knows no run, model or
-data, and starts nothing.
+Open MPI; then Slurm; then other launchers of MPI programs (RANKS). Two sources that disagree are refused, because a
+batch script may have exported one of them for all its tasks. Only torchrun may run below another launcher, whose task
+it divides. This module knows no run, model or data, and starts nothing.
 """
 from __future__ import annotations
 
@@ -26,7 +26,28 @@ LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Variables that identify one start of a run, from launch.pod and from launchers that number processes. Not used where
 # flags number them: flags may join tasks of two jobs, and several srun steps may make up one start.
 OWN_STARTS = ("MESHTRAIN_START",)
-STARTS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
+STARTS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "FLUX_JOB_ID", "PALS_APID")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Names of a launcher's variables. local_size, local_rank: among the processes of the host; the first one set."""
+    size: str
+    rank: str
+    local_size: tuple[str, ...] = ()
+    local_rank: tuple[str, ...] = ()
+
+
+RANKS = (
+    Ranks("FLUX_JOB_SIZE", "FLUX_TASK_RANK", (), ("FLUX_TASK_LOCAL_ID",)),
+    *(Ranks(f"{name}_SIZE", f"{name}_RANK", (f"{name}_LOCAL_SIZE",), (f"{name}_LOCAL_RANK",))
+      for name in ("MV2_COMM_WORLD", "MVP_COMM_WORLD", "JSM_NAMESPACE")),     # MVAPICH 2 and later, LSF's jsrun
+    # Hydra, mpiexec of MPICH and Intel MPI, counts the local ones as MPI_LOCAL…; Cray PALS sets PMI's, too.
+    Ranks("PMI_SIZE", "PMI_RANK", ("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"),
+          ("PMI_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID")),
+)
+RANK_ALONE = ("PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID")      # no variable counts the ranks beside these
+MPI_JOBS = ("FLUX_JOB_ID", "PALS_APID", "PMI_JOBID", "PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +98,26 @@ def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
-    environ = {name: value for name, value in environ.items() if value or name not in (*JAX, *TORCH, *LOCAL)}
+    names = {*JAX, *TORCH, *LOCAL, *RANK_ALONE, *(name for ranks in RANKS for name in (
+        ranks.size, ranks.rank, *ranks.local_size, *ranks.local_rank))}
+    environ = {name: value for name, value in environ.items() if value or name not in names}
+    ranks = None if "OMPI_COMM_WORLD_RANK" in environ else _ranks(environ)
     # mpirun starts its daemons by srun: both environments are set, and Slurm's describes the daemon.
     launcher = ("mpirun" if "OMPI_COMM_WORLD_RANK" in environ else
                 "srun" if "SLURM_PROCID" in environ
-                and int(environ.get("SLURM_STEP_ID", SLURM_OWN_STEPS)) < SLURM_OWN_STEPS else None)
+                and int(environ.get("SLURM_STEP_ID", SLURM_OWN_STEPS)) < SLURM_OWN_STEPS
+                and not (ranks and _of_daemons(environ, ranks)) else "mpiexec" if ranks else None)
     named = [(words, found) for words, find in ((JAX, _jax), (TORCH, _torch))
              if (found := find(environ, address, launcher))]
     places = [(_said(environ, words[:2]), found.count, found.index) for words, found in named]
     if launcher is not None and "TORCHELASTIC_RUN_ID" not in environ:
-        keys = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK") if launcher == "mpirun" else
-                ("SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", "SLURM_PROCID"))
-        count, index = (_whole(environ, key) for key in keys)
-        if count > 1:       # a single task may start several processes itself
-            places.append((_said(environ, keys), count, index))
+        sources = {"mpirun": [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")], "mpiexec": [],
+                   "srun": [("SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS",
+                             "SLURM_PROCID")]}[launcher]
+        for keys in [*sources, *([(ranks.size, ranks.rank)] if ranks else [])]:
+            count, index = (_whole(environ, key) for key in keys)
+            if count > 1:       # a single task may start several processes itself
+                places.append((_said(environ, keys), count, index))
     if len({place[1:] for place in places}) > 1:
         raise ConfigError(f"the environment describes this process in {len(places)} ways that contradict each other: "
                           f"{'; '.join(said for said, _, _ in places)}; unset the variables that are not meant "
@@ -100,7 +127,36 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
     if named:
         return named[0][1]
     address = address or _address(environ)
+    if launcher == "mpiexec" and ranks:
+        return _mpiexec(environ, address, ranks)
+    alone = [name for name in (*(ranks.rank for ranks in RANKS), *RANK_ALONE) if name in environ]
+    if alone and launcher is None and "SLURM_PROCID" not in environ:       # salloc's shell may have one
+        raise ConfigError(f"{_said(environ, alone)} is one process of a launcher's, and nothing tells of how many; "
+                          f"give --distributed.coordinator_address HOST:PORT, --distributed.num_processes and "
+                          f"--distributed.process_id, or unset {', '.join(alone)} for a single process")
     return {"mpirun": _open_mpi, "srun": _slurm}[launcher](environ, address) if launcher else None
+
+
+def _ranks(environ: Mapping[str, str]) -> Ranks | None:
+    """The variables of a launcher that number this process, of several processes where there are such. Raises:
+    ConfigError if two launchers number it differently."""
+    found = {ranks: _place(environ, ranks.size, ranks.rank) for ranks in RANKS
+             if ranks.size in environ and ranks.rank in environ}
+    several = {ranks: place for ranks, place in found.items() if place[0] > 1} or found
+    if len(set(several.values())) > 1:
+        raise ConfigError(f"launchers describe this process in {len(several)} ways that contradict each other: "
+                          f"{'; '.join(_said(environ, (ranks.size, ranks.rank)) for ranks in several)}; unset the "
+                          f"variables that are not meant, or give --distributed.coordinator_address, "
+                          f"--distributed.num_processes and --distributed.process_id, which win")
+    # Of those that agree: the one that counts the processes of this host.
+    return max(several, key=lambda ranks: any(name in environ for name in ranks.local_size), default=None)
+
+
+def _of_daemons(environ: Mapping[str, str], ranks: Ranks) -> bool:
+    """Whether Slurm's tasks are the daemons of another launcher, one on each node, which start these processes."""
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1")
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
+    return _whole(environ, ranks.size) > tasks and set(_tasks_per_node(per_node)) == {1}
 
 
 def _jax(environ: Mapping[str, str], address: str, launcher: str | None) -> Cluster | None:
@@ -219,6 +275,24 @@ def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster:
         job = uri.split(";")[0] or (named[0] if named else jobs[0] if jobs else "")
         address = joined(host, _port(job))
     return Cluster(address, count, int(environ["OMPI_COMM_WORLD_RANK"]), own)
+
+
+def _mpiexec(environ: Mapping[str, str], address: str, ranks: Ranks) -> Cluster:
+    """Ranks of MPICH, Intel MPI, MVAPICH, Cray PALS, jsrun or Flux: they are not told where process 0 is."""
+    count, index = _place(environ, ranks.size, ranks.rank)
+    here = next((_whole(environ, name) for name in ranks.local_size if name in environ), 0)
+    local = next((_whole(environ, name) for name in ranks.local_rank if name in environ), None)
+    if not here and (nodes := int(environ.get("FLUX_JOB_NNODES") or 0)):
+        here = count // nodes if count % nodes == 0 else 0
+    own = None if local is None or local >= here else gpus.own(local, here, environ)
+    if not address and here == count:
+        address = f"127.0.0.1:{_port(f'{ranks.rank} {_token(environ, MPI_JOBS)}')}"
+    if not address and count > 1:
+        raise ConfigError(f"{_said(environ, (ranks.size, ranks.rank))}: a launcher started {count} processes and does "
+                          f"not tell where process 0 is; give --distributed.coordinator_address HOST:PORT, with a free "
+                          f"port of the host of rank 0 (or that, --distributed.num_processes and "
+                          f"--distributed.process_id, which win)")
+    return Cluster(address, count, index, own)
 
 
 def joined(host: str, port: int) -> str:
