@@ -22,6 +22,9 @@ from meshtrain.run import say
 
 KEPT_PROGRAM_BYTES = 8 << 30     # of run.compilation_cache
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# A flag as XLA reads it, --name="a value" or up to the next space; or a comment.
+FLAG = re.compile(r"""-[\w-]*=("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|-\S*|#[^\n]*""", re.ASCII | re.DOTALL)
+MOST_OF_FLAGS = 1 << 20     # characters of a file of flags
 MOST_OF_DIR = 200       # characters of run.dir, by which processes of one run know each other
 
 
@@ -90,7 +93,7 @@ def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) 
     if count:
         known = xla_flags.known_flags([one.name for one in COMPILED_CHEAPLY]) if cheaply else ()
         _set(os.environ, [*SIMULATED, *(one for one in COMPILED_CHEAPLY if one.name in known)])
-        others = re.sub(rf"{DEVICE_COUNT_FLAG}=\d+", "", os.environ["XLA_FLAGS"]).split()
+        others = [flag for flag in flags_in(os.environ) if flag.partition("=")[0] != DEVICE_COUNT_FLAG]
         os.environ["XLA_FLAGS"] = " ".join([*others, f"{DEVICE_COUNT_FLAG}={count}"])
         # A collective that waits for its peers blocks a thread of the CPU client's pool, and a device may have several
         # under way: with one thread a device (the default) all of them can end up waiting for one that cannot start.
@@ -163,11 +166,8 @@ def prepare_gpus(environ: MutableMapping[str, str]) -> None:
 
 def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
     """Raises: ConfigError that names the flags in XLA_FLAGS at which this version of XLA would abort."""
-    text = environ.get("XLA_FLAGS", "")
-    if not text.lstrip().startswith("-"):       # else it names a file of flags
-        return
     ours = {DEVICE_COUNT_FLAG, *(one.name for one in (*ON_GPUS, *ON_CPUS, *SIMULATED, *COMPILED_CHEAPLY))}
-    given = sorted(set(re.findall(r"(?:^|\s)(--\w+)", text)) - ours)
+    given = sorted({flag.partition("=")[0] for flag in flags_in(environ)} - ours)
     libraries = [library for library in xla_flags.xla_libraries()
                  if gpus_expected() or library.name == xla_flags.JAXLIB]
     unknown = sorted(set(given) - xla_flags.known_flags(given, libraries)) if libraries else []
@@ -177,8 +177,38 @@ def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
                           f"take it out, or install the jaxlib that it is of")
 
 
+def flags_in(environ: Mapping[str, str]) -> list[str]:
+    """The flags of XLA_FLAGS, or of the file that it names in place of flags. XLA itself reads such a file only where
+    XLA_FLAGS has nothing else, and takes a comment (#) for its end.
+
+    Raises: ConfigError if the file cannot be read, or at a word that is no flag: XLA would ignore it and all that
+    follows, in silence.
+    """
+    given = text = environ.get("XLA_FLAGS", "").strip()
+    flags, in_file = [], bool(text) and not text.startswith("-")
+    if in_file:
+        try:
+            with open(given, encoding="utf-8") as file:
+                text = file.read(MOST_OF_FLAGS).strip()
+        except (OSError, ValueError) as error:      # UnicodeDecodeError is a ValueError; so is a null byte in the name
+            why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+            raise ConfigError(f"XLA_FLAGS={given[:200]} is neither flags nor a file of flags that can be read: {why}; "
+                              f"give flags, --name=value, or the path of a file of them") from None
+    while found := FLAG.match(text):
+        if text[0] == "-":
+            flags.append(found[0])
+        elif not in_file:
+            break
+        text = text[found.end():].lstrip()
+    if text:
+        raise ConfigError(f"{f'XLA_FLAGS={given[:200]}' if in_file else 'XLA_FLAGS'} has {text.split()[0][:100]}, which "
+                          f"is no flag: XLA would ignore it and all that follows. Write --name=value, with quotes "
+                          f"around a value that has spaces")
+    return flags
+
+
 def _set(environ: MutableMapping[str, str], settings: Sequence[Setting]) -> None:
-    flags = environ.get("XLA_FLAGS", "").split()
+    flags = flags_in(environ)
     given = {flag.partition("=")[0] for flag in flags}
     flags += [f"{one.name}={one.value}" for one in settings if one.name.startswith("--") and one.name not in given]
     environ["XLA_FLAGS"] = " ".join(flags)

@@ -79,13 +79,49 @@ def test_flags_of_another_xla_are_a_mistake_that_names_them(monkeypatch):
     """XLA aborts at them in C++; a launcher would start the run again and again."""
     own = f"{devices.DEVICE_COUNT_FLAG}=4 {FLAGS[0].name}=1h --xla_gpu_autotune_level=0"
     devices.refuse_unknown_flags({"XLA_FLAGS": own})
-    devices.refuse_unknown_flags({"XLA_FLAGS": "flags.txt"})
     with pytest.raises(config.ConfigError,
                        match="XLA_FLAGS has --xla_bogus, which the XLA of jaxlib .* does not know") as raised:
         devices.refuse_unknown_flags({"XLA_FLAGS": f"{own} --xla_bogus=1"})
     assert "take it out" in str(raised.value)
     monkeypatch.setattr(flags, "xla_libraries", list)
     devices.refuse_unknown_flags({"XLA_FLAGS": "--xla_bogus=1"})       # nobody knows
+
+
+def test_xla_flags_that_name_a_file_are_the_flags_in_it(tmp_path):
+    file = tmp_path / "flags of mine.txt"
+    file.write_text(f"""# of the image
+{FLAGS[0].name}=1h   # why
+\t--xla_dump_to="/a  b#c" --xla_gpu_autotune_level=0\r
+  # --xla_bogus=1
+
+--xla_cpu_enable_fast_math""")
+    environ = {"XLA_FLAGS": str(file)}
+    devices.refuse_unknown_flags(environ)
+    devices.prepare_gpus(environ)
+    assert environ["XLA_FLAGS"] == (
+        f'{FLAGS[0].name}=1h --xla_dump_to="/a  b#c" --xla_gpu_autotune_level=0 --xla_cpu_enable_fast_math '
+        f'{FLAGS[1].name}={FLAGS[1].value}')
+    file.write_text("--xla_bogus=1\n")
+    with pytest.raises(config.ConfigError, match="XLA_FLAGS has --xla_bogus, which"):
+        devices.refuse_unknown_flags({"XLA_FLAGS": str(file)})
+    file.write_text("")
+    devices._set(environ := {"XLA_FLAGS": f" {file}\n"}, devices.SIMULATED)
+    assert environ["XLA_FLAGS"] == f"{devices.SIMULATED[0].name}=false"
+
+
+def test_a_file_of_flags_that_cannot_be_read_and_words_that_are_no_flags_are_mistakes(tmp_path):
+    (tmp_path / "binary").write_bytes(b"--xla_a=\xff\xfe")
+    (tmp_path / "words").write_text("--xla_gpu_autotune_level=0\nxla_dump_to=/x\n")
+    for text, told in (("absent", "No such file"), ("", "Is a directory"), ("binary", "UTF-8"),
+                       ("words", "has xla_dump_to=/x, which is no flag")):
+        with pytest.raises(config.ConfigError, match=f"XLA_FLAGS={tmp_path}.*{told}"):
+            devices.prepare_gpus({"XLA_FLAGS": f"{tmp_path}/{text}"})
+    for text, word in (("--xla_dump_to /x --xla_gpu_autotune_level=0", "/x"), ("--a=1 # --b=2", "#"),
+                       ('--a="b c" d', "d"), ("--a=b,--c=d e", "e")):
+        with pytest.raises(config.ConfigError, match=f"XLA_FLAGS has {word}, which is no flag"):
+            devices._set({"XLA_FLAGS": text}, ())
+    with pytest.raises(config.ConfigError, match="XLA_FLAGS=\x00"):
+        devices._set({"XLA_FLAGS": "\x00"}, ())
 
 
 @pytest.mark.parametrize("main", [train.main, inspect.main])
