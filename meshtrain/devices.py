@@ -190,7 +190,7 @@ def flags_in(environ: Mapping[str, str]) -> list[str]:
         try:
             with open(given, encoding="utf-8") as file:
                 text = file.read(MOST_OF_FLAGS).strip()
-        except (OSError, ValueError) as error:      # UnicodeDecodeError is a ValueError; so is a null byte in the name
+        except (OSError, ValueError) as error:      # no UTF-8, or a null byte in the name
             why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
             raise ConfigError(f"XLA_FLAGS={given[:200]} is neither flags nor a file of flags that can be read: {why}; "
                               f"give flags, --name=value, or the path of a file of them") from None
@@ -201,9 +201,9 @@ def flags_in(environ: Mapping[str, str]) -> list[str]:
             break
         text = text[found.end():].lstrip()
     if text:
-        raise ConfigError(f"{f'XLA_FLAGS={given[:200]}' if in_file else 'XLA_FLAGS'} has {text.split()[0][:100]}, which "
-                          f"is no flag: XLA would ignore it and all that follows. Write --name=value, with quotes "
-                          f"around a value that has spaces")
+        where = f"XLA_FLAGS={given[:200]}" if in_file else "XLA_FLAGS"
+        raise ConfigError(f"{where} has {text.split()[0][:100]}, which is no flag: XLA would ignore it and all that "
+                          f"follows. Write --name=value, with quotes around a value that has spaces")
     return flags
 
 
