@@ -34,6 +34,15 @@ def coordination_client():
                          for name in ("key_value_set", "key_value_try_get", "wait_at_barrier")) else None
 
 
+def coordinator_host() -> str:
+    """The host of process 0, as this process was told it; "" with one process, and where that cannot be told."""
+    try:
+        from jax._src import distributed
+        return (distributed.global_state.coordinator_address or "").rpartition(":")[0].strip("[]")
+    except (ImportError, AttributeError):
+        return ""
+
+
 def as_written(eqn) -> contextlib.AbstractContextManager:
     """Where an equation of a jaxpr that is evaluated keeps its own source line, and its name behind the caller's; a
     context that changes nothing where jax has that otherwise."""

@@ -1,7 +1,12 @@
 """Copies on another host: which process keeps whose, and what a stranger or a broken line can do."""
 import contextlib
+import json
 import os
+import shutil
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +89,54 @@ def test_a_transfer_that_breaks_off_leaves_the_copy_before(two, monkeypatch):
     one.close()
     with pytest.raises(partner.TransferError):
         partner.Exchange(zero.place, zero.names, zero.secret.hex()).send([["127.0.0.1", 1]], 0, 4)
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("towards", "interfaces", "told"), [
+    ({"host0": ["10.1.0.5"], "192.0.2.1": ["10.2.0.5"]}, ["127.0.0.1", "10.2.0.5", "10.1.0.5", "::1", "fe80::1", "fd00::5"],
+     ["10.1.0.5", "10.2.0.5", "fd00::5"]),
+    ({"host0": ["127.0.1.1"]}, ["127.0.0.1", "10.1.0.5", "172.17.0.1"], ["10.1.0.5", "172.17.0.1"]),
+    ({"host0": ["fd00::5", "fe80::1%eth0"], "2001:db8::1": ["fd01::5"]}, ["::1"], ["fd00::5", "fd01::5"]),
+    ({"host0": ["127.0.0.1"]}, ["127.0.0.1", "::1"], ["127.0.0.1", "::1"]), ({}, [], ["127.0.0.1"])])
+def test_the_address_that_leads_to_the_first_host_comes_first_and_loopback_alone_where_nothing_else_is(
+        towards, interfaces, told, monkeypatch):
+    monkeypatch.setattr(partner, "_towards", lambda host: towards.get(host, []))
+    monkeypatch.setattr(partner, "_of_interfaces", lambda: interfaces)
+    assert partner.own_addresses("host0") == told
+
+
+def test_the_addresses_of_interfaces_are_this_hosts():
+    found = partner._of_interfaces()
+    assert "127.0.0.1" in found
+    for address in found:
+        if not address.startswith("fe80:"):
+            with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
+                one.bind((address, 0))
+
+
+def test_a_host_without_a_default_route_tells_by_what_it_is_reached():
+    code = ("import json\nfrom meshtrain.checkpoint import partner\n"
+            "print(json.dumps([partner.own_addresses(host) for host in ('', '10.78.0.9', 'fd78::9')]))")
+    script = ("ip link set lo up && for i in 7 8; do ip link add a$i type veth peer name b$i && "
+              "ip addr add 10.7$i.0.5/24 dev a$i && ip addr add fd7$i::5/64 dev a$i nodad && ip link set a$i up && "
+              f"ip link set b$i up; done && exec {sys.executable} -c \"$CODE\"")
+    space = ["unshare", "--net"] if os.getuid() == 0 else ["unshare", "--net", "--map-root-user"]
+    if not shutil.which("ip") or subprocess.run([*space, "true"], capture_output=True).returncode:
+        pytest.skip("needs ip and a network namespace")
+    ran = subprocess.run([*space, "sh", "-c", script], capture_output=True, text=True, timeout=60,
+                         env=os.environ | {"CODE": code, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)})
+    if ran.returncode and "RTNETLINK" in ran.stderr + ran.stdout:
+        pytest.skip(f"no interface can be made here: {ran.stderr[-200:]}")
+    assert ran.returncode == 0, ran
+    alone, fourth, sixth = json.loads(ran.stdout.splitlines()[-1])
+    assert sorted(alone) == sorted(fourth) == sorted(sixth) == ["10.77.0.5", "10.78.0.5", "fd77::5", "fd78::5"]
+    assert fourth[0] == "10.78.0.5" and sixth[0] == "fd78::5"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_files_are_sent_over_ipv6_too(two):
+    home, (zero, one) = two
+    zero.send([["::1", 9], ["::1", one.at[0][1]]], 0, 4)
+    assert contents(home / "host1" / "process-0" / "4") == contents(home / "host0" / "process-0" / "4")

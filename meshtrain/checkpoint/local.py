@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from meshtrain import files
+from meshtrain import files, jax_private
 from meshtrain.checkpoint import partner
 from meshtrain.checkpoint.pieces import Region, intersection, region_of, slices, volume
 from meshtrain.checkpoint.shared import FORMAT, Saved
@@ -77,7 +77,7 @@ class LocalCheckpoints:
         if (other := partner.partner_of(hosts, jax.process_index())) is None:
             return
         secret = agree.on_first(lambda: secrets.token_hex(partner.SECRET_BYTES))
-        self._exchange = partner.Exchange(self._place, (SHARDS, INDEX), secret)
+        self._exchange = partner.Exchange(self._place, (SHARDS, INDEX), secret, jax_private.coordinator_host())
         self._at = agree.exchange(self._exchange.at)
         self._partner = other
 

@@ -8,13 +8,16 @@ array and no run.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hmac
+import ipaddress
 import json
 import os
 import secrets
 import shutil
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +28,8 @@ SILENCE_S = 30.0        # of the other side, after which a transfer is given up
 SECRET_BYTES = 32
 LENGTH = struct.Struct(">Q")
 MOST_HEADER_BYTES = 1 << 16
+MOST_ADDRESSES = 16     # of one host
+IFF_UP = 1
 
 
 class TransferError(OSError):
@@ -48,26 +53,68 @@ def partner_of(hosts: Sequence[list], index: int) -> int | None:
     return after[of[own].index(index) % len(after)]
 
 
-def own_addresses() -> list[str]:
-    """By which other hosts may reach this one, the likeliest first."""
+def own_addresses(first: str = "") -> list[str]:
+    """Addresses by which other hosts may reach this one, the likeliest first: that of the interface which leads to the
+    host `first`, of process 0; of the default route; of all other interfaces. Those of loopback only where there is no
+    other: Debian gives a host's own name 127.0.1.1."""
+    found = [address for host in (first, "192.0.2.1", "2001:db8::1") if host for address in _towards(host)]
+    with contextlib.suppress(OSError, AttributeError):      # a C library without it
+        found += _of_interfaces()
+    # IPv6's link-local addresses mean nothing without an interface of the other host's.
+    usable = [address for address in dict.fromkeys(found) if not (":" in address and
+                                                                  ipaddress.ip_address(address).is_link_local)]
+    far = [address for address in usable if not ipaddress.ip_address(address).is_loopback]
+    return (far or usable or ["127.0.0.1"])[:MOST_ADDRESSES]
+
+
+def _towards(host: str) -> list[str]:
+    """This host's addresses of the interfaces by which it would reach `host`; nothing is sent."""
     found = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))     # of no network; nothing is sent: the kernel chooses an interface
-        found.append(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                found.append(probe.getsockname()[0])
+    return found
+
+
+class _Interface(ctypes.Structure):
+    """C's struct ifaddrs, as far as it is read."""
+
+
+_Interface._fields_ = [("next", ctypes.POINTER(_Interface)), ("name", ctypes.c_char_p), ("flags", ctypes.c_uint),
+                       ("address", ctypes.c_void_p)]
+
+
+def _of_interfaces() -> list[str]:
+    """The addresses of this host's interfaces that are up, those of IPv4 before those of IPv6. Linux only."""
+    library, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_Interface)()
+    if not sys.platform.startswith("linux") or library.getifaddrs(ctypes.byref(first)):
+        return []
+    found: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
+    at = first
+    while at:
+        if at.contents.address and at.contents.flags & IFF_UP:
+            family = ctypes.c_ushort.from_address(at.contents.address).value
+            if family in found:
+                start, size = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}[family]
+                found[family].append(socket.inet_ntop(family, ctypes.string_at(at.contents.address + start, size)))
+        at = at.contents.next
+    library.freeifaddrs(first)
+    return [*found[socket.AF_INET], *found[socket.AF_INET6]]
 
 
 class Exchange:
     """Takes and gives files of local checkpoints. place: (process, step) -> the directory of its files on this host.
     names: of the files in it, in the order in which they are written: the last makes it whole. secret: of this start.
+    first: the host of process 0. at: [address, port] by which others reach it.
     """
 
-    def __init__(self, place: Callable[[int, int], Path], names: Sequence[str], secret: str):
+    def __init__(self, place: Callable[[int, int], Path], names: Sequence[str], secret: str, first: str = ""):
         self.place, self.names, self.secret = place, names, bytes.fromhex(secret)
-        self._listening = socket.create_server(("", 0))
-        self.at = [[address, self._listening.getsockname()[1]] for address in own_addresses()]
+        both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        self._listening = socket.create_server(("", 0), **both)
+        self.at = [[address, self._listening.getsockname()[1]] for address in own_addresses(first)]
         threading.Thread(target=self._serve, daemon=True, name="partner").start()
 
     # ---- asking ------------------------------------------------------------------------------------------------------
