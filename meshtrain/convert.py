@@ -85,6 +85,8 @@ def _table(directory: Path) -> str:
         found = folder.open_folder(directory)
         shape = config.Model(**found.model)
         folder.match(found, shape, pretrained.parameter_paths(transformer.build(shape)))
+    for note in found.notes:
+        say.err(f"note: {note}")
     size = sum(entry.stop - entry.start for entry in found.entries.values())
     return (f"# {found.directory}: {found.family.architecture}, {len(found.entries)} tensors of {size / 1e9:.2f} GB\n"
             f"{config.shape_table(shape)}")

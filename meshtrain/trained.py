@@ -353,6 +353,8 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
             raise ConfigError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
         with config.user_errors():
             found = folder.open_folder(path)
+        for note in found.notes:
+            say.err(f"note: {note}")
         dtypes = {entry.dtype for name, entry in found.entries.items() if not name.endswith("_scale_inv")}
         stored = "bfloat16" if dtypes <= {"BF16", "F8_E4M3"} else "float32"
         tables = {"model": {**found.model, "compute_dtype": stored}, "data": {}}

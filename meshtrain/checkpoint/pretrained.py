@@ -110,6 +110,8 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def tell(found: folder.Folder) -> None:
+    for note in found.notes:
+        say.out(f"note: {note}")
     files = {entry.path for entry in found.entries.values()}
     further = " (what predicts further tokens is not trained with the model)" if any(
         name.startswith(MTP) or ".layers." in name and name.startswith(found.family.prefix) and "visual" not in name

@@ -24,7 +24,7 @@ from meshtrain.config.messages import (
     SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, user_errors, wrong_value,
 )  # fmt: skip
 from meshtrain.config.sections import Model, Run, Sharding, at_home
-from meshtrain.huggingface import folder
+from meshtrain.huggingface import folder, weight_files
 from meshtrain.shipped import found, names, shipped
 from meshtrain.storage import addresses, copies
 from meshtrain.storage.addresses import StorageError
@@ -256,6 +256,9 @@ def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
     # mlp_dim is unused in this model, and some families do not set it
     if not pattern.share(decided, mlps="d"):
         free |= {key: table[key] for key in ("mlp_dim",) if key in table}
+    # Where weights are read at the start, only then is it seen that the folder has a head of its own.
+    if decided.tie_embeddings and "tie_embeddings" in table and not weight_files.at_hand(folder.local(source)):
+        free |= {"tie_embeddings": table["tie_embeddings"]}
     wrong = [key for key in table if key not in free and getattr(given, key) != getattr(decided, key)]
     return keys | free, [
         f"model.{key}={toml(table[key])} contradicts checkpoint.init_from={toml(source)}, whose config.json makes it "

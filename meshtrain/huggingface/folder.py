@@ -1,7 +1,7 @@
 """Opens and checks a model folder and matches it with the parameters of our model, before reading any weights.
 
-Files are those of the index, which must be plain *.safetensors names in the folder (links are followed, as the hub's
-cache has them), or model.safetensors alone. Pickles are never opened. All faults are reported together.
+What its files say differently of one thing is compared here: a head beside an embedding that config.json ties, keys of
+config.json (`spellings`), two sets of weights (`weight_files`). All faults are reported together.
 """
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshtrain import files, pattern
-from meshtrain.huggingface import forms, safetensors, settings
+from meshtrain.huggingface import forms, safetensors, settings, spellings, weight_files
 from meshtrain.huggingface.families import MTP, TEXT_PREFIXES, Family
+from meshtrain.huggingface.weight_files import INDEX, SINGLE, TOLD, and_more
 from meshtrain.names import LAYERS, LORA
 from meshtrain.storage import addresses, copies, mirror
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEPT = "hf"     # in run.dir: companions of the initial weights
 CARRIED = "carried.safetensors"     # among companions: tensors beside those of the text model
 BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32    # of MXFP4: names, and how many numbers of a row share a scale
-MOST_INDEX_BYTES = 100_000_000
-TOLD = 8        # faults of one kind reported individually
 # Buffers that some writers save; not parameters.
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.activation_scale")
 # Companion files, copied along with the weights.
@@ -139,13 +137,15 @@ NUMBER = re.compile(r"\{[lmf]\}")
 @dataclasses.dataclass(frozen=True)
 class Folder:
     """An opened folder. model: the keys of [model] that it fixes. entries: of the text model, under its family's names.
-    carried: the others, of a multimodal model or for predicting further tokens, under the folder's names."""
+    carried: the others, of a multimodal model or for predicting further tokens, under the folder's names. notes: lines
+    to tell, on files that say different things."""
     directory: Path
     family: Family
     config: Mapping
     model: Mapping
     entries: Mapping[str, safetensors.Entry]
     carried: Mapping[str, safetensors.Entry]
+    notes: tuple[str, ...] = ()
 
 
 def companions_of(run_dir: str, init_from: str) -> list[Path]:
@@ -193,11 +193,17 @@ def is_one(directory: str | os.PathLike) -> bool:
 
 
 def settings_of(directory: Path) -> dict:
-    """`settings.model_keys` of a folder, without looking at its weights. Raises: ValueError."""
+    """`settings.model_keys` of a folder, and whether its head is the embedding, where its weights are at hand. Raises:
+    ValueError."""
     try:
-        return settings.model_keys(config := settings.read(directory), settings.family_of(config))
+        model = settings.model_keys(config := settings.read(directory), family := settings.family_of(config))
     except ValueError as error:
         raise _at(directory, str(error).splitlines()) from None
+    try:
+        entries, _ = weight_files.entries(directory) if model["tie_embeddings"] else ({}, [])
+    except ValueError:
+        return model        # of weights that are not here, or are faulty: told when they are opened
+    return _untied(family, model, _of_text(family, config, model, entries))[0]
 
 
 def open_folder(directory: Path) -> Folder:
@@ -207,18 +213,44 @@ def open_folder(directory: Path) -> Folder:
         return family, config, settings.model_keys(config, family)
 
     found, faults = [], []
-    for read in (described, lambda: (_entries(directory),)):
+    for read in (described, lambda: weight_files.entries(directory)):
         try:
             found += read()
         except ValueError as error:
             faults += str(error).splitlines()
     if faults:
         raise _at(directory, faults)
-    family, config, model, entries = found
+    family, config, model, entries, notes = found
     named = _named(family, config, model, entries)
     carried = {name: entry for name, entry in entries.items() if named[name] is None}
-    entries = {named[name]: entry for name, entry in entries.items() if named[name] is not None}
-    return Folder(directory, family, config, model, entries, carried)
+    entries = _of_text(family, config, model, entries)
+    model, untied = _untied(family, model, entries)
+    notes = [*notes, *untied, *spellings.compare(settings.text_of(config), family)[1]]
+    return Folder(directory, family, config, model, entries, carried, tuple(f"{directory}: {note}" for note in notes))
+
+
+def _of_text(family: Family, config: Mapping, model: Mapping, entries: Mapping) -> dict[str, safetensors.Entry]:
+    """The tensors of the text model under its family's names."""
+    named = _named(family, config, model, entries)
+    return {named[name]: entry for name, entry in entries.items() if named[name] is not None}
+
+
+def ends_of(family: Family) -> tuple[str, str]:
+    """The names of the embedding and the head."""
+    named = {texts[0].partition(":")[0]: name for name, texts in family.tensors.items()}
+    return named["embedding/table"], named["head/kernel"]
+
+
+def _untied(family: Family, model: dict, entries: Mapping[str, safetensors.Entry]) -> tuple[dict, list[str]]:
+    """(the keys of [model], notes): not tied where the folder has a head of its own. A copy of the embedding is none.
+    """
+    table, head = ends_of(family)
+    if not model["tie_embeddings"] or not {table, head} <= entries.keys() or weight_files.are_equal(
+            entries[table], entries[head]):
+        return model, []
+    return {**model, "tie_embeddings": False}, [
+        f"{head} is another matrix than {table}, though {settings.CONFIG} has tie_word_embeddings=true; it is read as "
+        f"the head, as by transformers, and the model is not tied"]
 
 
 def carried(directory: Path) -> Mapping[str, safetensors.Entry]:
@@ -396,63 +428,21 @@ def match(folder: Folder, model, paths: Paths) -> list[WeightRow]:
                              f"{settings.CONFIG} asks for {list(row.shape)} of all")
             elif not more and found[0].shape != shape:
                 wrong.append(f"{name} is {list(found[0].shape)}; {settings.CONFIG} asks for {list(shape)}")
+    table, head = ends_of(folder.family)
+    own = head in left and not folder.model["tie_embeddings"] and model.tie_embeddings
     if model.tie_embeddings:
-        left.discard("lm_head.weight")      # tied to the embedding
+        left.discard(head)      # a copy of the embedding
     extra = sorted(name for name in left if not BUFFERS.fullmatch(name))
-    faults = [f"{name} is absent{_near(name, extra)}" for name in absent[:TOLD]] + _more(absent, "absent tensors")
-    faults += wrong[:TOLD] + _more(wrong, "tensors of another shape")
-    faults += quantized[:TOLD] + _more(quantized, "quantized tensors")
-    faults += [f"{name} is not a tensor of this model" for name in extra[:TOLD]] + _more(extra, "superfluous tensors")
+    faults = [f"{head} is another matrix than {table}, and the run ties them: {settings.CONFIG} was read before the "
+              f"weights were here; set model.tie_embeddings=false"] * own
+    faults += [f"{name} is absent{_near(name, extra)}" for name in absent[:TOLD]] + and_more(absent, "absent tensors")
+    faults += wrong[:TOLD] + and_more(wrong, "tensors of another shape")
+    faults += quantized[:TOLD] + and_more(quantized, "quantized tensors")
+    faults += [f"{name} is not a tensor of this model" for name in extra[:TOLD]]
+    faults += and_more(extra, "superfluous tensors")
     if faults:
         raise _at(folder.directory, faults)
     return wanted
-
-
-def _entries(directory: Path) -> dict[str, safetensors.Entry]:
-    index = directory / INDEX
-    if os.path.lexists(index):
-        weight_map = _weight_map(index)
-        files = sorted(set(weight_map.values()))
-    else:
-        weight_map, files = None, [SINGLE]
-        if not (os.path.lexists(directory / SINGLE) or copies.remote(directory / SINGLE)):
-            pickles = sorted(path.name for path in directory.glob("*")
-                             if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-            what = (f"; {pickles[0]} is a pickle, which can run code when it is opened, and stays closed"
-                    if pickles else "")
-            raise ValueError(f"there is no {SINGLE} and no {INDEX}{what}; save the model as safetensors")
-    entries, faults = {}, []
-    for file in files:
-        try:
-            found = safetensors.read_header(directory / file)
-        except ValueError as error:
-            faults.append(f"{file}: {error}")
-            continue
-        if twice := sorted(entries.keys() & found.keys()):
-            faults.append(f"{file}: {twice[0]} is in {entries[twice[0]].path.name}, too")
-        entries |= found
-    if not faults and weight_map is not None:
-        elsewhere = [f"{INDEX}: {name} is not in {file}" for name, file in sorted(weight_map.items())
-                     if name not in entries or entries[name].path.name != file]
-        faults = elsewhere[:TOLD] + _more(elsewhere, "tensors that are not where the index says")
-    if faults:
-        raise ValueError("\n".join(faults))
-    return entries
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    if not files.is_file(index) or os.path.getsize(index) > MOST_INDEX_BYTES:
-        raise ValueError(f"{INDEX} is no file of an index's size")
-    text = files.attempted(index.read_bytes, f"{index} cannot be read", "let it be read")
-    weight_map = safetensors.parse_json(text, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(
-            isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{INDEX} has no weight_map of names to files")
-    for file in weight_map.values():
-        if file != os.path.basename(file) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
-            raise ValueError(f"{INDEX}: {file[:80]!r} is not the plain name of a .safetensors file beside it, and is "
-                             f"not opened")
-    return weight_map
 
 
 def _at(directory: Path, faults: list[str]) -> ValueError:
@@ -462,7 +452,3 @@ def _at(directory: Path, faults: list[str]) -> ValueError:
 def _near(name: str, others: list[str]) -> str:
     near = difflib.get_close_matches(name, others[:200], n=1, cutoff=0.8)
     return f"; there is {near[0]}" if near else ""
-
-
-def _more(faults: list[str], what: str) -> list[str]:
-    return [f"… and {len(faults) - TOLD} more {what}"] if len(faults) > TOLD else []

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshtrain import files, pattern
-from meshtrain.huggingface import safetensors
+from meshtrain.huggingface import safetensors, spellings
 from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, MULTIMODAL, Family
+from meshtrain.huggingface.spellings import EVERY_KEYS, IDLE_ROPE_KEYS, LAYER_NAMES
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _KNOWN = ", ".join([*FAMILIES, *MULTIMODAL])
@@ -30,15 +31,11 @@ OPTIONAL = ("num_kv_heads", "head_dim", "window", "score_softcap", "logit_softca
             "shared_expert_dim", "expert_mlp_dim", "mlp_dim", "linear.step_min", "linear.step_max")
 WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern",
                "rope_local_base_freq")
-EVERY_KEYS = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern",
-              "global_attn_every_n_layers")
 MLP_KEYS = ("mlp_layer_types", "first_k_dense_replace", "num_dense_layers", "mlp_only_layers", "decoder_sparse_step")
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 # Of which config.json is written anew: other forms of the same.
 WRITTEN_ANEW = ("rope_parameters", "rope_scaling", "dtype", "quantization_config", "linear_attn_config",
                 "per_layer_config", "hybrid_override_pattern", "rotary_dim", *EVERY_KEYS, "no_rope_layer_interval")
-LAYER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "M": "linear_attention",
-               "*": "full_attention", "E": "moe", "-": "mlp"}
 # Rope type -> keys and their defaults; None: required.
 YARN = {"factor": None, "beta_slow": 1.0, "beta_fast": 32.0, "original_max_position_embeddings": None}
 SCALED = {
@@ -49,8 +46,6 @@ SCALED = {
 }
 OF_YARN = ("attention_factor", "mscale", "mscale_all_dim", "truncate")
 WHOLE = ("original_max_position_embeddings",)
-# Of positions in images, or said elsewhere.
-IDLE_ROPE_KEYS = ("mrope_section", "mrope_interleaved", "max_position_embeddings")
 WORD = re.compile(r"([\w.]+?)(?:\^([-\d.]+)|([*+])([\w.]+)|\?([\w.]+):([\w.]+))?")
 # What a model computes: keys of [model] that are read always, with experts, with attention, with recurrences. The rest
 # belongs to a run, or is said by mixer.
@@ -201,7 +196,7 @@ def model_keys(config: Mapping, family: Family) -> dict:
     """The keys of [model] that a config.json fixes. Raises: ValueError, a line for each difference to transformers."""
     given = config = text_of(config)
     config, get = _in_one_form(config, family)
-    flat, faults, last = dict(family.fixed), [], []
+    flat, faults, last = dict(family.fixed), spellings.compare(given, family)[0], []
     for theirs, texts in family.keys.items():
         value = get(theirs)
         if value is None and theirs in family.multiples:
@@ -264,22 +259,21 @@ def _in_one_form(config: Mapping, family: Family):
             config.setdefault(key, config[alias])
     if isinstance(linear := config.get("linear_attn_config"), dict):
         config |= {key: linear[theirs] for key, theirs in (
-            ("linear_num_heads", "num_heads"), ("linear_head_dim", "head_dim"),
-            ("linear_conv_kernel_dim", "short_conv_kernel_size")) if theirs in linear}
+            spellings.IN_LINEAR.items()) if theirs in linear}
         full, linear = linear.get("full_attn_layers"), linear.get("kda_layers")
         if isinstance(full, list) and isinstance(linear, list) and not config.get("layer_types"):
-            config["layer_types"] = [_LINEAR_OR_FULL[i + 1 in full] for i in range(len(full + linear))]  # from 1
+            config["layer_types"] = spellings.of_linear(full, linear)
     if isinstance(letters := config.get("hybrid_override_pattern"), str) and not config.get("layers_block_type"):
         config["layers_block_type"] = list(letters)
     if "global_head_dim" in family.keys:
         of_layers = config.get("per_layer_config")      # of the layers that see all; shapes are checked
         for one in list(of_layers.values())[:1] if isinstance(of_layers, dict) else []:
-            config |= {ours: one[key] for key, ours in (("head_dim", "global_head_dim"), (
-                "num_key_value_heads", "num_global_key_value_heads")) if isinstance(one, dict) and key in one}
+            config |= {ours: one[key] for ours, key in spellings.IN_LAYERS.items()
+                       if isinstance(one, dict) and key in one}
         if not config.get("attention_k_eq_v"):
             config.pop("num_global_key_value_heads", None)
-    if type(config.get("rotary_dim")) is int and type(config.get("head_dim")) is int:
-        config.setdefault("partial_rotary_factor", config["rotary_dim"] / config["head_dim"])
+    if "partial_rotary_factor" in family.defaults and (share := spellings.rotated_share(config, family)) is not None:
+        config.setdefault("partial_rotary_factor", share)
 
     def get(key):
         return config[key] if key in config else family.defaults.get(key)
@@ -289,9 +283,6 @@ def _in_one_form(config: Mapping, family: Family):
         config |= {"time_step_least": least or None,
                    "time_step_most": None if isinstance(most, dict) or most == math.inf else most}
     return config, get
-
-
-_LINEAR_OR_FULL = ("linear_attention", "full_attention")
 
 
 def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
@@ -354,7 +345,8 @@ def _written_layers(model, family: Family, get) -> dict:
 def _written_rope(model, family: Family, source: Mapping) -> dict:
     """Keys on the rope, in the form of transformers 4, which 5 reads, too; as the source has them where it says more.
     """
-    given, scaling = source.get("rope_parameters"), dict(model.rope_scaling)
+    given = None if source.get("rope_scaling") else source.get("rope_parameters")
+    scaling = dict(model.rope_scaling)
     mixers = "".join(mixer for mixer, _ in pattern.kinds(model))
     if not set("FW") & set(mixers) and family.layers.get("full_attention") == "F":
         return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}     # none
@@ -546,7 +538,7 @@ def _rope(config: Mapping, get, family: Family, flat: Mapping) -> tuple[dict, li
     """(keys of [model], faults)."""
     if family.fixed["position"] != "rope" or not set("FW") & set(flat["mixers"]):
         return {}, []
-    given = get("rope_parameters") or config.get("rope_scaling") or {}
+    given, _, _ = spellings.rope(config, family)        # `model_keys` has the faults
     local, base = None, get("rope_local_base_freq")
     if isinstance(given, dict) and ("full_attention" in given or "sliding_attention" in given):
         given, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
@@ -570,16 +562,15 @@ def _one_rope(given: Mapping, config: Mapping, get, family: Family) -> tuple[dic
     """({rope_theta, rope_scaling}, faults) of one object of rope_parameters or rope_scaling."""
     given = {key: value for key, value in given.items() if value is not None and key not in IDLE_ROPE_KEYS}
     theta = given.pop("rope_theta", config.get("rope_theta") or family.defaults["rope_theta"])
-    kind = given.pop("rope_type", given.pop("type", "default"))
-    given.pop("type", None)
-    if kind == "su" or kind == "yarn" and "short_factor" in given:
-        kind = "longrope"       # as the first releases call it
+    kind, original = spellings.kind_of(given), spellings.original_length(given, config)
+    given = {key: value for key, value in given.items() if key not in ("type", "rope_type")}
     faults = [] if _is_number(theta) else [f"{CONFIG}: rope_theta={_shown(theta)} is not a number larger than 0"]
     if not isinstance(kind, str) or kind not in SCALED:
         return {}, [*faults, f"{CONFIG}: rope_type={_shown(kind)} cannot be computed; only {' or '.join(SCALED)} can"]
     if kind == "longrope":
-        longest, original = get("max_position_embeddings"), given.setdefault(
-            "original_max_position_embeddings", get("original_max_position_embeddings"))
+        longest = get("max_position_embeddings")
+        if original is not None:
+            given["original_max_position_embeddings"] = original
         if _is_number(longest) and _is_number(original):
             given.setdefault("factor", longest / original)
     scaling = {"rope_type": kind}

@@ -1,0 +1,212 @@
+"""Keys of config.json that say the same setting, compared.
+
+Equal ones are one setting. Where they differ, and transformers 5.24 has one rule for them, its choice is taken and
+told; else config.json is refused, with both keys. Which spelling a family reads is in `settings` and `families`.
+"""
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+
+from meshtrain.huggingface.families import Family
+
+CONFIG = "config.json"
+# Names of one number, of which a family knows several.
+NAMES = (("num_experts", "num_local_experts"), ("num_experts_per_tok", "experts_per_token", "num_experts_per_token"),
+         ("first_k_dense_replace", "num_dense_layers"))
+# key -> key of linear_attn_config
+IN_LINEAR = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim",
+             "linear_conv_kernel_dim": "short_conv_kernel_size"}
+# key -> key of per_layer_config's objects
+IN_LAYERS = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+EVERY_KEYS = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern",
+              "global_attn_every_n_layers")
+LAYER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "M": "linear_attention",
+               "*": "full_attention", "E": "moe", "-": "mlp"}
+EPSILONS = ("layer_norm_epsilon", "rms_norm_eps", "norm_eps")
+# Of positions in images, or said elsewhere.
+IDLE_ROPE_KEYS = ("mrope_section", "mrope_interleaved", "max_position_embeddings")
+BY_LAYER = ("full_attention", "sliding_attention")
+
+
+def compare(config: Mapping, family: Family) -> tuple[list[str], list[str]]:
+    """(faults, notes) of the settings of a text model."""
+    given = {key: value for key, value in config.items() if value is not None}
+    pairs = [_named(given, names) for names in (*NAMES, *((key, alias) for alias, key in family.aliases.items()))]
+    pairs += [*_nested_pairs(given), _named(given, EVERY_KEYS, _interval), _rotary(given, family), _blocks(given)]
+    faults = [_differ(found) for found in pairs if len({_comparable(value) for _, value in found}) > 1]
+    faults += [f"{CONFIG}: {key}={_shown(given[key])} is no L…LG; only a pattern whose last layer alone sees all can "
+               f"be computed" for key in EVERY_KEYS if isinstance(given.get(key), str)
+               and not re.fullmatch("L*G", given[key])]
+    notes = [*_layers(given, family), *_epsilons(given, family)]
+    if family.fixed["position"] == "rope":
+        _, more, told = rope(config, family)
+        faults, notes = faults + more, notes + told
+    return list(dict.fromkeys(faults)), notes
+
+
+def rope(config: Mapping, family: Family) -> tuple[Mapping, list[str], list[str]]:
+    """(the object that describes the rope, faults, notes): rope_scaling before rope_parameters, as transformers."""
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    given = new or old or family.defaults.get("rope_parameters") or {}
+    if old and not new and isinstance(given, dict) and family.defaults.get("rope_parameters") and not any(
+            key in given for key in BY_LAYER):
+        return given, [f"{CONFIG}: rope_scaling={_shown(old)} does not say for which layers; give rope_parameters with "
+                       f"an object for each kind"], []
+    if not all(isinstance(one, dict) for one in (new or {}, old or {})):
+        return given, [], []        # `settings` says what is wrong with it
+    if new and old:
+        theta = config.get("rope_theta") or family.defaults.get("rope_theta")
+        ours, theirs = (_comparable_rope(one, theta) for one in (new, old))
+        both = f"{CONFIG}: rope_parameters={_shown(new)} and rope_scaling={_shown(old)} say different ropes"
+        if any(key in one for key in BY_LAYER for one in (new, old)) and ours != theirs:
+            return given, [f"{both} of layers of several kinds; take out the one that is not meant"], []
+        if ours.get("rope_theta") != theirs.get("rope_theta"):
+            return given, [f"{both}, the second with a rope_theta of {theirs.get('rope_theta')}; take out the one that "
+                           f"is not meant, or give both one rope_theta"], []
+        if ours != theirs:
+            told = [f"{both}; rope_scaling is taken, as transformers does"]
+            return old, [], told + _within(old, config, family)
+    return given, [], _within(given, config, family)
+
+
+def kind_of(given: Mapping) -> object:
+    """The type of one object of rope_parameters or rope_scaling, without the names of the first releases."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    return "longrope" if kind == "su" or kind == "yarn" and "short_factor" in given else kind
+
+
+def original_length(given: Mapping, config: Mapping) -> object:
+    """original_max_position_embeddings of a rope; of longrope the key outside of it is the first, as in transformers.
+    """
+    name = "original_max_position_embeddings"
+    return config[name] if kind_of(given) == "longrope" and config.get(name) is not None else given.get(name)
+
+
+def _within(given: Mapping, config: Mapping, family: Family) -> list[str]:
+    """Notes on keys inside the object of a rope that stand outside of it, too, and on its two names of a type."""
+    whole = given.get("full_attention") if isinstance(given.get("full_attention"), dict) else given
+    local = given.get("sliding_attention")
+    found = [("rope_theta", whole, "rope_theta")]
+    if "partial_rotary_factor" in family.defaults:
+        found.append(("partial_rotary_factor", whole, "partial_rotary_factor"))
+    if isinstance(local, dict):
+        found.append(("rope_theta", local, "rope_local_base_freq"))
+    notes = [f"{CONFIG}: {outside}={_shown(config[outside])} and {inside}={_shown(one[inside])} inside the rope; the "
+             f"second is taken, as transformers does" for inside, one, outside in found
+             if config.get(outside) is not None and one.get(inside) is not None and config[outside] != one[inside]]
+    name = "original_max_position_embeddings"
+    if config.get(name) is not None and whole.get(name) is not None and config[name] != whole[name]:
+        notes.append(f"{CONFIG}: {name}={_shown(config[name])} and {_shown(whole[name])} inside the rope; "
+                     f"{_shown(original_length(whole, config))} is taken, as transformers does")
+    if "rope_type" in whole and "type" in whole and whole["type"] != "mrope" and kind_of(
+            {**whole, "rope_type": whole["type"]}) != kind_of(whole):
+        notes.append(f"{CONFIG}: rope_type={_shown(whole['rope_type'])} and type={_shown(whole['type'])} of the rope; "
+                     f"the first is taken, as transformers does")
+    return notes
+
+
+def _comparable_rope(given: Mapping, theta) -> dict:
+    found = {key: _comparable(value) for key, value in given.items()
+             if value is not None and key not in (*IDLE_ROPE_KEYS, "type", "rope_type")}
+    return found if any(key in given for key in BY_LAYER) else {
+        "rope_theta": theta, "original_max_position_embeddings": None, **found, "rope_type": kind_of(given)}
+
+
+def _named(given: Mapping, names, read=lambda value: value) -> list[tuple[str, object]]:
+    return [(name, read(given[name])) for name in names if name in given]
+
+
+def _interval(value):
+    return len(value) if isinstance(value, str) else value
+
+
+def _nested_pairs(given: Mapping):
+    """Of settings that stand in an object, too."""
+    linear, layers = given.get("linear_attn_config"), given.get("per_layer_config")
+    if isinstance(linear, dict):
+        for key, inside in IN_LINEAR.items():
+            inner = _named(linear, [inside])
+            yield _named(given, [key]) + [(f"linear_attn_config.{name}", value) for name, value in inner]
+        full, recurrent = linear.get("full_attn_layers"), linear.get("kda_layers")
+        if isinstance(full, list) and isinstance(recurrent, list) and isinstance(given.get("layer_types"), list):
+            names = of_linear(full, recurrent)
+            yield [("layer_types", [LAYER_NAMES.get(str(name), name) for name in given["layer_types"]]),
+                   ("linear_attn_config.full_attn_layers", names)]
+    if isinstance(layers, dict) and layers and isinstance(one := next(iter(layers.values())), dict):
+        for key, inside in IN_LAYERS.items():
+            if key != "num_global_key_value_heads" or given.get("attention_k_eq_v"):
+                inner = _named(one, [inside])
+                yield _named(given, [key]) + [(f"per_layer_config.{name}", value) for name, value in inner]
+
+
+def of_linear(full: list, recurrent: list) -> list[str]:
+    """The layers of linear_attn_config, whose numbers begin with 1."""
+    return [("linear_attention", "full_attention")[i + 1 in full] for i in range(len(full + recurrent))]
+
+
+def _blocks(given: Mapping) -> list[tuple[str, object]]:
+    return _named(given, ("layers_block_type", "hybrid_override_pattern"), lambda value: [
+        LAYER_NAMES.get(str(one), one) for one in value] if isinstance(value, (list, str)) else value)
+
+
+def rotated_share(config: Mapping, family: Family) -> float | None:
+    """rotary_dim as a share of a head; None without one."""
+    width = config.get("head_dim") or family.defaults.get("head_dim")
+    if not width and all(type(config.get(key)) is int for key in ("hidden_size", "num_attention_heads")):
+        width = config["hidden_size"] // max(config["num_attention_heads"], 1)
+    turned = config.get("rotary_dim")
+    return turned / width if type(turned) is int and type(width) is int and width > 0 else None
+
+
+def _rotary(given: Mapping, family: Family) -> list[tuple[str, object]]:
+    share, inside = rotated_share(given, family), given.get("rope_parameters") or given.get("rope_scaling")
+    if share is None:
+        return []
+    found = [("rotary_dim", share), *_named(given, ["partial_rotary_factor"])]
+    if isinstance(inside, dict) and inside.get("partial_rotary_factor") is not None:
+        found.append(("partial_rotary_factor of the rope", inside["partial_rotary_factor"]))
+    return found
+
+
+def _layers(given: Mapping, family: Family):
+    """Notes on layers that a list names and a rule counts."""
+    names, usual, other = given.get("layer_types"), *(list(family.layers)[i] for i in (0, -1))
+    for key in EVERY_KEYS:
+        every = _interval(given.get(key))
+        if len(family.layers) > 1 and isinstance(names, list) and type(every) is int and every > 0 and [
+                LAYER_NAMES.get(str(name), name) for name in names] != [
+                other if (i + 1) % every == 0 else usual for i in range(len(names))]:
+            yield (f"{CONFIG}: layer_types names other layers than {key}={_shown(given[key])}; layer_types is taken, "
+                   f"as transformers does")
+    rotated, every = given.get("no_rope_layers"), given.get("no_rope_layer_interval")
+    if isinstance(rotated, list) and rotated and type(every) is int and every > 0 and rotated != [
+            int((i + 1) % every != 0) for i in range(len(rotated))]:
+        yield (f"{CONFIG}: no_rope_layers names other layers than no_rope_layer_interval={every}; no_rope_layers is "
+               f"taken, as transformers does")
+
+
+def _epsilons(given: Mapping, family: Family):
+    read = next((key for key in EPSILONS if key in family.keys), "")
+    for key in EPSILONS:
+        if key != read and key in family.only and {key, read} <= given.keys() and given[key] != given[read]:
+            yield (f"{CONFIG}: {read}={_shown(given[read])} and {key}={_shown(given[key])}; the first is taken, as "
+                   f"transformers does")
+
+
+def _differ(found: list[tuple[str, object]]) -> str:
+    said = " and ".join(f"{key}={_shown(value)}" for key, value in found)
+    return f"{CONFIG}: {said} are one setting; take out what is not meant"
+
+
+def _comparable(value) -> object:
+    """Hashable; numbers that differ by rounding alone are equal."""
+    if type(value) in (int, float) and math.isfinite(value):
+        return float(f"{value:.9g}")
+    return value if isinstance(value, (bool, str)) else json.dumps(value, sort_keys=True)
+
+
+def _shown(value) -> str:
+    return json.dumps(value)[:80]
