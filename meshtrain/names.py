@@ -33,6 +33,7 @@ PIPELINE_SCHEDULES = {
 }
 CHOSEN, REJECTED = 1, 2     # segments of a sequence that holds a pair of preferences
 PADDING = 0            # segment of what fills a sequence up: no token sees it, and no expert gets it
+PRNG = "threefry2x32"  # jax's generator of all random bits of a run
 NO_TARGET = -1         # in a batch's targets: no loss at this token
 AUX_LOSS = "aux_loss"  # the one entry of a layer's aux that is added to the objective
 EXPERT_LOAD = "expert_load"    # in a layer's aux: tokens by layer and expert [L, E]

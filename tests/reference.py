@@ -4,9 +4,10 @@ scores, whole logits, a Python loop over layers, the optimizers in numpy at floa
 It imports nothing of meshtrain and reads a run's settings as a dict of plain numbers, so a fault of ours cannot be
 here, too. Parameters are a nested dict named as ours: matrices [L, in…, out…], tables [rows, D].
 Sources: arXiv:2302.13971 (Llama), 2407.21783 (rope scaling), 1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 with
-2106.04560 (Adafactor), 2502.16982 (Muon), 2404.06395 (warm-up, stable, decay).
+2106.04560 (Adafactor), 2502.16982 (Muon), 2404.06395 (warm-up, stable, decay), 2010.06192 (stochastic rounding).
 """
 import math
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -179,6 +180,17 @@ def muon(o, state, g, count, path):
     return update.reshape(g.shape)
 
 
+def stochastically(x, seed: int, step: int, path):
+    """x rounded to one of its two neighbours in bfloat16, by the run's own 16 random bits an element: away from zero
+    where they exceed the distance to that neighbour, in 65,536ths of the distance of both."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0x726F756E), step)
+    bits = jax.random.bits(jax.random.fold_in(key, zlib.crc32("/".join(path).encode())), x.shape, np.uint16)
+    near = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    far = ((x.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
+    share = (x - near).astype(np.float64) / (far - near)
+    return np.where(np.asarray(bits) >= 65536 * (1 - share), far, near).astype(jnp.bfloat16)
+
+
 def leaves(tree, path=()):
     """[(path, leaf)] of a nested dict."""
     if not isinstance(tree, dict):
@@ -219,7 +231,10 @@ class Training:
         update = rule(o, self.state[path], g, self.count, *extra)
         exact = np.asarray(p, np.float64)
         decay = 0.0 if is_vector(path) else o["weight_decay"]
-        return (exact - rate * (update + decay * exact)).astype(p.dtype)
+        new = exact - rate * (update + decay * exact)
+        if p.dtype == np.float32:
+            return new.astype(p.dtype)
+        return stochastically(new.astype(np.float32), self.run["run"]["seed"], self.step_number - 1, path)
 
 
 def _map(f, tree, path=()):

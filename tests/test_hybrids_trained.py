@@ -42,8 +42,7 @@ def test_matrices_are_matrices_and_all_else_is_neither_decayed_nor_cast(model):
         assert (info.role in MATMUL_ROLES) == (matrix or info.role == "embedding"), info.name
         assert (as_read.dtype == jnp.float32) == (info.role not in MATMUL_ROLES), info.name
         assert info.role == "bias" or not small, info.name
-        exact = info.path[-1] in ("A_log", "dt_bias")
-        assert info.dtype == (jnp.float32 if exact else jnp.bfloat16), info.name
+        assert info.dtype == (jnp.bfloat16 if info.role in MATMUL_ROLES else jnp.float32), info.name
     for name in SMALL[model]:
         assert any(info.name.endswith(name) for info in infos), name
 

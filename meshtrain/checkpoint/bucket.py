@@ -189,14 +189,16 @@ class BucketCheckpoints(SharedCheckpoints):
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
         index = self._index(step)
-        self._check(step, {name: (form.shape, form.dtype) for name, form in self._forms(step).items()}, wanted, part)
+        stored = {name: (form.shape, form.dtype) for name, form in self._forms(step).items()}
+        self._check(step, stored, wanted, part)
         of: dict[str, list[Piece]] = {name: [] for name in index["arrays"]}
         for name, region, *where in index["pieces"]:
             of[name].append(Piece(tuple(map(tuple, region)), *where))
         folder = self.place.below(index["folder"])
         with _judged(f"{self.named(step)} cannot be read"):
             try:
-                return pieces.restored(wanted, of, lambda name, *ends: stores.read(folder.below(name), *ends), AT_ONCE)
+                read = lambda name, *ends: stores.read(folder.below(name), *ends)
+                return pieces.restored(wanted, of, {name: dtype for name, (_, dtype) in stored.items()}, read, AT_ONCE)
             except stores.Missing as error:
                 raise CheckpointError(f"{error}; the run that writes there may have removed it, for it keeps "
                                       f"checkpoint.keep of them: start again") from None

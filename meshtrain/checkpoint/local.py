@@ -33,7 +33,7 @@ import xxhash
 from meshtrain import files, jax_private
 from meshtrain.checkpoint import partner
 from meshtrain.checkpoint.pieces import Region, intersection, region_of, slices, volume
-from meshtrain.checkpoint.shared import FORMAT, Saved
+from meshtrain.checkpoint.shared import FORMAT, Saved, tell_widened, widens
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import say, trees
@@ -129,6 +129,9 @@ class LocalCheckpoints:
                                         f"just held, cannot be read any more; see to the file system and start again")
         where = {piece: (part, offset) for part in parts for piece, offset in part.pieces.items()}
         maps = {part.place: np.memmap(part.place / SHARDS, np.uint8, "r") for part in parts}
+        if wider := [name for name, leaf in trees.leaves_of(wanted).items()
+                     if widens(parts[0].arrays[name], [list(leaf.shape), leaf.dtype])]:
+            tell_widened(f"step {step} in {self._home()}", wider)
 
         def array(path, leaf):
             name = trees.name(path)
@@ -140,8 +143,9 @@ class LocalCheckpoints:
                 for held, (part, offset) in mine.items():
                     if (common := intersection(held, asked)) is not None:
                         shape = [hi - lo for lo, hi in held]
-                        size = int(np.prod(shape, dtype=np.int64)) * whole.dtype.itemsize
-                        piece = maps[part.place][offset:offset + size].view(whole.dtype).reshape(shape)
+                        dtype = jnp.dtype(part.arrays[name][1])
+                        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+                        piece = maps[part.place][offset:offset + size].view(dtype).reshape(shape)
                         whole[slices(common, asked)] = piece[slices(common, held)]
                 return whole
 
@@ -338,7 +342,8 @@ class LocalCheckpoints:
         """What of the arrays is in none of the parts; empty if nothing."""
         held = {piece for part in parts for piece in part.pieces}
         for name, leaf in trees.leaves_of(abstract).items():
-            if any(part.arrays.get(name) != [list(leaf.shape), str(jnp.dtype(leaf.dtype))] for part in parts):
+            form = [list(leaf.shape), str(jnp.dtype(leaf.dtype))]
+            if any(part.arrays.get(name) != form and not widens(part.arrays.get(name), form) for part in parts):
                 return f"its {name} has another form"
             regions = [region for other, region in held if other == name]
             for wanted in {region_of(index, leaf.shape)

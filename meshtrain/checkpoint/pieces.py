@@ -97,21 +97,22 @@ def own(state: Any) -> Iterator[tuple[str, Region, np.ndarray]]:
         yield from ((name, piece, whole[slices(piece, region)]) for piece in mine)
 
 
-def restored(wanted: Any, pieces: Mapping[str, Sequence[Piece]], read: Callable[[str, int, int], bytes],
-             at_once: int) -> Any:
-    """Arrays with the shardings of `wanted`, a pytree of jax.ShapeDtypeStruct. read(object, start, stop): bytes, in
-    several threads. Raises: DamagedPiece; ValueError where elements are missing; what `read` raises."""
+def restored(wanted: Any, pieces: Mapping[str, Sequence[Piece]], dtypes: Mapping[str, np.dtype],
+             read: Callable[[str, int, int], bytes], at_once: int) -> Any:
+    """Arrays with the shardings and dtypes of `wanted`, a pytree of jax.ShapeDtypeStruct. dtypes: in which they are
+    stored. read(object, start, stop): bytes, in several threads. Raises: DamagedPiece; ValueError where elements are
+    missing; what `read` raises."""
     leaves = [(trees.name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)]
     arrays = []
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         try:
-            arrays.extend(_arrays(leaves, pieces, read, pool))
+            arrays.extend(_arrays(leaves, pieces, dtypes, read, pool))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return jax.tree.unflatten(jax.tree.structure(wanted), arrays)
 
 
-def _arrays(leaves, pieces, read, pool) -> Iterator[jax.Array]:
+def _arrays(leaves, pieces, dtypes, read, pool) -> Iterator[jax.Array]:
     """One array after the other, while the pieces of those behind it come."""
     def fetch(piece: Piece, dtype) -> np.ndarray:
         size = volume(piece.region) * dtype.itemsize
@@ -125,7 +126,7 @@ def _arrays(leaves, pieces, read, pool) -> Iterator[jax.Array]:
     while True:
         while ahead < AHEAD_BYTES and (more := next(rest, None)):
             name, leaf = more
-            dtype = np.dtype(leaf.dtype)
+            dtype = np.dtype(dtypes[name])
             asked = {region_of(index, leaf.shape)
                      for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
             needed = [piece for piece in pieces[name]

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -89,6 +89,7 @@ class SharedCheckpoints(abc.ABC):
         self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0
         self._step, self._saves = -1, 0  # last step whose save began; number of saves
         self._after_failure = False         # the save before failed, and may still be written
+        self._told_wider: set[int] = set()  # steps of which `_check` has told arrays that are float32 now
         if not read_only:
             agree.on_first(self._open)      # all wait until leftovers are removed
 
@@ -149,7 +150,10 @@ class SharedCheckpoints(abc.ABC):
         wanted: a pytree of jax.ShapeDtypeStruct with shardings of any mesh; the result has its structure. part: it may
         lack arrays of the checkpoint, e.g. have only {"params": …}.
 
-        Raises: ValueError listing every array whose presence, shape or dtype differs (no silent reshape or cast);
+        An array that was stored in bfloat16 and is float32 now is read as float32, and told: norms, biases and routers
+        were once stored in model.param_dtype.
+
+        Raises: ValueError listing every array whose presence, shape or dtype differs else (no silent reshape or cast);
         CheckpointError if they cannot be read.
         """
 
@@ -349,14 +353,29 @@ class SharedCheckpoints(abc.ABC):
         wanted = forms(wanted)
         show = lambda entry: "absent" if entry is None else f"{entry[1]}{list(entry[0])}"
         names = wanted.keys() if part else wanted.keys() | stored.keys()
-        differences = [
-            f"  {name}: {show(stored.get(name))} in the checkpoint, {show(wanted.get(name))} in this run"
-            for name in sorted(names)
-            if stored.get(name) != wanted.get(name)
-        ]
+        other = [name for name in sorted(names) if stored.get(name) != wanted.get(name)]
+        wider = [name for name in other if widens(stored.get(name), wanted.get(name))]
+        differences = [f"  {name}: {show(stored.get(name))} in the checkpoint, {show(wanted.get(name))} in this run"
+                       for name in other if name not in wider]
         if differences:
             where = f"{self.named(step)} does not fit this run (another model or optimizer?):"
             raise ValueError("\n".join([where, *differences]))
+        if wider and step not in self._told_wider:
+            self._told_wider.add(step)
+            tell_widened(self.named(step), wider)
+
+
+def widens(stored: tuple | None, wanted: tuple | None) -> bool:
+    """Whether an array of the first form is read as one of the second: the same bfloat16 numbers in float32. Forms:
+    (shape, dtype)."""
+    return bool(stored and wanted) and stored[0] == wanted[0] and (
+        str(stored[1]), str(wanted[1])) == ("bfloat16", "float32")
+
+
+def tell_widened(where: str, names: Sequence[str]) -> None:
+    if jax.process_index() == 0:
+        say.out(f"{where} has arrays in bfloat16 that are float32 now, and they are read so: "
+                f"{', '.join(names[:3])}{' …' * (len(names) > 3)}")
 
 
 def forms(tree: Any) -> dict[str, tuple]:

@@ -295,7 +295,7 @@ class Model(Section):
         "on H100 and H200"
     )
     param_dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "dtype of the master parameters (optimizer state is float32)")
+        "float32", "dtype of stored matrices and tables; bfloat16: rounded stochastically. All else is float32")
     compute_dtype: Literal["float32", "bfloat16"] = key("bfloat16", "dtype of activations and gathered weights")
     matmul_dtype: Literal["auto", "bfloat16", "float8"] = key(
         "auto", "what the layers' matrices are multiplied in: as compute_dtype, or float8 (H100 and later), gathered so"

@@ -122,7 +122,7 @@ class RecurrentMixer(nnx.Module):
 
 
 def _given(value, axes) -> nnx.Param:
-    """float32 whatever [model].param_dtype: bfloat16 would change decay rates by 1%, and lose an optimizer's steps."""
+    """A bias of given values, float32 as all biases: bfloat16 would change decay rates by 1%."""
     return nnx.Param(value.astype(jnp.float32), logical_axes=axes, role="bias", fan_in_dims=1)
 
 

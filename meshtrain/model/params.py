@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshtrain.names import LAYERS, LEADING
+from meshtrain.names import LAYERS, LEADING, MATMUL_ROLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,12 @@ class ParamInfo:
 
 def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None = None, fan_in_dims: int = 1,
             value: float | None = None) -> nnx.Param:
-    """A parameter: constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3 deviations."""
+    """A parameter: constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3 deviations.
+
+    dtype: of matrices and tables. All others (norms, biases, routers and their balance) are float32: they begin at 0 or
+    1 and move by less than bfloat16 tells apart, and they are few bytes.
+    """
+    dtype = dtype if role in MATMUL_ROLES else jnp.dtype("float32")
     if value is not None:
         array = jnp.full(shape, value, dtype)
     else:

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import flags
 from meshtrain.model import float8, moe, params
-from meshtrain.names import SCORE_BOUND
-from meshtrain.training import accumulate, pipelined, qk_clip
+from meshtrain.names import PRNG, SCORE_BOUND
+from meshtrain.training import accumulate, pipelined, qk_clip, rounding
 from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State
 
@@ -96,7 +96,7 @@ class Program:
 def dropout_key(seed: int, step) -> jax.Array:
     """The key of a step's dropout. The tag keeps it apart from fold_in(…, 0) and fold_in(…, 1) of the seed, which
     `Transformer.init` uses."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=PRNG), DROPOUT), step)
 
 
 def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -> Program:
@@ -111,7 +111,8 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         (flags.EXPERTS_OLD, run.model.num_experts > 0 and jax.__version_info__ < (0, 11)),
         (flags.SEVERAL, step.schedule is not None or run.model.num_experts > 0),
         (flags.CUBLAS, not split and not run.model.num_experts or step.ex.float8 is float8.BY_CUBLAS)) if holds}
-    roles = [info.role for info in model.parameters() if info.trainable]
+    trained_infos = [info for info in model.parameters() if info.trainable]
+    roles = [info.role for info in trained_infos]
     gradients, loss_sum, *more = pipelined.pipelined(step) if step.schedule else accumulate.scanned(step)
 
     def train(state: State, batch, *loss_limit):
@@ -134,10 +135,11 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         # follows. The old values and no updates of zero: XLA would make these where it makes the accumulators' zeros,
         # and keep them.
         kept = lambda new, old: jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
-        moved = optax.apply_updates(trained, updates)
+        moved = optax.apply_updates(optax.tree.cast(trained, jnp.float32), updates)
         if step.ex.bounds:      # not before the first step, where only the balance moves
             bound_LN = jnp.where(state.step < 0, 0.0, aux[SCORE_BOUND])
             moved = qk_clip.clipped(model, moved, bound_LN, run.optimizer.qk_clip)
+        moved = rounding.rounded(trained_infos, moved, run.run.seed, state.step)
         trained, opt_state = kept(moved, trained), kept(opt_state, state.opt_state)
         new = State(state.step + 1, params.joined(trained, frozen), opt_state)
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
@@ -151,7 +153,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         return total, goal.count(step.ex.after(batch, total))
 
     def initialize():
-        p = model.init(jax.random.key(run.run.seed))
+        p = model.init(jax.random.key(run.run.seed, impl=PRNG))
         return State(jnp.int32(0), p, spec.tx.init(model.divided(p)[0]))
 
     batch_shardings = {name: abstract.sharding for name, abstract in step.batch.items()}
