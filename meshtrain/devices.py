@@ -1,8 +1,9 @@
-"""Starts the jax backend. The only place that sets XLA flags and environment variables, by two tables."""
+"""Starts the jax backend. The only place that sets XLA flags, environment variables and jax's settings, by tables."""
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import importlib.metadata
 import importlib.util
 import os
@@ -14,10 +15,10 @@ from pathlib import Path
 import jax
 
 from meshtrain import flags as xla_flags
-from meshtrain import hardware, known_bad
+from meshtrain import hardware, jax_private, known_bad
 from meshtrain.cluster import agree, find, gpus, meet, numa, watch
 from meshtrain.config import ConfigError, Run, user_errors
-from meshtrain.names import AXES
+from meshtrain.names import AXES, PRNG
 from meshtrain.run import say
 
 KEPT_PROGRAM_BYTES = 8 << 30     # of run.compilation_cache
@@ -67,6 +68,50 @@ COMPILED_CHEAPLY = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class JaxSetting:
+    """A global setting of jax that a run owns: it has this value whatever the environment says."""
+    name: str
+    value: str | bool | int | None
+    why: str
+
+
+GUARDED, CHECKED = "a run moves small arrays itself", "a step that is not finite is skipped and told anyway"
+# jax's own defaults of what changes numbers or ends a trace. What else changes a program (levels of optimization) is
+# the user's, and compared between processes.
+OF_JAX = (
+    JaxSetting("jax_default_prng_impl", PRNG, "initialization is its; the bits of `rbg` depend on the layout"),
+    JaxSetting("jax_threefry_partitionable", True, "its bits then depend on no layout"),
+    JaxSetting("jax_random_seed_offset", 0, "it is added to `run.seed`"),
+    JaxSetting("jax_default_matmul_precision", None, "each product has its own"),
+    JaxSetting("jax_allow_f16_reductions", True, "sums that need float32 ask for it"),
+    JaxSetting("jax_enable_x64", False, "dtypes are those of the run file"),
+    JaxSetting("jax_numpy_dtype_promotion", "standard", "`strict` refuses products of two dtypes"),
+    JaxSetting("jax_numpy_rank_promotion", "allow", "`raise` refuses to broadcast"),
+    JaxSetting("jax_use_shardy_partitioner", True, "layouts are tested with Shardy alone"),
+    JaxSetting("jax_scan3", False, "experimental: gradients of a step are NaN with it"),
+    JaxSetting("jax_remat3", False, "experimental"),
+    JaxSetting("jax_custom_jvp3", False, "experimental"),
+    JaxSetting("jax_custom_vjp3", False, "experimental: no step can be traced with it"),
+    JaxSetting("jax_disable_jit", False, "programs are compiled before they run"),
+    JaxSetting("jax_no_tracing", False, "as above"),
+    JaxSetting("jax_no_execution", False, "a run would compute nothing"),
+    JaxSetting("jax_check_tracer_leaks", False, "`generate` fails with it"),
+    JaxSetting("jax_debug_nans", False, f"NaN marks layers without experts; {CHECKED}"),
+    JaxSetting("jax_debug_infs", False, f"infinity masks scores; {CHECKED}"),
+    JaxSetting("jax_error_checking_behavior_nan", "ignore", CHECKED),
+    JaxSetting("jax_error_checking_behavior_divide", "ignore", CHECKED),
+    JaxSetting("jax_error_checking_behavior_oob", "ignore", "programs for it do not compile ahead of time"),
+    JaxSetting("jax_transfer_guard", None, GUARDED),
+    JaxSetting("jax_transfer_guard_host_to_device", None, GUARDED),
+    JaxSetting("jax_transfer_guard_device_to_device", None, GUARDED),
+    JaxSetting("jax_transfer_guard_device_to_host", None, GUARDED),
+)
+# jax's settings that may differ between processes: places, addresses and what is logged.
+_OF_A_HOST = re.compile("cache|visible_devices|address|dump|log|traceback|debug_info|source|platform|num_cpu_devices"
+                        "|timeout|pprint|mtls|pjrt|topology|profil")
+
+
 def memory_bytes(found: Sequence[jax.Device]) -> int:
     """Memory available to these devices of this process; simulated CPU devices share the machine's."""
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in found]
@@ -77,10 +122,11 @@ def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) 
     """The devices of all processes of the run; starts the jax backend. simulated_devices > 0 means that many CPU
     devices. cheaply: their programs are compiled by COMPILED_CHEAPLY.
 
-    Raises: ConfigError where a backend is already up with other devices, the processes cannot share them out, or what
-    is installed is known to compute wrong numbers;
+    Raises: ConfigError where a backend is already up with other devices, the processes cannot share them out or have
+    other settings of jax, or what is installed is known to compute wrong numbers;
     PeerError that names a process that does not come.
     """
+    overruled = own_settings(os.environ)
     _keep_programs(run.run.compilation_cache, trims=cluster is None or cluster.index == 0)
     total = run.mesh.simulated_devices
     num_processes = cluster.count if cluster else 1
@@ -95,6 +141,11 @@ def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) 
         _set(os.environ, [*SIMULATED, *(one for one in COMPILED_CHEAPLY if one.name in known)])
         others = [flag for flag in flags_in(os.environ) if flag.partition("=")[0] != DEVICE_COUNT_FLAG]
         os.environ["XLA_FLAGS"] = " ".join([*others, f"{DEVICE_COUNT_FLAG}={count}"])
+        counted = jax.config.jax_num_cpu_devices
+        if counted not in (-1, count) and not jax_private.backends_are_initialized():
+            overruled.append(f"jax_num_cpu_devices={counted} (JAX_NUM_CPU_DEVICES) is not taken: this run has "
+                             f"mesh.simulated_devices={total}")
+            jax.config.update("jax_num_cpu_devices", -1)        # else it wins over the flag
         # A collective that waits for its peers blocks a thread of the CPU client's pool, and a device may have several
         # under way: with one thread a device (the default) all of them can end up waiting for one that cannot start.
         os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
@@ -121,13 +172,69 @@ def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) 
         taken = agree.exchange([socket.gethostname(), jax.local_device_count(), len(gpus.visible(os.environ))])
         if jax.process_index() == 0:
             say.out(gpus.shares(taken))
+    compare_settings(overruled)
     if total and len(devices) != total:
+        variable = "JAX_NUM_CPU_DEVICES"
+        by = f" ({variable}={os.environ[variable]})" if variable in os.environ else ""
+        cell = ["import os", 'os.environ["JAX_PLATFORMS"] = "cpu"', *[f'del os.environ["{variable}"]'] * bool(by),
+                f'os.environ["XLA_FLAGS"] = "{os.environ["XLA_FLAGS"]}"']
         raise ConfigError(f"mesh.simulated_devices={total}, but this process already runs jax with {len(devices)} "
-                          f"devices; start a new process. In a notebook restart the kernel, and begin with this cell:\n"
-                          f"    import os\n"
-                          f'    os.environ["JAX_PLATFORMS"] = "cpu"\n'
-                          f'    os.environ["XLA_FLAGS"] = "{os.environ["XLA_FLAGS"]}"')
+                          f"devices{by}; start a new process. In a notebook restart the kernel, and begin with this "
+                          f"cell:\n    " + "\n    ".join(cell))
     return devices
+
+
+def own_settings(environ: Mapping[str, str]) -> list[str]:
+    """Give jax the settings of OF_JAX; return a line for each of which the environment said otherwise.
+
+    Raises: ConfigError that names those which this process itself has set, by jax.config.update or a context: other
+    code of the process may need them.
+    """
+    overruled, refused = [], []
+    for one in OF_JAX:
+        if one.name not in jax.config.values or _shown(one.name) == _plain(one.value):      # or of another jax
+            continue
+        given, variable = f"{one.name}={_shown(one.name)}", one.name.upper()
+        if variable in environ:
+            jax.config.update(one.name, one.value)
+            overruled.append(f"{variable}={environ[variable]} is not taken: a run has {one.name}={_plain(one.value)} "
+                             f"({one.why})")
+        if _shown(one.name) != _plain(one.value):
+            refused.append(f"{given} was set in this process, and a run has {_plain(one.value)} ({one.why}); "
+                           f'take it back by jax.config.update("{one.name}", {one.value!r}), and set it around code '
+                           f"of your own alone")
+    if refused:
+        raise ConfigError(*refused)
+    return overruled
+
+
+def compare_settings(overruled: Sequence[str]) -> None:
+    """Tell in which processes the environment was overruled. Raises: ConfigError, in all, where jax is set differently
+    in some: they would compile different programs."""
+    told: dict[str, list[int]] = {}
+    for index, lines in enumerate(agree.exchange(list(overruled))):
+        for line in lines:
+            told.setdefault(line, []).append(index)
+    for line, indices in told.items() if jax.process_index() == 0 else ():
+        say.err(f"warning: {f'{meet.named(indices)}: ' if len(indices) < jax.process_count() else ''}{line}")
+    agree.same_everywhere("what jax is set to", "\n".join(_settings(os.environ)))
+
+
+def _settings(environ: Mapping[str, str]) -> list[str]:
+    """What must be the same in every process: versions, jax's settings, and XLA's flags other than paths."""
+    given = [flag for flag in environ.get("XLA_FLAGS", "").split() if "/" not in flag and DEVICE_COUNT_FLAG not in flag]
+    return [*(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")),
+            *(f"{name}={_shown(name)}" for name in sorted(jax.config.values) if not _OF_A_HOST.search(name)),
+            *(f"XLA_FLAGS {flag}" for flag in given)]
+
+
+def _shown(name: str) -> str:
+    """A setting of jax as text, in force in this thread."""
+    return _plain(getattr(jax.config, name, jax.config.values[name]))
+
+
+def _plain(value) -> str:
+    return str(getattr(value, "name", value)).lower() if isinstance(value, (str, enum.Enum)) else str(value)
 
 
 def _keep_programs(directory: str, trims: bool) -> None:

@@ -186,6 +186,8 @@ def _devices(run, topology: str | None):
 
 def topology_devices(run: config.Run, topology: str):
     """The devices of `GPU:N`, which need not be here, to compile for. Raises: ConfigError."""
+    for line in local_devices.own_settings(os.environ):
+        say.err(f"warning: {line}")
     with config.user_errors(), say.without_noise():
         _topology_sizes(run, topology)
         return gpu_compile.topology(topology)

@@ -30,7 +30,7 @@ from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import report, summary
 from meshtrain.inspection.inspected import Inspected
-from meshtrain.names import AXES
+from meshtrain.names import AXES, PRNG
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules as rule_files
 from meshtrain.shown import DrawnSchedule, JsonTable, Rows, StepCosts
@@ -222,7 +222,7 @@ class Experiment:
 
     @functools.cached_property
     def _gradients(self):
-        program, key = self.made.program, jax.random.key(self.run.run.seed)
+        program, key = self.made.program, jax.random.key(self.run.run.seed, impl=PRNG)
         return program.compiled(jax.jit(lambda p, batch: program.gradients(p, batch, key)),
                                 self.made.state_shapes.params, program.step.batch)
 

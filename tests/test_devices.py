@@ -2,6 +2,7 @@
 know."""
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,106 @@ def test_simulated_devices_keep_the_users_flags_and_their_own_count(monkeypatch)
                          capture_output=True, timeout=300)
     ours = [f"{one.name}={one.value}" for one in (*devices.ON_CPUS, *devices.SIMULATED)]
     assert ran.stdout.split() == ["4", *given.split(), *ours, f"{devices.DEVICE_COUNT_FLAG}=4"], ran
+
+
+def test_a_count_of_devices_in_jaxs_own_variable_is_told_and_not_taken():
+    code = ("from meshtrain import config, devices\n"
+            "run = config.load(['--mesh.simulated_devices', '4', '--mesh.fsdp', '-1', '--mesh.data', '1', "
+            "'--mesh.tensor', '1'])\nprint(len(devices.start(run)))")
+    environ = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"}
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, text=True, capture_output=True,
+                         timeout=300)
+    assert ran.stdout == "4\n", ran
+    assert "warning: jax_num_cpu_devices=2 (JAX_NUM_CPU_DEVICES) is not taken" in ran.stderr
+
+
+@pytest.fixture
+def changed():
+    """jax.config.update, taken back at the end."""
+    before = {}
+
+    def update(name, value):
+        before.setdefault(name, getattr(jax.config, name))
+        jax.config.update(name, value)
+    yield update
+    for name, value in before.items():
+        jax.config.update(name, getattr(value, "value", value))
+
+
+OTHERWISE = {"jax_default_prng_impl": "rbg", "jax_random_seed_offset": 5, "jax_default_matmul_precision": "highest",
+             "jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise",
+             **{one.name: "disallow" for one in devices.OF_JAX if "guard" in one.name},
+             **{one.name: "raise" for one in devices.OF_JAX if "checking" in one.name}}
+
+
+@pytest.mark.parametrize("one", devices.OF_JAX, ids=lambda one: one.name)
+def test_a_setting_of_jax_is_the_runs_and_who_said_otherwise_is_told(one, changed):
+    if one.name not in jax.config.values:
+        pytest.skip("of another version of jax")
+    assert devices.own_settings({}) == [], "jax's default is what a run has"
+    changed(one.name, OTHERWISE.get(one.name, not one.value))
+    # who sets it in the process may need it
+    with pytest.raises(config.ConfigError, match=f'{one.name}=.* was set in this process, .*update."{one.name}"'):
+        devices.own_settings({"JAX_OTHER": "1"})
+    variable = one.name.upper()
+    (line,) = devices.own_settings({variable: "given"})
+    assert line.startswith(f"{variable}=given is not taken: a run has {one.name}={one.value}")
+    assert devices.own_settings({variable: "given"}) == []
+
+
+def test_a_context_that_sets_jax_otherwise_is_refused():
+    with jax.enable_x64(True), pytest.raises(config.ConfigError, match="jax_enable_x64=True was set in this process"):
+        devices.own_settings({"JAX_ENABLE_X64": "0"})
+    assert devices.own_settings({}) == []
+
+
+def test_the_page_has_the_table_of_jaxs_settings():
+    text = (ROOT / "docs" / "numbers.md").read_text()
+    rows = re.findall(r"^\| `(jax_\w+)` \| `(\S+)` \| (.+) \|$", text, re.MULTILINE)
+    assert rows == [(one.name, str(one.value), one.why) for one in devices.OF_JAX]
+
+
+SETTLED = """
+import os, sys
+index = int(sys.argv[2])
+os.environ |= [{}, {"JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_DEBUG_NANS": "1"}][index]
+import jax
+from meshtrain import config, devices
+from meshtrain.cluster import agree, find
+run = config.load(["--mesh.simulated_devices", "2", "--mesh.fsdp", "-1", "--mesh.data", "1", "--mesh.tensor", "1"])
+devices.start(run, find.Cluster(sys.argv[1], 2, index))
+print(jax.random.bits(jax.random.key(0)))
+jax.config.update("jax_compilation_cache_dir", f"/of/host{index}")      # may differ
+os.environ["XLA_FLAGS"] += f" --xla_dump_to=/tmp/{index}"
+devices.compare_settings([])
+os.environ["XLA_FLAGS"] += " --xla_cpu_enable_fast_math=true" * index
+jax.config.update("jax_optimization_level", ["O1", "O2"][index])
+try:
+    devices.compare_settings([])
+except config.ConfigError as error:
+    print(error)
+agree.exchange(None)
+"""
+
+
+def test_processes_with_other_environments_have_the_same_settings_or_are_refused():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    environ = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "NPROC")}
+    children = [subprocess.Popen([sys.executable, "-c", SETTLED, address, str(index)], cwd=ROOT, text=True,
+                                 env=environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE) for index in range(2)]
+    said = [child.communicate(timeout=120) for child in children]
+    assert [child.returncode for child in children] == [0, 0], said
+    both = [[line for line in out.splitlines() if "Gloo" not in line] for out, _ in said]
+    assert len(both[0]) == 2 and both[0] == both[1], "the same bits, and the same message"
+    for part in ("process 0: jax_optimization_level=o1; process 1: jax_optimization_level=o2, "
+                 "XLA_FLAGS --xla_cpu_enable_fast_math=true", "the same files, flags and environment"):
+        assert part in said[0][0], said
+    assert "dump" not in said[0][0] and "cache" not in said[0][0]
+    told = [line for line in said[0][1].splitlines() if "is not taken" in line]
+    assert len(told) == 2 and all(line.startswith("warning: process 1: JAX_DE") for line in told), said
+    assert "is not taken" not in said[1][1]
 
 
 def test_sums_in_many_dimensions_are_right_on_cpus():

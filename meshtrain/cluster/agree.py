@@ -92,7 +92,8 @@ def same_everywhere(name: str, text: str) -> None:
             f"{named(indices)}: {', '.join(line for line in other.splitlines() if line not in common)}"
             for other, indices in holders.items())
         raise _again({"kind": "ConfigError", "messages": [
-            f"{name} is not the same in every process ({differing}); give all of them the same files and flags"]})
+            f"{name} is not the same in every process ({differing}); give all of them the same files, flags and "
+            f"environment"]})
 
 
 def told_by_first(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.inference import cache, sampling
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
+from meshtrain.names import PRNG
 
 SLOTS = 32              # sequences that are continued together
 STRIDE = 16             # tokens between two looks of the host, where it wants to see them as they come
@@ -300,7 +301,7 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
             batch = {"tokens": token_S1, "positions": slots.at_S[:, None], "sequence": jnp.zeros_like(slots.token_S),
                      "segments": live_S[:, None].astype(jnp.int32), "index": jnp.zeros_like(token_S1)}
             x_STD, caches = cache.extend(model, ex, p, batch, slots.caches, slots.at_S, live_S)
-            keys_S = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key_S2), slots.at_S + 1)
+            keys_S = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key_S2, impl=PRNG), slots.at_S + 1)
             new = sampling.pick(how, model.head_logits(ex, p, x_STD)[:, 0], keys_S)
             put = lambda out_SU, new_S, none: jax.lax.dynamic_update_slice_in_dim(
                 out_SU, jnp.where(live_S, new_S, none)[:, None], drawn.steps, 1)

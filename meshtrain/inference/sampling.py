@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshtrain.names import PRNG
+
 
 @dataclasses.dataclass(frozen=True)
 class Picking:
@@ -30,7 +32,7 @@ class Draw(NamedTuple):
 
 def key(seed, batch, row, sample):
     """The key of one sample: a function of these four counters, uint32, to which each draw adds its position."""
-    found = jax.random.key(seed)
+    found = jax.random.key(seed, impl=PRNG)
     for counter in (batch, row, sample):
         found = jax.random.fold_in(found, counter)
     return found
