@@ -2,7 +2,7 @@
 
 `python tests/conversations.py`, where transformers is installed, writes tests/goldens/chat/masks.txt anew: for each of
 500 conversations the number of ids, that of the assistant's, and a hash of ids and masks, by `apply_chat_template` with
-`return_assistant_tokens_mask=True`. Made with transformers 5.23 and tokenizers 0.23; the tests need neither.
+`return_assistant_tokens_mask=True`. Made with transformers 5.24 and tokenizers 0.23; the tests need neither.
 """
 import hashlib
 import json

@@ -8,6 +8,8 @@ import time
 import conversations as drawn
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders
 
 from meshtrain.data.documents import chat, tokenizer
 from meshtrain.data.documents.chat import Conversation
@@ -19,8 +21,8 @@ UNMARKED = ("{% for m in messages %}" + TURN
             + "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
-def opened(tmp_path, text: str = UNMARKED, config=drawn.TOKENS, **options) -> chat.Template:
-    (tmp_path / "tokenizer.json").write_bytes((drawn.HOME / "bytes.json").read_bytes())
+def opened(tmp_path, text: str = UNMARKED, config=drawn.TOKENS, library=None, **options) -> chat.Template:
+    (tmp_path / "tokenizer.json").write_text(library.to_str() if library else (drawn.HOME / "bytes.json").read_text())
     (tmp_path / "chat_template.jinja").write_text(text)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     return chat.open_template(tokenizer.open_file(str(tmp_path / "tokenizer.json")), **options)
@@ -31,18 +33,23 @@ def learned(template: chat.Template, messages, trained=None) -> str:
     return template.library.decode(one.ids[one.mask].tolist(), skip_special_tokens=False)
 
 
+# Of the 500, a token of transformers' crosses from what stands before an answer into it: " > >" has one for ">▁".
+CROSSED = [137]
+
+
 def test_ids_and_masks_of_500_conversations_are_those_of_transformers(tmp_path):
     templates = {name: chat.open_template(tokenizer.open_file(str(drawn.folder(tmp_path, name) / "tokenizer.json")))
                  for name in drawn.TEMPLATES}
-    found = [None] * drawn.COUNT
+    found, parted = [None] * drawn.COUNT, [None] * drawn.COUNT
     for name, template in templates.items():
         numbers = [number for number in range(drawn.COUNT) if drawn.drawn(number)[0] == name]
         given = [drawn.drawn(number)[1] for number in numbers]
         encoded = chat.encode(template, [Conversation(messages, [True] * len(messages)) for messages in given])
         for number, one in zip(numbers, encoded):
-            found[number] = drawn.golden(one.ids, one.mask)
+            found[number], parted[number] = drawn.golden(one.ids, one.mask), one.parting
     wanted = (drawn.HOME / "masks.txt").read_text().splitlines()
-    assert [number for number, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b] == []
+    assert [number for number, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b] == CROSSED
+    assert [number for number, how in enumerate(parted) if how in ("apart", "crossed")] == CROSSED
 
 
 def test_without_the_tag_an_answer_is_what_follows_its_prompt(tmp_path):
@@ -66,6 +73,114 @@ def test_a_template_that_writes_earlier_turns_otherwise_is_refused_where_answers
     assert caught.value.index == 1
     assert len(chat.encode(template, [Conversation(ANSWERED + ASKED, [True] * 3)], learn_all=True)) == 1
     assert learned(template, ANSWERED + ANSWERED, [False, False, True, True]) == "assistantthe cat sat"
+
+
+# ---- spans -----------------------------------------------------------------------------------------------------------
+
+MANY = ["😀", "👩‍👩‍👧", "猫", "𠮷", "e\u0301", "क्ष", "🇳🇴", "\u200b"]       # of several tokens, and of several characters
+ENDS = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+
+def spaced(name: str):
+    """A tokenizer whose characters have several tokens: of bytes, one that takes spaces from its tokens' characters,
+    one with a token for two line ends, and one that falls back to bytes."""
+    made = tokenizers.Tokenizer.from_file(str(drawn.HOME / ("words.json" if name == "words" else "bytes.json")))
+    if name == "lines":     # of GPT-2's: two line ends are one token, unless a character follows them
+        value = json.loads(made.to_str())
+        value["model"]["vocab"]["ĊĊ"], value["model"]["merges"] = 400, [["Ċ", "Ċ"], *value["model"]["merges"]]
+        made = tokenizers.Tokenizer.from_str(json.dumps(value))
+    if name == "words":
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if name == "trimmed":
+        made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    return made
+
+
+@pytest.mark.parametrize("name", ["bytes", "trimmed", "words"])
+def test_what_is_learned_is_the_text_of_the_span_with_every_token_of_its_last_character(name, tmp_path):
+    template = opened(tmp_path, ENDS, library=spaced(name))
+    for many in MANY:
+        for said in (many, f"the cat {many}", f"{many} sat", f"{many}{many}", f" {many} ", f"{many}\n"):
+            turns = [{"role": "user", "content": many}, {"role": "assistant", "content": said}] * 2
+            assert learned(template, turns) == said * 2, (many, said)
+            assert learned(template, turns, [True, False, True, True]) == said
+
+
+def test_a_token_that_holds_an_end_of_the_span_is_learned_whole(tmp_path):
+    text = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %} {% endfor %}"
+    template = opened(tmp_path, text)
+    (one,) = chat.encode(template, [Conversation([{"role": "assistant", "content": " the cat"}], [True])])
+    assert learned(template, [{"role": "assistant", "content": " the cat"}]) == " the cat"
+    (one,) = chat.encode(opened(tmp_path, text.replace("}}:", "}}: ")),
+                         [Conversation([{"role": "assistant", "content": "the cat"}], [True])])
+    assert template.library.decode(one.ids[one.mask].tolist()) == " the cat", "transformers learns the space's token"
+
+
+# ---- where prompt and answer part ------------------------------------------------------------------------------------
+
+SAYS = "{{ 'USER: ' if m.role == 'user' else 'ASSISTANT: ' }}{{ m.content }}{{ ' ' if m.role == 'user' else '</s>' }}"
+PARTED = {
+    "space": "{% for m in messages %}" + SAYS + "{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}",
+    "lines": "{% for m in messages %}<s>{{ m.role }}\n\n{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}"
+             "<s>assistant\n\n{% endif %}",
+    "tag": ENDS,
+    "header in the tag": ENDS.replace("{{ '<|im_start|>' + m.role + '\n' }}{% if", "{% if")
+                             .replace("{% generation %}", "{% generation %}<|im_start|>assistant{{ '\n' }}")
+                             .replace("{% else %}", "{% else %}{{ '<|im_start|>' + m.role + '\n' }}"),
+}
+OPENINGS = ["the cat", " the cat", "\n\nthe", "猫 the", "  sat", ": the", "\n"]
+
+
+@pytest.mark.parametrize("learn_all", [False, True])
+@pytest.mark.parametrize("name", ["bytes", "lines", "words"])
+@pytest.mark.parametrize("text", PARTED)
+def test_a_model_is_prompted_with_the_tokens_that_it_learns_behind(text, name, learn_all, tmp_path):
+    template = opened(tmp_path, PARTED[text], library=spaced(name))
+    parted = set()
+    for first in OPENINGS:
+        for second in OPENINGS:
+            turns = [{"role": "user", "content": second}, {"role": "assistant", "content": first}, *ASKED,
+                     {"role": "assistant", "content": second}]
+            for trained in ([True] * 4, [False, False, False, True]):
+                (one,) = chat.encode(template, [Conversation(turns, trained)], learn_all)
+                parted.add(one.parting)
+                for count in (1, 3):
+                    asked = chat.prompt(template, turns[:count]).tolist()
+                    assert one.ids[:len(asked)].tolist() == asked, (first, second)
+                    if not learn_all and trained[count]:
+                        assert one.mask[len(asked)] and (text == "header in the tag" or not one.mask[len(asked) - 1])
+    assert parted <= {"", "apart"}
+    if (text, name) in (("space", "bytes"), ("lines", "lines")):
+        assert parted == {"", "apart"}
+
+
+def test_a_tokenizer_that_writes_a_space_before_each_part_is_told_and_goes_on(tmp_path):
+    made = spaced("bytes")
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    template = opened(tmp_path, PARTED["space"], library=made)
+    (one,) = chat.encode(template, [Conversation(ANSWERED, [True] * 2)])
+    assert one.parting == "crossed" and one.mask.any()
+    (whole,) = template.library.encode_batch(["USER: why? ASSISTANT: the cat sat</s>"], add_special_tokens=False)
+    assert one.ids.tolist() == whole.ids
+
+
+@pytest.mark.parametrize("said, tail", [("4", "<think>\n"), ("<think>\nno</think>4", "<think>\n")])
+def test_a_generation_prompt_that_no_answer_begins_with_is_told_as_such(said, tail, tmp_path):
+    """As of R1's distills, which leave reasoning out and open it in the prompt."""
+    text = ("{% for m in messages %}{{ '<|header|>' + m.role + m.content.split('</think>')[-1] + '</s>' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|header|>assistant<think>\n' }}{% endif %}")
+    turns = [*ASKED, {"role": "assistant", "content": said}]
+    with pytest.raises(chat.Fault) as caught:
+        chat.encode(opened(tmp_path, text), [Conversation(turns, [False, True])])
+    assert f"the generation prompt of the chat template ends with {tail!r}, and message 1 (from 0), an answer, is " \
+           f"written without that" in str(caught.value) and "once others follow" not in str(caught.value)
+    tagged = text.replace("{{ '<|header|>' + m.role + m.content.split('</think>')[-1] + '</s>' }}",
+                          "<|header|>{{ m.role }}{% generation %}{{ m.content.split('</think>')[-1] }}</s>"
+                          "{% endgeneration %}")
+    (one,) = chat.encode(opened(tmp_path, tagged), [Conversation(turns, [False, True])])
+    assert one.parting == "elsewhere" and one.mask.any()
 
 
 @pytest.mark.parametrize("said", ["a</s>", "<|im_end|>\n<|im_start|>system", "x<unk>"])
@@ -108,11 +223,12 @@ ENDLESS = ["{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}
 @pytest.mark.parametrize("text", ENDLESS)
 def test_a_template_that_does_not_end_is_cut_off_and_the_next_conversation_is_not(text, tmp_path, monkeypatch):
     monkeypatch.setattr(chat, "LIMIT_S", 0.3)
-    template = opened(tmp_path, "{% if messages | length == 1 %}" + text + "{% endif %}" + UNMARKED)
+    template = opened(tmp_path, "{% if messages | length == 3 %}" + text + "{% endif %}" + UNMARKED)
     started = time.monotonic()
     for _ in range(2):
         with pytest.raises(chat.Fault, match="is cut off|MiB of memory") as caught:
-            chat.encode(template, [Conversation(ANSWERED, [True] * 2), Conversation(ASKED, [True])], learn_all=True)
+            chat.encode(template, [Conversation(ANSWERED, [True] * 2), Conversation(ANSWERED + ASKED, [True] * 3)],
+                        learn_all=True)
         assert caught.value.index == 1 and time.monotonic() - started < 60
     assert len(chat.encode(template, [Conversation(ANSWERED, [True] * 2)], learn_all=True)[0].ids)
 

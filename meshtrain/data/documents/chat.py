@@ -3,7 +3,9 @@ learn.
 
 The template writes everything, separators and ends of turns included; nothing is added. Text inside {% generation %}
 becomes a mask over ids, as in transformers; without the tag, an answer is the text that follows its generation prompt.
-Messages that contain names of special tokens are refused. This module knows no conversation files and no cache.
+The ids before an answer are those that `prompt` gives: where a token would cross from the prompt into the answer, the
+two are tokenized apart. Messages that contain names of special tokens are refused. This module knows no conversation
+files and no cache.
 """
 from __future__ import annotations
 
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshtrain import files
+from meshtrain.data.documents import chat_tokens
 from meshtrain.data.documents.tokenizer import Bytes, Tokenizer, TokenizerFile, import_extra
 from meshtrain.storage import addresses, copies
 
@@ -44,9 +47,10 @@ class Conversation(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """int32 ids [T], and bool mask [T], whether to learn each."""
+    """int32 ids [T], and bool mask [T], whether to learn each. parting: of chat_tokens.py."""
     ids: np.ndarray
     mask: np.ndarray
+    parting: str = ""
 
 
 class Fault(ValueError):
@@ -81,7 +85,15 @@ class Template:
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = False
+        library.post_processor = None       # adds nothing here, and some take spaces from a token's characters
         return library
+
+    @functools.cached_property
+    def tokenize(self) -> Callable[[Sequence[dict]], list[chat_tokens.Tokens]]:
+        """Tokenizes replies of the renderer."""
+        if self.library is None:
+            return functools.partial(chat_tokens.of_bytes, self.tokenizer)
+        return chat_tokens.Parted(self.library, self.tokenizer.path).tokenize
 
     @functools.cached_property
     def _special(self) -> tuple[re.Pattern | None, frozenset[int]]:
@@ -137,8 +149,8 @@ def prompt(template: Template, messages: Sequence[dict], tools: list | None = No
     """
     conversation = Conversation(list(messages), [False] * len(messages), tools)
     _check_special(template, [conversation])
-    (reply,) = template._renderer.ask([_request(conversation, None, True)])
-    return _tokenized(template, [reply])[0][0]
+    replies = template._renderer.ask([_request(conversation, None, True)])
+    return template.tokenize(replies)[0].ids
 
 
 def encode(template: Template, conversations: Sequence[Conversation], learn_all: bool = False) -> list[Encoded]:
@@ -152,45 +164,16 @@ def encode(template: Template, conversations: Sequence[Conversation], learn_all:
         batch = conversations[first:first + BATCH]
         replies = template._renderer.ask([_request(one, None if learn_all else one.trained, False)
                                           for one in batch], first)
-        for (ids, token_at), reply in zip(_tokenized(template, replies), replies):
-            mask = np.full(len(ids), learn_all)
-            for span in reply["spans"]:
-                _mark(mask, token_at, *span)
-            found.append(Encoded(ids, mask))
+        for tokens, reply in zip(template.tokenize(replies), replies):
+            mask = np.full(len(tokens.ids), learn_all)
+            for begin, end in reply["spans"]:
+                mask[tokens.of(begin, end)] = True
+            found.append(Encoded(tokens.ids, mask, tokens.parting))
     return found
 
 
 def _request(conversation: Conversation, trained: Sequence[bool] | None, wants_answer: bool) -> dict:
     return {"messages": conversation.messages, "tools": conversation.tools, "trained": trained, "prompt": wants_answer}
-
-
-def _mark(mask: np.ndarray, token_at: Callable[[int], int | None], begin: int, end: int) -> None:
-    """Mark the tokens of the characters begin..end-1, as transformers does: from the token with the first character to
-    that with the last. Unlike there, characters in no token are skipped at both ends."""
-    while end > begin and token_at(end - 1) is None:
-        end -= 1
-    while end > begin and token_at(begin) is None:
-        begin += 1
-    if end > begin:
-        mask[token_at(begin):token_at(end - 1) + 1] = True
-
-
-def _tokenized(template: Template, replies: Sequence[dict]) -> list[tuple[np.ndarray, Callable[[int], int | None]]]:
-    """Of each text (ids, character -> token or None)."""
-    texts = [reply["text"] for reply in replies]
-    if template.library is None:
-        return [(ids.astype(np.int32), functools.partial(_byte_at, text))
-                for text, ids in zip(texts, template.tokenizer.encode(texts))]
-    try:
-        encoded = template.library.encode_batch(texts, add_special_tokens=False)
-    except Exception as error:    # the library has no exceptions of its own
-        raise ValueError(f"data.tokenizer={template.tokenizer.path!r} cannot encode the text: {error}; "
-                         "use a tokenizer with an unknown token, or one of bytes") from None
-    return [(np.array(one.ids, np.int32), one.char_to_token) for one in encoded]
-
-
-def _byte_at(text: str, character: int) -> int | None:
-    return len(text[:character].encode()) if character < len(text) else None
 
 
 def _check_special(template: Template, conversations: Sequence[Conversation]) -> None:

@@ -6,6 +6,7 @@ runs as a script and imports nothing of meshtrain.
 """
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from typing import NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -23,6 +25,8 @@ import jinja2.visitor
 
 MEMORY_BYTES = 1 << 30
 SPARE_S = 1.0       # CPU time left when rendering of prefixes is given up
+FEW = 1 << 14       # messages rendered, at most, to find where answers begin that are not learned
+PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 # For training, whose tokens must not depend on the day; the default of Llama's templates.
 TRAINING_DATE = datetime(2024, 7, 26)
 
@@ -46,6 +50,18 @@ class Generation(jinja2.ext.Extension):
         return begin + caller() + end
 
 
+class Written(NamedTuple):
+    """spans: characters to learn. begins: where answers begin, the ends of their generation prompts; not of all. None:
+    no answer of the template begins there."""
+    text: str
+    spans: list[tuple[int, int]]
+    begins: list[int] | None
+
+
+def _answers(messages: Sequence[dict]) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
 class Renderer:
     """A template, rendered as in transformers. today: use the current date; else a fixed one."""
 
@@ -64,25 +80,66 @@ class Renderer:
                                     add_generation_prompt=add_generation_prompt,
                                     **self.tokens)
 
-    def spans(self, messages: Sequence[dict], tools, trained: Sequence[bool]) -> tuple[str, list[tuple[int, int]]]:
-        """(text, [character spans of trained assistant messages])."""
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    def spans(self, messages: Sequence[dict], tools, trained: Sequence[bool]) -> Written:
+        """The text, with the spans of trained assistant messages."""
+        answers = _answers(messages)
         wanted = [trained[i] for i in answers]
         if not self.env.generation_seen:
             return self._by_prefix(messages, tools, [i for i in answers if trained[i]])
-        text, found = self._marked(messages, tools)
+        text, found = self._marked(messages, tools, False)
         if all(wanted):
-            return text, found
+            return Written(text, found, self._begins(text, found))
         if len(found) != len(answers):
             raise ValueError(f"the chat template marks {len(found)} passages of {len(answers)} answers, so those that "
                              f"are not to be learned cannot be told from the others")
-        return text, [span for span, want in zip(found, wanted) if want]
+        return Written(text, [span for span, want in zip(found, wanted) if want], self._begins(text, found))
 
-    def _marked(self, messages, tools) -> tuple[str, list[tuple[int, int]]]:
+    def whole(self, messages: Sequence[dict], tools, wants_answer: bool) -> Written:
+        """The text, without spans. wants_answer: with the generation prompt at its end."""
+        if self.env.generation_seen:
+            text, found = self._marked(messages, tools, wants_answer)
+            return Written(text, [], self._begins(text, found))
+        text = self.render(messages, tools, wants_answer)
+        return Written(text, [], self._given(messages, tools, _answers(messages), text))
+
+    @functools.cached_property
+    def opening(self) -> tuple[str, str] | None:
+        """(what {% generation %} has of the generation prompt, "" as a rule: an answer begins behind it; how the text
+        before an answer ends). None: answers do not begin with the generation prompt, or the tag begins behind it."""
+        try:
+            text, found = self._marked(PROBE, None, False)
+            asked, plain = (self.render(PROBE[:1], None, wants_answer) for wants_answer in (True, False))
+        except Exception:       # a template may raise anything, and these messages may not be to its taste
+            return "", ""
+        begin = found[0][0] if found else len(text)
+        if not text.startswith(asked) or begin > len(asked):
+            return None
+        return text[begin:len(asked)], asked[len(plain):] if asked.startswith(plain) else ""
+
+    @functools.cached_property
+    def arguments_as_text(self) -> bool:
+        """Whether the template takes a tool call's arguments as a string of JSON alone, as DeepSeek's do."""
+        def takes(arguments) -> bool:
+            call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            try:
+                self.render([PROBE[0], {"role": "assistant", "content": "", "tool_calls": [call]}], None, False)
+            except Exception:       # a template may raise anything
+                return False
+            return True
+        return not takes({}) and takes("{}")
+
+    def _begins(self, text: str, found: Sequence[tuple[int, int]]) -> list[int] | None:
+        if not found or self.opening is None:
+            return [] if not found else None
+        opening, ending = self.opening
+        return [begin + len(opening) for begin, _ in found if text.startswith(opening, begin)
+                and text.endswith(ending, 0, begin + len(opening))]
+
+    def _marked(self, messages, tools, wants_answer: bool) -> tuple[str, list[tuple[int, int]]]:
         marks = begin, end = tuple(f"\ufdd0{secrets.token_hex(8)}" for _ in range(2))
         self.env.generation_marks = marks
         try:
-            parts = self.render(messages, tools, False).split(begin)
+            parts = self.render(messages, tools, wants_answer).split(begin)
         finally:
             self.env.generation_marks = ("", "")
         text, found = parts[0], []
@@ -92,17 +149,45 @@ class Renderer:
             text += said + after
         return text, found
 
-    def _by_prefix(self, messages, tools, answers) -> tuple[str, list[tuple[int, int]]]:
+    def _by_prefix(self, messages, tools, answers) -> Written:
         """Spans for a template without the tag: from an answer's generation prompt to the text that ends with it."""
         text = self.render(messages, tools, False)
         begins = self._prefixes(messages, tools, True, answers, text)
         ends = self._prefixes(messages, tools, False, [i + 1 for i in answers], text)
-        found = list(zip(begins, ends))
-        if any(not 0 <= begin <= end for begin, end in found):
-            raise ValueError("the chat template writes a turn otherwise once others follow (it leaves reasoning out, "
-                             "say) and has no {% generation %}, so what the assistant said cannot be told; give a line "
-                             "for each answer, the turns before it as its prompt")
-        return text, found
+        for i, begin, end in zip(answers, begins, ends):
+            if not 0 <= begin <= end:
+                raise ValueError(self._why_untold(messages, tools, i))
+        given = sorted(set(_answers(messages)).difference(answers))
+        return Written(text, list(zip(begins, ends)),
+                       sorted([*begins, *self._given(messages, tools, given, text)]))
+
+    def _why_untold(self, messages, tools, i: int) -> str:
+        """Why the answer messages[i] cannot be told from the text before it."""
+        asked, alone = self.render(messages[:i], tools, True), self.render(messages[:i + 1], tools, False)
+        if alone.startswith(asked):
+            return ("the chat template writes a turn otherwise once others follow (it leaves reasoning out, say) and "
+                    "has no {% generation %}, so what the assistant said cannot be told; give a line for each answer, "
+                    "the turns before it as its prompt")
+        rest = asked[len(os.path.commonprefix([asked, alone])):]
+        return (f"the generation prompt of the chat template ends with {rest[-40:]!r}, and message {i} (from 0), an "
+                "answer, is written without that, so what follows the prompt cannot be told; a template whose answers "
+                "begin with its generation prompt, or with {% generation %} around them, can be learned from")
+
+    def _given(self, messages, tools, counts: Sequence[int], text: str) -> list[int]:
+        """The ends of the generation prompts of answers that are not learned, as far as they are found at no great
+        cost."""
+        try:
+            known = self._resumed(messages, tools, True, counts, text) if len(counts) > 1 else {}
+        except (Exception, Unknown):    # not a list: one by one
+            known = {}
+        for count in counts:
+            if count not in known and len(messages) * len(counts) <= FEW:
+                try:
+                    prefix = self.render(messages[:count], tools, True)
+                except Exception:       # a template may raise anything
+                    continue
+                known[count] = len(prefix) if text.startswith(prefix) else -1
+        return sorted(begin for begin in known.values() if begin >= 0)
 
     def _prefixes(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> list[int]:
         """Of each count the length of its first messages' text; -1 if that is no prefix of `text`."""
@@ -295,14 +380,25 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _with_text(messages: Sequence[dict]) -> list[dict]:
+    """The messages, with the arguments of tool calls as strings of JSON."""
+    def written(call: dict) -> dict:
+        function = call.get("function", call)
+        text = {"arguments": _to_json(function.get("arguments", {}))}
+        return call | ({"function": function | text} if "function" in call else text)
+    return [message | {"tool_calls": [written(call) for call in message["tool_calls"]]} if message.get("tool_calls")
+            else message for message in messages]
+
+
 def answer(renderer: Renderer, asked: dict) -> dict:
     """The reply to one request."""
     messages, tools = asked["messages"], asked["tools"]
     try:
+        if any(message.get("tool_calls") for message in messages) and renderer.arguments_as_text:
+            messages = _with_text(messages)
         if asked["trained"] is None:
-            return {"text": renderer.render(messages, tools, asked["prompt"]), "spans": []}
-        text, spans = renderer.spans(messages, tools, asked["trained"])
-        return {"text": text, "spans": spans}
+            return renderer.whole(messages, tools, asked["prompt"])._asdict()
+        return renderer.spans(messages, tools, asked["trained"])._asdict()
     except ValueError as error:
         return {"fault": str(error)}
     except jinja2.TemplateError as error:

@@ -1,0 +1,126 @@
+"""Tokens of rendered conversations: which have characters of an answer, and where prompt and answer part.
+
+A model is prompted with the tokens of the text before an answer. Where a token of the whole text would cross from there
+into the answer, the two are tokenized apart, so that the model learns from the tokens that it is prompted with. This
+module knows no templates and no conversations.
+"""
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshtrain.data.documents.tokenizer import Bytes
+
+# Characters before an answer that are tokenized by themselves to see whether a token crosses into it. The first half
+# of them is context.
+WINDOW = 256
+# How a prompt and its answer part, if not at a token's end by itself: tokenized apart; not so, as the tokenizer would
+# then write another text; the answers do not begin where the generation prompt ends.
+APART, CROSSED, ELSEWHERE = "apart", "crossed", "elsewhere"
+
+
+class Tokens(NamedTuple):
+    """ids: int32 [T]. of: (begin, end) of characters -> the tokens that have one of them. parting: "" or one of the
+    above."""
+    ids: np.ndarray
+    of: Callable[[int, int], slice]
+    parting: str
+
+
+def of_bytes(tokenizer: Bytes, replies: Sequence[dict]) -> list[Tokens]:
+    """replies: of rendering.py, with their text and begins."""
+    encoded = tokenizer.encode([reply["text"] for reply in replies])
+    return [Tokens(ids.astype(np.int32), functools.partial(_bytes_of, reply["text"]), _elsewhere(reply))
+            for reply, ids in zip(replies, encoded)]
+
+
+def _bytes_of(text: str, begin: int, end: int) -> slice:
+    first = len(text[:begin].encode())
+    return slice(first, first + len(text[begin:end].encode()))
+
+
+def _elsewhere(reply: dict) -> str:
+    return ELSEWHERE if reply["begins"] is None else ""
+
+
+class _Offsets(NamedTuple):
+    """int32 ids [T], with the first character of each token, and that behind it, int64 [T] both."""
+    ids: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    parting: str = ""
+
+    @classmethod
+    def read(cls, encoding) -> _Offsets:
+        starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        # ascending, also where a normalizer has moved characters
+        starts, stops = np.minimum.accumulate(starts[::-1])[::-1], np.maximum.accumulate(stops)
+        return cls(np.array(encoding.ids, np.int32), starts, stops)
+
+    def of(self, begin: int, end: int) -> slice:
+        """The tokens that have one of the characters begin..end-1: a character may have several."""
+        return slice(np.searchsorted(self.stops, begin, side="right"), np.searchsorted(self.starts, end))
+
+
+class Parted:
+    """Tokenizes texts so that prompts and answers part at a token's end. library: tokenizers.Tokenizer; path: its
+    file."""
+
+    def __init__(self, library: Any, path: str):
+        self.library, self.path = library, path
+
+    def tokenize(self, replies: Sequence[dict]) -> list[Tokens]:
+        """replies: as `of_bytes`. Raises: ValueError."""
+        found = self._encode(self.library, [reply["text"] for reply in replies])
+        for number, begins in enumerate(self._crossings(replies, found)):
+            if begins:
+                found[number] = self._part(replies[number]["text"], begins, found[number])
+        return [Tokens(one.ids, one.of, _elsewhere(reply) or one.parting) for one, reply in zip(found, replies)]
+
+    def _encode(self, library, texts: Sequence[str]) -> list[_Offsets]:
+        try:
+            return [_Offsets.read(one) for one in library.encode_batch(list(texts), add_special_tokens=False)]
+        except Exception as error:    # the library has no exceptions of its own
+            raise ValueError(f"data.tokenizer={self.path!r} cannot encode the text: {error}; "
+                             "use a tokenizer with an unknown token, or one of bytes") from None
+
+    def _crossings(self, replies: Sequence[dict], found: Sequence[_Offsets]) -> list[list[int]]:
+        """Of each text the beginnings of answers before which it has other tokens than the text that ends there."""
+        places = [(number, begin) for number, reply in enumerate(replies) for begin in reply["begins"] or ()]
+        before = self._encode(self.library, [replies[number]["text"][max(0, begin - WINDOW):begin]
+                                             for number, begin in places])
+        crossings: list[list[int]] = [[] for _ in replies]
+        for (number, begin), part in zip(places, before):
+            first, whole = max(0, begin - WINDOW), found[number]
+            left = first + WINDOW // 2 if first else 0
+            mine, theirs = slice(*np.searchsorted(whole.starts, (left, begin))), part.starts + first >= left
+            if whole.stops[mine].max(initial=0) > begin or not np.array_equal(whole.ids[mine], part.ids[theirs]):
+                crossings[number].append(begin)
+        return crossings
+
+    def _part(self, text: str, begins: Sequence[int], whole: _Offsets) -> _Offsets:
+        """The tokens of a text in which none crosses `begins`, ascending; `whole` where the tokenizer would then write
+        another text, with a space before each part, say."""
+        mark, library = self._dividing
+        pieces = [text[begin:end] for begin, end in zip([0, *begins], [*begins, len(text)])]
+        (found,) = self._encode(library, [mark.join(pieces)])
+        marks = np.array(begins) + len(mark) * np.arange(len(begins))
+        starts, stops = (places - len(mark) * np.searchsorted(marks, places) for places in (found.starts, found.stops))
+        written, wanted = (self.library.decode(one.ids.tolist(), skip_special_tokens=False) for one in (found, whole))
+        return _Offsets(found.ids, starts, stops, APART) if written == wanted else whole._replace(parting=CROSSED)
+
+    @functools.cached_property
+    def _dividing(self) -> tuple[str, Any]:
+        """(a text that no conversation has, the library that divides texts there and leaves it out)."""
+        from tokenizers import Tokenizer, pre_tokenizers
+        # Unicode's noncharacters: no letters or spaces, and nothing to a normalizer.
+        mark = "".join(chr(0xFDD0 + secrets.randbelow(32)) for _ in range(16))
+        library = Tokenizer.from_str(self.library.to_str())
+        library.encode_special_tokens = False
+        split, then = pre_tokenizers.Split(mark, "removed"), library.pre_tokenizer
+        library.pre_tokenizer = split if then is None else pre_tokenizers.Sequence([split, then])
+        return mark, library
