@@ -26,7 +26,7 @@ import pydantic
 from meshtrain import assembly, config, devices, trained
 from meshtrain.checkpoint.shared import CheckpointError
 from meshtrain.config import ConfigError
-from meshtrain.data.documents import chat, tokenizer
+from meshtrain.data.documents import chat, conversations, tokenizer
 from meshtrain.inference import cache
 from meshtrain.inference.detokenizer import TextStream, Words
 from meshtrain.inference.generate import SLOTS, GenerationLimits
@@ -233,9 +233,9 @@ class Talk:
     stop_ids: tuple[int, ...]
     stops: tuple[str, ...]
 
-    def prompt(self, messages: Sequence[dict]) -> list[int]:
+    def prompt(self, messages: Sequence[dict], tools: list | None = None) -> list[int]:
         """The ids of a conversation up to where the model answers. Raises: ValueError."""
-        return chat.prompt(self.template, messages).tolist()
+        return chat.prompt(self.template, messages, tools).tolist()
 
 
 def open_talk(found: trained.Trained) -> Talk:
@@ -303,7 +303,8 @@ def _prompts(found: trained.Trained, options: config.Arguments, talking: Talk | 
             raise ConfigError(f"prompt {number + 1} is empty; give the text that the model is to go on with")
         with config.user_errors(f"prompt {number + 1} "):
             if talking:
-                prompts.append(talking.prompt(one if isinstance(one, list) else [{"role": "user", "content": one}]))
+                prompts.append(talking.prompt(*one) if isinstance(one, tuple) else
+                               talking.prompt([{"role": "user", "content": one}]))
             else:
                 prompts.append(list(found.text().prompt(one)))
         if not prompts[-1]:
@@ -333,15 +334,17 @@ def _lines(path: str, chats: bool) -> list:
     return [_of_json(path, number, line, chats) if path.endswith(".jsonl") else line for number, line in found]
 
 
-def _of_json(path: str, number: int, line: str, chats: bool):
+def _of_json(path: str, number: int, line: str, chats: bool) -> str | tuple[list[dict], list | None]:
+    """A text, or (messages, tools). Raises: ConfigError."""
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
         given = None
     given = given if isinstance(given, dict) else {}
-    messages = given.get("messages")
-    if chats and isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
-        return messages
+    key = "messages" if given.get("messages") is not None else "prompt"
+    if chats and (key == "messages" or isinstance(given.get(key), list)):
+        with config.user_errors(f"--prompts {path}, line {number}: "):
+            return conversations.read_messages(given[key], key), conversations.read_tools(given)
     if not isinstance(given.get("prompt"), str):
         raise ConfigError(f'--prompts {path}: line {number} is not {{"prompt": "…"}}{" or {messages: [...]}" * chats}; '
                           'write one such object a line')

@@ -122,11 +122,33 @@ def test_an_arrow_file_that_was_cut_anywhere_is_told(stream, tmp_path):
 
 def test_arrow_without_the_column_or_with_another_kind_or_a_null_is_told(tmp_path):
     path = write_arrow(tmp_path / "a.arrow", pa.table({"id": [1], "body": ["x"]}))
-    assert "no column 'text'; set data.field to one of id, body" in fault(section([path]), tmp_path)
+    assert "no column 'text'; set data.field to one of body" in fault(section([path]), tmp_path)
     assert "no strings in column 'id', but int64; set data.field to one of body" in fault(
         section([path], field="id"), tmp_path)
     write_arrow(path, pa.table({"text": ["a", "b", None]}))
     assert "a.arrow, row 2 (from 0): is null" in fault(section([path]), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_field_of_a_struct_is_read_and_what_is_told_of_columns_leads_on(name, tmp_path):
+    path, told = tmp_path / name, lambda **keys: fault(section([path], **keys), tmp_path)
+    put = lambda table: pq.write_table(table, path) if name == "a.parquet" else write_arrow(path, table)
+    more = pa.struct([("title", pa.large_string())])
+    kind = pa.struct([("text", pa.dictionary(pa.int8(), pa.string())), ("more", more)])
+    put(pa.table({"id": [1, 2], "meta": pa.array([{"text": "a", "more": {"title": "b"}},
+                                                  {"text": "c", "more": {"title": "d"}}], kind)}))
+    assert Opened(section([path], field="meta.text"), tmp_path).texts() == ["a", "c"]
+    assert Opened(section([path], field="meta.more.title"), tmp_path).texts() == ["b", "d"]
+    for field in ("text", "meta.body", "meta"):
+        assert f"in column {field!r}" in (message := told(field=field)) or f"no column {field!r}" in message
+        assert message.endswith("set data.field to one of meta.text, meta.more.title")
+    put(pa.table({"a.b": ["x"], "a": [{"b": "y"}]}))
+    assert Opened(section([path], field="a.b"), tmp_path).texts() == ["x"], "a column's own name comes first"
+    put(pa.table({"meta": [{"text": "a"}, None]}))
+    assert "row 1 (from 0): is null in column 'meta.text'; drop such rows" in told(field="meta.text")
+    put(pa.table({"messages": [[{"role": "user", "content": "x"}]]}))
+    assert "no column has strings (its columns: messages)" in told()
+    assert 'set data.source="chat" for the conversations in \'messages\'' in told()
 
 
 def test_text_that_is_no_utf8_is_refused_by_a_tokenizer_and_taken_as_bytes(tmp_path, bpe):
@@ -140,7 +162,7 @@ def test_text_that_is_no_utf8_is_refused_by_a_tokenizer_and_taken_as_bytes(tmp_p
 def test_parquet_without_the_column_or_with_another_kind_or_a_null_is_told(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": [1], "body": ["x"], "raw": [b"x"]}), path)
-    assert "no column 'text'; set data.field to one of id, body, raw" in fault(section([path]), tmp_path)
+    assert "no column 'text'; set data.field to one of body" in fault(section([path]), tmp_path)
     message = fault(section([path], field="id"), tmp_path)
     assert "no strings in column 'id', but int64; set data.field to one of body" in message
     assert "no strings in column 'raw', but binary" in fault(section([path], field="raw"), tmp_path)

@@ -1,8 +1,8 @@
-"""Prompts in lines of JSON, which the model answers while it is trained (training.objective = "rl").
+"""Prompts in lines of JSON or rows of a table, which the model answers while it is trained (training.objective = "rl").
 
-A line has a "prompt", a text that is read as it is, or "messages", written by the chat template up to the assistant's
-answer; all its other keys are for the reward. Batch n is a function of (seed, n): epochs of all prompts, each freshly
-shuffled. All prompts are held in memory.
+A line has a "prompt", a text that is read as it is, or "messages" (a "prompt" may be a list of them, too), written by
+the chat template up to the assistant's answer; all its other keys are for the reward. Batch n is a function of
+(seed, n): epochs of all prompts, each freshly shuffled. All prompts are held in memory.
 """
 from __future__ import annotations
 
@@ -114,24 +114,24 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
 def _read(path: str, reader: Tokenizer, template: Callable[[], chat.Template]) -> list[Prompt]:
     found = []
     with formats.reading(path):
-        for number, line, _ in formats.read_objects(path, EXAMPLE):
-            place = f"{path}, line {number}"
+        for place, line, _ in formats.read_rows(path, EXAMPLE):
             try:
-                found.append(Prompt(*_prompt(line, reader, template), line, place))
+                found.append(Prompt(*_prompt(line, reader, template), line, f"{path}, {place}"))
             except ValueError as error:
-                raise formats.fault(path, f"line {number}", str(error)) from None
+                raise formats.fault(path, place, str(error)) from None
     return found
 
 
 def _prompt(line: dict, reader: Tokenizer, template: Callable[[], chat.Template]) -> tuple[np.ndarray, str]:
     """(ids, text). Raises: ValueError."""
-    if "messages" in line:
-        messages = conversations.read_messages(line["messages"], "messages")
+    key = "messages" if line.get("messages") is not None else "prompt"
+    text = line.get(key)
+    if key == "messages" or isinstance(text, list):
+        messages = conversations.read_messages(text, key)
         if messages[-1]["role"] == conversations.ASSISTANT:
             raise ValueError("ends with an answer of the assistant, and the model is to write it; leave it out")
-        ids = chat.prompt(template(), messages, line.get("tools"))
+        ids = chat.prompt(template(), messages, conversations.read_tools(line))
         return ids, reader.decode(ids.tolist())
-    text = line.get("prompt")
     if not isinstance(text, str):
         keys = ", ".join(map(repr, list(line)[:8])) or "none"
         raise ValueError(f'has no text in "prompt" and no "messages" (its keys: {keys}); write e.g. {EXAMPLE}')

@@ -201,7 +201,7 @@ class Tokenized(parts.Part):
         tokens, ends, *mask = writers
         (path,) = self.inputs
         identity = _identify_input(self.home, path, job)
-        for encoded, position in self.chats.read(path):
+        for encoded, position in self.chats.read(path, job.tell):
             job.check_stop()
             ends.append(tokens.count + np.cumsum([len(one.ids) for one in encoded], dtype=np.int64))
             tokens.append(np.concatenate([one.ids for one in encoded]))

@@ -1,20 +1,45 @@
-"""Conversations in JSON lines: messages, ShareGPT's conversations, or prompt and completion, recognized by their keys.
-Every fault of a line is a ValueError with file, line and remedy."""
+"""Conversations in JSON lines or rows of a table: messages, ShareGPT's conversations, or prompt and completion,
+recognized by their keys.
+
+Messages reach the template in one form, whatever a data set's own is: a key that is null is as absent, an empty list of
+tool calls too, and what is a string of JSON (arguments of a call, tools, messages) is parsed. Every fault is a
+ValueError with file, line and remedy.
+"""
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from meshtrain.data.documents import chat, formats
+from meshtrain.data.documents import chat, chat_tokens, formats
 from meshtrain.data.documents.chat import Conversation, Encoded, Template
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool",
                   "function_call": "assistant"}
 USER, ASSISTANT = "user", "assistant"
+COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "system", "tools")   # of a line
 BATCH_CHARS, BATCH_LINES = 1 << 22, 1 << 10     # encoded at a time
+VERSION = 2     # of what the functions here and in chat.py make of a line; a change invalidates older caches
+NULLS = "nulls"
+# What is told of a file, with the number of conversations and the first's place.
+NOTES = {
+    chat_tokens.APART:
+        "{count} conversations ({first} is the first) have a token that would cross from a prompt into its answer; the "
+        "two are tokenized apart there, as they are when the model answers",
+    chat_tokens.CROSSED:
+        "{count} conversations ({first} is the first) have a token that crosses from a prompt into its answer, and "
+        "{tokenizer} cannot tokenize the two apart without writing another text: the model is prompted with other "
+        "tokens than it learns; let the chat template's generation prompt end with a special token or a new line",
+    chat_tokens.ELSEWHERE:
+        "the answers that {template} marks with {{% generation %}} do not begin where its generation prompt ends, so "
+        "the model is prompted otherwise than it learns; mend the template for what it is to answer, or name another "
+        "as data.chat_template",
+    NULLS:
+        "{count} conversations ({first} is the first) have a null in the arguments of a tool call, and it is learned; "
+        "leave such keys out where a table of all calls' keys has filled them in",
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,42 +53,51 @@ class Chats:
     @property
     def key(self) -> str:
         """Equal for two that give the same tokens and masks."""
-        return f"{self.template.key}-{'pairs' if self.pairs else 'all' if self.learn_all else 'assistant'}"
+        return f"{self.template.key}-{VERSION}-{'pairs' if self.pairs else 'all' if self.learn_all else 'assistant'}"
 
-    def read(self, path: str) -> Iterator[tuple[list[Encoded], int]]:
-        """Batches of conversations of a JSON-lines file, with the bytes read so far. Raises: ValueError."""
-        batch, numbers, chars = [], [], 0
+    def read(self, path: str, tell: Callable[[str], None] = print) -> Iterator[tuple[list[Encoded], int]]:
+        """Batches of conversations of a file of JSON lines, Parquet or Arrow, with the bytes read so far. tell: reports
+        what is not learned as it was written. Raises: ValueError."""
+        batch, places, chars, notes = [], [], 0, {}
         with formats.reading(path):
             example = '{"prompt": "…", "chosen": "…", "rejected": "…"}' if self.pairs else '{"messages": […]}'
-            for number, value, position in formats.read_objects(path, example):
+            for place, value, position in formats.read_rows(path, example, COLUMNS):
                 try:
                     found = parse_pair(value) if self.pairs else [parse(value, self.learn_all)]
                 except ValueError as error:
-                    self._encode(path, batch, numbers)      # report faults of earlier lines first
-                    raise formats.fault(path, f"line {number}", str(error)) from None
+                    self._encode(path, batch, places, notes)      # report faults of earlier lines first
+                    raise formats.fault(path, place, str(error)) from None
                 batch += found
-                numbers += [number] * len(found)
+                places += [place] * len(found)
                 chars += sum(len(message["content"]) for one in found for message in one.messages)
                 if chars >= BATCH_CHARS or len(batch) >= BATCH_LINES:
-                    yield self._encode(path, batch, numbers), position
-                    batch, numbers, chars = [], [], 0
+                    yield self._encode(path, batch, places, notes), position
+                    batch, places, chars = [], [], 0
             if batch:
-                yield self._encode(path, batch, numbers), position
+                yield self._encode(path, batch, places, notes), position
+        for note, where in notes.items():
+            tell(f"{path}: " + NOTES[note].format(count=len(where), first=where[0], template=self.template.path,
+                                                  tokenizer=self.template.tokenizer.path))
 
-    def _encode(self, path: str, batch: list[Conversation], numbers: list[int]) -> list[Encoded]:
+    def _encode(self, path: str, batch: list[Conversation], places: list[str],
+                notes: dict[str, list[str]]) -> list[Encoded]:
         try:
             encoded = chat.encode(self.template, batch, self.learn_all)
         except chat.Fault as error:
-            raise formats.fault(path, f"line {numbers[error.index]}", str(error)) from None
-        for number, one in zip(numbers, encoded):
+            raise formats.fault(path, places[error.index], str(error)) from None
+        for place, conversation, one in zip(places, batch, encoded):
             if not len(one.ids) or not one.mask.any():
                 what = "has no token to learn" if len(one.ids) else "is empty"
-                raise formats.fault(path, f"line {number}", f"{what} as the chat template writes it; remove the line")
+                raise formats.fault(path, place, f"{what} as the chat template writes it; remove it")
+            for note in (one.parting, NULLS if _null_arguments(conversation) else ""):
+                if note:
+                    notes.setdefault(note, []).append(place)
         return encoded
 
 
 def parse(line: dict, learn_all: bool = False) -> Conversation:
     """The conversation in a JSON object. learn_all: learn all of it; no answer is required. Raises: ValueError."""
+    line = _without_nulls(line)
     if "messages" in line:
         messages = read_messages(line["messages"], "messages")
     elif "conversations" in line:
@@ -82,7 +116,7 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
     messages, trained = system + messages, [True] * len(system) + trained
     if not learn_all and not any(wanted and message["role"] == ASSISTANT for message, wanted in zip(messages, trained)):
         raise ValueError('has no answer of the assistant to learn; remove it, or set data.loss_on="all"')
-    tools = _tools(line)
+    tools = read_tools(line)
     _check_characters(messages, tools)
     return Conversation(messages, trained, tools)
 
@@ -93,11 +127,13 @@ def parse_pair(line: dict) -> list[Conversation]:
     Answers are texts or messages after a prompt; or both are whole conversations, whose common prefix is the prompt,
     which may be repeated separately.
     """
+    line = _without_nulls(line)
     if not {"chosen", "rejected"} <= line.keys():
         keys = ", ".join(map(repr, list(line)[:8])) or "none"
         raise ValueError(f"is no pair of answers (its keys: {keys}); give it prompt, chosen and rejected")
-    prompt = _turns(line, "prompt", USER) if line.get("prompt") is not None else []
+    prompt = _turns(line, "prompt", USER) if "prompt" in line else []
     answers = [_turns(line, key, ASSISTANT) for key in ("chosen", "rejected")]
+    learned = [[_weight(message, i) for i, message in enumerate(one)] for one in (prompt, *answers)][1:]
     if all(one[0]["role"] != ASSISTANT for one in answers):
         alike = [a == b for a, b in zip(*answers)]
         shared = alike.index(False) if False in alike else len(alike)
@@ -105,18 +141,18 @@ def parse_pair(line: dict) -> list[Conversation]:
         if given and prompt[-len(given):] != given:
             raise ValueError("has whole conversations as answers that do not begin with its prompt; mend it, or leave "
                              "the prompt out")
-        answers = [one[shared:] for one in answers]
+        answers, learned = ([one[shared:] for one in both] for both in (answers, learned))
     elif not prompt:
         raise ValueError("has no prompt; give one beside the answers, or whole conversations as chosen and rejected")
     if answers[0] == answers[1]:
         raise ValueError("has the same answer as chosen and as rejected; remove it")
-    for key, one in zip(("chosen", "rejected"), answers):
-        if not any(message["role"] == ASSISTANT for message in one):
-            raise ValueError(f"has no answer of the assistant in {key!r}; remove it")
+    for key, one, wanted in zip(("chosen", "rejected"), answers, learned):
+        if not any(message["role"] == ASSISTANT and want for message, want in zip(one, wanted)):
+            raise ValueError(f"has no answer of the assistant in {key!r} that is learned; remove it")
     prompt = _system(line, prompt or answers[0]) + prompt
-    tools = _tools(line)
+    tools = read_tools(line)
     _check_characters(prompt, answers, tools)
-    return [Conversation(prompt + one, [False] * len(prompt) + [True] * len(one), tools) for one in answers]
+    return [Conversation(prompt + one, [False] * len(prompt) + wanted, tools) for one, wanted in zip(answers, learned)]
 
 
 def _system(line: dict, messages: list[dict]) -> list[dict]:
@@ -126,15 +162,31 @@ def _system(line: dict, messages: list[dict]) -> list[dict]:
     return [{"role": "system", "content": text}] if given else []
 
 
-def _tools(line: dict) -> list | None:
+def read_tools(line: dict) -> list | None:
+    """The tools of a line, as templates take them. Raises: ValueError."""
     tools = line.get("tools")
+    if isinstance(tools, str):
+        tools = _of_json(tools, "tools", "[") if tools.strip() not in ("", "null") else None
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"has tools that are no list, but {_short(tools)}; give a list of their schemas, or none")
-    return tools or None
+    return [_tool(one, f"tools[{i}]") for i, one in enumerate(tools or ())] or None
+
+
+def _tool(value, place: str) -> dict:
+    value = _object(value, place)
+    if "function" in value:
+        value = value | {"function": _object(value["function"], f"{place}.function")}
+    inner = value.get("function", value)
+    if isinstance(inner.get("parameters"), str):
+        inner["parameters"] = _object(inner["parameters"], f"{place} parameters")
+    return value
 
 
 def read_messages(value, key: str) -> list[dict]:
-    """A list of messages, as templates take them. key: of the list, for errors. Raises: ValueError."""
+    """A list of messages, or a string of JSON that is one, as templates take them. key: of the list, for errors.
+    Raises: ValueError."""
+    if isinstance(value, str):
+        value = _of_json(value, key, "[")
     if not isinstance(value, list) or not value:
         raise ValueError(f'has no messages in {key!r}, but {_short(value)}; give a list, e.g. [{{"role": "user", '
                          f'"content": "…"}}, …]')
@@ -151,6 +203,7 @@ def _turns(line: dict, key: str, role: str) -> list[dict]:
 def _message(value, place: str) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f'{place} is no message, but {_short(value)}; write e.g. {{"role": "user", "content": "…"}}')
+    value = _without_nulls(value)
     names = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
     role = value.get(names[0])
     role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
@@ -161,7 +214,64 @@ def _message(value, place: str) -> dict:
                          + (f"did you mean {near[0]!r}? " if near else "") + f"Known are {', '.join(known)}")
     # Templates read role and content: ShareGPT's keys overwrite them.
     others = {name: one for name, one in value.items() if name not in (*names, "role", "content")}
+    if "tool_calls" in others:
+        calls = _calls(others.pop("tool_calls"), f"{place}.tool_calls")
+        others |= {"tool_calls": calls} if calls else {}
     return {"role": role, "content": _content(value.get(names[1]), names[1], place, others), **others}
+
+
+def _calls(value, place: str) -> list[dict]:
+    """Tool calls, OpenAI's {"function": {"name", "arguments"}} or bare {"name", "arguments"}, with objects as
+    arguments."""
+    if isinstance(value, str):
+        value = _of_json(value, place, "[") if value.strip() not in ("", "null") else []
+    if not isinstance(value, list):
+        raise ValueError(f'{place} is no list, but {_short(value)}; give e.g. [{{"type": "function", "function": '
+                         f'{{"name": "…", "arguments": {{}}}}}}]')
+    calls = []
+    for i, one in enumerate(value):
+        call = _object(one, f"{place}[{i}]")
+        if "function" in call:
+            call["function"] = _object(call["function"], f"{place}[{i}].function")
+        function = call.get("function", call)
+        if "arguments" in function or "parameters" not in function:
+            function["arguments"] = _object(function.get("arguments", {}), f"{place}[{i}] arguments", whole=True)
+        calls.append(call)
+    return calls
+
+
+def _object(value, place: str, whole: bool = False) -> dict:
+    """A copy of an object, or that in a string of JSON, without its keys that are null; with all of them if whole."""
+    found = _of_json(value, place, "{") if isinstance(value, str) else value
+    if not isinstance(found, dict):
+        raise ValueError(f"{place}: {_short(value)} is no object; give one, or a string of JSON that is one")
+    return dict(found) if whole else _without_nulls(found)
+
+
+def _of_json(text: str, place: str, begin: str):
+    """The value in a string of JSON; `text` where it does not even begin with `begin`. Raises: ValueError."""
+    if not text.lstrip().startswith(begin):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise ValueError(f"{place}: the string {_short(text)} is broken JSON ({why}); mend it, or give the value "
+                         f"itself") from None
+
+
+def _without_nulls(value: dict) -> dict:
+    return {name: one for name, one in value.items() if one is not None}
+
+
+def _null_arguments(conversation: Conversation) -> bool:
+    calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
+    return any(_has_null(call.get("function", call).get("arguments")) for call in calls)
+
+
+def _has_null(value) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, dict) and None in inner or any(map(_has_null, inner))
 
 
 def _content(value, name: str, place: str, others: dict):
@@ -177,11 +287,15 @@ def _content(value, name: str, place: str, others: dict):
 
 
 def _weight(message: dict, number: int) -> bool:
-    weight = message.pop("weight", 1)
-    if weight not in (0, 1):
-        raise ValueError(f"message {number} (from 0) has the weight {_short(weight)}; give 1, or 0 for what is not to "
-                         f"be learned")
-    return bool(weight)
+    """Whether to learn a message, if it is the assistant's: by "weight", and "train" as axolotl's data has it."""
+    wanted = True
+    for name in ("weight", "train"):
+        value = message.pop(name, 1)
+        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+            raise ValueError(f"message {number} (from 0) has the {name} {_short(value)}; give 1 or true, or 0 or false "
+                             f"for what is not to be learned")
+        wanted &= bool(value)
+    return wanted
 
 
 def _check_characters(*values) -> None:

@@ -1,4 +1,5 @@
-"""Streams the documents of a file in order: text (the file), JSON lines (a line), Parquet and Arrow (a row).
+"""Streams the documents of a file in order: text (the file), JSON lines (a line), Parquet and Arrow (a row); and rows
+of the last three as objects.
 
 A document comes in pieces of at most some million characters, and a JSON line has at most LINE_BYTES, which bounds the
 tokenizer's memory for any file. Every fault of a file is a ValueError with file, place and remedy. This module knows
@@ -8,12 +9,15 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import datetime
+import decimal
 import gzip
 import io
 import json
 import os
+import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple, TextIO
 
 from meshtrain import files
@@ -25,6 +29,9 @@ PIECE_CHARS = 1 << 20
 LINE_BYTES = 1 << 28     # of a JSON line, which takes some 6 times its size as text and object
 COMPRESSED = (".gz", ".zst")
 ARROW_MAGIC, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
+TABLE_BEGINS = {b"PAR1": "parquet", ARROW_MAGIC[:4]: "arrow", ARROW_END[:4]: "arrow"}
+TABLE_NAMES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+ROWS = 64       # of a table turned into objects at a time
 
 
 class TextPiece(NamedTuple):
@@ -84,21 +91,59 @@ def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
                 yield number, _parse(path, number, line, example), raw.tell()
 
 
+def read_rows(path: str, example: str, columns: Sequence[str] = ()) -> Iterator[tuple[str, dict, int]]:
+    """(place, object, bytes of the file read so far) of a file's rows: JSON lines, or a table in Parquet or Arrow,
+    which its first bytes or its name tell.
+
+    A table has no absent keys: what is null in a struct or a column is left out of the object. columns: to read of a
+    table; (): all. example: as `read_objects`. Raises: ValueError for a faulty file.
+    """
+    with open(path, "rb") as file:
+        kind = TABLE_BEGINS.get(file.read(4)) or TABLE_NAMES.get(os.path.splitext(path)[1])
+    if not kind:
+        for number, value, position in read_objects(path, example):
+            yield f"line {number}", value, position
+        return
+
+    def choose(schema) -> list[str]:
+        chosen = [name for name in schema.names if not columns or name in columns]
+        if not chosen:
+            raise fault(path, "", f"has none of the columns {', '.join(columns)}, but {', '.join(schema.names)}",
+                        "rename them, or name other files")
+        return chosen
+
+    row = 0
+    for batch, position in (_parquet_batches if kind == "parquet" else _arrow_batches)(path, choose):
+        for first in range(0, len(batch), ROWS):
+            for value in _objects(path, batch.slice(first, ROWS), row):
+                row += 1
+                yield _row(row - 1), value, position(row)
+
+
 def read_parquet(path: str, field: str) -> Iterator[TextPiece]:
     """One document per row. A null is an error, as in JSON lines: it must not be dropped silently."""
+    return _read_texts(path, field, _parquet_batches)
+
+
+def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
+    """As `read_parquet`, of Arrow's IPC, as a stream (as the datasets library saves) or as a file (Feather)."""
+    return _read_texts(path, field, _arrow_batches)
+
+
+def _parquet_batches(path: str, choose: Callable) -> Iterator[tuple]:
+    """(record batch of the columns that `choose` takes of the schema, position of the file after so many rows)."""
     pyarrow = import_extra("pyarrow", f"the Parquet file {path}")
     parquet = import_extra("pyarrow.parquet", f"the Parquet file {path}")
     size = os.stat(path).st_size
     with _not_whole(path, "Parquet", pyarrow), parquet.ParquetFile(path) as file:
-        _check_column(path, file.schema_arrow, field, pyarrow.types)
-        rows, read = max(1, file.metadata.num_rows), 0
-        for batch in file.iter_batches(batch_size=1024, columns=[field]):
-            yield from _read_rows(path, field, batch.column(0), read, lambda row: size * row // rows)
-            read += len(batch)
+        columns, rows = choose(file.schema_arrow), max(1, file.metadata.num_rows)
+        for group in range(file.num_row_groups):    # the library reads no nested dictionary across two of them
+            for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
+                yield batch, lambda row: size * row // rows
 
 
-def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
-    """Arrow's IPC, as a stream (as the datasets library saves) or as a file (Feather)."""
+def _arrow_batches(path: str, choose: Callable) -> Iterator[tuple]:
+    """As `_parquet_batches`."""
     pyarrow = import_extra("pyarrow", f"the Arrow file {path}")
     ipc = import_extra("pyarrow.ipc", f"the Arrow file {path}")
     with open(path, "rb") as file:
@@ -111,12 +156,9 @@ def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
                                  f"it again or take it out of data.paths")
     with _not_whole(path, "Arrow", pyarrow), pyarrow.memory_map(path) as raw:
         file = ipc.open_stream(raw) if streamed else ipc.open_file(raw)
-        _check_column(path, file.schema, field, pyarrow.types)
-        batches = file if streamed else map(file.get_batch, range(file.num_record_batches))
-        row = 0
-        for batch in batches:
-            yield from _read_rows(path, field, batch.column(field), row, lambda row: raw.tell())
-            row += len(batch)
+        columns = choose(file.schema)
+        for batch in file if streamed else map(file.get_batch, range(file.num_record_batches)):
+            yield batch.select(columns), lambda row: raw.tell()
 
 
 @contextlib.contextmanager
@@ -126,33 +168,100 @@ def _not_whole(path: str, what: str, pyarrow) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and not files.is_mistake(error):
             raise       # reported by `reading`
-        raise ValueError(f"{path} is not a whole {what} file: {str(error).splitlines()[0].rstrip('.')}; "
-                         "write it again or take it out of data.paths") from None
+        reason = str(error).splitlines()[0].rstrip(".")
+        if isinstance(error, pyarrow.ArrowNotImplementedError):
+            raise ValueError(f"{path} cannot be read by pyarrow {pyarrow.__version__}: {reason}; write it again in "
+                             f"types that it reads") from None
+        raise ValueError(f"{path} is not a whole {what} file: {reason}; write it again or take it out of "
+                         f"data.paths") from None
 
 
-def _check_column(path: str, schema, field: str, types) -> None:
-    if field not in schema.names:
-        raise fault(path, "", f"has no column {field!r}", f"set data.field to one of {', '.join(schema.names)}")
-    kind = schema.field(field).type
-    plain = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
-        strings = [one.name for one in schema if types.is_string(one.type) or types.is_large_string(one.type)]
-        raise fault(path, "", f"has no strings in column {field!r}, but {kind}",
-                    f"set data.field to one of {', '.join(strings)}" if strings else "write the text as strings")
+def _read_texts(path: str, field: str, batches: Callable) -> Iterator[TextPiece]:
+    """The texts of a column, or of a struct's field, "meta.text"."""
+    names: list[str] = []
+
+    def choose(schema) -> list[str]:
+        names[:] = _find_column(path, schema, field)
+        return names[:1]
+
+    row = 0
+    for batch, position in batches(path, choose):
+        column = batch.column(0)
+        for name in names[1:]:
+            column = import_extra("pyarrow.compute", f"the file {path}").struct_field(column, name)
+        for value in column:
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError as error:
+                raise fault(path, _row(row), f"is not UTF-8 ({error.reason})", "mend the row") from None
+            if text is None:
+                raise fault(path, _row(row), f"is null in column {field!r}", "drop such rows, or write empty strings")
+            row += 1
+            for part, last in _cut_text(text):
+                yield TextPiece(part, last, position(row))
 
 
-def _read_rows(path: str, field: str, column, first: int, position: Callable[[int], int]) -> Iterator[TextPiece]:
-    """The texts of a column; first: number of its first row. position: of the file, after so many rows."""
-    for row, value in enumerate(column, first):
-        try:
-            text = value.as_py()
-        except UnicodeDecodeError as error:
-            raise fault(path, f"row {row} (from 0)", f"is not UTF-8 ({error.reason})", "mend the row") from None
-        if text is None:
-            raise fault(path, f"row {row} (from 0)", f"is null in column {field!r}",
-                        "drop such rows, or write empty strings")
-        for part, last in _cut_text(text):
-            yield TextPiece(part, last, position(row + 1))
+def _row(number: int) -> str:
+    return f"row {number} (from 0)"
+
+
+def _find_column(path: str, schema, field: str) -> list[str]:
+    """The names that lead to a column of strings: of a column, then of fields of structs. Raises: ValueError."""
+    types = import_extra("pyarrow", f"the file {path}").types
+    strings, every = {}, {}
+
+    def look(names: list[str], kind) -> None:
+        plain = kind.value_type if types.is_dictionary(kind) else kind
+        every.setdefault(".".join(names), (names, kind))
+        if types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain):
+            strings.setdefault(".".join(names), names)
+        for inner in (kind.field(i) for i in range(kind.num_fields)) if types.is_struct(kind) else ():
+            look([*names, inner.name], inner.type)
+
+    for column in schema:
+        look([column.name], column.type)
+    if field in strings:
+        return strings[field]
+    what = (f"has no strings in column {field!r}, but {str(every[field][1])[:80]}" if field in every else
+            f"has no column {field!r}")
+    talks = [name for name in ("messages", "conversations", "prompt", "chosen") if name in schema.names
+             and not types.is_string(schema.field(name).type)]
+    if strings:
+        raise fault(path, "", what, f"set data.field to one of {', '.join(strings)}"
+                    + (f', or data.source="chat" for the conversations in {talks[0]!r}' if talks else ""))
+    raise fault(path, "", f"{what}, and no column has strings (its columns: {', '.join(schema.names) or 'none'})",
+                f'set data.source="chat" for the conversations in {talks[0]!r}, or "prompts" or "preferences"'
+                if talks else "write the text as strings")
+
+
+def _objects(path: str, rows, first: int) -> list[dict]:
+    """The rows of a record batch. first: number of its first row."""
+    try:
+        return [_plain(value, "") for value in rows.to_pylist()]
+    except (ValueError, OverflowError, TypeError) as error:     # UnicodeDecodeError too
+        if len(rows) > 1:       # which it is
+            return [_objects(path, rows.slice(i, 1), first + i)[0] for i in range(len(rows))]
+        if isinstance(error, UnicodeDecodeError):
+            raise fault(path, _row(first), f"is not UTF-8 ({error.reason})", "mend the row") from None
+        raise fault(path, _row(first), f"cannot be read: {str(error)[:200]}",
+                    "write such a column as text, or leave it out") from None
+
+
+def _plain(value, name: str):
+    """A value of a table as JSON has it, without nulls of structs. Raises: ValueError."""
+    if isinstance(value, dict):
+        return {key: _plain(one, f"{name}.{key}" if name else key) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        if value and isinstance(value[0], tuple):       # a map
+            return {str(key): _plain(one, f"{name}.{key}") for key, one in value if one is not None}
+        return [_plain(one, name) for one in value]
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, (decimal.Decimal, uuid.UUID, datetime.timedelta)):
+        return str(value)
+    raise ValueError(f"{name!r} is {type(value).__name__}, which JSON does not have")
 
 
 def fault(path: str, place: str, what: str, remedy: str = "") -> ValueError:
