@@ -90,7 +90,9 @@ def test_rows_beyond_the_vocabulary_are_zeros_and_weights_may_be_stored_in_anoth
     assert table.shape[0] == 256 and not table[200:].any() and table[:200].any(1).all()
     assert not exact["head"]["kernel"][:, 200:].any()
     for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
-        assert b.dtype == jnp.bfloat16 and np.array_equal(a.astype(jnp.bfloat16), b)
+        assert np.array_equal(a.astype(b.dtype), b)
+    assert rounded["head"]["kernel"].dtype == rounded["layers"]["mlp"]["up"]["kernel"].dtype == jnp.bfloat16
+    assert rounded["final_norm"]["scale"].dtype == np.float32 == rounded["layers"]["attention"]["query"]["bias"].dtype
 
 
 @pytest.mark.parametrize("kind", ["F64", "F16", "BF16"])
