@@ -360,7 +360,9 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         tables = {"model": {**found.model, "compute_dtype": stored}, "data": {}}
         run, given = _resolved(tables, words, allowed, command)
         # Weights are kept as they are computed with: what a float32 copy of them would hold beside is never read.
-        run = run.replaced(model={"param_dtype": run.model.compute_dtype})
+        # A folder is made for no length of [data]'s: max_seq_len is its own, or 0, and then each sequence's decides.
+        run = run.replaced(model={"param_dtype": run.model.compute_dtype,
+                                  "max_seq_len": found.model.get("max_seq_len", 0)})
         with config.user_errors():
             folder.match(found, run.model, pretrained.parameter_paths(transformer.build(run.model)))
         return Trained(path, run, given, found, path)

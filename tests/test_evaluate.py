@@ -82,14 +82,15 @@ def test_files_that_are_named_take_the_place_of_what_the_run_validates_on(home, 
     assert found["tokens"] == 10 and list(found["sources"]) != ["held"]
 
 
-@pytest.mark.parametrize("name", ["gemma2"])
+@pytest.mark.parametrize("name", ["gemma2", "phi3_longrope"])     # of the second 28 tokens, 24 originally
 def test_log_probabilities_are_those_of_the_logits_of_transformers(name):
     golden = np.load(GOLDENS / name / "golden.npz")
     placed = trained.describe(str(GOLDENS / name), 0, ["--mesh.data=2", "--mesh.tensor=2"], "evaluate").place()
     logits, tokens = golden["logits"][0].astype(np.float64), golden["tokens"][0]
     with jax.set_mesh(placed.mesh), jax.default_matmul_precision("highest"):
         scorer = placed.scorer()
-        B, T = scorer.rows(40), 40
+        T = len(tokens)
+        B = scorer.rows(T)
         index = np.tile(np.arange(T, dtype=np.int32), (B, 1))
         batch = {"tokens": np.tile(tokens, (B, 1)), "targets": np.tile(np.append(tokens[1:], NO_TARGET), (B, 1)),
                  "index": index,
@@ -97,8 +98,25 @@ def test_log_probabilities_are_those_of_the_logits_of_transformers(name):
         logprobs, likeliest = scorer.score(batch)
     wanted = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     # As the logits: 1e-4.
-    np.testing.assert_allclose(logprobs[:, :-1], np.tile(wanted[np.arange(39), tokens[1:]], (B, 1)), atol=1e-4)
+    np.testing.assert_allclose(logprobs[:, :-1], np.tile(wanted[np.arange(T - 1), tokens[1:]], (B, 1)), atol=1e-4)
     np.testing.assert_array_equal(likeliest[0, :-1], logits.argmax(-1)[:-1] == tokens[1:])
+
+
+def test_each_document_of_a_row_has_the_length_that_chooses_its_rope():
+    placed = trained.describe(str(GOLDENS / "phi3_longrope"), 0, ["--mesh.tensor=1"], "evaluate").place()
+    tokens = np.random.default_rng(0).integers(0, 90, 40)
+    with jax.set_mesh(placed.mesh), jax.default_matmul_precision("highest"):
+        scorer = placed.scorer()
+        B = scorer.rows(40)
+        apart = [scorer.logits(tokens[None, begin:end])[0] for begin, end in ((0, 10), (10, 40))]     # 10 short, 30 long
+        index, begins = np.tile(np.arange(40, dtype=np.int32), (B, 1)), (np.arange(40) >= 10).astype(np.int32)
+        batch = {"tokens": np.tile(tokens.astype(np.int32), (B, 1)), "index": index, "positions": index - 10 * begins,
+                 "targets": np.tile(np.append(tokens[1:], NO_TARGET).astype(np.int32), (B, 1)),
+                 "segments": 1 + np.tile(begins, (B, 1)), "sequence": np.zeros(B, np.int32)}
+        found, _ = scorer.score(batch)
+    wanted = np.concatenate(apart).astype(np.float64)
+    wanted -= np.log(np.exp(wanted).sum(-1, keepdims=True))
+    np.testing.assert_allclose(found[0, :39], wanted[np.arange(39), tokens[1:]], atol=1e-4)
 
 
 def test_sequences_longer_than_learned_positions_are_refused():

@@ -23,6 +23,8 @@ from meshtrain.inference import generate as inference
 from meshtrain.inference import detokenizer
 from meshtrain.inference.generate import STRIDE, GenerationLimits
 from meshtrain.inference.sampling import Picking, allowed, pick
+from meshtrain.inference.score import Scorer
+from meshtrain.names import NO_TARGET
 
 ONE, EIGHT = {"tensor": 1}, {"data": 2, "fsdp": 2, "tensor": 2}
 FAST = ("gpt2", "gemma3")
@@ -65,6 +67,35 @@ def test_greedy_tokens_equal_those_of_transformers_alone_and_in_a_padded_batch(n
     assert [one.tokens for one in together] == wanted and {one.stopped for one in together} == {"length"}
     assert [one.prompt for one in together] == prompts
     assert complete(name, sizes, prompts[1:2], GenerationLimits(len(wanted[0]))) == together[1:2]
+
+
+def test_the_length_of_a_sequence_chooses_the_factors_of_longrope_and_one_that_crosses_it_is_read_anew():
+    """24 positions originally. Each token is the likeliest of a pass over all before it, as of transformers' generate,
+    whose passes over 24 and fewer have the short factors."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 90, n).tolist() for n in (4, 18, 23, 24, 25, 40)]
+    together = complete("phi3_longrope", ONE, prompts, GenerationLimits(8))
+    mesh, made = generator("phi3_longrope", **ONE)
+    scorer = Scorer(made.model, made.ex, made.params, mesh)
+    wholes = [(one.prompt + one.tokens, end) for one in together for end in range(len(one.prompt), len(one.prompt) + 8)]
+    index = np.tile(np.arange(48, dtype=np.int32), (scorer.rows(48), 1))
+    batch = {name: np.zeros_like(index) for name in ("tokens", "segments")} | {
+        "index": index, "positions": index, "targets": np.full_like(index, NO_TARGET),
+        "sequence": np.zeros(len(index), np.int32)}
+    for row, (whole, end) in enumerate(wholes):
+        batch["tokens"][row, :end], batch["segments"][row, :end] = whole[:end], 1
+        batch["targets"][row, end - 1] = whole[end]
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        _, likeliest = scorer.score(batch)
+    assert all(likeliest[row, end - 1] for row, (_, end) in enumerate(wholes)), [
+        (len(whole), end) for row, (whole, end) in enumerate(wholes) if not likeliest[row, end - 1]]
+    # An answer depends on no neighbour and is the same drawn, one at a time.
+    drawn = complete("phi3_longrope", ONE, prompts, GenerationLimits(8), Picking(1.0), seed=5, samples=[2] * 6)
+    alone = complete("phi3_longrope", ONE, prompts[1:2], GenerationLimits(8), Picking(1.0), seed=5, samples=[2])
+    assert drawn[2:4] == alone and drawn[2].tokens != drawn[3].tokens
+    stopped = complete("phi3_longrope", ONE, prompts[1:2], GenerationLimits(8, (together[1].tokens[6],)))[0]
+    first = together[1].tokens.index(together[1].tokens[6])
+    assert (stopped.tokens, stopped.stopped) == (together[1].tokens[:first + 1], "stop")
 
 
 def test_more_tensor_ranks_than_kv_heads_give_the_same_tokens():

@@ -75,6 +75,14 @@ def test_a_run_longer_than_the_original_length_takes_the_long_factors():
                                data=dict(seq_len=length)).model, POSITIONS)["F"].sin[0, 1, 0] for length in (64, 65)]
     factor = np.sqrt(1 + np.log(4) / np.log(64))
     np.testing.assert_allclose(sins, [factor * np.sin(1), factor * np.sin(0.5)], rtol=1e-6)
+    # A model folder is made for no length: each sequence's decides.
+    of_folder = config.Model(embed_dim=32, num_heads=2, rope_scaling=scaling)
+    lengths = jnp.asarray([[64] * 5, [65] * 5])
+    made = rope.of(of_folder, jnp.tile(POSITIONS, (2, 1)), lengths)["F"].sin[:, 1, 0]
+    np.testing.assert_allclose(made, sins, rtol=1e-6)
+    assert rope.turns(of_folder) == (64,) and rope.turns(config.Run(model=of_folder.model_dump()).model) == ()
+    with pytest.raises(AssertionError, match="lengths of sequences"):
+        rope.of(of_folder, POSITIONS)
 
 
 @pytest.mark.parametrize("given", [

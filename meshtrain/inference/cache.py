@@ -62,7 +62,7 @@ def slot_bytes(cfg, room: int, itemsize: int) -> int:
 def empty(model: Transformer, ex: Execution, p, slots: int, room: int) -> list:
     """The shapes of the cache, jax.ShapeDtypeStruct. room: of `rounded_room`."""
     batch = {name: jax.ShapeDtypeStruct((slots, room), jnp.int32)
-             for name in ("tokens", "segments", "index", "positions")}
+             for name in ("tokens", "segments", "index", "positions", "length")}
     batch["sequence"] = jax.ShapeDtypeStruct((slots,), jnp.int32)
     return jax.eval_shape(lambda p, batch: read(model, ex, p, batch), p, batch)
 

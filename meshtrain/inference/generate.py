@@ -4,6 +4,9 @@ Two programs: `fill` reads prompts, each once for all of its samples that get a 
 on the device, a token for every slot, the last of its prompt first. Between calls the host streams tokens, looks for
 stop strings and deals slots. What a sample draws depends on the seed, its prompt, its number among the prompt's samples
 and the position, not on other slots, their number, the order or the mesh.
+
+Of longrope in a model folder the length of a sequence chooses the frequencies (`rope.turns`), as in transformers: an
+answer that crosses the original length is read anew there, and goes on with the others.
 """
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.inference import cache, sampling
+from meshtrain.model import rope
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import PRNG
@@ -112,7 +116,7 @@ class Generator:
         requests = [_Request(firsts[i] + j, i, list(map(int, prompts[i])), limits.of(prompts[i]), (*counters[i], j))
                     for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for j in range(samples[i])]
         found = [Completion(request.prompt, [], "length") for request in sorted(requests, key=lambda one: one.number)]
-        waiting = collections.deque(request for request in requests if request.budget > 0)
+        waiting = collections.deque(self._with_leg(request) for request in requests if request.budget > 0)
         for request in self._answered(waiting, limits, how, seed, tell):
             stopped = request.ended or request.tokens[-1] in limits.stop_ids
             found[request.number] = Completion(request.prompt, request.tokens, "stop" if stopped else "length",
@@ -126,7 +130,8 @@ class Generator:
         if not waiting:
             return
         S = self.slots_for(1 << (len(waiting) - 1).bit_length() if self.room else len(waiting))
-        room = cache.rounded_room(max(self.room, *(max(one.read + one.budget, _padded(one.read)) for one in waiting)))
+        ends = ((one.read + one.budget, _padded(one.read), *map(_padded, one.crossed(self._turns))) for one in waiting)
+        room = cache.rounded_room(max(self.room, *map(max, ends)))
         programs = _programs(self.model, self.ex, S, room, how, tuple(limits.stop_ids))
         run = functools.partial(self._run, (S, room, how, limits.stop_ids))
         slots = run("the room of the cache", programs.empty, self.params)
@@ -155,7 +160,20 @@ class Generator:
                     tell(owner.number, list(owner.tokens))
                 if owner.ended or done_S[s]:
                     owners[s] = None
-                    yield owner
+                    if owner.ended or owner.read != owner.turn or owner.tokens[-1] in limits.stop_ids:
+                        yield owner
+                    else:
+                        waiting.append(self._with_leg(owner))
+
+    @functools.cached_property
+    def _turns(self) -> tuple[int, ...]:
+        return rope.turns(self.model.cfg)
+
+    def _with_leg(self, one: _Request) -> _Request:
+        """The request with the tokens until it has other frequencies, or until its budget."""
+        one.turn = min(one.crossed(self._turns), default=0)
+        one.leg = one.turn - one.read if one.turn else one.left
+        return one
 
     def slots_for(self, count: int) -> int:
         """Slots of so many requests. Two at least: XLA makes a slice of a lookup by one id, and to slice a table that
@@ -171,7 +189,8 @@ class Generator:
         empty = self.compiled("the room of the cache", jitted.empty, self.params)
         slots = jax.tree.map(lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed),
                              jax.eval_shape(jitted.empty, self.params), empty.output_shardings)
-        filling = _deal(collections.deque([_Request(0, 0, [0] * prompt, 1, (0, 0, 0))]), [None] * S, self._shards())
+        one = _Request(0, 0, [0] * prompt, 1, (0, 0, 0), leg=1)
+        filling = _deal(collections.deque([one]), [None] * S, self._shards())
         return {"fill": self.compiled("the reading of prompts", jitted.fill, self.params, slots, filling, np.uint32(0)),
                 "decode": self.compiled("the making of tokens", jitted.decode, self.params, slots, np.zeros(S, bool),
                                         np.int32(1), np.int32(1))}
@@ -188,7 +207,8 @@ class Generator:
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    """One completion that is asked for. of_prompt: the prompt's number. counters: (batch, row, sample)."""
+    """One completion that is asked for. of_prompt: the prompt's number. counters: (batch, row, sample). leg: tokens
+    until its slot is done. turn: the length at which it is read anew; 0: none."""
     number: int
     of_prompt: int
     prompt: list[int]
@@ -198,19 +218,39 @@ class _Request:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     margins: list[float] = dataclasses.field(default_factory=list)
     ended: bool = False
+    leg: int = 0
+    turn: int = 0
+
+    @property
+    def so_far(self) -> list[int]:
+        return self.prompt + self.tokens
 
     @property
     def read(self) -> int:
-        """Tokens of the prompt that `fill` reads: all but the last."""
-        return len(self.prompt) - 1
+        """Tokens that `fill` reads: all so far but the last."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def left(self) -> int:
+        return self.budget - len(self.tokens)
+
+    @property
+    def source(self) -> tuple[int, ...]:
+        """Equal for requests that read the same tokens."""
+        return (self.of_prompt, self.number) if self.tokens else (self.of_prompt,)
+
+    def crossed(self, turns: Sequence[int]) -> list[int]:
+        """The lengths, of those, that the rest of the answer goes beyond: of the tokens that are read."""
+        return [turn for turn in turns if self.read < turn < self.read + self.left]
 
 
 class Filling(NamedTuple):
     """What `fill` puts into slots. prompt_PT: padded on the left, without their last tokens; of `read_P` tokens.
-    source_S: see `cache.lay`. Of each slot: the prompt's length and last token, the maximum of new tokens, and the
-    counters of its key."""
+    reach_P: the position of the last token of their slots. source_S: see `cache.lay`. Of each slot: the prompt's length
+    and last token, the maximum of new tokens, and the counters of its key."""
     prompt_PT: np.ndarray
     read_P: np.ndarray
+    reach_P: np.ndarray
     source_S: np.ndarray
     length_S: np.ndarray
     token_S: np.ndarray
@@ -233,21 +273,22 @@ def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], s
     rows = min(PROMPTS, S // shards)
     source_S = np.full(S, -1, np.int32)
     length_S, token_S, budget_S = np.zeros((3, S), np.int32)
-    filling = Filling(np.zeros((rows * shards, T), np.int32), np.zeros(rows * shards, np.int32), source_S, length_S,
-                      token_S, budget_S, np.zeros((S, 3), np.uint32))
+    filling = Filling(np.zeros((rows * shards, T), np.int32), *np.zeros((2, rows * shards), np.int32), source_S,
+                      length_S, token_S, budget_S, np.zeros((S, 3), np.uint32))
     used: list[dict] = [{} for _ in range(shards)]
     while waiting and _padded(waiting[0].read) == T:
         one = waiting[0]
         able = [shard for shard in range(shards)
-                if free[shard] and (len(used[shard]) < rows or one.of_prompt in used[shard])]
+                if free[shard] and (len(used[shard]) < rows or one.source in used[shard])]
         if not able:
             break
-        shard = max(able, key=lambda shard: (one.of_prompt in used[shard], len(free[shard])))
+        shard = max(able, key=lambda shard: (one.source in used[shard], len(free[shard])))
         s, waiting_for = free[shard].pop(0), used[shard]
-        source = waiting_for.setdefault(one.of_prompt, len(waiting_for))
-        row = shard * rows + source
-        filling.prompt_PT[row, T - one.read:], filling.read_P[row] = one.prompt[:-1], one.read
-        source_S[s], length_S[s], token_S[s], budget_S[s] = source, len(one.prompt), one.prompt[-1], one.budget
+        source = waiting_for.setdefault(one.source, len(waiting_for))
+        row, tokens = shard * rows + source, one.so_far
+        filling.prompt_PT[row, T - one.read:], filling.read_P[row] = tokens[:-1], one.read
+        filling.reach_P[row] = one.read + one.leg
+        source_S[s], length_S[s], token_S[s], budget_S[s] = source, len(tokens), tokens[-1], one.leg
         filling.counters_S3[s], owners[s] = one.counters, waiting.popleft()
     return filling
 
@@ -279,7 +320,8 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
         index_PT = jnp.broadcast_to(jnp.arange(T), (B, T))
         pad_P1 = T - new.read_P[:, None]
         batch = {"tokens": new.prompt_PT, "segments": (index_PT >= pad_P1).astype(jnp.int32), "index": index_PT,
-                 "positions": jnp.maximum(index_PT - pad_P1, 0), "sequence": jnp.zeros(B, jnp.int32)}
+                 "positions": jnp.maximum(index_PT - pad_P1, 0), "sequence": jnp.zeros(B, jnp.int32),
+                 "length": jnp.broadcast_to(new.reach_P[:, None], (B, T))}
         prompts = cache.read(model, ex, p, batch)
         caches = cache.lay(ex.layout, slots.caches, prompts, new.source_S, jnp.maximum(new.length_S - 1, 0))
         keys_S2 = jax.vmap(lambda ids: jax.random.key_data(sampling.key(seed, *ids)))(new.counters_S3)
@@ -299,7 +341,8 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
             live_S, token_S1 = ~slots.done_S, slots.token_S[:, None]
             # A slot that is done goes on as padding: no expert works for it.
             batch = {"tokens": token_S1, "positions": slots.at_S[:, None], "sequence": jnp.zeros_like(slots.token_S),
-                     "segments": live_S[:, None].astype(jnp.int32), "index": jnp.zeros_like(token_S1)}
+                     "segments": live_S[:, None].astype(jnp.int32), "index": jnp.zeros_like(token_S1),
+                     "length": slots.last_S[:, None]}
             x_STD, caches = cache.extend(model, ex, p, batch, slots.caches, slots.at_S, live_S)
             keys_S = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key_S2, impl=PRNG), slots.at_S + 1)
             new = sampling.pick(how, model.head_logits(ex, p, x_STD)[:, 0], keys_S)

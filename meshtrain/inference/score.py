@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from meshtrain.model import rope
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 
@@ -52,6 +53,8 @@ class Scorer:
         return np.asarray(self._run("the logits", whole, batch))[:len(tokens_BT)]
 
     def _run(self, name: str, function: Callable, batch: dict[str, np.ndarray]):
+        if rope.turns(self.model.cfg):
+            batch = batch | {"length": _lengths(batch["segments"], batch["positions"])}
         layout, key = self.ex.layout, (name, batch["tokens"].shape)
         spec = lambda x: layout.spec("activations", ("batch", "seq")[:x.ndim])
         placed = {name: jax.device_put(x, NamedSharding(self.mesh, spec(x))) for name, x in batch.items()}
@@ -74,3 +77,13 @@ class Scorer:
             return found_Bc - jax.nn.logsumexp(logits_BcV, -1), jnp.argmax(logits_BcV, -1) == targets_Bc
         found = jax.lax.map(part, (in_parts(jnp.pad(x_BTD, [*pad, (0, 0)])), in_parts(jnp.pad(batch["targets"], pad))))
         return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in found)
+
+
+def _lengths(segments_BT: np.ndarray, positions_BT: np.ndarray) -> np.ndarray:
+    """int32 [B, T]: of each token, the tokens of its document up to the last one in the row."""
+    found = np.zeros_like(positions_BT, np.int32)
+    for row, segments, positions in zip(found, segments_BT, positions_BT):
+        ends = np.zeros(int(segments.max(initial=0)) + 1, np.int32)
+        np.maximum.at(ends, segments, positions + 1)
+        row[:] = ends[segments]
+    return found

@@ -26,27 +26,41 @@ class Rope(NamedTuple):
     query_scale_BT: jax.Array | None = None
 
 
-def of(cfg, positions_BT) -> dict[str, Rope]:
-    """The rope of each mixer that rotates, by its letter; equal ones share their arrays. cfg: the [model] section."""
+def of(cfg, positions_BT, length_BT=None) -> dict[str, Rope]:
+    """The rope of each mixer that rotates, by its letter; equal ones share their arrays. cfg: the [model] section.
+    length_BT: tokens of each token's sequence, which `turns` needs."""
     made: dict = {}
     ropes = {}
     for mixer, section in pattern.rotated(cfg).items():
         key = section.rope_theta, section.rope_scaling, pattern.rotated_width(section)
-        ropes[mixer] = made[key] = made.get(key) or _made(section, positions_BT)
+        ropes[mixer] = made[key] = made.get(key) or _made(section, positions_BT, length_BT)
     return ropes
 
 
-def _made(cfg, positions_BT) -> Rope:
+def turns(cfg) -> tuple[int, ...]:
+    """The lengths beyond which a sequence has other frequencies: of longrope in a model that is made for no length
+    (max_seq_len 0), as a model folder describes it. A run is made for one, its data.seq_len."""
+    return () if cfg.max_seq_len else tuple(sorted({
+        section.rope_scaling.original_max_position_embeddings for section in pattern.rotated(cfg).values()
+        if section.rope_scaling.rope_type == "longrope"}))
+
+
+def _made(cfg, positions_BT, length_BT) -> Rope:
     scaling, position_BT = cfg.rope_scaling, positions_BT.astype(jnp.float32)
     freq, factor = _frequencies(cfg)
+    if scaling.rope_type == "longrope" and not cfg.max_seq_len:
+        assert length_BT is not None, "the lengths of sequences choose the factors of longrope"
+        longer_BT1 = length_BT[..., None] > scaling.original_max_position_embeddings
+        freq = jnp.where(longer_BT1, _frequencies(cfg, longer=True)[0], freq)
     angle = position_BT[..., None] * freq
     beta, original = scaling.llama_4_scaling_beta, scaling.original_max_position_embeddings
     grown_BT = 1 + beta * jnp.log(1 + jnp.floor(position_BT / original)) if beta else None
     return Rope(factor * jnp.cos(angle), factor * jnp.sin(angle), grown_BT)
 
 
-def _frequencies(cfg):
-    """(the angle per position of each pair of dims, the factor on cos and sin). A factor sharpens the softmax."""
+def _frequencies(cfg, longer: bool = False):
+    """(the angle per position of each pair of dims, the factor on cos and sin). A factor sharpens the softmax. longer:
+    of longrope, those beyond its original length."""
     scaling, width = cfg.rope_scaling, pattern.rotated_width(cfg)
     pairs, original = width // 2, scaling.original_max_position_embeddings
     freq = cfg.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
@@ -59,7 +73,7 @@ def _frequencies(cfg):
             return _slowed(freq, _by_dims(cfg, width), scaling.factor), scaling.attention_factor or _sharpness(scaling)
         case "longrope":
             # By the run's length, not by a batch's longest position: a model never changes from batch to batch.
-            divisors = scaling.long_factor if cfg.max_seq_len > original else scaling.short_factor
+            divisors = scaling.long_factor if longer or cfg.max_seq_len > original else scaling.short_factor
             sharper = math.sqrt(1 + math.log(scaling.factor) / math.log(original))
             return freq / jnp.asarray(divisors, jnp.float32), scaling.attention_factor or sharper
         case "proportional":

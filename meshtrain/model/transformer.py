@@ -246,8 +246,8 @@ class Transformer:
     # For pipelines, too; in embed and head_loss p needs no LAYERS.
 
     def inputs(self, batch, dropout_key=None) -> Inputs:
-        return Inputs(batch["segments"], batch["index"], batch["sequence"], rope.of(self.cfg, batch["positions"]),
-                      dropout_key)
+        ropes = rope.of(self.cfg, batch["positions"], batch.get("length"))
+        return Inputs(batch["segments"], batch["index"], batch["sequence"], ropes, dropout_key)
 
     def embed(self, ex: Execution, p, batch, dropout_key=None):
         """The input of the first layer [B, T, D]."""
