@@ -23,10 +23,10 @@ MEMORY_SHARE = 0.80
 # What a row asks of a run. SEVERAL: it has stages or experts. CUBLAS: nothing splits a layer's matmuls or its tokens,
 # and it has no experts; or a dot can ask for float8 by its algorithm (`float8.precision`). DECODING: it draws tokens.
 # PROFILED: it is compiled with a profile of its instructions (`profiled`). DEVICELESS: for GPUs that are not here.
-# EXPERTS_OLD: it has experts, and jax is older than 0.11.
-ALWAYS, DETERMINISTIC, SEVERAL, EXPERTS_OLD, OFFLOAD, CUBLAS, DECODING, PROFILED, DEVICELESS, NEVER = (
+# DEVICELESS_11: so with jax 0.11. EXPERTS_OLD: it has experts, and jax is older than 0.11.
+ALWAYS, DETERMINISTIC, SEVERAL, EXPERTS_OLD, OFFLOAD, CUBLAS, DECODING, PROFILED, DEVICELESS, DEVICELESS_11, NEVER = (
     "always", "deterministic", "several", "experts_old", "offload", "cublas", "decoding", "profiled", "deviceless",
-    "never")
+    "deviceless_11", "never")
 OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -87,6 +87,11 @@ ON_GPUS = (
     Flag("xla_gpu_autotune_level", 0, DEVICELESS, "4", "0.10",
          "jax 0.12 compiles the autotuner's candidates even where no GPU can time them: llama3-70b for 64 H100 takes "
          "18 s on two CPU cores, 9 s without them, and the program is the same; with jax 0.10 no change", "measured"),
+    Flag("xla_gpu_enable_triton_gemm", False, DEVICELESS_11, "true", "0.10",
+         "without the autotuner's candidates XLA of jax 0.11.2 has no configuration of a Triton matmul and fails (\"No "
+         "supported config found\") in nearly every program with stages; that of 0.10.2 and 0.12 has one. With "
+         "candidates llama3-70b-pipeline for 64 H100 compiled for more than 12 minutes on two busy CPU cores, with "
+         "cuBLAS's matmuls 38 s", "measured"),
     # jax 0.12 finds no Triton configuration without timing.
     *(Flag("xla_gpu_enable_triton_gemm", False, when, "true", "0.10",
            "cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual "

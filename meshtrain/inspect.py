@@ -2,8 +2,8 @@
 
 Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
 here, and priced kernel by kernel. Exit codes: 0 · 2 the
-user's mistake, one message · 75 stopped on request · 1 a program that would compute wrong numbers, or that --expect did
-not expect.
+user's mistake, one message · 75 stopped on request · 1 a program that XLA cannot compile, that would compute wrong
+numbers, or that --expect did not expect.
 """
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COMMAND = config.Command("meshtrain.inspect", {
 }, "[RUN.toml]", (0, 1))
 
 
-@command.entry(COMMAND, __doc__)
+@command.entry(COMMAND, __doc__, (gpu_compile.NotCompiledError, assembly.BrokenProgramError))
 def main(own: config.Arguments) -> int:
     with config.user_errors():
         hardware.memory_share()         # what fits is measured against it
@@ -81,9 +81,12 @@ def main(own: config.Arguments) -> int:
 
 
 def inspected(made: assembly.Assembly, given: Mapping[str, float] = MappingProxyType({})) -> Inspected:
-    """Compile the step of a run and what it samples with. given: assumptions of the roofline to replace, by name."""
+    """Compile the step of a run and what it samples with. given: assumptions of the roofline to replace, by name.
+
+    Raises: gpu_compile.NotCompiledError, assembly.BrokenProgramError.
+    """
     logged: list[str] = []
-    with say.without_noise(logged):
+    with say.without_noise(logged), gpu_compile.naming_faults(f"the programs of {made.run.run.name}"):
         executable = assembly.compile_unchecked(made)       # a broken one is shown, not refused
         sampling = _sampling(made) if made.run.training.objective == "rl" else None
     return Inspected(made, executable, given, logged, sampling)

@@ -2,7 +2,8 @@
 
 Prices every layout that the model and the hosts allow by closed formulas, and ranks what fits; nothing is compiled, and
 nothing but rule files is read. MODEL is a preset, changed by --model.key value if need be. Exit codes: 0, also
-where nothing fits · 2 the user's mistake, one message · 75 stopped on request.
+where nothing fits · 2 the user's mistake, one message · 75 stopped on request · 1 a program that XLA cannot compile
+or that would compute wrong numbers.
 """
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million,
 TOLD, OTHERS = 20, 400      # plans in the answer; more of them in JSON as points alone
 
 
-@command.entry(COMMAND, __doc__)
+@command.entry(COMMAND, __doc__, (gpu_compile.NotCompiledError, assembly.BrokenProgramError))
 def main(options: config.Arguments) -> None:
     with config.user_errors():
         for option in ("html", "write"):
@@ -277,12 +278,15 @@ def laid_out(run: Run, plan: search.Plan) -> Run:
 
 def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
     """Compiles a plan's program: what it holds [bytes per GPU], sends [bytes per GPU and step, by mesh axes] and takes
-    by the roofline [s]. Raises: ConfigError where nothing can be compiled for these GPUs here."""
+    by the roofline [s]. Raises: ConfigError where nothing can be compiled for these GPUs here,
+    gpu_compile.NotCompiledError, assembly.BrokenProgramError."""
     gpu, given = question.rated.gpu, question.rated.assumed.given
     with config.user_errors(), say.without_noise():
         devices = gpu_compile.topology(f"{gpu.name}:{question.num_gpus}")
     made = assembly.assemble(laid_out(run, plan).replaced(sharding={"rules": str(found(plan.rules.path))}), devices)
-    step = Inspected(made, assembly.compile_step(made),
+    with gpu_compile.naming_faults("a plan's step"):
+        executable = assembly.compile_step(made)
+    step = Inspected(made, executable,
                      {name: value for name, value in given.items() if not assumptions.TABLE[name].formula})
     sent: dict[str, int] = {}
     for row in step.program.collectives:

@@ -42,10 +42,10 @@ def of_run(run: Run) -> tuple[list[str], list[str]]:
         return [], ["the GPU program was not read: the run is on one device"]
     logged: list[str] = []
     try:
-        with config.user_errors(), say.without_noise(logged):
+        with config.user_errors(), say.without_noise(logged), gpu_compile.naming_faults("the step"):
             made = assembly.assemble(run.replaced(mesh={"full_devices": 0}), gpu_compile.topology(gpus))
             text = made.program.compile().as_text()
-    except config.ConfigError as error:
+    except (config.ConfigError, gpu_compile.NotCompiledError) as error:
         return [], [f"the GPU program was not read: on {gpus} {error}"]
     return faults(made, text, logged), [f"the GPU program was read as {gpus} would run it"]
 

@@ -105,8 +105,10 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
     split = any(layout.sizes[axis] > 1 for axis in ("stage", "tensor", "context"))
     training, goal = run.training, step.objective
     platform = mesh.devices.flat[0].platform
+    deviceless = platform != "cpu" and jax.default_backend() == "cpu"
     facts = {fact for fact, holds in (
-        (flags.DEVICELESS, platform != "cpu" and jax.default_backend() == "cpu"),
+        (flags.DEVICELESS, deviceless),
+        (flags.DEVICELESS_11, deviceless and (0, 11) <= jax.__version_info__ < (0, 12)),
         (flags.DETERMINISTIC, training.deterministic), (flags.OFFLOAD, training.remat == "offload"),
         (flags.EXPERTS_OLD, run.model.num_experts > 0 and jax.__version_info__ < (0, 11)),
         (flags.SEVERAL, step.schedule is not None or run.model.num_experts > 0),

@@ -9,7 +9,9 @@ Needs the extra gpu-compile, `pip install -e '.[gpu-compile]'` (the CUDA plugin 
 and no toolkit; cuDNN attention also needs the cuDNN wheel. This is the only file that uses jax's unstable topology API,
 which works only where jax runs on the CPU: see `require_cpu_backend`.
 """
+import contextlib
 import importlib.util
+import os
 import pathlib
 import re
 import warnings
@@ -19,6 +21,8 @@ import jax
 from meshtrain import jax_private
 from meshtrain import hardware
 
+TRIED = "0.10.2, 0.11.2 and 0.12"     # tests/test_versions.py
+FAULT_CHARACTERS = 300      # of XLA's message, which may have the whole instruction twice
 MAX_GPUS = 65536  # assumption: beyond what anyone inspects; 16,384 was compiled
 
 
@@ -110,6 +114,26 @@ def topology(name_and_count: str) -> list:
         target_config=target_spec(name),
     )
     return list(description.devices)
+
+
+class NotCompiledError(RuntimeError):
+    """XLA cannot compile a program for GPUs that are not here."""
+
+
+@contextlib.contextmanager
+def naming_faults(what: str):
+    """Turn an error of XLA's compiler raised inside into a NotCompiledError. what: of which program, for the
+    message."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        message = " ".join(str(error).split())
+        cut = message[:FAULT_CHARACTERS] + " …" * (len(message) > FAULT_CHARACTERS)
+        flags = " ".join(re.findall(r"--xla_gpu\S*", os.environ.get("XLA_FLAGS", "")))
+        raise NotCompiledError(
+            f"XLA of jax {jax.__version__} cannot compile {what}: {cut}; "
+            + (f"leave {flags} out of XLA_FLAGS, or " if flags else "")
+            + f"use another version of jax ({TRIED} were tried), another mesh or another rule file") from None
 
 
 def require_cpu_backend() -> None:
