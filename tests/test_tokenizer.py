@@ -148,6 +148,10 @@ def test_tokens_beside_a_tokenizer_that_cannot_be_had_are_refused(contents, told
      ""),
     (dict(tokenizer_config=dict(bos_token="<|im_end|>"), config=dict(model_type="llama", bos_token_id=0)), "<|im_end|>",
      "config.json has the bos_token_id 0 (<|endoftext|>)"),
+    (dict(tokenizer_config=dict(bos_token="<|endoftext|>"), special_tokens_map=dict(bos_token="<|im_end|>")),
+     "<|im_end|>", "special_tokens_map.json has the bos_token <|im_end|>, and tokenizer_config.json <|endoftext|>"),
+    (dict(tokenizer_config=dict(bos_token="<|im_end|>", added_tokens_decoder={}), special_tokens_map=dict(
+        bos_token="<|endoftext|>")), "<|im_end|>", ""),
     (dict(tokenizer_config=dict(bos_token="<s>")), "<s>", "")])
 def test_the_separator_is_the_one_that_the_files_beside_name_and_never_comes_from_text(contents, found, told, tmp_path):
     path = beside(tmp_path, plain=["<s>", "</s>"], **contents)
@@ -155,6 +159,15 @@ def test_the_separator_is_the_one_that_the_files_beside_name_and_never_comes_fro
     assert reader.library.id_to_token(reader.bos) == found and told in "; ".join(reader.notes)
     assert tokenizer.named_separator(path) in (None, reader.bos)
     assert reader.bos not in reader.encode(["the <s>cat</s> <|im_end|>"])[0].tolist()
+
+
+def test_another_chat_template_in_a_second_file_is_told(tmp_path):
+    for inside, told in (("{{ 1 }}", False), ("{{ 2 }}", True), ([{"name": "default", "template": "{{ 2 }}"}], True), (
+            [{"name": "tools", "template": "{{ 2 }}"}], False), (None, False)):
+        path = beside(tmp_path, tokenizer_config={"chat_template": inside})
+        (tmp_path / "chat_template.jinja").write_text("{{ 1 }}\n")
+        assert [("chat_template.jinja is another chat template" in note) for note in tokenizer.open_file(
+            path).notes] == [True] * told
 
 
 def test_a_separator_that_text_can_hold_is_refused(tmp_path):

@@ -16,6 +16,7 @@ from typing import Any
 from meshtrain import files
 
 CONFIG, MAP, ADDED, MODEL = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"
+TEMPLATE = "chat_template.jinja"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FURTHER = ("extra_special_tokens", "additional_special_tokens")
 PROPERTIES = ("special", "lstrip", "rstrip", "normalized", "single_word")
@@ -33,11 +34,12 @@ class NamedToken:
 @dataclasses.dataclass(frozen=True)
 class Said:
     """tokens: in the order in which absent ones are added. names: bos_token, … -> its token. begins: add_bos_token;
-    None: not said. bos_id: bos_token_id of config.json."""
+    None: not said. bos_id: bos_token_id of config.json. notes: on files that say different things."""
     tokens: tuple[NamedToken, ...] = ()
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     begins: bool | None = None
     bos_id: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def read(folder: Path) -> Said:
@@ -47,10 +49,17 @@ def read(folder: Path) -> Said:
     if decoder is not None:
         legacy, added = {}, {}      # as transformers, which reads them where there is no added_tokens_decoder
         tokens = [_decoded(folder, number, token) for number, token in _object(folder / CONFIG, decoder).items()]
-    said = [(key, *next((where[key], file) for where, file in ((config, CONFIG), (legacy, MAP)) if key in where))
-            for key in (*NAMES, *FURTHER) if key in config or key in legacy]
-    names = {key: content for key, given, _ in said if key in NAMES and (content := _content(given))}
-    special = [(given, file) for key, value, file in said for given in _listed(value) if _content(given)]
+    both = ((legacy, MAP), (config, CONFIG))        # the first wins, as in transformers
+    named = [(key, where[key], file) for key in NAMES for where, file in both if _content(where.get(key))]
+    names, notes = {}, []
+    for key, given, file in named:
+        first = names.setdefault(key, _content(given))
+        if first != _content(given):
+            notes.append(f"{MAP} has the {key} {first}, and {CONFIG} {_content(given)}; the first is taken, as "
+                         f"transformers does")
+    special = [(given, file) for key, given, file in named if names[key] == _content(given)]
+    special += [(given, file) for key in FURTHER for where, file in both for given in _listed(where.get(key))
+                if _content(given)]
     plain = added.keys() - {_content(given) for given, _ in special}
     for content, number in added.items():
         if type(number) is not int:
@@ -62,10 +71,11 @@ def read(folder: Path) -> Said:
     tokens += [NamedToken(_content(given), file, None, _properties(given)) for given, file in special]
     once: dict[str, NamedToken] = {}
     for token in tokens:
-        named = {"special": True} if token.content in names.values() else {}
-        once.setdefault(token.content, dataclasses.replace(token, properties={**token.properties, **named}))
+        always = {"special": True} if token.content in names.values() else {}
+        once.setdefault(token.content, dataclasses.replace(token, properties={**token.properties, **always}))
     begins = config.get("add_bos_token")
-    return Said(tuple(once.values()), names, begins if type(begins) is bool else None, _bos_id(folder / MODEL))
+    return Said(tuple(once.values()), names, begins if type(begins) is bool else None, _bos_id(folder / MODEL),
+                (*notes, *_of_templates(folder, config)))
 
 
 def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]]:
@@ -76,7 +86,7 @@ def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]
     at its id.
     """
     from tokenizers import AddedToken       # here: of an extra, without which there is no library
-    notes, changes, new, otherwise, elsewhere = [], [], [], [], []
+    notes, changes, new, otherwise, elsewhere = [f"{named}: {note}" for note in said.notes], [], [], [], []
     for token in said.tokens:
         number = library.token_to_id(token.content)
         here = library.get_added_tokens_decoder().get(number) if number is not None else None
@@ -119,6 +129,19 @@ def beginning(library: Any, said: Said) -> str:
     return ""
 
 
+def _of_templates(folder: Path, config: Mapping) -> list[str]:
+    """A note where two files have different chat templates."""
+    path, inside = folder / TEMPLATE, config.get("chat_template")
+    if isinstance(inside, list):
+        inside = next((one.get("template") for one in inside if isinstance(one, dict) and one.get("name") == "default"),
+                      None)
+    if not isinstance(inside, str) or not path.is_file():
+        return []
+    text = files.attempted(path.read_bytes, f"{path} cannot be read", "let it be read")
+    return [] if text.strip() == inside.encode(errors="surrogatepass").strip() else [
+        f"{TEMPLATE} is another chat template than that of {CONFIG}; the first is taken, as transformers does"]
+
+
 def _decoded(folder: Path, number: str, token) -> NamedToken:
     content = _content(token)
     if not content or not number.isdecimal():
@@ -128,9 +151,8 @@ def _decoded(folder: Path, number: str, token) -> NamedToken:
 
 
 def _listed(value) -> list:
-    """The tokens of a name, of a list, or of an object of further names; {"content": …} is one."""
-    several = value.values() if isinstance(value, dict) and "content" not in value else value
-    return list(several) if isinstance(value, list) or several is not value else [value]
+    """The tokens of a list, or of an object of further names."""
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def _properties(given) -> dict[str, bool]:

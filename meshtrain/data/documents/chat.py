@@ -244,10 +244,11 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
 
 
 def _tokens(folder: Path) -> dict[str, str | None]:
-    """bos_token, eos_token, … of the tokenizer's config; None if explicitly absent."""
-    tokens = {}
-    for name in reversed(CONFIG_FILES):
-        for token, value in _config(folder / name).items():
+    """bos_token, eos_token, … of the tokenizer's config; None if explicitly absent. As in transformers
+    special_tokens_map.json wins where tokenizer_config.json has no added_tokens_decoder."""
+    tokens, found = {}, [_config(folder / name) for name in CONFIG_FILES]
+    for config in reversed(found) if "added_tokens_decoder" in found[0] else found:
+        for token, value in config.items():
             value = value.get("content") if isinstance(value, dict) else value
             if token in SPECIAL_NAMES and (value is None or isinstance(value, str)):
                 tokens[token] = value

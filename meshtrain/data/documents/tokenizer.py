@@ -27,7 +27,7 @@ BOS_NAMES = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>
 SPACE = "▁"     # SentencePiece's space
 FILE = "tokenizer.json"
 # What is read beside it: special tokens, chat templates, and the model's bos_token_id.
-BESIDE = (beside.CONFIG, beside.MAP, beside.ADDED, beside.MODEL, "chat_template.jinja")
+BESIDE = (beside.CONFIG, beside.MAP, beside.ADDED, beside.MODEL, beside.TEMPLATE)
 
 
 class Tokenizer(Protocol):
