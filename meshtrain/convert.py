@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain import config, devices, files
-from meshtrain.checkpoint import adapters, export, exports, new_folder, peft, pretrained, resume
+from meshtrain.checkpoint import adapters, ends, export, exports, new_folder, peft, pretrained, resume
 from meshtrain.checkpoint.shared import CheckpointError, Saved
 from meshtrain.cluster import agree, find
 from meshtrain.cluster.lost import PeerError
@@ -109,7 +109,7 @@ def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_fo
 
     with config.user_errors():
         size = export.write(out, model, leaf, dtype=dtype, shard_bytes=shard_bytes, data=saved.run["data"],
-                            bos=saved.metadata["data"]["tokenizer"][1], source=exports.kept(folder.local(run_dir)))
+                            ends=_ends(saved, run_dir), source=exports.kept(folder.local(run_dir)))
     return f"{out}: the weights of step {saved.step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 
 
@@ -132,8 +132,16 @@ def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, ou
 
     with config.user_errors():
         size = peft.write(out, model, leaf, dtype=dtype, base=saved.run["checkpoint"]["init_from"],
-                          source=exports.kept(folder.local(run_dir)))
+                          source=exports.kept(folder.local(run_dir)), ends=_ends(saved, run_dir))
     return f"{out}: the adapters of step {saved.step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
+
+
+def _ends(saved: Saved, run_dir: str) -> ends.Ends:
+    companions = exports.kept(folder.local(run_dir))
+    found = ends.together(lambda: ends.of_saved(saved, companions))
+    if found.note and jax.process_index() == 0:
+        say.err(f"note: {found.note}")
+    return found
 
 
 def _spread(shape: tuple[int, ...], num_shards: int) -> P:

@@ -28,12 +28,14 @@ import jax
 import numpy as np
 
 from meshtrain import assembly, config, trained
+from meshtrain.checkpoint import ends
 from meshtrain.checkpoint.shared import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
 from meshtrain.data.documents import tokenizer
 from meshtrain.data.documents.contracts import ValidationSet
+from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.score import Scorer
 from meshtrain.names import NO_TARGET
 
@@ -117,7 +119,8 @@ def _with_tokenizer(found: trained.Trained) -> trained.Trained:
     if "data.tokenizer" not in found.given and os.path.isfile(path):
         changes["tokenizer"] = str(path)
         with config.user_errors():
-            names = tokenizer.names_of(path, found.separator(), *found.stop_ids()[:1])
+            separator = found.separator()
+            names = tokenizer.names_of(path, separator, ends.of_documents(found.directory, separator))
         changes |= {key: name for key, name in zip(("bos_token", "eos"), names) if name
                     and f"data.{key}" not in found.given}
     return dataclasses.replace(found, run=found.run.replaced(data=changes))
@@ -207,7 +210,8 @@ def _asked(found: trained.Trained, options: dict):
     length = found.longest() or found.run.data.seq_len
 
     def answered(scorer, generator) -> dict:
-        model = harness.HarnessModel(scorer, generator, text.encode, text.decode, prefix, stop_ids, length)
+        words = Words(text.decode, found.ends.stops, stop_ids)
+        model = harness.HarnessModel(scorer, generator, text.encode, words, prefix, length)
         with config.user_errors(), contextlib.redirect_stdout(sys.stderr):
             return harness.results(model, options["tasks"], options["num-fewshot"], options["limit"])
     return answered

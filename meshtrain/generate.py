@@ -20,10 +20,10 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
     command.begin()
 
 import jax
-import numpy as np
 import pydantic
 
 from meshtrain import assembly, config, devices, trained
+from meshtrain.checkpoint import ends
 from meshtrain.checkpoint.shared import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import chat, conversations, tokenizer
@@ -97,7 +97,6 @@ COMMAND = config.Command("meshtrain.generate", {
                           '"stop"|"length"}]}'),
 }, "RUN_DIR|HF_DIR", (1, 1))
 MOST_PROMPT_BYTES = 1 << 28     # of a file of prompts
-_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 @command.entry(COMMAND, __doc__, (CheckpointError, assembly.BrokenProgramError))
@@ -109,9 +108,8 @@ def main(options: config.Arguments) -> None:
     words = _words(found, options, talking)
     _tell(found, plain=bool(options["prompt"] or options["prompts"]) and not talking)
     prompts = _prompts(found, options, talking)
-    ended = (lambda _, tokens: words.ended(tokens)) if words and words.stops else None
     limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else found.stop_ids(),
-                              found.longest(), ended)
+                              found.longest(), words and words.at_string)
     _check(prompts, found, limits)
     placed = found.place()
     _check_memory(placed, prompts or [[]], limits, options["samples"])
@@ -247,7 +245,8 @@ def open_talk(found: trained.Trained) -> Talk:
     with config.user_errors():
         template = chat.open_template(_chat_reader(found, text), found.run.data.chat_template,
                                       [found.files] if found.files else [], today=True)
-        return Talk(template, *_endings(template))
+        written = ends.of_template(template)
+        return Talk(template, written.ids, written.stops)
 
 
 def _chat_reader(found: trained.Trained, text: trained.Text) -> tokenizer.Tokenizer:
@@ -257,22 +256,6 @@ def _chat_reader(found: trained.Trained, text: trained.Text) -> tokenizer.Tokeni
     ids = [one for one in (found.separator(), *found.stop_ids()) if one is not None]
     name = next(filter(None, tokenizer.names_of(text.of.path, *ids)), "")
     return tokenizer.open_file(text.of.path, name)
-
-
-def _endings(template: chat.Template) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(stop tokens, stop strings): the first special token after an answer and the tokenizer's eos_token; for byte
-    tokenizers the text that the template writes after an answer."""
-    prompt = chat.prompt(template, _PROBE[:1]).tolist()
-    (whole,) = chat.encode(template, [chat.Conversation(_PROBE, [True, True])], learn_all=True)
-    ids = np.asarray(whole.ids).tolist()
-    behind = ids[len(prompt):] if ids[:len(prompt)] == prompt else []
-    if template.library is None:
-        written = bytes(behind).decode(errors="replace").partition(_PROBE[1]["content"])[2]
-        return (), tuple(filter(None, [written.strip() or (written if "\n" in written else "")]))
-    special = {number for number, token in template.library.get_added_tokens_decoder().items() if token.special}
-    ends = [next((one for one in behind if one in special), None),
-            template.library.token_to_id(template.tokens.get("eos_token", ""))]
-    return tuple(dict.fromkeys(one for one in ends if one is not None)), ()
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -286,10 +269,10 @@ def _words(found: trained.Trained, options: config.Arguments, talking: Talk | No
             raise ConfigError(f"--{option} needs a tokenizer, and {found.directory} has none; give --data.tokenizer "
                               f"the path of a tokenizer.json, or bytes, or token ids, --prompt-ids '[[5, 6], [7]]'")
         return None
-    stop_ids = found.stop_ids()
+    stops, stop_ids = stops + found.ends.stops, found.ends.ids
     if talking:
-        stops, stop_ids = stops + talking.stops, tuple(dict.fromkeys(stop_ids + talking.stop_ids))
-    return Words(text.decode, stops, stop_ids)
+        stops, stop_ids = stops + talking.stops, talking.stop_ids + stop_ids
+    return Words(text.decode, tuple(dict.fromkeys(stops)), tuple(dict.fromkeys(stop_ids)))
 
 
 def _prompts(found: trained.Trained, options: config.Arguments, talking: Talk | None) -> list[list[int]]:

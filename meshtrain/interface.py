@@ -21,7 +21,9 @@ import numpy as np
 
 from meshtrain import assembly, config, elastic, inspect, parity, scratch, shown, train, trained
 from meshtrain import devices as local_devices, plan as plan_command
-from meshtrain.checkpoint import pretrained
+from meshtrain.checkpoint import ends, pretrained, resume
+from meshtrain.checkpoint.shared import Saved
+from meshtrain.config import Run
 from meshtrain.cost.formulas import simulate
 from meshtrain.data import sources
 from meshtrain.data.documents import contracts
@@ -199,13 +201,16 @@ class Experiment:
         True
         """
         with config.user_errors():
-            reader, eos = sources.reader_of(self.run.data, vocab_size=self.run.model.vocab_size)
+            run, origin = self._with_documents_end
+            reader, _ = sources.reader_of(run.data, vocab_size=run.model.vocab_size)
+            found = ends.of_run(run, origin)
+        words = Words(reader.decode, found.stops, found.ids)
         ids = [reader.bos, *map(int, reader.encode([prompt])[0])] if isinstance(prompt, str) else list(prompt)
-        limits = GenerationLimits(max_tokens, (eos,), length=self.run.data.seq_len)
+        limits = GenerationLimits(max_tokens, words.stop_ids, self.run.data.seq_len, words.at_string)
         with jax.set_mesh(self.made.mesh):
             generator = trained.within(self.made, self.state.params).generator()
             (answer,) = generator.complete([ids], limits, Picking(temperature), seed)
-        return Words(reader.decode, stop_ids=limits.stop_ids).text(answer.tokens)
+        return words.text(answer.tokens)
 
     @functools.cached_property
     def _inspected(self) -> Inspected:
@@ -213,7 +218,16 @@ class Experiment:
 
     @functools.cached_property
     def _batches(self) -> contracts.Batches:
-        return scratch.batches(self.run, lambda: (self.made, self.state.params))
+        return scratch.batches(self._with_documents_end[0], lambda: (self.made, self.state.params))
+
+    @functools.cached_property
+    def _with_documents_end(self) -> tuple[Run, Saved | None]:
+        """As of `train`, the run with data.eos of the weights that it starts from, and their checkpoint."""
+        if not self.run.checkpoint.init_from:
+            return self.run, None
+        _, origin = self.made, resume.origin(self.run)      # checkpoints are read when jax has its devices
+        with config.user_errors():
+            return self.run.replaced(data={"eos": ends.default(self.run, origin)[0]}), origin
 
     @functools.cached_property
     def _evaluate(self):

@@ -149,10 +149,7 @@ class _Drawing:
 
     def _drawn(self, order: apart.Order, part: int) -> list[Completion]:
         draws, rows = order.draws, order.rows(part)
-        ended = None
-        if draws["stop"]:
-            words = self.sampler.words(draws["stop"], draws["stop_ids"])
-            ended = lambda _, tokens: words.ended(tokens)
+        ended = self.sampler.words(draws["stop"], draws["stop_ids"]).at_string if draws["stop"] else None
         limits = GenerationLimits(draws["max_tokens"], tuple(draws["stop_ids"]), ended=ended)
         return self._generator.complete(
             [order.prompts[row] for row in rows], limits, Picking(draws["temperature"]), draws["seed"],

@@ -31,10 +31,10 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain import assembly, config, devices, elastic, files, hardware, trained
-from meshtrain.checkpoint import exports, init_from, pretrained, resume
+from meshtrain.checkpoint import ends, exports, init_from, pretrained, resume
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.local import LocalCheckpoints
-from meshtrain.checkpoint.shared import SharedCheckpoints, Store
+from meshtrain.checkpoint.shared import Saved, SharedCheckpoints, Store
 from meshtrain.cluster import agree, find, meet, watch
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run
@@ -44,7 +44,7 @@ from meshtrain.data.batches import opened, packing, preferences, prompts
 from meshtrain.data.cache import parts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.files import FileSystemError
-from meshtrain.huggingface import folder, settings
+from meshtrain.huggingface import folder
 from meshtrain.inference import sync
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
@@ -125,6 +125,8 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
         local = LocalCheckpoints(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
         with watch.phase("looking for a checkpoint", "restore"):
             start = resume.find(run, checkpoints, local, made.state_shapes)
+        run, origin = _with_documents_end(run, start)
+        made = dataclasses.replace(made, run=run)
         exporting = exports.Exports(run, made.model, checkpoints, made.state_shapes.params)
         if start.step >= run.training.steps:
             say.out(f"{run.run.dir} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
@@ -136,7 +138,20 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
         begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
                  "processes": jax.process_count(), "cause": start.cause}
         with history.kept(directory, start.step, account, begun) as attempt:
-            return _train(_Session(made, directory, checkpoints, local, exporting, attempt), start)
+            return _train(_Session(made, directory, checkpoints, local, exporting, attempt, origin), start)
+
+
+def _with_documents_end(run: Run, start: resume.Start) -> tuple[Run, Saved | None]:
+    """(the run with data.eos in force, what that depends on: the checkpoint that it goes on from, or that of another
+    run whose weights it takes)."""
+    if start.saved:
+        return resume.in_force(run, start), start.saved
+    with watch.phase("opening the data", watch.UNLIMITED), config.user_errors():      # there may be copies to make
+        origin = resume.origin(run)
+        eos, line = agree.on_first(lambda: ends.default(run, origin))
+    if line:
+        say.out(line)
+    return run.replaced(data={"eos": eos}), origin
 
 
 def check_memory(made: assembly.Assembly) -> None:
@@ -183,14 +198,17 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
 @dataclasses.dataclass(eq=False)
 class _Session:
     """One start of the command in its locked run.dir: everything opened and compiled before training begins. made: with
-    its evaluation compiled, if there is any. step: the compiled training step."""
+    its evaluation compiled, if there is any. origin: the checkpoint that the run goes on from, or that of another run
+    whose weights it takes. ends: what ends its answers. step: the compiled training step."""
     made: assembly.Assembly
     directory: Path
     checkpoints: SharedCheckpoints
     local: LocalCheckpoints
     exporting: exports.Exports
     attempt: history.Try
+    origin: Saved | None
     corpus: sources.Corpus | None = None
+    ends: ends.Ends | None = None
     step: Callable | None = None
     replicas: Replicas | None = None
 
@@ -254,6 +272,11 @@ def _open(session: _Session, start: resume.Start):
     with session.attempt.account.to("data"), watch.phase("opening the data", watch.UNLIMITED):
         given = None if start.saved else agree.everywhere(lambda: pretrained.opened(run, made.model))
         session.corpus, batches = agree.everywhere(lambda: _open_data(run, session.directory, start))
+        with config.user_errors():
+            session.ends = ends.together(lambda: ends.of_run(run, session.origin))
+    say.out(f"answers end with {session.ends.shown(session.corpus.tokenizer)}")
+    if session.ends.note:
+        say.out(f"note: {session.ends.note}")
     agree.same_everywhere("the data", session.corpus.fingerprint)
     agree.same_everywhere("what is at addresses", copies.identities())
     return given, batches
@@ -280,14 +303,12 @@ def _prepared(session: _Session, start: resume.Start, batches, state: State) -> 
 
 
 def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, state: State) -> Rollouts:
-    run, tokenizer = session.run, session.corpus.tokenizer
-    folders = folder.companions_of(run.run.dir, run.checkpoint.init_from)
-    with config.user_errors():
-        of_folder = next((settings.stop_ids(path) for path in folders if folder.is_one(path)), ())
-    words = Words(tokenizer.decode, run.rl.stop, tuple(dict.fromkeys((session.corpus.eos, *of_folder))))
+    run, tokenizer, found_ends = session.run, session.corpus.tokenizer, session.ends
+    words = Words(tokenizer.decode, tuple(dict.fromkeys((*run.rl.stop, *found_ends.stops))), found_ends.ids)
     sampler = trained.beside(session.made, found.longest_with_answer(run.rl.max_tokens))
     position = start.saved and start.saved.metadata["data"]["position"]
     feed = Rollouts(run, session.made.program, found, words, sampler, session.directory, position)
+    feed.ends = found_ends.shown(tokenizer)
     if run.lora.rank:
         if run.rl.kl:       # each step has the base from the one before, whose buffers it takes
             of = session.made.model.divided
@@ -316,7 +337,7 @@ def _orders(session: _Session, found: prompts.Prompts, words: Words, position: d
     store = functools.partial(Checkpoints, check_claim=session.checkpoints.check_claim)
     sent = SentWeights(store(place.weights, keep=run.rl.lag + 2), _cast(session.made))
     frozen = SentWeights(store(place.frozen, keep=1), _cast(session.made, frozen=True)) if run.lora.rank else None
-    return Orders(run, found, words.stop_ids, sent, document, (position or {}).get("queue", ()), frozen)
+    return Orders(run, found, words, sent, document, (position or {}).get("queue", ()), frozen)
 
 
 def _cast(made: assembly.Assembly, frozen: bool = False) -> Callable[[dict], dict]:
@@ -384,7 +405,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
     checkpoints, local = session.checkpoints, session.local
 
     def metadata(number: int) -> dict:
-        data = resume.data_metadata(session.corpus, batches, number)
+        data = resume.data_metadata(session.corpus, batches, number, session.ends)
         return {**rundir.metadata(run, made.layout.rules.text, data), "spikes": spikes.as_saved()}
 
     def saving(store: Store, due: Callable[[int, bool], bool]) -> loop.Hook:
@@ -409,7 +430,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
                  saving(local, lambda number, ending: local.due(number) and not shared(number, ending)),
                  loop.Hook(session.exporting.due,
                            lambda number, state: session.exporting.make(
-                               number, state.params, session.corpus.tokenizer.bos)))
+                               number, state.params, session.ends)))
         if session.replicas:
             hooks = (session.replicas.hook(run.training.check_replicas_every, hooks), *hooks)
         hooks = (validation.hook(), trace.hook(), *hooks)
@@ -538,7 +559,7 @@ def _tell_the_end(session: _Session, state: State, val_loss: float | None, stopp
                 f"validation loss {val_loss:.4f} nats per token ({val_loss / math.log(2):.3f} bits)")
     if run.run.sample_tokens and not stopped:
         try:
-            say.out(_sample(session.made, session.corpus, state))
+            say.out(_sample(session, state))
         except Exception as error:
             if jax.process_count() > 1:     # the others would wait for this one's part
                 raise
@@ -546,12 +567,13 @@ def _tell_the_end(session: _Session, state: State, val_loss: float | None, stopp
     say.out(f"written: {run.run.dir}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
 
 
-def _sample(made: assembly.Assembly, corpus: sources.Corpus, state: State) -> str:
-    run = made.run
-    limits = GenerationLimits(run.run.sample_tokens, (corpus.eos,), length=run.data.seq_len)
-    generator = trained.within(made, state.params).generator()
-    (answer,) = generator.complete([[corpus.tokenizer.bos]], limits, Picking(temperature=0.8), run.run.seed)
-    return f"a sample:\n{Words(corpus.tokenizer.decode, stop_ids=limits.stop_ids).text(answer.tokens)}\n"
+def _sample(session: _Session, state: State) -> str:
+    run, tokenizer = session.run, session.corpus.tokenizer
+    words = Words(tokenizer.decode, session.ends.stops, session.ends.ids)
+    limits = GenerationLimits(run.run.sample_tokens, words.stop_ids, run.data.seq_len, words.at_string)
+    generator = trained.within(session.made, state.params).generator()
+    (answer,) = generator.complete([[tokenizer.bos]], limits, Picking(temperature=0.8), run.run.seed)
+    return f"a sample:\n{words.text(answer.tokens)}\n"
 
 
 if __name__ == "__main__":

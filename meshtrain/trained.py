@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain import assembly, config, devices, files, flags, hardware, shipped
-from meshtrain.checkpoint import adapters, pretrained, resume
+from meshtrain.checkpoint import adapters, ends, pretrained, resume
 from meshtrain.checkpoint.shared import Saved
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import decode
@@ -94,13 +94,18 @@ class Trained:
         encode = lambda text: list(map(int, reader.encode([text])[0]))
         return Text(encode, lambda text: [reader.bos, *encode(text)], reader.decode, reader)
 
-    def stop_ids(self) -> tuple[int, ...]:
-        """Stop tokens: the run's end-of-document token, and those that the folder names. Raises: ConfigError."""
+    @functools.cached_property
+    def ends(self) -> ends.Ends:
+        """What ends an answer: of a run what its training wrote, then what the folder names. Raises: ConfigError."""
         with config.user_errors():
-            found = settings.stop_ids(self.files) if self.files else ()
-            if not self.of_folder:
-                found += (sources.reader_of(self.run.data, vocab_size=self.run.model.vocab_size)[1],)
-        return tuple(dict.fromkeys(found))
+            found = ends.of_folder(self.files) if self.of_folder else ends.of_saved(self.weights, self.files)
+        if found.note:
+            say.err(f"note: {found.note}")
+        return found
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """Raises: ConfigError."""
+        return self.ends.ids
 
     def separator(self) -> int | None:
         """The separator that the folder's files name, those of its tokenizer first; None without one. Raises:

@@ -35,13 +35,14 @@ def write_model() -> None:
     from test_layouts import ONE, run_of
 
     from meshtrain.checkpoint import export
+    from meshtrain.checkpoint.ends import Ends
     from meshtrain.run import trees
     made = parity.assembled(run_of("ddp", ONE, MODEL))
     grown = jax.tree.map(lambda w: 2 * w, parity.drawn_parameters(made, 0))     # so that ratios and temperatures show
     params = jax.device_put(grown, made.program.step.state.sharding.params)
     with jax.set_mesh(made.mesh):
         export.write(HOME, made.model, trees.leaves_of(params).__getitem__, dtype="float32", shard_bytes=10**9,
-                     data={"seq_len": 64, "eos": "", "tokenizer": "bytes"}, bos=1, source=None)
+                     data={"seq_len": 64, "tokenizer": "bytes"}, ends=Ends((1,), bos=1), source=None)
 
 
 def write_losses() -> None:

@@ -13,6 +13,7 @@ from folders import EIGHT, GOLDENS, NAMES, ONE, ROOT, Loaded, contents
 
 from meshtrain import config, convert, files, train
 from meshtrain.checkpoint import checkpoint, export, pretrained
+from meshtrain.checkpoint.ends import Ends
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.run import trees
 
@@ -25,7 +26,7 @@ def write(loaded: Loaded, out, dtype="float32", shard_bytes=30_000, source=None)
     leaves = trees.leaves_of(loaded.params)
     with jax.set_mesh(loaded.made.mesh):
         return export.write(out, loaded.made.model, leaves.__getitem__, dtype=dtype, shard_bytes=shard_bytes,
-                            data={"seq_len": 40, "eos": "", "tokenizer": "bytes"}, bos=1, source=source)
+                            data={"seq_len": 40, "tokenizer": "bytes"}, ends=Ends((1,), bos=1), source=source)
 
 
 @pytest.fixture(scope="module")
@@ -203,12 +204,6 @@ def test_a_model_of_no_family_is_refused():
         settings.family_for(config.Model(activation="gelu"))
     with pytest.raises(ValueError, match='model.router_score="softmax".*model.router_bias="choice"'):
         settings.family_for(config.Model(num_experts=8, router_bias="choice"))
-
-
-def test_the_end_of_documents_is_told_by_its_id_where_it_can_be_looked_up():
-    end_of = lambda **keys: export.end_of(config.Data(**keys).model_dump(), 1, 200)
-    assert (end_of(), end_of(source="tokens", paths=["x"], bos_token="1", eos="2")) == (1, 2)
-    assert end_of(tokenizer="gone.json", eos="</s>") is None
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 
 from meshtrain import evaluate, train, trained
+from meshtrain.inference.detokenizer import Words
 
 pytest.importorskip("lm_eval", reason="install the extra eval")
 pytestmark = pytest.mark.slow     # the harness lists its 10,000 tasks
@@ -112,7 +113,7 @@ def test_answers_to_a_task_are_the_likeliest_tokens_up_to_its_stop_string(run_di
     placed = plain.placed
     with jax.set_mesh(placed.mesh):
         model = harness.HarnessModel(placed.scorer(), placed.generator(), text.encode,
-                                     text.decode, 256, found.stop_ids(), 32)
+                                     Words(text.decode, stop_ids=found.stop_ids()), 256, 32)
         requests = [Instance("generate_until", {}, (question, {"until": ["\n"], "max_gen_toks": 9}), 0)
                     for question in ("line 3: 9 is", "", "a")]
         answers = model.generate_until(requests)

@@ -8,6 +8,7 @@ import sampling
 from folders import EIGHT, GOLDENS, ONE, Loaded, contents
 
 from meshtrain.checkpoint import adapters, export, peft
+from meshtrain.checkpoint.ends import Ends
 from meshtrain.model import params
 from meshtrain.run import trees
 
@@ -56,9 +57,11 @@ def test_merged_logits_are_the_unmerged_and_peft_s_tensors_make_the_merged_folde
 
     with jax.set_mesh(loaded.made.mesh):
         peft.write(tmp_path / "adapters", model, trees.leaves_of(loaded.params).get, dtype="float32", base="base",
-                   source=GOLDENS / name)
-        export.write(tmp_path / "merged", model, leaf, dtype="float32", shard_bytes=10**9, source=GOLDENS / name, bos=1,
-                     data={"seq_len": 40, "eos": "", "tokenizer": "bytes"})
+                   source=GOLDENS / name, ends=Ends((7,)))
+        export.write(tmp_path / "merged", model, leaf, dtype="float32", shard_bytes=10**9, source=GOLDENS / name,
+                     data={"seq_len": 40, "tokenizer": "bytes"}, ends=Ends((1,), bos=1))
+    ends = json.loads((tmp_path / "adapters" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends in (7, [7, 2]), "what was taught, then the folder's"
     tensors, settings = contents(tmp_path / "adapters"), json.loads(
         (tmp_path / "adapters" / "adapter_config.json").read_text())
     base, found = ({n.removeprefix("transformer."): t for n, t in contents(place).items()}

@@ -101,6 +101,16 @@ def test_spelling_and_what_changes_no_number_may_change_unsaid(two, more):
     assert found(two, *more).changes == ()
 
 
+@pytest.mark.parametrize(("was", "given", "stays"), [("<|end|>", "", "<|end|>"), ("", "", ""), ("<a>", "<b>", "<b>")])
+def test_what_ended_documents_ends_them_where_the_run_file_names_nothing(tmp_path, was, given, stays):
+    """Also of a run that began before data.eos followed the model folder."""
+    run = run_in(tmp_path, f"--data.eos={given}")
+    saved(tmp_path, run_in(tmp_path, f"--data.eos={was}"), 2)
+    start = resume.find(run, checkpoint.Checkpoints(tmp_path / "checkpoints"))
+    assert resume.in_force(run, start).data.eos == stays
+    assert start.changes == ((("data.eos", was, given),) if given else ())
+
+
 def test_the_weights_of_a_mixture_may_change_and_its_paths_are_content(tmp_path):
     mixture = '[{{source="text", paths=["{}"], weight={}}}, {{source="stdlib", weight=1.0}}]'
     one = ("--data.source", "mixture", "--data.mixture", mixture.format("README.md", 2.0))

@@ -21,11 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
 from meshtrain.checkpoint import new_folder
+from meshtrain.checkpoint.ends import Ends, write_ends
 from meshtrain.checkpoint.shared import CheckpointError
 from meshtrain.checkpoint.pretrained import copy_companions, parameter_paths, paths_of
 from meshtrain.cluster import agree
-from meshtrain.config import Data, user_errors
-from meshtrain.data import sources
+from meshtrain.config import user_errors
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.model.transformer import Transformer
@@ -35,11 +35,11 @@ SHARD_BYTES = 5_000_000_000     # of one file
 
 
 def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[str], jax.Array], *, dtype: str,
-          shard_bytes: int, data: Mapping, bos: int, source: Path | None) -> int:
+          shard_bytes: int, data: Mapping, ends: Ends, source: Path | None) -> int:
     """Write the folder; return the bytes of its weights. All processes make the same call.
 
-    leaf: path -> parameter; each is read once and not kept. data: the section [data] of the training. bos: the token
-    before its documents. source: a folder whose other settings, tokenizer and templates are copied; None: made from
+    leaf: path -> parameter; each is read once and not kept. data: the section [data] of the training. ends: of its
+    answers and documents. source: a folder whose other settings, tokenizer and templates are copied; None: made from
     the data. Raises: ConfigError if `target` is not free or the model has no family; CheckpointError if a file cannot
     be written. Nothing is left behind then.
     """
@@ -48,7 +48,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         theirs, beside = agree.on_first(lambda: (settings.read(source), folder.carried_names(source)) if source
                                         else ({}, []))
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
-        theirs = theirs or {"bos_token_id": bos, "eos_token_id": end_of(data, bos, model.vocab_size),
+        theirs = theirs or {"bos_token_id": ends.bos, "eos_token_id": ends.as_json(),
                             "pad_token_id": None}       # else the class's, beyond a small vocabulary
         rows = folder.rows(family, model, parameter_paths(transformer), folder.prefixes_of(theirs, beside))
     parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes, whole=not beside)
@@ -64,18 +64,13 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
                 _write_rows([row, *more], leaves, layers, written)
         written.close()
         config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
-        new_folder.on_first(target, lambda: _complete(place, parts, written.size, config, source, data["tokenizer"]))
+
+        def finish() -> None:
+            _complete(place, parts, written.size, config, source, data["tokenizer"])
+            if source:
+                write_ends(place, source, ends)
+        new_folder.on_first(target, finish)
     return written.size
-
-
-def end_of(data: Mapping, bos: int, vocab_size: int) -> int | None:
-    """The token that ended the documents; None if its name cannot be looked up any more."""
-    if not data["eos"]:
-        return bos
-    try:
-        return sources.reader_of(Data(**data), vocab_size=vocab_size)[1]
-    except ValueError:
-        return None
 
 
 def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array], layers, written: Files) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import jax
 
 from meshtrain import files
-from meshtrain.checkpoint import adapters, export, new_folder, peft
+from meshtrain.checkpoint import adapters, ends, export, new_folder, peft
+from meshtrain.checkpoint.ends import Ends
 from meshtrain.checkpoint.shared import CheckpointError, Saved, SharedCheckpoints
 from meshtrain.checkpoint.pretrained import parameter_paths
 from meshtrain.cluster import agree
@@ -49,11 +50,11 @@ class Exports:
             return ending or self.checkpoints.due(step)
         return self.run.checkpoint.export == "last" and step == self.run.training.steps
 
-    def make(self, step: int, params: dict, bos: int) -> dict:
+    def make(self, step: int, params: dict, of: Ends) -> dict:
         """Export the parameters of a step, then missing earlier ones; return no metrics. params: of the run's state,
-        adapters included. bos: the token before a document."""
+        adapters included. of: what ends the run's answers."""
         if not self._is_exported(step):
-            self._try(step, lambda: self._write(step, leaves_of(params), self.run.data.model_dump(), bos))
+            self._try(step, lambda: self._write(step, leaves_of(params), self.run.data.model_dump(), of))
         self._make_saved({one for one in (*self.failed, *self._due()) if one < step})
         return {}
 
@@ -84,18 +85,21 @@ class Exports:
         if fault := self.checkpoints.fault(step, only_params=True):
             raise agree.agreed(CheckpointError(f"its checkpoint is damaged ({fault})"))
         saved = self.checkpoints.open(step)
-        self._write(step, _Stored(saved, self.wanted), saved.run["data"], saved.metadata["data"]["tokenizer"][1])
+        companions = kept(self.directory)
+        with user_errors():
+            of = ends.together(lambda: ends.of_saved(saved, companions))
+        self._write(step, _Stored(saved, self.wanted), saved.run["data"], of)
 
-    def _write(self, step: int, leaves: Mapping[str, jax.Array], data: Mapping, bos: int) -> None:
+    def _write(self, step: int, leaves: Mapping[str, jax.Array], data: Mapping, of: Ends) -> None:
         run, source = self.run, kept(self.directory)
         agree.on_first(lambda: self._discard_half(step))
         if run.lora.export == "adapters":
             peft.write(self._place(step), self.transformer, leaves.get, dtype="float32",
-                       base=run.checkpoint.init_from, source=source)
+                       base=run.checkpoint.init_from, source=source, ends=of)
         else:
             export.write(self._place(step), self.transformer, adapters.leaf(self.transformer, leaves),
                          dtype=run.model.compute_dtype,
-                         shard_bytes=export.SHARD_BYTES, data=data, bos=bos, source=source)
+                         shard_bytes=export.SHARD_BYTES, data=data, ends=of, source=source)
 
     def _try(self, step: int, write: Callable[[], None]) -> None:
         """Report an error common to all processes and keep it in `failed`."""

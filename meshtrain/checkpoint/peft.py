@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
 from meshtrain.checkpoint import export, new_folder
+from meshtrain.checkpoint.ends import Ends, generation_of
 from meshtrain.checkpoint.pretrained import parameter_paths, paths_of
 from meshtrain.cluster import agree
 from meshtrain.config import user_errors
@@ -33,11 +34,12 @@ PREFIX = "base_model.model."
 
 
 def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[str], jax.Array | None], *, dtype: str,
-          base: str, source: Path | None) -> int:
+          base: str, source: Path | None, ends: Ends) -> int:
     """Write the folder; return the bytes of its weights. All processes make the same call.
 
     leaf: path of an adapter's A or B -> parameter; None if the projection has no adapter. base: name or path of the
-    base model. source: a folder that gives its family. Raises: as `export.write`.
+    base model. source: a folder that gives its family. ends: what ended the answers, written where the folder names
+    others. Raises: as `export.write`.
     """
     model, places, of = transformer.cfg, transformer.places(), transformer.lora
     with user_errors():
@@ -64,7 +66,12 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
                     for one, array in zip("AB", program(leaves, np.int32(index)), strict=True):
                         written.put(adapter(row, layer, one), array)
         written.close()
-        new_folder.on_first(target, lambda: files.write(place / CONFIG, json.dumps(config, indent=1)))
+
+        def finish() -> None:
+            files.write(place / CONFIG, json.dumps(config, indent=1))
+            if source and (generation := generation_of(source, ends)):
+                files.write(place / settings.GENERATION, json.dumps(generation, indent=1))
+        new_folder.on_first(target, finish)
     return written.size
 
 

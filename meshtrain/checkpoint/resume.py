@@ -19,6 +19,7 @@ from meshtrain import files
 from meshtrain.checkpoint import exports
 from meshtrain.checkpoint.bucket import BucketCheckpoints
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.ends import Ends
 from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.checkpoint.shared import CheckpointError, Saved, SharedCheckpoints, Store
 from meshtrain.cluster import agree
@@ -27,6 +28,7 @@ from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.sources import Corpus
+from meshtrain.huggingface import folder
 from meshtrain.run import contents, rows, rundir, say
 from meshtrain.storage import addresses, mirror
 
@@ -125,6 +127,30 @@ def find(run: Run, checkpoints: SharedCheckpoints, local: LocalCheckpoints | Non
                  back=saved.step != newest)
 
 
+def in_force(run: Run, start: Start) -> Run:
+    """The run with data.eos of its checkpoint where the run file names none: what ends documents stays."""
+    eos = start.saved.run["data"].get("eos", "") if start.saved else ""
+    return run if run.data.eos or not eos else run.replaced(data={"eos": eos})
+
+
+def origin(run: Run) -> Saved | None:
+    """The checkpoint of another run that a new one takes its weights from, not verified yet; None: they are of a model
+    folder, or new, or it is not there, which is told where they are read. All processes call it."""
+    where = run.checkpoint.init_from
+    with user_errors():
+        if not where or folder.is_one(where):
+            return None
+        if not addresses.is_remote(where) and not files.is_dir(Path(where) / contents.CHECKPOINTS):
+            return None
+    checkpoints = checkpoints_of(where)
+    steps = checkpoints.steps()
+    step = run.checkpoint.step or max(steps, default=0)
+    try:
+        return checkpoints.open(step) if step in steps else None
+    except CheckpointError:
+        return None
+
+
 def before_spike(run: Run, start: Start, spiked: int, checkpoints: SharedCheckpoints, local: LocalCheckpoints,
                  wanted) -> Start:
     """Where a run that began at `start` goes back to after a loss spike at step `spiked`: its newest checkpoint,
@@ -171,10 +197,10 @@ def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
     return pack(skipped | {"batches": start.step, "phase": phase})
 
 
-def data_metadata(corpus: Corpus, data: Batches, step: int) -> dict:
+def data_metadata(corpus: Corpus, data: Batches, step: int, ends: Ends) -> dict:
     """A checkpoint's metadata on the data."""
     return {"fingerprint": corpus.fingerprint, "tokenizer": [corpus.tokenizer.key, corpus.tokenizer.bos],
-            "position": data.position(step)}
+            "position": data.position(step), "ends": ends.as_saved()}
 
 
 def begin(run: Run, start: Start, checkpoints: SharedCheckpoints, local: LocalCheckpoints | None,
@@ -200,8 +226,7 @@ def begin(run: Run, start: Start, checkpoints: SharedCheckpoints, local: LocalCh
             say.out(line)
     if start.back:
         changes.append(("checkpoint.step", None, start.step))
-    in_force = run.replaced(checkpoint={"step": 0})
-    _written(directory, lambda: rundir.write_settings(in_force, directory, rules_text))
+    _written(directory, lambda: rundir.write_settings(run.replaced(checkpoint={"step": 0}), directory, rules_text))
     _written(directory, lambda: _record(directory / RECORD, start.step, changes))
     _written(directory, lambda: rows.cut_after(directory / rows.NAME, start.step))
     if local is not None:
@@ -271,7 +296,7 @@ def _changes(run: Run, old: dict) -> tuple[tuple[str, object, object], ...]:
             name, was = f"{section}.{key}", old.get(section, {}).get(key, new)
             if name == "data.mixture":
                 was, new = ([one["weight"] for one in mixture] for mixture in (was, new))
-            if was == new:
+            if was == new or name == "data.eos" and not new:       # see `in_force`
                 continue
             if rule(name) == STAYS:
                 refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on "

@@ -357,8 +357,9 @@ class Data(Section):
     tokenizer: PathKey = key("bytes", "bytes, or a tokenizer.json: its path or address, or hf://OWNER/NAME")
     bos_token: str = key(
         "", "token before every document; empty = the tokenizer's; its id where tokens have no tokenizer")
-    eos: str = key("",
-                   "last target of every document; empty = the token before it; its id where tokens have no tokenizer")
+    eos: str = key(
+        "", "last target of every document; empty = as the weights of checkpoint.init_from have it, else the token "
+        "before it; its id where tokens have no tokenizer")
     chat_template: PathKey = key(
         "", "of chat: a template's file, or a model folder; empty = beside the tokenizer, or in run.dir/hf")
     loss_on: Literal["assistant", "all"] = key(

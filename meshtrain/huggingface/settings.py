@@ -100,15 +100,18 @@ def scale_block(config: Mapping) -> tuple[int, int] | None:
 def stop_ids(directory: Path) -> tuple[int, ...]:
     """The tokens that end an answer: eos_token_id of generation_config.json, or else of config.json. Raises:
     ValueError."""
-    for name in (GENERATION, CONFIG):
-        found = text_of(read(directory, name)).get("eos_token_id") if files.is_file(directory / name) else None
-        if found is None:
-            continue
-        ids = found if isinstance(found, list) else [found]
-        if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
-            raise ValueError(f"{directory / name}: eos_token_id={_shown(found)} is not a token id or a list of them")
-        return tuple(ids)
-    return ()
+    return eos_ids(directory, GENERATION) or eos_ids(directory, CONFIG)
+
+
+def eos_ids(directory: Path, name: str) -> tuple[int, ...]:
+    """eos_token_id of one of a folder's files; none without it. Raises: ValueError."""
+    found = text_of(read(directory, name)).get("eos_token_id") if files.is_file(directory / name) else None
+    if found is None:
+        return ()
+    ids = found if isinstance(found, list) else [found]
+    if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+        raise ValueError(f"{directory / name}: eos_token_id={_shown(found)} is not a token id or a list of them")
+    return tuple(ids)
 
 
 def longest(directory: Path) -> int:

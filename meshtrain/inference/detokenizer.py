@@ -19,6 +19,11 @@ class Words:
         whole = self.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens)
         return whole[:min((at for stop in self.stops if (at := whole.find(stop)) >= 0), default=len(whole))]
 
+    @property
+    def at_string(self) -> Callable[[list[int], list[int]], int | None] | None:
+        """`ended` as `GenerationLimits.ended`; None without stop strings."""
+        return (lambda _, tokens: self.ended(tokens)) if self.stops else None
+
     def ended(self, tokens: Sequence[int]) -> int | None:
         """Number of tokens of an answer up to its first stop string; None where it has none."""
         has = lambda count: any(stop in self.decode(tokens[:count]) for stop in self.stops)

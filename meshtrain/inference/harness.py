@@ -6,6 +6,7 @@ Source: github.com/EleutherAI/lm-evaluation-harness, lm_eval.api.model.TemplateL
 """
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 import re
@@ -29,19 +30,18 @@ NEW_TOKENS = 256        # of an answer, where a task does not say
 
 
 class HarnessModel(TemplateLM):
-    """encode, decode: text to ids without special tokens, and back. prefix: token before a document. length: maximum
-    tokens of a sequence."""
+    """encode: text to ids without special tokens. words: text of an answer, and what ends one. prefix: token before a
+    document. length: maximum tokens of a sequence."""
 
-    def __init__(self, scorer: Scorer, generator: Generator, encode: Callable[[str], list[int]],
-                 decode: Callable[[Sequence[int]], str],
-                 prefix: int, stop_ids: Sequence[int], length: int, seed: int = 0):
+    def __init__(self, scorer: Scorer, generator: Generator, encode: Callable[[str], list[int]], words: Words,
+                 prefix: int, length: int, seed: int = 0):
         super().__init__()
-        self.scorer, self.generator, self.encode, self.decode = scorer, generator, encode, decode
-        self.prefix, self.stop_ids, self.length, self.seed = prefix, tuple(stop_ids), length, seed
+        self.scorer, self.generator, self.encode, self.words = scorer, generator, encode, words
+        self.prefix, self.length, self.seed = prefix, length, seed
 
     @property
     def eot_token_id(self) -> int:
-        return self.stop_ids[0] if self.stop_ids else self.prefix
+        return self.words.stop_ids[0] if self.words.stop_ids else self.prefix
 
     @property
     def prefix_token_id(self) -> int:
@@ -116,16 +116,17 @@ class HarnessModel(TemplateLM):
         how = Picking(float(options.get("temperature") or 1.0), int(options.get("top_k") or 0),
                       float(options.get("top_p") or 1.0),
                       float(options.get("min_p") or 0.0)) if drawn else Picking()
-        words = Words(self.decode, (until,) if isinstance(until, str) else tuple(until), self.stop_ids)
+        until = (until,) if isinstance(until, str) else tuple(until)
+        words = dataclasses.replace(self.words, stops=(*until, *self.words.stops))
         # Cut on the left, as the harness does.
         prompts = [(self.tok_encode(context) or [self.prefix])[-max(self.length - new, 1):] for context in contexts]
-        ended = (lambda _, tokens: words.ended(tokens)) if words.stops else None
         # A prompt that is asked several times is read once, and each time draws another answer.
         numbers: dict[tuple[int, ...], list[int]] = {}
         for number, prompt in enumerate(prompts):
             numbers.setdefault(tuple(prompt), []).append(number)
-        answers = self.generator.complete(list(numbers), GenerationLimits(new, self.stop_ids, ended=ended), how,
-                                          self.seed, samples=list(map(len, numbers.values())))
+        limits = GenerationLimits(new, words.stop_ids, ended=words.at_string)
+        answers = self.generator.complete(list(numbers), limits, how, self.seed,
+                                          samples=list(map(len, numbers.values())))
         texts = dict(zip(itertools.chain(*numbers.values()), (words.text(answer.tokens) for answer in answers),
                          strict=True))
         return [texts[number] for number in range(len(prompts))]

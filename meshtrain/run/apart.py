@@ -34,6 +34,7 @@ from meshtrain import files
 from meshtrain.cluster import agree, watch
 from meshtrain.config import Run
 from meshtrain.data.batches.prompts import Prompts
+from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Completion
 from meshtrain.run import contents, groups, replicas, say
 from meshtrain.run.groups import Kept, RolloutError
@@ -190,16 +191,16 @@ class SentWeights:
 class Orders:
     """The trainer's side; every process calls it alike, and process 0 writes. sent: the trained weights. document:
     metadata of their checkpoints. queue: of a checkpoint, see `queue`. frozen: the weights that are not trained, if
-    there are any."""
+    there are any. words: what ends an answer."""
 
-    def __init__(self, run: Run, prompts: Prompts, stop_ids: Sequence[int], sent: SentWeights, document: dict,
+    def __init__(self, run: Run, prompts: Prompts, words: Words, sent: SentWeights, document: dict,
                  queue: Sequence[Sequence] = (), frozen: SentWeights | None = None):
         self.run, self.rl, self.prompts, self.cast, self.frozen = run, run.rl, prompts, sent.cast, frozen
         self.store, self.document = sent.store, document
         self.directory = Path(run.run.dir)
         self.place, self.batches = SamplerFiles.of(self.directory), -(-run.training.steps // run.rl.updates)
         self.draws = {"seed": run.run.seed, "temperature": self.rl.temperature, "max_tokens": self.rl.max_tokens,
-                      "samples": self.rl.samples, "stop": list(self.rl.stop), "stop_ids": list(stop_ids)}
+                      "samples": self.rl.samples, "stop": list(words.stops), "stop_ids": list(words.stop_ids)}
         self.stopping: Callable[[], bool] = lambda: False       # whether to stop; set by `Rollouts.begin`
         self.checksums = {version: weights for _, version, weights in queue}
         self.given: dict[int, Order] = {}       # by batch

@@ -65,10 +65,10 @@ def check(run: Run, prompts: Prompts) -> None:
 class Rollouts:
     """Draws answers and makes the batches of steps (loop.Feed). `begin` comes before the first `next`.
 
-    words: the text of an answer, and the tokens and strings that end one. sampler: its `generator(params)` is a
-    Generator with these weights. position: of the checkpoint that the run resumes from. reference: a step's weights ->
-    those that rl.kl is measured to. origin: [their digest, step of checkpoint.init_from], where they are not the base
-    of adapters. orders: with rl.lag, to samplers apart.
+    words: the text of an answer, and the tokens and strings that end one. ends: these, for messages. sampler: its
+    `generator(params)` is a Generator with these weights. position: of the checkpoint that the run resumes from.
+    reference: a step's weights -> those that rl.kl is measured to. origin: [their digest, step of
+    checkpoint.init_from], where they are not the base of adapters. orders: with rl.lag, to samplers apart.
     """
 
     validation = ()     # there are no batches with a loss; see `validate`
@@ -80,6 +80,7 @@ class Rollouts:
         self.reference: Callable[[dict], dict] | None = None
         self.origin: list = []
         self.orders: Orders | None = None
+        self.ends = ""
         self._marks = [(position["batches"], position["tokens"], position["drawn"]) if position else (0, 0, 0)]
         self._held: tuple[int, list[dict], int] | None = None       # number of the batch, its parts, prompts drawn then
         self._score: Callable | None = None
@@ -146,6 +147,10 @@ class Rollouts:
         if found is None and part == 0 and (self.stopping() or self.stopping()):
             raise NoBatch
         drawn = found or self._drawn(kept, weights, first, state)
+        if number == 0 and part == 0 and _stopped(drawn) == {"length"}:
+            say.out(f"batch 0: no answer ended within rl.max_tokens={self.rl.max_tokens}; an answer ends with "
+                    f"{self.ends}: name the end that the model was taught as data.eos, or its text in rl.stop, or use "
+                    f"more tokens")
         parts = self._packed(drawn.groups, number * self.rl.updates)
         if part == 0 and not any((batch["targets"] != NO_TARGET).any() for batch in parts):
             say.out(f"batch {number}: nothing is learned, since {self._why_nothing(drawn, drawn.drawn - first)}")
@@ -216,8 +221,7 @@ class Rollouts:
             if own(i):
                 prompt = prompts[i // samples]
                 self.rewards.submit(i, prompt.text, text[i], prompt.line)
-        limits = GenerationLimits(self.rl.max_tokens, self.words.stop_ids,
-                                  ended=(lambda _, tokens: self.words.ended(tokens)) if self.words.stops else None)
+        limits = GenerationLimits(self.rl.max_tokens, self.words.stop_ids, ended=self.words.at_string)
         with timed("sampling", "sample_s"):
             found = generator.complete(
                 [prompt.ids.tolist() for prompt in prompts], limits, Picking(self.rl.temperature), self.run.run.seed,
@@ -282,10 +286,13 @@ class Rollouts:
 
     def _why_nothing(self, drawn: AnswerBatch, count: int) -> str:
         """Why no answer of a batch is learned from. count: of the groups that were drawn for it."""
-        stopped = {one.stopped for group in drawn.groups for one in group.answers}
-        if stopped == {"length"} and self.rl.truncated == "mask":
+        cut = _stopped(drawn) == {"length"}
+        if cut and self.rl.truncated == "mask":
             return (f'no answer ended within rl.max_tokens={self.rl.max_tokens}, and rl.truncated="mask" leaves such '
                     f'ones out; use more tokens, or rl.truncated="keep"')
+        if cut:
+            return (f"no answer ended within rl.max_tokens={self.rl.max_tokens} and all rewards are equal; an answer "
+                    f"ends with {self.ends}")
         return f"in {count} groups of answers all rewards are equal; give easier or harder prompts, or another reward"
 
     def _computed(self, batch: dict) -> int:
@@ -327,3 +334,8 @@ class Rollouts:
                     self.run.data.global_batch, self.run.model.model_dump(), self.run.lora.model_dump(),
                     self.prompts.digest, self._of_reward]
         return hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()
+
+
+def _stopped(drawn: AnswerBatch) -> set[str]:
+    """How the answers of a batch ended: stop, length."""
+    return {one.stopped for group in drawn.groups for one in group.answers}
