@@ -416,7 +416,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
     validation = RewardValidation(run, batches, stop) if learns_of_rewards else ValidationHook(
         run, made.program, batches, stop)
     feed = batches if learns_of_rewards else loop.Stream(made.program, batches, start.step)
-    with (metrics.open_writers(run, directory, start.step) as writer,
+    with (metrics.open_writers(run, directory, start.step, start.leaves_the_course) as writer,
           Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace,
           account.to(goodput.LOOP)):
         record = Record(run, writer, Progress(run.training.steps, _memory(made, session.step)), *_flops(made), account,

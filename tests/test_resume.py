@@ -210,9 +210,13 @@ def test_the_same_command_goes_on_and_another_answer_goes_back_again(two):
         resume.begin(run_in(two, *back), start, checkpoints, None, "# rules")
     start = found(two, *back)   # killed before its first checkpoint
     assert (start.step, start.back, start.skip_batches) == (2, False, 3)
+    other = found(two, *back[:2], *back[4:5], 1e-5)
+    assert not other.back and other.leaves_the_course, "what trackers have of the steps before is of another rate"
+    assert not found(two, *back[:2]).leaves_the_course
     saved(two, run_in(two, *back), 3, 5)
     start = found(two, *back)
     assert (start.step, start.back, start.skip_batches, start.changes) == (5, False, 0, ())
+    assert not start.leaves_the_course
     start = found(two, *back, "--training.steps", 300)
     assert (start.step, start.back) == (5, False), "a longer run is no other answer"
     start = found(two, *back[:4], "--optimizer.learning_rate", 5e-5)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain import config, train
+from meshtrain.run import trackers
 from meshtrain.run.spikes import FEWEST, LAG, WINDOW, Spikes
 from meshtrain.training.step import Program
 from checkpoints import assert_same_bits, names
@@ -73,9 +74,12 @@ def command(tiny, poisoned):  # noqa: F811
             "--optimizer.schedule", "constant", "--training.spike_threshold", 2, "--optimizer.learning_rate", 1e-2)
 
 
-def test_a_run_goes_back_before_a_spike_and_leaves_its_batches_out(command, crashing):  # noqa: F811
+def test_a_run_goes_back_before_a_spike_and_leaves_its_batches_out(command, crashing, monkeypatch):  # noqa: F811
+    asked, real = [], trackers.asked
+    monkeypatch.setattr(trackers, "asked", lambda *given: (asked.append(given[2:]), real(*given))[1])
     ran = call(train.main, *command, "--run.dir", "back", "--training.loss_spike", "rollback")
     assert ran.code == 0 and "back to step 16, without the 4 batches up to the spike" in ran.out, ran
+    assert asked == [(0, False), (16, True)], "trackers forget the steps that the run has left"
     crashing(17)
     with pytest.raises(RuntimeError, match="as if killed"):
         call(train.main, *command, "--run.dir", "by hand")

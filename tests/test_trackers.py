@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import wandb_service
 from tensorboard.backend.event_processing import event_accumulator
 from test_metrics import disk_of, run_file
 
 from meshtrain import train
 from meshtrain.run import hooks, metrics, trackers
+from meshtrain.run.spikes import LossSpike
 
 
 @pytest.fixture(autouse=True)
@@ -197,6 +199,51 @@ def test_wandb_online_goes_on_in_the_same_run_behind_what_it_has(tmp_path, monke
     assert [start["resume"] for start in asked] == ["allow", "allow"] and asked[0]["id"] == asked[1]["id"] != ""
 
 
+@pytest.mark.parametrize("rewinds", [True, False])
+def test_wandb_shows_the_course_that_a_run_has_taken_after_it_went_back(rewinds, tmp_path, monkeypatch, capfd):
+    """Twice; then a plain resume. Its own client and a stand-in for its service."""
+    wandb, kept = pytest.importorskip("wandb"), tmp_path / "wandb" / "run-id"
+    with wandb_service.serving(rewinds) as service:
+        for name, value in (("WANDB_MODE", "online"), ("WANDB_BASE_URL", service.address), ("HOME", str(tmp_path)),
+                            ("WANDB_API_KEY", "a" * 40)):
+            monkeypatch.setenv(name, value)
+        wandb.teardown()        # what an earlier test has started knows another service
+        run, ids = run_file(tmp_path, "--metrics.wandb", "theirs"), []
+        for after, back, last, more in ((0, False, 6, 0), (3, True, 5, 100), (2, True, 7, 200), (5, False, 8, 200)):
+            with metrics.open_writers(run, tmp_path, after, back) as writers:
+                for step in range(after + 1, last + 1):
+                    writers.write({"step": step, "loss": float(step + more)})
+            ids.append(kept.read_text())
+            wandb.teardown()
+    told, now = capfd.readouterr(), [(step, step + 200.0) for step in range(3, 9)]
+    assert "W&B" not in told.err
+    if rewinds:
+        assert set(ids) == set(service.runs) == {ids[0]} and service.steps(ids[0]) == [(1, 1.0), (2, 2.0), *now]
+        assert told.out.count(f"W&B: the history of run {ids[0]} is cut after step") == 2
+        return
+    first, second, third, same = ids
+    assert third == same and {run["group"] for run in service.runs.values()} == {first}
+    assert [service.steps(one) for one in (first, second, third)] == [
+        [(step, float(step)) for step in range(1, 7)], [(4, 104.0), (5, 105.0)], now]
+    assert f"does not let run {first} go back to step 3" in told.out and "this account may not rewind" in told.out
+    assert f"steps from there on are run {third} of the group {first}" in told.out
+
+
+def test_wandb_offline_writes_that_its_history_is_to_be_cut(tmp_path, capfd):
+    wandb = pytest.importorskip("wandb")
+    for after, back in ((0, False), (2, True)):
+        with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "theirs"), tmp_path, after, back) as writers:
+            for step in range(after + 1, 6):
+                writers.write({"step": step, "loss": 1.0})
+        wandb.teardown()
+        time.sleep(0 if after else 1.1)
+    starts = [list(records(path)) for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))]
+    cuts = [record.run.branch_point.value for start in starts for record in start
+            if record.HasField("run") and record.run.HasField("branch_point")]
+    assert len(starts) == 2 and set(cuts) == {2}
+    assert "is cut after step 2, once `wandb sync` uploads this start" in capfd.readouterr().out
+
+
 def test_an_empty_wandb_identity_is_made_anew(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     (tmp_path / "wandb").mkdir()
@@ -255,6 +302,44 @@ def test_mlflow_has_rows_and_keys_and_a_resume_goes_on_in_the_same_run(mlflow, t
     assert [(one.step, one.value) for one in history] == [(step, step / 4) for step in range(1, 71)]
     assert found.data.metrics["train/skipped"] == 0 and "mfu" not in found.data.metrics
     assert "MLflow takes" not in capfd.readouterr().err
+
+
+def test_mlflow_gets_the_steps_again_where_a_run_goes_back(mlflow, tmp_path, capfd):
+    for after, back, last, more in ((0, False, 6, 0), (3, True, 4, 100), (2, True, 7, 200), (5, False, 8, 300)):
+        with metrics.open_writers(run_file(tmp_path, "--metrics.mlflow", "theirs"), tmp_path, after, back) as writers:
+            for step in range(after + 1, last + 1):
+                writers.write({"step": step, "loss": step + more})
+        time.sleep(0.002)       # MLflow's clock of a row: milliseconds
+    client, identity = mlflow.MlflowClient(), (tmp_path / "mlflow" / "run-id").read_text()
+    newest = {}
+    for one in sorted(client.get_metric_history(identity, "train/loss"), key=lambda one: one.timestamp):
+        newest[one.step] = one.value
+    assert newest == {1: 1, 2: 2, **{step: step + 200 for step in range(3, 8)}, 8: 308}
+    assert client.get_run(identity).data.tags[trackers.MLFLOW_STEP] == "8"
+    out = capfd.readouterr().out
+    assert f"MLflow: run {identity} goes back to step 3; the steps up to 6 are sent again" in out
+    assert out.count("goes back") == 2
+
+
+def test_a_run_that_goes_back_before_a_spike_is_not_a_failed_one(mlflow, tmp_path):
+    with contextlib.suppress(LossSpike), metrics.open_writers(
+            run_file(tmp_path, "--metrics.mlflow", "theirs"), tmp_path, 0) as writers:
+        writers.write({"step": 1, "loss": 2.0})
+        raise LossSpike(1, 2.0, 1.0)
+    assert mlflow.MlflowClient().get_run((tmp_path / "mlflow" / "run-id").read_text()).info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("slow, told", [("begins", "no answer came"), ("fails", "ValueError: no such backend")])
+def test_mlflow_that_gets_no_row_says_why_also_in_a_short_run(slow, told, mlflow, tmp_path, monkeypatch, capfd):
+    def create_run(*_, **__):
+        if slow == "begins":
+            time.sleep(2)
+        raise ValueError("no such backend")
+    monkeypatch.setattr(mlflow.MlflowClient, "create_run", create_run)
+    monkeypatch.setattr(trackers, "MLFLOW_FINISH_S", 0.5 if slow == "begins" else 60.0)
+    with metrics.open_writers(run_file(tmp_path, "--metrics.mlflow", "theirs"), tmp_path, 0) as writers:
+        writers.write({"step": 1, "loss": 2.0})
+    assert f"did not get the rows from step 1 on ({told})" in capfd.readouterr().err
 
 
 def test_mlflow_that_fails_for_a_while_gets_every_row_and_is_told_once(mlflow, tmp_path, monkeypatch, capfd):

@@ -90,6 +90,12 @@ class Start:
         return self.saved is not None and self.saved.store is store
 
     @property
+    def leaves_the_course(self) -> bool:
+        """Whether steps behind this one, if they were taken before, may come out differently."""
+        return self.back or self.skip_batches > 0 or any(
+            fnmatch.fnmatchcase(key, pattern) for key, *_ in self.changes for pattern in RETRIED)
+
+    @property
     def cause(self) -> str:
         """Description for the history."""
         if self.saved is None:

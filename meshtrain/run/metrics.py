@@ -41,8 +41,9 @@ class Writers:
 
 
 @contextlib.contextmanager
-def open_writers(run: Run, directory: pathlib.Path, after: int) -> Iterator[Writers]:
+def open_writers(run: Run, directory: pathlib.Path, after: int, back: bool = False) -> Iterator[Writers]:
     """The writers that the run file asks for, of a run that resumes after step `after` (0: a new run); closed on exit.
+    back: as in `trackers.asked`.
 
     The rows after that step were dropped before (`rows.cut_after`).
     """
@@ -51,7 +52,7 @@ def open_writers(run: Run, directory: pathlib.Path, after: int) -> Iterator[Writ
         return
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(MetricsWriter(directory / rows.NAME))
-        yield Writers(record, tuple(map(stack.enter_context, trackers.asked(run, directory, after))))
+        yield Writers(record, tuple(map(stack.enter_context, trackers.asked(run, directory, after, back))))
 
 
 class MetricsWriter(rows.Appended):

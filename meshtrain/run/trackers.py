@@ -22,9 +22,11 @@ from typing import Protocol
 from meshtrain import files
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import contents, rows, say
+from meshtrain.run.spikes import LossSpike
 
 NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file of ours
 WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
+UNREACHED = re.compile("deadline|retrying|dial tcp|timed out")      # of W&B's service: it has refused nothing
 WANDB_FINISH_TIMEOUT_S = 120.0   # for uploading what is left at the end; without one, no network means no end
 MLFLOW_FINISH_S, MLFLOW_LAST_S = 60.0, 10.0     # to send what is left at the end; the same if the last try failed
 MLFLOW_PAUSE_S = 10.0                           # before what failed is tried again
@@ -52,16 +54,17 @@ def check(run: Run) -> None:
                               f"-e '.[{name}]' in a checkout of meshtrain, or leave metrics.{name} out")
 
 
-def asked(run: Run, directory: Path, after: int) -> Iterator[Tracker]:
-    """Those that the run file asks for, of a run that resumes after step `after`."""
+def asked(run: Run, directory: Path, after: int, back: bool = False) -> Iterator[Tracker]:
+    """Those that the run file asks for, of a run that resumes after step `after`. back: what they have of later steps
+    is of another course, which the run has left; else these steps are repeated and give the same numbers."""
     if run.metrics.tensorboard:
         yield TensorBoard(directory / contents.TENSORBOARD, after)
     if run.metrics.prometheus:
         yield Prometheus(run.metrics.prometheus, run.run.name)
     if run.metrics.mlflow:
-        yield MLflow(run, directory)
+        yield MLflow(run, directory, after if back else None)
     if run.metrics.wandb:
-        yield WandB(run, directory)
+        yield WandB(run, directory, after if back else None)
 
 
 class TensorBoard(rows.Appended):
@@ -101,31 +104,69 @@ class WandB(contextlib.AbstractContextManager):
     """A W&B run with rows and settings, files in directory/wandb; a resumed run continues the same one.
 
     Where W&B cannot start online (no key, no network) it runs offline, for `wandb sync` to upload. A later failure is
-    reported once and ends W&B, not training. Of steps that a resume repeats W&B keeps the first values: its history
-    cannot go back.
+    reported once and ends W&B, not training. Of steps that a resume repeats W&B keeps the first values. back: the step
+    to which the run has gone back, to take another course from there. W&B's history is cut there (`resume_from`;
+    offline: by `wandb sync`). Where the service refuses that, the course gets a W&B run of its own, in the group of the
+    first.
     """
 
-    def __init__(self, run: Run, directory: Path):
+    def __init__(self, run: Run, directory: Path, back: int | None = None):
         import wandb   # here: it is optional, and takes a second to import
-        kept = directory / "wandb" / "run-id"
-        if not (identity := _kept(kept)):
-            files.replace(kept, identity := secrets.token_hex(4))
+        self._of, self._directory = run, directory
+        self._kept, self._group = directory / "wandb" / "run-id", directory / "wandb" / "group"
         self._run, self._first = None, 0
+        if not (identity := _kept(self._kept)):
+            files.replace(self._kept, identity := secrets.token_hex(4))
+            back = None
         for mode in dict.fromkeys((os.environ.get("WANDB_MODE", "online"), "offline")):
             try:
-                self._run = wandb.init(
-                    project=run.metrics.wandb, name=run.run.name, id=identity, dir=directory, mode=mode,
-                    resume="allow" if mode == "online" else None, config=run.model_dump(mode="json"),
-                    allow_val_change=True,   # a resume may have another mesh or more steps
-                    settings=wandb.Settings(console="off", init_timeout=WANDB_START_TIMEOUT_S,
-                                            finish_timeout=WANDB_FINISH_TIMEOUT_S))
-                self._first = self._run.step    # of the next row; W&B drops what comes before, with a warning each
+                self._run = self._open(mode, identity) if back is None else self._go_back(mode, identity, back)
+                # Of the next row; W&B drops what comes before, with a warning each.
+                self._first = self._run.step if back is None else back + 1
                 return
             except Exception as error:   # whatever W&B has against it: the run is worth more
                 say.err(f"W&B cannot be started {mode}: {error}; " + (
-                    f"it is written to {kept.parent} instead, and `wandb sync` uploads it" if mode == "online" else
-                    "the run goes on without it, metrics.jsonl has every row"))
+                    f"it is written to {self._kept.parent} instead, and `wandb sync` uploads it" if mode == "online"
+                    else "the run goes on without it, metrics.jsonl has every row"))
                 wandb.teardown()   # or the id would count as in use
+
+    def _open(self, mode: str, identity: str, **more):
+        """Starts W&B. more: further arguments of wandb.init, in place of these."""
+        import wandb
+        own = {"resume": "allow" if mode == "online" and "resume_from" not in more else None}
+        if group := _kept(self._group):
+            own["group"] = group
+        return wandb.init(
+            project=self._of.metrics.wandb, name=self._of.run.name, id=identity, dir=self._directory, mode=mode,
+            config=self._of.model_dump(mode="json"),
+            allow_val_change=True,   # a resume may have another mesh or more steps
+            settings=wandb.Settings(console="off", init_timeout=WANDB_START_TIMEOUT_S,
+                                    finish_timeout=WANDB_FINISH_TIMEOUT_S), **own | more)
+
+    def _go_back(self, mode: str, identity: str, step: int):
+        """Starts W&B with a history that ends after `step`."""
+        import wandb
+        try:
+            found = self._open(mode, identity, resume_from=f"{identity}?_step={step}")
+            if mode != "disabled":
+                say.out(f"W&B: the history of run {identity} is cut after step {step}"
+                        + ("" if mode == "online" else ", once `wandb sync` uploads this start"))
+            return found
+        except Exception as error:
+            why = " ".join(str(error).split())
+            if "rewind" not in why or UNREACHED.search(why):
+                raise
+        wandb.teardown()
+        group, new = _kept(self._group) or os.environ.get("WANDB_RUN_GROUP") or identity, secrets.token_hex(4)
+        if not _kept(self._group):
+            with contextlib.suppress(Exception):    # else the first run stays beside the group
+                self._open(mode, identity, group=group).finish()
+        found = self._open(mode, new, group=group)
+        files.replace(self._group, group)
+        files.replace(self._kept, new)
+        say.out(f"W&B does not let run {identity} go back to step {step} ({why[:200]}): the steps from there on are "
+                f"run {new} of the group {group}")
+        return found
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._run is None or step < self._first:
@@ -139,9 +180,14 @@ class WandB(contextlib.AbstractContextManager):
     def __exit__(self, kind, *_):
         if self._run is not None:
             try:
-                self._run.finish(exit_code=int(kind is not None))
+                self._run.finish(exit_code=int(_failed(kind)))
             except Exception as error:
                 say.err(f"W&B could not be finished: {error}; `wandb sync` uploads what its directory has")
+
+
+def _failed(kind: type[BaseException] | None) -> bool:
+    """Whether what leaves a tracker's context ends the run; the run itself goes back before a loss spike."""
+    return kind is not None and not issubclass(kind, LossSpike)
 
 
 def _kept(path: Path) -> str:
@@ -156,11 +202,13 @@ class MLflow(contextlib.AbstractContextManager):
     resumed run continues the same one, behind the steps that it has.
 
     A thread of its own sends the rows: those that a server which is slow or gone does not take wait, the newest
-    MLFLOW_ROWS of them.
+    MLFLOW_ROWS of them. back: the step to which the run has gone back, to take another course from there. Steps behind
+    it are sent again: MLflow keeps several values of a step, and the newest is the last.
     """
 
-    def __init__(self, run: Run, directory: Path):
-        self._run, self._kept = run, directory / "mlflow" / "run-id"
+    def __init__(self, run: Run, directory: Path, back: int | None = None):
+        self._run, self._kept, self._back = run, directory / "mlflow" / "run-id", back
+        self._why = "importing it took too long"        # nothing is sent, if so
         self._rows: collections.deque[tuple[int, int, Mapping[str, float]]] = collections.deque(maxlen=MLFLOW_ROWS)
         self._more, self._closing = threading.Event(), threading.Event()
         self._client, self._id, self._sent, self._failing = None, "", 0, False
@@ -183,9 +231,9 @@ class MLflow(contextlib.AbstractContextManager):
                     self._send(some[:max(1, bisect.bisect_right(ends, MLFLOW_NUMBERS))])
                 self._failing = False
             except Exception as error:      # whatever MLflow has against it: the run is worth more
+                self._why = _without_secrets(error)
                 if not self._failing:
-                    say.err(f"MLflow takes no rows: {_without_secrets(error)}; they wait, and metrics.jsonl has every "
-                            f"one")
+                    say.err(f"MLflow takes no rows: {self._why}; they wait, and metrics.jsonl has every one")
                 self._failing = True
                 self._more.set()
                 if last:
@@ -196,9 +244,15 @@ class MLflow(contextlib.AbstractContextManager):
         for name, value in MLFLOW_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import mlflow   # here: it is optional, and takes a second to import
+        self._why = "no answer came"
         client, experiment = mlflow.MlflowClient(), self._run.metrics.mlflow
         if identity := _kept(self._kept):
             self._sent = int(client.get_run(identity).data.tags.get(MLFLOW_STEP, 0))
+            if self._back is not None and self._back < self._sent:
+                client.set_tag(identity, MLFLOW_STEP, str(self._back))
+                say.out(f"MLflow: run {identity} goes back to step {self._back}; the steps up to {self._sent} are sent "
+                        f"again, and their last values count")
+                self._sent = self._back
             client.update_run(identity, status="RUNNING")
         else:
             found = client.get_experiment_by_name(experiment)
@@ -229,10 +283,11 @@ class MLflow(contextlib.AbstractContextManager):
         self._more.set()
         self._thread.join(MLFLOW_LAST_S if self._failing else MLFLOW_FINISH_S)
         if self._rows:
-            say.err(f"MLflow did not get the rows from step {self._rows[0][0]} on; metrics.jsonl has them")
+            say.err(f"MLflow did not get the rows from step {self._rows[0][0]} on ({self._why}); metrics.jsonl has "
+                    f"them")
         elif self._id:
             with contextlib.suppress(Exception):
-                self._client.set_terminated(self._id, "FAILED" if kind else "FINISHED")
+                self._client.set_terminated(self._id, "FAILED" if _failed(kind) else "FINISHED")
 
 
 def _without_secrets(error: Exception) -> str:
