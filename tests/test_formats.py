@@ -12,6 +12,7 @@ from corpora import Opened, bpe, fault, section, write  # noqa: F401 (bpe is a f
 from meshtrain.data.documents import formats
 
 GOOD = b'{"text": "fine"}\n'
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
 # (file name, content, what the one message must contain)
 FAULTY = [
     ("a.jsonl", GOOD + b'{"text": "x"]\n' + GOOD,
@@ -47,6 +48,15 @@ FAULTY = [
     ("a.parquet", b"", ["a.parquet is not a whole Parquet file"]),
     ("a.tokens.npy", b"", ["a.tokens.npy cannot be read as an .npy file"]),
     ("a.tokens.npy", GOOD * 9, ["a.tokens.npy cannot be read as an .npy file"]),
+    ("a.jsonl", b"PAR1" + b"\xff" * 20 + b"PAR1", ['a.jsonl is a Parquet file; set data.source="parquet"']),
+    ("a.jsonl", b"\xff\xff\xff\xff\x10\0\0\0", ['a.jsonl is an Arrow file; set data.source="arrow"']),
+    ("a.jsonl", gzip.compress(GOOD), ["a.jsonl is compressed with gzip; let its name end with .gz"]),
+    ("a.jsonl", zstandard.compress(GOOD), ["a.jsonl is compressed with zstd; let its name end with .zst"]),
+    ("a.jsonl", "{}".encode("utf-16"), ["a.jsonl is UTF-16; convert it to UTF-8"]),
+    ("a.jsonl", POINTER, ["a.jsonl is a pointer of Git LFS", "git lfs pull"]),
+    ("a.parquet", POINTER, ["a.parquet is a pointer of Git LFS", "git lfs pull"]),
+    ("a.arrow", POINTER, ["a.arrow is a pointer of Git LFS", "git lfs pull"]),
+    ("a.arrow", b"PAR1" + b"\xff" * 20 + b"PAR1", ['a.arrow is a Parquet file; set data.source="parquet"']),
     ("a.npy", GOOD, ["a.npy is not named as a token file; give X.tokens.npy"]),
 ]
 
@@ -146,6 +156,8 @@ def test_a_field_of_a_struct_is_read_and_what_is_told_of_columns_leads_on(name, 
     assert Opened(section([path], field="a.b"), tmp_path).texts() == ["x"], "a column's own name comes first"
     put(pa.table({"meta": [{"text": "a"}, None]}))
     assert "row 1 (from 0): is null in column 'meta.text'; drop such rows" in told(field="meta.text")
+    put(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]))
+    assert "has more than one column 'text'; rename all but one" in told()
     put(pa.table({"messages": [[{"role": "user", "content": "x"}]]}))
     assert "no column has strings (its columns: messages)" in told()
     assert 'set data.source="chat" for the conversations in \'messages\'' in told()

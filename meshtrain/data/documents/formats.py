@@ -30,6 +30,18 @@ LINE_BYTES = 1 << 28     # of a JSON line, which takes some 6 times its size as 
 COMPRESSED = (".gz", ".zst")
 ARROW_MAGIC, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 TABLE_BEGINS = {b"PAR1": "parquet", ARROW_MAGIC[:4]: "arrow", ARROW_END[:4]: "arrow"}
+# Of other files than lines of text: (what they are, what to do).
+OTHERS = {b"PAR1": ("a Parquet file", 'set data.source="parquet"'),
+          ARROW_MAGIC[:4]: ("an Arrow file", 'set data.source="arrow"'),
+          ARROW_END[:4]: ("an Arrow file", 'set data.source="arrow"'),
+          b"\x1f\x8b": ("compressed with gzip", "let its name end with .gz"),
+          b"\x28\xb5\x2f\xfd": ("compressed with zstd", "let its name end with .zst"),
+          b"BZh": ("compressed with bzip2", "compress it with gzip or zstd instead"),
+          b"\xfd7zXZ": ("compressed with xz", "compress it with gzip or zstd instead"),
+          b"PK\x03\x04": ("a zip archive", "unpack it"),
+          b"\xff\xfe": ("UTF-16", "convert it to UTF-8"), b"\xfe\xff": ("UTF-16", "convert it to UTF-8"),
+          b"version https://git-lfs": ("a pointer of Git LFS, and the file itself is not here",
+                                       "fetch it with git lfs pull")}
 TABLE_NAMES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 ROWS = 64       # of a table turned into objects at a time
 
@@ -64,6 +76,7 @@ def read_text(path: str) -> Iterator[TextPiece]:
                 for text, last in _cut(file):
                     yield TextPiece(text, last, raw.tell())
         except UnicodeDecodeError:
+            _check_kind(path)
             line, place, reason = _first_bad_line(path)
             remedy = "decompress" if path.endswith(COMPRESSED) else "convert"
             raise fault(path, f"line {line}", f"is not UTF-8 ({reason}, byte {place} of the line)",
@@ -137,6 +150,7 @@ def _parquet_batches(path: str, choose: Callable) -> Iterator[tuple]:
     size = os.stat(path).st_size
     with _not_whole(path, "Parquet", pyarrow), parquet.ParquetFile(path) as file:
         columns, rows = choose(file.schema_arrow), max(1, file.metadata.num_rows)
+        _check_names(path, file.schema_arrow.names, columns)
         for group in range(file.num_row_groups):    # the library reads no nested dictionary across two of them
             for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
                 yield batch, lambda row: size * row // rows
@@ -152,11 +166,13 @@ def _arrow_batches(path: str, choose: Callable) -> Iterator[tuple]:
             file.seek(-len(ARROW_END), os.SEEK_END)
             # The library accepts a stream truncated between two batches.
             if file.read() != ARROW_END:
+                _check_kind(path, "an Arrow file")
                 raise ValueError(f"{path} is not a whole Arrow file: it does not end as a stream of Arrow does; write "
                                  f"it again or take it out of data.paths")
     with _not_whole(path, "Arrow", pyarrow), pyarrow.memory_map(path) as raw:
         file = ipc.open_stream(raw) if streamed else ipc.open_file(raw)
         columns = choose(file.schema)
+        _check_names(path, file.schema.names, columns)
         for batch in file if streamed else map(file.get_batch, range(file.num_record_batches)):
             yield batch.select(columns), lambda row: raw.tell()
 
@@ -169,6 +185,7 @@ def _not_whole(path: str, what: str, pyarrow) -> Iterator[None]:
         if isinstance(error, OSError) and not files.is_mistake(error):
             raise       # reported by `reading`
         reason = str(error).splitlines()[0].rstrip(".")
+        _check_kind(path, f"a{'n' * (what == 'Arrow')} {what} file")
         if isinstance(error, pyarrow.ArrowNotImplementedError):
             raise ValueError(f"{path} cannot be read by pyarrow {pyarrow.__version__}: {reason}; write it again in "
                              f"types that it reads") from None
@@ -269,8 +286,25 @@ def fault(path: str, place: str, what: str, remedy: str = "") -> ValueError:
     return ValueError(f"{f'{path}, {place}:' if place else path} {what}{remedy and '; '}{remedy}")
 
 
+def _check_kind(path: str, expected: str = "") -> None:
+    """Raises: ValueError if a file's first bytes are those of something else than text, or than what is expected."""
+    with open(path, "rb") as file:
+        begin = file.read(32)
+    for first, (what, remedy) in OTHERS.items():
+        if begin.startswith(first) and what != expected and not path.endswith(COMPRESSED):
+            raise fault(path, "", f"is {what}", remedy)
+
+
+def _check_names(path: str, names: Sequence[str], chosen: Sequence[str]) -> None:
+    """Raises: ValueError if two columns of a table have one of the names that are read."""
+    if twice := [name for name in chosen if list(names).count(name) > 1]:
+        raise fault(path, "", f"has more than one column {twice[0]!r}", "rename all but one")
+
+
 def _parse(path: str, number: int, line: bytes, example: str) -> dict:
     place = f"line {number}"
+    if number == 1 and not line.lstrip(b"\xef\xbb\xbf \t").startswith(b"{"):
+        _check_kind(path)
     try:
         value = json.loads(line.rstrip().decode())
     except UnicodeDecodeError as error:
