@@ -166,21 +166,27 @@ def test_a_tokenizer_that_writes_a_space_before_each_part_is_told_and_goes_on(tm
     assert one.ids.tolist() == whole.ids
 
 
-@pytest.mark.parametrize("said, tail", [("4", "<think>\n"), ("<think>\nno</think>4", "<think>\n")])
-def test_a_generation_prompt_that_no_answer_begins_with_is_told_as_such(said, tail, tmp_path):
+THINKS = ("{% for m in messages %}{{ '<|header|>' + m.role }}{% if m.role == 'assistant' %}{% if m.reasoning %}"
+          "{{ '<think>\n' + m.reasoning }}{% endif %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}"
+          "{% endif %}</s>{% endfor %}{% if add_generation_prompt %}<|header|>assistant<think>{{ '\n' }}{% endif %}")
+
+
+@pytest.mark.parametrize("said", ["4", "<think>\nno</think>4"])
+def test_a_generation_prompt_that_an_answer_does_not_begin_with_is_told_as_such(said, tmp_path):
     """As of R1's distills, which leave reasoning out and open it in the prompt."""
-    text = ("{% for m in messages %}{{ '<|header|>' + m.role + m.content.split('</think>')[-1] + '</s>' }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '<|header|>assistant<think>\n' }}{% endif %}")
     turns = [*ASKED, {"role": "assistant", "content": said}]
     with pytest.raises(chat.Fault) as caught:
-        chat.encode(opened(tmp_path, text), [Conversation(turns, [False, True])])
-    assert f"the generation prompt of the chat template ends with {tail!r}, and message 1 (from 0), an answer, is " \
-           f"written without that" in str(caught.value) and "once others follow" not in str(caught.value)
-    tagged = text.replace("{{ '<|header|>' + m.role + m.content.split('</think>')[-1] + '</s>' }}",
-                          "<|header|>{{ m.role }}{% generation %}{{ m.content.split('</think>')[-1] }}</s>"
-                          "{% endgeneration %}")
-    (one,) = chat.encode(opened(tmp_path, tagged), [Conversation(turns, [False, True])])
-    assert one.parting == "elsewhere" and one.mask.any()
+        chat.encode(opened(tmp_path, THINKS), [Conversation(turns, [False, True])])
+    assert f"the generation prompt of the chat template is {'<|header|>assistant<think>' + chr(10)!r}, and message 1 " \
+           f"(from 0), an answer, is not written so" in str(caught.value)
+    assert "once others follow" not in str(caught.value)
+    thought = [*ASKED, {"role": "assistant", "content": "4", "reasoning": "hm"}]
+    assert learned(opened(tmp_path, THINKS), thought, [False, True]) == "hm4</s>"
+    tagged = opened(tmp_path, THINKS.replace("{% if m.reasoning %}", "{% generation %}{% if m.reasoning %}")
+                                    .replace("{% else %}{{ m.content }}", "{% endgeneration %}{% else %}{{ m.content }}"))
+    for asked, parting in ((turns, "elsewhere"), (thought, ""), (turns + thought, "elsewhere")):
+        (one,) = chat.encode(tagged, [Conversation(asked, [True] * len(asked))])
+        assert one.parting == parting and one.mask.any()
 
 
 @pytest.mark.parametrize("said", ["a</s>", "<|im_end|>\n<|im_start|>system", "x<unk>"])

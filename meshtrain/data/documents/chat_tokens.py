@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
 
 
 def of_bytes(tokenizer: Bytes, replies: Sequence[dict]) -> list[Tokens]:
-    """replies: of rendering.py, with their text and begins."""
+    """replies: of rendering.py, with their text, begins and elsewhere."""
     encoded = tokenizer.encode([reply["text"] for reply in replies])
     return [Tokens(ids.astype(np.int32), functools.partial(_bytes_of, reply["text"]), _elsewhere(reply))
             for reply, ids in zip(replies, encoded)]
@@ -44,7 +44,7 @@ def _bytes_of(text: str, begin: int, end: int) -> slice:
 
 
 def _elsewhere(reply: dict) -> str:
-    return ELSEWHERE if reply["begins"] is None else ""
+    return ELSEWHERE if reply["elsewhere"] else ""
 
 
 class _Offsets(NamedTuple):
@@ -90,7 +90,7 @@ class Parted:
 
     def _crossings(self, replies: Sequence[dict], found: Sequence[_Offsets]) -> list[list[int]]:
         """Of each text the beginnings of answers before which it has other tokens than the text that ends there."""
-        places = [(number, begin) for number, reply in enumerate(replies) for begin in reply["begins"] or ()]
+        places = [(number, begin) for number, reply in enumerate(replies) for begin in reply["begins"]]
         before = self._encode(self.library, [replies[number]["text"][max(0, begin - WINDOW):begin]
                                              for number, begin in places])
         crossings: list[list[int]] = [[] for _ in replies]

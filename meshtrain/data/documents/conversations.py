@@ -33,9 +33,9 @@ NOTES = {
         "{tokenizer} cannot tokenize the two apart without writing another text: the model is prompted with other "
         "tokens than it learns; let the chat template's generation prompt end with a special token or a new line",
     chat_tokens.ELSEWHERE:
-        "the answers that {template} marks with {{% generation %}} do not begin where its generation prompt ends, so "
-        "the model is prompted otherwise than it learns; mend the template for what it is to answer, or name another "
-        "as data.chat_template",
+        "{count} conversations ({first} is the first) have an answer whose {{% generation %}} does not begin where the "
+        "generation prompt of {template} ends, so the model is prompted otherwise than it learns; mend the template "
+        "for what it is to answer, or name another as data.chat_template",
     NULLS:
         "{count} conversations ({first} is the first) have a null in the arguments of a tool call, and it is learned; "
         "leave such keys out where a table of all calls' keys has filled them in",

@@ -51,11 +51,12 @@ class Generation(jinja2.ext.Extension):
 
 
 class Written(NamedTuple):
-    """spans: characters to learn. begins: where answers begin, the ends of their generation prompts; not of all. None:
-    no answer of the template begins there."""
+    """spans: characters to learn. begins: where answers begin, the ends of their generation prompts, as far as they are
+    known. elsewhere: whether one that {% generation %} marks does not begin there."""
     text: str
     spans: list[tuple[int, int]]
-    begins: list[int] | None
+    begins: list[int]
+    elsewhere: bool = False
 
 
 def _answers(messages: Sequence[dict]) -> list[int]:
@@ -88,17 +89,18 @@ class Renderer:
             return self._by_prefix(messages, tools, [i for i in answers if trained[i]])
         text, found = self._marked(messages, tools, False)
         if all(wanted):
-            return Written(text, found, self._begins(text, found))
+            return Written(text, found, *self._begins(messages, tools, text, found))
         if len(found) != len(answers):
             raise ValueError(f"the chat template marks {len(found)} passages of {len(answers)} answers, so those that "
                              f"are not to be learned cannot be told from the others")
-        return Written(text, [span for span, want in zip(found, wanted) if want], self._begins(text, found))
+        return Written(text, [span for span, want in zip(found, wanted) if want],
+                       *self._begins(messages, tools, text, found))
 
     def whole(self, messages: Sequence[dict], tools, wants_answer: bool) -> Written:
         """The text, without spans. wants_answer: with the generation prompt at its end."""
         if self.env.generation_seen:
             text, found = self._marked(messages, tools, wants_answer)
-            return Written(text, [], self._begins(text, found))
+            return Written(text, [], *self._begins(messages, tools, text, found))
         text = self.render(messages, tools, wants_answer)
         return Written(text, [], self._given(messages, tools, _answers(messages), text))
 
@@ -128,12 +130,17 @@ class Renderer:
             return True
         return not takes({}) and takes("{}")
 
-    def _begins(self, text: str, found: Sequence[tuple[int, int]]) -> list[int] | None:
-        if not found or self.opening is None:
-            return [] if not found else None
-        opening, ending = self.opening
-        return [begin + len(opening) for begin, _ in found if text.startswith(opening, begin)
-                and text.endswith(ending, 0, begin + len(opening))]
+    def _begins(self, messages, tools, text: str, found: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
+        """Written's begins and elsewhere. found: what the tag marks."""
+        if found and self.opening is not None:
+            opening, ending = self.opening
+            return [begin + len(opening) for begin, _ in found if text.startswith(opening, begin)
+                    and text.endswith(ending, 0, begin + len(opening))], False
+        # It depends on the answer: one with reasoning, say, begins with the tag that a generation prompt opens.
+        answers = _answers(messages) if found else []
+        begins = [one for one in self._given(messages, tools, answers, text)
+                  if any(begin <= one <= end for begin, end in found)]
+        return begins, len(begins) < len(answers) and len(messages) * len(answers) <= FEW
 
     def _marked(self, messages, tools, wants_answer: bool) -> tuple[str, list[tuple[int, int]]]:
         marks = begin, end = tuple(f"\ufdd0{secrets.token_hex(8)}" for _ in range(2))
@@ -168,10 +175,10 @@ class Renderer:
             return ("the chat template writes a turn otherwise once others follow (it leaves reasoning out, say) and "
                     "has no {% generation %}, so what the assistant said cannot be told; give a line for each answer, "
                     "the turns before it as its prompt")
-        rest = asked[len(os.path.commonprefix([asked, alone])):]
-        return (f"the generation prompt of the chat template ends with {rest[-40:]!r}, and message {i} (from 0), an "
-                "answer, is written without that, so what follows the prompt cannot be told; a template whose answers "
-                "begin with its generation prompt, or with {% generation %} around them, can be learned from")
+        rest = asked[len(os.path.commonprefix([asked, self.render(messages[:i], tools, False)])):]
+        return (f"the generation prompt of the chat template is {rest[-80:]!r}, and message {i} (from 0), an answer, is "
+                "not written so, and what follows the prompt cannot be told; what can be learned are answers that "
+                "begin so (with their reasoning, if it is that), or a template with {% generation %} around them")
 
     def _given(self, messages, tools, counts: Sequence[int], text: str) -> list[int]:
         """The ends of the generation prompts of answers that are not learned, as far as they are found at no great
