@@ -123,7 +123,16 @@ def _with_tokenizer(found: trained.Trained) -> trained.Trained:
             names = tokenizer.names_of(path, separator, ends.of_documents(found.directory, separator))
         changes |= {key: name for key, name in zip(("bos_token", "eos"), names) if name
                     and f"data.{key}" not in found.given}
+    elif "data.tokenizer" not in found.given and _reads_text(found.run.data) and any(
+            key in found.given for key in GIVEN):
+        raise ConfigError(f"{found.directory} has no {trained.TOKENIZER}, and texts are to be read; give "
+                          f"--data.tokenizer the path of its tokenizer.json, or bytes")
     return dataclasses.replace(found, run=found.run.replaced(data=changes))
+
+
+def _reads_text(data: config.Data) -> bool:
+    parts = data.mixture if data.source == "mixture" else [data]
+    return any(one.source != "tokens" for one in (*parts, *data.validation_sources))
 
 
 def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tuple[
@@ -208,6 +217,9 @@ def _asked(found: trained.Trained, options: dict):
         raise ConfigError(f"--tasks: {found.directory} names neither bos_token_id nor eos_token_id, one of which "
                           f"stands before a text; give its config.json one")
     length = found.longest() or found.run.data.seq_len
+    if found.of_folder and not found.longest():
+        say.err(f"note: nothing says how long sequences may be (max_position_embeddings); contexts of tasks are cut to "
+                f"data.seq_len={length} tokens")
 
     def answered(scorer, generator) -> dict:
         words = Words(text.decode, found.ends.stops, stop_ids)

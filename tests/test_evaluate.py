@@ -176,6 +176,12 @@ def test_the_bytes_of_a_texts_tokens_are_the_bytes_of_the_text(tmp_path):
     assert tokenizer.lengths(tokenizer.Ids(10, 1)) is None
 
 
+def test_texts_are_not_read_as_bytes_because_a_folder_has_no_tokenizer(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat")
+    refused(call(evaluate.main, GOLDENS / "qwen3", "--data.source=text", f'--data.paths=["{tmp_path}/a.txt"]'),
+            "has no tokenizer.json", "give --data.tokenizer the path of its tokenizer.json, or bytes")
+
+
 def test_sequences_longer_than_the_model_was_made_for_are_noted(tmp_path):
     np.save(tmp_path / "x.tokens.npy", np.arange(1300, dtype=np.uint16) % 200)
     np.save(tmp_path / "x.ends.npy", np.array([1300]))
