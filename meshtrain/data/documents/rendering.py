@@ -176,8 +176,8 @@ class Renderer:
                     "has no {% generation %}, so what the assistant said cannot be told; give a line for each answer, "
                     "the turns before it as its prompt")
         rest = asked[len(os.path.commonprefix([asked, self.render(messages[:i], tools, False)])):]
-        return (f"the generation prompt of the chat template is {rest[-80:]!r}, and message {i} (from 0), an answer, is "
-                "not written so, and what follows the prompt cannot be told; what can be learned are answers that "
+        return (f"the generation prompt of the chat template is {rest[-80:]!r}, and message {i} (from 0), an answer, "
+                "is not written so, and what follows the prompt cannot be told; what can be learned are answers that "
                 "begin so (with their reasoning, if it is that), or a template with {% generation %} around them")
 
     def _given(self, messages, tools, counts: Sequence[int], text: str) -> list[int]:
