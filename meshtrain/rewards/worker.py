@@ -84,7 +84,7 @@ def said(error: BaseException) -> str:
 def main(reward: str, source: str, target: str, memory: str) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is for the training, which ends this process
-    for number in (signal.SIGUSR1, signal.SIGUSR2):     # Slurm sends them to all processes of a step
+    for number in (signal.SIGUSR1, signal.SIGUSR2):     # Slurm may send them to all processes of a step
         signal.signal(number, lambda *_: None)          # not SIG_IGN, which a function's own children would inherit
     for limit, value in ((resource.RLIMIT_AS, int(memory)), (resource.RLIMIT_FSIZE, FILE_BYTES),
                          (resource.RLIMIT_CORE, 0)):

@@ -419,7 +419,7 @@ def answer(renderer: Renderer, asked: dict) -> dict:
 def main() -> None:
     """Read a line {template, tokens, today, limit_s}, then a list of requests per line; write a line of replies to
     each."""
-    # From the terminal, or from Slurm to all processes of a step: the parent decides.
+    # From the terminal, or from Slurm, which may signal all processes of a step: the parent decides.
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
