@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import call, refused
+from corpora import write_tokenizer
 from folders import GOLDENS, ONE, Loaded, run_of
 from safetensors.numpy import load_file, save_file
 
 from meshtrain import config, convert
-from meshtrain.checkpoint import pretrained
+from meshtrain.checkpoint import export, pretrained
+from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import families, folder, settings, spellings
 from meshtrain.model import transformer
 
@@ -215,3 +217,17 @@ def test_a_rope_that_was_taken_from_rope_scaling_is_written_as_it_was_taken():
     model = config.Model(**settings.model_keys(source | sizes, family))
     written = settings.config_of(model, family, "float32", 8, source | sizes)
     assert "rope_parameters" not in written and settings.model_keys(written, family)["rope_scaling"] == LINEAR
+
+
+def test_an_export_has_the_files_without_which_its_tokenizer_reads_otherwise(tmp_path):
+    path = Path(write_tokenizer(tmp_path / "my.json"))
+    size = tokenizer.open_file(str(path)).vocab_size
+    (tmp_path / "special_tokens_map.json").write_text("{}")
+    for added, names in (({}, {"tokenizer.json"}), ({"<|x|>": size}, {
+            "tokenizer.json", "added_tokens.json", "special_tokens_map.json"})):
+        (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+        out = tmp_path / f"out{len(added)}"
+        out.mkdir()
+        export._complete(out, {folder.SINGLE: {}}, 0, {}, None, str(path))
+        assert {file.name for file in out.iterdir()} == names | {"config.json"}
+        assert tokenizer.open_file(str(out / "tokenizer.json")).key == tokenizer.open_file(str(path)).key

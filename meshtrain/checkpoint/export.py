@@ -202,7 +202,8 @@ def _complete(place: Path, parts, size: int, config: dict, source: Path | None, 
     if source:
         copy_companions(source, place)
     elif (path := tokenizer.local(named)).is_file():
-        shutil.copyfile(path, place / "tokenizer.json")
+        for file in tokenizer.files_of(path):
+            shutil.copyfile(file, place / (tokenizer.FILE if file == path else file.name))
     if folder.SINGLE not in parts:
         weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
         if files.is_file(carried := place / folder.CARRIED):

@@ -176,10 +176,16 @@ def named_separator(path: str | os.PathLike) -> int | None:
     return _named(opened.library, opened.said)[0]
 
 
+def files_of(path: Path) -> list[Path]:
+    """A tokenizer.json, and those files beside it without which it would be read otherwise. Raises: ValueError."""
+    beside_it = [path.with_name(name) for name in (beside.CONFIG, beside.MAP, beside.ADDED)]
+    return [path, *filter(Path.is_file, beside_it if _library(path, str(path)).completed else [])]
+
+
 def open_file(path: str, bos_token: str = "") -> TokenizerFile:
     """Raises: ValueError if the file is missing or malformed, or lacks this separator."""
     file = local(path)
-    library, key, said, notes = _library(file, f"data.tokenizer={path!r}")
+    library, key, said, notes, _ = _library(file, f"data.tokenizer={path!r}")
     library.encode_special_tokens = True
     vocab = library.get_vocab(with_added_tokens=True)
     if not vocab:
@@ -225,11 +231,12 @@ def _text_with(library: Any, bos: int) -> str:
 
 
 class _Opened(NamedTuple):
-    """key: equal for two exactly if they give the same ids."""
+    """key: equal for two exactly if they give the same ids. completed: whether files beside it change its tokens."""
     library: Any
     key: str
     said: beside.Said
     notes: tuple[str, ...]
+    completed: bool
 
 
 def _library(path: str | os.PathLike, name: str) -> _Opened:
@@ -254,7 +261,7 @@ def _library(path: str | os.PathLike, name: str) -> _Opened:
     more, added = beside.complete(library, said, name)
     digest = hashlib.blake2b("\n".join([*changes, *added]).encode() + b"\n" * bool(changes + added) + content,
                              digest_size=16)
-    return _Opened(library, digest.hexdigest(), said, (*notes, *more))
+    return _Opened(library, digest.hexdigest(), said, (*notes, *more), bool(added))
 
 
 def import_extra(module: str, wanted_by: str, extra: str = "data") -> Any:
