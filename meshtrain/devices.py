@@ -208,6 +208,12 @@ def own_settings(environ: Mapping[str, str]) -> list[str]:
     return overruled
 
 
+def own_settings_told(environ: Mapping[str, str]) -> None:
+    """`own_settings` of a single process."""
+    for line in own_settings(environ):
+        say.err(f"warning: {line}")
+
+
 def compare_settings(overruled: Sequence[str]) -> None:
     """Tell in which processes the environment was overruled. Raises: ConfigError, in all, where jax is set differently
     in some: they would compile different programs."""

@@ -104,9 +104,15 @@ class Experiment:
         """
         return Rows(summary.parameters(self.made), report.params_table(self.made))
 
-    @functools.cached_property
+    @property
     def made(self) -> assembly.Assembly:
-        """The run on its devices. Raises: ConfigError, also where jax already runs with other devices."""
+        """The run on its devices. Raises: ConfigError, also where jax already runs with other devices, or has been set
+        otherwise since."""
+        local_devices.own_settings_told(os.environ)
+        return self._made
+
+    @functools.cached_property
+    def _made(self) -> assembly.Assembly:
         found = local_devices.start(self.run, cheaply=True)
         wanted = math.prod(getattr(self.run.mesh, axis) for axis in AXES)
         return assembly.assemble(self.run, found[:wanted] if 0 < wanted < len(found) else found)

@@ -62,6 +62,21 @@ def test_a_state_comes_back_bit_for_bit_onto_another_mesh(before, spec, after, t
             found.restore({"params": wanted.params | {"layers": {"wq": other}}}, part=True)
 
 
+def test_what_was_stored_in_bfloat16_is_read_as_float32_and_told(place, capsys):
+    """Norms of earlier versions. The other way numbers would be rounded."""
+    on = lambda spec: NamedSharding(mesh(2, 4), spec)
+    narrow = jax.device_put(np.arange(24, dtype=np.float32).reshape(8, 3).astype("bfloat16"), on(P("b")))
+    with BucketCheckpoints(place, start="a") as saving:
+        saving.save(1, {"params": {"w": narrow, "v": narrow.astype(np.float32)}}, {})
+    form = lambda dtype: jax.ShapeDtypeStruct((8, 3), dtype, sharding=on(P("a")))
+    with BucketCheckpoints(place, read_only=True) as reading:
+        found = reading.restore(1, {"params": {"w": form(np.float32)}}, part=True)["params"]["w"]
+        same(found, narrow.astype(np.float32))
+        assert "has arrays in bfloat16 that are float32 now, and they are read so: params/w" in capsys.readouterr().out
+        with pytest.raises(ValueError, match=r"params/v: float32\[8, 3\] in the checkpoint, bfloat16\[8, 3\]"):
+            reading.restore(1, {"params": {"v": form("bfloat16")}}, part=True)
+
+
 def test_each_piece_that_is_needed_is_read_once_and_no_other(place, server):
     whole = jax.device_put(np.arange(640, dtype=np.float32).reshape(16, 40), NamedSharding(mesh(8, 1), P("a")))
     with BucketCheckpoints(place, start="a") as saving:

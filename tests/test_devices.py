@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import meshtrain as mt
 from meshtrain import assembly, config, devices, flags, inspect, train
 from meshtrain.cluster import watch
 
@@ -113,6 +114,16 @@ def test_a_context_that_sets_jax_otherwise_is_refused():
     with jax.enable_x64(True), pytest.raises(config.ConfigError, match="jax_enable_x64=True was set in this process"):
         devices.own_settings({"JAX_ENABLE_X64": "0"})
     assert devices.own_settings({}) == []
+
+
+def test_an_experiment_refuses_what_its_process_has_set_since_and_goes_on_when_it_is_taken_back(changed):
+    run = mt.Experiment(settings={"mesh.fsdp": 2, "model.num_layers": 1})
+    assert run.made.mesh.size == 2
+    changed("jax_numpy_rank_promotion", "raise")
+    with pytest.raises(config.ConfigError, match="jax_numpy_rank_promotion=raise was set in this process"):
+        run.loss()
+    changed("jax_numpy_rank_promotion", "allow")
+    assert run.made.mesh.size == 2
 
 
 def test_the_page_has_the_table_of_jaxs_settings():
