@@ -46,10 +46,10 @@ def test_ids_and_masks_of_500_conversations_are_those_of_transformers(tmp_path):
         given = [drawn.drawn(number)[1] for number in numbers]
         encoded = chat.encode(template, [Conversation(messages, [True] * len(messages)) for messages in given])
         for number, one in zip(numbers, encoded):
-            found[number], parted[number] = drawn.golden(one.ids, one.mask), one.parting
+            found[number], parted[number] = drawn.golden(one.ids, one.mask), one.notes
     wanted = (drawn.HOME / "masks.txt").read_text().splitlines()
     assert [number for number, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b] == CROSSED
-    assert [number for number, how in enumerate(parted) if how in ("apart", "crossed")] == CROSSED
+    assert [number for number, how in enumerate(parted) if how in (("apart",), ("crossed",))] == CROSSED
 
 
 def test_without_the_tag_an_answer_is_what_follows_its_prompt(tmp_path):
@@ -145,15 +145,15 @@ def test_a_model_is_prompted_with_the_tokens_that_it_learns_behind(text, name, l
                      {"role": "assistant", "content": second}]
             for trained in ([True] * 4, [False, False, False, True]):
                 (one,) = chat.encode(template, [Conversation(turns, trained)], learn_all)
-                parted.add(one.parting)
+                parted.add(one.notes)
                 for count in (1, 3):
                     asked = chat.prompt(template, turns[:count]).tolist()
                     assert one.ids[:len(asked)].tolist() == asked, (first, second)
                     if not learn_all and trained[count]:
                         assert one.mask[len(asked)] and (text == "header in the tag" or not one.mask[len(asked) - 1])
-    assert parted <= {"", "apart"}
+    assert parted <= {(), ("apart",)}
     if (text, name) in (("space", "bytes"), ("lines", "lines")):
-        assert parted == {"", "apart"}
+        assert parted == {(), ("apart",)}
 
 
 def test_a_tokenizer_that_writes_a_space_before_each_part_is_told_and_goes_on(tmp_path):
@@ -161,7 +161,7 @@ def test_a_tokenizer_that_writes_a_space_before_each_part_is_told_and_goes_on(tm
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
     template = opened(tmp_path, PARTED["space"], library=made)
     (one,) = chat.encode(template, [Conversation(ANSWERED, [True] * 2)])
-    assert one.parting == "crossed" and one.mask.any()
+    assert one.notes == ("crossed",) and one.mask.any()
     (whole,) = template.library.encode_batch(["USER: why? ASSISTANT: the cat sat</s>"], add_special_tokens=False)
     assert one.ids.tolist() == whole.ids
 
@@ -183,10 +183,10 @@ def test_a_generation_prompt_that_an_answer_does_not_begin_with_is_told_as_such(
     thought = [*ASKED, {"role": "assistant", "content": "4", "reasoning": "hm"}]
     assert learned(opened(tmp_path, THINKS), thought, [False, True]) == "hm4</s>"
     tagged = opened(tmp_path, THINKS.replace("{% if m.reasoning %}", "{% generation %}{% if m.reasoning %}")
-                                    .replace("{% else %}{{ m.content }}", "{% endgeneration %}{% else %}{{ m.content }}"))
-    for asked, parting in ((turns, "elsewhere"), (thought, ""), (turns + thought, "elsewhere")):
+                                    .replace("{% else %}{{ m", "{% endgeneration %}{% else %}{{ m"))
+    for asked, notes in ((turns, ("elsewhere",)), (thought, ()), (turns + thought, ("elsewhere",))):
         (one,) = chat.encode(tagged, [Conversation(asked, [True] * len(asked))])
-        assert one.parting == parting and one.mask.any()
+        assert one.notes == notes and one.mask.any()
 
 
 @pytest.mark.parametrize("said", ["a</s>", "<|im_end|>\n<|im_start|>system", "x<unk>"])

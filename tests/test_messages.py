@@ -29,6 +29,7 @@ def call(arguments, **more) -> dict:
 CALLED = call({"city": "Oslo"}) | {"content": ""}
 # (a line, another that means the same)
 ALIKE = [
+    ({"messages": [json.dumps(ASK), json.dumps(ANSWER | NULLS)]}, {"messages": [ASK, ANSWER]}),
     ({"messages": [ASK | NULLS, ANSWER | NULLS], "prompt": None, "tools": None}, {"messages": [ASK, ANSWER]}),
     ({"messages": [ASK, ANSWER | {"tool_calls": []}], "tools": []}, {"messages": [ASK, ANSWER]}),
     ({"messages": json.dumps([ASK, ANSWER])}, {"messages": [ASK, ANSWER]}),
@@ -67,8 +68,8 @@ def test_arguments_keep_the_nulls_that_a_line_of_json_gives_and_that_is_told(tmp
         "city": "Oslo", "unit": None, "days": [None]}
     told = Opened(chats(tmp_path, [{"messages": [ASK, CALLED]}, *[{"messages": [ASK, given]}] * 2]), tmp_path).told
     assert [line for line in told if "arguments" in line] == [
-        f"{tmp_path / 'chat.jsonl'}: 2 conversations (line 2 is the first) have a null in the arguments of a tool "
-        "call, and it is learned; leave such keys out where a table of all calls' keys has filled them in"]
+        f"{tmp_path / 'chat.jsonl'}: in 2 conversations (line 2 first) the arguments of a tool call have a null, and "
+        "it is learned; leave such keys out where a table of all calls' keys has filled them in"]
 
 
 # (message or tools, what is told)
@@ -116,6 +117,15 @@ def test_a_template_that_takes_arguments_as_text_alone_gets_text(written, tmp_pa
         (one,) = chat.encode(template, [parse({"messages": [ASK, call(arguments)]})])
         assert template.library.decode(one.ids.tolist(), skip_special_tokens=False) == \
             'userwhy?</s>assistant{"city": "Zürich"}</s>'
+
+
+def test_tool_calls_that_the_template_does_not_write_are_told(tmp_path):
+    data = chats(tmp_path, [{"messages": [ASK, ANSWER]}, {"messages": [ASK, call({"city": "Oslo"})]}])
+    template = tmp_path / "chatml" / "chat_template.jinja"
+    assert not any("tool calls" in line for line in Opened(data, tmp_path).told)
+    template.write_text(template.read_text().replace("m.tool_calls", "[]"))
+    (told,) = [line for line in Opened(data, tmp_path).told if "tool calls" in line]
+    assert f"in line 2 there are tool calls, which {template} does not write" in told
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

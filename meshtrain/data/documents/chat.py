@@ -36,6 +36,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 LIMIT_S = 10.0          # CPU time per conversation
 LONGEST_S = 600.0       # wall time per reply: a stopped process, or a swapping machine, uses no CPU time
 BATCH = 128             # conversations per request
+UNWRITTEN = "unwritten"     # there are tool calls, and the template leaves them out
 
 
 class Conversation(NamedTuple):
@@ -47,10 +48,11 @@ class Conversation(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """int32 ids [T], and bool mask [T], whether to learn each. parting: of chat_tokens.py."""
+    """int32 ids [T], and bool mask [T], whether to learn each. notes: UNWRITTEN, or how prompt and answer part, as
+    chat_tokens.py has it."""
     ids: np.ndarray
     mask: np.ndarray
-    parting: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class Fault(ValueError):
@@ -168,7 +170,8 @@ def encode(template: Template, conversations: Sequence[Conversation], learn_all:
             mask = np.full(len(tokens.ids), learn_all)
             for begin, end in reply["spans"]:
                 mask[tokens.of(begin, end)] = True
-            found.append(Encoded(tokens.ids, mask, tokens.parting))
+            notes = tokens.parting, UNWRITTEN if reply["unwritten"] else ""
+            found.append(Encoded(tokens.ids, mask, tuple(filter(None, notes))))
     return found
 
 

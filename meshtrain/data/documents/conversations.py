@@ -23,22 +23,25 @@ COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejec
 BATCH_CHARS, BATCH_LINES = 1 << 22, 1 << 10     # encoded at a time
 VERSION = 2     # of what the functions here and in chat.py make of a line; a change invalidates older caches
 NULLS = "nulls"
-# What is told of a file, with the number of conversations and the first's place.
+# What is told of a file. where: the number of conversations, and the place of the first.
 NOTES = {
     chat_tokens.APART:
-        "{count} conversations ({first} is the first) have a token that would cross from a prompt into its answer; the "
-        "two are tokenized apart there, as they are when the model answers",
+        "in {where} a token would cross from a prompt into its answer; the two are tokenized apart there, as they are "
+        "when the model answers",
     chat_tokens.CROSSED:
-        "{count} conversations ({first} is the first) have a token that crosses from a prompt into its answer, and "
-        "{tokenizer} cannot tokenize the two apart without writing another text: the model is prompted with other "
-        "tokens than it learns; let the chat template's generation prompt end with a special token or a new line",
+        "in {where} a token crosses from a prompt into its answer, and {tokenizer} cannot tokenize the two apart "
+        "without writing another text: the model is prompted with other tokens than it learns; let the chat template's "
+        "generation prompt end with a special token or a new line",
     chat_tokens.ELSEWHERE:
-        "{count} conversations ({first} is the first) have an answer whose {{% generation %}} does not begin where the "
-        "generation prompt of {template} ends, so the model is prompted otherwise than it learns; mend the template "
-        "for what it is to answer, or name another as data.chat_template",
+        "in {where} an answer's {{% generation %}} does not begin where the generation prompt of {template} ends, so "
+        "the model is prompted otherwise than it learns; mend the template for what it is to answer, or name another "
+        "as data.chat_template",
+    chat.UNWRITTEN:
+        "in {where} there are tool calls, which {template} does not write: the answers are learned without them; name "
+        "a template that writes them as data.chat_template",
     NULLS:
-        "{count} conversations ({first} is the first) have a null in the arguments of a tool call, and it is learned; "
-        "leave such keys out where a table of all calls' keys has filled them in",
+        "in {where} the arguments of a tool call have a null, and it is learned; leave such keys out where a table of "
+        "all calls' keys has filled them in",
 }
 
 
@@ -75,9 +78,10 @@ class Chats:
                     batch, places, chars = [], [], 0
             if batch:
                 yield self._encode(path, batch, places, notes), position
-        for note, where in notes.items():
-            tell(f"{path}: " + NOTES[note].format(count=len(where), first=where[0], template=self.template.path,
-                                                  tokenizer=self.template.tokenizer.path))
+        for note, found in notes.items():
+            where = f"{len(found):,} conversations ({found[0]} first)" if len(found) > 1 else found[0]
+            tell(f"{path}: " + NOTES[note].format(where=where, template=self.template.path,
+                                                  tokenizer=getattr(self.template.tokenizer, "path", "")))
 
     def _encode(self, path: str, batch: list[Conversation], places: list[str],
                 notes: dict[str, list[str]]) -> list[Encoded]:
@@ -89,9 +93,8 @@ class Chats:
             if not len(one.ids) or not one.mask.any():
                 what = "has no token to learn" if len(one.ids) else "is empty"
                 raise formats.fault(path, place, f"{what} as the chat template writes it; remove it")
-            for note in (one.parting, NULLS if _null_arguments(conversation) else ""):
-                if note:
-                    notes.setdefault(note, []).append(place)
+            for note in (*one.notes, *([NULLS] if _null_arguments(conversation) else ())):
+                notes.setdefault(note, []).append(place)
         return encoded
 
 
@@ -201,6 +204,7 @@ def _turns(line: dict, key: str, role: str) -> list[dict]:
 
 
 def _message(value, place: str) -> dict:
+    value = _of_json(value, place, "{") if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise ValueError(f'{place} is no message, but {_short(value)}; write e.g. {{"role": "user", "content": "…"}}')
     value = _without_nulls(value)

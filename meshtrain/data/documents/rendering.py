@@ -130,6 +130,16 @@ class Renderer:
             return True
         return not takes({}) and takes("{}")
 
+    def leaves_calls_out(self, messages: Sequence[dict], tools, found: Written) -> bool:
+        """Whether there are tool calls, and the text is the same without them."""
+        if not any(message.get("tool_calls") for message in messages):
+            return False
+        without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+        try:
+            return self.render(without, tools, False) == found.text
+        except Exception:       # a template may raise anything
+            return False
+
     def _begins(self, messages, tools, text: str, found: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
         """Written's begins and elsewhere. found: what the tag marks."""
         if found and self.opening is not None:
@@ -403,9 +413,10 @@ def answer(renderer: Renderer, asked: dict) -> dict:
     try:
         if any(message.get("tool_calls") for message in messages) and renderer.arguments_as_text:
             messages = _with_text(messages)
-        if asked["trained"] is None:
-            return renderer.whole(messages, tools, asked["prompt"])._asdict()
-        return renderer.spans(messages, tools, asked["trained"])._asdict()
+        found = renderer.whole(messages, tools, asked["prompt"]) if asked["trained"] is None else \
+            renderer.spans(messages, tools, asked["trained"])
+        unwritten = not asked["prompt"] and renderer.leaves_calls_out(messages, tools, found)
+        return found._asdict() | {"unwritten": unwritten}
     except ValueError as error:
         return {"fault": str(error)}
     except jinja2.TemplateError as error:
