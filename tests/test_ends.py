@@ -86,7 +86,12 @@ def test_a_template_that_teaches_no_end_is_told_and_texts_need_none(tmp_path):
     before = Ends((EOS,))
     place = home(tmp_path / "plain", drawn.TEMPLATES["plain"])
     found = ends.of_data(data(place, "chat"), VOCAB, before, [place])
-    assert found.ids == (EOS,) and "writes nothing behind an answer" in found.note
+    assert found.ids == (EOS,) and "does not learn to stop" in found.note
+    early = home(tmp_path / "early", drawn.TEMPLATES["chatml"].replace(
+        " + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}{{ '<|im_end|>' }}"))
+    found = ends.of_data(data(early, "chat"), VOCAB, before, [early])
+    assert found.ids == (TURN, EOS) and "closes {% generation %} before <|im_end|> (3)" in found.note
+    assert ends.of_data(data(early, "chat", loss_on="all"), VOCAB, before, [early]).note == ""
     refusing = home(tmp_path / "refusing", "{{ raise_exception('never') }}")
     assert "unknown" in ends.of_data(data(refusing, "chat"), VOCAB, before, [refusing]).note
     none = home(tmp_path / "none", "")

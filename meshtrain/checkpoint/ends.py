@@ -117,9 +117,23 @@ def _of_chats(data: Data, reader: Tokenizer, folders: Sequence[Path], kinds: set
         return Ends(note=f"what the chat template writes behind an answer is unknown, since it refuses a question with "
                          f"an answer: {error}")
     if found.turn is None and not found.stops:
-        return dataclasses.replace(found, note=f"the chat template {template.path} writes nothing behind an answer, so "
-                                               f"what is learned of answers has no end")
+        return dataclasses.replace(found, note=(
+            f"the chat template {template.path} writes nothing behind an answer that could end it, so the model does "
+            f"not learn to stop; data.chat_template may name one that writes an end of turn"))
+    if found.turn is not None and data.loss_on == "assistant" and kinds & set(sources.CHATS) and _is_not_learned(
+            template, found.turn):
+        return dataclasses.replace(found, note=(
+            f"the chat template {template.path} closes {{% generation %}} before {shown(reader, found.turn)}, which is "
+            f"not learned, so the model does not learn to stop; data.chat_template may name one that closes it behind"))
     return found
+
+
+def _is_not_learned(template: chat.Template, turn: int) -> bool:
+    try:
+        (one,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])])
+    except ValueError:      # of conversations it is told with their line
+        return False
+    return turn not in one.ids[one.mask]
 
 
 def of_saved(saved: Saved, companions: Path | None) -> Ends:
