@@ -68,7 +68,8 @@ def read(folder: Path) -> Said:
         tokens.append(NamedToken(content, ADDED, number, {"special": content not in plain,
                                                           "normalized": content in plain}))
     tokens.sort(key=lambda token: token.id)
-    tokens += [NamedToken(_content(given), file, None, _properties(given)) for given, file in special]
+    tokens += [NamedToken(_content(given), file, None, {key: value for key, value in _properties(given).items()
+                                                        if key != "special"}) for given, file in special]
     once: dict[str, NamedToken] = {}
     for token in tokens:
         always = {"special": True} if token.content in names.values() else {}
@@ -93,15 +94,19 @@ def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]
         if here is not None and token.id not in (None, number):
             elsewhere.append(f"{token.content} ({token.file}: {token.id}; tokenizer.json: {number})")
             token = dataclasses.replace(token, id=number)       # as transformers
-        if here is not None and all(getattr(here, key) == value for key, value in token.properties.items()):
+        properties = {"special": token.id is None, **token.properties}
+        if here is not None and token.id is None:       # without an id a file only names it
+            properties = {key: getattr(here, key) for key in PROPERTIES}
+            properties["special"] |= token.properties.get("special", False)
+        if here is not None and all(getattr(here, key) == value for key, value in properties.items()):
             continue
-        library.add_tokens([AddedToken(token.content, **{"special": token.id is None, **token.properties})])
+        library.add_tokens([AddedToken(token.content, **properties)])
         found = library.token_to_id(token.content)
         if found is None or token.id not in (None, found):
             raise ValueError(f"{named}: {token.file} beside it adds {token.content!r} with the id {token.id}, and it "
                              f"comes out with {found}; save the tokenizer again, so that tokenizer.json has all tokens")
         (new if number is None else otherwise).append(f"{token.content} ({found})")
-        changes.append(json.dumps([found, token.content, dict(sorted(token.properties.items()))]))
+        changes.append(json.dumps([found, token.content, dict(sorted(properties.items()))]))
     files_of = " and ".join(dict.fromkeys(token.file for token in said.tokens)) or CONFIG
     if new:
         notes.append(f"{named}: {_few(new)} added, as {files_of} beside it says; tokenizer.json lacks "
