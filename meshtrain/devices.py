@@ -290,6 +290,14 @@ def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
                           f"take it out, or install the jaxlib that it is of")
 
 
+def own_flags(environ: MutableMapping[str, str]) -> None:
+    """Put flags in place of the file of them that XLA_FLAGS names, where no device is started, as for GPUs that are not
+    here. Raises: as `flags_in` and `refuse_unknown_flags`."""
+    if environ.get("XLA_FLAGS"):
+        _set(environ, ())
+        refuse_unknown_flags(environ)
+
+
 def flags_in(environ: Mapping[str, str]) -> list[str]:
     """The flags of XLA_FLAGS, or of the file that it names in place of flags. XLA itself reads such a file only where
     XLA_FLAGS has nothing else, and takes a comment (#) for its end.

@@ -189,6 +189,7 @@ def _devices(run, topology: str | None):
 
 def topology_devices(run: config.Run, topology: str):
     """The devices of `GPU:N`, which need not be here, to compile for. Raises: ConfigError."""
+    local_devices.own_flags(os.environ)
     local_devices.own_settings_told(os.environ)
     with config.user_errors(), say.without_noise():
         _topology_sizes(run, topology)

@@ -22,7 +22,9 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
     command.begin()
 
 import meshtrain
-from meshtrain import assembly, config, hardware
+from meshtrain import assembly, config
+from meshtrain import devices as local_devices
+from meshtrain import hardware
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, decode, rates
 from meshtrain.cost.formulas.placed import Options, place
@@ -280,6 +282,8 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
     """Compiles a plan's program: what it holds [bytes per GPU], sends [bytes per GPU and step, by mesh axes] and takes
     by the roofline [s]. Raises: ConfigError where nothing can be compiled for these GPUs here,
     gpu_compile.NotCompiledError, assembly.BrokenProgramError."""
+    local_devices.own_flags(os.environ)
+    local_devices.own_settings_told(os.environ)
     gpu, given = question.rated.gpu, question.rated.assumed.given
     with config.user_errors(), say.without_noise():
         devices = gpu_compile.topology(f"{gpu.name}:{question.num_gpus}")

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import meshtrain as mt
-from meshtrain import assembly, config, devices, flags, inspect, train
+from meshtrain import assembly, config, devices, flags, inspect, plan, train
 from meshtrain.cluster import watch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -219,6 +219,16 @@ def test_xla_flags_that_name_a_file_are_the_flags_in_it(tmp_path):
     file.write_text("")
     devices._set(environ := {"XLA_FLAGS": f" {file}\n"}, devices.SIMULATED)
     assert environ["XLA_FLAGS"] == f"{devices.SIMULATED[0].name}=false"
+
+
+def test_a_command_that_compiles_for_absent_gpus_reads_the_file_of_flags_too(tmp_path, monkeypatch, capfd):
+    """XLA would abort where it cannot read it."""
+    monkeypatch.chdir(ROOT)
+    for main, words in ((inspect.main, ("configs/quickstart.toml", "--topology", "h100:8")),
+                        (plan.main, ("configs/quickstart.toml", "--gpus", "8", "--gpu", "h100", "--verify", "1"))):
+        monkeypatch.setenv("XLA_FLAGS", f"{tmp_path}/absent")
+        assert main(words) == 2
+        assert f"error: XLA_FLAGS={tmp_path}/absent is neither flags nor a file" in capfd.readouterr().err
 
 
 def test_a_file_of_flags_that_cannot_be_read_and_words_that_are_no_flags_are_mistakes(tmp_path):
