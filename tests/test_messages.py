@@ -40,6 +40,8 @@ ALIKE = [
     ({"messages": [ASK, call('{"city": "Oslo"}', type=None)]}, {"messages": [ASK, CALLED]}),
     ({"messages": [ASK, CALLED | {"tool_calls": json.dumps(CALLED["tool_calls"])}]}, {"messages": [ASK, CALLED]}),
     ({"messages": [ASK, call(None)]}, {"messages": [ASK, call({})]}),
+    ({"messages": [ASK, ANSWER | {"function_call": {"name": "f", "arguments": '{"a": null}'}}]},
+     {"messages": [ASK, ANSWER | {"function_call": {"name": "f", "arguments": {"a": None}}}]}),
     ({"messages": [ASK, ANSWER], "tools": json.dumps([SCHEMA])}, {"messages": [ASK, ANSWER], "tools": [SCHEMA]}),
     ({"messages": [ASK, ANSWER], "tools": [json.dumps(SCHEMA)]}, {"messages": [ASK, ANSWER], "tools": [SCHEMA]}),
     ({"messages": [ASK, ANSWER], "tools": [{**SCHEMA, "strict": None, "function": {

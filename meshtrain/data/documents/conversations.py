@@ -221,6 +221,8 @@ def _message(value, place: str) -> dict:
     if "tool_calls" in others:
         calls = _calls(others.pop("tool_calls"), f"{place}.tool_calls")
         others |= {"tool_calls": calls} if calls else {}
+    if isinstance(others.get("function_call"), dict):       # OpenAI's older form
+        others["function_call"] = _called(others["function_call"], f"{place}.function_call")
     return {"role": role, "content": _content(value.get(names[1]), names[1], place, others), **others}
 
 
@@ -236,12 +238,17 @@ def _calls(value, place: str) -> list[dict]:
     for i, one in enumerate(value):
         call = _object(one, f"{place}[{i}]")
         if "function" in call:
-            call["function"] = _object(call["function"], f"{place}[{i}].function")
-        function = call.get("function", call)
-        if "arguments" in function or "parameters" not in function:
-            function["arguments"] = _object(function.get("arguments", {}), f"{place}[{i}] arguments", whole=True)
-        calls.append(call)
+            call["function"] = _called(call["function"], f"{place}[{i}]")
+        calls.append(call if "function" in call else _called(call, f"{place}[{i}]"))
     return calls
+
+
+def _called(value, place: str) -> dict:
+    """A function's name and arguments, an object."""
+    value = _object(value, place)
+    if "arguments" in value or "parameters" not in value:
+        value["arguments"] = _object(value.get("arguments", {}), f"{place} arguments", whole=True)
+    return value
 
 
 def _object(value, place: str, whole: bool = False) -> dict:
