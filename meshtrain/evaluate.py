@@ -121,6 +121,8 @@ def _with_tokenizer(found: trained.Trained) -> trained.Trained:
         with config.user_errors():
             separator = found.separator()
             names = tokenizer.names_of(path, separator, ends.of_documents(found.directory, separator))
+            if tokenizer.named_separator(path) is not None:
+                names[0] = ""       # found again where the tokenizer is opened, which tells where files disagree on it
         changes |= {key: name for key, name in zip(("bos_token", "eos"), names) if name
                     and f"data.{key}" not in found.given}
     elif "data.tokenizer" not in found.given and _reads_text(found.run.data) and any(
