@@ -175,6 +175,13 @@ def test_without_a_generation_config_one_is_made_from_the_config(tmp_path):
     assert beside == drawn.TOKENS, "documents that end otherwise make no other eos_token"
 
 
+def test_of_a_run_from_random_weights_the_tokenizers_files_name_the_end_of_turn(tmp_path):
+    place = home(tmp_path / "place")
+    ends.write_ends(place, None, Ends((TURN,), turn=TURN))
+    assert json.loads((place / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
+    assert not (place / "generation_config.json").exists(), "config.json names the ends"
+
+
 def test_an_export_with_the_ends_of_its_base_stays_as_it_is(tmp_path):
     same = '{"eos_token_id":   1}'
     source = home(tmp_path / "home")

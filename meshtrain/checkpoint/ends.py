@@ -225,10 +225,10 @@ def generation_of(source: Path, ends: Ends) -> dict | None:
     return {**found, "eos_token_id": Ends(ids).as_json()}
 
 
-def write_ends(place: Path, source: Path, ends: Ends) -> None:
-    """Make an export with the companions of `source` name the ends: in generation_config.json, and where a chat
+def write_ends(place: Path, source: Path | None, ends: Ends) -> None:
+    """Make an export name the ends: in generation_config.json where it has the companions of `source`, and where a chat
     template ended the answers, as eos_token of the tokenizer's files. Raises: ValueError."""
-    if generation := generation_of(source, ends):
+    if source and (generation := generation_of(source, ends)):
         files.write(place / settings.GENERATION, json.dumps(generation, indent=1))
     path = place / tokenizer.FILE
     if ends.turn is None or not files.is_file(path):

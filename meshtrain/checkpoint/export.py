@@ -67,8 +67,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
 
         def finish() -> None:
             _complete(place, parts, written.size, config, source, data["tokenizer"])
-            if source:
-                write_ends(place, source, ends)
+            write_ends(place, source, ends)
         new_folder.on_first(target, finish)
     return written.size
 
