@@ -1,4 +1,4 @@
-"""Compares a run's compiled step with the same step on one device: losses, gradient norms, every gradient leaf.
+"""Compares a run's compiled step with the same step on one device: losses, metrics, every gradient leaf.
 
 The step that is compared is the compiled one that trains. After the first its optimizer's state is linear or quadratic
 in every gradient leaf, so no gradient is taken in a look-alike.
@@ -40,20 +40,23 @@ class Compiled:
 class Tolerance(NamedTuple):
     """Relative differences. state: of a leaf of the optimizer's state after the first step, against its largest
     element, or `floor` of the largest leaf's, where a leaf's true value is zero (the bias of a key) and it holds the
-    rounding of what cancels."""
+    rounding of what cancels. metrics: of the other metrics of the first step, against SMALL_METRIC at least."""
     loss: float
     norm: float
     state: float
     later_losses: float
     floor: float
+    metrics: float
 
 
 # float32: sums in another order. Of a norm over six numbers some weights make a gradient whose roundings are
 # amplified, 2.2e-5 at the most that was seen. Later steps: Adam divides by the root of tiny moments, and lion takes
 # signs.
-FLOAT32 = Tolerance(2e-5, 6e-5, 2e-4, 1e-3, 1e-5)
-# bfloat16 keeps 8 bits of each activation, and other cuts round others; small leaves hold little else.
-BFLOAT16 = Tolerance(2e-3, 2e-2, 0.15, 1e-2, 0.05)
+FLOAT32 = Tolerance(2e-5, 6e-5, 2e-4, 1e-3, 1e-5, 1e-3)
+# bfloat16 keeps 8 bits of each activation, and other cuts round others; small leaves hold little else. It chooses other
+# experts for some tokens.
+BFLOAT16 = Tolerance(2e-3, 2e-2, 0.15, 1e-2, 0.05, 0.3)
+SMALL_METRIC = 0.01     # of a divergence near 0 rounding is all that differs
 
 
 class NotFiniteError(AssertionError):
@@ -64,18 +67,21 @@ class NotFiniteError(AssertionError):
 class Differences:
     """Relative differences of three steps from those on one device; of what is not finite inf.
 
-    leaves: of the optimizer's state after the first step, by its path.
+    leaves: of the optimizer's state after the first step, by its path. metrics: of the first step, without loss and
+    norm, by name; inf where one has a metric, or a layer's entry of it, that the other has not.
     """
     loss: float
     norm: float
     leaves: dict[str, float]
     losses: tuple[float, ...]
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def beyond(self, tolerance: Tolerance, leaves: Mapping[str, float] | None = None) -> list[str]:
         """What is larger than the tolerance, the worst leaves first. leaves: under other names."""
         worst = sorted((self.leaves if leaves is None else leaves).items(), key=lambda item: -item[1])
         found = [("loss", self.loss, tolerance.loss), ("gradient norm", self.norm, tolerance.norm),
                  *((f"gradient of {name}", off, tolerance.state) for name, off in worst),
+                 *((f"metric {name}", off, tolerance.metrics) for name, off in self.metrics.items()),
                  *((f"loss of step {n}", off, tolerance.later_losses) for n, off in enumerate(self.losses, 1))]
         return [f"{name}: {off:.1e}" for name, off, most in found if not off <= most]
 
@@ -105,16 +111,17 @@ def check_equal(case: Compiled, seed: int = 0, tolerance: Tolerance = FLOAT32) -
 
 def differences(case: Compiled, seed: int = 0, floor: float = FLOAT32.floor) -> Differences:
     """Three steps beside those of one device, from the same parameters and batches. Raises: NotFiniteError."""
-    params, expected, expected_state = one_device(on_one_device(case.made.run).model_dump_json(), seed)
-    numbers, state = trained(case, params)
+    params, expected, expected_metrics, expected_state = one_device(
+        on_one_device(case.made.run).model_dump_json(), seed)
+    numbers, metrics, state = trained(case, params)
     off = np.abs(numbers - expected) / np.abs(expected)
-    return Differences(off[0, 0], off[0, 1], leaf_differences(state, expected_state, floor), tuple(off[:, 0]))
+    return Differences(off[0, 0], off[0, 1], leaf_differences(state, expected_state, floor), tuple(off[:, 0]),
+                       metric_differences(metrics, expected_metrics))
 
 
 @functools.lru_cache(8)
 def one_device(run: str, seed: int):
-    """(parameters, [losses, gradient norms], optimizer's state) of a run on one device, given as JSON; the layouts of
-    a run share it."""
+    """(parameters, and what `trained` returns) of a run on one device, given as JSON; the layouts of a run share it."""
     one = _compiled_on_one(run)
     params = drawn_parameters(one.made, seed)
     return params, *trained(one, params)
@@ -134,6 +141,19 @@ def leaf_differences(found, expected, floor: float) -> dict[str, float]:
         off, scale = np.abs(a - e).max(initial=0), max(scale, floor * max(scales))
         leaves[jax.tree_util.keystr(path)] = float(off / scale) if off else 0.0
     return {path: off if np.isfinite(off) else math.inf for path, off in leaves.items()}
+
+
+def metric_differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Of each metric of either the largest relative difference; inf where one lacks it, or an entry of it (NaN)."""
+    worst = {}
+    for name in sorted({*found, *expected}):
+        if name not in found or name not in expected or (
+                np.isfinite(found[name]) != np.isfinite(expected[name])).any():
+            worst[name] = math.inf
+            continue
+        off = np.abs(found[name] - expected[name]) / np.maximum(np.abs(expected[name]), SMALL_METRIC)
+        worst[name] = float(np.nanmax(off, initial=0))
+    return worst
 
 
 def check_leaves(found, expected, tolerance: Tolerance = FLOAT32) -> None:
@@ -177,19 +197,20 @@ def drawn_parameters(made: assembly.Assembly, seed: int):
 
 
 def trained(case: Compiled, params, steps: int = STEPS):
-    """([losses, gradient norms], the optimizer's state after the first step)."""
+    """([losses, gradient norms], the other metrics of the first step, the optimizer's state after it)."""
     spec = case.made.program.step.state
     opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
     state = jax.device_put(State(np.int32(0), params, opt_state), spec.sharding)
-    numbers, first = [], None
+    numbers, first = [], ()
     for n in range(steps):
         state, metrics = case.step(state, case.made.program.place(batch_of(case.made.run, n)))
         if metrics["skipped"]:
             raise NotFiniteError(f"step {n + 1}: loss {float(metrics['loss'])}, gradient norm "
                                  f"{float(metrics['grad_norm'])}")
-        numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-        first = first or jax.device_get(state.opt_state)
-    return np.array(numbers), first
+        numbers.append((float(metrics.pop("loss")), float(metrics.pop("grad_norm"))))
+        first = first or ({name: np.asarray(value, float) for name, value in metrics.items()},
+                          jax.device_get(state.opt_state))
+    return np.array(numbers), *first
 
 
 def evaluated(run: config.Run, seed: int = 0) -> np.ndarray:
@@ -207,7 +228,8 @@ def first_moment(opt_state):
 
 
 def batch_of(run: config.Run, step: int) -> dict:
-    """Packed documents, some targets missing, some sequences with hardly any or padded at the end."""
+    """Packed documents, some targets missing, some sequences with hardly any or padded at the end; most of the last
+    quarter is padding, so that microbatches differ in their tokens."""
     B, T, rng = run.data.global_batch, run.data.seq_len, np.random.default_rng(step)
     starts = rng.random((B, T)) < 0.15
     starts[:, 0] = True
@@ -218,7 +240,10 @@ def batch_of(run: config.Run, step: int) -> dict:
              "segments": np.cumsum(starts, 1),
              "positions": index - np.maximum.accumulate(np.where(starts, index, 0), 1),
              "sequence": step * B + np.arange(B)}  # fmt: skip
-    padding = index >= T - rng.integers(0, T, (B, 1)) * (rng.random((B, 1)) < 0.3)      # where no document is cut
+    padded = rng.random((B, 1)) < 0.3
+    length = T - rng.integers(0, T, (B, 1)) * padded        # where no document is cut
+    length[B - B // 4:] = np.minimum(length[B - B // 4:], 1 + T // 4)
+    padding = index >= length
     batch["segments"][padding], batch["targets"][padding] = PADDING, NO_TARGET
     batch = {name: x.astype(np.int32) for name, x in batch.items()}
     if run.training.objective == "dpo":
