@@ -156,6 +156,9 @@ CELLS = {
     "experts over tensor in stages behind dense layers": Cell(
         "zero3_experts_tensor", dict(fsdp=2, tensor=2, stage=2), "full", 6, 1, schedule="interleaved_zero_bubble",
         chunks=2, model=EXPERTS | dict(num_layers=7, mlps="ddde*"), memory=.1),
+    "experts in stages behind a layer with experts": Cell(
+        "zero3_experts_fsdp", dict(data=2, fsdp=2, stage=2), "selective", 8, 1, memory=.1,
+        model=EXPERTS | dict(num_layers=5, mixers="WF*", window=1024)),
     # What of a period's other layers lives beside one, and of kernels' padded operands, XLA orders as it likes: up to 8%.
     "the gated delta rule": Cell("zero3", dict(fsdp=8), "selective", memory=.1, model=HYBRID),
     "the gated delta rule over tensor": Cell("ddp", dict(data=2, tensor=4), "selective", memory=.1, model=HYBRID),

@@ -32,6 +32,9 @@ MODELS |= {
                                                         router_score="sigmoid", shared_expert_dim=8),
     "periods of two, two of them dense": dict(num_layers=7, mlps="dddde*", mixers="WF",
                                               window=5, qk_norm="head")}
+# Experts in the layers before the stages: of those that differ by a window, and of those before dense ones.
+FIRST_OF_FIVE = {"a window first": dict(num_layers=5, mixers="WF*", window=3),
+                 "experts first": dict(num_layers=5, mlps="ed*")}
 MESHES = PIPELINES | {
     "three stages, experts over data, 1f1b": (STAGED.replace('vocab = "stage"\n', "") + 'expert = "data"\n' + BATCH,
                                               dict(stage=3, data=2), "1f1b", 1),
@@ -82,6 +85,21 @@ def test_every_kind_of_leading_layers_has_one_devices_loss_gradients_and_evaluat
     run = made_of(tmp_path, name, MODELS[model] | more, 4, **sections)
     parity.check(run)
     np.testing.assert_allclose(parity.evaluated(run), parity.evaluated(parity.on_one_device(run)), rtol=1e-5)
+
+
+# Microbatches that fill no round: 4 on 3 stages, 1 on 4; one of a batch has far fewer tokens than the others.
+@pytest.mark.parametrize("kind, name, microbatches", [
+    ("a window first", THREE, 4),
+    *(pytest.param(kind, name, microbatches, marks=GRID) for kind in FIRST_OF_FIVE
+      for name, microbatches in ((THREE, 2), (SPLIT, 4), ("four stages, experts over fsdp, zero bubble", 1),
+                                 ("expert over context and fsdp, zero bubble", 2)))])
+def test_leading_layers_with_experts_report_their_balance(tmp_path, kind, name, microbatches):
+    """Metrics too: loss and norm alone differ by 3e-4 where a layer's balance loss is forgotten."""
+    more = dict(num_layers=9) if name == SPLIT else {}
+    run = made_of(tmp_path, name, FIRST_OF_FIVE[kind] | more, microbatches)
+    case = parity.check(run)
+    metrics = parity.trained(case, parity.drawn_parameters(case.made, 0), 1)[1]
+    assert metrics["aux_loss"] > 0 and np.isfinite(metrics["expert_load_max_by_layer"][0])
 
 
 @pytest.mark.parametrize("name, microbatches", [pytest.param(THREE, 4, marks=GRID)])

@@ -39,14 +39,18 @@ def pipelined(step: StepSpec):
     own = lambda axes: tuple(tuple(a for a in layout.mesh_axes(GATHERED, axis) if a in summed) for axis in axes[1:])
     before_axes = model.before(layers_axes)
     axes = model.divided(step.state.axes)
+    of_parts = lambda subtree: tuple(_map_axes(own, subtree(part[LAYERS])) for part in axes)
     split = pipeline.Split(
-        step.mesh, summed, layer_axes=tuple(_map_axes(own, model.first(part[LAYERS])) for part in axes),
+        step.mesh, summed, layer_axes=of_parts(model.first), leading_axes=of_parts(model.before),
         ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others), tuple(map(without_layers, axes))),
         batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
 
-    def out_of_stages(axes, g):
+    def unsummed(axes):
         whole = sum(own(axes), ())
-        g = reduce_deferred(layout, tuple(a for a in summed if a not in whole), _staged(axes), g)
+        return tuple(a for a in summed if a not in whole)
+
+    def out_of_stages(axes, g):
+        g = reduce_deferred(layout, unsummed(axes), _staged(axes), g)
         return g.reshape(-1, *g.shape[3:])
 
     def gradients(p, batch, key):
@@ -55,7 +59,7 @@ def pipelined(step: StepSpec):
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
         nll, ws, ends, before, aux = pipeline.gradients(schedule, functions, split, weights, batch, extra)
         grads = _map_axes(lambda axes, g: reduce_deferred(layout, summed, axes, g), ends_axes, ends)
-        before = _map_axes(lambda axes, g: reduce_deferred(layout, (*summed, pipeline.STAGE), axes, g),
+        before = _map_axes(lambda axes, g: reduce_deferred(layout, (*unsummed(axes), pipeline.STAGE), axes, g),
                            before_axes, before)
         layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
@@ -106,9 +110,10 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
         return total / extra["count"], nll
 
     def leading_period(weights, x, e):
-        (number, frozen), (inputs, _) = e
-        return leading.apply(ex, leading.weights(params.joined(weights, frozen)), x,
-                             (number * len(leading.period), inputs))
+        (number, frozen), (inputs, tokens) = e
+        y, aux = leading.apply(ex, leading.weights(params.joined(weights, frozen)), x,
+                               (number * len(leading.period), inputs))
+        return with_loss(y, aux[AUX_LOSS] / tokens) if AUX_LOSS in aux else y, aux
 
     return pipeline.ModelFunctions(prepare, embed, period, head, leading_period if leading else None)
 

@@ -56,7 +56,7 @@ def of(placed: Placed, options: Options) -> list[Sent]:
     found = [sent for part in (_tensor, _experts, _weights, _context, _stages) for sent in part(placed, options)]
     if leading := placed.leading:
         found += [dataclasses.replace(sent, layer=False)
-                  for sent in (*_tensor(leading, options), *_context(leading, options))]
+                  for part in (_tensor, _experts, _context) for sent in part(leading, options)]
     return [sent for sent in found if sent.axes and sent.array_bytes and sent.runs]
 
 

@@ -36,7 +36,7 @@ class ModelFunctions:
     prepare(microbatch, extra) -> e: inputs of all layers besides the residual stream, recomputed on use. embed(ends,
     frozen, microbatch, extra) -> x, the input of the first layer. layer(w, x, ((number, frozen), e)) -> (x, aux).
     head(ends, frozen, x, microbatch, extra) -> (objective, metric) of the last layer's output; the objective is
-    differentiated. leading: like `layer`, for layers of another kind before the first stage, without aux; or None.
+    differentiated. leading: like `layer`, for layers of another kind before the first stage; or None.
 
     aux: {name: float32 array}, undifferentiated sums. ends: weights of the embedding and head, which all stages compute
     together: if these are sharded over stages, both reduce over them and return the same on every stage. frozen:
@@ -55,12 +55,13 @@ class Split:
 
     deferred_axes: batch axes over which the caller reduces gradients after the step.
     layer_axes: (of layers, of frozen layers), by leaf and dim behind n: the deferred axes that shard it, over
-      which its gradient is already reduced.
+      which its gradient is already reduced. leading_axes: the same of leading layers.
     ends_specs: (of the ends, of frozen ends), batch_specs: PartitionSpecs by leaf, over `stage` and the deferred axes.
     """
     mesh: jax.sharding.Mesh
     deferred_axes: tuple[str, ...]
     layer_axes: tuple
+    leading_axes: tuple
     ends_specs: tuple
     batch_specs: dict
 
@@ -98,17 +99,23 @@ def _over_stages(execute, differentiate: bool, split: Split, weights, batch, ext
     def dims(axes):
         return (on or None for on in axes)
 
-    def layer_grads(axes):
-        rest = tuple(a for a in split.deferred_axes if a not in sum(axes, ()))
-        return P(rest or None, None, STAGE, None, *dims(axes))
+    def others(axes):
+        return tuple(a for a in split.deferred_axes if a not in sum(axes, ()))
+
+    def by_leaf(tree, axes, spec):
+        return jax.tree.map(lambda _, axes: spec(axes), tree, axes)
 
     out_specs = [replicas]
     if differentiate:
-        out_specs += [jax.tree.map(lambda _, axes: layer_grads(axes), layers[0], split.layer_axes[0]),
-                      jax.tree.map(lambda spec: P(*replicas, *spec), split.ends_specs[0]), by_stage, by_stage]
-    layer_specs = jax.tree.map(lambda _, axes: P(None, STAGE, None, *dims(axes)), layers, split.layer_axes)
-    in_specs = (P(STAGE), (layer_specs, split.ends_specs, jax.tree.map(lambda _: P(), leading)), split.batch_specs,
-                jax.tree.map(lambda _: P(), extra))
+        out_specs += [
+            by_leaf(layers[0], split.layer_axes[0],
+                    lambda axes: P(others(axes) or None, None, STAGE, None, *dims(axes))),
+            jax.tree.map(lambda spec: P(*replicas, *spec), split.ends_specs[0]),
+            by_leaf(leading[0], split.leading_axes[0], lambda axes: P((*others(axes), STAGE), None, *dims(axes))),
+            by_stage]
+    weight_specs = (by_leaf(layers, split.layer_axes, lambda axes: P(None, STAGE, None, *dims(axes))), split.ends_specs,
+                    by_leaf(leading, split.leading_axes, lambda axes: P(None, *dims(axes))))
+    in_specs = P(STAGE), weight_specs, split.batch_specs, jax.tree.map(lambda _: P(), extra)
     step = jax.shard_map(execute, mesh=split.mesh, axis_names={STAGE, *split.deferred_axes}, in_specs=in_specs,
                          out_specs=tuple(out_specs), check_vma=False)
     return step(jnp.arange(split.mesh.shape[STAGE]), weights, batch, extra)
@@ -194,7 +201,8 @@ def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage
     carry = dict(X=buffer(x, slots["X"]), metric=jnp.float32(0))
     if differentiate:
         carry |= dict(R=buffer(fbw.r, slots["R"], depth), Q=buffer(fbw.q, slots["Q"], depth), D=buffer(x, slots["D"]))
-        carry |= dict(ws=zeros(flat), ends=zeros(ends), leading=zeros(leading[0]), aux=zeros(fbw.aux))
+        carry |= dict(ws=zeros(flat), ends=zeros(ends), leading=zeros(leading[0]),
+                      aux=zeros(fbw.aux | (ahead.aux if ahead else {})))
     if schedule.split:
         carry["Z"] = buffer(fbw.z, slots["Z"], depth)
     # Carried, because XLA would fuse the selection into its uses and repeat it per element (of attention scores, too).
@@ -254,7 +262,7 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
             c = c | dict(ws=added(c["ws"], tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
         if "F" in kinds:
             c = c | dict(R=put(c["R"], r, tick["F_r"], i), Q=put(c["Q"], q, tick["F_q"], i),
-                         aux=_add(c["aux"], aux, tick["F_on"] > 0))
+                         aux=_add_aux(c["aux"], aux, tick["F_on"] > 0))
         return (c, x, dx), None
 
     dx = take(c["D"], tick["B_d"]) if "B" in kinds else None
@@ -304,21 +312,23 @@ def _looked_up_back(this: Shard, ends, i, dx, on):
 
 
 def _lead(this: Shard, c):
-    """(c with L, residuals of the leading layers for each round). All stages compute an embedding together."""
+    """(c with L and the leading layers' aux, their residuals for each round). All stages compute an embedding
+    together."""
     num_stages = this.schedule.num_stages
 
-    def one_round(_, k):
+    def one_round(sums, k):
         def looked_up(x, s):
-            return jnp.where(s == this.stage, this.embed(this.ends[0], _at_most(this, k * num_stages + s)), x), None
+            return jnp.where(s == this.stage, this.embed(this.ends[0], _of_round(this, k, s)[0]), x), None
         x = lax.scan(looked_up, jnp.zeros(this.x.shape, this.x.dtype), jnp.arange(num_stages))[0]
-        e = this.prepare(_at_most(this, k * num_stages + this.stage))
+        i, on = _of_round(this, k, this.stage)
+        e = this.prepare(i)
         if this.ahead:
-            y, _, saved = this.ahead.forward((*this.leading, 0), x, e)
-            return None, (y, saved)
-        return None, (lax.scan(lambda x, w: (this.model.leading(w[0], x, (w[1], e))[0], None),
+            y, aux, saved = this.ahead.forward((*this.leading, 0), x, e)
+            return _add_aux(sums, aux, on), (y, saved)
+        return sums, (lax.scan(lambda x, w: (this.model.leading(w[0], x, (w[1], e))[0], None),
                                x, this.leading)[0], None)
-    _, (ys, saved) = lax.scan(one_round, None, jnp.arange(_rounds(this)))
-    return c | dict(L=ys), saved
+    aux, (ys, saved) = lax.scan(one_round, c.get("aux"), jnp.arange(_rounds(this)))
+    return c | dict(L=ys) | (dict(aux=aux) if this.ahead else {}), saved
 
 
 def _led(this: Shard, c, i):
@@ -336,21 +346,18 @@ def _lead_next(this: Shard, c, tick, dx):
 
 def _lead_back(this: Shard, c, saved):
     """Add the gradients of the leading layers and of the embedding before them to c."""
-    num_stages = this.schedule.num_stages
-    numbers = lambda k, s: (_at_most(this, k * num_stages + s), k * num_stages + s < this.schedule.num_microbatches)
-
     def one_round(sums, visited):
         ends, leading = sums
         k, dy, saved = visited
-        i, on = numbers(k, this.stage)
+        i, on = _of_round(this, k, this.stage)
         dx, leading = this.ahead.backward((*this.leading, 0), this.prepare(i), *saved, dy, leading, on)
         if not jax.tree.leaves(ends):
             return (ends, leading), None
 
         def of_stage(ends, s):
-            i, on = numbers(k, s)
+            i, on = _of_round(this, k, s)
             return _looked_up_back(this, ends, i, _share(dx, s == this.stage), on), None
-        return (lax.scan(of_stage, ends, jnp.arange(num_stages))[0], leading), None
+        return (lax.scan(of_stage, ends, jnp.arange(this.schedule.num_stages))[0], leading), None
     (ends, leading), _ = lax.scan(one_round, (c["ends"], c["leading"]), (jnp.arange(_rounds(this)), c["L"], saved))
     return c | dict(ends=ends, leading=leading)
 
@@ -359,9 +366,11 @@ def _rounds(this: Shard) -> int:
     return -(-this.schedule.num_microbatches // this.schedule.num_stages)
 
 
-def _at_most(this: Shard, i):
-    """Clamp a microbatch number: the last round is padded with the last microbatch."""
-    return jnp.minimum(i, this.schedule.num_microbatches - 1)
+def _of_round(this: Shard, k, s):
+    """(number of the microbatch of stage s in round k, whether it counts): the last round is padded with the last
+    microbatch."""
+    i, last = k * this.schedule.num_stages + s, this.schedule.num_microbatches - 1
+    return jnp.minimum(i, last), i <= last
 
 
 # ---- ticks and phases ------------------------------------------------------------------------------------------------
@@ -465,3 +474,8 @@ def _ordered(values, done):
 
 def _add(total, new, on):
     return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), total, new)
+
+
+def _add_aux(total: dict, new: dict, on) -> dict:
+    """`total` with the sums of some layers added if `on`; they may have fewer names."""
+    return total | _add({name: total[name] for name in new}, new, on)
