@@ -34,7 +34,6 @@ needs_gpu_compiler = pytest.mark.skipif(compile.missing_wheels(),
 
 SPLIT_ALIKE = rules.parse('[activations]\nheads = "tensor"\nkv_heads = "tensor"\n')
 HEADS_ALONE = rules.parse('[activations]\nheads = "tensor"\n')
-SEQUENCE_OVER_TENSOR = rules.parse('[activations]\nseq = "tensor"\n')
 
 
 def asked_for(model={}, data={}, training={}, table=SPLIT_ALIKE, sizes={}):
@@ -74,7 +73,6 @@ def with_cudnn(monkeypatch):
     ("mosaic", dict(model=dict(attention="mosaic"))), ("mosaic", dict(model=dict(attention="mosaic"), gpu="h200")),
     ("blockwise", dict(table=HEADS_ALONE, sizes=dict(tensor=2))), ("pallas", dict(table=HEADS_ALONE)),
     ("pallas", dict(table=HEADS_ALONE, sizes=dict(tensor=2), model=dict(num_kv_heads=1))),
-    ("blockwise", dict(data=WHOLE, table=SEQUENCE_OVER_TENSOR, sizes=dict(tensor=2))),
     ("pallas", dict(model=dict(window=64))), ("cudnn", dict(data=WHOLE, model=dict(window=64))),
     ("pallas", dict(data=WHOLE, model=dict(window=64), sizes=dict(context=2))),
     ("cudnn", dict(data=WHOLE, sizes=dict(context=2))),

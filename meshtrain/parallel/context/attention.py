@@ -171,16 +171,24 @@ def token_order(run, sizes: Mapping[str, int]):
 
 
 def problems(run, layout: Layout) -> list[str]:
-    """Why this layout cannot split sequences over mesh.context; empty if it can or mesh.context is 1."""
-    cp, rules_file = layout.sizes["context"], layout.rules.path
-    if cp == 1:
-        return []
+    """Why this layout cannot split sequences as its rules say; empty if it can, or if they split none.
+
+    Only AXIS splits sequences: the order of their tokens, attention and recurrences over shards, and what a pipeline
+    makes manual, are of that axis. Over another each device would take its shard for a whole sequence.
+    """
+    cp, rules_file = layout.sizes[AXIS], layout.rules.path
     T, method, faults = run.data.seq_len, run.context.method, []
     seq, residual = (layout.mesh_axes("activations", axis) for axis in ("seq", "residual_seq"))
-    if seq != ("context",):
-        faults.append(f"{rules_file} [activations] seq = {list(seq)}: mesh.context={cp} splits every sequence; write "
-                      "seq = \"context\", or set mesh.context to 1")
-    elif residual[:1] != ("context",):
+    if others := [axis for axis in seq if axis != AXIS]:
+        split = " and ".join(f"mesh.{axis}={layout.sizes[axis]}" for axis in others)
+        faults.append(f"{rules_file} [activations] seq = {list(seq)}: only {AXIS} splits sequences, not {split}; write "
+                      f"seq = \"{AXIS}\" and give mesh.{AXIS} these devices, or give {', '.join(others)} to batch")
+    if cp == 1:
+        return faults
+    if not seq:
+        faults.append(f"{rules_file} [activations] has no seq = \"{AXIS}\": mesh.{AXIS}={cp} splits every sequence; "
+                      f"write seq = \"{AXIS}\", or set mesh.{AXIS} to 1")
+    elif seq == (AXIS,) and residual[:1] != (AXIS,):
         faults.append(f"{rules_file} [activations] residual_seq = {list(residual)} does not begin with context, which "
                       f"splits seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
     heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
@@ -303,12 +311,10 @@ def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
         reasons.append(f"kernels run on GPUs, not on platform {platform!r}")
     if run.model.compute_dtype != "bfloat16":
         reasons.append(f"kernels take bfloat16, not model.compute_dtype={run.model.compute_dtype}")
-    heads, kv_heads, seq = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads", "seq"))
+    heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
     if heads != kv_heads and any(cfg.num_kv_heads > 1 for cfg in attending(run)):
         reasons.append(f"{layout.rules.path} [activations] splits heads over {list(heads)} and kv_heads over "
                        f"{list(kv_heads)}")
-    if seq and layout.sizes[AXIS] == 1:
-        reasons.append(f"{layout.rules.path} [activations] splits seq over {list(seq)}")
     return reasons
 
 
