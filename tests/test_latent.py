@@ -1,6 +1,7 @@
 """Attention by latents against whole scores of plainly expanded heads: every gradient leaf, on one device and wherever
 tokens, heads or the layer lie otherwise."""
 import functools
+import json
 from functools import partial
 
 import jax
@@ -172,6 +173,25 @@ def test_steps_with_latents_or_sinks_equal_one_device(model, rule, mesh, more):
                      optimizer=dict(learning_rate=1e-3, schedule="constant"), **more)
     exact = model["compute_dtype"] == "float32"
     parity.check(run, tolerance=parity.FLOAT32 if exact else parity.BFLOAT16)
+
+
+@pytest.mark.parametrize("in_weights", ["data", ["tensor", "data"]])
+def test_heads_that_activations_alone_split_are_computed_once(in_weights, tmp_path):
+    """The weights that expand latents are cut to the heads of a device's queries, however [params] splits them."""
+    (tmp_path / "rules.toml").write_text(f'''
+[params]
+heads = {json.dumps(in_weights)}
+kv_heads = "data"
+[activations]
+batch = "fsdp"
+heads = ["tensor", "data"]
+kv_heads = ["tensor", "data"]
+mlp = ["tensor", "data"]
+''')
+    run = config.Run(mesh=dict(tensor=2, fsdp=2), sharding=dict(rules=str(tmp_path / "rules.toml")), model=WHOLE | dict(num_layers=1),
+                     training=dict(steps=9, loss_chunk=24), data=dict(seq_len=16, global_batch=16),
+                     optimizer=dict(learning_rate=1e-3, schedule="constant"))
+    parity.check(run)
 
 
 @pytest.mark.parametrize("keys", [WHOLE, SINKS])

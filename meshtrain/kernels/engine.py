@@ -78,12 +78,10 @@ class Output(NamedTuple):
 class Expansion(NamedTuple):
     """The weights that make keys and values of latents (`parallel.context.latents`), sharded as [params].
 
-    axes: logical axes of both. gather(w): w as a matmul reads it, in the compute dtype. place(dw): its float32 gradient
-    as the caller keeps it.
+    gather(w): w as a matmul reads it, in the compute dtype. place(dw): its float32 gradient as the caller keeps it.
     """
     key_CNH: jax.Array          # H without the rotated dims
     value_CNV: jax.Array
-    axes: tuple[str | None, ...]
     gather: Callable
     place: Callable
 

@@ -68,4 +68,4 @@ class LatentAttention(nnx.Module):
 
         def place(dw):
             return dw if ex.in_parts else ex.layout.constrain("grads", dw, self.key.axes)
-        return Expansion(key, value, self.key.axes, partial(gathered, ex, axes=self.key.axes), place)
+        return Expansion(key, value, partial(gathered, ex, axes=self.key.axes), place)

@@ -23,7 +23,7 @@ from meshtrain.kernels.engine import Engine, Mask, Output
 from meshtrain.parallel.context import gather, ulysses, zigzag
 from meshtrain.parallel.context.zigzag import AXIS
 from meshtrain.sharding.mesh import on_shards, psum
-from meshtrain.sharding.rules import GATHERED, Layout
+from meshtrain.sharding.rules import Layout
 
 
 class LatentMethod(NamedTuple):
@@ -33,7 +33,6 @@ class LatentMethod(NamedTuple):
     """
     engine: Engine
     method: ModuleType | None
-    axes: tuple[str | None, ...]
     gather: Callable
     place: Callable
 
@@ -63,8 +62,9 @@ class LatentMethod(NamedTuple):
         devices)."""
         seq = None if self.method is None else "seq"
         act = lambda *axes: layout.spec("activations", ("batch", seq, *axes))
-        # Latents are whole: what splits them in a weight (generation splits the embedding dim) is gathered here.
-        weight = layout.spec(GATHERED, (None, *self.axes[1:]))
+        # A device multiplies whole latents with the heads of its queries: what else splits a weight (generation splits
+        # the embedding dim) is gathered here, and heads that [activations] alone splits are cut out.
+        weight = layout.spec("activations", (None, "heads", None))
         tokens = [axis for name in ("batch", seq) for axis in layout.mesh_axes("activations", name)]
         operands = act("heads"), (act(), act()), (weight, weight), act()
         return operands, act("heads"), P(tuple(tokens) or None, *weight)
