@@ -23,6 +23,7 @@ TIMEOUT_S = 1800
 CELL, PROGRAM = "cell", "GPU program"
 EXPERTS = ("configs/quickstart-experts.toml",)
 LEADING = (*EXPERTS, "--model.mlps", "de*")
+WINDOW_FIRST = (*EXPERTS, "--model.mixers", "WF*", "--model.window", "64")
 DROPOUT = ("--model.residual_dropout", "0.2")
 WINDOW = ("--model.window", "64")
 RECURRENT = ("--model.mixers", "GF", "--model.num_layers", "4", "--model.linear",
@@ -30,6 +31,9 @@ RECURRENT = ("--model.mixers", "GF", "--model.num_layers", "4", "--model.linear"
 LATENT = ("--model.num_kv_heads", "4", "--model.latent", "{kv_dim = 64, rope_dim = 16, value_dim = 32}")
 RL = ("configs/quickstart-rl.toml",)
 MICROBATCHES = ("--training.microbatches", "2", "--model.compute_dtype", "bfloat16")
+
+
+SEQUENCE_OVER_FSDP = ROOT / "tests/goldens/rules/sequence_over_fsdp.toml"
 
 
 class Planted(NamedTuple):
@@ -117,6 +121,7 @@ TABLE = [
             "(i, v - 1 - chunk) for i, chunk in forward", "(i, chunk) for i, chunk in forward"),
     Planted("leading_layers_of_the_last_round_count_twice", "schedule", LEADING),
     Planted("the_cotangent_of_another_stages_microbatch_for_leading_layers", "schedule", LEADING),
+    Planted("leading_layers_have_no_balance_loss", "schedule", WINDOW_FIRST),
     Planted("layers_of_stages_are_numbered_without_those_before_them", "schedule", (*LEADING, *DROPOUT)),
     Planted("what_layers_kept_before_is_left_in_place", "schedule"),
     # ---- rules
@@ -125,12 +130,15 @@ TABLE = [
             "jax.lax.with_sharding_constraint(g, P())"),
     Planted("optimizer_states_lie_like_parameters", "rule", (), "no number changes: the states need more memory"),
     Planted("placement_is_read_backwards", "rule", (), "no number changes: other devices are neighbours"),
+    # Without the refusal each device of a stage takes its shard for a whole sequence.
+    Planted("any_axis_splits_sequences", "rule", ("--sharding.rules", str(SEQUENCE_OVER_FSDP), "--mesh.tensor", "1")),
     Planted("the_last_microbatch_with_a_target_is_not_computed", "scale", RL),
 ]
 
 # Shrunk to the smallest run file.
 SHRUNK = ("early_chunks_see_those_at_the_end", "replicas_are_averaged", "stages_weigh_the_balance_by_no_tokens",
-          "ring_gradients_do_not_come_home", "layers_of_a_stage_are_numbered_from_zero")
+          "ring_gradients_do_not_come_home", "layers_of_a_stage_are_numbered_from_zero",
+          "leading_layers_have_no_balance_loss", "any_axis_splits_sequences")
 
 # Runs in the copy: the layouts in their order up to the first that differs, and what else is found.
 PROVE = """
