@@ -102,7 +102,7 @@ def token(content, **properties):
      ["<|x|>"]),
     (dict(tokenizer_config=dict(added_tokens_decoder={}), special_tokens_map=dict(pad_token="<pad>")), "", []),
     (dict(tokenizer_config=dict(added_tokens_decoder={"1": token("<|im_end|>", special=False)})),
-     "<|im_end|> (1) read as tokenizer_config.json describes them", []),
+     "<|im_end|> (1) read as tokenizer_config.json says", []),
     (dict(tokenizer_config=dict(added_tokens_decoder={"7": token("<|im_end|>")})),
      "<|im_end|> (tokenizer_config.json: 7; tokenizer.json: 1)", []),
     (dict(special_tokens_map=dict(eos_token=token("<|im_end|>", normalized=True, rstrip=True))), "", []),
@@ -123,7 +123,7 @@ def test_tokens_that_only_files_beside_a_tokenizer_add_have_the_ids_of_transform
     assert all(max(ids) < size for ids in map(np.ndarray.tolist, reader.encode([f"a {name}b" for name in special])))
     (tmp_path / "alone").mkdir()
     alone = tokenizer.open_file(shutil.copy(path, tmp_path / "alone"))
-    assert (reader.key != alone.key) == (bool(added) or "describes" in told)
+    assert (reader.key != alone.key) == (bool(added) or "read as" in told)
     assert number(told) in "; ".join(reader.notes) and (bool(reader.notes) == bool(told))
     assert published.notes == reader.notes or "data.tokenizer" in str(reader.notes)
 

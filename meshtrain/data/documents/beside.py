@@ -87,10 +87,11 @@ def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]
     at its id.
     """
     from tokenizers import AddedToken       # here: of an extra, without which there is no library
-    notes, changes, new, otherwise, elsewhere = [f"{named}: {note}" for note in said.notes], [], [], [], []
+    wanted, new, otherwise, elsewhere = [], [], [], []
+    added = library.get_added_tokens_decoder()      # once: some tokenizers have thousands
     for token in said.tokens:
         number = library.token_to_id(token.content)
-        here = library.get_added_tokens_decoder().get(number) if number is not None else None
+        here = added.get(number)
         if here is not None and token.id not in (None, number):
             elsewhere.append(f"{token.content} ({token.file}: {token.id}; tokenizer.json: {number})")
             token = dataclasses.replace(token, id=number)       # as transformers
@@ -98,21 +99,25 @@ def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]
         if here is not None and token.id is None:       # without an id a file only names it
             properties = {key: getattr(here, key) for key in PROPERTIES}
             properties["special"] |= token.properties.get("special", False)
-        if here is not None and all(getattr(here, key) == value for key, value in properties.items()):
-            continue
-        library.add_tokens([AddedToken(token.content, **properties)])
+        if here is None or any(getattr(here, key) != value for key, value in properties.items()):
+            wanted.append(dataclasses.replace(token, properties=properties))
+            (new if number is None else otherwise).append(token)
+    library.add_tokens([AddedToken(token.content, **token.properties) for token in wanted])
+    changes = []
+    for token in wanted:
         found = library.token_to_id(token.content)
         if found is None or token.id not in (None, found):
             raise ValueError(f"{named}: {token.file} beside it adds {token.content!r} with the id {token.id}, and it "
                              f"comes out with {found}; save the tokenizer again, so that tokenizer.json has all tokens")
-        (new if number is None else otherwise).append(f"{token.content} ({found})")
-        changes.append(json.dumps([found, token.content, dict(sorted(properties.items()))]))
-    files_of = " and ".join(dict.fromkeys(token.file for token in said.tokens)) or CONFIG
+        changes.append(json.dumps([found, token.content, dict(sorted(token.properties.items()))]))
+    shown = lambda tokens: _few([f"{token.content} ({library.token_to_id(token.content)})" for token in tokens])
+    names_of = lambda tokens: " and ".join(dict.fromkeys(token.file for token in tokens))
+    notes = [f"{named}: {note}" for note in said.notes]
     if new:
-        notes.append(f"{named}: {_few(new)} added, as {files_of} beside it says; tokenizer.json lacks "
+        notes.append(f"{named}: {shown(new)} added, as {names_of(new)} beside it says; tokenizer.json lacks "
                      f"{'it' if len(new) == 1 else 'them'}")
     if otherwise:
-        notes.append(f"{named}: {_few(otherwise)} read as {CONFIG} describes them, not as tokenizer.json does")
+        notes.append(f"{named}: {shown(otherwise)} read as {names_of(otherwise)} says, not as tokenizer.json does")
     if elsewhere:
         notes.append(f"{named}: ids are those of tokenizer.json; files beside it give others: {_few(elsewhere)}")
     return notes, changes
