@@ -176,8 +176,15 @@ def test_another_chat_template_in_a_second_file_is_told(tmp_path):
 def test_a_separator_that_text_can_hold_is_refused(tmp_path):
     path = beside(tmp_path, plain=["<s>"])
     for name in ("<s>", "Ġthe"):
-        with pytest.raises(ValueError, match=f"the separator '{name}' .* is no special token.*special tokens: <"):
+        with pytest.raises(ValueError, match=f"the separator '{name}' .* can come out of text: .*special tokens: <"):
             tokenizer.open_file(path, name)
+    # A special token, which the vocabulary holds as a word, too.
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "the": 1, "<x>": 2}, unk_token="the"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["<s>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="can come out of text: '<s>' has its id, .* as data.bos_token$"):
+        tokenizer.open_file(str(tmp_path / "tokenizer.json"))
 
 
 def test_a_tokenizer_without_chance_gives_the_same_ids_each_time(tmp_path):

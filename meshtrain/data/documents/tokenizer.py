@@ -195,15 +195,16 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
     bos, more = (vocab.get(bos_token), ()) if bos_token else _named(library, said)
     if bos is None and not bos_token:
         bos = next((vocab[name] for name in BOS_NAMES if name in special), None)
-    examples = f", e.g. one of its special tokens: {', '.join(special[:8])}" if special else ""
+    others = [name for name in special if bos is None or name != library.id_to_token(bos)][:8]
+    examples = f", e.g. one of its special tokens: {', '.join(others)}" if others else ""
     if bos is None:
         what = (f"data.bos_token={bos_token!r} is not a token" if bos_token else
                 "no file names the separator, and none of the usual ones is a special token")
         raise ValueError(f"{what} of data.tokenizer={path!r}; name the token that stands before every document as "
                          f"data.bos_token{examples}")
     if text := _text_with(library, bos):
-        raise ValueError(f"the separator {library.id_to_token(bos)!r} of data.tokenizer={path!r} is no special token: "
-                         f"the text {text!r} has its id, and would begin a document; name another as data.bos_token"
+        raise ValueError(f"the separator {library.id_to_token(bos)!r} of data.tokenizer={path!r} can come out of text: "
+                         f"{text!r} has its id, and would begin a document; name another token as data.bos_token"
                          f"{examples}")
     return TokenizerFile(str(file), library, max(vocab.values()) + 1, bos, key, (*notes, *more))
 
