@@ -102,7 +102,7 @@ def main(options: config.Arguments) -> None:
             tasks = asked(scorer, placed.generator()) if asked else {}
     scores = sum(each.values(), Sums()).as_json() | {
         "sources": {name: sums.as_json() for name, sums in each.items()}, "tasks": tasks}
-    say.out(json.dumps(scores) if options["json"] else _table(scores))
+    say.answer(json.dumps(scores) if options["json"] else _table(scores))
 
 
 # ---- what is evaluated on --------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words
     ask = lambda tell=None: generator.complete(prompts, limits, _picking(options), options["seed"], tell,
                                                [samples] * len(prompts))
     if options["json"]:
-        say.out(json.dumps({"completions": [
+        say.answer(json.dumps({"completions": [
             {"prompt_ids": one.prompt, "token_ids": one.tokens, "text": words.text(one.tokens) if words else None,
              "stopped": one.stopped} for one in ask()]}))
     elif words is None:

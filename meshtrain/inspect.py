@@ -59,12 +59,12 @@ def main(own: config.Arguments) -> int:
         _check_writable(own["expect"])
     before = _expected(own["expect"]) if own["expect"] and not own["update"] else None
     if own["schedule"]:
-        _show_schedule(run, own["topology"], say.err if as_json else say.out)
+        _show_schedule(run, own["topology"])
         if not as_json:
             return 0
     devices = _devices(run, own["topology"])
     run, fewer = elastic.fitted(run, len(devices))
-    if fewer and not as_json:
+    if fewer:
         say.out(fewer)
     made = assembly.assemble(run, devices)
     if given and not roofline.gpu_of(made):
@@ -99,7 +99,7 @@ def _tell(step: Inspected, own: config.Arguments) -> None:
         with config.user_errors():
             skin.write("--html", own["html"], layout.page(data))
     if own["json"]:
-        say.out(json.dumps(data))
+        say.answer(json.dumps(data))
         for note in step.made.notes:
             say.err(f"note: {note}")
     elif not own["expect"]:
@@ -201,19 +201,19 @@ def _topology_sizes(run, topology: str) -> dict[str, int]:
     return config.mesh_sizes(run, count, enough=f"--topology {name}:{{}}")
 
 
-def _show_schedule(run, topology: str | None, tell) -> None:
+def _show_schedule(run, topology: str | None) -> None:
     """Text and picture of the run's pipeline; compiles nothing, and needs no more devices than it takes to count
     them."""
     choice = _schedule(run, topology)
     heading = chart.title(choice.schedule, choice.outcome, choice.memory_bytes)
-    tell(f"{heading}\n{choice.why}\n{chart.text(choice.schedule)}")
+    say.out(f"{heading}\n{choice.why}\n{chart.text(choice.schedule)}")
     path = Path(f"{run.run.name}-schedule.svg")
     try:
         path.write_text(skin.alone(pictures.schedule(chart.as_json(choice), heading)) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; go to a directory that can be "
                           f"written") from None
-    tell(f"drawn: {path}")
+    say.out(f"drawn: {path}")
 
 
 def _schedule(run, topology: str | None) -> simulate.Choice:

@@ -99,7 +99,7 @@ def main(options: config.Arguments) -> None:
             skin.write("--html", options["html"], plans.page(found.as_json()))
         if "write" in options and found.best:
             skin.write("--write", options["write"], run_file(found.run, found.best, options["write"]))
-    say.out(json.dumps(found.as_json()) if options["json"] else found.text())
+    say.answer(json.dumps(found.as_json()) if options["json"] else found.text())
     if "html" in options:
         say.err(f"written: {options['html']}")
     if "write" in options:

@@ -40,37 +40,36 @@ def main(own: config.Arguments) -> int:
     if own["html"]:
         with config.user_errors():
             skin.check_free("--html", own["html"])
-    tell = say.err if own["json"] else say.out
     devices = local_devices.start(run.replaced(mesh={"simulated_devices": own["devices"]}), cheaply=True)
     with say.without_noise([]):     # what XLA warns of while it compiles for CPUs concerns nobody
         begun = say.live if say.on_terminal() and not own["json"] else lambda line: None
-        proof = parity.prove(run, own["rules"], devices, own["cells"], tell, begun)
-        file = _written(proof, run, devices, tell)
+        proof = parity.prove(run, own["rules"], devices, own["cells"], say.out, begun)
+        file = _written(proof, run, devices)
     data = proof.as_json() | {"smallest": file}
     if own["html"]:
         with config.user_errors():
             skin.write("--html", own["html"], proofs.page(data))
         say.err(f"written: {own['html']}")
     if own["json"]:
-        say.out(json.dumps(data))
+        say.answer(json.dumps(data))
     else:
         for note in proof.notes:
-            tell(f"note: {note}")
-        tell(summary(proof))
+            say.out(f"note: {note}")
+        say.out(summary(proof))
     return 1 if proof.failed else 0
 
 
-def _written(proof: parity.Proof, run: config.Run, devices, tell) -> str | None:
+def _written(proof: parity.Proof, run: config.Run, devices) -> str | None:
     """The smallest run file that shows the first difference, written; None without one."""
     if (cell := proof.first_wrong) is None:
         return None
-    tell("looking for the smallest run file that shows it …")
-    found = smallest.of(cell, devices, tell)
+    say.out("looking for the smallest run file that shows it …")
+    found = smallest.of(cell, devices, say.out)
     if found.keys == smallest.keys_of(run):
-        tell("no key of this run file can be left out: it is the smallest that shows it")
+        say.out("no key of this run file can be left out: it is the smallest that shows it")
         return None
     path = smallest.written(found, run.run.name)
-    tell(f"written: {path}, {len(found.keys)} keys; python -m meshtrain.prove {path} shows it again")
+    say.out(f"written: {path}, {len(found.keys)} keys; python -m meshtrain.prove {path} shows it again")
     return str(path)
 
 

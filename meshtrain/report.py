@@ -40,7 +40,7 @@ def main(asked: config.Arguments) -> None:
             skin.write("--html", html, pages.page(data))
     if data["no_rows"]:
         say.err(f"{data['no_rows']:,} lines of {data['dir']}/{rows.NAME} are no rows of metrics; they are left out")
-    say.out(json.dumps(data) if asked["json"] else summary(data))
+    say.answer(json.dumps(data) if asked["json"] else summary(data))
     if html:
         say.err(f"written: {html}")
 

@@ -153,3 +153,62 @@ def test_a_process_that_was_started_meanwhile_and_lives_on_holds_up_nothing(monk
     child.kill()
     child.wait()
     assert took_s < 10
+
+
+# ---- stdout that is kept for JSON ------------------------------------------------------------------------------------
+
+ASKED = """
+import os, subprocess, sys, threading
+from meshtrain.config import Command, Option
+from meshtrain.run import command, say
+sys.argv = ["asked", *sys.argv[1:]]
+command.begin()
+@command.entry(Command("asked", {"json": Option("JSON alone")}, "NAME", (0, 1)), "about")
+def main(options):
+    say.out("a note")
+    say.part("a part")
+    say.live("a live line")
+    print("a reward function of the user's")
+    subprocess.run(["echo", "a child"])
+    os.write(1, b"C++\\n")
+    if options.names:
+        os.kill(os.getpid(), 15)
+        threading.Event().wait()
+    say.answer('{"answer": 1}')
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def asked(*words) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", ASKED, *words], capture_output=True, text=True, timeout=120, cwd=ROOT,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+NOTES = ("a note", "a part", "a live line", "a reward function", "a child", "C++")
+
+
+def test_with_json_stdout_has_the_answer_alone():
+    done = asked("--json")
+    assert (done.returncode, done.stdout) == (0, '{"answer": 1}\n') and all(note in done.stderr for note in NOTES)
+
+
+def test_a_command_that_is_stopped_with_json_leaves_stdout_empty():
+    done = asked("--json", "forever")
+    assert (done.returncode, done.stdout) == (75, "") and "SIGTERM: stopped" in done.stderr, done.stderr
+    assert "SIGTERM: stopped" in asked("forever").stdout
+
+
+def test_every_command_with_json_prints_it_by_answer_alone():
+    for path in (ROOT / "meshtrain").glob("*.py"):
+        if '"json": config.Option' in (text := path.read_text()):
+            assert "say.out(json.dumps" not in text and "say.answer(json.dumps" in text, path.name
+
+
+def test_in_a_process_that_calls_a_command_stdout_is_kept_while_it_runs(capsys):
+    with say.kept_stdout():
+        say.out("a note")
+        print("a reward function of the user's")
+        say.answer("{}")
+    print("after")
+    found = capsys.readouterr()
+    assert found.out == "{}\nafter\n" and "a note" in found.err and "a reward function" in found.err

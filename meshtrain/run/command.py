@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 
 from meshtrain import files
@@ -13,12 +14,17 @@ from meshtrain.run import say, stops
 from meshtrain.run.stops import DONE, FAILED, USER_ERROR
 
 
+JSON = "--json"     # the option of commands that print JSON, or nothing, on stdout
+
+
 def begin(level: int = 2, platform: str = "") -> None:
     """First call of a command that does not train: installs signal handlers and silences jax's C++ logs.
 
     level: see `say.begin`. platform: jax's, where the environment names none.
     """
     say.begin(level)
+    if JSON in sys.argv[1:]:
+        say.keep_stdout()
     stops.listen("stopped")
     if platform:
         os.environ.setdefault("JAX_PLATFORMS", platform)
@@ -40,11 +46,12 @@ def entry(command: Command, about: str | None, failures: tuple[type[Exception], 
             words = [str(word) for word in argv]
             own = words[:words.index("--")] if command.launcher and "--" in words else words
             if {"--help", "-h"} & set(own):
-                say.out(command.help(about or ""))
+                say.answer(command.help(about or ""))
                 return DONE
             files.tell = say.err
             try:
-                return body(command.read(words)) or DONE
+                with say.kept_stdout(JSON in own):
+                    return body(command.read(words)) or DONE
             except ConfigError as error:
                 if not reported(error):
                     say.err(f"error: {error}")

@@ -19,12 +19,50 @@ NOISE = re.compile(rb"cudart_stub|absl::InitializeLog\(\)")
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 WARNING = re.compile(r"W\d{4} [\d:.]+ ")
 
+_answers = None     # where `answer` prints while stdout is kept for it; None: on stdout, with all else
 _live = 0   # characters of the unfinished line that stands on the terminal
 
 
 def out(text: str) -> None:
     """Prints lines on stdout, in place of the live line if there is one."""
     _send(sys.stdout, _over_live(_shown(sys.stdout, text)) + "\n")
+
+
+def answer(text: str) -> None:
+    """Prints the answer of a command: on stdout, also while it is kept for answers."""
+    if _answers is None:
+        out(text)
+    else:
+        end_live()
+        _send(_answers, _shown(_answers, text) + "\n")
+
+
+def keep_stdout() -> None:
+    """Keep stdout for `answer` from here on: what else is printed, by C++ and child processes too, goes to stderr.
+
+    For `--json`: a program reads an answer or nothing. Raises: OSError where no descriptor is left.
+    """
+    global _answers
+    if _answers is None:
+        sys.stdout.flush()
+        _answers = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+        os.dup2(2, 1)
+
+
+@contextlib.contextmanager
+def kept_stdout(kept: bool = True):
+    """Context: keeps Python's stdout for `answer`, of a command that is called in this process. kept: if False, or
+    after `keep_stdout`, it does nothing."""
+    global _answers
+    if not kept or _answers is not None:
+        yield
+        return
+    _answers = sys.stdout
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _answers = None
 
 
 def err(text: str) -> None:
