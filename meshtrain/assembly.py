@@ -14,7 +14,9 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, footprint, price, rates, simulate
 from meshtrain.cost.formulas.placed import Options, Placed, place
 from meshtrain.cost.program import audit, scheduling
+from meshtrain.inference import placement
 from meshtrain.model import mlp, transformer
+from meshtrain.names import AXES
 from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import stages
@@ -23,6 +25,7 @@ from meshtrain.run import say
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Tensor
+from meshtrain.shipped import found
 from meshtrain.training import accumulate, state, step
 
 
@@ -80,7 +83,7 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
     with config.user_errors():
         loaded = rules.load(run.sharding.rules)
         model = transformer.build(run.model, run.lora)
-    layout, notes, faults = lay_out(run, sizes, loaded, model)
+    layout, notes, faults = lay_out(run, sizes, loaded, model, platform, gpu)
     if faults:
         raise ConfigError(*faults)
     with config.user_errors():
@@ -98,9 +101,26 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
                                       dispatch.note(run, layout), *notes, *config.notes(run)])))
 
 
-def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer) -> tuple[
-        Layout, list[str], list[str]]:
-    """(the layout that the rules give on a mesh of these sizes, notes for the user, faults)."""
+def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
+    """Why the program does not take this run on its mesh, whose axes all have a size; empty if it does.
+
+    What a run file is asked when it is loaded, then what `design` asks. Raises: ConfigError for files that cannot be
+    read.
+    """
+    if faults := config.problems(run):
+        return faults
+    with config.user_errors():
+        loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)
+    return lay_out(run, {axis: getattr(run.mesh, axis) for axis in AXES}, loaded, model, platform, gpu)[2]
+
+
+def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer, platform: str = "",
+            gpu: hardware.Gpu | None = None) -> tuple[Layout, list[str], list[str]]:
+    """(the layout that the rules give on a mesh of these sizes, notes for the user, why the program does not take it).
+
+    The run has passed `config.problems`. platform: jax's; "": on unknown devices, whose engines and sampler are not
+    asked. gpu: as of `design`.
+    """
     fitted, notes = stages.fit(run, loaded, sizes, transformer.padded_vocab(run.model))
     fitted, shared = model.fit(fitted, sizes)
     layout = Layout(fitted, sizes)
@@ -113,7 +133,31 @@ def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer
     if run.training.objective in ("dpo", "rl") and sizes["stage"] > 1:
         faults = [f'mesh.stage={sizes["stage"]}: training.objective="{run.training.objective}" is not computed in '
                   f'pipelines; use mesh.stage=1', *faults]
-    return layout, notes + shared + partly, faults + idle
+    faults = faults + idle
+    if platform and not faults:
+        faults = _unserved(run, layout, model, platform, gpu)
+    return layout, notes + shared + partly, faults
+
+
+def _unserved(run: Run, layout: Layout, model: transformer.Transformer, platform: str, gpu: hardware.Gpu | None
+              ) -> list[str]:
+    """Why engines that the run names, or the sampler of its answers, cannot serve this layout on these devices,
+    whatever is installed; empty if they can."""
+    def sampler() -> None:
+        given = rules.load(found(run.rl.rules), "rl.rules") if run.rl.rules else None
+        if faults := dispatch.problems(run, placement.beside(model, layout, given)):
+            raise ValueError("\n".join(faults))
+
+    asked: list[Callable[[], object]] = [
+        lambda: attention.engine_name(run, layout, gpu.name if gpu else "", platform),
+        lambda: mlp.choose(run, layout, platform, gpu)]
+    faults: list[str] = []
+    for ask in asked + [sampler] * (run.training.objective == "rl" and not run.rl.lag):
+        try:
+            ask()
+        except ValueError as refused:
+            faults += str(refused).splitlines()
+    return faults
 
 
 def _check_float8(run: Run, platform: str, name: str, gpu: hardware.Gpu | None,

@@ -84,6 +84,7 @@ COMMAND = config.Command("meshtrain.plan", {
                             config.whole(1), 0),
 }, "MODEL|RUN.toml", (0, 1))
 TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million, as runs of billions of parameters take
+MOST_FAULTS = 5
 TOLD, OTHERS = 20, 400      # plans in the answer; more of them in JSON as points alone
 
 
@@ -173,11 +174,13 @@ def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search
     """Raises: ConfigError where no layout is allowed."""
     question = question_of(run, options, num_gpus)
     answer = search.search(question)
-    if not answer.tried:
+    if not answer.plans and not answer.misses:
         fixed = " ".join(f"--{axis} {options[axis]}" for axis in AXES if axis in options)
         none = (f"{fixed}: no mesh of {num_gpus} GPUs has the sizes that are fixed; their product must divide the "
                 f"number of GPUs, and heads and layers must allow them")
-        raise ConfigError(*(answer.faults[:5] or [none]))
+        refused = [f"{fault} (so {number} of {answer.laid} meshes with a rule file)"
+                   for fault, number in answer.faults.most_common(MOST_FAULTS)]
+        raise ConfigError(*(refused or [none]))
     return question, answer
 
 
@@ -249,15 +252,19 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
     with config.user_errors():
         model = transformer.build(run.model, run.lora)
 
+    def checked(asked: Run, sizes, loaded: rules.Rules):
+        faults = config.problems(asked.replaced(sharding={"rules": str(found(loaded.path))}))
+        layout, _, others = assembly.lay_out(asked, sizes, loaded, model, "gpu", gpu)
+        return layout, faults or others
+
     def lay(sizes, loaded: rules.Rules, method: str):
-        asked = run.replaced(mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},
-                             training={"remat": options["remat"] or "none"})
-        layout, _, faults = assembly.lay_out(asked, sizes, loaded, model)
-        try:
-            attended(layout, method)
-        except ValueError as refused:
-            faults = [*faults, str(refused)]
-        return layout, faults
+        return checked(run.replaced(
+            mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},
+            training={"remat": options["remat"] or "none", "microbatches": options["microbatches"] or 1}),
+            sizes, loaded)
+
+    def refused(plan: search.Plan) -> list[str]:
+        return checked(laid_out(run, plan), plan.sizes, plan.rules)[1]
 
     def attended(layout: rules.Layout, method: str) -> rates.Attended:
         return rates.attended(run.replaced(context={"method": method}), layout, rated.assumed)
@@ -265,7 +272,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
     optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
     options_of_run = Options.of(run, gpu.name, optimizer_bytes=optimizer_bytes)
     return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
-                           attended, lay)
+                           attended, lay, refused)
 
 
 def laid_out(run: Run, plan: search.Plan) -> Run:
@@ -323,18 +330,15 @@ def sampled_apart(run: Run, question: search.Question) -> dict:
             "batch_s_at_most": -(-rl.prompts * rl.samples // asked) * rl.max_tokens * token_s}
 
 
-def sampled(run: Run, question: search.Question, plan: search.Plan) -> dict | None:
-    """What the sampler of a run with [rl] costs under a plan, seconds and slots of data.seq_len tokens. None where
-    rl.rules do not fit the mesh. Raises: ConfigError where they cannot be read."""
+def sampled(run: Run, question: search.Question, plan: search.Plan) -> dict:
+    """What the sampler of a run with [rl] costs under a plan, seconds and slots of data.seq_len tokens. Raises:
+    ConfigError where rl.rules cannot be read."""
     if run.rl.lag:
         return sampled_apart(run, question)
     rl, model, layout = run.rl, transformer.build(run.model, run.lora), plan.placed.layout
     with config.user_errors():
         given = rules.load(found(rl.rules)) if rl.rules else None
-    try:
-        read = placement.beside(model, layout, given)
-    except ValueError:
-        return None
+    read = placement.beside(model, layout, given)
     room, shards = cache.rounded_room(run.data.seq_len), read.num_shards(read.batch_axes)
     placed = place(question.rows, run.model, read, plan.placed.mesh)
     asked = rl.slots or rl.prompts * rl.samples

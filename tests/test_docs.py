@@ -1,6 +1,7 @@
 """The pages say what is so: their commands parse, their links and files exist, their keys are keys."""
 import fnmatch
 import json
+import math
 import re
 import shlex
 import traceback
@@ -154,3 +155,39 @@ def test_the_page_of_the_code_names_functions_that_its_files_have():
     wrong = {(path, name) for path, text in named for name in re.findall(r"`(\w+)`", text)
              if not re.search(rf"(def|class) {name}\b", (ROOT / "meshtrain" / path).read_text())}
     assert len(named) == 8 and wrong <= {("model/layers.py", "choose")}    # of the next file
+
+
+# ---- what a command printed is what it prints ------------------------------------------------------------------------
+
+
+def quoted(page: Path) -> list[tuple[str, list[str]]]:
+    """(command, lines) of the blocks that begin with "$ python -m meshtrain.plan"; lines with … for what is left out.
+    """
+    blocks = re.findall(r"```(?:text)?\n\$ (python -m meshtrain\.plan .*)\n((?:.*\n)*?)```", page.read_text())
+    return [(command, lines.splitlines()) for command, lines in blocks]
+
+
+QUOTED = [(page, command, lines) for page in PAGES for command, lines in quoted(page)]
+
+
+@pytest.mark.parametrize("page, command, lines", QUOTED, ids=[page.stem for page, *_ in QUOTED])
+def test_what_plan_printed_is_what_it_prints(page, command, lines, capsys):
+    assert plan.main(shlex.split(command)[3:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    for line in filter(str.strip, lines):
+        form = ".*".join(map(re.escape, line.split("…")))
+        assert any(re.fullmatch(form, found) for found in printed), f"{page.name}: {line}"
+
+
+def test_a_search_takes_as_long_as_its_benchmark_took():
+    rows = re.findall(r"^\| \S+ \| ([\d,]+) \| [\d,]+ \| [\d,]+ \| [\d,]+ \| ([\d.]+) \|$",
+                      (ROOT / "benchmarks" / "plan.md").read_text(), re.MULTILINE)
+    gpus = [int(count.replace(",", "")) for count, _ in rows]
+    seconds = [float(taken) for _, taken in rows]
+    said = (f"{math.ceil(min(seconds))} to {math.ceil(max(seconds))} CPU seconds, for {min(gpus):,} GPUs to "
+            f"{max(gpus):,}")
+    assert said in (ROOT / "docs" / "plan.md").read_text(), said
+
+
+def test_plan_is_quoted():
+    assert any(page.stem == "plan" and len(lines) > 1 for page, _, lines in QUOTED)

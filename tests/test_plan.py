@@ -242,3 +242,76 @@ def test_a_file_that_is_there_is_told_before_anything_is_searched(tmp_path, monk
     code, _, err = call(*f"llama3-8b --gpus 8 --gpu h100 --verify 1 --write {tmp_path / 'a.toml'}".split())
     assert code == 2 and err.startswith("error: --write=") and "is there already" in err
     assert (tmp_path / "a.toml").read_text() == "mine"
+
+
+# ---- what is planned is trained --------------------------------------------------------------------------------------
+
+ONE_B = "llama3.2-1b --gpus 8 --gpu h100 --global-batch 32 --context 1"
+# What train asks of a mesh, rules, microbatches or a schedule, and some layouts that it refuses for that.
+ASKED = {
+    "optimizer.qk_clip": f"{ONE_B} --optimizer.qk_clip 100",
+    "model.mlp": f"{ONE_B} --model.mlp mosaic",
+    "must be multiples of 128": f"{ONE_B} --seq-len 1000 --microbatches 4 --model.mlp mosaic",
+    "own.toml": f"{ONE_B} --training.objective rl --data.source prompts --data.paths [\"a.jsonl\"] --rl.reward exact "
+                "--validation.every 0 --rl.rules own.toml",
+    "experts.dispatch": f"{ONE_B} --model.num_layers 4 --model.num_experts 8 --model.experts_per_token 2 "
+                        "--model.expert_mlp_dim 1024 --experts.dispatch all_to_all",
+    "training.remat": f"{ONE_B} --remat offload",
+    "chunks of equal length": "llama3.2-1b --gpus 8 --gpu h100 --global-batch 40 --seq-len 1000 --context 8 "
+                              "--model.num_heads 12 --model.num_kv_heads 4 --model.embed_dim 1536",
+    "model.attention": "llama3.2-1b --gpus 8 --gpu a100-80gb --global-batch 32 --model.attention mosaic"}
+
+
+def shown(words: str):
+    options = plan.COMMAND.read(words.split())
+    run = plan.asked(options)
+    asked, answer = plan.answered(run, options, *options["gpus"])
+    return run, asked, answer, [*answer.plans[:plan.TOLD], *answer.misses]
+
+
+def taken(run, one: search.Plan, gpu) -> None:
+    """As `train` and `inspect` begin with a plan's run file. Raises: ConfigError."""
+    with open("written.toml", "w") as file:
+        file.write(plan.run_file(run, one, "written.toml"))
+    again = config.load(["written.toml"])
+    assembly.design(again, MeshSpec(config.mesh_sizes(again, one.placed.mesh.num_devices), again.mesh.placement),
+                    "gpu", gpu)
+
+
+@pytest.mark.parametrize("why", ASKED)
+def test_what_is_planned_is_trained(why, tmp_path):
+    (tmp_path / "own.toml").write_text('extends = "ddp"\n[params]\nembed = "fsdp"\n[activations]\nbatch = "data"\n')
+    try:
+        run, asked, answer, plans = shown(ASKED[why])
+    except config.ConfigError as refused:
+        assert why in str(refused) and " meshes with a rule file)" in str(refused)
+        return
+    assert plans and any(why in fault for fault in answer.faults), answer.faults
+    for one in plans:
+        taken(run, one, asked.rated.gpu)
+
+
+def test_a_layout_whose_best_plan_is_refused_takes_the_next_one(monkeypatch):
+    before = shown(ONE_B)[2].plans
+    problems = config.problems
+    monkeypatch.setattr(config, "problems", lambda run: problems(run) + (
+        ["no pipelines of 32 rows"] if run.training.microbatches > 1 and run.mesh.stage > 1 else []))
+    _, _, answer, plans = shown(ONE_B)
+    assert any(one.sizes["stage"] > 1 and one.options.microbatches > 1 for one in before[:plan.TOLD])
+    assert all(one.options.microbatches == 1 for one in plans if one.sizes["stage"] > 1)
+    assert [one.price.step_s for one in answer.plans] == sorted(one.price.step_s for one in answer.plans)
+
+
+def test_where_train_takes_no_layout_it_is_said_why_and_of_how_many():
+    code, out, err = call(*ONE_B.split(), "--optimizer.qk_clip", 100, "--stage", 2)
+    assert code == 2 and not out and "optimizer.qk_clip=100" in err
+    number, total = err.split("(so ")[1].split(" meshes")[0].split(" of ")
+    assert number == total and int(total) > 5
+
+
+def test_latents_with_a_window_are_split_over_context_by_ulysses(tmp_path):
+    words = ("llama3.2-1b --gpus 8 --gpu h100 --global-batch 8 --seq-len 16384 --model.mixers WF --model.window 4096 "
+             "--model.latent {kv_dim=128,rope_dim=32,value_dim=64} --model.num_kv_heads 32 --context 4")
+    run, asked, _, plans = shown(words)
+    assert plans and {one.options.method for one in plans} == {"ulysses"}
+    taken(run, plans[0], asked.rated.gpu)

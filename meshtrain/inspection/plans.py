@@ -137,10 +137,8 @@ def first(question: Question, answer: Answer, gap: Gap | None = None) -> dict | 
             "time_s": time_s, "mesh": summary.mesh(MeshSpec(plan.sizes, plan.placed.mesh.placement), gpu, gpu.name)}
 
 
-def sampling(found: dict | None) -> str:
+def sampling(found: dict) -> str:
     """What answers cost under the first plan; found: as `meshtrain.plan.sampled` has it."""
-    if found is None:
-        return "Sampling: rl.rules do not fit the mesh of the first plan; `inspect` tells why."
     if "file_bytes" in found:
         fits = found["slots_that_fit"]
         return (f"A sampler apart with the {found['gpus']} GPUs of a host (tensor {found['tensor']}): "

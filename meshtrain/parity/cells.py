@@ -184,13 +184,13 @@ class _Choices:
                 and cell["longest"] in (OFF, *axes))
 
     def accepted(self, cell: Cell) -> bool:
-        """Whether the program takes it, as `assembly.design` says; the model is built once for all."""
+        """Whether the program takes it, as `assembly.refusals` says; the model is built once for all."""
         key = tuple(cell.values())
         if key not in self.taken:
             run, path = run_of(self.run, cell), cell["rules"]
             sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
             self.taken[key] = not config.problems(run) and not assembly.lay_out(
-                run, sizes, self.rules[path], self.model)[2]
+                run, sizes, self.rules[path], self.model, "cpu")[2]
         return self.taken[key]
 
     def _choices(self, wanted: tuple) -> dict[str, str]:

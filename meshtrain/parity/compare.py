@@ -19,7 +19,6 @@ from meshtrain import assembly, config
 from meshtrain.cost.program import audit
 from meshtrain.model import params as params_of
 from meshtrain.names import AXES, CHOSEN, NO_TARGET, PADDING, REJECTED
-from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.shipped import shipped
 from meshtrain.training.state import State
 
@@ -281,7 +280,5 @@ def _answers(batch: dict, rng: np.random.Generator) -> dict:
 
 def accepted(run: config.Run) -> None:
     """Check that the program takes the run. Raises: ConfigError with what it refuses."""
-    spec = MeshSpec(config.mesh_sizes(run, num_devices(run)), run.mesh.placement)
-    if faults := config.problems(run):
+    if faults := assembly.refusals(run, "cpu", None):
         raise config.ConfigError(*faults)
-    assembly.design(run, spec, "cpu", None)

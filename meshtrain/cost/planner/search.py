@@ -2,14 +2,16 @@
 
 Tries every factorization of the GPUs over the five axes whose tensor groups fit into a link domain. Rule files that are
 equal on a mesh are tried once. Each layout gets the least recomputation that fits and the schedule with the smallest
-bubble that fits; the best plans also get other placements of the axes and other context methods. `Question.lay` applies
-the checks that training starts with.
+bubble that fits; the best plans also get other placements of the axes and other context methods. `Question.lay` and
+`Question.refused` apply the checks that training starts with.
 """
 from __future__ import annotations
 
+import collections
 import dataclasses
+import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from meshtrain.cost.formulas import footprint, simulate
 from meshtrain.cost.formulas import price as prices
@@ -48,7 +50,8 @@ TOO_SHORT = "a step below 0.3 s on hundreds of GPUs follows no formula: latencie
 class Question:
     """What to search. options: of the run; the search replaces microbatches, remat, schedule, chunks and method. fixed:
     sizes of axes, schedule, chunks, microbatches, remat that the user set. attended: (layout, context method) → what
-    attention computes. lay: (sizes, rules, context method) → (layout, its faults)."""
+    attention computes. lay: (sizes, rules, context method) → (layout, why training does not take it). refused: why
+    training does not take a plan, with its microbatches, schedule and remat."""
     cfg: object
     rows: list
     num_gpus: int
@@ -59,6 +62,7 @@ class Question:
     fixed: Mapping[str, object]
     attended: Callable[[Layout, str], Attended]
     lay: Callable[[Mapping[str, int], Rules, str], tuple[Layout, list[str]]]
+    refused: Callable[[Plan], list[str]]
     methods: tuple[str, ...] = METHODS
 
 
@@ -90,44 +94,61 @@ class Plan:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
     """plans: those that fit, fastest first, the best of each mesh and rule file. misses: near misses, fastest first.
-    tried: number of allowed layouts. faults: why others are not allowed, each once."""
+    tried: number of allowed layouts. laid: of meshes with a rule file. faults: why some of these are not allowed, with
+    how many."""
     plans: list[Plan]
     misses: list[Plan]
     tried: int
-    faults: list[str]
+    laid: int
+    faults: collections.Counter[str]
 
 
 def search(question: Question) -> Answer:
     """Price every allowed layout, and refine the fastest."""
-    found: dict = {}
-    misses, faults, tried = [], {}, 0
-    for placed, rules, wrong in _layouts(question):
+    found: dict[tuple, list[Plan]] = {}
+    misses, faults, tried, laid = [], collections.Counter(), 0, 0
+    for placed, rules, method, wrong in _layouts(question):
+        laid += 1
         if wrong:
-            faults.setdefault(wrong[0], None)
+            faults[wrong[0]] += 1
             continue
         num_shards = placed.layout.num_shards(placed.layout.mesh_axes("activations", "batch"))
         counts = _microbatches(question, num_shards)
         if not counts:
-            faults.setdefault(f"a global batch of {question.options.global_batch} sequences cannot be split over "
+            faults[f"a global batch of {question.options.global_batch} sequences cannot be split over "
                               f"{num_shards} replicas"
-                              + (f" in {question.fixed['microbatches']} microbatches"
-                                 if "microbatches" in question.fixed else ""))
+                   + (f" in {question.fixed['microbatches']} microbatches"
+                      if "microbatches" in question.fixed else "")] += 1
         for m in counts:
             tried += 1
-            best = None
-            for options, needed in _fitting(question, placed, m):
+            for options, needed in _fitting(question, placed, m, method):
                 if needed > question.usable_bytes:
                     misses.append((needed, placed, rules, options))
                     continue
-                plan = _priced(question, placed, rules, options)
-                best = plan if best is None or plan.price.step_s < best.price.step_s else best
-            key = tuple(placed.mesh.sizes.values()), rules.path
-            if best and (key not in found or best.price.step_s < found[key].price.step_s):
-                found[key] = best
-    plans = sorted(found.values(), key=_order)
-    plans = sorted([_refined(question, plan) for plan in plans[:REFINED]], key=_order) + plans[REFINED:]
+                key = tuple(placed.mesh.sizes.values()), rules.path
+                found.setdefault(key, []).append(_priced(question, placed, rules, options))
+    plans = _taken(question, found.values(), faults)
     near = [miss for miss in misses if miss[0] <= NEAR * question.usable_bytes or not plans]
-    return Answer(plans, _near(question, near), tried, list(faults))
+    return Answer(plans, _near(question, near, faults), tried, laid, faults)
+
+
+def _taken(question: Question, found: Iterable[list[Plan]], faults: collections.Counter[str]) -> list[Plan]:
+    """The fastest plan of each list that training takes, fastest first; the best `REFINED` refined. The others are
+    not asked again: their mesh and rules are allowed."""
+    waiting = [(*_order(plans[0]), n, plans) for n, plans in enumerate(
+        sorted(plans, key=lambda plan: plan.price.step_s) for plans in found)]
+    heapq.heapify(waiting)
+    taken: list[Plan] = []
+    while waiting and len(taken) < REFINED:
+        *_, n, (first, *others) = heapq.heappop(waiting)
+        plan = _refined(question, first)
+        if not (wrong := question.refused(plan)):
+            taken.append(plan)
+        elif others:
+            heapq.heappush(waiting, (*_order(others[0]), n, others))
+        else:
+            faults[wrong[0]] += 1
+    return sorted(taken, key=_order) + [plans[0] for *_, plans in sorted(waiting)]
 
 
 def _order(plan: Plan):
@@ -141,8 +162,9 @@ def divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
-def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, list[str]]]:
-    """Yield every mesh with every rule file that differs from the others there, and its faults."""
+def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, str, list[str]]]:
+    """Yield every mesh with every rule file that differs from the others there, the first context method that training
+    takes there, and why it takes none."""
     seen = set()
     for sizes in _meshes(question):
         rest = question.num_gpus // (sizes["tensor"] * sizes["stage"] * sizes["context"])
@@ -153,8 +175,19 @@ def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, list[st
                 key = tuple(mesh.sizes.values()), _sharding_key(rules, split)
                 if key not in seen:
                     seen.add(key)
-                    layout, wrong = question.lay(mesh.sizes, rules, question.methods[0])
-                    yield None if wrong else place(question.rows, question.cfg, layout, mesh), rules, wrong
+                    layout, method, wrong = _laid(question, mesh.sizes, rules)
+                    yield None if wrong else place(question.rows, question.cfg, layout, mesh), rules, method, wrong
+
+
+def _laid(question: Question, sizes: Mapping[str, int], rules: Rules) -> tuple[Layout, str, list[str]]:
+    """(layout, the first context method that training takes, why it does not take the first of all)."""
+    first, *others = question.methods
+    layout, wrong = question.lay(sizes, rules, first)
+    for method in others if wrong and sizes["context"] > 1 else ():
+        other, faults = question.lay(sizes, rules, method)
+        if not faults:
+            return other, method, []
+    return layout, first, wrong
 
 
 def _sharding_key(rules: Rules, axes) -> frozenset:
@@ -218,13 +251,13 @@ def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
     return sorted(found, key=lambda pair: round(prices.bubble_s(simulate.Costs(), pair[0], p, m, pair[1]), 9))
 
 
-def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Options, int]]:
+def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterator[tuple[Options, int]]:
     """Yield (options, bytes) worth a price, or the smallest if none fits.
 
     For each remat policy: the fitting schedule with the smallest bubble, with and without a separate W, until the best
     schedule of all fits. In a pipeline saved residuals cost time too, so "selective" is tried beside "none".
     """
-    p, attended = placed.mesh.sizes["stage"], question.attended(placed.layout, question.methods[0])
+    p, attended = placed.mesh.sizes["stage"], question.attended(placed.layout, method)
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
     if placed.held.stored_bytes + question.options.optimizer_bytes * placed.held.stored > question.usable_bytes:
@@ -236,7 +269,7 @@ def _fitting(question: Question, placed: Placed, m: int) -> Iterator[tuple[Optio
             for name, chunks in family:
                 options = dataclasses.replace(
                     question.options, microbatches=m, remat=remat, schedule=name, chunks=chunks,
-                    method=question.methods[0], attended=attended)
+                    method=method, attended=attended)
                 slots = footprint.slot_bytes(placed, options) if p > 1 else 0
                 if without_slots is None:    # schedules differ in their slots alone
                     without_slots = footprint.memory(placed, options)["total"] - slots
@@ -267,9 +300,9 @@ def _priced(question: Question, placed: Placed, rules: Rules, options: Options) 
 def _refined(question: Question, plan: Plan) -> Plan:
     """Find the best placement and context method of a plan."""
     best = plan
-    methods = question.methods if plan.sizes["context"] > 1 else question.methods[:1]
-    for method in methods:
-        if method != question.methods[0] and question.lay(plan.sizes, plan.rules, method)[1]:
+    own = plan.options.method
+    for method in question.methods if plan.sizes["context"] > 1 else (own,):
+        if method != own and question.lay(plan.sizes, plan.rules, method)[1]:
             continue
         attended = question.attended(plan.placed.layout, method)
         options = dataclasses.replace(plan.options, method=method, attended=attended)
@@ -281,8 +314,8 @@ def _refined(question: Question, plan: Plan) -> Plan:
     return best
 
 
-def _near(question: Question, misses: list) -> list[Plan]:
-    """The fastest near misses, with what takes their memory."""
+def _near(question: Question, misses: list, faults: collections.Counter[str]) -> list[Plan]:
+    """The fastest near misses that training takes, with what takes their memory."""
     found, usable = {}, question.usable_bytes
     for needed, placed, rules, options in sorted(misses, key=lambda miss: miss[0])[:8 * MOST_MISSES]:
         plan = _priced(question, placed, rules, options)
@@ -291,5 +324,10 @@ def _near(question: Question, misses: list) -> list[Plan]:
         gib = simulate.gib
         reason = (f"needs {gib(needed)} where {gib(usable)} can be used: {KIND_NAMES[name]} take {gib(held[name])}, "
                   f"with remat {options.remat} and {options.microbatches} microbatches")
-        found.setdefault((tuple(plan.sizes.values()), rules.path), dataclasses.replace(plan, fits=False, reason=reason))
+        if (key := (tuple(plan.sizes.values()), rules.path)) in found:
+            continue
+        if wrong := question.refused(plan):
+            faults[wrong[0]] += 1
+        else:
+            found[key] = dataclasses.replace(plan, fits=False, reason=reason)
     return sorted(found.values(), key=_order)[:MOST_MISSES]

@@ -240,12 +240,12 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     return made, note if platform in GPU_PLATFORMS or asked != "auto" or window(run) else ""
 
 
-def engine_name(run, layout: Layout, gpu: str) -> str:
-    """The engine that `choose` takes on these GPUs with current versions of all software; for cost estimates.
+def engine_name(run, layout: Layout, gpu: str, platform: str = GPU_PLATFORMS[0]) -> str:
+    """The engine that `choose` takes on these devices with current versions of all software; for cost estimates.
 
     Raises: ValueError as `choose`.
     """
-    return _chosen(run.model.attention, _against(run, layout, GPU_PLATFORMS[0], gpu), mosaic.AUTO_SINCE)
+    return _chosen(run.model.attention, _against(run, layout, platform, gpu), mosaic.AUTO_SINCE)
 
 
 def _against(run, layout: Layout, platform: str, gpu: str) -> dict[str, list[str]]:
