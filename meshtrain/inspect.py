@@ -205,6 +205,10 @@ def _show_schedule(run, topology: str | None) -> None:
     """Text and picture of the run's pipeline; compiles nothing, and needs no more devices than it takes to count
     them."""
     choice = _schedule(run, topology)
+    if choice is None:      # a run that `plan` wrote may have stages or none
+        say.out("mesh.stage=1: the run has no pipeline, so there is no schedule to draw; a pipeline has e.g. "
+                "--mesh.stage 4")
+        return
     heading = chart.title(choice.schedule, choice.outcome, choice.memory_bytes)
     say.out(f"{heading}\n{choice.why}\n{chart.text(choice.schedule)}")
     path = Path(f"{run.run.name}-schedule.svg")
@@ -216,8 +220,8 @@ def _show_schedule(run, topology: str | None) -> None:
     say.out(f"drawn: {path}")
 
 
-def _schedule(run, topology: str | None) -> simulate.Choice:
-    """What `train` would choose on these GPUs; on this machine's where there is no --topology."""
+def _schedule(run, topology: str | None) -> simulate.Choice | None:
+    """What `train` would choose on these GPUs; on this machine's where there is no --topology. None without stages."""
     asked = {axis: getattr(run.mesh, axis) for axis in config.AXES}
     platform, gpu, sizes = "cpu", None, asked
     with config.user_errors():
@@ -228,8 +232,6 @@ def _schedule(run, topology: str | None) -> simulate.Choice:
             devices = local_devices.start(run)
             platform, gpu = devices[0].platform, hardware.from_device_kind(devices[0].device_kind)
             sizes = config.mesh_sizes(run, len(devices)) if -1 in asked.values() else asked
-    if sizes["stage"] == 1:
-        raise ConfigError("mesh.stage=1 is no pipeline, so there is no schedule to draw; use e.g. --mesh.stage 4")
     return assembly.design(run, MeshSpec(sizes, run.mesh.placement), platform, gpu).choice
 
 

@@ -94,3 +94,12 @@ def test_inspect_says_nothing_but_its_own_words(tiny):  # noqa: F811
     child = process("-m", "meshtrain.inspect", *tiny)
     out, err = child.communicate(timeout=240)
     assert (child.returncode, err) == (0, "") and out.startswith("tiny: ")
+
+
+def test_a_run_without_stages_has_no_schedule_to_draw_and_is_still_checked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["configs/llama3-8b.toml", "--topology", "h100:8", "--schedule"]
+    assert inspect.main(words) == 0 and not list(tmp_path.iterdir())
+    assert capsys.readouterr().out.startswith("mesh.stage=1: the run has no pipeline")
+    assert inspect.main([*words, "--model.attention", "cudnn"]) == 2
+    assert 'model.attention="cudnn" cannot serve this run' in capsys.readouterr().err
