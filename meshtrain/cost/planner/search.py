@@ -105,7 +105,8 @@ class Answer:
 
 def search(question: Question) -> Answer:
     """Price every allowed layout, and refine the fastest."""
-    found: dict[tuple, list[Plan]] = {}
+    found: dict[tuple, Plan] = {}
+    priced: dict[tuple, list[tuple[float, Options]]] = {}       # plans by the thousand would keep the collector busy
     misses, faults, tried, laid = [], collections.Counter(), 0, 0
     for placed, rules, method, wrong in _layouts(question):
         laid += 1
@@ -126,29 +127,34 @@ def search(question: Question) -> Answer:
                     misses.append((needed, placed, rules, options))
                     continue
                 key = tuple(placed.mesh.sizes.values()), rules.path
-                found.setdefault(key, []).append(_priced(question, placed, rules, options))
-    plans = _taken(question, found.values(), faults)
+                plan = _priced(question, placed, rules, options)
+                priced.setdefault(key, []).append((plan.price.step_s, options))
+                if key not in found or plan.price.step_s < found[key].price.step_s:
+                    found[key] = plan
+    plans = _taken(question, [(plan, priced[key]) for key, plan in found.items()], faults)
     near = [miss for miss in misses if miss[0] <= NEAR * question.usable_bytes or not plans]
     return Answer(plans, _near(question, near, faults), tried, laid, faults)
 
 
-def _taken(question: Question, found: Iterable[list[Plan]], faults: collections.Counter[str]) -> list[Plan]:
-    """The fastest plan of each list that training takes, fastest first; the best `REFINED` refined. The others are
-    not asked again: their mesh and rules are allowed."""
-    waiting = [(*_order(plans[0]), n, plans) for n, plans in enumerate(
-        sorted(plans, key=lambda plan: plan.price.step_s) for plans in found)]
+def _taken(question: Question, found: Iterable[tuple[Plan, list[tuple[float, Options]]]],
+           faults: collections.Counter[str]) -> list[Plan]:
+    """The fastest plans that training takes, fastest first; the best `REFINED` refined. The others are not asked again:
+    their mesh and rules are allowed. found: the best plan of each layout, and (step time, options) of all of it."""
+    waiting = [(*_order(plan), n, plan, 0, priced) for n, (plan, priced) in enumerate(found)]
     heapq.heapify(waiting)
     taken: list[Plan] = []
     while waiting and len(taken) < REFINED:
-        *_, n, (first, *others) = heapq.heappop(waiting)
-        plan = _refined(question, first)
+        *_, n, first, place_of, priced = heapq.heappop(waiting)
+        plan, after = _refined(question, first), place_of + 1
         if not (wrong := question.refused(plan)):
             taken.append(plan)
-        elif others:
-            heapq.heappush(waiting, (*_order(others[0]), n, others))
+        elif after < len(priced):
+            options = sorted(priced, key=lambda pair: pair[0])[after][1]
+            other = _priced(question, first.placed, first.rules, options)
+            heapq.heappush(waiting, (*_order(other), n, other, after, priced))
         else:
             faults[wrong[0]] += 1
-    return sorted(taken, key=_order) + [plans[0] for *_, plans in sorted(waiting)]
+    return sorted(taken, key=_order) + [plan for *_, plan, _, _ in sorted(waiting, key=lambda entry: entry[:3])]
 
 
 def _order(plan: Plan):
