@@ -42,6 +42,7 @@ def test_a_changed_tokenizer_is_refused_before_anything_is_tokenized(tiny, finis
     tokenizers = pytest.importorskip("tokenizers")
     from meshtrain.data import sources
     other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0, "line": 1, "?": 2}, unk_token="?"))
+    other.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()        # no text makes the separator
     other.add_special_tokens(["<|endoftext|>"])
     other.save(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(sources.Description, "open", lambda *_: pytest.fail("it began to tokenize"))

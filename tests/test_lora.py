@@ -41,9 +41,9 @@ def assert_equal_gradients(found, expected, tolerance):
 
 def test_adapters_have_the_gradients_that_the_merged_model_gives_them():
     """dA = s dW B', dB = s A' dW of W + s A B, on one device, of all projections."""
-    p, numbers, state = parity.one_device(lora_run("ddp", ONE, training=dict(grad_clip=0.0)).model_dump_json(), 0)
+    p, numbers, _, state = parity.one_device(lora_run("ddp", ONE, training=dict(grad_clip=0.0)).model_dump_json(), 0)
     plain = parity.compiled(run_of("ddp", ONE, training=dict(grad_clip=0.0)))
-    plain_numbers, plain_state = parity.trained(plain, jax.device_get(without_adapters(p)), 1)
+    plain_numbers, _, plain_state = parity.trained(plain, jax.device_get(without_adapters(p)), 1)
     moments, of_weights = map(parity.first_moment, (state, plain_state))
     assert abs(plain_numbers[0, 0] - numbers[0, 0]) < 2e-6 * numbers[0, 0]
     checked = 0

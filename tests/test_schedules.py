@@ -340,7 +340,6 @@ def test_inspect_says_what_auto_takes(pipeline):
 
 
 @pytest.mark.parametrize("args, parts", [
-    (("--mesh.stage", 1), ["mesh.stage=1", "--mesh.stage 4"]),
     (("--pipeline.schedule", "gpipe", "--pipeline.chunks", 2), ["gpipe", "pipeline.chunks=2", "interleaved"]),
     (("--training.microbatches", 16, "--mesh.stage", 3, "--pipeline.chunks", 2),
      ["training.microbatches=16", "use 15 or 18"]),
