@@ -33,8 +33,7 @@ from meshtrain.checkpoint.shared import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
-from meshtrain.data.documents import tokenizer
-from meshtrain.data.documents.contracts import ValidationSet
+from meshtrain.data.documents import text_bytes, tokenizer
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.score import Scorer
 from meshtrain.names import NO_TARGET
@@ -138,7 +137,7 @@ def _reads_text(data: config.Data) -> bool:
 
 
 def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tuple[
-        sources.Corpus | None, Sequence[ValidationSet]]:
+        sources.Corpus | None, Sequence[packing.PackedValidation]]:
     """What the command line names, all of it, else what the run holds out; nothing where tasks are asked of a folder
     alone."""
     data, everything = found.run.data, found.of_folder or any(key in found.given for key in GIVEN)
@@ -173,21 +172,31 @@ def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tupl
     return corpus, sets
 
 
-def _measured(scorer: Scorer, corpus: sources.Corpus, held: ValidationSet) -> Sums:
-    """The sums over all targets of a set."""
-    lengths, total = tokenizer.lengths(corpus.tokenizer), Sums()
+def _measured(scorer: Scorer, corpus: sources.Corpus, held: packing.PackedValidation) -> Sums:
+    """The sums over all targets of a set. Bytes are those of its documents, or of its tokens where they tell."""
+    lengths, total, counted = text_bytes.lengths(corpus.tokenizer), Sums(), held.text_bytes
+    if lengths and lengths.prefix != 0 and held.of_conversations:
+        lengths = None      # there may be a space behind every special token
     for batch in _batches(held, scorer):
         logprobs, _ = scorer.score(batch)
         targets, here = batch["targets"], batch["targets"] != NO_TARGET
-        num_bytes = None
-        if lengths:
+        num_bytes = 0
+        if counted is None:
             first = here & (batch["tokens"] == corpus.tokenizer.bos) & (targets != corpus.eos)
-            num_bytes = int(lengths.bytes_V[targets[here]].sum()) - lengths.prefix * int(first.sum())
+            num_bytes = _bytes_of(lengths, targets[here], int(first.sum()) if held.begins else 0)
         total += Sums(-float(logprobs[here].sum(dtype=np.float64)), int(here.sum()), num_bytes)
-    return total
+    return total if counted is None else dataclasses.replace(total, num_bytes=counted)
 
 
-def _batches(held: ValidationSet, scorer: Scorer) -> Iterator[dict[str, np.ndarray]]:
+def _bytes_of(lengths: text_bytes.Lengths | None, targets: np.ndarray, begun: int) -> int | None:
+    """Bytes of text of tokens, of which `begun` are the first of a document; None: tokens do not tell."""
+    if lengths is None or begun and lengths.prefix is None:
+        return None
+    each = lengths.bytes_V[targets]
+    return None if (each == text_bytes.UNKNOWN).any() else int(each.sum()) - begun * (lengths.prefix or 0)
+
+
+def _batches(held: packing.PackedValidation, scorer: Scorer) -> Iterator[dict[str, np.ndarray]]:
     """The rows of a set, as many at a time as the scorer takes; the last are filled up with rows without a target."""
     kept: list[dict] = []
     for i in range(held.num_batches):

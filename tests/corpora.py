@@ -99,7 +99,7 @@ class Opened:
     """A corpus, what was told while it was opened (`built`: that files are tokenized), and its documents as text."""
 
     def __init__(self, data: config.Data, fallback: Path, vocab_size: int = 512, verify: bool = False):
-        lines = []
+        self.data, lines = data, []
         described = sources.describe(data, vocab_size=vocab_size)
         self.corpus = sources.corpus_of(described, described.open(fallback, parts.Job(lines.append, verify=verify)))
         self.built = [line for line in lines if line.startswith(("token cache: tokenizing", "token cache: scanning"))]

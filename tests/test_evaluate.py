@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
+from corpora import Opened, section, write
 from folders import GOLDENS
 
 from meshtrain import config, evaluate, train, trained
-from meshtrain.data.documents import tokenizer
+from meshtrain.data.batches import packing
+from meshtrain.data.documents import text_bytes, tokenizer
 from meshtrain.names import NO_TARGET
 
 MIXTURE = '[{source="text", paths=["%s"], weight=3, name="squares"}, {source="text", paths=["%s"], name="cubes"}]'
@@ -163,17 +165,113 @@ def test_a_stop_leaves_no_token_cache_behind(monkeypatch):
     refused(call(evaluate.main, GOLDENS / "qwen3"), "seen")
 
 
+TEXTS = ("the cat", " on the 12 mats\n\n", "日本語 <s> é\u0301 ﬁ Ｔｈｅ", "\x00\ufeff", "\ufeffTHE cat ▁ 🐈 ", "", "the  cat ")
+
+
 def test_the_bytes_of_a_texts_tokens_are_the_bytes_of_the_text(tmp_path):
     reader = trained_tokenizer(tmp_path / "tokenizer.json", "bytes")
-    lengths = tokenizer.lengths(reader)
-    for text in ("the cat", " on the 12 mats\n\n", "日本語 <s> é\u0301", "\x00\ufeff"):
-        assert lengths.bytes_V[reader.encode([text])[0]].sum() - lengths.prefix == len(text.encode())
+    lengths = text_bytes.lengths(reader)
+    assert lengths.exact and lengths.prefix == 0 and not text_bytes.are_counted(reader)
+    for text in TEXTS:
+        assert lengths.bytes_V[reader.encode([text])[0]].sum() == len(text.encode())
     assert lengths.bytes_V[reader.bos] == 0
     spaces = trained_tokenizer(tmp_path / "spaces.json", "spaces")
-    lengths = tokenizer.lengths(spaces)
-    for text in ("the cat", "on the 12 mats é"):
-        assert lengths.prefix == 1 and lengths.bytes_V[spaces.encode([text])[0]].sum() - 1 == len(text.encode())
-    assert tokenizer.lengths(tokenizer.Ids(10, 1)) is None
+    lengths = text_bytes.lengths(spaces)
+    for text in ("the cat", "on the 12 mats é", "日本 the"):
+        assert lengths.bytes_V[spaces.encode([text])[0]].sum() - 1 == len(text.encode())
+    assert lengths.prefix is None and not lengths.exact, "a text that begins with a space gets none"
+    assert text_bytes.lengths(tokenizer.Ids(10, 1)) is None
+
+
+def changed(path, kind: str) -> tokenizer.TokenizerFile:
+    """A tokenizer that changes or drops text in this way."""
+    import tokenizers
+    from tokenizers import normalizers, pre_tokenizers
+    trained_tokenizer(path, "spaces" if kind in ("metaspace", "prepend") else "bytes")
+    library = tokenizers.Tokenizer.from_file(str(path))
+    if kind == "prepend":
+        library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        library.pre_tokenizer = None
+    elif kind == "prefix":
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif kind == "removed":
+        library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), library.pre_tokenizer])
+    elif kind == "strips":
+        library.add_tokens([tokenizers.AddedToken("cat", lstrip=True, rstrip=True)])
+    elif kind == "unknown":
+        library = tokenizers.Tokenizer(tokenizers.models.BPE({"<unk>": 0, "<s>": 1, "t": 2, " ": 3}, [], unk_token="<unk>"))
+        library.add_special_tokens(["<s>", "<unk>"])
+    elif kind == "dropped":
+        library = tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0, "t": 1, " ": 2}, []))
+        library.add_special_tokens(["<s>"])
+    elif kind == "suffix":
+        library = tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0, "t</w>": 1, "t": 2}, [], end_of_word_suffix="</w>"))
+        library.add_special_tokens(["<s>"])
+    elif kind != "metaspace":
+        library.normalizer = {"nfc": normalizers.NFC, "nfkc": normalizers.NFKC, "lower": normalizers.Lowercase,
+                              "strip": normalizers.Strip, "accents": normalizers.StripAccents,
+                              "replace": lambda: normalizers.Replace("cat", "kitten")}[kind]()
+    library.save(str(path))
+    return tokenizer.open_file(str(path))
+
+
+@pytest.mark.parametrize("kind", ["nfc", "nfkc", "lower", "strip", "accents", "replace", "metaspace", "prepend",
+                                  "prefix", "removed", "strips", "unknown", "dropped", "suffix"])
+def test_where_tokens_do_not_tell_the_bytes_of_a_document_they_are_counted(kind, tmp_path):
+    """Of every format, in sets of whole documents; of the tails of documents nothing is told but what tokens tell."""
+    reader = changed(tmp_path / "tokenizer.json", kind)
+    assert text_bytes.are_counted(reader)
+    texts = [*TEXTS, "the cat " * 300]
+    paths = [write(tmp_path / name, texts) for name in ("a.jsonl", "b.parquet")]
+    for path in (*paths, write(tmp_path / "c.txt", [texts[4]])):
+        for _ in range(2):      # built, then found
+            opened = Opened(section([path], tokenizer=reader.path, seq_len=16, global_batch=1), tmp_path)
+            (held,) = packing.open_whole(opened.data, opened.corpus, 0)
+            wanted = sum(len(text.encode()) for text in (texts if path in paths else texts[4:5]))
+            assert evaluate._measured(Guessing(), opened.corpus, held).num_bytes == wanted
+        assert not opened.built
+
+
+class Guessing:
+    """A scorer that gives every token the same probability."""
+    rows = staticmethod(lambda T: 2)
+    score = staticmethod(lambda batch: (np.full(batch["targets"].shape, -1.0), None))
+
+
+@pytest.mark.parametrize("kind, told", [("nfc", False), ("prepend", True), ("metaspace", True), ("unknown", False)])
+def test_bytes_of_the_tails_of_documents_are_told_where_tokens_tell_them(kind, told, tmp_path):
+    """A tokenizer puts a space before a document, and so none before its tail."""
+    reader, text = changed(tmp_path / "tokenizer.json", kind), "the cat sat on the mat, 12 times " * 40
+    data = section([write(tmp_path / "a.txt", [text])], tokenizer=reader.path, seq_len=16, global_batch=1,
+                   validation_fraction=0.2)
+    opened = Opened(data, tmp_path)
+    (tail,) = packing.open_batches(data, opened.corpus, 0).validation
+    (ids,), found = opened.ids(), evaluate._measured(Guessing(), opened.corpus, tail)
+    assert not tail.begins and tail.text_bytes is None
+    pieces = [reader.library.id_to_token(one).replace("▁", " ") for one in ids[-(found.tokens - 1):]]
+    assert found.num_bytes == (len("".join(pieces).encode()) if told else None)
+
+
+def test_parts_are_put_together_with_the_bytes_of_their_documents_and_older_parts_are_read_without(tmp_path):
+    reader, key = changed(tmp_path / "tokenizer.json", "nfkc"), {}
+    texts = {f"{i}.txt": "ﬁ Ｔ" * i for i in range(1, 6)}
+    for name, text in texts.items():
+        write(tmp_path / name, [text])
+        opened = Opened(section([tmp_path / "*.txt"], tokenizer=reader.path), tmp_path)
+        (source,) = opened.corpus.sources       # one part, of which all but the last file are copied
+        key[name] = len(text.encode())
+        assert source.byte_totals.tolist() == list(key.values())
+    counted = max(tmp_path.glob(".meshtrain/*/*.bytes.npy"), key=lambda path: path.stat().st_size)     # of all files
+    for damage in (lambda content: content[:-8], lambda content: content[:-1] + bytes([content[-1] ^ 1])):
+        counted.write_bytes(damage(counted.read_bytes()))
+        opened = Opened(opened.data, tmp_path, verify=True)
+        assert opened.built and opened.corpus.sources[0].byte_totals.tolist() == list(key.values())
+    manifest = counted.with_name(counted.name.replace(".bytes.npy", ".json"))
+    note = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(note | {"crc32": note["crc32"][:2], "stamps": note["stamps"][:2]}))
+    counted.unlink()
+    opened = Opened(opened.data, tmp_path)
+    assert not opened.built and opened.corpus.sources[0].byte_totals is None
 
 
 def test_texts_are_not_read_as_bytes_because_a_folder_has_no_tokenizer(tmp_path):

@@ -64,6 +64,10 @@ class ByteFiles:
     def _ends(self) -> np.ndarray:
         return np.cumsum(self.lengths)
 
+    @property
+    def byte_totals(self) -> np.ndarray:
+        return self.totals
+
     def ends(self, documents: np.ndarray) -> np.ndarray:
         return self._ends[documents]
 

@@ -83,6 +83,12 @@ class SourcePart:
     def num_tokens(self) -> int:
         return int(self.tokens.sum())
 
+    @property
+    def text_bytes(self) -> int | None:
+        """Of the documents' text, before it was tokenized; None: unknown, or a piece of every document."""
+        totals = getattr(self.source, "byte_totals", None)
+        return int(totals[self.runs].sum()) if totals is not None and self.side == "whole" else None
+
 
 def whole(source: Source, runs: np.ndarray | None = None) -> SourcePart:
     """Runs of a source (None: all), with whole documents."""

@@ -107,6 +107,20 @@ class PackedValidation:
     shape: Packing
 
     @property
+    def text_bytes(self) -> int | None:
+        """Of its documents, before they were tokenized; None: unknown."""
+        return self.stream.part.text_bytes
+
+    @property
+    def begins(self) -> bool:
+        """Whether it has the first tokens of its documents."""
+        return self.stream.part.side != "tail"
+
+    @property
+    def of_conversations(self) -> bool:
+        return getattr(self.stream.part.source, "complete", False)
+
+    @property
     def num_batches(self) -> int:
         return -(-self.stream.positions_per_epoch // (self.shape.seq_len * self.shape.global_batch))
 

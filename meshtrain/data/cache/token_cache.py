@@ -21,7 +21,7 @@ import numpy as np
 from meshtrain import files
 from meshtrain.data.cache import parts
 from meshtrain.data.cache.parts import Job
-from meshtrain.data.documents import formats
+from meshtrain.data.documents import formats, text_bytes
 from meshtrain.data.documents.conversations import Chats
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.files import token_files
@@ -43,13 +43,13 @@ def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence
     """
     field = chats.key if chats else "" if format == "text" else field
     key = hashlib.blake2b(json.dumps([VERSION, format, field, tokenizer.key]).encode(), digest_size=8).hexdigest()
-    earlier = {}
-    choices = []
+    earlier, choices, counted = {}, [], chats is None and text_bytes.are_counted(tokenizer)
     for paths, directories in groups:
         homes = [directory / f"{format}-{key}" for directory in directories]
         for home in homes:
-            earlier.setdefault(home, Earlier(home))
-        choices.append([Tokenized(home, paths, format, field, tokenizer, earlier[home], chats) for home in homes])
+            earlier.setdefault(home, Earlier(home, counted))
+        choices.append([Tokenized(home, paths, format, field, tokenizer, earlier[home], chats, counted)
+                        for home in homes])
     return parts.open_all(choices, job)
 
 
@@ -82,17 +82,21 @@ class Tokenized(parts.Part):
     tokenizer: Tokenizer
     earlier: Earlier
     chats: Chats | None = None
+    counted: bool = False       # bytes of documents
     verb = "tokenizing"
 
-    @property
-    def files(self) -> list[Path]:
-        """The tokens, the ends and, unless all tokens are learned, the mask."""
+    def files(self, manifest: dict | None = None) -> list[Path]:
+        """The tokens, the ends and, unless all tokens are learned, the mask, or the bytes where they are counted.
+        manifest: of a part, which may be older than the count."""
         masked = self.chats and not self.chats.learn_all
-        return [*map(self.file, (token_files.TOKENS, token_files.ENDS, *[token_files.MASK] * bool(masked)))]
+        counted = self.counted and (manifest is None or len(manifest["crc32"]) > 2)
+        names = (token_files.TOKENS, token_files.ENDS, *[token_files.MASK] * bool(masked),
+                 *[token_files.BYTES] * counted)
+        return [self.file(name) for name in names]
 
     def _look(self) -> token_files.IndexedTokens | None:
         manifest = self.note()
-        if not parts.has_stamps(manifest, self._stamps()):
+        if not parts.has_stamps(manifest, self._stamps(manifest)):
             return None
         if any(_size_and_time(path) != (one["size"], one["mtime_ns"])
                for path, one in zip(self.inputs, manifest["inputs"])):
@@ -122,7 +126,7 @@ class Tokenized(parts.Part):
                    for path, one in zip(self.inputs, old, strict=True)]
             if [one["blake2b"] for one in new] != [one["blake2b"] for one in old]:
                 return None, "the file has changed"
-            pair, stamps = self._open(manifest), self._stamps()
+            pair, stamps = self._open(manifest), self._stamps(manifest)
             if not parts.has_stamps(manifest, stamps) or job.verify:
                 if pair.checksums(job.check_stop) != manifest["crc32"]:
                     return None, "the cache is damaged (wrong checksum)"
@@ -137,16 +141,22 @@ class Tokenized(parts.Part):
 
     def _open(self, manifest: dict) -> token_files.IndexedTokens:
         """Raises: OSError, ValueError, KeyError, TypeError if the files do not match the manifest."""
-        tokens, _, *masks = map(str, self.files)
+        tokens, _, *more = map(str, self.files(manifest))
         pair = token_files.open_pair(tokens)
         if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (
                 manifest["dtype"], manifest["tokens"], manifest["documents"]):
             raise ValueError("another size")
-        mask = token_files.open_mask(*masks, tokens, pair.ids.size) if masks else None
-        return dataclasses.replace(pair, largest=manifest.get("largest", -1), mask=mask)
+        pair = dataclasses.replace(pair, largest=manifest.get("largest", -1))
+        if more and self.chats:
+            return dataclasses.replace(pair, mask=token_files.open_mask(*more, tokens, pair.ids.size))
+        if more:
+            pair = dataclasses.replace(pair, bytes_file=token_files.open_ends(*more, tokens))
+            if pair.bytes_file.size != pair.num_documents:
+                raise ValueError("another size")
+        return pair
 
-    def _stamps(self) -> list[list[int]]:
-        return [list(token_files.stamp(str(path))) for path in self.files]
+    def _stamps(self, manifest: dict) -> list[list[int]]:
+        return [list(token_files.stamp(str(path))) for path in self.files(manifest)]
 
     def build(self, job: Job, progress: FileProgress) -> token_files.IndexedTokens:
         """See parts.Part. Writes temporary files and renames them, the manifest last; copies the tokens of texts that
@@ -154,7 +164,7 @@ class Tokenized(parts.Part):
         dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.uint32
         writers = []
         try:
-            for path, kind in zip(self.files, (dtype, np.int64, np.uint8)):
+            for path, kind in zip(self.files(), (dtype, np.int64, np.uint8 if self.chats else np.int64)):
                 writers.append(token_files.Writer(path, kind))
             tokens, ends, *_ = writers
             inputs = (self._fill_chats if self.chats else self._fill)(writers, job, progress)
@@ -163,8 +173,8 @@ class Tokenized(parts.Part):
             for writer in writers:
                 writer.rename()
             manifest = {"inputs": inputs, "dtype": str(tokens.dtype), "tokens": tokens.count, "documents": ends.count,
-                        "largest": tokens.largest, "crc32": [writer.crc for writer in writers],
-                        "stamps": self._stamps()}
+                        "largest": tokens.largest, "crc32": [writer.crc for writer in writers]}
+            manifest["stamps"] = self._stamps(manifest)
             files.replace(self.manifest, json.dumps(manifest), shared=True)
             return self._open(manifest)
         except OSError as error:
@@ -176,17 +186,13 @@ class Tokenized(parts.Part):
 
     def _fill(self, writers: Sequence[token_files.Writer], job: Job, progress: FileProgress) -> list[dict]:
         """Write the inputs' tokens; return their identities. writers: of `files`."""
-        tokens, ends = writers
-        batch = _Batch(tokens, ends, self.tokenizer, job)
-        inputs = []
+        batch, inputs = _Batch(writers, self.tokenizer, job), []
         for path in self.inputs:
             identity = _identify_input(self.home, path, job)
             inputs.append(identity)
-            known = self.earlier.tokens(identity, job) if self.format == "text" else None
-            if known is not None:
-                batch.flush()
-                tokens.append(known)
-                ends.append([tokens.count])
+            known = self.earlier.document(identity, job) if self.format == "text" else None
+            if known:
+                batch.copy(*known)
             else:
                 for piece in formats.read(self.format, path, self.field):
                     if batch.add(piece):
@@ -216,9 +222,19 @@ class Tokenized(parts.Part):
 class _Batch:
     """Collects pieces of documents until they keep the tokenizer's threads busy."""
 
-    def __init__(self, tokens: token_files.Writer, ends: token_files.Writer, tokenizer: Tokenizer, job: Job):
-        self.tokens, self.ends, self.tokenizer, self.job = tokens, ends, tokenizer, job
-        self.pieces, self.chars = [], 0
+    def __init__(self, writers: Sequence[token_files.Writer], tokenizer: Tokenizer, job: Job):
+        self.tokens, self.ends, *self.bytes = writers
+        self.tokenizer, self.job = tokenizer, job
+        self.pieces, self.chars, self.read = [], 0, 0       # read: bytes of text
+
+    def copy(self, ids: np.ndarray, num_bytes: int) -> None:
+        """Add a document that is tokenized already."""
+        self.flush()
+        self.tokens.append(ids)
+        self.ends.append([self.tokens.count])
+        self.read += num_bytes
+        for writer in self.bytes:
+            writer.append([self.read])
 
     def add(self, piece: formats.TextPiece) -> bool:
         """Add a piece; return whether the batch was full, and so written."""
@@ -235,18 +251,25 @@ class _Batch:
             encoded = self.tokenizer.encode([piece.text for piece in self.pieces])
             after = self.tokens.count + np.cumsum([len(ids) for ids in encoded], dtype=np.int64)
             self.tokens.append(np.concatenate(encoded))
-            self.ends.append(after[[piece.last for piece in self.pieces]])
+            last = [piece.last for piece in self.pieces]
+            self.ends.append(after[last])
+            for writer in self.bytes:
+                sizes = [len(piece.text) if piece.text.isascii() else len(piece.text.encode()) for piece in self.pieces]
+                read = self.read + np.cumsum(sizes, dtype=np.int64)
+                writer.append(read[last])
+                self.read = int(read[-1])
             self.pieces, self.chars = [], 0
 
 
 class Earlier:
-    """Texts in the parts of a directory, by content: regrouped parts are copied together from them."""
+    """Texts in the parts of a directory, by content: regrouped parts are copied together from them. counted: with the
+    bytes of documents, which older parts lack."""
 
-    def __init__(self, home: Path):
-        self.home, self._pairs = home, {}
+    def __init__(self, home: Path, counted: bool):
+        self.home, self.counted, self._pairs = home, counted, {}
 
-    def tokens(self, identity: dict, job: Job) -> np.ndarray | None:
-        """The tokens of a text, if a complete part has it."""
+    def document(self, identity: dict, job: Job) -> tuple[np.ndarray, int] | None:
+        """(tokens, bytes if counted) of a text, if a complete part has it."""
         where = self._index.get(identity["blake2b"])
         if not where:
             return None
@@ -255,8 +278,10 @@ class Earlier:
         pair = self._pairs[where[0]]
         if not pair:
             return None
-        begin = pair.begin(where[1])
-        return pair.ids.array[begin:begin + int(pair.ends[where[1]]) - begin]
+        document = where[1]
+        of = lambda ends: slice(int(ends[document - 1]) if document else 0, int(ends[document]))
+        counted = of(pair.bytes_file.array) if pair.bytes_file else slice(0, 0)
+        return pair.ids.array[of(pair.ends)], counted.stop - counted.start
 
     @functools.cached_property
     def _index(self) -> dict[str, tuple[Path, int]]:
@@ -269,7 +294,11 @@ class Earlier:
 
     def _open_verified(self, manifest: Path, job: Job) -> token_files.IndexedTokens | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            pair = token_files.open_pair(str(manifest).removesuffix(".json") + token_files.TOKENS)
+            tokens = str(manifest).removesuffix(".json") + token_files.TOKENS
+            pair = token_files.open_pair(tokens)
+            if self.counted:
+                pair = dataclasses.replace(pair, bytes_file=token_files.open_ends(
+                    tokens.removesuffix(token_files.TOKENS) + token_files.BYTES, tokens))
             if pair.checksums(job.check_stop) == json.loads(manifest.read_text(encoding="utf-8"))["crc32"]:
                 return pair
         return None

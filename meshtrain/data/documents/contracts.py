@@ -31,10 +31,11 @@ def totals(num_documents: int, ends: Callable[[np.ndarray], np.ndarray]) -> np.n
 class Source(Protocol):
     """Documents of tokens, in the same order on every host and in every run. Called from several threads at once.
 
-    Document ends may be a file of any size: read by gathers, never held. Two optional attributes: `complete`, true if
+    Document ends may be a file of any size: read by gathers, never held. Optional attributes: `complete`, true if
     documents contain everything a model reads (conversations): no separator or end is added, and their first token, at
-    -1 and not counted, takes the separator's place; and `masked`, true if there is `mask(document, start, stop)`, like
-    `read`: whether each token is a target; None: all are.
+    -1 and not counted, takes the separator's place; `masked`, true if there is `mask(document, start, stop)`, like
+    `read`: whether each token is a target; None: all are; and `byte_totals`, as `totals`, but UTF-8 bytes of the
+    documents' text, before it was tokenized; None: unknown.
     """
 
     @property

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +23,6 @@ from meshtrain.storage import addresses, copies
 # Names of the token before a document or between two, of which the first special token is used where no file names one.
 BOS_NAMES = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[BOS]", "<|bos|>", "<|startoftext|>",
              "<|endoftext|>")
-SPACE = "▁"     # SentencePiece's space
 FILE = "tokenizer.json"
 # What is read beside it: special tokens, chat templates, and the model's bos_token_id.
 BESIDE = (beside.CONFIG, beside.MAP, beside.ADDED, beside.MODEL, beside.TEMPLATE)
@@ -114,35 +112,6 @@ class Published:
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens and ids beyond the vocabulary."""
         return self.library.decode([int(i) for i in ids], skip_special_tokens=True)
-
-
-class Lengths(NamedTuple):
-    """Bytes of text per token. bytes_V: of each id. prefix: bytes added by the tokenizer to a document's first token
-    (a space)."""
-    bytes_V: np.ndarray
-    prefix: int
-
-
-def lengths(reader: Tokenizer) -> Lengths | None:
-    """None if unknown: no tokenizer, or one that drops text between its words."""
-    if isinstance(reader, Bytes):
-        return Lengths(np.where(np.arange(reader.vocab_size) < reader.bos, 1, 0), 0)
-    if not isinstance(reader, TokenizerFile):
-        return None
-    decoder = json.dumps(json.loads(reader.library.to_str()).get("decoder"), ensure_ascii=False)
-    if not any(mark in decoder for mark in ("ByteLevel", "Metaspace", SPACE)):
-        return None
-    added = reader.library.get_added_tokens_decoder()
-    found = np.zeros(reader.vocab_size, np.int64)
-    for piece, number in reader.library.get_vocab(with_added_tokens=True).items():
-        if number in added:     # special tokens never come from text
-            found[number] = 0 if added[number].special else len(piece.encode())
-        elif "ByteLevel" in decoder:
-            found[number] = len(piece)      # each character is a byte
-        else:
-            found[number] = 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace(SPACE, " ").encode())
-    one = reader.library.encode("a", add_special_tokens=False).ids
-    return Lengths(found, max(int(found[one].sum()) - 1, 0))
 
 
 def local(named: str) -> Path:

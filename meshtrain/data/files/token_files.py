@@ -1,5 +1,6 @@
 """Token files: X.tokens.npy, an array of uint16, uint32 or int32 ids; X.ends.npy, int64, the document ends in it; and
-optionally X.mask.npy, uint8 or bool, which ids are to be learned (default: all).
+optionally X.mask.npy, uint8 or bool, which ids are to be learned (default: all). The token cache may add X.bytes.npy,
+int64, as the ends, but in bytes of the text.
 
 Any program with numpy can write them; the token cache consists of them. Other formats (binary_files.py) become the
 same `IndexedTokens`, so there is one reader. Files are memory-mapped, within the system's limit of maps; nothing is
@@ -27,7 +28,7 @@ import numpy as np
 from meshtrain import files
 from meshtrain.data.documents import contracts
 
-TOKENS, ENDS, MASK = ".tokens.npy", ".ends.npy", ".mask.npy"
+TOKENS, ENDS, MASK, BYTES = ".tokens.npy", ".ends.npy", ".mask.npy", ".bytes.npy"
 CHUNK_BYTES = 1 << 26
 MAX_MAPS_FILE, USUAL_MAX_MAPS = "/proc/sys/vm/max_map_count", 65_530     # memory maps per process on Linux
 Stamp = tuple[int, int, int]
@@ -97,6 +98,7 @@ class IndexedTokens:
     gap: int = 0
     largest: int = -1               # id; -1: unknown
     mask: Numbers | None = None     # of each id in the file: learned or not; None: all are
+    bytes_file: Numbers | None = None       # int64 [documents]: their ends in bytes of their text; None: unknown
 
     @property
     def path(self) -> str:
@@ -112,8 +114,9 @@ class IndexedTokens:
         return self.ends_file.array
 
     def checksums(self, check_stop: Callable[[], None]) -> list[int]:
-        """Of the ids, the ends and, if there is one, the mask."""
-        return [checksum(one.map(), check_stop) for one in (self.ids, self.ends_file, self.mask) if one]
+        """Of the ids, the ends and, if there are, the mask and the bytes."""
+        return [checksum(one.map(), check_stop)
+                for one in (self.ids, self.ends_file, self.mask, self.bytes_file) if one]
 
     def begin(self, document: int) -> int:
         """Index of a document's first token among the ids."""
@@ -149,17 +152,27 @@ class TokenFiles:
         return any(pair.mask for pair in self.pairs)
 
     def ends(self, documents: np.ndarray) -> np.ndarray:
-        ends = self._ends(documents)
+        ends = self._gathered(documents, self._before, [pair.ends_file for pair in self.pairs])
         return ends - documents - 1 if self.complete else ends      # without first tokens
 
-    def _ends(self, documents: np.ndarray) -> np.ndarray:
+    @functools.cached_property
+    def byte_totals(self) -> np.ndarray | None:
+        """As contracts.py."""
+        found = [pair.bytes_file for pair in self.pairs]
+        if not all(found):
+            return None
+        before = list(itertools.accumulate((one.last() for one in found[:-1]), initial=0))
+        return contracts.totals(self.num_documents, lambda documents: self._gathered(documents, before, found))
+
+    def _gathered(self, documents: np.ndarray, before: Sequence[int], numbers: Sequence[Numbers]) -> np.ndarray:
+        """int64, shaped as documents: their ends in files of the pairs; before: what lies before each pair."""
         if len(self.pairs) == 1:
-            return self.pairs[0].ends[documents]
+            return numbers[0].array[documents]
         which = np.searchsorted(np.array(self._firsts), documents, side="right") - 1
         ends, by_pair = np.empty(len(documents), np.int64), np.argsort(which, kind="stable")
-        numbers, starts = np.unique(which[by_pair], return_index=True)
-        for k, places in zip(numbers.tolist(), np.split(by_pair, starts[1:])):
-            ends[places] = self._before[k] + self.pairs[k].ends[documents[places] - self._firsts[k]]
+        pairs, starts = np.unique(which[by_pair], return_index=True)
+        for k, places in zip(pairs.tolist(), np.split(by_pair, starts[1:])):
+            ends[places] = before[k] + numbers[k].array[documents[places] - self._firsts[k]]
         return ends
 
     def _place(self, document: int) -> tuple[int, int]:
@@ -223,7 +236,7 @@ def open_pair(path: str) -> IndexedTokens:
 
 
 def open_ends(path: str, tokens: str) -> Numbers:
-    """The document ends in the file `path`. Raises: ValueError."""
+    """The document ends in the file `path`, in tokens or bytes. Raises: ValueError."""
     if files.status(path) is None:
         raise ValueError(f"{path} is missing beside {os.path.basename(tokens)}; write where each document ends, in "
                          f"tokens: np.save(path, np.cumsum(lengths))")
