@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import time
+from fractions import Fraction
 
 import pytest
 
@@ -28,6 +29,52 @@ def test_fractions_have_no_rounding():
     assert [builtin.number("", answer, half) for answer in (r"\boxed{\frac{-1}{2}}", "-1/2", r"\boxed{-\frac{1}{3}}", "-1")
             ] == [1, 1, 0, 0]
     assert builtin.number("", "12/25/2024", {"answer": "1/2/2023"}) == 0 == builtin.number("", "1/0", {"answer": "2/0"})
+
+
+ANSWERS = {     # of an answer's text: (its number as an answer, the same as a gold; None: it is refused)
+    "42": (42, 42), "42 m^2": (42, 42), "42 m^{2}": (42, 42), "42 m²": (42, 42), "5 m/s^2": (5, 5), "5 m^2 s^{-1}": (5, 5),
+    "-3.50": ("-7/2", "-7/2"), "$1,200": (1200, 1200), "-$5": (-5, -5), "1{,}200": (1200, 1200), "50\\%": (50, 50),
+    "7/2": ("7/2", "7/2"), r"3\frac{1}{2}": ("7/2", "7/2"), "-3 1/2": ("-7/2", "-7/2"), r"\frac12": ("1/2", "1/2"),
+    r"\frac{3}{0.5}": (6, 6), "3/0.5": (6, 6), r"90^\circ": (90, 90), r"\(6\text{ cm}\)": (6, 6), "**7**": (7, 7),
+    "12 square metres per person": (12, 12), "3e5 m": (300000, 300000), r"3 \times 10^{-1}": ("3/10", "3/10"),
+    "3 × 10⁵": (300000, 300000), "1e-07": ("1/10000000", "1/10000000"), "so 5\n#### 7 m^2": (7, 7), r"$\boxed{7}$": (7, 7),
+    r"\sqrt{2}": (None, None), r"2\sqrt{3}": (None, None), r"\frac{\sqrt{3}}{2}": (None, None), "1 + √2": (None, None),
+    "2^{10}": (None, None), "2^10": (None, None), "2**10": (None, None), "10²": (None, None), r"2\pi": (None, None),
+    r"\log_2 8": (None, None), "2^3 - 1": (None, None), "2^3 - 1 = 7": (7, None), "x^2 - 5 = 4": (4, None),
+    "55 = a_{10}": (55, None), r"\boxed{7": (None, None), r"\boxed{7} and \boxed{8": (7, 7), r"5, or \boxed{7": (5, None),
+    "x = 5": (5, None), "2x": (2, None), "1, 2": (2, None), "(3,4)": (4, None), "12/25/2024": (2024, None), "10:30": (30, None),
+    "1.200,50": (50, None), "20 and 3": (3, None), "5 million": (5, None), "2 and a half": (2, None), "- 7": (7, None),
+    "none": (None, None), "": (None, None), "1/0": (None, None), "7 or " + "9" * 5000: (None, None)}
+
+
+@pytest.mark.parametrize("text", ANSWERS, ids=lambda text: text[:20])
+def test_powers_and_roots_are_no_numbers_and_a_gold_is_one_number(text):
+    value, gold = (one if one is None else Fraction(one) for one in ANSWERS[text])
+    assert (builtin.last_number(text), builtin.gold_number(text)) == (value, gold)
+    told = builtin.fault("number", {"answer": text})
+    assert not told if gold is not None else "is not one number, but '" in told and "behind #### or" in told
+    assert builtin.number("", f"The answer is {gold}.", {"answer": text}) == (gold is not None)
+
+
+@pytest.mark.parametrize("text", [
+    "9" * 10**5, ("9" * 1000 + " ") * 100, ("9" * 999 + "x") * 50, "1,111" * 10**4, "2^" * 10**4, r"\frac{" * 10**4,
+    "(" * 10**4 + ")" * 10**4 + "^2", "2" + " " * 10**5 + "x", "1+" * 10**4 + "√2", "{" * 10**4, r"\sqrt[" * 10**4, "1 2" * 10**4])
+def test_a_text_of_any_form_is_read_in_a_time_of_its_length(text):
+    begun = time.process_time()
+    builtin.last_number(text), builtin.gold_number(text)
+    assert time.process_time() - begun < 3
+
+
+@pytest.mark.parametrize("reward, gold, told", [
+    ("number", r"\frac{\sqrt{3}}{2}", '"answer" is not one number'), ("number", None, "is no text, but null"),
+    ("number", True, "is not one number, but 'True'"), ("exact", ["7"], 'is no text, but ["7"]'),
+    ("choice", "B) Paris", "is not one letter, but 'B) Paris'"), ("choice", "7", "is not one letter"),
+    ("number", "x" * 99, "is not one number, but '…xxx"), ("number", float("nan"), "is not one number, but 'nan'")])
+def test_golds_that_no_answer_can_meet_are_told_with_their_line(reward, gold, told):
+    with pytest.raises(ValueError) as error:
+        workers.check(reward, {"a.jsonl, line 1": {"answer": "7" if reward != "choice" else "(b)."},
+                               "a.jsonl, line 2": {"answer": gold}})
+    assert told in str(error.value) and "a.jsonl, line 2" in str(error.value) and "1 of 2 lines" in str(error.value)
 
 
 @pytest.mark.parametrize("answer, right", [
@@ -243,8 +290,9 @@ def test_names_that_are_none_are_told(reward, told):
 
 def test_every_built_in_reward_has_its_column():
     for name, column in builtin.COLUMNS.items():
-        workers.check(name, {"line 1": {column: "7"}})
-        assert worker.load(name)("", "7", {column: "7"}) == 1.0 or name == "choice"
+        text = "B" if name == "choice" else "7"
+        workers.check(name, {"line 1": {column: text}})
+        assert worker.load(name)("", text, {column: text}) == 1.0
 
 
 def test_unusual_texts_travel(tmp_path):
