@@ -51,6 +51,8 @@ COMMAND = config.Command("meshtrain.evaluate", {
                            "(pip install -e '.[eval]')", "A,B", "hellaswag", _tasks, ()),
     "num-fewshot": config.Option("examples before each document of the tasks", "N", "5", config.whole()),
     "limit": config.Option("documents of each task", "N", "100", config.whole()),
+    "add-bos": config.Option("begin the tasks' texts with the token that stands before a document, also where the "
+                             "folder's tokenizer does not write it"),
     "json": config.Option('print JSON alone: {"loss", "tokens", "perplexity", "bits_per_byte", "sources": {name: the '
                           'same}, "tasks": {name: metrics}}; null where there is none'),
 }, "RUN_DIR|HF_DIR", (1, 1))
@@ -82,9 +84,10 @@ class Sums:
 
 @command.entry(COMMAND, __doc__, (CheckpointError, assembly.BrokenProgramError))
 def main(options: config.Arguments) -> None:
-    if not options["tasks"] and (unused := options.given & {"num-fewshot", "limit"}):
-        raise ConfigError(*(f"--{name} {options[name]} is of the harness's tasks, and none is asked for; add e.g. "
-                            f"--tasks hellaswag, or leave it out" for name in sorted(unused)))
+    if not options["tasks"] and (unused := options.given & {"num-fewshot", "limit", "add-bos"}):
+        said = {name: f"--{name}" if options[name] is True else f"--{name} {options[name]}" for name in sorted(unused)}
+        raise ConfigError(*(f"{one} is of the harness's tasks, and none is asked for; add e.g. --tasks hellaswag, or "
+                            f"leave it out" for one in said.values()))
     found = trained.describe(*options.names, options["step"], options.keys, "evaluate", keys=("data.",))
     found = _with_tokenizer(found)
     if 0 < (longest := found.longest()) < found.run.data.seq_len:
@@ -227,6 +230,7 @@ def _asked(found: trained.Trained, options: dict):
     if prefix is None:
         raise ConfigError(f"--tasks: {found.directory} names neither bos_token_id nor eos_token_id, one of which "
                           f"stands before a text; give its config.json one")
+    lead = [prefix] if options["add-bos"] else found.lead(text, prefix)
     length = found.longest() or found.run.data.seq_len
     if found.of_folder and not found.longest():
         say.err(f"note: nothing says how long sequences may be (max_position_embeddings); contexts of tasks are cut to "
@@ -234,7 +238,7 @@ def _asked(found: trained.Trained, options: dict):
 
     def answered(scorer, generator) -> dict:
         words = Words(text.decode, found.ends.stops, stop_ids)
-        model = harness.HarnessModel(scorer, generator, text.encode, words, prefix, length)
+        model = harness.HarnessModel(scorer, generator, text.encode, words, prefix, length, lead)
         with config.user_errors(), contextlib.redirect_stdout(sys.stderr):
             return harness.results(model, options["tasks"], options["num-fewshot"], options["limit"])
     return answered

@@ -42,6 +42,7 @@ from meshtrain.units import size
 
 KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # that every command on a trained model takes
 TOKENIZER = tokenizer.FILE
+GEMMA = "gemma"     # model_type of its families
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +118,18 @@ class Trained:
         if found is None:
             found = settings.text_of(settings.read(self.files)).get("bos_token_id")
         return found if type(found) is int and 0 <= found < self.run.model.vocab_size else None
+
+    def lead(self, text: Text, prefix: int) -> list[int]:
+        """What texts begin with that are not asked as prompts.
+
+        Of a run the separator, which its training always saw; of a folder what its tokenizer writes; of Gemma's
+        folders, which predict nothing without it, `prefix`.
+        """
+        prompt, plain = text.prompt("a"), text.encode("a")
+        begun = next((prompt[:i] for i in range(len(prompt)) if prompt[i:i + len(plain)] == plain), [])
+        with config.user_errors():
+            family = str(settings.text_of(settings.read(self.files)).get("model_type")) if self.of_folder else ""
+        return begun or [prefix] * (family.startswith(GEMMA))
 
     def place(self) -> LoadedModel:
         """Loads the weights onto the devices of [mesh]; starts the backend. Raises: ConfigError, CheckpointError."""

@@ -2,6 +2,7 @@
 harness."""
 import json
 import math
+import shutil
 
 import jax
 import numpy as np
@@ -278,6 +279,28 @@ def test_texts_are_not_read_as_bytes_because_a_folder_has_no_tokenizer(tmp_path)
     (tmp_path / "a.txt").write_text("the cat")
     refused(call(evaluate.main, GOLDENS / "qwen3", "--data.source=text", f'--data.paths=["{tmp_path}/a.txt"]'),
             "has no tokenizer.json", "give --data.tokenizer the path of its tokenizer.json, or bytes")
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_wrapped", "gemma4_text", "llama2", "run"])
+def test_texts_of_tasks_begin_as_a_run_saw_them_or_as_the_folders_tokenizer_writes_them(family, tmp_path, run_dir):
+    """Those of Gemma's families with the token that stands before a document, also where the tokenizer forgets it."""
+    import tokenizers
+    if family == "run":
+        found = trained.describe(str(run_dir), 0, [], "evaluate", keys=("data.",))
+        assert found.lead(found.text(), 256) == [256]
+        return
+    shutil.copytree(GOLDENS / family, tmp_path / "f")
+    trained_tokenizer(tmp_path / "tokenizer.json", "bytes")
+    shutil.move(tmp_path / "tokenizer.json", path := tmp_path / "f" / "tokenizer.json")
+    found = trained.describe(str(tmp_path / "f"), 0, [], "evaluate", keys=("data.",))
+    assert found.lead(found.text(), 7) == ([7] if family.startswith("gemma") else [])
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.add_special_tokens(["</s>"])
+    for template, wanted in (("<s> $A", [0]), ("<s> $A </s>", [0]), ("$A </s>", [7] * family.startswith("gemma"))):
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", 0), ("</s>", library.token_to_id("</s>"))])
+        library.save(str(path))
+        assert found.lead(found.text(), 7) == wanted
 
 
 def test_sequences_longer_than_the_model_was_made_for_are_noted(tmp_path):

@@ -92,11 +92,11 @@ def test_local_tasks_have_the_numbers_of_plain_forward_passes(run_dir, tmp_path)
     assert found["tokens"] > 0 and set(found["tasks"]) == {"squares", "text"}
     right = norm = 0
     for row in ROWS[:5]:
-        scores = [plain.of(list(row["question"].encode()), list(one.encode())) for one in row["choices"]]
+        scores = [plain.of([256, *row["question"].encode()], list(one.encode())) for one in row["choices"]]
         right += np.argmax(scores) == row["answer"]
         norm += np.argmax([score / len(one) for score, one in zip(scores, row["choices"])]) == row["answer"]
     assert (found["tasks"]["squares"]["acc"], found["tasks"]["squares"]["acc_norm"]) == (right / 5, norm / 5)
-    # The run's sequences have 32 tokens: longer texts are read in windows, of which one begins with the separator.
+    # The run's sequences have 32 tokens: longer texts are read in windows, each of which begins with the separator.
     texts = [list(row["question"].encode()) for row in ROWS[:5]]
     nats = sum(plain.of([256], text) for text in texts)
     assert all(len(text) <= 32 for text in texts)
@@ -120,6 +120,34 @@ def test_answers_to_a_task_are_the_likeliest_tokens_up_to_its_stop_string(run_di
     for request, answer in zip(requests, answers, strict=True):
         wanted = plain.answer(list(request.args[0].encode()) or [256], 9)
         assert answer == wanted.split(b"\n")[0].decode(errors="replace")
+
+
+@pytest.mark.parametrize("lead", [[], [9], [8, 9]], ids=str)
+def test_contexts_and_all_windows_begin_with_the_lead_and_keep_it_where_they_are_cut(lead):
+    from lm_eval.api.instance import Instance
+
+    from meshtrain.inference import harness
+    asked = []
+
+    class Seen(harness.HarnessModel):
+        def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+            asked.extend((context, continuation) for _, context, continuation in requests)
+            return [(float(len(continuation)), True) for _, _, continuation in requests]
+    encode = lambda text: [9 if one == "^" else ord(one) for one in text]       # a text may have the separator
+    model = Seen(None, None, encode, Words(None), 9, 6, lead)
+    request = lambda *args: Instance("", {}, args, 0)
+    model.loglikelihood([request("ab", "cd"), request("", "cd"), request("a ", "b"), *[request("^a", "b")] * (lead == [9])])
+    assert asked[:3] == [([*lead, 97, 98], [99, 100]), ([9], [99, 100]), ([*lead, 97], [32, 98])]
+    assert asked[3:] == [([9, 97], [98])] * (lead == [9]), "one is enough"
+    asked.clear()
+    text = "abcdefghijklmnopq"
+    for given in (text, "^" + text if lead == [9] else text):
+        assert model.loglikelihood_rolling([request(given)]) == [len(text)]
+        assert [one for _, continuation in asked for one in continuation] == encode(text), "each once"
+        assert all(context[:len(lead)] == lead and len(context + continuation) <= 7 for context, continuation in asked)
+        assert asked[0][0] == (lead or [9]) and len(asked) > 2
+        asked.clear()
+    assert model._cut([*lead, 1, 2, 3, 4, 5], 4) == [*lead, *range(2 + len(lead), 6)] and model._cut([1, 2], 4) == [1, 2]
 
 
 def test_tasks_that_are_not_there_are_told(run_dir, tmp_path):

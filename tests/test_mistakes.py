@@ -265,6 +265,7 @@ ROWS = {
         ("hf", "nothing says what to evaluate on"),
         ("run --limit 3 --num-fewshot 2", "--limit 3 is of the harness's tasks",
          "--num-fewshot 2 is of the harness's tasks"),
+        ("run --add-bos", "--add-bos is of the harness's tasks"),
         ("run --task=a", "did you mean --tasks"),
         ("run --tasks ,", "--tasks , names none"),
         ("run --step x", "--step x"),

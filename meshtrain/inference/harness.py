@@ -1,7 +1,9 @@
 """Adapter to the LM Evaluation Harness: its three kinds of requests, answered by Scorer and Generator.
 
-Text is encoded without special tokens, as by the harness's own Hugging Face models; an empty context becomes the prefix
-token. Sequences are padded on the right to a multiple of STEP, so that few programs are compiled. Imports lm_eval.
+Contexts begin with `lead`, where the model has one, and rolling windows too, also those that are cut; an empty context
+becomes the prefix token. The harness's own Hugging Face models lose it where a context is cut, and in all but the first
+window, whose text they begin with two. Sequences are padded on the right to a multiple of STEP, so that few programs
+are compiled. Imports lm_eval.
 Source: github.com/EleutherAI/lm-evaluation-harness, lm_eval.api.model.TemplateLM.
 """
 from __future__ import annotations
@@ -31,13 +33,13 @@ NEW_TOKENS = 256        # of an answer, where a task does not say
 
 class HarnessModel(TemplateLM):
     """encode: text to ids without special tokens. words: text of an answer, and what ends one. prefix: token before a
-    document. length: maximum tokens of a sequence."""
+    document. length: maximum tokens of a sequence. lead: what every context begins with."""
 
     def __init__(self, scorer: Scorer, generator: Generator, encode: Callable[[str], list[int]], words: Words,
-                 prefix: int, length: int, seed: int = 0):
+                 prefix: int, length: int, lead: Sequence[int] = (), seed: int = 0):
         super().__init__()
         self.scorer, self.generator, self.encode, self.words = scorer, generator, encode, words
-        self.prefix, self.length, self.seed = prefix, length, seed
+        self.prefix, self.length, self.lead, self.seed = prefix, length, list(lead), seed
 
     @property
     def eot_token_id(self) -> int:
@@ -56,12 +58,23 @@ class HarnessModel(TemplateLM):
         return "meshtrain"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        return list(self.encode(string))
+        ids = list(self.encode(string))
+        lead = [] if add_special_tokens is False or self._leads(ids) else self.lead
+        return lead + ids
+
+    def _leads(self, ids: Sequence[int]) -> bool:
+        """Whether it begins with the lead, which a text may have as well."""
+        return list(ids[:len(self.lead)]) == self.lead
+
+    def _cut(self, ids: Sequence[int], most: int) -> list[int]:
+        """The last `most` ids, of which the first are the lead where it was before."""
+        lead = self.lead if len(ids) > most > len(self.lead) and self._leads(ids) else []
+        return lead + list(ids[len(lead):])[-(most - len(lead)):]
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """(log-likelihood of the continuation, whether it is the greedy one) of each (texts, context ids, continuation
         ids)."""
-        rows = [(context + continuation)[-(self.length + 1):] for _, context, continuation in requests]
+        rows = [self._cut(context + continuation, self.length + 1) for _, context, continuation in requests]
         order, found = sorted(range(len(rows)), key=lambda i: -len(rows[i])), {}
         while order:
             T = -(-max(len(rows[order[0]]) - 1, 1) // STEP) * STEP
@@ -87,10 +100,13 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         windows, owners = [], []
         for owner, request in enumerate(requests):
-            for window in get_rolling_token_windows(self.tok_encode(request.args[0]),
-                                                    prefix_token=self.prefix, max_seq_len=self.length,
-                                                    context_len=1):
-                windows.append((None, *make_disjoint_window(window)))
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            ids = ids[len(self.lead):] if self._leads(ids) else ids
+            lead = self.lead if len(self.lead) < self.length else []
+            for window in get_rolling_token_windows(ids, prefix_token=(lead or [self.prefix])[-1],
+                                                    max_seq_len=self.length - len(lead), context_len=1):
+                context, continuation = make_disjoint_window(window)
+                windows.append((None, lead if context == lead[-1:] else lead + context, continuation))
                 owners.append(owner)
         totals = [0.0] * len(requests)
         for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
@@ -119,7 +135,8 @@ class HarnessModel(TemplateLM):
         until = (until,) if isinstance(until, str) else tuple(until)
         words = dataclasses.replace(self.words, stops=(*until, *self.words.stops))
         # Cut on the left, as the harness does.
-        prompts = [(self.tok_encode(context) or [self.prefix])[-max(self.length - new, 1):] for context in contexts]
+        prompts = [self._cut(self.tok_encode(context) or [self.prefix], max(self.length - new, 1))
+                   for context in contexts]
         # A prompt that is asked several times is read once, and each time draws another answer.
         numbers: dict[tuple[int, ...], list[int]] = {}
         for number, prompt in enumerate(prompts):
