@@ -82,10 +82,10 @@ def measure(directory: Path, state) -> dict[str, float]:
             if not step % 2:
                 once["write"] = write()
             place = directory / "checkpoints" / str(step)
-            once["verify"] = timed(checkpoints.latest)
+            once["verify"] = timed(checkpoints.newest)
             once["restore"] = timed(lambda: jax.block_until_ready(checkpoints.restore(step, abstract)))
             forget(place)
-            once["verify_cold"] = timed(checkpoints.latest)
+            once["verify_cold"] = timed(checkpoints.newest)
             forget(place)
             once["restore_cold"] = timed(lambda: jax.block_until_ready(checkpoints.restore(step, abstract)))
             once["read"] = timed(lambda: plain_read(directory / "plain"))

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -263,7 +263,7 @@ class SharedCheckpoints(abc.ABC):
         if failure := agree.exchange(self._failure)[0]:
             raise agree.agreed(CheckpointError(failure))
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, *error):
