@@ -350,6 +350,8 @@ class Data(Section):
         strict=False
     )
     field: str = key("text", "key (jsonl) or column (parquet, arrow) of a document's text")
+    split_at: str = key(
+        "", "text at which documents of text, jsonl, parquet and arrow are divided, e.g. <|endoftext|>; it is removed")
     mixture: tuple[Component, ...] = key(
         (), 'several sources: [{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]; weight: share of tokens',
         strict=False

@@ -8,10 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from meshtrain.config.messages import SECTIONS, toml
+from meshtrain.config.messages import SECTIONS, join, toml
 from meshtrain.config.sections import Run
 from meshtrain.huggingface import folder
 from meshtrain.storage import addresses
+
+
+TEXTS = ("text", "jsonl", "parquet", "arrow")       # sources whose documents are divided at data.split_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +30,13 @@ def _caches_tokens(run: Run) -> bool:
     a glob may match other files."""
     named = [*(run.data.mixture or [run.data]), *run.data.validation_sources]
     paths = [path for one in named for path in (*one.paths, *one.validation_paths)]
-    return (run.data.tokenizer != "bytes" or any(one.source not in ("stdlib", "text") for one in named)
+    return (run.data.tokenizer != "bytes" or bool(run.data.split_at)
+            or any(one.source not in ("stdlib", "text") for one in named)
             or any(path.endswith((".gz", ".zst", "*", "?", "]")) or addresses.is_remote(path) for path in paths))
+
+
+def _reads_texts(run: Run) -> bool:
+    return any(one.source in TEXTS for one in [*(run.data.mixture or [run.data]), *run.data.validation_sources])
 
 
 EFFECTS = (
@@ -40,6 +48,7 @@ EFFECTS = (
            'training.loss_spike="warn", "skip" or "rollback"'),
     Effect("data.cache", _caches_tokens, "a data.tokenizer other than bytes, or files that are not plain text or are "
            "at addresses"),
+    Effect("data.split_at", _reads_texts, f"data.source={join(map(toml, TEXTS), 'or')}"),
     Effect("lora.export", lambda run: run.checkpoint.export != "off", 'checkpoint.export="last" or "every"'),
     Effect("metrics.every", lambda run: run.training.objective != "rl" or run.rl.updates > 1,
            "rl.updates above 1: each batch of answers has its row"),

@@ -37,6 +37,7 @@ EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": 
             "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl",
             "preferences": "pairs/*.jsonl", "prompts": "prompts/*.jsonl"}
 CHATS = ("chat", "preferences")     # conversations
+DIVIDED = ("text", "jsonl", "parquet", "arrow")     # at data.split_at
 TRAIN, VALIDATION, CURVE = "train", "validation", "curve"
 CACHE = ".meshtrain"    # directory of the token cache, beside the files
 
@@ -125,6 +126,7 @@ class Description:
     tokenizer: Tokenizer
     vocab_size: int     # the model's
     cache: str          # data.cache
+    split_at: str       # data.split_at
     chats: Chats | None     # how conversations become tokens, if any
 
     def open(self, cache_dir: Path, job: parts.Job) -> tuple[Source | None, ...]:
@@ -192,7 +194,7 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
         raise ValueError("\n".join(faults))
     eos = _find_eos(data, reader, vocab_size)
     _check_ends(data, reader, eos, vocab_size)
-    return Description(tuple(components), eos, reader, vocab_size, data.cache, chats)
+    return Description(tuple(components), eos, reader, vocab_size, data.cache, data.split_at, chats)
 
 
 def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
@@ -292,7 +294,8 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
     roots = on_this_host(component.paths, source, described.cache, job)
     paths = list(roots)
     packed = any(path.endswith(formats.COMPRESSED) for path in paths)
-    if isinstance(described.tokenizer, tokenizer.Bytes) and source in ("stdlib", "text") and not packed:
+    split_at = described.split_at if source in DIVIDED else ""
+    if isinstance(described.tokenizer, tokenizer.Bytes) and source in ("stdlib", "text") and not (packed or split_at):
         return open_files(paths, where)
     groups = []
     for root, together in itertools.groupby(paths, roots.get):
@@ -305,7 +308,7 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
         found = given_tokens.open_given([(path, caches) for (path,), caches in groups], described.tokenizer.bos, job)
     else:
         chats = described.chats if source in CHATS else None
-        found = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job, chats)
+        found = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job, chats, split_at)
     if source == "tokens" or described.tokenizer.vocab_size > described.vocab_size:
         _check_ids(list(zip(found, (paths for paths, _ in groups))), described)
     if None in found:

@@ -23,6 +23,7 @@ from meshtrain.data.cache import parts
 from meshtrain.data.cache.parts import Job
 from meshtrain.data.documents import formats, text_bytes
 from meshtrain.data.documents.conversations import Chats
+from meshtrain.data.documents.dividing import Markers
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.files import token_files
 from meshtrain.data.progress import FileProgress
@@ -34,23 +35,28 @@ BATCH_CHARS, BATCH_PIECES = 1 << 22, 1 << 13
 
 def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence[Path]]],
                    field: str, tokenizer: Tokenizer,
-                   job: Job, chats: Chats | None = None) -> list[token_files.IndexedTokens | None]:
+                   job: Job, chats: Chats | None = None,
+                   split_at: str = "") -> list[token_files.IndexedTokens | None]:
     """The documents of text, jsonl, parquet, arrow or chat files as tokens: a pair for each group; None as
     parts.open_all.
 
-    groups: (paths, candidate cache directories) of each part, see `group`. chats: for chat files. Raises: as
-    parts.open_all.
+    groups: (paths, candidate cache directories) of each part, see `group`. chats: for chat files. split_at: divides
+    the documents of others. Raises: as parts.open_all.
     """
     field = chats.key if chats else "" if format == "text" else field
-    key = hashlib.blake2b(json.dumps([VERSION, format, field, tokenizer.key]).encode(), digest_size=8).hexdigest()
+    identity = [VERSION, format, field, tokenizer.key, *[split_at] * bool(split_at)]
+    key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
     earlier, choices, counted = {}, [], chats is None and text_bytes.are_counted(tokenizer)
+    markers = Markers(tokenizer, split_at)
     for paths, directories in groups:
         homes = [directory / f"{format}-{key}" for directory in directories]
         for home in homes:
             earlier.setdefault(home, Earlier(home, counted))
-        choices.append([Tokenized(home, paths, format, field, tokenizer, earlier[home], chats, counted)
+        choices.append([Tokenized(home, paths, format, field, tokenizer, earlier[home], markers, chats, counted)
                         for home in homes])
-    return parts.open_all(choices, job)
+    found = parts.open_all(choices, job)
+    markers.tell(job.tell)
+    return found
 
 
 def group(format: str, paths: Sequence[str], root: str) -> list[tuple[str, ...]]:
@@ -81,6 +87,7 @@ class Tokenized(parts.Part):
     field: str
     tokenizer: Tokenizer
     earlier: Earlier
+    markers: Markers
     chats: Chats | None = None
     counted: bool = False       # bytes of documents
     verb = "tokenizing"
@@ -190,11 +197,12 @@ class Tokenized(parts.Part):
         for path in self.inputs:
             identity = _identify_input(self.home, path, job)
             inputs.append(identity)
-            known = self.earlier.document(identity, job) if self.format == "text" else None
+            alone = self.format == "text" and not self.markers.marker       # a file, a document
+            known = self.earlier.document(identity, job) if alone else None
             if known:
                 batch.copy(*known)
             else:
-                for piece in formats.read(self.format, path, self.field):
+                for piece in self.markers.documents(path, formats.read(self.format, path, self.field)):
                     if batch.add(piece):
                         progress.reach(piece.position)
             _check_unchanged(path, identity)

@@ -1,0 +1,83 @@
+"""Divides texts into documents at a marker, and counts the names of special tokens that texts hold.
+
+Many corpora are one file whose documents are separated by the name of a token, e.g. <|endoftext|>. For a tokenizer of
+documents (tokenizer.py) that name is ordinary characters, so that the file is one document unless it is divided.
+"""
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Callable, Iterator
+
+from meshtrain.data.documents.formats import TextPiece
+from meshtrain.data.documents.tokenizer import Tokenizer, TokenizerFile
+
+SHORTEST_NAME = 3       # characters; shorter ones are found in any text
+NAMES_TOLD = 4
+
+
+def divided(pieces: Iterator[TextPiece], marker: str,
+            count: Callable[[int], None] = lambda divisions: None) -> Iterator[TextPiece]:
+    """The documents, divided at every `marker`, which is removed. Documents of white space alone are left out. count:
+    takes the number of divisions, now and then."""
+    held, begun = "", False     # held: a beginning of the marker, or white space; begun: of the document is given
+    for piece in pieces:
+        *whole, held = (held + piece.text).split(marker)
+        count(len(whole))
+        if piece.last:
+            whole, held = [*whole, held], ""
+        for text in whole:
+            if begun or text and not text.isspace():
+                yield TextPiece(text, True, piece.position)
+            begun = False
+        if begun or held and not held.isspace():
+            kept = next((n for n in range(min(len(marker) - 1, len(held)), 0, -1) if held.endswith(marker[:n])), 0)
+            text, held = held[:len(held) - kept], held[len(held) - kept:]
+            begun = begun or bool(text) and not text.isspace()
+            if begun:
+                yield TextPiece(text, False, piece.position)
+            else:
+                held = text + held
+
+
+class Markers:
+    """What texts hold that are tokenized: names of special tokens, which are ordinary characters there, and the marker
+    at which documents are divided (data.split_at; empty: nowhere)."""
+
+    def __init__(self, tokenizer: Tokenizer, marker: str):
+        self.marker, self.num_files, self.divisions = marker, 0, 0
+        self.found: dict[str, collections.Counter] = {}     # path -> names
+        names = tokenizer.library.get_added_tokens_decoder().values() if isinstance(tokenizer, TokenizerFile) else ()
+        alike: dict[str, list[str]] = collections.defaultdict(list)
+        for name in sorted({one.content for one in names if one.special and len(one.content) >= SHORTEST_NAME}):
+            alike[name[:2]].append(name[2:])
+        # Longest first, behind what they have in common: a text without that is passed at the speed of memory.
+        self._patterns = {begin: re.compile(re.escape(begin) + "(?:" + "|".join(
+            map(re.escape, sorted(rests, key=len, reverse=True))) + ")") for begin, rests in alike.items()}
+
+    def documents(self, path: str, pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
+        """The documents of a file, divided where there is a marker; the names in them are counted."""
+        self.num_files += 1
+        for piece in divided(pieces, self.marker, self._count) if self.marker else pieces:
+            for begin, pattern in self._patterns.items():
+                if begin in piece.text and (names := pattern.findall(piece.text)):
+                    self.found.setdefault(path, collections.Counter()).update(names)
+            yield piece
+
+    def _count(self, divisions: int) -> None:
+        self.divisions += divisions
+
+    def tell(self, tell: Callable[[str], None]) -> None:
+        """Say what was found."""
+        if self.found:
+            path, *more = self.found
+            counts = sum(self.found.values(), collections.Counter()).most_common()
+            names = ", ".join(f"{count:,} × {name!r}" for name, count in counts[:NAMES_TOLD])
+            names += f" and {len(counts) - NAMES_TOLD} other names" if len(counts) > NAMES_TOLD else ""
+            remedy = f"; documents are divided at {self.marker!r} alone" if self.marker else \
+                f'; data.split_at = "{counts[0][0]}" divides documents there'
+            files = f" and {len(more):,} other file{'s' * (len(more) > 1)}" if more else ""
+            tell(f"{path}{files}: {names} stand in the text as ordinary characters{remedy}")
+        if self.marker and self.num_files and not self.divisions:
+            tell(f"data.split_at={self.marker!r} stands in none of the {self.num_files:,} files that were tokenized, "
+                 f"and divides no document; mend it, or leave it out")
