@@ -57,7 +57,6 @@ ROUNDS, STEPS = 5, 2
 def step_section() -> list[str]:
     if not local_devices.gpus_expected():
         return on_cpu()
-    local_devices.take_memory(os.environ)
     return on_gpus(local_devices.start(config.Run()))
 
 
@@ -124,7 +123,7 @@ def on_gpus(devices, plan: gpu_speed.Plan = A3B, sizes: gpu_speed.Sizes = A3B_SI
             made = assembly.assemble(gpu_speed.run_of(bare, len(devices), sizes.microbatches, layers), devices)
             compiled = assembly.compile_step(made)
         with tempfile.TemporaryDirectory() as directory:
-            measured = gpu_speed.measure(made, compiled, compile_s, sizes, Path(directory))
+            measured = gpu_speed.measure(made, compiled, compiled, compile_s, sizes, Path(directory))
         row = gpu_speed.told(of, made, compiled, measured)["row"]
         seconds.append(statistics.median(measured.times))
         rows.append((of.name, f"{active(made):,}", *(row[name] for name in ROW)))

@@ -43,8 +43,9 @@ def cpu_s(call, calls: int = CALLS) -> tuple[float, float]:
 
 def watched() -> dict[str, tuple[float, float]]:
     from meshtrain.cluster import watch
+    from meshtrain.run import contents
     with tempfile.TemporaryDirectory() as home, watch.on(watch.PhaseLimits(), 0, 1, print) as dog, dog.kept_in(
-            Path(home) / watch.STACKS):
+            Path(home) / contents.STACKS):
         step = cpu_s(lambda number: (watch.step(number), watch.progress()))
         start = time.process_time()
         time.sleep(10 * STEP_S)

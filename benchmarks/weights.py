@@ -59,6 +59,7 @@ def measure(dtype: str, count: int, place: Path) -> str:
     from meshtrain.sharding.mesh import MeshSpec
     from meshtrain.model import params, transformer
     from meshtrain.checkpoint import export, pretrained
+    from meshtrain.checkpoint.ends import Ends
     from meshtrain.run import trees
     from meshtrain.huggingface import folder
 
@@ -73,14 +74,14 @@ def measure(dtype: str, count: int, place: Path) -> str:
         weights = jax.jit(model.init, out_shardings=placed)(jax.random.key(0))
         leaves = trees.leaves_of(weights)
         write = lambda: export.write(out, model, leaves.__getitem__, dtype=dtype, shard_bytes=FILE_BYTES,
-                                     source=None, bos=1,
+                                     source=None, ends=Ends((2,), bos=1),
                                      data={"seq_len": 1024, "eos": "", "tokenizer": "bytes"})
         write_s, size = timed(write)
         found = folder.open_folder(out)
-        rows = folder.match(found, run.model, model.names())
+        rows = folder.match(found, run.model, pretrained.parameter_paths(model))
         zeros = jax.block_until_ready(jax.jit(lambda: jax.tree.map(jax.numpy.zeros_like, weights),
                                               out_shardings=placed)())
-        read_s, again = timed(lambda: pretrained.load(found, rows, run.model, model.places(), zeros))
+        read_s, again = timed(lambda: pretrained.load(found, rows, model.places(), zeros))
         if dtype == "float32":
             assert all(map(bool,
                            jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(),

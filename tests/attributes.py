@@ -89,7 +89,12 @@ def _annotated(annotation, known: dict):
 
 def _bound(node, known: dict) -> dict:
     if isinstance(node, ast.Assign):
-        return {target.id: _value(node.value, known, []) for target in node.targets if isinstance(target, ast.Name)}
+        pairs = [(target, node.value) for target in node.targets if isinstance(target, ast.Name)]
+        for target in node.targets:         # a, b = of_a, of_b
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple) and not any(
+                    isinstance(one, ast.Starred) for one in (*target.elts, *node.value.elts)):
+                pairs += [pair for pair in zip(target.elts, node.value.elts) if isinstance(pair[0], ast.Name)]
+        return {target.id: _value(value, known, []) for target, value in pairs}
     return {item.optional_vars.id: made for item in node.items if isinstance(item.optional_vars, ast.Name)
             for made in [_value(item.context_expr, known, [])]
             if isinstance(made, Instance) and _hints(getattr(made.of, "__enter__", None)).get("return") in (
