@@ -1,7 +1,7 @@
 """Stochastic rounding of bfloat16 weights: an update moves a weight by its size on average, however small it is.
 
-bfloat16 has 8 bits, so that to the nearest an update below 1/512 of a weight is lost. Here the float32 sum goes to one
-of its two neighbours, with the probability of its nearness: the expectation of the weight is the sum. The random bits
+bfloat16 has 8 bits, so rounding to nearest loses an update below 1/512 of a weight. Here the float32 sum is rounded to
+one of its two neighbours, the nearer one more often, so that the expected weight equals the sum. The random bits
 are a function of `run.seed`, the step, the parameter's name and an element's place in the whole array, so they are the
 same on every layout, in every replica and after a restart; nothing is sent. Source: arXiv:2010.06192.
 """

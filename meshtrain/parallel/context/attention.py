@@ -173,8 +173,8 @@ def token_order(run, sizes: Mapping[str, int]):
 def problems(run, layout: Layout) -> list[str]:
     """Why this layout cannot split sequences as its rules say; empty if it can, or if they split none.
 
-    Only AXIS splits sequences: the order of their tokens, attention and recurrences over shards, and what a pipeline
-    makes manual, are of that axis. Over another each device would take its shard for a whole sequence.
+    Only AXIS splits sequences. The token order, attention and recurrences over shards, and the manual axes of a
+    pipeline assume it; over another axis each device would treat its shard as a whole sequence.
     """
     cp, rules_file = layout.sizes[AXIS], layout.rules.path
     T, method, faults = run.data.seq_len, run.context.method, []
