@@ -6,4 +6,4 @@ SHIPPED = {f"meshtrain.{path.replace('/', '.')}": path for path in ("configs", "
 
 setup(packages=[*find_packages(include=["meshtrain*", "launch*"]), *SHIPPED], package_dir=SHIPPED,
       package_data={**dict.fromkeys(SHIPPED, ["*.toml", "*.jsonl.gz"]), "launch": ["*.sbatch", "*.yaml"],
-                    "meshtrain.pages": ["*.css", "*.js"]})
+                    "meshtrain": ["py.typed"], "meshtrain.pages": ["*.css", "*.js"]})

@@ -7,6 +7,8 @@ no backend and sets no flag.
 import importlib
 import types
 
+__version__ = "0.1.0"
+
 _INTERFACE = ("Experiment", "Rules", "compare", "schedule")
 _COMMANDS = ("plan", "prove")       # functions of the interface, and modules of commands
 

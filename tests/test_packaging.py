@@ -1,4 +1,6 @@
 """What is installed is what is in the checkout: an installed wheel finds its run files, model shapes and rule files."""
+import email.parser
+import hashlib
 import json
 import os
 import re
@@ -39,7 +41,7 @@ def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, source)
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", source / "dist", source)
     (built,) = (source / "dist").glob("*.whl")
@@ -78,8 +80,27 @@ def test_the_wheel_holds_every_module_and_every_shipped_file(wheel):
     modules = {str(path.relative_to(ROOT)) for name in ("meshtrain", "launch") for path in (ROOT / name).rglob("*.py")}
     assert modules | {f"meshtrain/{path}" for path in SHIPPED} | {"launch/slurm.sbatch",
                                                                   "launch/kubernetes.yaml"} <= held
-    assert {f"meshtrain/pages/{name}" for name in ("drawing.css", "skin.css", "skin.js")} <= held
+    assert {f"meshtrain/pages/{name}" for name in ("drawing.css", "skin.css", "skin.js")} | {"meshtrain/py.typed"} <= held
     assert {name.split("/")[0] for name in held if ".dist-info" not in name} == {"meshtrain", "launch"}
+
+
+def test_the_wheel_says_what_it_is_and_who_may_use_it(wheel):
+    import meshtrain
+    with zipfile.ZipFile(wheel) as held:
+        (path,) = (name for name in held.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.parser.Parser().parsestr(held.read(path).decode())
+        licenses = {name.rpartition("/")[2] for name in held.namelist() if "/licenses/" in name}
+    assert (metadata["Name"], metadata["Version"]) == ("meshtrain-jax", meshtrain.__version__)
+    assert metadata["License-Expression"] == "Apache-2.0" and licenses == {"LICENSE", "NOTICE"}
+    assert metadata["Description-Content-Type"] == "text/markdown" and metadata.get_payload().startswith("# ")
+
+
+def test_the_license_is_the_whole_of_apache_2():
+    text = (ROOT / "LICENSE").read_text()
+    assert text.lstrip().startswith("Apache License\n") and "Copyright 2026 The meshtrain authors" in text
+    # the text of apache.org, whatever its line breaks, up to the notice that each work fills in
+    words = " ".join(text.partition("   Copyright 2026")[0].split())
+    assert hashlib.sha256(words.encode()).hexdigest() == "1766f246c4c2e198e4fa4b7e3bcd6f8c8cba6d5f978b8242fa23d2e1bde8aa1d"
 
 
 def test_every_package_that_is_imported_is_declared():
