@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from launch import restart, supervise
 from meshtrain import config, files
@@ -51,33 +52,37 @@ def main(given: config.Arguments) -> int:
 
 
 def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
-    """On process 0: wall-clock time of this start; None: give up, after a message."""
-    if attempt == 0:        # restarts.json is of another JobSet
-        _remove(run, [restart.KEPT, *messages.names(run.run.dir, LAST_WORDS)])
+    """On process 0: wall-clock time of this start; None: give up, after a message. Raises: ConfigError,
+    FileSystemError."""
+    if attempt == 0:        # restarts.json and last words are of another JobSet
+        _remove(run, lambda name: True, restart.KEPT)
         return 0.0
     code, said = _last_words(run, attempt - 1)
     say.err(f"the start before ended: {said}")
     failures = restart.Failures(run, max_restarts, scheduled=True)
-    wait_s = restart.counted(failures, code, said, attempt=attempt)
-    _remove(run, [name for name in messages.names(run.run.dir, LAST_WORDS)
-                  if not name.startswith(f"{LAST_WORDS}/{attempt}-")])
+    wait_s = restart.counted(failures, code, said, attempt)
+    with contextlib.suppress(files.FileSystemError):        # the next start removes them
+        _remove(run, lambda name: not name.startswith(f"{LAST_WORDS}/{attempt}-"))
     return None if wait_s is None else time.time() + wait_s
 
 
 def _decided(run: Run, attempt: int) -> float:
-    """On the others: when process 0 starts; 0 if it never decides: the run itself then meets it or times out."""
+    """On the others: when process 0 starts; 0 if it never decides: the run itself then meets it or times out. Raises:
+    ConfigError."""
     until = time.monotonic() + run.distributed.timeout_s
     while attempt and time.monotonic() < until:
-        kept = restart.read(run)
-        if kept.get("attempt") == attempt:
-            return kept["begins"]
+        with contextlib.suppress(files.FileSystemError), config.user_errors("run.dir: "):    # told by who asks again
+            kept = restart.read(run)
+            if kept.get("restarts") == attempt:
+                return kept["begins"]
         time.sleep(LOOK_S)
     return 0.0
 
 
-def _remove(run: Run, names: list[str]) -> None:
-    for name in names:
-        with contextlib.suppress(OSError, ValueError):
+def _remove(run: Run, is_old: Callable[[str], bool], *more: str) -> None:
+    """Removes last words and other messages. Raises: ConfigError, FileSystemError."""
+    with config.user_errors("run.dir: "):
+        for name in [*more, *filter(is_old, messages.names(run.run.dir, LAST_WORDS))]:
             messages.remove(run.run.dir, name)
 
 
@@ -92,11 +97,15 @@ def _leave_words(run: Run, attempt: int, index: int, outcome: supervise.LaunchOu
 def _last_words(run: Run, attempt: int) -> tuple[int, str]:
     """(exit code, words) of the process that failed first in that attempt, if it left any."""
     left = []
-    for name in messages.names(run.run.dir, LAST_WORDS):
-        if not name.startswith(f"{LAST_WORDS}/{attempt}-"):
-            continue
+    try:
+        with config.user_errors("run.dir: "):
+            texts = [messages.read(run.run.dir, name) for name in messages.names(run.run.dir, LAST_WORDS)
+                     if name.startswith(f"{LAST_WORDS}/{attempt}-")]
+    except files.FileSystemError as error:
+        return stops.FAILED, f"how is not known: {error}"
+    for text in texts:
         with contextlib.suppress(ValueError, KeyError, TypeError):      # truncated: its host was lost
-            one = json.loads(messages.read(run.run.dir, name))
+            one = json.loads(text)
             left.append((bool(one["victim"]), one["code"] == stops.STOPPED, float(one["time"]), str(one["words"])))
     secondary, stopped, _, words = min(left, default=(True, False, 0.0, ""))
     if secondary:

@@ -7,7 +7,8 @@ failure, unless there is a newer checkpoint. This module starts and ends nothing
 
 python -m launch.restart CODE -- [RUN.toml] [--section.key value ...] is the rule for shell scripts, with the count in
 run.dir/restarts.json. It prints the seconds to wait and exits with 0 if the run should restart, else with 1, after a
-mistake with 2.
+mistake with 2. Where run.dir does not answer for a moment, Slurm's own count of restarts is the limit; without one the
+exit code is 1.
 """
 from __future__ import annotations
 
@@ -43,25 +44,29 @@ KEPT, LINEAGE = contents.RESTARTS, "local.json"
 INDEX = "index.json"        # of a part: a line with its checksum, then JSON
 TASK_ENDED = re.compile(r"^srun: error: (\S+: tasks? .*)$", re.MULTILINE)
 READ_BYTES = 1 << 20    # the end of a start's output
+UNCOUNTED = "a start whose end was not counted"
 
 
 def newest(run: Run) -> int:
-    """The step of the newest checkpoint, this host's local ones included; 0: none. Incomplete ones are named
-    otherwise."""
+    """The step of the newest checkpoint, this host's local ones included; 0: none. Incomplete ones are named otherwise.
+    Raises: ConfigError, and FileSystemError where it cannot be told for a moment."""
     steps = [0]
-    with contextlib.suppress(OSError, ValueError):
-        steps += contents.steps(run.run.dir)
-    if run.checkpoint.local_dir:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):     # no local checkpoint yet
-            lineage = json.loads(messages.read(run.run.dir, LINEAGE))
-            steps += _kept(Path(run.checkpoint.local_dir) / lineage["run"], lineage)
+    with config.user_errors("run.dir: "):
+        try:
+            steps += contents.steps(run.run.dir)
+            if run.checkpoint.local_dir and (text := messages.read(run.run.dir, LINEAGE)):
+                with contextlib.suppress(ValueError, KeyError, TypeError):      # truncated: there is none yet
+                    lineage = json.loads(text)
+                    steps += _kept(Path(run.checkpoint.local_dir) / lineage["run"], lineage)
+        except OSError as error:
+            raise files.judged(error, f"{run.run.dir}'s checkpoints cannot be listed", messages.REMEDY) from None
     return max(steps)
 
 
 def _kept(home: Path, lineage: dict) -> Iterator[int]:
     """Steps of this host's local checkpoints that the next start may use: not those of a start that was rolled back."""
     for place in home.glob("process-*/*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
             step, start = int(place.name), json.loads((place / INDEX).read_text(encoding="utf-8").partition("\n")[2])[
                 "start"]
             if start == lineage["start"] or [start, step] == lineage["from"]:
@@ -83,13 +88,21 @@ class Failures:
 
     def wait_s(self, code: int, words: str = "") -> float | None:
         """Seconds until the next start, after one ended with this code and these last words (one line). None: the run
-        has ended or is given up, after a message."""
+        has ended or is given up, after a message. Raises: ConfigError, and FileSystemError where the run would be
+        given up although a newer checkpoint may be there: for a moment it cannot be seen."""
         stopped = code == stops.STOPPED
         if code in ENDS and not (stopped and self.scheduled):
             self.said = []
             return None
-        reached, before = newest(self.run), self.step
-        self.step = reached
+        reached = before = self.step
+        at = "the newest checkpoint"
+        try:
+            self.step = reached = newest(self.run)
+            at = f"step {reached}" if reached else "the beginning"
+        except files.FileSystemError as error:
+            if len(self.said) >= self.most:
+                raise
+            say.err(f"which checkpoint is the newest is not known: {error}")
         if reached > before:
             self.said = []
             if stopped:
@@ -108,7 +121,7 @@ class Failures:
             say.err(f"starting again from step {reached}")
             return 0.0
         wait_s = min(FIRST_S * 2 ** (count - 1), LONGEST_S)
-        say.err(f"starting again from {f'step {reached}' if reached else 'the beginning'} in {wait_s:g} s "
+        say.err(f"starting again from {at} in {wait_s:g} s "
                 f"({'stop' if stopped else 'failure'} {count} without a newer checkpoint; given up after "
                 f"{self.most + 1})")
         return wait_s
@@ -122,7 +135,9 @@ def main(given: config.Arguments) -> int:
     except ValueError:
         raise ConfigError(f"{given.names[0]} is not an exit code; give the run's, e.g. 1") from None
     failures = Failures(config.load(given.run), given["max-restarts"], scheduled=bool(given["scheduled"]))
-    wait_s = counted(failures, code, _last_words(code, given["said"]))
+    # Slurm sets it from the first restart on.
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1 if "SLURM_JOB_ID" in os.environ else None
+    wait_s = counted(failures, code, _last_words(code, given["said"]), restarts)
     if wait_s is None:
         return 1
     say.out(f"{wait_s:g}")
@@ -145,28 +160,44 @@ def _last_words(code: int, said: Path | None) -> str:
     return ""
 
 
-def counted(failures: Failures, code: int, words: str = "", **more) -> float | None:
-    """`Failures.wait_s`, with the count in run.dir/restarts.json. more: values to store there besides `begins`, the
-    wall-clock time of the next start. Raises: ConfigError if it cannot be written: restarts would have no limit."""
+def counted(failures: Failures, code: int, words: str = "", restarts: int | None = None) -> float | None:
+    """`Failures.wait_s`, with the count in run.dir/restarts.json, and the wall-clock time of the next start, `begins`.
+
+    restarts: the scheduler's count, the next start included; None: it has none. It stands for ours where the file
+    cannot be read or written for a moment, and starts that left no count are failures. Raises: ConfigError;
+    FileSystemError where nothing would limit the restarts.
+    """
     run_dir = failures.run.run.dir
-    if kept := read(failures.run):
-        failures.step, failures.said = kept["step"], kept["said"]
-    wait_s = failures.wait_s(code, words)
-    try:
-        if wait_s is None:
-            messages.remove(run_dir, KEPT)
-        else:
-            messages.write(run_dir, KEPT, json.dumps(
-                {"step": failures.step, "said": failures.said, "begins": time.time() + wait_s, **more}))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run_dir}/{KEPT} cannot be written: {files.said(error)}; it is not started again") from None
+    with config.user_errors("run.dir: "):
+        try:
+            if kept := read(failures.run):
+                missed = restarts - kept["restarts"] - 1 if restarts and kept.get("restarts") else 0
+                failures.step, failures.said = kept["step"], kept["said"] + [UNCOUNTED] * missed
+        except files.FileSystemError as error:
+            if restarts is None or restarts > failures.most:
+                raise
+            say.err(f"{error}. The failures before are not known: this is restart {restarts} of the scheduler")
+            failures.said = [UNCOUNTED] * (restarts - 1)
+        wait_s = failures.wait_s(code, words)
+        try:
+            if wait_s is None:
+                messages.remove(run_dir, KEPT)
+            else:
+                messages.write(run_dir, KEPT, json.dumps({"step": failures.step, "said": failures.said,
+                                                          "begins": time.time() + wait_s, "restarts": restarts}))
+        except files.FileSystemError as error:
+            if restarts is None:
+                raise files.FileSystemError(f"{error}; until then it is not started again") from None
+            say.err(f"{error}. The scheduler's count of restarts, {restarts}, stands for it")
     return wait_s
 
 
 def read(run: Run) -> dict:
-    """The content of run.dir/restarts.json; empty if nothing has failed yet or the file is truncated."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(messages.read(run.run.dir, KEPT))
+    """The content of run.dir/restarts.json; empty if nothing has failed yet or the file is truncated. Raises:
+    StorageError, FileSystemError."""
+    text = messages.read(run.run.dir, KEPT)
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        kept = json.loads(text)
         return kept | {"step": int(kept["step"]), "said": [str(words) for words in kept["said"]]}
     return {}
 

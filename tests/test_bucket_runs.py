@@ -353,7 +353,7 @@ def test_a_bucket_that_may_not_be_written_is_one_message(server, tiny):
 
 
 def test_launchers_count_failures_and_leave_words_in_the_bucket(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
+    monkeypatch.setattr(stores, "PAUSES_S", (0.01,))
     there = f"s3://{BUCKET}/launched"
     run = config.load([f"--run.dir={there}"])
     assert restart.newest(run) == 0 and restart.read(run) == {}
@@ -366,7 +366,10 @@ def test_launchers_count_failures_and_leave_words_in_the_bucket(server, tmp_path
     assert messages.names(there, "last_words") == ["last_words/0-1"]
     assert messages.read(there, "last_words/0-1") == "out of memory" and messages.read(there, "last_words/0-2") is None
     server.faults += [Fault("launched/restarts.json", 10**6, 503)]
-    with pytest.raises(config.ConfigError, match="restarts.json cannot be written: .*it is not started again"):
+    with pytest.raises(files.FileSystemError, match="restarts.json cannot be read: .*503"):
+        restart.counted(restart.Failures(run, 2), 1)
+    server.faults[-1].status = 403
+    with pytest.raises(config.ConfigError, match="restarts.json is refused with 403"):
         restart.counted(restart.Failures(run, 2), 1)
 
 

@@ -1,46 +1,59 @@
 """Small files by which launchers on several hosts tell each other something: in a run's directory, or at its address.
+
+All of them raise StorageError where a person has to change something, FileSystemError where the place does not answer
+for a moment: neither says that there is no message.
 """
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
 from meshtrain import files
 from meshtrain.storage import addresses, stores
+from meshtrain.storage.addresses import StorageError
+
+REMEDY = "give a run.dir that can"
 
 
 def read(run_dir: str, name: str) -> str | None:
-    """None where there is none, or none can be read."""
-    with contextlib.suppress(OSError, ValueError):
+    """None where there is none."""
+    path = Path(run_dir) / name
+    try:
         if addresses.is_remote(run_dir):
-            return stores.read(addresses.parse(run_dir).below(name)).decode()
-        return (Path(run_dir) / name).read_text(encoding="utf-8")
-    return None
+            return stores.read(addresses.parse(run_dir).below(name)).decode(errors="replace")
+        return files.patiently(lambda: path.read_text(encoding="utf-8", errors="replace"))
+    except (stores.Missing, FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise files.judged(error, f"{path} cannot be read", REMEDY, StorageError) from None
 
 
 def write(run_dir: str, name: str, text: str) -> None:
-    """Raises: OSError, StorageError."""
     if addresses.is_remote(run_dir):
-        stores.write(addresses.parse(run_dir).below(name), text.encode())
-        return
+        return stores.write(addresses.parse(run_dir).below(name), text.encode())
     path = Path(run_dir) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.patiently(lambda: files.replace(path, text))
+
+    def act():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, text)
+    files.attempted(act, f"{path} cannot be written", REMEDY, StorageError)
 
 
 def remove(run_dir: str, name: str) -> None:
-    """Raises: OSError, StorageError."""
     if addresses.is_remote(run_dir):
-        stores.remove([addresses.parse(run_dir).below(name)])
-    else:
-        (Path(run_dir) / name).unlink(missing_ok=True)
+        return stores.remove([addresses.parse(run_dir).below(name)])
+    path = Path(run_dir) / name
+    files.attempted(lambda: path.unlink(missing_ok=True), f"{path} cannot be removed", REMEDY, StorageError)
 
 
 def names(run_dir: str, folder: str) -> list[str]:
-    """Of the messages in a folder, as `read` takes them; empty where it cannot be listed."""
-    found: list[str] = []
-    with contextlib.suppress(OSError, ValueError):
+    """Of the messages in a folder, as `read` takes them."""
+    path = Path(run_dir) / folder
+    try:
         found = stores.children(addresses.parse(run_dir).below(folder))[0] if addresses.is_remote(run_dir) else \
-            os.listdir(Path(run_dir) / folder)
+            files.patiently(lambda: os.listdir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise files.judged(error, f"{path} cannot be listed", REMEDY, StorageError) from None
     return [f"{folder}/{name}" for name in found]
