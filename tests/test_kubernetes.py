@@ -118,7 +118,22 @@ def test_every_mount_has_its_volume_and_shared_memory_is_in_memory(parts):
     _, _, pod, container = parts
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
-    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory" and len(mounts) == len(volumes)
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+
+
+def test_the_images_user_may_write_a_cache_that_outlives_a_pod(parts):
+    _, _, pod, container = parts
+    image = (ROOT / "launch/Dockerfile").read_text()
+    uid, home = re.search(r"^RUN useradd --create-home --uid (\d+) (\w+) ", image, re.MULTILINE).groups()
+    assert {pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")} == {int(uid)}
+    assert f"USER {home}\n" in image
+    cache = re.search(r"^ENV XDG_CACHE_HOME=(\S+)$", image, re.MULTILINE)[1]
+    programs = config.load([]).run.compilation_cache.removeprefix("~/")
+    assert programs.startswith(".cache/") and f"ln -s {cache} /home/{home}/.cache" in image
+    (mount,) = (mount for mount in container["volumeMounts"] if mount["mountPath"] == cache)
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == mount["name"])
+    assert "emptyDir" not in volume and "readOnly" not in mount
 
 
 def test_the_comments_at_its_top_name_commands_for_these_labels(jobset):
