@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import conversations as drawn
 import numpy as np
@@ -237,6 +238,38 @@ def test_a_template_that_does_not_end_is_cut_off_and_the_next_conversation_is_no
                         learn_all=True)
         assert caught.value.index == 1 and time.monotonic() - started < 60
     assert len(chat.encode(template, [Conversation(ANSWERED, [True] * 2)], learn_all=True)[0].ids)
+
+
+@pytest.mark.parametrize("text", ["{{ 'a' * 3000 }}", "{% generation %}{{ 'a' * 3000 }}{% endgeneration %}"])
+def test_a_text_that_is_too_long_is_refused_and_the_next_conversation_is_not(text, tmp_path, monkeypatch):
+    """Three hundred million characters would pass the limits of memory and of time."""
+    monkeypatch.setattr(chat, "MOST_CHARS", 2000)
+    template = opened(tmp_path, "{% if messages | length == 3 %}" + text + "{% endif %}" + UNMARKED)
+    for trained in ([True] * 3, [False] * 3):
+        with pytest.raises(chat.Fault, match="writes 3,... characters of it, and the most are 2,000; mend or remove"):
+            chat.encode(template, [Conversation(ANSWERED + ASKED, trained)])
+    assert len(chat.encode(template, [Conversation(ANSWERED, [True] * 2)])) == 1
+
+
+def test_a_renderer_that_escaped_and_replies_without_end_is_ended(tmp_path, monkeypatch):
+    template = opened(tmp_path)
+    monkeypatch.setattr(chat, "MOST_REPLY_BYTES", 10)
+    with pytest.raises(chat.Fault, match="replies with more than 10 bytes, and is cut off"):
+        chat.encode(template, [Conversation(ASKED, [True])])
+    monkeypatch.undo()
+    assert len(chat.encode(template, [Conversation(ASKED, [True])])) == 1
+
+
+def test_a_renderer_has_no_credentials_and_can_write_no_file_and_start_no_process(tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.setenv(name, "secret-of-the-test")
+    template = opened(tmp_path)
+    chat.prompt(template, ASKED)
+    about = Path(f"/proc/{template._renderer._process.pid}")
+    assert "secret-of-the-test" not in (about / "environ").read_text()
+    limits = {line[:26].strip(): line[26:].split()[:2] for line in (about / "limits").read_text().splitlines()}
+    assert limits["Max file size"] == limits["Max processes"] == limits["Max core file size"] == ["0", "0"]
+    assert limits["Max open files"] == ["16", "16"]
 
 
 def test_a_renderer_that_stands_still_is_ended_and_is_no_fault_of_the_template(tmp_path, monkeypatch):

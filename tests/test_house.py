@@ -35,7 +35,7 @@ OPEN_TO = {
     "checkpoint": {"cluster", "config", "data", "data/documents", "huggingface", "model", "run", "storage",
                    "training"},
 }
-EVERYONE = {"names", "pattern", "shipped", "jax_private", "units", "files", "hardware", "flags"}
+EVERYONE = {"names", "pattern", "shipped", "jax_private", "units", "files", "hardware", "flags", "environment"}
 
 
 def room(name: str) -> str:

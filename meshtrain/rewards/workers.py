@@ -23,13 +23,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshtrain import environment
 from meshtrain.rewards import builtin, worker
 
 TIMEOUT = "timeout"         # what such a failure begins with; a function's own begins with its exception's name
 START_S = 60.0              # for imports of the user's file
 LOOK_S = 0.2                # between looks whether a process lives, whose pipe another may hold open
 MOST_REPLY_BYTES = 1 << 16
-KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR")
 
 
 @dataclasses.dataclass
@@ -167,16 +167,16 @@ class _Process:
     def __init__(self, reward: str, memory_gb: float, folder: str, closing: threading.Event):
         path, _, name = reward.rpartition(":")
         reward = f"{Path(path).expanduser().resolve()}:{name}" if path else name
-        environment = {key: os.environ[key] for key in KEPT_ENVIRONMENT if key in os.environ}
         # sets of strings in the same order in every run; one thread, as there are processes enough
-        environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environ = environment.kept(os.environ) | {
+            "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         source, self._requests = os.pipe()
         self._replies, target = os.pipe()
         self.usable, self._rest, self._closing = True, b"", closing
         self._process = subprocess.Popen(
             [sys.executable, worker.__file__, reward, str(source), str(target), str(int(memory_gb * 2**30))],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder,
-            env=environment, pass_fds=(source, target), start_new_session=True)
+            env=environ, pass_fds=(source, target), start_new_session=True)
         os.close(source)
         os.close(target)
         os.set_blocking(self._requests, False)

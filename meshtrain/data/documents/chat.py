@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshtrain import files
+from meshtrain import environment, files
 from meshtrain.data.documents import chat_tokens
 from meshtrain.data.documents.tokenizer import Bytes, Tokenizer, TokenizerFile, import_extra
 from meshtrain.storage import addresses, copies
@@ -35,6 +35,8 @@ TEMPLATE_FILE, CONFIG_FILES = "chat_template.jinja", ("tokenizer_config.json", "
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LIMIT_S = 10.0          # CPU time per conversation
 LONGEST_S = 600.0       # wall time per reply: a stopped process, or a swapping machine, uses no CPU time
+MOST_CHARS = 1 << 24    # of a conversation's text
+MOST_REPLY_BYTES = 1 << 28
 BATCH = 128             # conversations per request
 UNWRITTEN = "unwritten"     # there are tool calls, and the template leaves them out
 
@@ -284,12 +286,12 @@ class _Renderer:
         script = Path(__file__).with_name("rendering.py")
         # -P: do not import from the script's folder.
         self._process = subprocess.Popen([sys.executable, "-P", str(script)], stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE,
-                                         stderr=subprocess.DEVNULL)
-        self._unread, self._late = bytearray(), False
+                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                         env=environment.kept(os.environ))
+        self._unread, self._late, self._long = bytearray(), False, False
         tokens = {name: token for name, token in self.template.tokens.items() if token is not None}
         self._write({"template": self.template.text, "tokens": tokens, "today": self.template.today,
-                     "limit_s": LIMIT_S})
+                     "limit_s": LIMIT_S, "most_chars": MOST_CHARS})
         reply = self._read()
         if reply is None:
             raise ValueError(f"the chat template {self.template.path} {self._ended()}; mend it, or name another as "
@@ -332,7 +334,7 @@ class _Renderer:
             timer.cancel()
 
     def _read(self) -> dict | None:
-        """The next reply; None if the process ended, or timed out and was killed."""
+        """The next reply; None if the process ended, or was killed because of its time or the length of its reply."""
         waits, from_here = select.poll(), 0
         waits.register(self._process.stdout)
         while (end := self._unread.find(b"\n", from_here)) < 0:
@@ -343,6 +345,10 @@ class _Renderer:
             if not piece:
                 return None
             self._unread += piece
+            if len(self._unread) > MOST_REPLY_BYTES:
+                self._long = True
+                self._process.kill()
+                return None
         line = bytes(self._unread[:end])
         del self._unread[:end + 1]
         return json.loads(line)
@@ -364,6 +370,8 @@ class _Renderer:
         if self._late:
             raise RuntimeError(f"the process that renders the chat template {self.template.path} has not answered for "
                                f"{LONGEST_S:g} s; it was stopped, or this machine has no memory or no CPU left for it")
+        if self._long:
+            return f"replies with more than {MOST_REPLY_BYTES:,} bytes, and is cut off"
         return f"does not end within {LIMIT_S:g} s of CPU time, and is cut off" if code == -signal.SIGPROF else \
             f"has ended its process (exit code {code})"
 

@@ -1,8 +1,8 @@
 """Renders chat templates in a separate process, because a template is a program by the model folder's author.
 
-It runs in jinja2's immutable sandbox, without a loader; the system limits the process's memory and the CPU time per
-conversation, so an endless template ends only this process. `chat.py` starts it and exchanges JSON lines. This file
-runs as a script and imports nothing of meshtrain.
+It runs in jinja2's immutable sandbox, without a loader and without credentials in its environment. The system limits
+the process's memory, files and processes and the CPU time per conversation, so an endless template ends only this
+process. `chat.py` starts it and exchanges JSON lines. This file runs as a script and imports nothing of meshtrain.
 """
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ import jinja2.sandbox
 import jinja2.visitor
 
 MEMORY_BYTES = 1 << 30
+# It writes no file, starts no process, and opens what Python imports late.
+LIMITS = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NPROC: 0,
+          resource.RLIMIT_NOFILE: 16, resource.RLIMIT_CORE: 0}
 SPARE_S = 1.0       # CPU time left when rendering of prefixes is given up
 FEW = 1 << 14       # messages rendered, at most, to find where answers begin that are not learned
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -64,22 +67,27 @@ def _answers(messages: Sequence[dict]) -> list[int]:
 
 
 class Renderer:
-    """A template, rendered as in transformers. today: use the current date; else a fixed one."""
+    """A template, rendered as in transformers. today: use the current date; else a fixed one. most_chars: of a text."""
 
-    def __init__(self, template: str, tokens: dict[str, str], today: bool):
+    def __init__(self, template: str, tokens: dict[str, str], today: bool, most_chars: int = sys.maxsize):
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                            extensions=[Generation, jinja2.ext.loopcontrols])
         env.globals |= {"raise_exception": _refuse,
                         "strftime_now": (datetime.now() if today else TRAINING_DATE).strftime}
         env.filters["tojson"] = _to_json
-        self.env, self.tokens, self.template = env, tokens, env.from_string(template)
+        self.env, self.tokens, self.template, self.most_chars = env, tokens, env.from_string(template), most_chars
         self.resumable = None if env.generation_seen else Resumable().made(env.parse(template), env)
         self.names = sorted(jinja2.meta.find_undeclared_variables(env.parse(template)))
 
     def render(self, messages: Sequence[dict], tools, add_generation_prompt: bool) -> str:
-        return self.template.render(messages=messages, tools=tools, documents=None,
+        """Raises: ValueError for a text that is too long."""
+        text = self.template.render(messages=messages, tools=tools, documents=None,
                                     add_generation_prompt=add_generation_prompt,
                                     **self.tokens)
+        if len(text) > self.most_chars:
+            raise ValueError(f"the chat template writes {len(text):,} characters of it, and the most are "
+                             f"{self.most_chars:,}")
+        return text
 
     def spans(self, messages: Sequence[dict], tools, trained: Sequence[bool]) -> Written:
         """The text, with the spans of trained assistant messages."""
@@ -428,19 +436,20 @@ def answer(renderer: Renderer, asked: dict) -> dict:
 
 
 def main() -> None:
-    """Read a line {template, tokens, today, limit_s}, then a list of requests per line; write a line of replies to
-    each."""
+    """Read a line {template, tokens, today, limit_s, most_chars}, then a list of requests per line; write a line of
+    replies to each."""
     # From the terminal, or from Slurm, which may signal all processes of a step: the parent decides.
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    for limited, most in LIMITS.items():
+        resource.setrlimit(limited, (most, most))
     first = json.loads(sys.stdin.readline())
     limit = lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds)
     reply = lambda value: print(json.dumps(value), flush=True)
     limit(first["limit_s"])
     try:
-        renderer = Renderer(first["template"], first["tokens"], first["today"])
+        renderer = Renderer(first["template"], first["tokens"], first["today"], first["most_chars"])
     except (jinja2.TemplateError, RecursionError, MemoryError, ValueError) as error:
         line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
         return reply({"fault": f"{line}{getattr(error, 'message', None) or error}"})
