@@ -1,10 +1,12 @@
 """A server on loopback that is a bucket (moto's S3, also by the requests that obstore makes of gs://), a hub and the
 web, keeps a log of its requests, and fails as it is told."""
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -114,6 +116,8 @@ class Server:
         """As moto says, with the generations by which Google's writes are conditional; one request at a time, since
         moto looks whether an object is there and writes it in two steps."""
         environ["wsgi.input"] = io.BytesIO(get_input_stream(environ).read())    # it has come before the others wait
+        environ |= {name.replace("X_GOOG_META", "X_AMZ_META"): value for name, value in environ.items()
+                    if name.startswith("HTTP_X_GOOG_META")}
         with self._lock:
             now, asked = self._generations.get(request.path, "0"), request.headers.get("X-Goog-If-Generation-Match")
             if asked not in (None, now):
@@ -124,7 +128,9 @@ class Server:
                 now = self._generations.pop(request.path, "0")
 
             def told(status, headers, *rest):
-                return start(status, [*headers, ("x-goog-generation", now)], *rest)
+                attributes = [(name.lower().replace("x-amz-meta", "x-goog-meta"), value) for name, value in headers
+                              if name.lower().startswith("x-amz-meta")]
+                return start(status, [*headers, *attributes, ("x-goog-generation", now)], *rest)
             return self._buckets(environ, told)
 
     def _of_hub(self, request: Request, start: Callable):
@@ -192,6 +198,35 @@ def _cut(body) -> Iterator[bytes]:
     whole = b"".join(body)
     yield whole[:len(whole) // 2]
     raise ConnectionAbortedError
+
+
+class SlowLine:
+    """A proxy before the server that passes `bytes_s` bytes a second each way; 0: it reads, and says nothing."""
+
+    def __init__(self, server: Server, bytes_s: int):
+        self._to, self._bytes_s = server.host.split(":"), bytes_s
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):      # closed
+            while True:
+                near = self._socket.accept()[0]
+                far = socket.create_connection(self._to)
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 14):
+                if self._bytes_s:
+                    time.sleep(len(data) / self._bytes_s)
+                    target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
 
 
 def environment(server: Server, home: Path) -> dict[str, str]:

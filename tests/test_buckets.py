@@ -1,8 +1,10 @@
 """What is written to buckets: checkpoints in pieces, the mirror of a directory, and the lease that is a run's lock."""
+import contextlib
 import json
 import os
 import threading
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,12 +19,12 @@ pytest.importorskip("moto", reason="the S3 server on loopback needs pip install 
 
 from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
 
-from meshtrain.checkpoint import pieces  # noqa: E402
+from meshtrain.checkpoint import new_folder, pieces  # noqa: E402
 from meshtrain.checkpoint.bucket import BucketCheckpoints  # noqa: E402
 from meshtrain.checkpoint.shared import CheckpointError  # noqa: E402
 from meshtrain.config import ConfigError  # noqa: E402
 from meshtrain.run.rundir import LostClaimError  # noqa: E402
-from meshtrain.storage import addresses, mirror, stores  # noqa: E402
+from meshtrain.storage import addresses, copies, mirror, stores  # noqa: E402
 from meshtrain.storage.addresses import Address  # noqa: E402
 
 
@@ -230,6 +232,75 @@ def test_a_start_that_lost_its_place_writes_and_removes_nothing(place):
     assert names(place) == before
 
 
+# ---- a model folder --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def writer(target: Address, text: str, host: Path):
+    """Writes two files and the mark into the folder, on a host of its own, when the block ends."""
+    with contextlib.ExitStack() as held:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(copies, "home", lambda: host)
+            scratch = held.enter_context(new_folder.writing(target))
+        yield
+        for name in ("model.safetensors", "generation_config.json"):
+            (scratch / name).write_text(text)
+        (scratch / "config.json").write_text("{}")      # of two steps of one model it is the same
+
+
+def of_one(text: str) -> dict[str, bytes]:
+    return {"model.safetensors": text.encode(), "generation_config.json": text.encode(), "config.json": b"{}"}
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_of_two_writers_of_a_folder_the_second_is_refused(scheme, tmp_path, server, monkeypatch):
+    target = addresses.parse(f"{scheme}://{BUCKET}/{tmp_path.name}/{scheme}")
+    with writer(target, "one", tmp_path / "a"):
+        with pytest.raises(ConfigError, match="has files and no config.json"), writer(target, "two", tmp_path / "b"):
+            pass
+        with monkeypatch.context() as patched:      # both have looked, and there was nothing
+            patched.setattr(new_folder, "_check_free", lambda target: None)
+            with pytest.raises(ConfigError, match="is being written by another process"), writer(
+                    target, "two", tmp_path / "b"):
+                pass
+        server.faults += [Fault(name, 1) for name in (".writing", "model.safetensors", "config.json")]   # answers
+    assert sent(target) == of_one("one")
+
+
+@pytest.mark.parametrize("ends", ["first", "last"])
+def test_a_writer_whose_objects_somebody_removed_touches_no_others(ends, tmp_path):
+    target = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/folder")
+    one, two = writer(target, "one", tmp_path / "a"), writer(target, "two", tmp_path / "b")
+    one.__enter__()
+    stores.remove([one.address for one in stores.listed(target)])
+    with two if ends == "first" else contextlib.nullcontext():
+        if ends == "last":
+            with two:
+                pass
+        with pytest.raises(ConfigError, match="is written by another process, too: .writing"):
+            one.__exit__(None, None, None)
+    assert sent(target) == of_one("two")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_object_of_the_same_size_by_another_is_no_part_of_a_folder(when, tmp_path, monkeypatch):
+    target, real = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/folder"), stores.create
+
+    def create(address: Address, path: Path) -> str:
+        if "model" not in path.name:
+            return real(address, path)
+        if when == "before":
+            stores.write(address, b"two")
+        etag = real(address, path)
+        stores.write(address, b"two")
+        return etag
+    monkeypatch.setattr(stores, "create", create)
+    with pytest.raises(ConfigError, match="model.safetensors .*written by another process, too|too: model.safetensors"):
+        with writer(target, "one", tmp_path / "a"):
+            pass
+    assert sent(target) == {}
+
+
 # ---- the mirror ------------------------------------------------------------------------------------------------------
 
 
@@ -345,12 +416,17 @@ def test_of_many_that_come_at_once_one_has_the_lease(tmp_path, quick):
     owner.leave()
 
 
-def test_an_answer_that_is_lost_does_not_lose_the_lease(tmp_path, server):
-    """The server has written it, and the connection breaks before it says so."""
-    place = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/object")
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_an_answer_that_is_lost_does_not_lose_the_lease(scheme, tmp_path, server):
+    """The server has written it, and the connection breaks before it says so. What another has written is its own, also
+    where it is the same."""
+    place = addresses.parse(f"{scheme}://{BUCKET}/{tmp_path.name}/{scheme}")
     server.faults += [Fault(place.path, 1)]
     made = stores.write_if(place, b"one", None)
     assert made is not None and stores.read(place) == b"one"
     server.faults += [Fault(place.path, 1)]
     assert stores.write_if(place, json.dumps({"pid": os.getpid()}).encode(), made) is not None
     assert stores.write_if(place, b"stale", made) is None and stores.write_if(place, b"new", None) is None
+    content, version = stores.read_versioned(place)
+    assert stores.write_if(place, content, made) is None and stores.write_if(place, content, None) is None
+    assert stores.read_versioned(place) == (content, version)

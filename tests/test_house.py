@@ -35,7 +35,8 @@ OPEN_TO = {
     "checkpoint": {"cluster", "config", "data", "data/documents", "huggingface", "model", "run", "storage",
                    "training"},
 }
-EVERYONE = {"names", "pattern", "shipped", "jax_private", "units", "files", "hardware", "flags", "environment"}
+EVERYONE = {"names", "pattern", "shipped", "jax_private", "units", "files", "panics", "hardware", "flags",
+            "environment"}
 
 
 def room(name: str) -> str:

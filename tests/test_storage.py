@@ -2,11 +2,15 @@
 costs, and that no secret is told."""
 import dataclasses
 import glob
+import importlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +21,7 @@ from folders import GOLDENS, ROOT
 pytest.importorskip("obstore", reason="files at s3:// and gs:// need pip install -e '.[storage]'")
 pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
 
-from stores import BUCKET, COMMIT, SECRET, TOKEN, Fault, server, surroundings  # noqa: E402, F401
+from stores import BUCKET, COMMIT, SECRET, TOKEN, Fault, SlowLine, server, surroundings  # noqa: E402, F401
 
 from meshtrain import files  # noqa: E402
 from meshtrain.data.documents import tokenizer  # noqa: E402
@@ -176,6 +180,57 @@ def test_a_slow_server_is_waited_for_and_one_that_hangs_is_asked_again(server, t
     stores._bucket.cache_clear()
 
 
+def test_a_slow_line_is_waited_for_while_it_moves(server, monkeypatch):
+    """However long a request takes: a write whose time was too short is sent again with more."""
+    line, content = SlowLine(server, 400_000), np.random.default_rng(2).bytes(1_000_000)
+    monkeypatch.setattr(stores, "SILENCE_S", 0.5)
+    monkeypatch.setattr(stores, "SENT_BYTES_S", 1_000_000)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", line.url)
+    place = addresses.parse(f"s3://{BUCKET}/slow-line")
+    stores.write(place, content)
+    (path,) = copied(*copies.matched(str(place)))
+    assert path.read_bytes() == content and len(server.of_content()) == 1
+    line.close()
+
+
+@pytest.mark.parametrize("act", [lambda place: stores.write(place, bytes(100)), stores.read, stores.listed,
+                                 lambda place: stores.write_if(place, b"", None)])
+def test_a_server_that_says_nothing_is_given_up(act, server, monkeypatch):
+    line = SlowLine(server, 0)
+    monkeypatch.setattr(stores, "SILENCE_S", 0.2)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", line.url)
+    began = time.monotonic()
+    with pytest.raises(files.FileSystemError, match="no sign in time, 5 times in a row|not answer within 0.2 s; see"):
+        act(addresses.parse(f"s3://{BUCKET}/silent"))
+    assert time.monotonic() - began < 5
+    line.close()
+
+
+@pytest.mark.parametrize("key", ["odd//b.txt", "odd/../b.txt", "odd/./b.txt"])
+@pytest.mark.parametrize("ask", [lambda place: copies.matched(f"{place}/**/*.txt"), stores.children])
+def test_a_key_that_cannot_be_listed_is_named_with_its_remedy(key, ask, server):
+    name = f"s3://{BUCKET}/{key.partition('/')[0]}"
+    server.put("odd/a.txt", b"a")
+    server.put(key, b"b")
+    try:
+        with pytest.raises(StorageError, match="rename or remove that object") as told:
+            ask(addresses.parse(name))
+    finally:
+        server._client.delete_object(Bucket=BUCKET, Key=key)
+    assert f"the bucket has the key '{key.removesuffix('b.txt')}" in str(told.value) and "AWS" not in str(told.value)
+
+
+@pytest.mark.parametrize(("status", "code", "kind"), [
+    (403, "AccessDenied", stores.Refused), (401, "Unauthorized", stores.Refused), (400, "ExpiredToken", stores.Refused),
+    (400, "InvalidArgument", StorageError), (404, "NoSuchBucket", stores.Missing), (503, "SlowDown", stores._Moment),
+    (409, "ConditionalRequestConflict", stores._Moment), (412, "PreconditionFailed", stores.Changed)])
+def test_what_a_status_means(status, code, kind):
+    """A name that is wrong, a refusal that may end with new credentials, or a moment of the server."""
+    error = importlib.import_module("obstore.exceptions").GenericError(
+        f"Server returned non-2xx status code: {status} Told: <Error><Code>{code}</Code></Error>")
+    assert type(stores._of_obstore(addresses.parse("s3://bucket/a"), error, "written")) is kind
+
+
 @pytest.mark.parametrize(("name", "fault_told", "parts"), [
     ("s3://bucket/none.txt", None, ("s3://bucket/none.txt matches no file", "name files")),
     ("s3://bucket/none*", None, ("matches no file",)),
@@ -216,11 +271,13 @@ def test_a_server_that_goes_on_failing_is_told_and_is_nobodys_mistake(name, down
 def test_no_credentials_are_told_with_the_variables(tmp_path, monkeypatch):
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(key)
-    told = stores._of_obstore(addresses.parse("s3://bucket/a.txt"), "Generic S3 error: Error performing PUT "
-                              "http://169.254.169.254/latest/api/token in 3ms - HTTP error: error sending request", "read")
+    told = stores._of_obstore(addresses.parse("s3://bucket/a.txt"), Exception(
+        "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 3ms - HTTP error: error "
+        "sending request"), "read")
     assert "no credentials" in str(told) and "AWS_ACCESS_KEY_ID" in str(told)
-    told = stores._of_obstore(addresses.parse("s3://bucket/a.txt"), "Generic S3 error: Error performing POST "
-                              f"https://sts.host/?WebIdentityToken={SECRET} in 3ms - HTTP error: timed out\nmore", "read")
+    told = stores._of_obstore(addresses.parse("s3://bucket/a.txt"), Exception(
+        f"Generic S3 error: Error performing POST https://sts.host/?WebIdentityToken={SECRET} in 3ms - HTTP error: "
+        "timed out\nmore"), "read")
     assert SECRET not in str(told) and "?…" in str(told)
 
 
@@ -263,6 +320,37 @@ def test_a_model_folder_comes_from_the_hub_and_the_token_goes_nowhere_else(serve
     asked = {one.path.split("/")[1]: one.headers.get("Authorization") for one in server.log}
     assert asked["api"] == asked["owner"] == f"Bearer {TOKEN}" and asked["cdn"] is None
     assert not [path for path in copies.home().rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("line", [["model.safetensors", None, "etag", "URL/other"], ["URL/x.txt", 4, "etag", "0" * 40]])
+def test_a_list_of_files_that_somebody_changed_sends_the_token_nowhere_else(line, server, tmp_path, monkeypatch):
+    """Lists are kept in a directory that others may write."""
+    with socket.create_server(("127.0.0.1", 0)) as thief:
+        thief.settimeout(0.2)
+        server.hub["models/owner/name"], server.private = GOLDENS / "qwen3", True
+        copies.matched("hf://owner/name/*.json")
+        copies.forget()
+        (kept,) = (copies.home() / copies.LISTINGS).iterdir()
+        url = f"http://127.0.0.1:{thief.getsockname()[1]}"
+        line = [part.replace("URL", url) if isinstance(part, str) else part for part in line]
+        kept.write_text(json.dumps([line]))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        name = f"hf://owner/name/{line[0]}"
+        assert copies.matched(name) == [name]
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setattr(stores, "SILENCE_S", 0.2)
+        with pytest.raises((StorageError, files.FileSystemError)):
+            copied(name)
+        with pytest.raises(TimeoutError):
+            thief.accept()
+
+
+def test_the_same_bucket_at_another_endpoint_has_other_directories(monkeypatch):
+    place = addresses.parse(f"s3://{BUCKET}/run")
+    first = copies.named_home("runs", place)
+    assert copies.named_home("runs", place) == first
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://another")
+    assert copies.named_home("runs", place) != first
 
 
 def test_only_what_accompanies_weights_is_copied_until_they_are_wanted(server):
@@ -343,3 +431,22 @@ def test_several_processes_of_a_host_fetch_once_and_one_that_is_killed_leaves_no
     assert len(read) == len(set(read)) and any("1.txt" in one for one in read), read
     others = [str(one) for one in server.log if one.headers.get("Range") is None]
     assert len(others) == 3 and all("list-type" in one for one in others), others
+
+
+def test_a_long_copy_keeps_no_other_waiting(server):
+    """Two processes with different files of one directory of copies; the lock of the first is of its own file."""
+    for name in ("long.txt", "short.txt"):
+        server.put(f"apart/{name}", bytes(1000))
+    done = threading.Event()
+    long, short = (f"s3://{BUCKET}/apart/{name}.txt" for name in ("long", "short"))
+    copies.matched(long)
+    server.faults.append(Fault("apart/long.txt", 1, seconds=0.01, until=done.is_set))
+    copying = threading.Thread(target=copied, args=(long,))
+    copying.start()
+    while not server.of_content():
+        time.sleep(0.01)
+    ran = subprocess.run([sys.executable, "-c", COPY, short], text=True, capture_output=True, timeout=60,
+                         env=os.environ | {"PYTHONPATH": str(ROOT.parent)})
+    assert ran.returncode == 0 and copying.is_alive() and "short.txt" in ran.stdout, ran
+    done.set()
+    copying.join()

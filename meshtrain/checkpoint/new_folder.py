@@ -5,8 +5,10 @@ import contextlib
 import fcntl
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
@@ -21,8 +23,10 @@ from meshtrain.storage.addresses import Address, StorageError
 
 ADAPTERS = "adapter_config.json"
 MARKS = (settings.CONFIG, ADAPTERS)     # in a bucket the last object of a folder, without which it is none
+CLAIM = ".writing"          # in a bucket its first object, removed after the mark: a nonce of who writes the folder
 SCRATCH = "exports"         # in the directory of copies
 Target = Path | Address
+Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
@@ -30,8 +34,8 @@ def writing(target: Target) -> Iterator[Path]:
     """Yield a temporary directory; at the end of the block its files become those of `target`, on failure none do.
 
     All processes enter it together, and each writes files of its own. A second writer is refused: in a directory at
-    once, in a bucket at the end. Raises: ConfigError
-    if `target` is not free; CheckpointError, in every process, on an error of the file system or the bucket.
+    once, in a bucket at the latest before the mark. Raises: ConfigError if `target` is not free; CheckpointError, in
+    every process, on an error of the file system or the bucket.
     """
     with (_in_bucket(target) if isinstance(target, Address) else _in_directory(target)) as place:
         yield place
@@ -54,37 +58,53 @@ def _in_directory(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _in_bucket(target: Address) -> Iterator[Path]:
-    """Each process sends its files, then process 0 the mark, which nobody may have written."""
+    """Process 0 claims the folder, each process creates its objects, then process 0 the mark."""
     scratch = copies.named_home(SCRATCH, target) / f"process-{jax.process_index()}"
+    nonce = agree.on_first(lambda: uuid.uuid4().hex)
+
+    def claim() -> None:
+        _check_free(target)
+        if stores.write_if(target.below(CLAIM), nonce.encode(), None) is None:
+            raise ConfigError(f"{target} is being written by another process; wait for it, or name another folder")
+
+    def check_claim() -> None:
+        found = stores.read_versioned(target.below(CLAIM))
+        if found is None or found[0] != nonce.encode():
+            raise ConfigError(f"{target} is written by another process, too: {CLAIM} is not as it was written; wait "
+                              f"for it, or name another folder")
 
     def begin() -> None:
         shutil.rmtree(scratch, ignore_errors=True)      # left by a killed export
         scratch.mkdir(parents=True)
 
-    def send() -> None:
+    def send() -> dict[str, str]:
+        etags = {}
         for path in sorted(scratch.iterdir()):
             if path.name not in MARKS:
-                stores.write(target.below(path.name), path)
+                check_claim()
+                etags[path.name] = stores.create(target.below(path.name), path)
+        return etags
 
-    def commit(sizes: dict[str, int]) -> None:
-        there = {one.address.path.rpartition("/")[2]: one.size for one in stores.listed(target)}
-        if lost := sorted(name for name, size in sizes.items() if there.get(name) != size):
+    def commit(etags: dict[str, str]) -> None:
+        check_claim()
+        there = {one.address.path.rpartition("/")[2]: one.etag for one in stores.listed(target)}
+        if lost := sorted(name for name, etag in etags.items() if there.get(name) != etag):
             raise ConfigError(f"{target} is written by another process, too: {', '.join(lost)} are not as they were "
                               f"sent; wait for it, or name another folder")
         (mark,) = [path for path in scratch.iterdir() if path.name in MARKS]
-        if stores.write_if(target.below(mark.name), mark.read_bytes(), None, patient=True) is None:
-            raise ConfigError(f"{target} is being written by another process; wait for it, or name another folder")
+        stores.create(target.below(mark.name), mark)
+        stores.remove([target.below(CLAIM)])
 
-    on_first(target, lambda: _check_free(target))
+    on_first(target, claim)
     try:
         _on_each(target, begin)
         yield scratch
-        _on_each(target, send)
-        sizes = agree.exchange({path.name: path.stat().st_size for path in scratch.iterdir() if path.name not in MARKS})
-        on_first(target, lambda: commit({name: size for some in sizes for name, size in some.items()}))
+        sent = agree.exchange(_on_each(target, send))
+        on_first(target, lambda: commit({name: etag for some in sent for name, etag in some.items()}))
     except Exception:
         if jax.process_index() == 0:
-            with contextlib.suppress(StorageError, OSError):
+            with contextlib.suppress(StorageError, OSError, ConfigError):
+                check_claim()
                 discard_half(target)
         raise
     finally:
@@ -148,16 +168,16 @@ def on_first(target: Target, act: Callable[[], object]) -> None:
         raise agree.agreed(CheckpointError(f"{target} could not be written: {fault}"))
 
 
-def _on_each(target: Address, act: Callable[[], object]) -> None:
-    """The same in all processes."""
-    def judged() -> None:
+def _on_each(target: Address, act: Callable[[], Value]) -> Value:
+    """The same in all processes. Returns what act() returned in this one."""
+    def judged() -> Value:
         try:
-            act()
+            return act()
         except OSError as error:
             raise CheckpointError(f"{target} could not be written: {files.said(error)}") from error
         except StorageError as error:
             raise ConfigError(str(error)) from None
-    agree.everywhere(judged)
+    return agree.everywhere(judged)
 
 
 @contextlib.contextmanager

@@ -11,16 +11,14 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
-import errno
 import hashlib
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from meshtrain import files
 from meshtrain.storage import addresses, stores
@@ -28,8 +26,8 @@ from meshtrain.storage.addresses import BUCKETS, HUB, MAGIC, WEB, Address, Stora
 from meshtrain.storage.stores import RemoteFile
 
 AT_ONCE = 8     # files
-POLL_S, BEAT_S, TELL_S = 0.2, 1.0, 30.0
-LOCK, LISTINGS, RUN_MARK = ".lock", "listings", "config.toml"
+POLL_S, TELL_S = 0.2, 30.0
+LISTINGS, RUN_MARK = "commits", "config.toml"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MOST_INDEX_BYTES = 100_000_000
 
@@ -75,7 +73,8 @@ def is_run(name: str) -> bool:
 
 def named_home(kind: str, address: Address) -> Path:
     """A directory of this host for what is at an address. kind: what it is for."""
-    return home() / kind / f"{_digest(str(address))}-{os.path.basename(address.path.rstrip('/') or address.home)[:60]}"
+    name = os.path.basename(address.path.rstrip("/") or address.home)[:60]
+    return home() / kind / f"{_digest([str(address), *stores.endpoints(address)])}-{name}"
 
 
 # ---- what is there ---------------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ def _hub_listing(folder: Address) -> list[RemoteFile]:
             raise StorageError(f"{folder} has not been read on this host, and HF_HUB_OFFLINE forbids to ask for it; "
                                f"start once without, or copy {home()} from a host that has it")
     found = stores.listed(folder)
-    text = json.dumps([[one.address.path, one.size, one.etag, one.url] for one in found])
+    text = json.dumps([[one.address.path, one.size, one.etag, one.commit] for one in found])
     with writing(kept.parent):
         kept.parent.mkdir(parents=True, exist_ok=True)
         files.replace(kept, text, shared=True)
@@ -238,20 +237,15 @@ def _name(found: RemoteFile) -> str:
 
 
 def _copy(groups: Sequence[tuple[Path, Sequence[RemoteFile]]], copying: Copying) -> None:
-    """Copies what is missing in the directories: one process of the host does, the others wait for it."""
+    """Copies what is missing in the directories: each file is copied by one process, and the others wait for it."""
     wanted = {place / _name(one): one for place, group in groups for one in group}
-
-    def missing() -> dict[Path, RemoteFile]:
-        return {path: one for path, one in wanted.items() if not _is_whole(path, one)}
     with writing(copying.directory):
-        if not (left := missing()):
+        if not (left := {path: one for path, one in wanted.items() if not _is_whole(path, one)}):
             return
         if refused := [one for one in left.values() if one.address.scheme == HUB and is_offline()]:
             raise StorageError(f"{refused[0].address} has not been copied to {copying.directory}, and HF_HUB_OFFLINE "
                                f"forbids to ask for it; start once without")
-        with _alone(copying) as beat:
-            if left := missing():       # another process may have made them
-                _fetch(left, copying, beat)
+        _fetch(left, copying)
 
 
 def _is_whole(path: Path, found: RemoteFile) -> bool:
@@ -261,33 +255,35 @@ def _is_whole(path: Path, found: RemoteFile) -> bool:
         return False
 
 
-def _fetch(wanted: dict[Path, RemoteFile], copying: Copying, beat: Callable[[], None]) -> None:
+def _fetch(wanted: dict[Path, RemoteFile], copying: Copying) -> None:
     total, came = sum(one.size or 0 for one in wanted.values()), [0]
     what = f"copying {len(wanted):,} file{'s' * (len(wanted) > 1)}, {total / 1e6:,.1f} MB, from " \
            f"{next(iter(wanted.values())).address}{' and others' * (len(wanted) > 1)}"
-    told = time.monotonic()
+    told, first = time.monotonic(), iter([f"{what}, to {copying.directory}"])
 
     def grew(count: int) -> None:
         nonlocal told
         copying.check()
         came.append(count)      # from several threads
-        beat()
         if time.monotonic() - told > TELL_S:
             told = time.monotonic()
             copying.tell(f"{what}: {sum(came) / 1e6:,.1f} MB are there")
 
     def fetch(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")     # nobody else writes: see `_alone`
-        try:
-            with open(temporary, "w+b", buffering=0) as file:
-                stores.read_into(wanted[path], file, grew)
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        with _alone(temporary, copying) as file:
+            try:
+                if not _is_whole(path, wanted[path]):       # another process may have made it
+                    for line in first:      # of all threads one gets it
+                        copying.tell(line)
+                    file.truncate(0)        # left by one that was killed
+                    stores.read_into(wanted[path], file, grew)
+                    os.fsync(file.fileno())
+                    temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
 
-    copying.tell(f"{what}, to {copying.directory}")
     pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE)
     try:
         list(pool.map(fetch, wanted))
@@ -296,34 +292,23 @@ def _fetch(wanted: dict[Path, RemoteFile], copying: Copying, beat: Callable[[], 
 
 
 @contextlib.contextmanager
-def _alone(copying: Copying) -> Iterator[Callable[[], None]]:
-    """The lock of a directory of copies, which the system frees when its owner dies. Yields what the owner calls while
-    it works, so that those who wait see it alive. Raises: FileSystemError where it gives no sign for long."""
-    copying.directory.mkdir(parents=True, exist_ok=True)
-    waiting = files.Waiting(f"{copying.directory} is in use by ", copying.tell)
-    with open(copying.directory / LOCK, "a+", encoding="utf-8") as lock:
-        while True:
+def _alone(path: Path, copying: Copying) -> Iterator[BinaryIO]:
+    """A file that no other process writes: its lock is freed by the system when its owner dies. Raises: FileSystemError
+    where another has the lock and the file does not change for long."""
+    waiting = files.Waiting(f"{path} is being written by ", copying.tell)
+    while True:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    raise
-            lock.seek(0)
-            waiting.go_on(lock.read() or "another process", os.fstat(lock.fileno()).st_mtime_ns)
-            copying.check()
-            time.sleep(POLL_S)
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
-        due = time.monotonic()
-
-        def beat() -> None:
-            nonlocal due
-            if time.monotonic() >= due:
-                due = time.monotonic() + BEAT_S
-                os.utime(lock.fileno())
-        yield beat
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                now = files.status(path)
+                if now and os.path.samestat(now, os.fstat(file.fileno())):      # else its owner has just renamed it
+                    yield file
+                    return
+            except BlockingIOError:
+                now = os.fstat(file.fileno())
+                waiting.go_on("another process", (now.st_size, now.st_mtime_ns))
+                copying.check()
+                time.sleep(POLL_S)
 
 
 @contextlib.contextmanager

@@ -13,22 +13,27 @@ import functools
 import http.client
 import importlib
 import json
+import math
 import os
 import re
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from meshtrain import files
+from meshtrain import files, panics
 from meshtrain.storage.addresses import BUCKETS, HUB, Address, StorageError
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0)     # before each further try
 PATIENT_PAUSES_S = (*PAUSES_S, 8.0, 15.0, 30.0)     # of what is written in the background
-SILENCE_S = 30.0        # without a byte, after which a request is given up
+SILENCE_S = 30.0        # without a byte from the server, after which a request is given up
+# A server says nothing while it is sent an object, and the library does not tell how far it is: a write is given up
+# after the time that its bytes take at SENT_BYTES_S, at least SILENCE_S, and is sent again with LONGER times as much.
+SENT_BYTES_S, LONGER = 1 << 20, (1, 4, 16)
 RANGE_BYTES, RANGES = 8 << 20, 4    # of a bucket's file: one request, and how many at once
 MOST_LISTING_BYTES = 1 << 28        # of the hub's answer
 PART_BYTES = 64 << 20   # of a file that is written in parts, of which S3 takes 10,000
@@ -39,6 +44,8 @@ CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGN
                HUB: "HF_TOKEN (for a gated model accept its terms at the hub first)",
                "https": "", "http": ""}
 HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
+EXPIRED = ("ExpiredToken", "TokenRefreshRequired")     # S3 answers 400 with them
+WRITER = "writer"       # the attribute of an object by which a write knows its own
 ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[!-~]*)?")
 Value = TypeVar("Value")
 
@@ -46,11 +53,11 @@ Value = TypeVar("Value")
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
     """A file at an address. etag: changes with the content; "" if the server has none. size: bytes; None: not told.
-    url: where the bytes are, for the hub and the web."""
+    commit: of the hub. No URL: one that was kept in a file could name a host that must not get the credentials."""
     address: Address
     size: int | None
     etag: str
-    url: str = ""
+    commit: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +71,20 @@ class _Moment(Exception):
     """The server failed, and may not at the next request."""
 
 
+class _Silence(Exception):
+    """The server answered a write with nothing within the limit."""
+
+
 class Missing(StorageError):
     """There is no such file."""
 
 
 class Changed(StorageError):
     """The file is not the one that it was."""
+
+
+class Refused(StorageError):
+    """The credentials do not permit it. Unlike a wrong name this may end by itself: they expire, and are renewed."""
 
 
 # ---- any store -------------------------------------------------------------------------------------------------------
@@ -124,8 +139,8 @@ def _refused(address: Address, code: int, what: str, verb: str = "read") -> Exce
     if code in (408, 409, 425, 429) or code >= 500:     # 409: of two writers that meet, S3 sends one away
         return _Moment(f"the server answers {code} ({what})")
     told = CREDENTIALS[address.scheme]
-    if code in (401, 403):
-        return StorageError(f"{address} is refused with {code} ({what})" + (
+    if code in (401, 403) or what in EXPIRED:
+        return Refused(f"{address} is refused with {code} ({what})" + (
             f"; give credentials with which it may be {verb}, by {told}" if told else
             "; only files that anybody may read can be named by an https:// address"))
     if code == 404:
@@ -202,48 +217,79 @@ def read(address: Address, start: int = 0, stop: int | None = None) -> bytes:
 
 def read_versioned(address: Address) -> tuple[bytes, Version] | None:
     """An object of a bucket and what to name in `write_if`; None if there is none. Raises: StorageError."""
+    found = _with_attributes(address)
+    return found and found[:2]
+
+
+def _with_attributes(address: Address) -> tuple[bytes, Version, dict[str, str]] | None:
     obstore, store = _opened_bucket(address)
 
     def act():
         found = obstore.get(store, address.path)
-        return found.bytes().to_bytes(), Version(found.meta["e_tag"], found.meta["version"])
+        return found.bytes().to_bytes(), Version(found.meta["e_tag"], found.meta["version"]), found.attributes
     try:
         return _asked(address, act)
     except Missing:
         return None
 
 
-def write(address: Address, content: bytes | Path) -> None:
+def write(address: Address, content: bytes | Path) -> Version:
     """Write an object of a bucket, or a local file as one: it is there as a whole, or as it was. Raises: StorageError,
     OSError of the local file."""
-    obstore, store = _opened_bucket(address)
-    parts = isinstance(content, Path) and content.stat().st_size > PART_BYTES
-    body = content if parts or not isinstance(content, Path) else content.read_bytes()
-    _asked(address, lambda: obstore.put(store, address.path, body, use_multipart=parts, chunk_size=PART_BYTES,
-                                        max_concurrency=RANGES), "written", patient=True)
+    if isinstance(content, Path) and content.stat().st_size > PART_BYTES:
+        return _put(address, content, PART_BYTES, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=RANGES)
+    body = content.read_bytes() if isinstance(content, Path) else content
+    return _put(address, body, len(body), use_multipart=False)
+
+
+def create(address: Address, path: Path) -> str:
+    """Write a local file as an object of a bucket that is not there yet. Returns its etag. Raises: Changed where there
+    is one; StorageError, OSError of the local file."""
+    if path.stat().st_size > PART_BYTES:        # parts have no condition
+        made = None if looked_up(address) else write(address, path)
+    else:
+        made = write_if(address, path.read_bytes(), None, patient=True)
+    if made is None:
+        raise Changed(f"{address} is written by another process, too; wait for it, or name another folder")
+    return made.etag or ""
 
 
 def write_if(address: Address, content: bytes, before: Version | None, *, patient: bool = False) -> Version | None:
     """Write an object of a bucket if it is still as it was; None: if there is none. Returns what it is now, or None
     where somebody else has written it. Raises: StorageError."""
-    obstore, store = _opened_bucket(address)
     named = {"e_tag": before.etag, "version": before.number} if before else {}
     mode = {key: value for key, value in named.items() if value is not None} or "create"
+    nonce = uuid.uuid4().hex
     try:
-        made = _asked(address, lambda: obstore.put(store, address.path, content, mode=mode, use_multipart=False),
-                      "written", patient=patient)
-        return Version(made["e_tag"], made["version"])
+        return _put(address, content, len(content), patient=patient, mode=mode, use_multipart=False,
+                    attributes={WRITER: nonce})
     except Missing:         # it is gone
         return None
     except Changed:
         # A try whose answer was lost may have written it.
-        found = read_versioned(address)
-        return found[1] if found and found[0] == content else None
+        found = _with_attributes(address)
+        return found[1] if found and found[2].get(WRITER) == nonce else None
+
+
+def _put(address: Address, body: bytes | Path, sent: int, *, patient: bool = True, **options: Any) -> Version:
+    """sent: bytes of a request."""
+    for longer in LONGER:
+        # Of few values: each is another client.
+        limit_s = SILENCE_S * 2 ** math.ceil(math.log2(max(1.0, longer * sent / SENT_BYTES_S / SILENCE_S)))
+        obstore, store = _opened_bucket(address, limit_s)
+        try:
+            made = _asked(address, lambda: obstore.put(store, address.path, body, **options), "written",
+                          patient=patient)
+            return Version(made["e_tag"], made["version"])
+        except _Silence:
+            files.pause(0.0, str(address), f"it was not written within {limit_s:g} s")
+    raise files.FileSystemError(f"{address} cannot be written: the server did not answer within {limit_s:g} s; see to "
+                                f"the server or the network, and start again")
 
 
 def copy(source: Address, target: Address) -> None:
     """Copy an object within its bucket; nothing passes through this host. Raises: StorageError."""
-    obstore, store = _opened_bucket(source)
+    obstore, store = _opened_bucket(source, SILENCE_S * LONGER[1])      # it says nothing while it copies
     _asked(source, lambda: obstore.copy(store, source.path, target.path), "copied", patient=True)
 
 
@@ -279,22 +325,31 @@ def _check_environment(address: Address) -> None:
             raise StorageError(f"{address}: {key} has a character that no request can have; mend or unset it")
 
 
+def endpoints(address: Address) -> list[str]:
+    """The servers that the environment names in place of the store's own: a bucket's name says nothing without them."""
+    wanted = {"s3": "AWS_ENDPOINT", "gs": "GOOGLE_BASE_URL"}[address.scheme]
+    return [value for key, value in _environment() if key.startswith(wanted)]
+
+
 def _environment() -> tuple[tuple[str, str], ...]:
     """What decides how a bucket is opened: a store is opened anew where it changes."""
     return tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith(("AWS_", "GOOGLE_"))))
 
 
-@functools.lru_cache(maxsize=8)
-def _bucket(scheme: str, name: str, environment: tuple) -> Any:
+@functools.lru_cache(maxsize=16)
+def _bucket(scheme: str, name: str, environment: tuple, silence_s: float) -> Any:
     store = importlib.import_module("obstore.store")
     kind = store.S3Store if scheme == "s3" else store.GCSStore
-    # allow_http: of the endpoints that the environment names. Tries are counted here, in one place.
+    # allow_http: of the endpoints that the environment names. Tries are counted here, in one place. read_timeout: from
+    # the request's begin to its answer, then between two reads. timeout: of a whole request, which nothing limits.
     return kind(name, retry_config={"max_retries": 0}, client_options={
-        "allow_http": True, "connect_timeout": "10s", "timeout": f"{2 * SILENCE_S:g}s"})
+        "allow_http": True, "connect_timeout": "10s", "read_timeout": f"{silence_s * 1000:.0f}ms",
+        "timeout": "365days"})
 
 
-def _opened_bucket(address: Address) -> tuple[Any, Any]:
-    """(the library, the bucket of an address). Raises: StorageError."""
+def _opened_bucket(address: Address, silence_s: float | None = None) -> tuple[Any, Any]:
+    """(the library, the bucket of an address). silence_s: until a request is given up; None: SILENCE_S. Raises:
+    StorageError."""
     try:
         library = importlib.import_module("obstore")
     except ImportError:
@@ -302,61 +357,82 @@ def _opened_bucket(address: Address) -> tuple[Any, Any]:
                            f"'.[storage]'") from None
     _check_environment(address)
     try:
-        return library, _bucket(address.scheme, address.home, _environment())
-    except (library.exceptions.BaseError, OSError, ValueError):     # the text may repeat what it cannot parse
+        with panics.caught():
+            return library, _bucket(address.scheme, address.home, _environment(), silence_s or SILENCE_S)
+    except (library.exceptions.BaseError, OSError, ValueError, panics.LibraryPanic):
+        # the text may repeat what it cannot parse
         raise StorageError(f"{address}: the environment has credentials or an endpoint that cannot be used; see to "
                            f"{CREDENTIALS[address.scheme]}") from None
 
 
 def _asked(address: Address, act: Callable[[], Value], verb: str = "read", *, patient: bool = False) -> Value:
-    """act(), a call of obstore, again where the server fails; patient: for longer. Raises: StorageError."""
+    """act(), a call of obstore, again where the server fails; patient: for longer. Raises: StorageError; _Silence where
+    a write takes too long."""
     exceptions = importlib.import_module("obstore.exceptions")
 
     def judged():
         try:
-            return act()
-        except FileNotFoundError:
-            raise _refused(address, 404, "Not Found", verb) from None
-        except (exceptions.PreconditionError, exceptions.AlreadyExistsError):
-            raise _refused(address, 412, "Precondition Failed", verb) from None
-        except exceptions.BaseError as error:
-            raise _of_obstore(address, str(error), verb) from None
+            with panics.caught():
+                return act()
+        except (exceptions.BaseError, FileNotFoundError, panics.LibraryPanic) as error:
+            raise _of_obstore(address, error, verb) from None
     return _patiently(address, judged, verb=verb, patient=patient)
 
 
-def _of_obstore(address: Address, text: str, verb: str) -> Exception:
+STATUSES = {"FileNotFoundError": (404, "Not Found"), "UnauthenticatedError": (401, "Unauthorized"),
+            "PermissionDeniedError": (403, "Forbidden"), "PreconditionError": (412, "Precondition Failed"),
+            "AlreadyExistsError": (412, "Precondition Failed")}
+
+
+def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
     """What to raise for an error of obstore, whose text may have URLs with tokens in them."""
+    text, kind = str(error), type(error).__name__
     if re.search(r"https?://(169\.254\.\d+\.\d+|\[fd00:|metadata)", text):   # it looks for a role of the machine
         return StorageError(f"{address}: there are no credentials in the environment, and this machine has no role; "
                             f"give {CREDENTIALS[address.scheme]}")
-    if status := re.search(r"status code: (\d{3}) ?([A-Za-z ]*)", text):
+    status = re.search(r"status code: (\d{3}) ?([A-Za-z ]*)", text)
+    if status or kind in STATUSES:
+        number, what = (int(status[1]), status[2].strip()) if status else STATUSES[kind]
         code = re.search(r"<Code>([A-Za-z.]+)</Code>", text)
-        return _refused(address, int(status[1]), code[1] if code else status[2].strip(), verb)
+        return _refused(address, number, code[1] if code else what, verb)
+    if "kind: Timeout" in text:
+        return _Silence() if verb == "written" else _Moment("the server gave no sign in time")
     first = re.sub(r"//[^/\s]*@", "//…@", re.sub(r"\?\S+", "?…", text.partition("\n")[0]))[:300]
     first = re.sub(r" in [\d.]+[nµm]?s\b", "", first)      # so that a reason is the same each time
-    if re.search(r"HTTP error|error sending request|timed? ?out|connection|decoding", first, re.IGNORECASE):
+    if kind == "InvalidPathError":
+        key = found[1] if (found := re.search(r'Path "(.*?)"', text, re.DOTALL)) else first
+        return StorageError(f"{address} cannot be {verb}: the bucket has the key {key!r} there, and no key with //, . "
+                            f"or .. among its folders can be listed; rename or remove that object")
+    if kind == "LibraryPanic" or re.search(
+            r"HTTP error|error sending request|timed? ?out|connection|decoding", first, re.IGNORECASE):
         return _Moment(first)
-    return StorageError(f"{address} cannot be {verb}: {first}; see to its credentials, {CREDENTIALS[address.scheme]}")
+    credentials = f" and to {CREDENTIALS[address.scheme]}" if re.search("credential|token|sign", first) else ""
+    return StorageError(f"{address} cannot be {verb}: {first}; see to the address{credentials}")
 
 
 # ---- the web ---------------------------------------------------------------------------------------------------------
 
 
 def _web_file(address: Address) -> RemoteFile:
-    url = f"{address.scheme}://{address.home}/{urllib.parse.quote(address.path, safe='/%:@!$&()*+,;=~')}"
-
     def ask(method: str):
-        with _opened(address, url, method=method) as reply:
+        with _opened(address, _url(address), method=method) as reply:
             size = reply.headers.get("Content-Length", "")
             etag = reply.headers.get("ETag") or reply.headers.get("Last-Modified") or ""
             packed = reply.headers.get("Content-Encoding", "identity") != "identity"
-            return RemoteFile(address, int(size) if size.isdecimal() and not packed else None, etag, url)
+            return RemoteFile(address, int(size) if size.isdecimal() and not packed else None, etag)
     try:
         return _patiently(address, lambda: ask("HEAD"))
     except StorageError as error:
         if not re.search(r"answers (405|501)", str(error)):
             raise
         return _patiently(address, lambda: ask("GET"))
+
+
+def _url(address: Address, commit: str = "") -> str:
+    """Where the bytes of a file of the web or, at a commit, of the hub are."""
+    if address.scheme != HUB:
+        return f"{address.scheme}://{address.home}/{urllib.parse.quote(address.path, safe='/%:@!$&()*+,;=~')}"
+    return f"{hub()}/{address.home}/resolve/{urllib.parse.quote(commit, safe='')}/{urllib.parse.quote(address.path)}"
 
 
 def _read_stream(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
@@ -366,7 +442,7 @@ def _read_stream(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None])
     def act():
         nonlocal reached
         headers = {"Range": f"bytes={reached}-"} if reached else {}
-        with _opened(found.address, found.url, headers) as reply:
+        with _opened(found.address, _url(found.address, found.commit), headers) as reply:
             if found.address.scheme != HUB and found.etag not in ("", reply.headers.get("ETag"),
                                                                   reply.headers.get("Last-Modified")):
                 raise _refused(found.address, 412, "")
@@ -444,12 +520,11 @@ def _token(address: Address) -> str:
 
 def _hub_listing(folder: Address) -> list[RemoteFile]:
     """All files of a model or data set, as one commit has them."""
-    endpoint = hub()
-    kind, name = ("", folder.home) if not folder.home.startswith("datasets/") else folder.home.split("/", 1)
+    name = folder.home if folder.home.startswith("datasets/") else f"models/{folder.home}"
     revision = urllib.parse.quote(folder.revision or "main", safe="")
 
     def act():
-        with _opened(folder, f"{endpoint}/api/{kind or 'models'}/{name}/revision/{revision}?blobs=true") as reply:
+        with _opened(folder, f"{hub()}/api/{name}/revision/{revision}?blobs=true") as reply:
             text = b""
             while chunk := _received(reply):
                 text += chunk
@@ -460,9 +535,8 @@ def _hub_listing(folder: Address) -> list[RemoteFile]:
     try:
         answer = json.loads(_patiently(folder, act))
         commit, siblings = answer["sha"], answer["siblings"]
-        at = f"{endpoint}/{kind}{'/' * bool(kind)}{name}/resolve/{urllib.parse.quote(commit, safe='')}/"
         return [RemoteFile(folder.at(one["rfilename"]), (one.get("lfs") or one).get("size"),
-                           (one.get("lfs") or {}).get("sha256") or one.get("blobId") or commit,
-                           at + urllib.parse.quote(one["rfilename"])) for one in siblings]
+                           (one.get("lfs") or {}).get("sha256") or one.get("blobId") or commit, commit)
+                for one in siblings]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
         raise StorageError(f"{folder}: the hub answers with no list of files; is HF_ENDPOINT one?") from None
