@@ -138,7 +138,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
         begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
                  "processes": jax.process_count(), "cause": start.cause}
         with history.kept(directory, start.step, account, begun) as attempt:
-            return _train(_Session(made, directory, checkpoints, local, exporting, attempt, origin), start)
+            return _train(_Session(made, claim, checkpoints, local, exporting, attempt, origin), start)
 
 
 def _with_documents_end(run: Run, start: resume.Start) -> tuple[Run, Saved | None]:
@@ -201,7 +201,7 @@ class _Session:
     its evaluation compiled, if there is any. origin: the checkpoint that the run goes on from, or that of another run
     whose weights it takes. ends: what ends its answers. step: the compiled training step."""
     made: assembly.Assembly
-    directory: Path
+    claim: rundir.Claim
     checkpoints: SharedCheckpoints
     local: LocalCheckpoints
     exporting: exports.Exports
@@ -215,6 +215,10 @@ class _Session:
     @property
     def run(self) -> Run:
         return self.made.run
+
+    @property
+    def directory(self) -> Path:
+        return self.claim.directory
 
     def begin(self, start: resume.Start) -> None:
         resume.begin(self.run, start, self.checkpoints, self.local, self.made.layout.rules.text)
@@ -240,7 +244,7 @@ def _train(session: _Session, start: resume.Start) -> int:
                 session.made.program, session.step, state, batches, run.experts.bias_warmup,
                 lambda: assembly.initialize(session.made)))
     with account.to("rest"), stops.deferred() as listener:
-        spikes, stop = Spikes(run, start.kept("spikes")), loop.Stop(listener)
+        spikes, stop = Spikes(run, start.kept("spikes")), loop.Stop(listener, session.claim)
         while True:
             try:
                 state, done, val_loss = _steps(session, state, batches, start, spikes, stop)

@@ -186,6 +186,88 @@ def test_a_bucket_that_fails_is_told_and_ends_no_run(server, tiny, monkeypatch):
     assert [row["step"] for row in kept_rows(there)] == [1, 2, 3, 4, 5, 6] and contents.steps(there) == [4, 6]
 
 
+def tampering(monkeypatch, act, step: int = 3):
+    """Calls act() in the midst of that step's row."""
+    from meshtrain.run.metrics import MetricsWriter
+    real = MetricsWriter.write
+    monkeypatch.setattr(MetricsWriter, "write", lambda self, row: [real(self, row), row["step"] == step and act()])
+
+
+@pytest.mark.parametrize("mend", [True, False])
+def test_a_cache_that_is_emptied_under_a_run_takes_nothing_from_the_bucket(mend, server, tiny, monkeypatch):
+    there = f"s3://{BUCKET}/emptied{mend}"
+    monkeypatch.setattr(mirror, "EVERY_S", 0.01)
+    before = []
+
+    def empty():
+        time.sleep(0.1)
+        before.extend(keys(there))
+        another_machine()
+        time.sleep(0.1)
+    tampering(monkeypatch, empty)
+    done = call(train.main, *tiny, *SIX, "--run.dir", there)
+    assert done.code == 1 and "does not have the end of the files: No such file or directory" in done.err
+    assert done.err.count(f"{there} does not get the files of ") == 1
+    assert {name for name in before if not name.startswith("checkpoints/")} <= set(keys(there))
+    assert "config.toml" in before and contents.steps(there) == [4, 6]
+    monkeypatch.undo()
+    for name, value in stores_environment(server, copies.home().parent).items():
+        monkeypatch.setenv(name, value)
+    if not mend:        # as a version left it that removed what was gone
+        stores.remove([addresses.parse(f"{there}/{name}") for name in keys(there) if not name.startswith("checkpoints")])
+    done = ran(*tiny, *SIX, "--run.dir", there, "--training.steps", "8")
+    assert "going on after step 6" in done.out and contents.steps(there)[-1] == 8
+    assert ("has checkpoints and no config.toml: it is written anew" in done.err) == (not mend)
+    assert [row["step"] for row in kept_rows(there)][-2:] == [7, 8] and "config.toml" in keys(there)
+
+
+def test_files_of_others_in_the_directory_hold_up_no_checkpoint(server, tiny, monkeypatch):
+    there = f"s3://{BUCKET}/others-files"
+    place = mirror.directory(there)
+    tampering(monkeypatch, lambda: [(place / "wandb").mkdir(), (place / "wandb/a\nb").write_text("x"),
+                                    os.mkfifo(place / "wandb/pipe"), (place / "wandb/c").symlink_to("c")])
+    done = ran(*tiny, *SIX, "--run.dir", there)
+    assert contents.steps(there) == [4, 6] and done.err.count("does not get wandb/a\\nb of ") == 1
+    assert "wandb/c of " in done.err        # a link to itself
+
+
+def test_the_last_send_that_fails_is_exit_code_1(server, tiny, monkeypatch):
+    there = f"s3://{BUCKET}/last-send"
+    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
+    monkeypatch.setattr(mirror, "EVERY_S", 60.0)
+    tampering(monkeypatch, lambda: server.faults.append(Fault("last-send/history.jsonl", 10**6, 503)), step=6)
+    done = call(train.main, *tiny, *SIX, "--run.dir", there)
+    assert done.code == 1 and contents.steps(there) == [4, 6]
+    assert f"error: {there} does not have the end of history.jsonl: " in done.err and "tried again" not in done.err
+    server.faults.clear()
+    assert "is finished" in ran(*tiny, *SIX, "--run.dir", there).out
+
+
+@pytest.mark.parametrize("saves", [10**6, 2])
+def test_a_start_that_was_taken_over_stops_at_its_next_step(saves, server, tiny, monkeypatch):
+    there = f"s3://{BUCKET}/taken{saves}"
+    place, seen = addresses.parse(there), {}
+    monkeypatch.setattr(mirror, "BEAT_S", 0.02)
+    monkeypatch.setattr(mirror, "EVERY_S", 0.02)
+    owner = {"host": "node-17", "pid": 5, "began": "1", "time": 0.0, "space": "other", "nonce": "theirs"}
+    other = mirror.Lease(place.below(".lock"))
+
+    def take():
+        time.sleep(0.5)     # what was saved last is there
+        other.take(json.dumps(owner), lambda text: True)
+        seen.update({name: stores.read(place.below(name)) for name in keys(there) if name != ".lock"})
+        time.sleep(0.3)
+    tampering(monkeypatch, take, step=5)
+    done = call(train.main, *tiny, *SIX, "--run.dir", there, "--training.steps", "1000", "--checkpoint.every", saves)
+    assert done.code == 1 and done.err.count("was taken over by another start (pid 5 on node-17") == 1
+    assert "this one stops and writes nothing more" in done.err and "tried again" not in done.err
+    assert rows(mirror.directory(there))[-1]["step"] <= 7
+    assert {name: stores.read(place.below(name)) for name in keys(there) if name != ".lock"} == seen
+    assert '"end"' not in (mirror.directory(there) / "history.jsonl").read_text()
+    assert json.loads(mirror.text_of(stores.read(place.below(".lock"))))["nonce"] == "theirs"
+    other.leave()
+
+
 @pytest.mark.slow
 @pytest.mark.grid
 def test_a_second_start_is_refused_while_the_first_is_at_work_and_may_go_on_after_it_was_killed(server, tmp_path):

@@ -1,7 +1,9 @@
 """What is written to buckets: checkpoints in pieces, the mirror of a directory, and the lease that is a run's lock."""
 import contextlib
+import errno
 import json
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ pytest.importorskip("moto", reason="the S3 server on loopback needs pip install 
 
 from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
 
+from meshtrain import files  # noqa: E402
 from meshtrain.checkpoint import new_folder, pieces  # noqa: E402
 from meshtrain.checkpoint.bucket import BucketCheckpoints  # noqa: E402
 from meshtrain.checkpoint.shared import CheckpointError  # noqa: E402
@@ -316,7 +319,7 @@ def test_a_directory_is_in_the_bucket_as_it_changes_and_comes_back(tmp_path, ser
     told, wanted = [], lambda name: not name.startswith("own")
     monkeypatch.setattr(mirror, "EVERY_S", 0.05)
     monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
-    with mirror.Mirror(here, target, wanted, first="marks", tell=told.append, check_claim=lambda: None) as sender:
+    with mirror.Mirror(here, target, wanted, needed=("marks",), tell=told.append, check_claim=lambda: None) as sender:
         for name, text in (("a.jsonl", "1\n"), ("sub/b", "x"), ("marks", "m"), ("own", "0"), ("c.tmp", "half")):
             (here / name).write_text(text)
         sender.send()
@@ -324,12 +327,12 @@ def test_a_directory_is_in_the_bucket_as_it_changes_and_comes_back(tmp_path, ser
         assert [line for line in server.asked("PUT") if tmp_path.name in line][0].endswith("/marks")
         with open(here / "a.jsonl", "a") as file:
             file.write("2\n")
-        (here / "sub" / "b").unlink()
+        mirror.remove(here / "sub" / "b")
         _until(lambda: sent(target) == {"a.jsonl": b"1\n2\n", "marks": b"m"})
         server.faults += [Fault("/d", 10**6, 503)]
         (here / "d").write_text("late")
         _until(lambda: told)
-        assert "is behind" in told[0] and "tried again" in told[0]
+        assert f"{target} does not get d of {here}: " in told[0] and "503" in told[0]
         server.faults.clear()
         _until(lambda: "d" in sent(target))
     assert len(told) == 1
@@ -344,14 +347,183 @@ def test_a_directory_is_in_the_bucket_as_it_changes_and_comes_back(tmp_path, ser
 def test_a_large_file_that_grows_is_sent_less_often(tmp_path, monkeypatch):
     target = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/run")
     monkeypatch.setattr(mirror, "SLOWEST_BYTES_S", 1.0)
-    with mirror.Mirror(tmp_path, target, lambda name: True, first="", tell=print, check_claim=lambda: None) as sender:
+    with mirror.Mirror(tmp_path, target, lambda name: True, needed=("",), tell=print, check_claim=lambda: None) as sender:
         (tmp_path / "rows").write_text("0123456789")
-        sender.send(all_of_them=False)
+        sender._send(all_of_them=False)
         (tmp_path / "rows").write_text("0123456789+")
-        sender.send(all_of_them=False)
+        sender._send(all_of_them=False)
         assert sent(target)["rows"] == b"0123456789"
         sender.send()
         assert sent(target)["rows"] == b"0123456789+"
+
+
+@pytest.fixture
+def mirrored(tmp_path, monkeypatch):
+    """A function: begins a mirror of a directory with four files; what it tells is in `told`."""
+    monkeypatch.setattr(mirror, "EVERY_S", 0.02)
+    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
+    here, target = tmp_path / "here", addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/run")
+    (here / "sub").mkdir(parents=True)
+
+    def begin(check_claim=lambda: None):
+        sender = mirror.Mirror(here, target, lambda name: True, needed=("marks", "rows"), tell=begin.told.append,
+                               check_claim=check_claim)
+        for name in ("marks", "rows", "other", "sub/events"):
+            (here / name).write_text(name)
+        sender.send()
+        return sender
+    begin.here, begin.target, begin.told = here, target, []
+    return begin
+
+
+FOUR = {"marks": b"marks", "rows": b"rows", "other": b"other", "sub/events": b"sub/events"}
+
+
+@pytest.mark.parametrize(("loss", "needed"), [
+    (lambda here: (here / "rows").unlink(), True), (lambda here: shutil.rmtree(here / "sub"), False),
+    (shutil.rmtree, True), (lambda here: here.rename(here.with_name("elsewhere")), True),
+    (lambda here: [path.unlink() for path in here.rglob("*") if path.is_file()], True)],
+    ids=["a file", "a folder", "the directory", "renamed", "all files"])
+def test_what_somebody_removes_from_the_directory_stays_in_the_bucket_and_is_told_once(loss, needed, mirrored):
+    with pytest.raises(files.FileSystemError, match="does not have the end of") if needed else contextlib.nullcontext():
+        with mirrored() as sender:
+            loss(mirrored.here)
+            _until(lambda: mirrored.told)
+            for _ in range(3):
+                sender.send()       # a checkpoint is saved without it
+            mirrored.here.mkdir(exist_ok=True)
+            if needed:
+                (mirrored.here / "rows").write_text("half of it")
+            sender.send()
+    assert sent(mirrored.target) == FOUR and len(mirrored.told) <= 2 and str(mirrored.here) in mirrored.told[0]
+
+
+@pytest.mark.parametrize("where", ["", "sub"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_directory_that_cannot_be_read_is_told_and_takes_nothing_from_the_bucket(where, code, mirrored, monkeypatch):
+    real, refused = os.scandir, []
+
+    def scandir(path):
+        if refused and os.fspath(path) == os.path.join(mirrored.here, where).rstrip("/"):
+            raise OSError(code, os.strerror(code), os.fspath(path))
+        return real(path)
+    monkeypatch.setattr(os, "scandir", scandir)
+    with mirrored() as sender:
+        refused.append(True)
+        (mirrored.here / "rows").write_text("more")
+        _until(lambda: mirrored.told)
+        sender.send()
+        assert sent(mirrored.target) == FOUR | ({"rows": b"more"} if where else {})
+        refused.clear()
+        sender.send()
+    assert sent(mirrored.target) == FOUR | {"rows": b"more"}
+    assert [os.strerror(code) in line for line in mirrored.told] == [True], mirrored.told
+
+
+def refuse_to_read(path: Path, monkeypatch) -> None:
+    """As a file of another user."""
+    real = Path.read_bytes
+
+    def read_bytes(self):
+        if self == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(self)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+
+
+@pytest.mark.parametrize("name", ["other", "new\nline", "\udcff", "sub/escape\x1b[m", "pipe", "dangling"])
+def test_a_file_that_cannot_be_sent_is_told_by_name_and_holds_up_no_checkpoint(name, mirrored, monkeypatch):
+    with mirrored() as sender:
+        if name == "pipe":
+            os.mkfifo(mirrored.here / name)
+        elif name == "dangling":
+            (mirrored.here / name).symlink_to("nowhere")
+        else:
+            (mirrored.here / name).write_text("new")
+        refuse_to_read(mirrored.here / "other", monkeypatch)
+        (mirrored.here / "rows").write_text("more")
+        for _ in range(2):
+            sender.send()
+    assert sent(mirrored.target) == FOUR | {"rows": b"more"}
+    assert len(mirrored.told) == (name not in ("pipe", "dangling")), mirrored.told
+    assert all(repr(name)[1:-1] in line for line in mirrored.told)
+
+
+def test_a_checkpoint_waits_for_the_mark_and_the_rows(mirrored, server, monkeypatch):
+    with mirrored() as sender:
+        with monkeypatch.context() as patched:
+            refuse_to_read(mirrored.here / "rows", patched)
+            (mirrored.here / "rows").write_text("more")
+            with pytest.raises(PermissionError):
+                sender.send()
+        for fault, error in ((403, addresses.StorageError), (503, files.FileSystemError)):
+            server.faults += [Fault("/run/", 10**6, fault)]
+            (mirrored.here / "rows").write_text(f"more {fault}")
+            with pytest.raises(error, match=str(fault)):
+                sender.send()
+            server.faults.clear()
+
+
+def test_what_the_bucket_refuses_at_the_end_is_an_error(mirrored, server):
+    with pytest.raises(files.FileSystemError, match="does not have the end of other: .*403"):
+        with mirrored():
+            server.faults += [Fault("/run/other", 10**6, 403)]
+            (mirrored.here / "other").write_text("the end")
+    server.faults.clear()
+    with pytest.raises(KeyError, match="first"):        # it hides no other error
+        with mirrored():
+            server.faults += [Fault("/run/other", 10**6, 403)]
+            (mirrored.here / "other").write_text("another end")
+            raise KeyError("first")
+
+
+class Panic(BaseException):
+    """As pyo3 raises it."""
+
+
+def test_a_panic_of_the_library_is_a_failure_that_is_told(mirrored, quick, monkeypatch, tmp_path):
+    real, panics = stores.write, []
+
+    def write(address, content):
+        if panics:
+            raise Panic("called `Option::unwrap()` on a `None` value")
+        return real(address, content)
+    monkeypatch.setattr(stores, "write", write)
+    with mirrored() as sender:
+        panics.append(True)
+        (mirrored.here / "other").write_text("more")
+        _until(lambda: mirrored.told)
+        panics.clear()
+        _until(lambda: sent(mirrored.target)["other"] == b"more")
+        assert sender._thread.is_alive() and "unwrap" in mirrored.told[0]
+    told, renew = [], mirror.Lease._renew
+    lease = mirror.Lease(addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/.lock"), tell=told.append)
+    lease.take("one", lambda text: False)
+    monkeypatch.setattr(mirror.Lease, "_renew", lambda self: write("", b""))
+    panics.append(True)
+    _until(lambda: told)
+    monkeypatch.setattr(mirror.Lease, "_renew", renew)
+    before = stores.read(lease.address)
+    _until(lambda: stores.read(lease.address) != before)
+    lease.leave()
+    assert len(told) == 1 and "unwrap" in told[0] and "another start may take it over" in told[0]
+
+
+def test_who_lost_the_place_sends_nothing_and_promises_nothing(mirrored):
+    lost = []
+
+    def check_claim():
+        if lost:
+            raise LostClaimError("run.dir was taken over by another start")
+    with mirrored(check_claim) as sender:
+        lost.append(True)
+        (mirrored.here / "rows").write_text("more")
+        sender._thread.join(10)
+        with pytest.raises(LostClaimError):
+            sender.send()
+        (mirrored.here / "rows").write_text("rows")
+        sender._sent["rows"] = sender._found({})["rows"], 0.0
+    assert sent(mirrored.target) == FOUR and mirrored.told == []
 
 
 def _until(true) -> None:
@@ -392,6 +564,35 @@ def test_a_lease_has_one_owner_until_it_gives_no_sign(tmp_path, quick, server):
     assert mirror.text_of(stores.read(place)) == "four"
     four.leave(remove=True)
     assert stores.read_versioned(place) is None
+
+
+def test_a_lease_outlives_requests_that_stall_and_an_object_that_is_removed(tmp_path, quick, server):
+    place, lost = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/.lock"), []
+    one, two = mirror.Lease(place, lost=lost.append), mirror.Lease(place)
+    one.take("one", lambda text: False)
+    server.faults += [Fault(place.path, 1, seconds=1.5), Fault(place.path, 1, seconds=1.0)]     # LEASE_S is 0.5
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        with pytest.raises(mirror.LeaseHeld):
+            two.take("two", lambda text: False)
+        time.sleep(0.05)
+    stores.remove([place])
+    _until(lambda: stores.read_versioned(place) is not None)
+    assert mirror.text_of(stores.read(place)) == "one" and lost == []
+    one.leave()
+    assert stores.read(place) == b"" and not one._thread.is_alive()
+
+
+def test_who_loses_its_lease_is_told_who_has_it(tmp_path, quick):
+    place, lost = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/.lock"), []
+    one, two = mirror.Lease(place, lost=lost.append), mirror.Lease(place)
+    one.take("one", lambda text: False)
+    two.take("two", lambda text: True)
+    _until(lambda: lost)
+    time.sleep(0.2)
+    one.leave()
+    assert lost == ["two"] and mirror.text_of(stores.read(place)) == "two"
+    two.leave()
 
 
 def _taken(lease: mirror.Lease, text: str) -> bool:

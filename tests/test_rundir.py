@@ -178,6 +178,55 @@ def test_what_is_not_ours_is_refused_and_stays(tmp_path):
         assert left(directory) == [name]
 
 
+def with_checkpoints(directory: Path, **metadata: str) -> Path:
+    """A run directory without config.toml. metadata: step -> text of its metadata.json."""
+    for step, text in metadata.items():
+        place = directory / "checkpoints" / step.removeprefix("step")
+        place.mkdir(parents=True)
+        (place / "metadata.json").write_text(text)
+    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+    return directory
+
+
+def test_checkpoints_with_the_run_file_make_a_run_of_ours_and_config_toml_is_written_anew(tmp_path, capfd):
+    text = '[run]\nname = "mine"\n'
+    directory = with_checkpoints(tmp_path / "run", step4=json.dumps({"run_file": "older"}),
+                                 step12=json.dumps({"run_file": text}), step20='{"torn')
+    (directory / "checkpoints/25.damaged").mkdir()
+    with pytest.raises(ConfigError, match='already holds a run, and checkpoint.resume="never"'):
+        with rundir.claimed(run_in(directory, "--checkpoint.resume", "never")):
+            pass
+    assert left(directory) == ["checkpoints", "metrics.jsonl"]
+    with rundir.claimed(run_in(directory)):
+        assert (directory / "config.toml").read_text() == text
+    assert f"{directory} has checkpoints and no config.toml: it is written anew" in capfd.readouterr().err
+    with rundir.claimed(run_in(directory)):
+        pass
+    assert "written anew" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"run_file"', '"run_file"', "7", '{"run": {}}'])
+def test_checkpoints_of_another_program_are_not_ours(text, tmp_path):
+    directory = with_checkpoints(tmp_path / "run", step4=text)
+    with pytest.raises(ConfigError, match="is not a run of ours"):
+        with rundir.claimed(run_in(directory)):
+            pass
+    assert left(directory) == ["checkpoints", "metrics.jsonl"]
+
+
+def test_metadata_that_cannot_be_read_for_a_moment_is_not_taken_for_no_run(tmp_path, monkeypatch):
+    directory, real = with_checkpoints(tmp_path / "run", step4='{"run_file": ""}'), Path.read_bytes
+
+    def read_bytes(path):
+        if path.name == "metadata.json":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return real(path)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(files.FileSystemError, match="Stale file handle"):
+        with rundir.claimed(run_in(directory)):
+            pass
+
+
 # ---- one directory for all -------------------------------------------------------------------------------------------
 
 
@@ -327,7 +376,7 @@ def test_every_name_that_a_start_leaves_is_in_the_table(tmp_path):
     from meshtrain.data import sources
     from meshtrain.checkpoint import local, resume
     from meshtrain.run import dpo_reference, history
-    assert {history.HISTORY, history.ALIVE, contents.STACKS, sources.CACHE, dpo_reference.FILE,
+    assert {history.HISTORY, contents.ALIVE, contents.STACKS, sources.CACHE, dpo_reference.FILE,
             resume.RECORD} <= contents.BEFORE_THE_FIRST_STEP
     assert (restart.LINEAGE, restart.INDEX) == (local.LINEAGE, local.INDEX)
     for name in (".lock", "reference.npy", "reference.npy.17.tmp", "rules.toml", "history.jsonl",

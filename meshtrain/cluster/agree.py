@@ -178,18 +178,19 @@ class StopAgreement:
         devices = np.array(jax.devices())
         mesh = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
         self._shape, self._split = (len(devices), 3), NamedSharding(mesh, PartitionSpec("devices"))
-        self._on_time = {wish: self._placed(wish, 0) for wish in (False, True)}
+        self._on_time = {wish: self._placed(wish, 0) for wish in range(3)}
         with jax.set_mesh(mesh):        # the run's own mesh may order the devices differently
             most = jax.jit(lambda rows: jnp.max(rows, 0), out_shardings=NamedSharding(mesh, PartitionSpec()))
-            self._most = most.lower(self._on_time[False]).compile()
+            self._most = most.lower(self._on_time[0]).compile()
 
-    def _placed(self, wish: bool, late_ms: int) -> jax.Array:
+    def _placed(self, wish: int, late_ms: int) -> jax.Array:
         """On this process's devices; the maximum over all gives the request, the latest process and its delay."""
         row = np.array([[wish, late_ms << INDEX_BITS | jax.process_index() % (1 << INDEX_BITS), -late_ms]], np.int32)
         return jax.make_array_from_callback(self._shape, self._split, lambda index: row)
 
-    def reached(self, wish: bool, late_s: float | None = None) -> bool:
-        """Call once per step in every process: whether all stop now. With one process, its own request.
+    def reached(self, wish: int, late_s: float | None = None) -> int:
+        """Call once per step in every process: the largest wish, by which all stop now; 0: go on. With one process, its
+        own. wish: 0, or why this process is to stop, up to 2.
 
         late_s: how long this process's devices were idle before the step; None, in all processes alike: unknown.
         """
@@ -197,13 +198,13 @@ class StopAgreement:
             return wish
         late_ms = min(int(1e3 * (late_s or 0.0)), MOST_LATE_MS)
         before, known = self._before, self._known
-        self._before = self._most(self._placed(wish, late_ms) if late_ms else self._on_time[bool(wish)])
+        self._before = self._most(self._placed(wish, late_ms) if late_ms else self._on_time[wish])
         self._known = late_s is not None
         if before is None:
             return False
         stop, latest, least = map(int, jax.device_get(before))
         self.late = (latest % (1 << INDEX_BITS), ((latest >> INDEX_BITS) + least) / 1000) if known else None
-        return bool(stop)
+        return stop
 
 
 def _outcome(error: Exception) -> dict:

@@ -30,14 +30,15 @@ ENDING_S = 60.0     # so long another host's run that gives signs of life is wai
 def claimed(run: Run) -> Iterator[rundir.Claim]:
     """As `rundir.claimed`, for an address."""
     address, directory = addresses.parse(run.run.dir), mirror.directory(run.run.dir)
-    lease = mirror.Lease(address.below(LOCK))
+    claim = rundir.Claim(str(address), directory, "", lambda: _text(address))
+    lease = mirror.Lease(address.below(LOCK), lost=claim.lose, tell=say.err)
     with contextlib.ExitStack() as stack:
         look = _Look(run, address, lease)
         while (began := agree.on_first(look.try_claim)) is None:
             watch.progress()
         if jax.process_index() == 0:
             stack.callback(lease.leave)
-        claim = rundir.Claim(str(address), directory, began["nonce"], lambda: _text(address))
+        claim.nonce = began["nonce"]
         agree.everywhere(lambda: _check_seen(address, claim.nonce))
         hosts, me = agree.exchange([socket.gethostname(), str(directory)]), jax.process_index()
         wanted = contents.is_sent if hosts[me] == hosts[0] else contents.is_read_by_all
@@ -46,15 +47,16 @@ def claimed(run: Run) -> Iterator[rundir.Claim]:
         if jax.process_index():
             yield claim
             return
-        sender = mirror.Mirror(directory, address, contents.is_sent, first=contents.CONFIG, tell=say.err,
+        sender = mirror.Mirror(directory, address, contents.is_sent, needed=contents.NEEDED, tell=say.err,
                                check_claim=claim.check)
+        claim.send = sender.send
         try:
             with sender:
-                yield rundir.Claim(claim.name, directory, claim.nonce, claim.look, sender.send)
+                yield claim
                 return
         except ConfigError:     # found late, in the data: a mistake leaves nothing behind
             if began["empty"] and not stores.children(address.below(contents.CHECKPOINTS))[0]:
-                sender.forget()
+                sender.undo()
                 lease.leave(remove=True)
             raise
 
@@ -72,11 +74,14 @@ class _Look:
         """The nonce of the claim, and whether there was nothing before; None where another still has it."""
         with user_errors("run.dir: "):
             names = [name for some in stores.children(self.address) for name in some]
-            rundir.check_contents(self.run, str(self.address), set(names), has_checkpoints=bool(
+            run_file = rundir.check_contents(self.run, str(self.address), set(names), has_checkpoints=bool(
                 contents.CHECKPOINTS in names and stores.children(self.address.below(contents.CHECKPOINTS))[0]))
             owner = rundir.this_process()
             try:
                 self.lease.take(json.dumps(owner), _is_dead)
+                if run_file:
+                    say.err(rundir.NO_CONFIG.format(self.address))
+                    stores.write(self.address.below(contents.CONFIG), run_file.encode())
                 return {"nonce": owner["nonce"], "empty": not set(names) - {LOCK}}
             except mirror.LeaseHeld as held:
                 other = rundir.named(held.text)

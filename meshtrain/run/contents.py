@@ -7,6 +7,8 @@ is here, too. Imports no jax: launchers use it.
 """
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 from pathlib import Path
@@ -14,8 +16,10 @@ from pathlib import Path
 from meshtrain.storage import addresses, mirror, stores
 
 CONFIG, RULES, LOCK, CHECKPOINTS, TENSORBOARD = "config.toml", "rules.toml", ".lock", "checkpoints", "tensorboard"
-CHANGES, REFERENCE, ROLLOUTS, SAMPLERS = "changes.jsonl", "reference.npy", "rollouts", "samplers"
-HISTORY, ALIVE, STACKS, EXPORT = "history.jsonl", ".alive", "stacks", "export"
+METRICS, CHANGES, REFERENCE = "metrics.jsonl", "changes.jsonl", "reference.npy"
+ROLLOUTS, SAMPLERS = "rollouts", "samplers"
+HISTORY, STACKS, EXPORT = "history.jsonl", "stacks", "export"
+ALIVE = ".alive"                                            # of versions that had the account there
 KEPT = "hf"                                                 # what accompanies the weights that it started from
 CACHE = ".meshtrain"                                        # of tokens
 RESTARTS, LAST_WORDS = "restarts.json", "last_words"        # of launchers
@@ -28,6 +32,7 @@ BEFORE_THE_FIRST_STEP = BEFORE_THE_CLAIM | {LOCK, RULES, CONFIG, CHANGES, REFERE
                                             CHECKPOINTS, TENSORBOARD, HISTORY, ALIVE, STACKS}
 # Of a run at an address: the host's own, or written otherwise.
 NOT_SENT = BEFORE_THE_CLAIM | {CHECKPOINTS, STACKS, LOCK, EXPORT}
+NEEDED = (CONFIG, METRICS, REFERENCE, KEPT)                 # what no later start can make again; the first is the mark
 TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")               # NAME.tmp or NAME.PID.tmp, of a write that was cut off
 
 
@@ -73,3 +78,17 @@ def steps(name: str) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         names = []
     return sorted(int(one) for one in names if one.isdecimal())
+
+
+def saved_run_file(name: str) -> str:
+    """The run file that the newest checkpoint of a place was saved with; empty where no checkpoint has one. Raises: as
+    `opened`; OSError."""
+    for step in reversed(steps(name)):
+        with contextlib.suppress(stores.Missing, FileNotFoundError, KeyError, TypeError, json.JSONDecodeError,
+                                 UnicodeDecodeError):
+            if addresses.is_remote(name):
+                saved = json.loads(stores.read(addresses.parse(name).below(f"{CHECKPOINTS}/{step}")))["metadata"]
+            else:
+                saved = json.loads(Path(name, CHECKPOINTS, str(step), "metadata.json").read_bytes())
+            return str(saved["run_file"])
+    return ""

@@ -22,6 +22,7 @@ from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Completion
 from meshtrain.rewards import workers
 from meshtrain.run import say
+from meshtrain.storage import mirror
 
 ARRAYS = {"tokens", "logprobs", "margins", "rewards"}       # of N.npz, beside the scores
 
@@ -233,7 +234,7 @@ def _text(groups: Sequence[Group], version: int) -> bytes:
 def _drop_before(directory: Path, first: int) -> None:
     for path in directory.iterdir():
         if path.suffix in (".npz", ".jsonl") and path.stem.isdigit() and int(path.stem) < first:
-            path.unlink(missing_ok=True)
+            mirror.remove(path)
 
 
 def _quietly(write: Callable[[], None]) -> None:

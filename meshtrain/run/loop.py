@@ -17,7 +17,7 @@ import jax
 from meshtrain.cluster import agree, watch
 from meshtrain.data.documents import contracts
 from meshtrain.data.documents.contracts import Batches
-from meshtrain.run import garbage
+from meshtrain.run import garbage, rundir
 from meshtrain.run.record import Record
 from meshtrain.run.stops import Listener
 from meshtrain.training.state import State
@@ -60,6 +60,9 @@ class Feed(Protocol):
     def close(self) -> None: ...
 
 
+LOST = 2        # a wish to stop that outweighs a request: another start has the run's directory
+
+
 class NoBatch(Exception):
     """A feed was to stop, in all processes, before it had a batch."""
 
@@ -82,15 +85,20 @@ class Stream:
 
 
 class Stop:
-    """Agreement of all processes to end the loop after the same step, when one of them was asked to (`listener`)."""
+    """Agreement of all processes to end the loop after the same step, when one of them was asked to (`listener`), or
+    has lost its `claim`."""
 
-    def __init__(self, listener: Listener):
-        self.listener, self.agreement, self.agreed = listener, agree.StopAgreement(), False
+    def __init__(self, listener: Listener, claim: rundir.Claim | None = None):
+        self.listener, self.claim, self.agreement, self.agreed = listener, claim, agree.StopAgreement(), False
 
     def reached(self, late_s: float | None = None) -> bool:
         """Whether to stop now; every process calls it at the same steps. late_s: of a step, see `agree.StopAgreement`.
-        """
-        self.agreed = self.agreed or self.agreement.reached(self.listener.number is not None, late_s)
+        Raises: LostClaimError, in all of them."""
+        lost = self.claim and self.claim.lost
+        wish = self.agreed or self.agreement.reached(LOST if lost else self.listener.number is not None, late_s)
+        if wish == LOST:
+            raise agree.agreed(lost or rundir.LostClaimError("run.dir was taken over by another start"))
+        self.agreed = bool(wish)
         watch.progress()
         return self.agreed
 

@@ -25,15 +25,13 @@ from meshtrain.cluster import agree, watch
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import contents, say
 from meshtrain.run.contents import LOCK
+from meshtrain.storage.mirror import LostClaimError
 
 NO_SIGN_S = 120.0  # of an owner at an address, by the clocks of two hosts, after which readers take it for dead
 LOOK_S = 1.0       # between two tries to get a lock
 REMEDY = "give a directory that can"
+NO_CONFIG = "{} has checkpoints and no config.toml: it is written anew from the newest of them"
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
-
-
-class LostClaimError(files.FileSystemError):
-    """Another start has claimed run.dir, because this one's lock had lapsed; this one must not write there any more."""
 
 
 class _Held(Exception):
@@ -44,26 +42,30 @@ class _Held(Exception):
         self.owner = owner
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Claim:
     """Proof that run.dir belongs to this start. name: run.dir. directory: where this host reads and writes its files.
     nonce: in its lock as long as that is true. look: reads the lock; None: there is none. send: brings the files to
-    where they are kept, if that is not the directory."""
+    where they are kept, if that is not the directory. lost: set once another start has taken run.dir over."""
     name: str
     directory: Path
     nonce: str
     look: Callable[[], str | None]
     send: Callable[[], None] = lambda: None
+    lost: LostClaimError | None = None
 
     def check(self) -> None:
         """Called by any process before it renames or removes anything in run.dir. Raises: LostClaimError."""
-        text = self.look()
-        if text is None:        # who claims a directory writes it: nobody has
-            return
-        owner = named(text)
-        if owner and owner.get("nonce") != self.nonce:
-            raise LostClaimError(f"run.dir={self.name} was taken over by another start{by(owner)}: this one's lock had "
-                                 f"lapsed, and it writes nothing more")
+        text = None if self.lost else self.look()
+        if text is not None and (owner := named(text)) and owner.get("nonce") != self.nonce:
+            self.lose(text)
+        if self.lost:
+            raise self.lost
+
+    def lose(self, text: str) -> None:
+        """Note that another start has taken run.dir over. text: of the lock."""
+        self.lost = LostClaimError(f"run.dir={self.name} was taken over by another start{by(named(text))}, because this "
+                                   f"one's lock had lapsed; this one stops and writes nothing more")
 
 
 @contextlib.contextmanager
@@ -110,7 +112,7 @@ def _claimed(run: Run) -> Iterator[str]:
         raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
     refusal, saved = f"run.dir={directory} cannot be written", directory / contents.CHECKPOINTS
     names = files.attempted(lambda: set(os.listdir(directory)), refusal, REMEDY, ConfigError) if existing else set()
-    check_contents(run, str(directory), names, has_checkpoints=contents.CHECKPOINTS in names and files.attempted(
+    run_file = check_contents(run, str(directory), names, has_checkpoints=contents.CHECKPOINTS in names and files.attempted(
         lambda: any(saved.iterdir()), refusal, REMEDY, ConfigError))
     locked_before = files.status(directory / LOCK) is not None
 
@@ -123,6 +125,9 @@ def _claimed(run: Run) -> Iterator[str]:
         _lock(lock, directory)
         owner = this_process()
         files.attempted(lambda: _put(lock, json.dumps(owner)), refusal, REMEDY, ConfigError)
+        if run_file:
+            say.err(NO_CONFIG.format(directory))
+            files.attempted(lambda: files.replace(directory / contents.CONFIG, run_file), refusal, REMEDY, ConfigError)
         try:
             yield owner["nonce"]
         except ConfigError:     # found late, in the data: a mistake leaves nothing behind
@@ -140,14 +145,19 @@ def _claimed(run: Run) -> Iterator[str]:
                     _put(lock, "")
 
 
-def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: bool) -> None:
-    """Raises: ConfigError where what is in run.dir, or that it is a run, forbids to begin or go on there."""
-    if contents.CONFIG not in names and not contents.are_left_by_starts(names, has_checkpoints):
+def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: bool) -> str:
+    """Returns the run file of the newest checkpoint, to be written anew, where config.toml is gone; empty else. Raises:
+    ConfigError where what is in run.dir, or that it is a run, forbids to begin or go on there."""
+    has_config = contents.CONFIG in names
+    saved = files.attempted(lambda: contents.saved_run_file(name), f"run.dir={name} cannot be read", REMEDY, ConfigError
+                            ) if has_checkpoints and not has_config else ""
+    if not has_config and not saved and not contents.are_left_by_starts(names, has_checkpoints):
         raise ConfigError(f"run.dir={name} holds files and is not a run of ours (no config.toml); give an empty "
                           f"directory or another run.name")
-    if contents.CONFIG in names and run.checkpoint.resume == "never":
+    if (has_config or saved) and run.checkpoint.resume == "never":
         raise ConfigError(f"run.dir={name} already holds a run, and checkpoint.resume=\"never\"; give another run.name "
                           f"or run.dir, or resume=\"auto\" to go on with it")
+    return saved
 
 
 def this_process() -> dict:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import re
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from meshtrain import files
@@ -58,100 +60,195 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
             path.unlink(missing_ok=True)
     with copies.writing(target), concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         target.mkdir(parents=True, exist_ok=True)
-        for name in list(_names(target)):
+        for name in list(_names(target, _refuse)):
             if wanted(name) and name not in there:
                 (target / name).unlink(missing_ok=True)
         list(pool.map(copy, there))
 
 
-def _names(directory: Path) -> Iterator[str]:
-    """Of the files within, those that are being written left out."""
-    for at, _, names in os.walk(directory):
+def _names(directory: Path, refused: Callable[[OSError], None]) -> Iterator[str]:
+    """Of the files within, those that are being written left out. refused: gets what keeps a directory from being read.
+    """
+    for at, _, names in os.walk(directory, onerror=refused):
         inside = os.path.relpath(at, directory)
         yield from (os.path.normpath(os.path.join(inside, name)) for name in names if not TEMPORARY.fullmatch(name))
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+class LostClaimError(files.FileSystemError):
+    """Another start has claimed run.dir, because this one's lock had lapsed; this one must not write there any more."""
+
+
+class _Gone(Exception):
+    """A file was sent, and is no longer in the directory."""
+
+
+_at_work: list[Mirror] = []
+
+
+def remove(path: Path) -> None:
+    """Remove a file of a run's directory, and of the bucket if this process sends the directory there. Raises: OSError.
+    """
+    for mirror in _at_work:
+        if path.is_relative_to(mirror.source):
+            mirror.forget(os.path.relpath(path, mirror.source))
+    path.unlink(missing_ok=True)
 
 
 class Mirror(contextlib.AbstractContextManager):
     """Sends what changes in a local directory to a bucket, every few seconds and on request. One process of a run has
     it.
 
-    wanted: by name within the directory. first: the name that is sent before the others. check_claim: called before
-    anything is sent; raises where another has taken the place over. What cannot be sent is told, and sent with the
-    next; it stops nothing. The directory is as `fetch` has made it.
+    It adds and replaces, and removes only what `forget` names. A file that is gone from the directory stays in the
+    bucket, and is not sent again: somebody has emptied this host's cache, and what is written there later is not whole.
+
+    wanted: by name within the directory. needed: top-level names without which a checkpoint is worth nothing; the first
+    is sent before all others. check_claim: called before anything is sent; raises LostClaimError where another has
+    taken the place over. What cannot be sent is told by name, and tried again. The directory is as `fetch` has made it.
     """
 
-    def __init__(self, source: Path, target: Address, wanted: Callable[[str], bool], *, first: str,
+    def __init__(self, source: Path, target: Address, wanted: Callable[[str], bool], *, needed: Sequence[str],
                  tell: Callable[[str], None], check_claim: Callable[[], None]):
-        self.source, self.target, self.wanted, self.first, self.tell = source, target, wanted, first, tell
+        self.source, self.target, self.wanted, self.needed, self.tell = source, target, wanted, needed, tell
         self.check_claim = check_claim
-        self._sent: dict[str, tuple[tuple, float]] = {name: (found, 0.0) for name, found in self._found().items()}
-        self._lock, self._done, self._told = threading.Lock(), threading.Event(), False
+        self._forgotten, self._gone = set[str](), set[str]()
+        self._sent: dict[str, tuple[tuple, float]] = {}
+        self._sent = {name: (state, 0.0) for name, state in self._found({}).items()}
+        self._failed: dict[str, Exception] = {}     # in the last send
+        self._lock, self._done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_sending, daemon=True, name="mirror")
         self._thread.start()
+        _at_work.append(self)
 
-    def send(self, *, all_of_them: bool = True) -> None:
-        """What has changed; or of it what is due. Raises: StorageError, FileSystemError, OSError; what was not sent is
-        still to be sent then."""
-        with self._lock:
-            found, now = self._found(), time.monotonic()
-            changed = [name for name, state in found.items() if name not in self._sent or self._sent[name][0] != state]
-            due = [name for name in changed if all_of_them or self._is_due(name, found[name][1], now)]
-            gone = [name for name in self._sent if name not in found]
-            if not due and not gone:
-                return
-            self.check_claim()
+    def send(self) -> None:
+        """Send what has changed. Raises: LostClaimError; OSError, ValueError where the claim cannot be checked or a
+        needed file cannot be sent. One that is gone is no reason."""
+        for name, error in self._send().items():
+            if not name or self._is_needed(name) and not isinstance(error, _Gone):
+                raise error
 
-            def put(name: str) -> None:
-                with contextlib.suppress(FileNotFoundError):
-                    stores.write(self.target.below(name), self.source / name)
+    def forget(self, name: str) -> None:
+        """Remove a file from the bucket with the next send that does not find it in the directory."""
+        self._forgotten.add(name)
+
+    def _send(self, *, all_of_them: bool = True) -> dict[str, Exception]:
+        """Send what has changed, or what of it is due. Returns why a name could not be sent ("": why none); tells each
+        once. Raises: LostClaimError."""
+        failed: dict[str, Exception] = {}
+
+        def put(name: str) -> None:
+            with _collected(failed, name), contextlib.suppress(FileNotFoundError):      # since it was found
+                if not name.isprintable():
+                    raise ValueError("no object can have this name")
+                stores.write(self.target.below(name), self.source / name)
                 self._sent[name] = found[name], now
-            for name in [self.first] * (self.first in due):
-                put(name)
-                due.remove(name)
-            with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-                list(pool.map(put, due))
-            stores.remove([self.target.below(name) for name in gone])
-            for name in gone:
-                del self._sent[name]
+        with self._lock:
+            with _collected(failed, ""):
+                found, now = self._found(failed), time.monotonic()
+                changed = [name for name, state in found.items() if self._sent.get(name, (None,))[0] != state]
+                due = [name for name in changed if all_of_them or self._is_due(name, found[name][1], now)]
+                forgotten = [name for name in self._forgotten.copy() if name not in found]
+                if due or forgotten:
+                    self.check_claim()
+                if self.needed[0] in due:
+                    put(self.needed[0])
+                if self.needed[0] not in failed:        # without it the others are no run
+                    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+                        list(pool.map(put, [name for name in due if name != self.needed[0]]))
+                stores.remove([self.target.below(name) for name in forgotten])
+                for name in forgotten:
+                    self._forgotten.discard(name)
+                    self._sent.pop(name, None)
+            self._tell({name: error for name, error in failed.items() if name not in self._failed})
+            self._failed = failed
+        return failed
+
+    def _is_needed(self, name: str) -> bool:
+        return name.split(os.sep)[0] in self.needed
 
     def _is_due(self, name: str, size: int, now: float) -> bool:
         return name not in self._sent or now - self._sent[name][1] >= size / SLOWEST_BYTES_S
 
-    def _found(self) -> dict[str, tuple]:
-        """Name -> what changes with the file."""
+    def _found(self, failed: dict[str, Exception]) -> dict[str, tuple]:
+        """Name -> what changes with the file. failed: gets what is gone or cannot be read; ".": the directory."""
         found = {}
-        for name in filter(self.wanted, _names(self.source)):
-            with contextlib.suppress(FileNotFoundError):
+
+        def refused(error: OSError) -> None:
+            name = os.path.relpath(error.filename, self.source)
+            if name == os.curdir or not isinstance(error, FileNotFoundError):
+                failed[name] = error
+        for name in filter(self.wanted, _names(self.source, refused)):
+            with _collected(failed, name), contextlib.suppress(FileNotFoundError):
                 status = os.stat(self.source / name)
-                found[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
-        return found
+                if stat.S_ISREG(status.st_mode):
+                    found[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
+        unread = tuple(f"{name}/".removeprefix("./") for name, error in failed.items()
+                       if not isinstance(error, FileNotFoundError))
+        self._gone |= {name for name in self._sent.keys() - found.keys() - self._forgotten
+                       if not f"{name}/".startswith(unread)}
+        if os.curdir not in failed:
+            failed |= dict.fromkeys(self._gone, _Gone("it is gone from there, is not sent again, and stays as it is"))
+        return {name: state for name, state in found.items() if name not in self._gone}
+
+    def _tell(self, failed: dict[str, Exception]) -> None:
+        for why, some in itertools.groupby(failed, lambda name: files.said(failed[name])):
+            names = list(some)
+            self.tell(f"{self.target} does not get {_listed(names)} of {self.source}: {why}")
 
     def _keep_sending(self) -> None:
-        while not self._done.wait(EVERY_S):
-            self._attempt(all_of_them=False)
+        with contextlib.suppress(LostClaimError):       # who has found it tells it
+            while not self._done.wait(EVERY_S):
+                self._send(all_of_them=False)
 
-    def _attempt(self, **how) -> None:
-        try:
-            self.send(**how)
-            self._told = False
-        except Exception as error:
-            if not self._told:
-                self.tell(f"{self.target} is behind {self.source}: {files.said(error)}; it is tried again")
-            self._told = True
-
-    def forget(self) -> None:
-        """Sends nothing more, and removes what it has sent. Raises: StorageError, FileSystemError."""
+    def undo(self) -> None:
+        """Send nothing more, and remove what was sent. Raises: StorageError, FileSystemError."""
         self.stop()
         stores.remove([self.target.below(name) for name in self._sent])
 
     def stop(self) -> None:
+        if self in _at_work:
+            _at_work.remove(self)
         self._done.set()
         self._thread.join()
 
     def __exit__(self, kind, *_) -> None:
-        if not self._done.is_set():
-            self.stop()
-            self._attempt(all_of_them=True)
+        """Send the rest. Raises: FileSystemError where the bucket does not have it then; not while an error passes."""
+        if self._done.is_set():
+            return
+        self.stop()
+        try:
+            failed = self._send()
+        except LostClaimError:
+            if kind is None:
+                raise
+            return
+        lacks = [name for name, error in failed.items() if name in ("", os.curdir) or self._is_needed(name)
+                 or isinstance(error, (StorageError, files.FileSystemError))]
+        if lacks and kind is None:
+            raise files.FileSystemError(
+                f"{self.target} does not have the end of {_listed(lacks)}: {files.said(failed[lacks[0]])}. What is in "
+                f"{self.source} stays until the next start, which takes the files of the bucket")
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ("the files" if name in ("", os.curdir) else repr(name)[1:-1] for name in names[:3])
+    return ", ".join(shown) + f" and {len(names) - 3} more" * (len(names) > 3)
+
+
+@contextlib.contextmanager
+def _collected(failed: dict[str, Exception], name: str) -> Iterator[None]:
+    """Context: failed[name] gets what is raised inside, also a panic of obstore, which is no Exception."""
+    try:
+        yield
+    except LostClaimError:
+        raise
+    except Exception as error:
+        failed[name] = error
+    except BaseException as error:
+        failed[name] = files.FileSystemError(files.said(error))
 
 
 class LeaseHeld(Exception):
@@ -166,12 +263,14 @@ class Lease:
     """An object that one process at a time has: it writes it anew every BEAT_S, each time only over its own.
 
     Without a sign of its owner for LEASE_S another may take it: by the taker's own clock, as clocks of hosts differ.
+    lost: called with the text of the process that has taken it. tell: gets what keeps it from being written.
     """
 
-    def __init__(self, address: Address):
-        self.address = address
+    def __init__(self, address: Address, *, lost: Callable[[str], None] = lambda text: None,
+                 tell: Callable[[str], None] = lambda line: None):
+        self.address, self.lost, self.tell = address, lost, tell
         self._version: Version | None = None
-        self._done, self._thread = threading.Event(), None
+        self._done, self._thread, self._told = threading.Event(), None, ""
         self._seen: tuple[Version | None, float] = (None, 0.0)
 
     def take(self, text: str, is_dead: Callable[[str], bool]) -> None:
@@ -195,12 +294,32 @@ class Lease:
         return f"{self._text}\n{time.time()}".encode()
 
     def _keep(self) -> None:
-        while not self._done.wait(BEAT_S):
-            with contextlib.suppress(StorageError, OSError):    # whoever looks into it sees who has it
-                version = stores.write_if(self.address, self._content(), self._version)
-                if version is None:
-                    return
-                self._version = version
+        while not self._done.wait(BEAT_S):      # a request that stalls holds up no other
+            beat = threading.Thread(target=self._beat, daemon=True, name="beat of the lease")
+            beat.start()
+            beat.join(BEAT_S)
+
+    def _beat(self) -> None:
+        failed: dict[str, Exception] = {}
+        with _collected(failed, ""):
+            if (taken_by := self._renew()) is not None and not self._done.is_set():
+                self._done.set()
+                self.lost(taken_by)
+        why = files.said(failed[""]) if failed else ""
+        if why and why != self._told:
+            self.tell(f"{self.address} cannot be renewed: {why}; after {LEASE_S:g} s another start may take it over")
+        self._told = why
+
+    def _renew(self) -> str | None:
+        """Returns the text of another that has it."""
+        version = stores.write_if(self.address, self._content(), self._version)
+        if version is None:     # it was removed, or another beat has written it
+            found = stores.read_versioned(self.address)
+            if found and text_of(found[0]) != self._text:
+                return text_of(found[0])
+            version = stores.write_if(self.address, self._content(), found and found[1])
+        self._version = version or self._version
+        return None
 
     def leave(self, *, remove: bool = False) -> None:
         """Gives it back, if it is still held: the next may have it at once. remove: with the object."""
@@ -209,7 +328,8 @@ class Lease:
         self._done.set()
         self._thread.join()
         with contextlib.suppress(StorageError, OSError):
-            if stores.write_if(self.address, b"", self._version) and remove:
+            found = stores.read_versioned(self.address)
+            if found and text_of(found[0]) == self._text and stores.write_if(self.address, b"", found[1]) and remove:
                 stores.remove([self.address])
 
 
