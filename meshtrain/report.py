@@ -84,8 +84,9 @@ def summary(data: dict) -> str:
     if len(data["starts"]) > 1:
         lines += [f"{len(data['starts'])} starts; {sum(one['steps_again'] for one in data['starts']):,} steps taken "
                   f"again"]
-    return "\n".join(lines + [_of_try(data, number)
-                              for number in range(max(1, len(data["starts"]) - TRIES + 1), len(data["starts"]) + 1)])
+    lines += [_of_try(data, number)
+              for number in range(max(1, len(data["starts"]) - TRIES + 1), len(data["starts"]) + 1)]
+    return "\n".join(map(say.escaped, lines))
 
 
 def _of_try(data: dict, number: int) -> str:

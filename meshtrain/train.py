@@ -30,7 +30,7 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 
-from meshtrain import assembly, config, devices, elastic, files, hardware, trained
+from meshtrain import assembly, config, devices, elastic, files, hardware, shipped, trained
 from meshtrain.checkpoint import ends, exports, init_from, pretrained, resume
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.local import LocalCheckpoints
@@ -52,6 +52,7 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import measured, memory, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import params as model_params
+from meshtrain.rewards import workers
 from meshtrain.run import (
     apart, bias_warmup, bucket, contents, dpo_reference, goodput, history, loop, metrics, replicas, rollouts, rundir,
     trackers,
@@ -64,6 +65,7 @@ from meshtrain.run.replicas import Replicas, ReplicasDiffer
 from meshtrain.run.rollouts import RolloutError, Rollouts
 from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
+from meshtrain.sharding import rules
 from meshtrain.storage import addresses, copies, mirror
 from meshtrain.training.state import State
 from meshtrain.units import size
@@ -124,7 +126,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
                                   keep=run.checkpoint.keep) as checkpoints:
         local = LocalCheckpoints(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
         with watch.phase("looking for a checkpoint", "restore"):
-            start = resume.find(run, checkpoints, local, made.state_shapes)
+            start = resume.find(run, checkpoints, local, made.state_shapes, named := _named_files(made))
         run, origin = _with_documents_end(run, start)
         made = dataclasses.replace(made, run=run)
         exporting = exports.Exports(run, made.model, checkpoints, made.state_shapes.params)
@@ -138,7 +140,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
         begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
                  "processes": jax.process_count(), "cause": start.cause}
         with history.kept(directory, start.step, account, begun) as attempt:
-            return _train(_Session(made, claim, checkpoints, local, exporting, attempt, origin), start)
+            return _train(_Session(made, claim, checkpoints, local, exporting, attempt, origin, named), start)
 
 
 def _with_documents_end(run: Run, start: resume.Start) -> tuple[Run, Saved | None]:
@@ -152,6 +154,17 @@ def _with_documents_end(run: Run, start: resume.Start) -> tuple[Run, Saved | Non
     if line:
         say.out(line)
     return run.replaced(data={"eos": eos}), origin
+
+
+def _named_files(made: assembly.Assembly) -> dict[str, str]:
+    """Keys that name a file -> its content, which may change under the same name."""
+    rl, found = made.run.rl, {"sharding.rules": made.layout.rules.text}
+    if rl.rules:
+        with config.user_errors():
+            found["rl.rules"] = rules.load(shipped.found(rl.rules), "rl.rules").text
+    if digest := workers.digest(rl.reward):
+        found["rl.reward"] = f"{digest} {rl.reward.rpartition(':')[2]}"
+    return agree.on_first(lambda: found)
 
 
 def check_memory(made: assembly.Assembly) -> None:
@@ -207,6 +220,7 @@ class _Session:
     exporting: exports.Exports
     attempt: history.Try
     origin: Saved | None
+    named: dict[str, str]
     corpus: sources.Corpus | None = None
     ends: ends.Ends | None = None
     step: Callable | None = None
@@ -410,7 +424,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
 
     def metadata(number: int) -> dict:
         data = resume.data_metadata(session.corpus, batches, number, session.ends)
-        return {**rundir.metadata(run, made.layout.rules.text, data), "spikes": spikes.as_saved()}
+        return {**rundir.metadata(run, made.layout.rules.text, data, session.named), "spikes": spikes.as_saved()}
 
     def saving(store: Store, due: Callable[[int, bool], bool]) -> loop.Hook:
         return loop.Hook(due, lambda number, state: {"checkpoint_wait_s": store.save(number, state, metadata(number))},

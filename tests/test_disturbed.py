@@ -17,7 +17,7 @@ CELLS = len(disturbed.PLACES)      # in every run of the suite
 PINNED = """
 reference, kill: fsync run/reference.npy.tmp 0
 resume, gone: open run/.lock 0
-resume, io: write run/.alive.tmp 0
+resume, io: write run/history.jsonl 0
 save, io: unlink run/checkpoints/.2.deleting-*/state/_METADATA 0
 rollback, stale: open local/run-*/process-0/6/index.json 0
 rollback, gone: open local/run-*/process-0/6/index.json 0

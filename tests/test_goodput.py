@@ -3,6 +3,7 @@
 Runs are lived on a clock of the test's own, through the record, the rows and the history that a real run writes.
 """
 import concurrent.futures
+import json
 import os
 import shutil
 import types
@@ -265,7 +266,7 @@ def test_an_error_is_the_cause_of_an_end(life, error, how):
 
 def test_a_mistake_that_is_found_late_in_the_first_start_leaves_nothing(tmp_path):
     with pytest.raises(ConfigError), history.kept(tmp_path, 0, goodput.Account(), {"on": "", "cause": ""}):
-        assert (tmp_path / "history.jsonl").exists() and (tmp_path / ".alive").exists()
+        assert (tmp_path / "history.jsonl").exists()
         raise ConfigError("no such file")
     assert list(tmp_path.iterdir()) == []
 
@@ -295,31 +296,55 @@ def test_validations_and_checkpoints_are_not_the_rest(life):
     assert (spent["validation"], spent["checkpoints"], spent["the rest"]) == pytest.approx((32.0, 6.0, 0.0), abs=EXACT)
 
 
-def test_a_run_at_work_is_told_up_to_its_last_sign_of_life(life, capsys):
+def test_a_run_at_work_is_told_up_to_its_last_account(life, capsys):
     live = []
     life.try_(0, 7, at=lambda number: live.append(life.told()) if number == 6 else None)
-    told, = live    # the last beat was after step 5, the last row is that of step 6
-    assert told["starts"][0]["to_step"] == 6 and told["time_s"]["steps"] == pytest.approx(6 * 1.5)
-    assert told["starts"][0]["run_s"] == pytest.approx(35 + 6 * 2 + 3)
+    told, = live    # the last account was written after step 5
+    assert told["step"] == 6 and told["starts"][0]["to_step"] == 5
+    assert told["time_s"]["steps"] == pytest.approx(5 * 1.5)
+    assert told["starts"][0]["run_s"] == pytest.approx(35 + 5 * 2 + 3)
 
 
-@pytest.mark.parametrize("spoil", ["no beat", "torn beat", "torn history", "another try's beat", "beat is a list"])
-def test_what_a_kill_has_torn_is_made_up_from_the_rows(life, spoil):
+@pytest.mark.parametrize("line", [
+    "", "no JSON", "[]", '{"event": "start", "run_s": 1}', '{"event": "note", "text": "mine"}', '{"event": ["start"]}',
+    '{"event": "end", "time": 1, "run_s": 1, "step": 1, "counted_s": 1, "spent_s": {"steps": "x"}, "how": ""}',
+    '{"event": "end", "time": NaN, "run_s": 1, "step": 1, "counted_s": 1, "spent_s": {}, "how": ""}', "\x00" * 9, '{"a'])
+def test_a_line_of_the_history_that_is_none_is_told_and_left_out_and_stays(life, line, capsys):
     life.try_(0, 7)
-    alive, lines = life.directory / ".alive", life.directory / "history.jsonl"
-    if spoil == "no beat":
-        alive.unlink()
-    elif spoil == "torn history":
-        lines.write_text(lines.read_text() + '{"event": "en')
-    else:
-        alive.write_text({"torn beat": '{"of": 17', "another try's beat": '{"of": 1.0}', "beat is a list": "[]"}[spoil])
+    with open(life.directory / "history.jsonl", "a") as file:
+        file.write(line + "\n" * (line != '{"a'))
+    life.clocks.sleep(70)
+    life.try_(4, 10, ends="stopped on request (SIGTERM)")
+    life.clocks.sleep(30)
+    life.try_(10, 12, ends="finished")
+    assert ("history.jsonl: 1 of its lines are none that this version writes" in capsys.readouterr().err) == bool(line)
+    assert life.told()["time_s"] == pytest.approx(SPENT, abs=EXACT)
+    assert line in (life.directory / "history.jsonl").read_text().split("\n")
+    call = report.summary(life.told())
+    assert "3 starts" in call
+
+
+def test_a_history_without_accounts_is_told_up_to_its_starts(life):
+    """As versions left it that kept the account in a file of its own."""
+    life.try_(0, 7)
+    path = life.directory / "history.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if '"beat"' not in line))
     life.clocks.sleep(70)
     life.try_(4, 8, ends="finished")
     told = life.told()
-    assert told["starts"][0]["to_step"] == 7 and told["time_s"]["steps"] == pytest.approx(8 * 1.5)
-    assert told["time_s"]["steps taken again"] == pytest.approx(3 * 1.5)
-    # The checkpoint of step 4 ended before the row of step 7; without a beat what it took is of no part.
+    assert told["starts"][0]["run_s"] == pytest.approx(10) and told["starts"][0]["how"].startswith(goodput.UNKNOWN)
     assert sum(told["time_s"].values()) == pytest.approx(52 + 70 + 35 + 4 * 2 + 3, abs=1e-3)
+
+
+def test_an_account_is_not_written_over_what_somebody_has_edited(life):
+    path = life.directory / "history.jsonl"
+
+    def edit(number):
+        if number == 3:
+            path.write_text('{"event": "note"}\n' + path.read_text())
+    life.try_(0, 7, at=edit, ends="finished")
+    kinds = [json.loads(line)["event"] for line in path.read_text().splitlines()]
+    assert kinds == ["note", "start", "beat", "end"]
 
 
 def test_rows_alone_tell_of_steps_and_name_no_share(life):

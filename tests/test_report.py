@@ -16,7 +16,7 @@ from test_pages import Read, embedded, standing_alone
 from meshtrain import report, train
 from meshtrain.inspection import measured
 from meshtrain.pages import measured as pages
-from meshtrain.run import goodput, history, metrics, rows, rundir
+from meshtrain.run import goodput, history, metrics, rows, rundir, say
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,9 @@ def test_the_page_has_what_was_measured_and_what_was_priced(trained, tmp_path):
 
 def test_a_killed_run_is_told_and_what_it_lost_is_kept_when_it_goes_on(run_dir):
     lines = (run_dir / "history.jsonl").read_text().splitlines()
-    (run_dir / "history.jsonl").write_text("\n".join(lines[:-1]) + '\n{"event": "end", "ti')
+    beat = json.loads(lines[-2])
+    beat |= {"step": 5, "counted_s": beat["counted_s"] + 1, "run_s": beat["run_s"] + 2}
+    (run_dir / "history.jsonl").write_text("\n".join([*lines[:-2], json.dumps(beat)]) + '\n{"event": "end", "ti')
     written = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "metrics.jsonl").write_text("\n".join(written.splitlines()[:5]) + '\n{"step": 6, "lo')
     ran, told = call(report.main, run_dir), measured.of(run_dir)
@@ -174,6 +176,21 @@ def test_hostile_names_in_a_run_directory_are_text(run_dir):
     page = pages.page(told)
     standing_alone(page)
     assert page.count("<script") == 2 and "<img" not in page
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_control_characters_of_a_strangers_log_are_escaped(on_terminal, run_dir, monkeypatch):
+    monkeypatch.setattr(say, "on_terminal", lambda stream=None: on_terminal)
+    evil = "\x1b]0;owned\x07\x1b[2J\nstart 9: all is well\r\x9b31m"
+    path = run_dir / "history.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | dict.fromkeys({"how", "cause"} & line.keys(), evil)) + "\n"
+                            for line in lines))
+    config = (run_dir / "config.toml").read_text()
+    (run_dir / "config.toml").write_text(config.replace('name = "tiny"', f"name = {json.dumps(evil)}"))
+    ran = call(report.main, run_dir)
+    assert ran.code == 0 and "\\x1b]0;owned\\x07" in ran.out and "\\x0astart 9" in ran.out
+    assert not [one for one in ran.out if not one.isprintable() and one != "\n"]
 
 
 def test_a_price_of_another_version_is_left_out_and_json_has_all_that_the_page_shows(run_dir, tmp_path):

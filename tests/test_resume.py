@@ -101,6 +101,51 @@ def test_spelling_and_what_changes_no_number_may_change_unsaid(two, more):
     assert found(two, *more).changes == ()
 
 
+RULES = '[params]\nembed = ["data", "fsdp"]\n'
+
+
+@pytest.mark.parametrize(("key", "name", "before", "after", "told"), [
+    ("sharding.rules", "sharding_rules/ddp.toml", RULES, RULES + '[grads]\nmlp = "tensor"\n', True),
+    ("sharding.rules", "sharding_rules/ddp.toml", RULES, "# why\n\n" + RULES, False),
+    ("rl.rules", "own.toml", RULES, RULES.replace(', "fsdp"', ""), True),
+    ("rl.reward", "rewards.py:score", "1f4a score", "77b2 score", True),
+    ("rl.reward", "rewards.py:score", "1f4a score", "1f4a other", True),
+    ("rl.reward", "rewards.py:score", "1f4a score", "1f4a score", False)])
+def test_a_file_that_changes_under_its_name_is_recorded(tmp_path, key, name, before, after, told):
+    section, field = key.split(".")
+    run = run_in(tmp_path).replaced(**{section: {field: name}})
+    with checkpoint.Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(2, {"w": jnp.ones(3)}, rundir.metadata(run, before, DATA, {key: before}))
+    start = resume.find(run, checkpoint.Checkpoints(tmp_path / "checkpoints"), named={key: after})
+    assert [change[0] for change in start.changes] == [key] * told
+    assert all(value.startswith(f"{name} (") for change in start.changes for value in change[1:])
+    assert len({*start.changes[0][1:]}) == 2 if told else True
+
+
+def test_a_file_of_another_name_with_the_same_content_is_no_change(tmp_path):
+    saved(tmp_path, run_in(tmp_path), 2)
+    here = checkpoint.Checkpoints(tmp_path / "checkpoints")
+    other = run_in(tmp_path, "--sharding.rules", "sharding_rules/ddp.toml")
+    assert resume.find(other, here, named={"sharding.rules": "# rules of another spelling"}).changes == ()
+    assert resume.find(other, here, named={"sharding.rules": RULES}).changes == (
+        ("sharding.rules", "sharding_rules/zero3.toml", "sharding_rules/ddp.toml"),)
+
+
+@pytest.mark.parametrize("line", ["", "no JSON", "[]", "{}", '{"step": 3, "key": "a"}', '{"step": "3", "key": "a", '
+                                  '"from": 1, "to": 2}', "null", '{"torn'])
+def test_a_line_of_the_changes_that_is_none_is_told_and_stays_and_forbids_nothing(two, line, capfd):
+    path, change = two / "changes.jsonl", '{"step": 4, "key": "mesh.fsdp", "from": 1, "to": 2, "time": ""}\n'
+    path.write_text(change + line + "\n" * (line != '{"torn'))
+    for _ in range(2):
+        run = run_in(two, "--optimizer.learning_rate", 1e-4)
+        with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
+            resume.begin(run, resume.find(run, checkpoints), checkpoints, None, "# rules")
+    assert (f"{path}: 1 of its lines are none that this version writes" in capfd.readouterr().err) == bool(line)
+    lines = path.read_text().split("\n")
+    assert lines[:2] == [change[:-1], line] and len(lines) == 4
+    assert [row["key"] for row in rows.Rows(path, rows.is_change)] == ["mesh.fsdp", "optimizer.learning_rate"]
+
+
 @pytest.mark.parametrize(("was", "given", "stays"), [("<|end|>", "", "<|end|>"), ("", "", ""), ("<a>", "<b>", "<b>")])
 def test_what_ended_documents_ends_them_where_the_run_file_names_nothing(tmp_path, was, given, stays):
     """Also of a run that began before data.eos followed the model folder."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import hashlib
 import json
 import time
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -55,7 +57,7 @@ CHANGES = (
     ("data.*", CONTENT),
     ("optimizer.name", STAYS), ("lora.export", FREE), ("lora.*", STAYS),
     ("training.max_skipped_steps", FREE), ("training.check_replicas_every", FREE), ("training.objective", STAYS),
-    ("rl.slots", FREE), ("rl.rules", FREE), ("rl.keep", FREE), ("rl.updates", STAYS),
+    ("rl.slots", FREE), ("rl.keep", FREE), ("rl.updates", STAYS),
     ("rl.reward_failures", RECORDED), ("rl.reward_*", FREE),
     ("validation.*", FREE), ("checkpoint.*", FREE), ("metrics.*", FREE), ("distributed.*", FREE),
     ("*", RECORDED),
@@ -108,10 +110,12 @@ def rule(key: str) -> str:
     return next(meaning for pattern, meaning in CHANGES if fnmatch.fnmatchcase(key, pattern))
 
 
-def find(run: Run, checkpoints: SharedCheckpoints, local: LocalCheckpoints | None = None, wanted=None) -> Start:
+def find(run: Run, checkpoints: SharedCheckpoints, local: LocalCheckpoints | None = None, wanted=None,
+         named: Mapping[str, str] | None = None) -> Start:
     """The checkpoint to resume from: the newest complete one, or that of checkpoint.step. All processes call it.
 
-    local: may have a newer one than the shared `checkpoints`. wanted: what to restore, with shardings.
+    local: may have a newer one than the shared `checkpoints`. wanted: what to restore, with shardings. named: keys that
+    name a file -> its content, as `files` of the metadata.
     `checkpoint.step` and `data.skip_batches` take effect once: a later checkpoint saved under the same two is resumed,
     so the command can be repeated. If a setting in RETRIED changes, the run goes back again. Raises: ConfigError if
     checkpoint.step is missing, or a fixed setting has changed.
@@ -125,11 +129,11 @@ def find(run: Run, checkpoints: SharedCheckpoints, local: LocalCheckpoints | Non
             raise
     if saved is None and (not requested or run.checkpoint.init_from):
         return Start(skip_batches=run.data.skip_batches)
-    goes_back_again = any(fnmatch.fnmatchcase(key, pattern) for key, *_ in (_changes(run, saved.run) if saved else ())
+    goes_back_again = any(fnmatch.fnmatchcase(key, pattern) for key, *_ in (_changes(run, saved, named) if saved else ())
                           for pattern in RETRIED)
     if requested and (goes_back_again or not _took_effect(run, saved)):
         saved = _verified(checkpoints, requested)
-    return Start(saved, _changes(run, saved.run), 0 if _took_effect(run, saved) else run.data.skip_batches,
+    return Start(saved, _changes(run, saved, named), 0 if _took_effect(run, saved) else run.data.skip_batches,
                  back=saved.step != newest)
 
 
@@ -293,15 +297,21 @@ def _verified(checkpoints: SharedCheckpoints, step: int, option: str = "checkpoi
     return checkpoints.open(step)
 
 
-def _changes(run: Run, old: dict) -> tuple[tuple[str, object, object], ...]:
+def _changes(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple[tuple[str, object, object], ...]:
     """The changes to record. Raises: ConfigError listing every fixed setting that changed."""
     refused, recorded = [], []
+    contents_then = {"sharding.rules": saved.metadata.get("rules"), **saved.metadata.get("files", {})}
     for section, values in rundir.settings(run).items():
         for key, new in values.items():
             # a new key had its default
-            name, was = f"{section}.{key}", old.get(section, {}).get(key, new)
+            name, was = f"{section}.{key}", saved.run.get(section, {}).get(key, new)
             if name == "data.mixture":
                 was, new = ([one["weight"] for one in mixture] for mixture in (was, new))
+            if named and name in named and (then := contents_then.get(name)) is not None:
+                if _parsed(then) == _parsed(named[name]):
+                    continue
+                if was == new:
+                    was, new = (f"{new} ({_digest(content)})" for content in (then, named[name]))
             if was == new or name == "data.eos" and not new:       # see `in_force`
                 continue
             if rule(name) == STAYS:
@@ -315,11 +325,24 @@ def _changes(run: Run, old: dict) -> tuple[tuple[str, object, object], ...]:
     return tuple(recorded)
 
 
+def _parsed(content: str) -> object:
+    """A rule file without its spelling; any other content as it is."""
+    try:
+        return tomllib.loads(content)
+    except tomllib.TOMLDecodeError:
+        return content
+
+
+def _digest(content: str) -> str:
+    return hashlib.blake2b(content.encode(), digest_size=4).hexdigest()
+
+
 def _record(path: Path, step: int, changes: list[tuple[str, object, object]]) -> None:
     """Append changes that a start killed before its first checkpoint has not already recorded."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    known = [(row["step"], row["key"], row["to"]) for row in map(json.loads, text.splitlines())]
+    known = [(row["step"], row["key"], row["to"]) for row in rows.Rows(path, rows.is_change).told()]
     added = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-            for key, old, new in changes if (step, key, new) not in known]
+             for key, old, new in changes if (step, key, new) not in known]
     if added:
-        files.replace(path, text + "".join(json.dumps(row) + "\n" for row in added))
+        content = path.read_bytes() if path.exists() else b""
+        content += b"\n" * (content[-1:] not in (b"", b"\n"))     # torn by a power cut
+        files.replace(path, content + "".join(json.dumps(row) + "\n" for row in added).encode())

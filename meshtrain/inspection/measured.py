@@ -52,15 +52,16 @@ def of(run_dir: str) -> dict:
     try:
         metrics = _Metrics(found)
         experts = _experts(found, metrics.with_experts)
-        attempts = goodput.tries(history.read(directory), history.beat(directory), found)
+        attempts = goodput.tries(history.read(directory))
+        changes = rows.Rows(directory / contents.CHANGES, rows.is_change).told()
     except OSError as error:
-        raise ValueError(f"{found.path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{error.filename or found.path} cannot be read: {error.strerror}") from None
     done = metrics.last.get("step", 0)
     return {"name": name, "dir": run_dir, "steps": steps, "tokens_per_step": per_step, "step": done,
             "tokens": metrics.last.get("tokens", done * per_step), "state": _state(directory, attempts, done, steps),
             "skipped": metrics.skipped, "loss": metrics.loss(), "speed": metrics.speed(),
             "time_s": _spent(metrics, attempts), "goodput": _goodput(attempts), "starts": attempts,
-            "changes": _changes(directory),
+            "changes": changes,
             "checkpoints": contents.steps(run_dir),
             "rows": _curves(metrics.columns), "experts": experts,
             "answers": _answers(directory, (done - 1) // run.get("rl", {}).get("updates", 1)),
@@ -131,17 +132,6 @@ def _goodput(attempts: list[dict]) -> float | None:
     """Fraction of all time spent in steps that count; None if unknown."""
     spent = goodput.spent_s(attempts)
     return spent[goodput.PARTS["steps"]] / total if (total := sum(spent.values())) else None
-
-
-def _changes(directory: Path) -> list[dict]:
-    """Changes when the run was resumed: [{step, key, from, to}]."""
-    found = []
-    with contextlib.suppress(OSError):
-        for line in (directory / "changes.jsonl").read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return [row for row in found if isinstance(row, dict) and {"step", "key", "from", "to"} <= row.keys()
-            and type(row["step"]) is int]
 
 
 def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, list]:

@@ -2,8 +2,7 @@
 
 An attempt is one start of the command. Its seconds come from a monotonic clock. The time between two attempts is the
 host's uptime difference if both ran on one boot of one host, else the difference of wall clocks. An attempt that was
-killed (kill -9, a power cut) ended at its last sign of life: its last row, or the heartbeat of `history`. Reads and
-writes no files.
+killed (kill -9, a power cut) ended with the last account that `history` has of it. Reads and writes no files.
 """
 from __future__ import annotations
 
@@ -85,8 +84,10 @@ class Account:
 
 
 def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
-    """The history line of an attempt's end. found: `so_far` at the end. stuck: it is known to have hung; else judged by
-    time."""
+    """The history line of an attempt's end. found: `so_far` at the end, or the line of its start. stuck: it is known to
+    have hung; else judged by time."""
+    if found.get("event") == "start":
+        found = {**found, "time": found["time"] + found["run_s"], "steps": 0, "idle_s": 0.0, "part": "start"}
     spent, idle_s, steps = collections.Counter(found["spent_s"]), found["idle_s"], found["steps"]
     part = "rest" if found["part"] == LOOP else found["part"]
     if stuck or part == "rest" and steps and idle_s > max(HANG_S, HANG_STEPS * spent["steps"] / steps):
@@ -96,26 +97,6 @@ def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
         how = how if stuck else f"{how}, stuck for {duration(idle_s)} after step {found['step']}"
     return {"event": "end", "how": how, **{key: found[key] for key in ("time", "run_s", "step", "counted_s")},
             "spent_s": spent, **more}
-
-
-def last_sign(start: Mapping, beat: Mapping | None, rows: Reversible[Mapping]) -> dict:
-    """`so_far` of an attempt that recorded no end, or still runs. beat: its last heartbeat. rows: of metrics."""
-    found = {**{key: start[key] for key in ("run_s", "step", "counted_s", "spent_s")},
-             "time": start["time"] + start["run_s"], "steps": 0, "idle_s": 0.0, "part": "start"}
-    if beat and beat.get("of") == start["time"]:
-        found |= {key: beat[key] for key in found}
-    row = next(reversed(rows), None) or {}
-    row = row if all(row.get(key) is not None for key in ("elapsed_s", "goodput", "time")) else {}
-    later_s = row.get("elapsed_s", 0.0) - start["elapsed_s"] - found["run_s"]
-    if later_s > 0:
-        counts_s = max(0.0, row["goodput"] * row["elapsed_s"] - found["counted_s"])
-        spent = collections.Counter(found["spent_s"])
-        spent["steps"] += counts_s
-        spent["rest"] += max(0.0, later_s - counts_s)
-        found |= {"time": row["time"], "run_s": found["run_s"] + later_s, "step": row["step"],
-                  "counted_s": found["counted_s"] + counts_s,
-                  "steps": found["steps"] + row["step"] - found["step"], "spent_s": spent, "idle_s": 0.0}
-    return found
 
 
 def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping] = ()) -> float:
@@ -138,7 +119,7 @@ def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping]
     return until_s * step / first if first else 0.0
 
 
-def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Reversible[Mapping]) -> list[dict]:
+def tries(lines: Sequence[Mapping]) -> list[dict]:
     """Every attempt of the history. how: "" where it recorded no end, or still runs.
 
     began, ended: wall clock. elapsed_s: age of the run when it began; run_s: its duration; down_s: time since the
@@ -146,11 +127,12 @@ def tries(lines: Sequence[Mapping], beat: Mapping | None, rows: Reversible[Mappi
     repeats.
     """
     found: list[dict] = []
-    for start, end in zip(lines, [*lines[1:], {}]):
+    for number, start in enumerate(lines):
         if start["event"] != "start":
             continue
-        if end.get("event") != "end":
-            end = ended(last_sign(start, beat, rows), "")
+        *_, end = start, *itertools.takewhile(lambda line: line["event"] != "start", lines[number + 1:])
+        if end["event"] != "end":
+            end = ended(end, "")
         stepped_s = end["time"] - start["time"] - end["run_s"]
         found.append({"began": start["time"], "ended": end["time"], "from_step": start["step"], "to_step": end["step"],
                       **{key: start[key] for key in ("steps_again", "again_s", "on", "cause", "elapsed_s", "down_s")},

@@ -1,9 +1,8 @@
-"""Log of a run's attempts, run.dir/history.jsonl: one line per start and one per end, with its cause and where the
-seconds went.
+"""Log of a run's attempts, run.dir/history.jsonl: one line per start, one per end with its cause and where the seconds
+went, and between them the account of the attempt so far, rewritten in place every few seconds.
 
-A start without an end was killed or still runs. A heartbeat file (.alive), rewritten every few seconds, lets the next
-attempt record the end of one that was killed. The steps that a start repeats, behind the checkpoint it resumes from,
-are recorded before their metrics are dropped. A full disk ends no run.
+So the account of an attempt that was killed is there, and the next one records its end. The steps that a start repeats,
+behind the checkpoint it resumes from, are recorded before their metrics are dropped. A full disk ends no run.
 """
 from __future__ import annotations
 
@@ -22,10 +21,16 @@ from meshtrain import files
 from meshtrain.cluster import stacks
 from meshtrain.config import ConfigError
 from meshtrain.run import goodput, rows, say, stops
-from meshtrain.run.contents import ALIVE, HISTORY, STACKS
+from meshtrain.run.contents import HISTORY, STACKS
+from meshtrain.storage import mirror
 
 BEAT_S = 5.0            # by so much the end of a killed try may be too early
+BEAT, BEAT_BYTES = b'{"event": "beat"', 1024        # of the line that is rewritten: larger than any account
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# What a line has, by its event: numbers, and texts.
+OF_ALL = ("time", "run_s", "step", "counted_s")
+OF_EVENT = {"start": (("elapsed_s", "down_s", "again_s", "steps_again", "uptime_s"), ("boot", "on", "cause")),
+            "beat": (("steps", "idle_s"), ("part",)), "end": ((), ("how",))}
 
 
 class Try:
@@ -33,30 +38,32 @@ class Try:
 
     def __init__(self, directory: Path, account: goodput.Account):
         self.path, self.account = directory / HISTORY, account
-        self.alive, self.beating = directory / ALIVE, directory / f"{ALIVE}.tmp"
         self.first, self.began, self._end_recorded, self._done = not self.path.exists(), 0.0, False, threading.Event()
-        self._lock = threading.Lock()
+        self._lock, self._beat_at = threading.Lock(), 0
 
     def start(self, step: int, more: Mapping) -> None:
         """Records the start of this attempt, which resumes after `step`, and the end of the one before, if that
         recorded none."""
-        directory, run_s = self.path.parent, time.perf_counter() - self.account.began
-        lines, metrics = read(directory), _rows(directory)
-        if lines and lines[-1]["event"] == "start":
-            how, stuck = unsaid(directory, lines[-1])
-            lines.append(goodput.ended(goodput.last_sign(lines[-1], beat(directory), metrics), how, stuck=stuck))
+        directory, run_s, lines = self.path.parent, time.perf_counter() - self.account.began, []
+        with contextlib.suppress(OSError):
+            lines = read(directory)
+        metrics = _rows(directory)
+        if lines and lines[-1]["event"] != "end":
+            began = next((line["time"] for line in reversed(lines) if line["event"] == "start"), 0.0)
+            how, stuck = unsaid(directory, began)
+            lines.append(goodput.ended(lines[-1], how, stuck=stuck))
             self._append(lines[-1])
         own = {"event": "start", "time": time.time() - run_s,
                "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME) - run_s,
                "boot": BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else "",
                "host": socket.gethostname(), "pid": os.getpid(),
                "step": step, "run_s": run_s, "spent_s": self.account.so_far()["spent_s"], **more}
-        own |= goodput.began_after(goodput.tries(lines, None, metrics), own, lines, metrics)
+        own |= goodput.began_after(goodput.tries(lines), own, lines, metrics)
         self.began = own["time"]
         self.account.elapsed_s, self.account.counted_s, self.account.step = own["elapsed_s"], own["counted_s"], step
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._append(own)
-        self.beat()
+        self._beat_at = self._append(self._account())
         threading.Thread(target=self._keep_beating, daemon=True, name="beat").start()
 
     def goes_back(self, step: int) -> None:
@@ -68,46 +75,57 @@ class Try:
         with self._lock:
             if self._end_recorded or not self.began:
                 return
-            self._end_recorded = True
-        self._done.set()
+            self.abandon()
         self._append(goodput.ended(self.account.so_far(), how, **more))
-        self._remove_beat()
+
+    def abandon(self) -> None:
+        """Write nothing more."""
+        self._end_recorded = True
+        self._done.set()
 
     def forget(self) -> None:
         """Removes this start from the history: the user's mistake was found after it was recorded."""
-        self._end_recorded = True
-        self._done.set()
-        self._remove_beat()
+        self.abandon()
         with contextlib.suppress(OSError):
-            self.path.unlink() if self.first else os.truncate(self.path, self._size)
+            mirror.remove(self.path) if self.first else os.truncate(self.path, self._size)
 
     def line(self) -> str:
         """The goodput of the run so far."""
-        directory = self.path.parent
-        return goodput.line(goodput.spent_s(goodput.tries(read(directory), beat(directory), ())))
+        with contextlib.suppress(OSError):
+            return goodput.line(goodput.spent_s(goodput.tries(list(_log(self.path.parent)))))
+        return ""
 
     def beat(self) -> None:
-        with contextlib.suppress(OSError):      # the next one may be written
-            self.beating.write_text(json.dumps({"of": self.began, **self.account.so_far()}) + "\n", encoding="utf-8")
-            self.beating.replace(self.alive)
+        with contextlib.suppress(OSError), open(self.path, "r+b") as file:      # the next one may be written
+            file.seek(self._beat_at)
+            if file.read(len(BEAT)) == BEAT:        # else somebody has edited the file
+                file.seek(self._beat_at)
+                file.write(_text(self._account()))
 
-    def _remove_beat(self) -> None:
-        for path in (self.alive, self.beating):     # the second where a write was refused
-            with contextlib.suppress(OSError):
-                path.unlink()
+    def _account(self) -> dict:
+        return {"event": "beat", **self.account.so_far()}
 
     def _keep_beating(self) -> None:
         while not self._done.wait(BEAT_S):
             self.beat()
 
-    def _append(self, row: Mapping) -> None:
+    def _append(self, row: Mapping) -> int:
+        """Returns where the line begins."""
         try:
-            # by a kill
-            torn = self.path.exists() and self.path.stat().st_size and self.path.read_bytes()[-1:] != b"\n"
-            with open(self.path, "ab") as file:
-                file.write(b"\n" * bool(torn) + json.dumps(row).encode() + b"\n")
+            with open(self.path, "ab+") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - 1))
+                torn = file.read() not in (b"", b"\n")      # by a kill
+                file.write(b"\n" * torn + _text(row))
+                return end + torn
         except OSError as error:
             say.err(f"{self.path} cannot be written: {error.strerror}; training goes on")
+            return 0
+
+
+def _text(row: Mapping) -> bytes:
+    line = json.dumps(row).encode()
+    return line.ljust(BEAT_BYTES * (row["event"] == "beat") - 1) + b"\n"
 
 
 @contextlib.contextmanager
@@ -128,6 +146,9 @@ def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) ->
         if this.began:
             this.forget()
         raise
+    except mirror.LostClaimError:       # the history is another start's
+        this.abandon()
+        raise
     except BaseException as error:
         this.ended(f"failed: {files.said(error)[:300]}", code=stops.FAILED)
         raise
@@ -135,36 +156,32 @@ def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) ->
         stops.record_endings(lambda words, code: None)
 
 
-def unsaid(directory: Path, start: Mapping) -> tuple[str, bool]:
+def unsaid(directory: Path, began: float) -> tuple[str, bool]:
     """(how an attempt ended that recorded no end, whether it hung): from the stacks that a watchdog left, if there are
-    any. This start has already moved those away."""
+    any. This start has already moved those away. began: time.time of that attempt."""
     places = (directory / STACKS, *(directory / STACKS).glob("try-*"))
-    if found := next(filter(None, (stacks.culprit(place, start["time"]) for place in places)), None):
+    if found := next(filter(None, (stacks.culprit(place, began) for place in places)), None):
         return f"process {found[0]} {found[1]}", True
     return goodput.UNKNOWN + " (killed, or the power went)", False
 
 
 def read(directory: Path) -> list[dict]:
-    """The lines, without those that a kill or a full disk left incomplete."""
-    try:
-        lines = (directory / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and row.get("event") in ("start", "end") and isinstance(
-                    row.get("run_s"), (int, float)):
-                found.append(row)
-    return found
+    """The lines; those that are none are told. Raises: OSError."""
+    return _log(directory).told()
 
 
-def beat(directory: Path) -> dict | None:
-    """The last heartbeat; None: there is none, or it was being written."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads((directory / ALIVE).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else None
+def _log(directory: Path) -> rows.Rows:
+    return rows.Rows(directory / HISTORY, _is_line)
+
+
+def _is_line(row: Mapping) -> bool:
+    event, spent_s = row.get("event"), row.get("spent_s")
+    if not isinstance(event, str) or event not in OF_EVENT or not isinstance(spent_s, dict):
+        return False
+    numbers, texts = OF_EVENT[event]
+    values = [*(row.get(key) for key in (*OF_ALL, *numbers)), *spent_s.values()]
+    return all(isinstance(value, (int, float)) and abs(value) < 1e12 for value in values) and all(
+        isinstance(row.get(key), str) for key in texts)
 
 
 def _rows(directory: Path) -> rows.MetricRows | tuple:

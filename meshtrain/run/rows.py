@@ -1,8 +1,8 @@
-"""metrics.jsonl as a file: one reader, which streams from either end, and one appender.
+"""The logs of a run, files of JSON lines: one reader, which streams from either end, and one appender.
 
-A month's run writes a million rows, so the file is never held whole: a resume reads from its end back to the step it
-resumes from, a report reads it once from its beginning. Lines that are no rows (empty, torn by a power cut, a note of
-the user's) are skipped. Of a row only `step` is known here.
+A month's run writes a million rows of metrics, so a log is never held whole: a resume reads from its end back to the
+step it resumes from, a report reads it once from its beginning. Lines that are no rows (empty, torn by a power cut, a
+note of the user's, of another version) are skipped.
 """
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshtrain import files
-from meshtrain.run import say
+from meshtrain.run import contents, say
 
-NAME = "metrics.jsonl"
+NAME = contents.METRICS
 BLOCK_BYTES = 1 << 18           # read at once
 MOST_LINE_BYTES = 1 << 22       # of a row: those of experts, three numbers a layer, have some thousands
 Row = dict[str, Any]
@@ -36,14 +36,21 @@ class Line(NamedTuple):
     empty: bool
 
 
-class MetricRows:
-    """The rows of a metrics file in step order, read anew by each loop, forward or by `reversed`.
+class Rows:
+    """The rows of a log, read anew by each loop, forward or by `reversed`. is_row: of the objects in it.
 
     Text after the last newline is a line being written, and no row. A missing file has no rows.
     """
 
-    def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike, is_row: Callable[[Row], bool]):
+        self.path, self.is_row = Path(path), is_row
+
+    def told(self) -> list[Row]:
+        """All rows, of a short log; how many lines are none, but not empty, is told."""
+        lines = list(self.lines())
+        if others := sum(line.row is None and not line.empty for line in lines):
+            say.err(f"{self.path}: {others} of its lines are none that this version writes; they are left out")
+        return [line.row for line in lines if line.row is not None]
 
     def __iter__(self) -> Iterator[Row]:
         return (line.row for line in self.lines() if line.row is not None)
@@ -60,7 +67,7 @@ class MetricRows:
                 while not whole and (more := file.readline(MOST_LINE_BYTES)):   # too long for a row
                     text, end, whole = None, end + len(more), more.endswith(b"\n")
                 if whole:
-                    yield _line(start, end, text)
+                    yield self._line(start, end, text)
 
     def lines_reversed(self) -> Iterator[Line]:
         """Every line from the last back. Raises: OSError where the file cannot be read."""
@@ -76,17 +83,13 @@ class MetricRows:
                 for text in reversed(lines):
                     start = end - len(text) - dropped - (not torn)
                     if not torn:
-                        yield _line(start, end, None if dropped else text)
+                        yield self._line(start, end, None if dropped else text)
                     end, dropped, torn = start, 0, False
                 rest = first
                 if len(rest) > MOST_LINE_BYTES:
                     rest, dropped = b"", dropped + len(rest)
             if not torn and end:
-                yield _line(0, end, None if dropped else rest)
-
-    def end_of(self, step: int) -> int:
-        """Offset behind the last row of a step up to `step`; 0 where there is none."""
-        return next((line.end for line in self.lines_reversed() if line.row and line.row["step"] <= step), 0)
+                yield self._line(0, end, None if dropped else rest)
 
     @contextlib.contextmanager
     def _opened(self):
@@ -97,20 +100,34 @@ class MetricRows:
         with file:
             yield file
 
+    def _line(self, start: int, end: int, text: bytes | None) -> Line:
+        """text: None for a line that is too long for a row."""
+        row = None
+        with contextlib.suppress(ValueError, RecursionError, TypeError):
+            row = json.loads(text)
+        return Line(start, end, row if isinstance(row, dict) and self.is_row(row) else None,
+                    text is not None and not text.strip())
 
-def _line(start: int, end: int, text: bytes | None) -> Line:
-    """text: None for a line that is too long for a row."""
-    return Line(start, end, None if text is None else _row(text), text is not None and not text.strip())
+
+class MetricRows(Rows):
+    """The rows of a metrics file, in step order."""
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__(path, _is_of_step)
+
+    def end_of(self, step: int) -> int:
+        """Offset behind the last row of a step up to `step`; 0 where there is none."""
+        return next((line.end for line in self.lines_reversed() if line.row and line.row["step"] <= step), 0)
 
 
-def _row(text: bytes) -> Row | None:
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 63:
-        return None
-    return row if all(_is_number(row[key]) for key in NUMBERS if key in row) else None
+def _is_of_step(row: Row) -> bool:
+    return type(row.get("step")) is int and 0 <= row["step"] < 1 << 63 and all(
+        _is_number(row[key]) for key in NUMBERS if key in row)
+
+
+def is_change(row: Row) -> bool:
+    """Whether it is a row of changes.jsonl."""
+    return type(row.get("step")) is int and isinstance(row.get("key"), str) and {"from", "to"} <= row.keys()
 
 
 def _is_number(value) -> bool:

@@ -17,7 +17,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from meshtrain import config, files
@@ -290,9 +290,9 @@ def _check_shared(directory: Path, nonce: str) -> None:
                 f"run.dir={directory}: {they}; see to the file system (its mounts, its server) and start again"))
 
 
-def metadata(run: Run, rules_text: str, data: dict) -> dict:
-    """The metadata saved with every checkpoint. data: of `resume.data_metadata`."""
-    return {"run": settings(run), "run_file": config.dump(run), "rules": rules_text, "data": data}
+def metadata(run: Run, rules_text: str, data: dict, named: Mapping[str, str] | None = None) -> dict:
+    """The metadata saved with every checkpoint. data: of `resume.data_metadata`. named: of `resume.find`."""
+    return {"run": settings(run), "run_file": config.dump(run), "rules": rules_text, "files": named or {}, "data": data}
 
 
 def settings(run: Run) -> dict[str, dict]:

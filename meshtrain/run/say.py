@@ -193,6 +193,12 @@ def _shown(stream, text: str) -> str:
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if on_terminal(stream) else text
 
 
+def escaped(text: str) -> str:
+    """A line of what others wrote, with control characters escaped for files and pipes, too: a terminal may be behind.
+    """
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def _over_live(text: str) -> str:
     """The text as it is to be written where a live line stands."""
     global _live
