@@ -566,11 +566,17 @@ def test_a_lease_has_one_owner_until_it_gives_no_sign(tmp_path, quick, server):
     assert stores.read_versioned(place) is None
 
 
-def test_a_lease_outlives_requests_that_stall_and_an_object_that_is_removed(tmp_path, quick, server):
+def test_a_lease_outlives_requests_that_stall_and_an_object_that_is_removed(tmp_path, quick, monkeypatch):
     place, lost = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/.lock"), []
     one, two = mirror.Lease(place, lost=lost.append), mirror.Lease(place)
     one.take("one", lambda text: False)
-    server.faults += [Fault(place.path, 1, seconds=1.5), Fault(place.path, 1, seconds=1.0)]     # LEASE_S is 0.5
+    real, stalls = stores.write_if, [1.5, 1.0]      # LEASE_S is 0.5
+
+    def write_if(*args):
+        if stalls and threading.current_thread() is not threading.main_thread():
+            time.sleep(stalls.pop())
+        return real(*args)
+    monkeypatch.setattr(stores, "write_if", write_if)
     until = time.monotonic() + 2.5
     while time.monotonic() < until:
         with pytest.raises(mirror.LeaseHeld):

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 from commands import (  # noqa: F401
-    ROOT, RULES, SIX, Ran, call, home, in_a_directory_of_its_own, process, refused, tiny,
+    ROOT, RULES, SIX, Ran, call, home, in_a_directory_of_its_own, process, ran, refused, tiny,
 )
 
 from meshtrain import inspect, train
@@ -175,6 +175,19 @@ def test_a_mistake_in_a_rule_file_is_exit_2_with_the_rule(text, mesh, parts, tin
     sizes = [word for axis, n in mesh.items() for word in (f"--mesh.{axis}", n)]
     for main in (train.main, inspect.main):
         refused(call(main, *tiny, *SIX, *sizes, "--sharding.rules", "rules.toml"), *parts)
+
+
+def test_a_rule_file_that_changes_under_its_name_is_told_and_recorded(tiny, tmp_path):
+    words = (*tiny, "--run.dir", "ruled", "--sharding.rules", "my.toml", "--run.sample_tokens", "0", "--training.steps")
+    shutil.copy(ROOT / "sharding_rules/zero1.toml", "my.toml")
+    ran(*words, 2)
+    assert "sharding.rules" not in ran(*words, 3).out and Path("ruled/changes.jsonl").read_text().count("rules") == 0
+    shutil.copy(ROOT / "sharding_rules/zero3.toml", "my.toml")
+    assert "from step 4 on: sharding.rules=\"my.toml (" in ran(*words, 4).out
+    shutil.copy("my.toml", "elsewhere.toml")
+    assert "sharding.rules" not in ran(*words, 5, "--sharding.rules", "elsewhere.toml").out
+    change, = (json.loads(line) for line in Path("ruled/changes.jsonl").read_text().splitlines() if "rules" in line)
+    assert change["step"] == 3 and change["from"] != change["to"] and change["to"].startswith("my.toml (")
 
 
 def test_booleans_are_true_or_false(tiny):

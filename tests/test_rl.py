@@ -283,6 +283,20 @@ def test_kept_answers_are_those_to_these_prompts_by_this_reward(place, undisturb
         assert [answer for answer, _ in now] != [answer for answer, _ in before]
 
 
+def test_a_reward_whose_file_changes_between_two_starts_is_told_and_recorded(place):
+    text, more = (place / "rewards.py").read_text(), (place, "rewarded", "--validation.every=0")
+    ran(*words(*more, "--training.steps=1"))
+    (place / "rewards.py").write_text(text.replace("% 2", "% 3"))
+    try:
+        assert f'from step 2 on: rl.reward="{place}/rewards.py:score (' in ran(*words(*more, "--training.steps=2")).out
+        assert "rl.reward=" not in ran(*words(*more, "--training.steps=3")).out
+    finally:
+        (place / "rewards.py").write_text(text)
+    change, = (json.loads(line) for line in (place / "rewarded/changes.jsonl").read_text().splitlines()
+               if "reward" in line)
+    assert (change["step"], change["key"]) == (1, "rl.reward") and change["from"] != change["to"]
+
+
 @pytest.mark.parametrize("more", [pytest.param(OTHER, marks=GRID), (*OTHER, "--training.microbatches=2",
                                                                     "--rl.slots=8")])
 def test_other_meshes_draw_the_same_answers(place, undisturbed, more):
