@@ -347,7 +347,8 @@ def test_a_directory_is_in_the_bucket_as_it_changes_and_comes_back(tmp_path, ser
 def test_a_large_file_that_grows_is_sent_less_often(tmp_path, monkeypatch):
     target = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/run")
     monkeypatch.setattr(mirror, "SLOWEST_BYTES_S", 1.0)
-    with mirror.Mirror(tmp_path, target, lambda name: True, needed=("",), tell=print, check_claim=lambda: None) as sender:
+    with mirror.Mirror(tmp_path, target, lambda name: True, needed=("",), tell=print,
+                       check_claim=lambda: None) as sender:
         (tmp_path / "rows").write_text("0123456789")
         sender._send(all_of_them=False)
         (tmp_path / "rows").write_text("0123456789+")

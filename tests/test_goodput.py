@@ -308,7 +308,8 @@ def test_a_run_at_work_is_told_up_to_its_last_account(life, capsys):
 @pytest.mark.parametrize("line", [
     "", "no JSON", "[]", '{"event": "start", "run_s": 1}', '{"event": "note", "text": "mine"}', '{"event": ["start"]}',
     '{"event": "end", "time": 1, "run_s": 1, "step": 1, "counted_s": 1, "spent_s": {"steps": "x"}, "how": ""}',
-    '{"event": "end", "time": NaN, "run_s": 1, "step": 1, "counted_s": 1, "spent_s": {}, "how": ""}', "\x00" * 9, '{"a'])
+    '{"event": "end", "time": NaN, "run_s": 1, "step": 1, "counted_s": 1, "spent_s": {}, "how": ""}', "\x00" * 9,
+    '{"a'])
 def test_a_line_of_the_history_that_is_none_is_told_and_left_out_and_stays(life, line, capsys):
     life.try_(0, 7)
     with open(life.directory / "history.jsonl", "a") as file:

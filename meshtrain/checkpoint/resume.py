@@ -129,8 +129,8 @@ def find(run: Run, checkpoints: SharedCheckpoints, local: LocalCheckpoints | Non
             raise
     if saved is None and (not requested or run.checkpoint.init_from):
         return Start(skip_batches=run.data.skip_batches)
-    goes_back_again = any(fnmatch.fnmatchcase(key, pattern) for key, *_ in (_changes(run, saved, named) if saved else ())
-                          for pattern in RETRIED)
+    changes = _changes(run, saved, named) if saved else ()
+    goes_back_again = any(fnmatch.fnmatchcase(key, pattern) for key, *_ in changes for pattern in RETRIED)
     if requested and (goes_back_again or not _took_effect(run, saved)):
         saved = _verified(checkpoints, requested)
     return Start(saved, _changes(run, saved, named), 0 if _took_effect(run, saved) else run.data.skip_batches,
@@ -339,7 +339,7 @@ def _digest(content: str) -> str:
 
 def _record(path: Path, step: int, changes: list[tuple[str, object, object]]) -> None:
     """Append changes that a start killed before its first checkpoint has not already recorded."""
-    known = [(row["step"], row["key"], row["to"]) for row in rows.Rows(path, rows.is_change).told()]
+    known = [(row["step"], row["key"], row["to"]) for row in rows.Log(path, rows.is_change).told()]
     added = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
              for key, old, new in changes if (step, key, new) not in known]
     if added:

@@ -170,8 +170,8 @@ def read(directory: Path) -> list[dict]:
     return _log(directory).told()
 
 
-def _log(directory: Path) -> rows.Rows:
-    return rows.Rows(directory / HISTORY, _is_line)
+def _log(directory: Path) -> rows.Log:
+    return rows.Log(directory / HISTORY, _is_line)
 
 
 def _is_line(row: Mapping) -> bool:

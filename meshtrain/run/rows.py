@@ -36,8 +36,8 @@ class Line(NamedTuple):
     empty: bool
 
 
-class Rows:
-    """The rows of a log, read anew by each loop, forward or by `reversed`. is_row: of the objects in it.
+class Log:
+    """The rows of a log, read anew by each loop, forward or by `reversed`. is_row: whether an object is a row of it.
 
     Text after the last newline is a line being written, and no row. A missing file has no rows.
     """
@@ -109,7 +109,7 @@ class Rows:
                     text is not None and not text.strip())
 
 
-class MetricRows(Rows):
+class MetricRows(Log):
     """The rows of a metrics file, in step order."""
 
     def __init__(self, path: str | os.PathLike):

@@ -64,8 +64,8 @@ class Claim:
 
     def lose(self, text: str) -> None:
         """Note that another start has taken run.dir over. text: of the lock."""
-        self.lost = LostClaimError(f"run.dir={self.name} was taken over by another start{by(named(text))}, because this "
-                                   f"one's lock had lapsed; this one stops and writes nothing more")
+        self.lost = LostClaimError(f"run.dir={self.name} was taken over by another start{by(named(text))}, because "
+                                   f"this one's lock had lapsed; this one stops and writes nothing more")
 
 
 @contextlib.contextmanager
@@ -112,8 +112,9 @@ def _claimed(run: Run) -> Iterator[str]:
         raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
     refusal, saved = f"run.dir={directory} cannot be written", directory / contents.CHECKPOINTS
     names = files.attempted(lambda: set(os.listdir(directory)), refusal, REMEDY, ConfigError) if existing else set()
-    run_file = check_contents(run, str(directory), names, has_checkpoints=contents.CHECKPOINTS in names and files.attempted(
-        lambda: any(saved.iterdir()), refusal, REMEDY, ConfigError))
+    has_checkpoints = contents.CHECKPOINTS in names and files.attempted(
+        lambda: any(saved.iterdir()), refusal, REMEDY, ConfigError)
+    run_file = check_contents(run, str(directory), names, has_checkpoints=has_checkpoints)
     locked_before = files.status(directory / LOCK) is not None
 
     def opened():
