@@ -594,7 +594,7 @@ def test_who_loses_its_lease_is_told_who_has_it(tmp_path, quick):
     place, lost = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/.lock"), []
     one, two = mirror.Lease(place, lost=lost.append), mirror.Lease(place)
     one.take("one", lambda text: False)
-    two.take("two", lambda text: True)
+    _until(lambda: _taken(two, "two", is_dead=True))
     _until(lambda: lost)
     time.sleep(0.2)
     one.leave()
@@ -602,9 +602,9 @@ def test_who_loses_its_lease_is_told_who_has_it(tmp_path, quick):
     two.leave()
 
 
-def _taken(lease: mirror.Lease, text: str) -> bool:
+def _taken(lease: mirror.Lease, text: str, is_dead: bool = False) -> bool:
     try:
-        lease.take(text, lambda text: False)
+        lease.take(text, lambda text: is_dead)
         return True
     except mirror.LeaseHeld:
         return False
