@@ -1,6 +1,7 @@
 """A faulty file is one message that names file, place and remedy."""
 
 import gzip
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -169,6 +170,33 @@ def test_text_that_is_no_utf8_is_refused_by_a_tokenizer_and_taken_as_bytes(tmp_p
     assert "a.txt, line 4: is not UTF-8 (invalid continuation byte, byte 5" in fault(
         section([path], tokenizer=bpe), tmp_path)
     assert Opened(section([path]), tmp_path).ids() == [list(b"one\r\ntwo\n\nfour \xe9\n")]
+
+
+@pytest.mark.parametrize("first", ["", "x" * 1_000_000], ids=["a small row first", "equal rows"])
+@pytest.mark.parametrize("column", ["text", "meta.text", "rows"])
+def test_a_parquet_file_takes_the_memory_of_some_rows_however_small_it_is(first, column, tmp_path):
+    """A dictionary holds a long value once, and each row may have it."""
+    path, most = tmp_path / "a.parquet", 0
+    texts = [first] + ["x" * 1_000_000] * 255
+    pq.write_table(pa.table({"text": texts} if column != "meta.text" else {"meta": [{"text": one} for one in texts]}),
+                   path, compression="zstd")
+    del texts
+    before, chars = pa.total_allocated_bytes(), 0
+    pieces = (len(one["text"]) for _, one, _ in formats.read_rows(str(path), "")) if column == "rows" else (
+        len(piece.text) for piece in formats.read("parquet", str(path), column))
+    for count in pieces:
+        chars, most = chars + count, max(most, pa.total_allocated_bytes() - before)
+    assert chars == 255_000_000 + len(first) and os.path.getsize(path) < 10_000 and most < 40_000_000, most
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_value_of_a_table_that_is_too_long_is_told(name, tmp_path, monkeypatch):
+    path = write(tmp_path / name, ["short", "long" * 30])
+    monkeypatch.setattr(formats, "LINE_BYTES", 100)
+    told = fault(section([path]), tmp_path)
+    assert f"{name}, row 1 (from 0): has 120 characters in column 'text', and at most 100 are read" in told
+    with pytest.raises(ValueError, match=r"row 1 \(from 0\): cannot be read: 'text' has 120 characters"):
+        list(formats.read_rows(str(path), ""))
 
 
 def test_parquet_without_the_column_or_with_another_kind_or_a_null_is_told(tmp_path):

@@ -231,6 +231,13 @@ def test_what_a_status_means(status, code, kind):
     assert type(stores._of_obstore(addresses.parse("s3://bucket/a"), error, "written")) is kind
 
 
+def test_a_panic_of_the_library_is_a_failure_of_the_bucket():
+    def panic():
+        raise type("PanicException", (BaseException,), {})("the library is confused")
+    with pytest.raises(files.FileSystemError, match="the library is confused, 5 times in a row"):
+        stores._asked(addresses.parse("s3://bucket/a"), panic)
+
+
 @pytest.mark.parametrize(("name", "fault_told", "parts"), [
     ("s3://bucket/none.txt", None, ("s3://bucket/none.txt matches no file", "name files")),
     ("s3://bucket/none*", None, ("matches no file",)),

@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 from corpora import TEXTS, Opened, bpe, fault, section, write, write_tokenizer  # noqa: F401 (bpe is a fixture)
 
+from meshtrain import panics
 from meshtrain.data.documents import tokenizer
 
 
@@ -171,6 +172,49 @@ def test_another_chat_template_in_a_second_file_is_told(tmp_path):
         (tmp_path / "chat_template.jinja").write_text("{{ 1 }}\n")
         assert [("chat_template.jinja is another chat template" in note) for note in tokenizer.open_file(
             path).notes] == [True] * told
+
+
+def write_backtracking(path: Path) -> str:
+    """A tokenizer whose pattern no engine matches in time against many letters x: the library panics."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({chr(i): i - 32 for i in range(32, 127)}, []))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
+    library.add_special_tokens(["<s>"])
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(library.to_str())
+    return str(path)
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "chat"])
+def test_a_tokenizer_that_panics_at_a_text_is_a_mistake(source, tmp_path):
+    path = write_backtracking(tmp_path / "t" / "tokenizer.json")
+    bad, keys = "x" * 60, {}
+    if source == "chat":
+        (tmp_path / "t" / "chat_template.jinja").write_text(
+            "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<s>{% endfor %}"
+            "{% if add_generation_prompt %}assistant:{% endif %}")
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [
+            {"role": "user", "content": "a"}, {"role": "assistant", "content": bad}]}) + "\n")
+    else:
+        write(tmp_path / f"a.{source if source == 'jsonl' else 'txt'}", [bad])
+    name = tmp_path / ("a.txt" if source == "text" else "a.jsonl")
+    told = fault(section([name], source, tokenizer=path), tmp_path / "run")
+    assert "cannot encode the text: Onig: Regex search error" in told and "use a tokenizer" in told, told
+
+
+def test_a_published_tokenizer_that_panics_at_a_text_is_a_mistake(tmp_path):
+    reader = tokenizer.open_published(write_backtracking(tmp_path / "t" / "tokenizer.json"))
+    with pytest.raises(ValueError, match="tokenizer.json cannot encode the text: Onig"):
+        reader.encode("x" * 60)
+
+
+def test_only_panics_become_errors():
+    class PanicException(BaseException):
+        """As pyo3 names it."""
+    for raised, caught in ((PanicException("a\nb"), panics.LibraryPanic), (KeyboardInterrupt(), KeyboardInterrupt),
+                           (SystemExit(3), SystemExit), (ValueError("c"), ValueError)):
+        with pytest.raises(caught) as told, panics.caught():
+            raise raised
+        assert caught is not panics.LibraryPanic or str(told.value) == "a"
 
 
 def test_a_separator_that_text_can_hold_is_refused(tmp_path):

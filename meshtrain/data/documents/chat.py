@@ -28,7 +28,7 @@ import numpy as np
 
 from meshtrain import environment, files
 from meshtrain.data.documents import chat_tokens
-from meshtrain.data.documents.tokenizer import Bytes, Tokenizer, TokenizerFile, import_extra
+from meshtrain.data.documents.tokenizer import Bytes, Tokenizer, TokenizerFile, import_extra, using
 from meshtrain.storage import addresses, copies
 
 TEMPLATE_FILE, CONFIG_FILES = "chat_template.jinja", ("tokenizer_config.json", "special_tokens_map.json")
@@ -188,7 +188,8 @@ def _check_special(template: Template, conversations: Sequence[Conversation]) ->
         for text in _strings([conversation.messages, conversation.tools]) if pattern else ():
             name = match[0] if (match := pattern.search(text)) else None
             if name is None and respelled:
-                ids = template.library.encode(text, add_special_tokens=False).ids
+                with using(f"data.tokenizer={template.tokenizer.path!r}"):
+                    ids = template.library.encode(text, add_special_tokens=False).ids
                 name = next((template.library.id_to_token(id) for id in ids if id in respelled), None)
             if name is not None:
                 raise Fault(index,

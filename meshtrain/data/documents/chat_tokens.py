@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshtrain.data.documents.tokenizer import Bytes
+from meshtrain.data.documents.tokenizer import Bytes, using
 
 # Characters before an answer that are tokenized by themselves to see whether a token crosses into it. The first half
 # of them is context.
@@ -82,11 +82,8 @@ class Parted:
         return [Tokens(one.ids, one.of, _elsewhere(reply) or one.parting) for one, reply in zip(found, replies)]
 
     def _encode(self, library, texts: Sequence[str]) -> list[_Offsets]:
-        try:
+        with using(f"data.tokenizer={self.path!r}"):
             return [_Offsets.read(one) for one in library.encode_batch(list(texts), add_special_tokens=False)]
-        except Exception as error:    # the library has no exceptions of its own
-            raise ValueError(f"data.tokenizer={self.path!r} cannot encode the text: {error}; "
-                             "use a tokenizer with an unknown token, or one of bytes") from None
 
     def _crossings(self, replies: Sequence[dict], found: Sequence[_Offsets]) -> list[list[int]]:
         """Of each text the beginnings of answers before which it has other tokens than the text that ends there."""

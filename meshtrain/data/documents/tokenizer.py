@@ -6,17 +6,18 @@ cache and no batches.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from meshtrain import files
+from meshtrain import files, panics
 from meshtrain.data.documents import beside
 from meshtrain.storage import addresses, copies
 
@@ -71,6 +72,18 @@ class Ids:
         return " ".join(map(str, ids[(ids >= 0) & (ids < self.vocab_size) & (ids != self.bos)]))
 
 
+@contextlib.contextmanager
+def using(name: str, what: str = "encode the text") -> Iterator[None]:
+    """A call of the tokenizers library, which has no exceptions of its own, and panics where a pattern backtracks for
+    too long. Raises: ValueError."""
+    try:
+        with panics.caught():
+            yield
+    except Exception as error:
+        raise ValueError(f"{name} cannot {what}: {error}; use a tokenizer with an unknown token, or one of bytes"
+                         ) from None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenizerFile:
     """A tokenizer.json of the `tokenizers` library. notes: lines to tell, on what is read otherwise than it says."""
@@ -82,17 +95,15 @@ class TokenizerFile:
     notes: tuple[str, ...] = ()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        try:
+        with using(f"data.tokenizer={self.path!r}"):
             encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:    # the library has no exceptions of its own
-            raise ValueError(f"data.tokenizer={self.path!r} cannot encode the text: {error}; "
-                             "use a tokenizer with an unknown token, or one of bytes") from None
         return [np.array(one.ids, np.uint32) for one in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         ids = np.asarray(ids)
         kept = ids[(ids >= 0) & (ids < self.vocab_size) & (ids != self.bos)]
-        return self.library.decode(kept.tolist(), skip_special_tokens=False)
+        with using(f"data.tokenizer={self.path!r}", "decode the tokens"):
+            return self.library.decode(kept.tolist(), skip_special_tokens=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,11 +118,13 @@ class Published:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """special: apply the post-processor."""
-        return self.library.encode(text, add_special_tokens=special).ids
+        with using(self.path):
+            return self.library.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens and ids beyond the vocabulary."""
-        return self.library.decode([int(i) for i in ids], skip_special_tokens=True)
+        with using(self.path, "decode the tokens"):
+            return self.library.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
 def local(named: str) -> Path:
@@ -130,7 +143,9 @@ def local(named: str) -> Path:
 def open_published(path: str | os.PathLike) -> Published:
     """Raises: ValueError if the file is missing or malformed."""
     opened = _library(path, str(path))
-    return Published(str(path), opened.library, opened.notes, beside.beginning(opened.library, opened.said))
+    with using(str(path)):
+        beginning = beside.beginning(opened.library, opened.said)
+    return Published(str(path), opened.library, opened.notes, beginning)
 
 
 def names_of(path: str | os.PathLike, *ids: int | None) -> list[str]:
@@ -194,8 +209,9 @@ def _text_with(library: Any, bos: int) -> str:
     name, written = library.id_to_token(bos), library.decode([bos], skip_special_tokens=False)
     texts = [name, f"the {name}cat", f"a {name} b", written, f"the {written}cat"]
     try:
-        encoded = library.encode_batch_fast(texts, add_special_tokens=False)
-    except Exception:       # the library has no exceptions of its own: a text that it cannot encode has no ids
+        with using(""):
+            encoded = library.encode_batch_fast(texts, add_special_tokens=False)
+    except ValueError:      # a text that cannot be encoded has no ids
         return ""
     return next((text for text, one in zip(texts, encoded) if bos in one.ids), "")
 
@@ -216,7 +232,8 @@ def _library(path: str | os.PathLike, name: str) -> _Opened:
     content = files.attempted(Path(path).read_bytes, f"{name} cannot be read",
                               'name a tokenizer.json of the tokenizers library, or "bytes"')
     try:
-        library = tokenizers.Tokenizer.from_buffer(content)
+        with panics.caught():
+            library = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:    # the library has no exceptions of its own
         raise ValueError(f"{name} is not a tokenizer.json of the tokenizers library: {error}; "
                          "save it again, or update the library") from None
