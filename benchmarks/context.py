@@ -97,6 +97,26 @@ class Contestant:
         jax.block_until_ready(self.backward(back, self.do))
         self.times.append((half - started, clock() - half))
 
+    def row(self) -> str:
+        forward, backward = map(statistics.median, zip(*self.times))
+        return (f"| {self.S:,} | {self.cp} | {self.method} | {self.sent_bytes[0] / 2**20:.2f} | "
+                f"{self.sent_bytes[1] / 2**20:.2f} | {self.temp_bytes / 2**20:.1f} | {forward * 1e3:.0f} | "
+                f"{backward * 1e3:.0f} | {self.compile_s:.1f} |")
+
+
+def measure(S: int, cp: int, devices) -> list[Contestant]:
+    """Every method, timed in turns. Raises SystemExit where their outputs differ."""
+    contestants = [Contestant(method, S, cp, devices) for method in attention.METHODS]
+    results = [c.results() for c in contestants]
+    for c, found in zip(contestants, results):
+        off = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, results[0]))
+        if not off <= AGREE[c.dtype]:
+            raise SystemExit(f"error: {c.method} differs from {contestants[0].method} by {off:.1e} at S {S}, context {cp}")
+    for _ in range(ROUNDS):
+        for c in contestants:
+            c.go(time.process_time if devices[0].platform == "cpu" else time.perf_counter)
+    return contestants
+
 
 def bounds() -> list[str]:
     """The bound of every GPU whose peak and links are known, as a table."""
@@ -133,25 +153,11 @@ def main(argv) -> int:
     rows, notes = [], []
     for S in asked or lengths:
         for cp in [n for n in (2, 4, 8) if n <= len(devices)]:
-            contestants = [Contestant(method, S, cp, devices) for method in attention.METHODS]
-            results = [c.results() for c in contestants]
-            for c, found in zip(contestants, results):
-                off = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, results[0]))
-                if not off <= AGREE[c.dtype]:
-                    print(f"error: {c.method} differs from {contestants[0].method} by {off:.1e} at S {S}, context {cp}",
-                          file=sys.stderr)
-                    return 1
-            for _ in range(ROUNDS):
-                for c in contestants:
-                    c.go(time.process_time if on_cpu else time.perf_counter)
-            for c in contestants:
-                notes += [c.note] if c.note and c.note not in notes else []
-                forward, backward = map(statistics.median, zip(*c.times))
-                rows.append(f"| {S:,} | {cp} | {c.method} | {c.sent_bytes[0] / 2**20:.2f} | "
-                            f"{c.sent_bytes[1] / 2**20:.2f} | {c.temp_bytes / 2**20:.1f} | {forward * 1e3:.0f} | "
-                            f"{backward * 1e3:.0f} | {c.compile_s:.1f} |")
-                print(rows[-1], file=sys.stderr)
-    text = "\n".join([*heading(devices, on_cpu), *notes, "",
+            contestants = measure(S, cp, devices)
+            notes += [c.note for c in contestants if c.note]
+            rows += [c.row() for c in contestants]
+            print(*rows[-len(contestants):], sep="\n", file=sys.stderr)
+    text = "\n".join([*heading(devices, on_cpu), *dict.fromkeys(notes), "",
                       f"One sequence, {N} heads of {H}, {K} key/value heads, {contestants[0].dtype}; per device, one "
                       f"layer. Temporaries: the larger of forward and backward, gathered or travelling keys and values "
                       f"included.", "",

@@ -107,13 +107,12 @@ def measure_index(path: str, seq_len: int, results) -> None:
     results.put((count, opened, own_memory() - before, *times))
 
 
-def measure_whole(path: str, seq_len: int, results) -> None:
-    """In a process of its own: seconds to the first batch, to count WHOLE_COUNTED documents, and for the next sequence;
-    bytes."""
+def measure_whole(path: str, seq_len: int, counted: int, results) -> None:
+    """In a process of its own: seconds to the first batch, to count documents, and for 2000 sequences; bytes."""
     before, clock, cpu = own_memory(), time.perf_counter(), time.process_time()
     packed = packing.pack([Short(path)], [1.0], Packing(0, seq_len, global_batch=1, seed=0, packing="whole"))
     times = []
-    for work in (lambda: packed.batch(0), lambda: packed.train[0].has(WHOLE_COUNTED * WHOLE_TOKENS // seq_len),
+    for work in (lambda: packed.batch(0), lambda: packed.train[0].has(counted * WHOLE_TOKENS // seq_len),
                  lambda: all(packed.batch(n) for n in range(2000))):
         work()
         times.append((time.perf_counter() - clock, time.process_time() - cpu))
@@ -121,10 +120,10 @@ def measure_whole(path: str, seq_len: int, results) -> None:
     results.put((*times, own_memory() - before))
 
 
-def in_a_process(measure, path: str, seq_len: int) -> tuple:
+def in_a_process(measure, *given) -> tuple:
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
-    process = spawn.Process(target=measure, args=(path, seq_len, results))
+    process = spawn.Process(target=measure, args=(*given, results))
     process.start()
     found = results.get(timeout=600)
     process.join()
@@ -135,7 +134,7 @@ def index_rows(folder: str) -> str:
     path = str(Path(folder) / "index.npy")
     write_index(path)
     count, opened, memory, anywhere, following = in_a_process(measure_index, path, 4096)
-    begun, counted, next_whole, memory_whole = in_a_process(measure_whole, path, 4096)
+    begun, counted, next_whole, memory_whole = in_a_process(measure_whole, path, 4096, WHOLE_COUNTED)
     return f"""| of {INDEX_DOCUMENTS:,} documents, {count:,} sequences of 4,096 | by the clock | CPU time | goal |
 |---|---|---|---|
 | opened, to the first batch | {opened[0] * 1e3:.0f} ms | {opened[1] * 1e3:.0f} ms | 500 ms |
@@ -192,31 +191,35 @@ def copy_bytes_per_s() -> tuple[float, float]:
     return tokens_per_s(lambda: np.copyto(target, source), COPY_BYTES)
 
 
+def batch_rows(folder: Path, copied: float) -> tuple[list[str], float]:
+    """(rows of the table, bytes of a token in a batch). copied: bytes per CPU second."""
+    lines, (text, ids, many) = [], make_sources(folder)
+    for seq_len in SEQ_LENS:
+        shape = Packing(50_000, seq_len, BATCH_TOKENS // seq_len, seed=0)
+        packs = {name: packing.pack(parts, weights, shape)
+                 for name, parts, weights in (("text files", [text], [1]), ("uint16 tokens", [ids], [1]),
+                                              (f"the same in {MANY_FILES:,} files", [many], [1]),
+                                              ("mixture 1 : 3", [text, ids], [1, 3]))}
+        packs["whole documents of uint16 tokens"] = packing.pack([ids], [1], dataclasses.replace(shape, packing="whole"))
+        width = sum(array.nbytes for array in packs["uint16 tokens"].batch(0).values()) / BATCH_TOKENS
+        limit = copied / width
+        for name, packed in packs.items():
+            for prefetch in PREFETCH:
+                with contextlib.closing(contracts.iterate(packed, 0, prefetch=prefetch)) as batches:
+                    clock, cpu = tokens_per_s(lambda: next(batches), BATCH_TOKENS)
+                lines.append(f"| {name} | {seq_len:,} | {prefetch} | {clock / 1e6:.1f} M | {cpu / 1e6:.1f} M | "
+                             f"{limit / 1e6:.0f} M | {cpu / limit:.0%} |")
+                print(lines[-1], flush=True)
+    return lines, width
+
+
 def main(argv) -> None:
     words.Parser(__doc__).parse_args(argv)
-    lines = []
     _, copied = copy_bytes_per_s()
     with tempfile.TemporaryDirectory() as folder:
         index = index_rows(folder)
         print(index, flush=True)
-        text, ids, many = make_sources(Path(folder))
-        for seq_len in SEQ_LENS:
-            shape = Packing(50_000, seq_len, BATCH_TOKENS // seq_len, seed=0)
-            packs = {name: packing.pack(parts, weights, shape)
-                     for name, parts, weights in (("text files", [text], [1]), ("uint16 tokens", [ids], [1]),
-                                                  (f"the same in {MANY_FILES:,} files", [many], [1]),
-                                                  ("mixture 1 : 3", [text, ids], [1, 3]))}
-            packs["whole documents of uint16 tokens"] = packing.pack(
-                [ids], [1], dataclasses.replace(shape, packing="whole"))
-            width = sum(array.nbytes for array in packs["uint16 tokens"].batch(0).values()) / BATCH_TOKENS
-            limit = copied / width
-            for name, packed in packs.items():
-                for prefetch in PREFETCH:
-                    with contextlib.closing(contracts.iterate(packed, 0, prefetch=prefetch)) as batches:
-                        clock, cpu = tokens_per_s(lambda: next(batches), BATCH_TOKENS)
-                    lines.append(f"| {name} | {seq_len:,} | {prefetch} | {clock / 1e6:.1f} M | {cpu / 1e6:.1f} M | "
-                                 f"{limit / 1e6:.0f} M | {cpu / limit:.0%} |")
-                    print(lines[-1], flush=True)
+        lines, width = batch_rows(Path(folder), copied)
     models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     (ROOT / "benchmarks" / "data.md").write_text(f"""# The loader
 

@@ -41,7 +41,7 @@ SHAPES = {      # name: (layers, width, heads, kv heads, MLP, vocabulary)
 CASES = [("2 million", 256, 1), ("2 million", 1024, 1), ("2 million", 256, 8), ("25 million", 256, 1),
          ("25 million", 256, 8)]
 PROMPT, NEW, WHOLE = 16, 64, 4     # tokens; of whole passes some are enough
-SAMPLES, MOST, TURNS = 512, 224, 3
+SAMPLES, MOST, SLOTS, TURNS = 512, 224, (16, 64), 3
 
 
 def placed(name: str, devices) -> trained.LoadedModel:
@@ -118,7 +118,7 @@ def refilled(devices) -> list[str]:
     prompts = np.random.default_rng(0).integers(2, 64, (SAMPLES, PROMPT)).tolist()
     limits, how = GenerationLimits(MOST, stops), Picking(1.0)
     with jax.set_mesh(made.mesh):
-        for slots in (16, 64):
+        for slots in SLOTS:
             generator = dataclasses.replace(made.generator(), slots=slots)
             lockstep = lambda: [one for at in range(0, SAMPLES, slots)
                                 for one in generator.complete(prompts[at:at + slots], limits, how)]

@@ -1,10 +1,15 @@
 """Blocks of the grouped matmuls, timed on the GPU at hand: a table for each shape of experts, a row for each kernel."""
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 import jax
 import jax.numpy as jnp

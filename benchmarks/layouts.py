@@ -32,7 +32,7 @@ from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
 from meshtrain.shipped import shipped
 
-GPU, GIB = "h100", 2**30
+GPU, SEQ_LEN, GIB = "h100", 8192, 2**30
 GOLDEN = ROOT / "tests" / "goldens" / "rooflines.toml"
 
 
@@ -61,7 +61,7 @@ class Case:
 
     def run(self):
         options = plan.COMMAND.read(f"{self.model} --gpus {self.gpus} --gpu {GPU} --global-batch {self.batch} --seq-len "
-                                   f"8192".split())
+                                   f"{SEQ_LEN}".split())
         pipeline = {"schedule": self.schedule, "chunks": self.chunks} if self.schedule else {}
         return plan.asked(options).replaced(mesh=self.mesh,
                           sharding={"rules": str(shipped(f"sharding_rules/{self.rule}.toml"))},
@@ -101,17 +101,23 @@ def compiled(case: Case) -> tuple[float, int]:
     return roofline.of_run(made, executable.as_text()).step_s, memory.held_by_program(made, executable)["total"]
 
 
+def measure(case: Case) -> tuple[str, str]:
+    """A line of the record, and a row of the table."""
+    (step_s, held), formula = compiled(case), priced(case)
+    total = formula.memory_bytes["total"]
+    return (f'"{case.name}" = {{ step_s = {step_s:.4f}, bytes = {held} }}',
+            f"| {case.name} | {formula.step_s:.2f} | {step_s:.2f} | {formula.step_s / step_s - 1:+.1%} | "
+            f"{total / GIB:.1f} | {held / GIB:.1f} | {total / held - 1:+.1%} |")
+
+
 def main(argv) -> None:
     words.Parser(__doc__).parse_args(argv)
     warnings.filterwarnings("ignore")
     golden, lines = ["# Written by benchmarks/layouts.py: of compiled steps, seconds by the roofline and bytes of a "
                      "GPU."], []
     for case in CASES:
-        (step_s, held), formula = compiled(case), priced(case)
-        golden.append(f'"{case.name}" = {{ step_s = {step_s:.4f}, bytes = {held} }}')
-        total = formula.memory_bytes["total"]
-        lines.append(f"| {case.name} | {formula.step_s:.2f} | {step_s:.2f} | {formula.step_s / step_s - 1:+.1%} | "
-                     f"{total / GIB:.1f} | {held / GIB:.1f} | {total / held - 1:+.1%} |")
+        for kept, line in zip((golden, lines), measure(case)):
+            kept.append(line)
         print(lines[-1], flush=True)
     GOLDEN.write_text("\n".join(golden) + "\n")
     (ROOT / "benchmarks" / "layouts.md").write_text("\n".join([

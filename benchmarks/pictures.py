@@ -22,6 +22,7 @@ LAYOUTS = {"ddp": ("ddp", {"data": 8}), "zero1": ("zero1", {"fsdp": 8}), "zero3"
            "zero3, context 2": ("zero3", {"fsdp": 4, "context": 2})}
 MODEL = {"model.preset": "llama3.2-1b", "model.compute_dtype": "bfloat16", "data.seq_len": 4096, "data.global_batch": 32,
          "training.microbatches": 2, "training.remat": "selective"}
+PLANNED = {"model": "llama3-70b", "gpus": 64, "gpu": "h100"}
 
 
 def mesh() -> str:
@@ -37,7 +38,7 @@ def traffic() -> str:
 
 
 def plan() -> str:
-    return mt.plan("llama3-70b", gpus=64, gpu="h100").picture
+    return mt.plan(**PLANNED).picture
 
 
 def main(argv=None) -> int:

@@ -218,17 +218,21 @@ def main(argv) -> int:
         if len(devices) < run.mesh.stage:
             raise ConfigError(f"mesh.stage={run.mesh.stage} needs as many devices, there are {len(devices)}; "
                               "use --mesh.stage 2, or --mesh.simulated_devices")
-        return measure(run, devices[:run.mesh.stage])
+        text = measure(run, devices[:run.mesh.stage])
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print(text)
+    (ROOT / "benchmarks" / "pipeline.md").write_text(text)
+    return 0
 
 
 def assembled(run, devices, remat: str, schedule: str, chunks: int) -> assembly.Assembly:
     return assembly.assemble(run.replaced(training={"remat": remat}, pipeline={"schedule": schedule, "chunks": chunks}), devices)
 
 
-def measure(run, devices) -> int:
+def measure(run, devices) -> str:
+    """The page. Raises SystemExit where a schedule is not the baseline's model."""
     contestants = []
     made = assembled(run, devices, "none", "1f1b", 1)
     with jax.set_mesh(made.mesh):
@@ -252,8 +256,7 @@ def measure(run, devices) -> int:
             for c in contestants:
                 timed(c)
             print(f"round {number + 1} of {ROUNDS}: {sum(c.times[-1] for c in contestants):.1f} s", file=sys.stderr)
-    report(run, made, devices, contestants, ideal)
-    return 0
+    return report(run, made, devices, contestants, ideal)
 
 
 def rows(run) -> dict:
@@ -274,7 +277,7 @@ def agree(c: Contestant, expected, within: float) -> None:
                          f"{difference:.1e} of their norm: not the same model")
 
 
-def report(run, made, devices, contestants, ideal) -> None:
+def report(run, made, devices, contestants, ideal) -> str:
     on_cpu = devices[0].platform == "cpu"
     kind = "simulated devices" if on_cpu else f"× {devices[0].device_kind}"
     m, M = run.model, run.training.microbatches
@@ -317,9 +320,7 @@ def report(run, made, devices, contestants, ideal) -> None:
             f"seconds of the clock; CPU: seconds of all threads. Times: medians; ratios: medians of {ROUNDS} rounds; "
             f"compile: tracing and compiling, the fastest of {COMPILES}. Simulated devices share the cores, so masked "
             "ticks cost time there and no bubble shows; CPU seconds see less of what else runs."]
-    text = "\n".join(out) + "\n"
-    print(text)
-    (ROOT / "benchmarks" / "pipeline.md").write_text(text)
+    return "\n".join(out) + "\n"
 
 
 if __name__ == "__main__":

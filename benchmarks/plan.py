@@ -52,6 +52,15 @@ def searched(model: str, gpus: int, batch: int, length: int) -> tuple[float, sea
     return time.process_time() - begin, answer
 
 
+def measure(model: str, gpus: int, batch: int, length: int) -> str:
+    """A row of the table."""
+    times, answers = zip(*(searched(model, gpus, batch, length) for _ in range(REPEATS)))
+    row = (f"| {model} | {gpus:,} | {length:,} | {answers[0].tried:,} | {len(answers[0].plans):,} | "
+           f"{max(times):.1f} |")
+    print(row)
+    return row
+
+
 def main(argv) -> None:
     parser = words.Parser(__doc__)
     parser.add_argument("--rows", type=Path, default=None)
@@ -59,16 +68,11 @@ def main(argv) -> None:
         print("\n".join(published_2026.table(path)))
         return
     searched(*ROWS[0])                  # what the first call alone pays
+    rows = [measure(*row) for row in ROWS]
     lines = ["# Searching layouts", "", "Written by `python benchmarks/plan.py`; what is measured stands there.", "",
              machine.line("", "jax"), "",
              "| model | GPUs | tokens of a sequence | layouts tried | meshes and rule files that fit | CPU seconds |",
-             "|---|---|---|---|---|---|"]
-    for row in ROWS:
-        times, answers = zip(*(searched(*row) for _ in range(REPEATS)))
-        model, gpus, _, length = row
-        lines.append(f"| {model} | {gpus:,} | {length:,} | {answers[0].tried:,} | {len(answers[0].plans):,} | "
-                     f"{max(times):.1f} |")
-        print(lines[-1])
+             "|---|---|---|---|---|---|", *rows]
     lines += ["", "# Published runs of 2026", "", *COMPARED, "", *published_2026.table()]
     (ROOT / "benchmarks" / "plan.md").write_text("\n".join(lines) + "\n")
 

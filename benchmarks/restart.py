@@ -40,18 +40,7 @@ def main() -> None:
         config.load(run_words)
     except config.ConfigError as error:
         parser.error(str(error))
-    with tempfile.TemporaryDirectory() as home:
-        argv = [sys.executable, "-u", "-m", "launch.local", "--processes", str(given.processes),
-                "--max-restarts", str(given.kills + 2), "--", *run_words,
-                "--run.dir", f"{home}/run", "--checkpoint.every", "3", "--training.steps", "100000"]
-        run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        try:
-            taken = [one for number in range(given.kills + 1) if (one := _killed(run, number))]
-        finally:
-            run.send_signal(signal.SIGTERM)
-            for _ in run.stdout:
-                pass
-            run.wait()
+    taken = measure(given.processes, given.kills, run_words)
     print("| phase | seconds, median |\n|---|---|")
     for number, (name, _) in enumerate(PHASES):
         print(f"| {name} | {statistics.median(one[number] for one in taken):.1f} |")
@@ -59,13 +48,34 @@ def main() -> None:
     print(f"\n{len(taken)} kills: {', '.join(f'{sum(one):.1f}' for one in taken)} s in all")
 
 
-def _killed(run: subprocess.Popen, number: int) -> list[float]:
+def measure(processes: int, kills: int, run_words: list[str]) -> list[list[float]]:
+    """Seconds of each phase, for each kill but the first."""
+    with tempfile.TemporaryDirectory() as home:
+        argv = [sys.executable, "-u", "-m", "launch.local", "--processes", str(processes),
+                "--max-restarts", str(kills + 2), "--", *run_words,
+                "--run.dir", f"{home}/run", "--checkpoint.every", "3", "--training.steps", "100000"]
+        run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            return [one for number in range(kills + 1) if (one := _killed(run, Path(home) / "run", number))]
+        finally:
+            run.send_signal(signal.SIGTERM)
+            for _ in run.stdout:
+                pass
+            run.wait()
+
+
+def _saved(directory: Path) -> int:
+    """The step of the newest whole checkpoint; 0: none."""
+    return max((int(path.name) for path in (directory / "checkpoints").glob("[0-9]*")), default=0)
+
+
+def _killed(run: subprocess.Popen, directory: Path, number: int) -> list[float]:
     """Seconds of the phases; none the first time, when there was nothing to load."""
-    steps = 0
-    for line in run.stdout:
-        steps += bool(re.match(r"step \d+/", line))
-        if steps == 4:
-            break
+    before = _saved(directory)
+    while _saved(directory) <= before:
+        if run.poll() is not None:
+            raise SystemExit("the run has ended")
+        time.sleep(0.1)
     children = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True).stdout.split()
     os.kill(int(children[-1 if number % 2 else 0]), signal.SIGKILL)
     at, taken = time.monotonic(), []

@@ -220,9 +220,9 @@ def peak_bytes(compiled) -> int:
     return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
 
 
-def first_step_s(directory: Path, cache: Path) -> float:
-    """Seconds from starting `python -m meshtrain.train` on the quickstart to the first row of its metrics."""
-    command = [sys.executable, "-m", "meshtrain.train", str(config.QUICKSTART), "--training.steps", "2", "--run.dir",
+def first_step_s(directory: Path, cache: Path, run_file: Path = config.QUICKSTART) -> float:
+    """Seconds from starting `python -m meshtrain.train` to the first row of its metrics."""
+    command = [sys.executable, "-m", "meshtrain.train", str(run_file), "--training.steps", "2", "--run.dir",
                str(directory), "--run.compilation_cache", str(cache), "--run.sample_tokens", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | {"XLA_FLAGS": ""}
     started = time.perf_counter()
@@ -230,7 +230,7 @@ def first_step_s(directory: Path, cache: Path) -> float:
     metrics = directory / "metrics.jsonl"
     while not (metrics.exists() and metrics.stat().st_size):
         if process.poll() is not None:
-            raise SystemExit(f"the quickstart ended before its first step:\n{process.stderr.read().decode()}")
+            raise SystemExit(f"{run_file} ended before its first step:\n{process.stderr.read().decode()}")
         time.sleep(0.02)
     seconds = time.perf_counter() - started
     process.terminate()
@@ -248,13 +248,17 @@ def main(argv) -> int:
         one = {axis: 1 for axis in config.AXES} | {"simulated_devices": 0}
         run = run.replaced(mesh=one)
         with tempfile.TemporaryDirectory() as scratch:
-            return measure(run, Path(scratch))
+            text = measure(run, Path(scratch))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print(text)
+    (ROOT / "benchmarks" / "step.md").write_text(text)
+    return 0
 
 
-def measure(run, scratch: Path) -> int:
+def measure(run, scratch: Path) -> str:
+    """The page. Raises SystemExit where the two implementations differ."""
     print("the quickstart, twice …", file=sys.stderr)
     starts = {"empty": first_step_s(scratch / "cold", scratch / "cache"),
               "filled": first_step_s(scratch / "warm", scratch / "cache")}
@@ -274,8 +278,7 @@ def measure(run, scratch: Path) -> int:
         plain = hand_written(run, made, rows)
         for what, a, b in zip(("loss", "gradient norm"), one.first, plain.first):
             if abs(a - b) > AGREE * abs(b) * (1 if run.model.compute_dtype == "float32" else 100):
-                print(f"error: {what} {a} against {b} in plain JAX: not the same model", file=sys.stderr)
-                return 1
+                raise SystemExit(f"error: {what} {a} against {b} in plain JAX: not the same model")
         contestants.insert(0, plain)
     around = looped("meshtrain's loop, 1 device", run, made, carry, compiled, corpus, scratch)
     contestants.append(around)
@@ -291,9 +294,8 @@ def measure(run, scratch: Path) -> int:
             contestants.append(many)
             aims.append((f"{SIMULATED} simulated devices (fsdp, zero3) ÷ 1 device, same global batch",
                          many, one, "≤ 1.15"))
-        take_turns(contestants)
-    report(run, made, devices, contestants, aims, starts)
-    return 0
+        take_turns(contestants, ROUNDS, STEPS)
+    return report(run, made, devices, contestants, aims, starts)
 
 
 _simulated: list[Contestant] = []      # in the process of the simulated devices: theirs
@@ -318,7 +320,7 @@ def sharded(run, n: int):
                                   config.Sharding(rules=str(ROOT / "sharding_rules" / "zero3.toml"))})
 
 
-def take_turns(contestants, rounds: int = ROUNDS, steps: int = STEPS) -> None:
+def take_turns(contestants, rounds: int, steps: int) -> None:
     for _ in range(rounds):
         for contestant in contestants:
             wall, cpu = contestant.go(steps)
@@ -332,7 +334,7 @@ def ratio(a: Contestant, b: Contestant, of: str = "times") -> float:
     return statistics.median(x / y for x, y in zip(getattr(a, of), getattr(b, of)))
 
 
-def report(run, made, devices, contestants, aims, starts) -> None:
+def report(run, made, devices, contestants, aims, starts) -> str:
     tokens = run.data.global_batch * run.data.seq_len
     gpu = hardware.from_device_kind(devices[0].device_kind)
     peak = gpu.peak(run.model.compute_dtype) if gpu and devices[0].platform != "cpu" else None
@@ -370,9 +372,7 @@ def report(run, made, devices, contestants, aims, starts) -> None:
             "Wall: seconds of the clock, which grow with whatever else the machine does; CPU: seconds of all threads. "
             f"All in turns, {STEPS} steps each, medians of {ROUNDS} rounds. Memory: arguments and temporaries of the "
             f"compiled step. The loop runs the compiled step of 1 device."]
-    text = "\n".join(out) + "\n"
-    print(text)
-    (ROOT / "benchmarks" / "step.md").write_text(text)
+    return "\n".join(out) + "\n"
 
 
 if __name__ == "__main__":
