@@ -111,7 +111,8 @@ def measure(S: int, cp: int, devices) -> list[Contestant]:
     for c, found in zip(contestants, results):
         off = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, results[0]))
         if not off <= AGREE[c.dtype]:
-            raise SystemExit(f"error: {c.method} differs from {contestants[0].method} by {off:.1e} at S {S}, context {cp}")
+            raise SystemExit(f"error: {c.method} differs from {contestants[0].method} by {off:.1e} at S {S}, "
+                             f"context {cp}")
     for _ in range(ROUNDS):
         for c in contestants:
             c.go(time.process_time if devices[0].platform == "cpu" else time.perf_counter)

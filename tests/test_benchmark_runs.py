@@ -1,27 +1,24 @@
 """Every script of benchmarks runs in the tests: its own functions at a tiny size, or what needs a GPU with interpreted
 kernels or up to the GPU. RUNS names the test of each script; a script without one fails."""
 import ast
-import json
-import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
-import tiny_run
 
-from meshtrain import config, train
+from meshtrain import config
 from meshtrain.cost.program import compile as gpu_compile
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))       # benchmarks is installed nowhere
 
 RUNS = {
+    "test_benchmark_processes.py": {
+        "restart": "test_the_phases_of_a_restart_are_measured", "rl": "test_words_are_learned_and_sums_written",
+        "soak": "test_a_fault_is_met_and_told"},
     "test_benchmark_runs.py": {
         "bubble": "test_a_pipeline_of_sleeping_stages_is_measured",
         "checkpoint": "test_checkpoints_are_measured",
@@ -36,10 +33,7 @@ RUNS = {
         "pipeline": "test_a_schedule_is_measured_beside_the_baseline",
         "plan": "test_a_search_is_measured",
         "pods": "test_calls_of_the_watchdog_are_measured",
-        "restart": "test_the_phases_of_a_restart_are_measured",
-        "rl": "test_words_and_sums_are_learned",
         "roofline": "test_the_page_of_the_roofline_is_written",
-        "soak": "test_a_fault_is_met_and_told",
         "step": "test_a_step_is_measured_beside_plain_jax",
         "weights": "test_weights_are_measured_out_and_in",
         "words": "test_words_are_read_and_refused"},
@@ -217,77 +211,18 @@ def test_a_search_is_measured(monkeypatch):
     assert row[:3] == ["llama3.2-1b", "2", "2,048"] and int(row[3].replace(",", "")) > int(row[4]) > 0
 
 
-def free() -> dict[str, str]:
-    """The environment without the simulated devices of the tests."""
-    return {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")} | {
-        "PYTHONPATH": str(ROOT)}
-
-
-def tiny_file(directory: Path) -> Path:
-    (directory / "corpus.txt").write_text("a line of text\n" * 400)
-    (directory / "run.toml").write_text(tiny_run.text(
-        mesh__simulated_devices=1, mesh__data=1, run__compilation_cache=str(directory / "cache"),
-        data__paths=[str(directory / "corpus.txt")]))
-    return directory / "run.toml"
-
-
-@pytest.mark.slow
-def test_the_phases_of_a_restart_are_measured(tmp_path, monkeypatch):
-    """Two kills of a process under the launcher."""
-    from benchmarks import restart
-    monkeypatch.setattr(restart.os, "environ", free())
-    (taken,) = restart.measure(1, 1, [str(tiny_file(tmp_path))])
-    assert len(taken) == len(restart.PHASES) and min(taken) >= 0 < sum(taken)
-
-
-@pytest.mark.slow
-def test_words_and_sums_are_learned(tmp_path, monkeypatch):
-    """The commands run in this process, with a narrow model and two steps."""
-    from benchmarks import rl
-    tiny = ("--model.embed_dim=16 --model.num_layers=1 --model.num_heads=2 --model.mlp_dim=16 --data.global_batch=16 "
-            "--validation.batches=1 --validation.every=2 --training.steps=2 --run.sample_tokens=0").split()
-    drawn = "--rl.prompts=4 --rl.samples=2 --training.microbatches=1".split()
-
-    def command(argv: list[str], **options):
-        name, keys = argv[3], argv[4:]
-        simulated = () if any("simulated_devices" in key for key in keys) else ("--mesh.simulated_devices=8",)
-        words = {key.partition("=")[0]: key for key in (
-            *keys, *simulated, "--mesh.data=8", *tiny, *(() if "sft" in name else drawn))}
-        if rl.EIGHT[0] in keys:
-            words |= {key.partition("=")[0]: key for key in rl.EIGHT}
-        assert train.main([name, *words.values()]) == 0
-        return SimpleNamespace(returncode=0)
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(rl.subprocess, "run", command)
-    monkeypatch.setattr(rl, "REWARDS", ("reversals",))
-    page = rl.of_words(str(tmp_path), 1)
-    assert "| 0 | demonstrations |" in page and "| 0 | reversals | " in page
-    for name, value in dict(SUMS=64, HELD_OUT=4, STEPS=2).items():
-        monkeypatch.setattr(rl, name, value)
-    assert "of 64 demonstrations are right" in rl.of_sums(str(tmp_path), 1)
-
-
 @needs_gpu_compiler
 def test_the_page_of_the_roofline_is_written(monkeypatch):
     from benchmarks import roofline
-    narrow = "--data.seq_len 256 --data.global_batch 16 --training.microbatches 2 --training.remat full " + " ".join(NARROW)
-    case = roofline.Case("tiny", "llama3-8b.toml", 8, narrow + " --model.head_dim 64 --model.attention pallas")
+    narrow = " ".join([*NARROW, "--data.seq_len 256 --data.global_batch 16 --training.microbatches 2",
+                       "--training.remat full --model.head_dim 64 --model.attention pallas"])
+    case = roofline.Case("tiny", "llama3-8b.toml", 8, narrow)
     published = roofline.Published(case, "h100", 1e6, "a page", roofline.CUDNN, "much")
     for name, value in dict(GPUS=("h100",), SHIPPED=(case, case), PUBLISHED=(published,)).items():
         monkeypatch.setattr(roofline, name, value)
     page = roofline.written()
-    assert "| h100 | tiny | " in page and "| a page | tiny | 8 × h100 | " in page and "The costliest kernels of tiny" in page
-
-
-def test_a_fault_is_met_and_told(tmp_path):
-    """In a process of its own, because `calls` forks."""
-    with mock.patch.dict(os.environ):
-        from benchmarks import soak
-    done = subprocess.run([sys.executable, soak.__file__, "--parts", "calls", "--faults", "1", "--json",
-                           tmp_path / "found.json"], cwd=ROOT, env=free(), text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    ((part, fault, line),) = json.loads((tmp_path / "found.json").read_text())
-    assert part == "calls" and line["met"] == 1 and not line["wrong"] and f"| calls | {fault} | 1 | " in done.stdout
+    assert "| h100 | tiny | " in page and "| a page | tiny | 8 × h100 | " in page
+    assert "The costliest kernels of tiny" in page
 
 
 def test_a_step_is_measured_beside_plain_jax(tmp_path, monkeypatch):
@@ -301,13 +236,6 @@ def test_a_step_is_measured_beside_plain_jax(tmp_path, monkeypatch):
     monkeypatch.setattr(step.local_devices, "start", lambda run: jax.devices()[:1])
     ratios = [cells(line) for line in step.measure(run, tmp_path).splitlines() if " ÷ " in line]
     assert len(ratios) == 3 and all(float(row[1]) > 0 for row in ratios)
-
-
-@pytest.mark.slow
-def test_the_time_to_the_first_step_is_measured(tmp_path, monkeypatch):
-    from benchmarks import step
-    monkeypatch.setattr(step.os, "environ", free())
-    assert step.first_step_s(tmp_path / "run", tmp_path / "cache", tiny_file(tmp_path)) > 0
 
 
 def test_words_are_read_and_refused(capsys):
