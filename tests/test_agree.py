@@ -61,6 +61,11 @@ for step in range(1, 1000):
     if agreement.reached(index == 2 and step == 20):
         break
 said["stopped"] = step
+from types import SimpleNamespace as Any
+from meshtrain.run import loop, rundir
+lost = rundir.LostClaimError("another start has it") if index == 1 else None
+stop = loop.Stop(Any(number=15 if index == 2 else None), Any(lost=lost))
+raised("lost", lambda: [stop.reached(), stop.reached()])
 agree.patience_s = lambda: 2.0
 if index == 2:
     time.sleep(4)       # it does not come
@@ -138,6 +143,12 @@ def test_what_differs_is_told_with_who_has_which(said):
 
 def test_all_stop_after_the_same_step_when_one_wants_to(said):
     assert [one["stopped"] for one in said] == [21] * COUNT
+
+
+def test_a_claim_that_one_has_lost_outweighs_a_request_and_stops_all_at_the_same_step(said):
+    assert [one["lost"] for one in said] == [
+        ["LostClaimError", "run.dir was taken over by another start" if index != 1 else "another start has it",
+         index > 0] for index in range(COUNT)]
 
 
 def test_all_processes_know_who_came_last_and_by_how_much(said):
