@@ -159,20 +159,67 @@ def test_what_is_kept_set_aside_and_left_over(place):
     assert len(told) == 2
 
 
-def test_a_bit_that_flips_is_noticed_and_nothing_is_restored(place):
-    state = make_state(mesh(2, 2), P("a"))
-    with BucketCheckpoints(place, start="a") as checkpoints:
-        checkpoints.save(1, state, {})
+def test_a_checkpoint_of_which_any_bit_flips_is_set_aside_and_the_one_before_is_used(place):
+    state, told = make_state(mesh(2, 2), P("a")), []
+    with BucketCheckpoints(place, start="a", tell=told.append) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state, {})
         checkpoints.settle()
-        for name in [name for name in names(place) if name.startswith("1.a-1/")]:
-            content = bytearray(stores.read(place.below(name)))
+        marker = stores.read(place.below("2"))
+        for name in [name for name in names(place) if name.startswith("2.a-2/")]:
+            whole = stores.read(place.below(name))
+            content = bytearray(whole)
             content[len(content) // 2] ^= 4
             stores.write(place.below(name), bytes(content))
-            with pytest.raises(CheckpointError, match=rf"is damaged \({name[6:]}: its checksum differs .* 1.damaged"):
-                checkpoints.restore(1, abstract(state))
-            content[len(content) // 2] ^= 4
-            stores.write(place.below(name), bytes(content))
-        same(checkpoints.restore(1, abstract(state)), state)
+            # in a reader of the run, and in the run, which may change it
+            with BucketCheckpoints(place, read_only=True, tell=told.append) as reading:
+                assert reading.newest().step == 1 and reading.steps() == [1, 2]
+            with pytest.raises(CheckpointError, match=rf"is damaged \({name[6:]}: its checksum differs at byte"):
+                checkpoints.restore(2, abstract(state))
+            assert checkpoints.newest().step == 1 and checkpoints.steps() == [1]
+            kept = told.pop().partition(", kept as ")[2].partition(";")[0]
+            assert kept.startswith("2.damaged") and f"({name}: its checksum differs at byte" in told.pop()
+            stores.write(place.below(name), whole)
+            stores.write(place.below("2"), marker)
+            stores.remove([place.below(kept)])
+        assert checkpoints.newest().step == 2
+        same(checkpoints.restore(2, abstract(state)), state)
+
+
+def test_of_an_object_without_weights_a_reader_of_weights_notices_nothing(place):
+    on = NamedSharding(mesh(1, 1), P())
+    large = jax.device_put(np.arange(64, dtype=np.float32), on)
+    with BucketCheckpoints(place, start="a") as checkpoints:
+        checkpoints.save(1, {"params": {"w": large}, "zeros": large}, {})
+        checkpoints.settle()
+        index = json.loads(stores.read(place.below("1")))
+        name = next(piece[2] for piece in index["pieces"] if piece[0] == "zeros")
+        stores.remove([place.below(f"1.a-1/{name}")])
+        assert checkpoints.fault(1, only_params=True) == ""
+        assert checkpoints.fault(1) == f"1.a-1/{name} is missing"
+
+
+@pytest.mark.parametrize("unlisted", ["4", "4.aside", "4.damaged"])
+def test_a_folder_whose_checkpoint_the_list_lacks_is_not_removed(unlisted, place, monkeypatch):
+    """A store whose lists are stale."""
+    state, real = make_state(mesh(1, 1), P()), stores.children
+    with BucketCheckpoints(place, start="a", keep=2) as checkpoints:
+        for step in (2, 4):
+            checkpoints.save(step, state, {})
+        checkpoints.settle()
+        if unlisted != "4":
+            checkpoints._set_aside(4, unlisted.partition(".")[2])
+    before = names(place)
+
+    def stale(folder):
+        objects, folders = real(folder)
+        return [name for name in objects if name != unlisted], folders
+    monkeypatch.setattr(stores, "children", stale)
+    with BucketCheckpoints(place, start="b", keep=2) as checkpoints:
+        assert names(place) == before
+        checkpoints.save(6, state, {})
+        checkpoints.settle()
+        assert set(before) < set(names(place))
 
 
 def test_a_save_without_its_marker_is_no_checkpoint_and_a_second_marker_is_refused(place, monkeypatch):

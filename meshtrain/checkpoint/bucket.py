@@ -6,11 +6,13 @@
     checkpoints/<step>.damaged, .aside   as in a directory
 
 Objects are never written twice: each save has its own names. A folder that no checkpoint refers to is what a save or a
-removal left, and is removed with the next. What lies in the bucket is compared by size before it is used, and each
-piece by its checksum when it is read. The server's failures are waited for; they end no run.
+removal left, and is removed with the next. The size and checksums of what lies in the bucket are compared before it is
+used, and each piece's again when it is restored. Lists may be stale: an object is asked for by its name before anything
+is concluded from its absence.
 """
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import json
 import re
@@ -46,6 +48,7 @@ class BucketCheckpoints(SharedCheckpoints):
     def __init__(self, place: Address, *, start: str = "", before_commit: Callable[[], None] = lambda: None, **keys):
         self.start, self.before_commit = start, before_commit
         self._known: tuple[int, dict] = (-1, {})        # the index read last
+        self._folders: dict[str, str] = {}              # object -> the folder that it refers to
         super().__init__(place, **keys)
 
     def named(self, step: int) -> str:
@@ -75,6 +78,7 @@ class BucketCheckpoints(SharedCheckpoints):
         stores.write(self.place.below(name), stores.read(marker))
         stores.remove([marker])
         self._known = (-1, {})
+        self._folders.pop(str(step), None)
         return name
 
     # ---- saving ------------------------------------------------------------------------------------------------------
@@ -123,22 +127,36 @@ class BucketCheckpoints(SharedCheckpoints):
         text = json.dumps(index).encode()
         if stores.write_if(self.place.below(str(step)), text, None, patient=True) is None:
             raise CheckpointError("another start has saved this step")
+        self._folders[str(step)] = index["folder"]
         stores.remove([folder.below(f"{process}.json") for process in found])
 
     def _retire(self, step: int) -> None:
-        stores.remove([self.place.below(str(one)) for one in self.retired()])
+        retired = self.retired()
+        stores.remove([self.place.below(str(one)) for one in retired])
+        for one in retired:
+            self._folders.pop(str(one), None)
         self._clean(step)
 
     def _clean(self, up_to: int | None = None) -> None:
         """Removes folders to which nothing refers: of no later step, which other processes may be writing."""
         markers, folders = self._names()
-        found = [(name, int(step[1])) for name in folders if (step := re.fullmatch(r"(\d+)\.[\w-]+", name))]
-        steps = {step for name, step in found if up_to is None or step <= up_to}
-        needed = {_read(self.place.below(name))["folder"] for name in markers
-                  if (step := re.match(r"\d+", name)) and int(step[0]) in steps}
-        for name, step in found:
-            if step in steps and name not in needed:
+        for name in folders:
+            step, _, _ = name.partition(".")
+            if not re.fullmatch(r"\d+\.[\w-]+", name) or up_to is not None and int(step) > up_to:
+                continue
+            listed = {marker for marker in markers if marker.partition(".")[0] == step}
+            if all(self._folder_of(marker) != name for marker in sorted(
+                    listed | {step, *(f"{step}.{kind}" for kind in ("aside", "damaged"))})):
                 stores.remove([one.address for one in stores.listed(self.place.below(name))])
+
+    def _folder_of(self, marker: str) -> str:
+        """The folder that an object refers to; empty if there is no such object, or it refers to none."""
+        if marker not in self._folders:
+            try:
+                self._folders[marker] = _read(self.place.below(marker))["folder"]
+            except stores.Missing:
+                return ""
+        return self._folders[marker]
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -159,25 +177,39 @@ class BucketCheckpoints(SharedCheckpoints):
         return self._index(step)["metadata"]
 
     def fault(self, step: int, *, only_params: bool = False) -> str:
+        """Reads all of it, each process a part of the objects."""
         def found() -> str:
             try:
-                index = _read(self.place.below(str(step)))
-                there = {one.address.path.rpartition("/")[2]: one.size
-                         for one in stores.listed(self.place.below(index["folder"]))}
-                wrong = (f"{index['folder']}/{name} " + (
-                    f"has {there[name]} bytes, {size} were written" if name in there else "is missing")
-                    for name, size in index["objects"].items() if there.get(name) != size)
-                return next(wrong, "")
+                self._known = step, (index := _read(self.place.below(str(step))))
+                of = collections.defaultdict(list)      # object -> its pieces
+                for piece in index["pieces"]:
+                    of[piece[2]].append(piece)
+                names = [name for name in sorted(index["objects"])
+                         if not only_params or any(array.startswith(f"{PARAMS}/") for array, *_ in of[name])]
+                fault = lambda name: self._object_fault(index["folder"], name, index["objects"][name], of[name])
+                own = names[jax.process_index()::jax.process_count()]
+                return next(filter(None, _all_at_once(fault, own)), "")
             except (*_BROKEN, AttributeError) as error:
                 return files.said(error)
+            except stores.Missing:
+                return "it is gone"
 
-        def asked():
+        def asked() -> str:
             with _judged(f"{self.named(step)} cannot be read"):
-                try:
-                    return found()
-                except stores.Missing:
-                    return "it is gone"
-        return agree.on_first(asked)
+                return found()
+        return next(filter(None, agree.exchange(agree.everywhere(asked))), "")
+
+    def _object_fault(self, folder: str, name: str, size: int, held: Sequence[list]) -> str:
+        """How an object differs from what was written; empty if it does not. held: its pieces in order."""
+        try:
+            content = memoryview(stores.read(self.place.below(f"{folder}/{name}")))
+        except stores.Missing:
+            return f"{folder}/{name} is missing"
+        if len(content) != size:
+            return f"{folder}/{name} has {len(content)} bytes, {size} were written"
+        ends = [*(piece[3] for piece in held[1:]), size]
+        wrong = [piece[3] for piece, end in zip(held, ends) if xxhash.xxh3_64_hexdigest(content[piece[3]:end]) != piece[4]]
+        return f"{folder}/{name}: its checksum differs at byte {wrong[0]:,}" if wrong else ""
 
     def arrays(self, step: int, *, only_params: bool = False) -> dict:
         return trees.nested({name: form for name, form in self._forms(step).items()
@@ -205,8 +237,8 @@ class BucketCheckpoints(SharedCheckpoints):
             except (pieces.DamagedPiece, ValueError) as error:
                 if isinstance(error, StorageError):
                     raise
-                raise CheckpointError(f"{self.named(step)} is damaged ({files.said(error)}): remove it, or give it the "
-                                      f"name {step}.damaged, to go on from the one before") from None
+                raise CheckpointError(f"{self.named(step)} is damaged ({files.said(error)}): start again, to go on "
+                                      f"from the one before if the damage stays") from None
 
 
 _BROKEN = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError)
