@@ -123,7 +123,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
     claimed = bucket.claimed if remote else rundir.claimed
     with claimed(run) as claim, watchdog.kept_in(directory / contents.STACKS, apart=remote), \
             jax.set_mesh(made.mesh), resume.checkpoints_of(run.run.dir, claim, every=run.checkpoint.every,
-                                  keep=run.checkpoint.keep) as checkpoints:
+                                  keep=run.checkpoint.keep, keep_every=run.checkpoint.keep_every) as checkpoints:
         local = LocalCheckpoints(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
         with watch.phase("looking for a checkpoint", "restore"):
             start = resume.find(run, checkpoints, local, made.state_shapes, named := _named_files(made))

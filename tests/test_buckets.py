@@ -265,6 +265,59 @@ def test_a_bucket_that_fails_is_waited_for_and_ends_no_run(place, server, monkey
         server.faults.clear()
 
 
+def test_the_third_save_in_a_row_that_a_bucket_refuses_stops_the_run(place, server):
+    """An expired token: a launcher starts the run again, with another one."""
+    state, told = make_state(mesh(1, 1), P()), []
+    checkpoints = BucketCheckpoints(place, start="a", tell=told.append)
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    server.faults += [Fault("/checkpoints/", 10**6, 403)]
+    for step in (2, 3):
+        checkpoints.save(step, state, {})
+    with pytest.raises(CheckpointError, match="step 4 not saved .*403.*; nothing is saved since step 1; 3 saves in a row"):
+        checkpoints.save(4, state, {})
+    server.faults.clear()
+    refused = [line for line in told if "not saved" in line]
+    assert len(refused) == 3 and all("nothing is saved since step 1" in line for line in refused)
+    assert BucketCheckpoints(place, start="b").newest().step == 1
+
+
+def test_a_server_that_fails_for_longer_than_the_limit_stops_the_run(place, server, monkeypatch):
+    state, told = make_state(mesh(1, 1), P()), []
+    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
+    monkeypatch.setattr(BucketCheckpoints, "borne_s", 0.5)
+    checkpoints = BucketCheckpoints(place, start="a", tell=told.append)
+    server.faults += [Fault(".a-", 10**6, 503)]
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="503.*; nothing is saved yet; .* saves in a row"):
+        for step in range(1, 1000):
+            checkpoints.save(step, state, {})
+            checkpoints.settle()
+    server.faults.clear()
+    assert 0.5 < time.monotonic() - began < 5 and step > 3
+
+
+def test_checkpoints_kept_for_ever_stay_in_a_bucket(place, server):
+    state = make_state(mesh(1, 1), P())
+    with BucketCheckpoints(place, start="a", keep=1, keep_every=2) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, state, {"run": {"checkpoint": {"keep_every": 2}}})
+        checkpoints.settle()
+        assert checkpoints.steps() == [2, 4, 5]
+    with BucketCheckpoints(place, start="b", keep=1, keep_every=3) as checkpoints:
+        for step in range(6, 11):
+            checkpoints.save(step, state, {"run": {"checkpoint": {"keep_every": 3}}})
+        checkpoints.settle()
+        assert checkpoints.steps() == [2, 4, 6, 9, 10]
+        server.log.clear()
+        checkpoints.save(11, state, {})
+        checkpoints.settle()
+        read = [line for line in server.of_content() if line.rpartition("/")[2].isdecimal()]
+        assert {line.rpartition("/")[2] for line in read} == {"10"}, "those that stay have been read"
+        for step in (2, 4, 6, 9, 11):
+            assert checkpoints.fault(step) == ""
+
+
 def test_a_start_that_lost_its_place_writes_and_removes_nothing(place):
     state, lost = make_state(mesh(1, 1), P()), []
 

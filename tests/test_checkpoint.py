@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -225,7 +226,8 @@ def test_a_full_disk_is_told_leaves_nothing_and_the_next_save_may_work(small_dis
     with checkpoint.Checkpoints(small_disk / "c", keep=1, tell=told.append) as checkpoints:
         checkpoints.save(1, {"w": random[:1000]}, {})
         checkpoints.save(2, {"w": random}, {})
-        message = f"checkpoint of step 2 not saved in {small_disk / 'c'}: No space left on device"
+        message = f"checkpoint of step 2 not saved in {small_disk / 'c'}: No space left on device; "
+        message += "nothing is saved since step 1"
         with pytest.raises(checkpoint.CheckpointError) as error:
             checkpoints.wait()
         assert told == [str(error.value)] == [message] and names(small_disk / "c") == ["1"]
@@ -325,7 +327,7 @@ def test_the_third_failed_save_in_a_row_stops_the_run_at_once(tmp_path, monkeypa
         for step in (30, 31):
             checkpoints.save(step, {"w": jnp.ones(3)}, {})
         with pytest.raises(checkpoint.CheckpointError,
-                           match="step 32 not saved .*No space left on device; 3 saves in a row"):
+                           match="step 32 not saved .*No space left on device; nothing is saved since step 22; 3 saves in a row"):
             checkpoints.save(32, {"w": jnp.ones(3)}, {})
         assert len(told) == 7 and names(tmp_path) == ["12", "22"]
         monkeypatch.undo()
@@ -443,3 +445,38 @@ def test_a_reader_whose_checkpoint_is_retired_meanwhile_takes_the_newer_one(tmp_
         assert reader.newest().step == 2 and told == []
         with pytest.raises(checkpoint.CheckpointError, match="1 was removed while it was read: .*checkpoint.keep"):
             reader.restore(1, {"w": jax.ShapeDtypeStruct((3,), "float32")})
+
+
+def test_the_last_save_that_fails_leaves_nothing_on_the_full_disk(small_disk):  # noqa: F811
+    """Also where tensorstore still writes other arrays when the first of them has failed."""
+    arrays = {f"w{number}": jnp.full(1 << 16, number, jnp.float32) for number in range(40)}
+    for _ in range(3):
+        checkpoints = checkpoint.Checkpoints(small_disk / "c", tell=lambda text: None)
+        checkpoints.save(1, {"params": {"w": jnp.ones(3)}}, {})
+        checkpoints.wait()
+        for step in (2, 3):
+            checkpoints.save(step, {"params": arrays, "opt": arrays}, {})
+        with pytest.raises(checkpoint.CheckpointError, match="step 3 not saved"):
+            checkpoints.wait()
+        time.sleep(1)
+        assert names(small_disk / "c") == ["1"]
+
+
+def test_checkpoints_kept_for_ever_stay_with_another_keep_every_and_a_smaller_keep(tmp_path):
+    of = lambda every: {"run": {"checkpoint": {"keep_every": every}}}
+    for keep, every, steps, left in ((2, 4, range(2, 12, 2), [4, 8, 10]), (1, 6, range(12, 22, 2), [4, 8, 12, 18, 20]),
+                                     (1, 0, range(22, 26, 2), [4, 8, 12, 18, 24])):
+        with checkpoint.Checkpoints(tmp_path, keep=keep, keep_every=every) as checkpoints:
+            for step in steps:
+                checkpoints.save(step, {"w": jnp.ones(3)}, of(every))
+            checkpoints.wait()
+            assert checkpoints.steps() == left
+    (tmp_path / "8" / "metadata.json").write_text("{")
+    with checkpoint.Checkpoints(tmp_path, keep=1, keep_every=0) as checkpoints:
+        checkpoints.save(26, {"w": jnp.ones(3)}, of(0))
+        checkpoints.wait()
+        assert checkpoints.steps() == [4, 8, 12, 18, 26], "nothing is removed whose promise cannot be read"
+    with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints:       # a store without promises
+        checkpoints.save(28, {"w": jnp.ones(3)}, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [28]

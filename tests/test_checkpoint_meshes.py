@@ -113,15 +113,16 @@ say("left", sorted(os.listdir(directory)))
     failed = f"checkpoint of step 4 not saved in {tmp_path}: "
     damaged = (f"told checkpoint {tmp_path}/2 is damaged (metadata.json: its checksum differs), kept as 2.damaged; "
                "trying the one before")  # fmt: skip
-    missing = failed + "process 1: No space left on device"
+    full = "No space left on device; nothing is saved since step 3"
+    missing = f"{failed}process 1: {full}"
     later = {n: missing.replace("step 4", f"step {n}") for n in (6, 7)}
     stops = "; 3 saves in a row have failed, and the run stops before it loses more"
     assert zero == [damaged, "latest 1", "latest 3", f"told {missing}", f"raised {missing}", "quickly True",
                     # fmt: skip
                     *(f"told {text}" for text in later.values()), f"raised {later[7]}{stops}",
                     "left ['2.damaged', '3', '5']"]
-    assert one == ["latest 1", "latest 3", f"told {failed}No space left on device", f"raised {missing}", "quickly True",
-                   *(f"told {failed.replace('step 4', f'step {n}')}No space left on device" for n in later),
+    assert one == ["latest 1", "latest 3", f"told {failed}{full}", f"raised {missing}", "quickly True",
+                   *(f"told {failed.replace('step 4', f'step {n}')}{full}" for n in later),
                    f"raised {later[7]}{stops}",
                    "left ['2.damaged', '3', '5']"]  # fmt: skip
     checkpoints = checkpoint.Checkpoints(tmp_path, read_only=True)

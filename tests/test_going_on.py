@@ -9,6 +9,7 @@ import pytest
 
 from meshtrain import train
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.run import contents as run_contents
 from test_commands import call, contents, finished, home, in_a_directory_of_its_own, refused, rows, tiny  # noqa: F401
 
 
@@ -69,3 +70,16 @@ def test_a_new_run_begins_with_or_without_the_optimizers_state(along, tiny, fini
     counts = [leaf for path, leaf in jax.tree.leaves_with_path(checkpoints.restore(2, stored)["opt_state"])
               if "count" in jax.tree_util.keystr(path)]
     assert [int(count) for count in counts] == [2 + 6 * along], "updates that Adam's moments hold"
+
+
+def test_checkpoints_kept_for_ever_stay_when_a_later_start_keeps_others(tiny, tmp_path):
+    words = (*tiny, "--run.dir", tmp_path / "kept", "--checkpoint.every", 1, "--checkpoint.keep", 1)
+    words += ("--run.sample_tokens", 0)
+    steps = lambda: run_contents.steps(str(tmp_path / "kept"))
+    assert call(train.main, *words, "--training.steps", 5, "--checkpoint.keep_every", 2).code == 0
+    assert steps() == [2, 4, 5]
+    assert call(train.main, *words, "--training.steps", 10, "--checkpoint.keep_every", 3).code == 0
+    assert steps() == [2, 4, 6, 9, 10]
+    back = call(train.main, *words, "--training.steps", 11, "--checkpoint.step", 4)
+    assert back.code == 0 and "later checkpoints are kept as 6.aside, 9.aside, 10.aside" in back.out, back
+    assert steps() == [2, 4, 11]

@@ -132,6 +132,8 @@ ROWS = {
         ("--checkpoint.local_every 5", "checkpoint.local_dir"),
         ("--checkpoint.local_every 5 --checkpoint.local_dir text.txt", "text.txt"),
         ("--checkpoint.keep 0", "checkpoint.keep=0"),
+        ("--checkpoint.keep_every 750", "checkpoint.keep_every=750", "checkpoint.every=100", "e.g. 800"),
+        ("--checkpoint.keep_every 50 --checkpoint.every 0", "checkpoint.keep_every=50", "checkpoint.every=0", "both 50"),
         ("--data.source text --data.paths '[\"nowhere/*.txt\"]'", "nowhere/*.txt"),
         ("--data.source text --data.paths '[\"\"]'", "data.paths"),
         ("--data.source text --data.paths '[\"folder\"]'", "folder"),

@@ -34,7 +34,8 @@ from meshtrain.run import trees
 from meshtrain.storage import stores
 from meshtrain.storage.addresses import Address, StorageError
 
-AT_ONCE = 16        # requests of a process
+AT_ONCE = 16                # requests of a process
+SERVER_FAILS_S = 3600.0     # without a checkpoint, because the server fails; then training stops
 
 
 class BucketCheckpoints(SharedCheckpoints):
@@ -44,6 +45,7 @@ class BucketCheckpoints(SharedCheckpoints):
     before a checkpoint is committed; what it raises fails the save.
     """
     _whole_place = "them all"
+    borne_s = SERVER_FAILS_S
 
     def __init__(self, place: Address, *, start: str = "", before_commit: Callable[[], None] = lambda: None, **keys):
         self.start, self.before_commit = start, before_commit
@@ -162,16 +164,17 @@ class BucketCheckpoints(SharedCheckpoints):
 
     def _index(self, step: int) -> dict:
         """Of a step that is complete: in every process."""
-        if self._known[0] != step:
+        known = self._known      # a save in the background may replace it
+        if known[0] != step:
             with _judged(f"{self.named(step)} cannot be read"):
                 try:
-                    self._known = step, _read(self.place.below(str(step)))
+                    known = self._known = step, _read(self.place.below(str(step)))
                 except stores.Missing:
                     raise CheckpointError(f"{self.named(step)} was removed while it was read: the run that writes "
                                           f"there keeps checkpoint.keep of them; start again") from None
                 except _BROKEN as error:
                     raise CheckpointError(f"{self.named(step)} is damaged: {files.said(error)}") from None
-        return self._known[1]
+        return known[1]
 
     def _metadata(self, step: int) -> dict:
         return self._index(step)["metadata"]
@@ -208,7 +211,8 @@ class BucketCheckpoints(SharedCheckpoints):
         if len(content) != size:
             return f"{folder}/{name} has {len(content)} bytes, {size} were written"
         ends = [*(piece[3] for piece in held[1:]), size]
-        wrong = [piece[3] for piece, end in zip(held, ends) if xxhash.xxh3_64_hexdigest(content[piece[3]:end]) != piece[4]]
+        wrong = [start for (_, _, _, start, sum), end in zip(held, ends)
+                 if xxhash.xxh3_64_hexdigest(content[start:end]) != sum]
         return f"{folder}/{name}: its checksum differs at byte {wrong[0]:,}" if wrong else ""
 
     def arrays(self, step: int, *, only_params: bool = False) -> dict:

@@ -29,6 +29,7 @@ import secrets
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -44,10 +45,11 @@ from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import trees
 
+WRITERS_END_S = 10.0    # within so long tensorstore's threads, which a failed save does not end, make no more files
+
 
 class Checkpoints(SharedCheckpoints):
     """The checkpoints in one directory, which all processes share."""
-    most_failed = 3
 
     def __init__(self, directory: str | pathlib.Path, **keys):
         # orbax logs 60 lines per save, a traceback for each array that a full disk refuses
@@ -161,17 +163,20 @@ class Checkpoints(SharedCheckpoints):
     def _retire(self, step: int) -> None:
         for one in self.retired():
             self._rename_for_removal(self.directory / str(one), one)
-        self._clean(step)
+        until = time.monotonic() + WRITERS_END_S
+        while self._clean(step) and self._failed and time.monotonic() < until:
+            time.sleep(WRITERS_END_S / 20)
 
-    def _clean(self, up_to: int | None = None):
+    def _clean(self, up_to: int | None = None) -> bool:
         """Remove partially written checkpoints (of no later step, which other processes may be writing) and partially
-        deleted ones.
+        deleted ones. Returns whether there was one.
 
         What cannot be removed is reported and left: e.g. a file still open on NFS (.nfsXXXX). Saves and restores
         ignore its name. Raises: OSError if it cannot be renamed.
         """
         found = [(path, re.fullmatch(r"\.(\d+)\.(saving|deleting)(-\w+)?", path.name))
                  for path in self.directory.glob(".*")]
+        removed = False
         for path, name in found:
             if name and (up_to is None or int(name[1]) <= up_to):
                 try:
@@ -183,6 +188,8 @@ class Checkpoints(SharedCheckpoints):
                     continue
                 if error := files.remove(path):
                     self._report_leftovers(error)
+                removed = True
+        return removed
 
     def _rename_for_removal(self, path: pathlib.Path, step: int) -> pathlib.Path:
         """Rename a directory for removal; return its new name."""

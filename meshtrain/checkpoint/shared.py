@@ -23,6 +23,7 @@ from meshtrain.run import rundir, say, trees
 # all arrays in state/.
 FORMAT = 4
 PARAMS = "params"
+MOST_FAILED = 3         # saves in a row; then training stops
 PEERS_TIMEOUT_S = 3600  # waiting time for other processes' writes
 
 
@@ -69,24 +70,30 @@ class SharedCheckpoints(abc.ABC):
     interpreter that exits during a save abandons it.
 
     place: a directory, or an address. every: steps between regular checkpoints; 0: none. keep: number of newest
-    complete checkpoints kept; 0: all. The last is deleted only when a newer one is complete. read_only: for another
+    complete checkpoints kept; 0: all. The last is deleted only when a newer one is complete. keep_every: a checkpoint
+    of a multiple of these steps is kept for ever, also if only the start that saved it said so; 0: none now; None:
+    nor any that was saved before. read_only: for another
     run's place; changes nothing there. tell: reports each failed save at once (from a background thread) and each
     damaged checkpoint; None: stderr. check_claim: raises FileSystemError if another start has claimed the run's
     directory; called before anything is written, renamed or removed.
 
     Raises: ConfigError if the place cannot be written, FileSystemError if its system fails.
     """
-    most_failed = 0     # saves in a row; then training stops. 0: never
+    borne_s = 0.0       # how long saves may fail because the place's server fails, before they are counted
 
-    def __init__(self, place, *, every: int = 0, keep: int = 0, read_only: bool = False,
+    def __init__(self, place, *, every: int = 0, keep: int = 0, keep_every: int | None = None, read_only: bool = False,
                  tell: Callable[[str], None] | None = None, check_claim: Callable[[], None] = lambda: None):
         self.place = place
-        self.every, self.keep, self.read_only, self.tell = every, keep, read_only, tell or say.err
+        self.every, self.keep, self.keep_every, self.read_only = every, keep, keep_every, read_only
+        self.tell = tell or say.err
         # whether a step is still needed, see `retired`
         self.is_needed: Callable[[int], bool] = lambda step: False
         self.check_claim, self._claimed = check_claim, False
         self._thread: threading.Thread | None = None
         self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0
+        self._passing = False               # the last save failed in this process because a server did
+        self._saved, self._saved_s = 0, time.monotonic()    # last complete step, as process 0 knows it, and when
+        self._promised: dict[int, int] = {}     # step -> keep_every of the start that saved it
         self._step, self._saves = -1, 0  # last step whose save began; number of saves
         self._after_failure = False         # the save before failed, and may still be written
         self._told_wider: set[int] = set()  # steps of which `_check` has told arrays that are float32 now
@@ -168,12 +175,15 @@ class SharedCheckpoints(abc.ABC):
         for a save in progress and the copy to the host. A step that is already saved is kept.
 
         A failed save is reported and leaves nothing behind; training goes on, and `wait` raises if it was the last.
-        Raises: CheckpointError if this is the last of `most_failed` consecutive failures; it waits for that one.
+        Raises: CheckpointError if this is the last of MOST_FAILED consecutive failures; it waits for that one. While
+        all of them are failures of the place's server, only if nothing was saved for `borne_s`.
         """
         start = time.perf_counter()
         document = json.dumps({"format": FORMAT, **metadata})
         self._join()
-        failed, lost = agree.exchange([self._failed, self._claimed])[0]
+        overdue = time.monotonic() - self._saved_s >= self.borne_s
+        states = agree.exchange([self._failed, self._claimed, overdue, self._saved, self._passing])
+        failed, lost, overdue, self._saved, _ = states[0]
         if lost:
             self.wait()     # raises
         # A step set aside since (damaged, or the run went back) is saved again.
@@ -185,7 +195,7 @@ class SharedCheckpoints(abc.ABC):
                                         args=(step, trees.nested(trees.leaves_of(state)), document, copied))
         self._thread.start()
         copied.wait()
-        if failed + 1 == self.most_failed:
+        if failed + 1 >= MOST_FAILED and (overdue or not any(passing for *_, passing in states)):
             self._join()
             if failure := agree.exchange(self._failure)[0]:
                 raise agree.agreed(CheckpointError(
@@ -215,9 +225,13 @@ class SharedCheckpoints(abc.ABC):
         except Exception as caught:
             error = caught
         self._failure, self._failed = "", 0 if error is None else self._failed + 1
-        if error is not None:
+        self._passing = isinstance(error, files.FileSystemError) and not isinstance(error, CheckpointError)
+        if error is None:
+            self._saved, self._saved_s = step if index == 0 else self._saved, time.monotonic()
+        else:
             self._claimed = self._is_claimed()
-            self._failure = f"checkpoint of step {step} not saved in {self.place}: {files.said(error)}"
+            since = f"nothing is saved since step {self._saved}" if self._saved else "nothing is saved yet"
+            self._failure = f"checkpoint of step {step} not saved in {self.place}: {files.said(error)}; {since}"
         if index == 0 and not self._claimed:  # before reporting: the log may be on the same full disk
             try:
                 self.check_claim()
@@ -240,9 +254,22 @@ class SharedCheckpoints(abc.ABC):
     def retired(self) -> list[int]:
         """The steps beyond `keep` that may be removed. Those still needed for exports stay: at most `keep`, and none
         after a failed save, which may need their space."""
-        old = sorted(self._steps())[: -self.keep] if self.keep else []
+        old = [one for one in sorted(self._steps())[: -self.keep] if not self._is_kept(one)] if self.keep else []
         held = [] if self._failed else [one for one in old if self.is_needed(one)][-self.keep:]
         return [one for one in old if one not in held]
+
+    def _is_kept(self, step: int) -> bool:
+        """Whether a step is kept for ever."""
+        if self.keep_every is None:
+            return False
+        if self.keep_every and step % self.keep_every == 0:
+            return True
+        if step not in self._promised:
+            try:
+                self._promised[step] = self._metadata(step).get("run", {}).get("checkpoint", {}).get("keep_every", 0)
+            except (OSError, ValueError):       # nothing is removed whose promise cannot be read
+                return True
+        return self._promised[step] > 0 and step % self._promised[step] == 0
 
     def _report_leftovers(self, error: Exception) -> None:
         self.tell(f"what is left of old checkpoints in {self.place} cannot be removed: {files.said(error)}")
@@ -293,11 +320,13 @@ class SharedCheckpoints(abc.ABC):
             steps = [step for step in steps if step not in gone]
             newest = max(steps, default=0)
             if (found := newer_in(newest)) is not None:
+                self._saved = newest
                 return found
             if not steps:
                 break
             fault = self.fault(newest, only_params=only_params)
             if not fault:
+                self._saved = newest
                 return self.open(newest)
             gone.add(newest)
             if self.read_only and newest not in (now := self.steps()):     # by the run that writes here: `keep`
@@ -329,6 +358,7 @@ class SharedCheckpoints(abc.ABC):
 
     def set_aside_after(self, step: int) -> list[str]:
         """Rename all checkpoints later than `step`, so that no run resumes from them; return their new names."""
+        self._saved = step
         def set_aside():
             later = [one for one in sorted(self._steps()) if one > step]
             return [files.attempted(lambda: self._set_aside(one, "aside"), f"{self.named(one)} cannot be set aside",

@@ -115,6 +115,11 @@ def _run_problems(run: Run):
         if run.rl.lag:
             yield (f"rl.lag={run.rl.lag}: samplers apart meet the run in a directory that all hosts share, and "
                    f"run.dir={toml(run.run.dir)} is an address; give a directory, or rl.lag=0")
+    if (keep_every := run.checkpoint.keep_every) and (not (every := run.checkpoint.every) or keep_every % every):
+        yield (f"checkpoint.keep_every={keep_every} keeps a checkpoint every {keep_every} steps, and those are saved "
+               f"every checkpoint.every={every} steps" + (f"; use a multiple of {every}, e.g. "
+               f"{-(-keep_every // every) * every}" if every else " (0: only the last); give both, e.g. both "
+               f"{keep_every}"))
     local_dir, every = run.checkpoint.local_dir, run.checkpoint.local_every
     if bool(local_dir) != bool(every):
         yield (f'checkpoint.local_every={every} and checkpoint.local_dir={toml(local_dir)} are one thing, how often '

@@ -545,6 +545,7 @@ class Checkpoint(Section):
 
     every: int = key(500, "steps between checkpoints; 0 = only after the last", ge=0)
     keep: int = key(2, "checkpoints kept, the newest", ge=1)
+    keep_every: int = key(0, "steps between checkpoints kept for ever, besides; a multiple of every; 0 = none", ge=0)
     resume: Literal["auto", "never"] = key("auto", "go on from run.dir's newest checkpoint, or refuse it")
     local_every: int = key(0,
                            "steps between copies in local_dir, from which a crash goes on where all hosts still have "
