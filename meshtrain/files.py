@@ -19,6 +19,7 @@ import re
 import shutil
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -266,3 +267,20 @@ def said(error: BaseException) -> str:
     if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to report a full disk
         return os.strerror(int(code[1]))
     return text if type(error).__module__.startswith("meshtrain.") else f"{type(error).__name__}: {text[:300]}"
+
+
+class Beat:
+    """Calls `write` every `every_s` seconds, in a thread of its own, until `close`. What the file system refuses is
+    left to the next call. What it writes must say what the main thread has done: the beat goes on while that hangs."""
+
+    def __init__(self, write: Callable[[], object], every_s: float):
+        self._write, self._every_s, self._closed = write, every_s, threading.Event()
+        threading.Thread(target=self._keep, daemon=True, name="beat").start()
+
+    def _keep(self) -> None:
+        while not self._closed.wait(self._every_s):
+            with contextlib.suppress(OSError):
+                self._write()
+
+    def close(self) -> None:
+        self._closed.set()

@@ -110,7 +110,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Account, watchdog: watch.Watchdog) -> int:
     stops.end_together(agree.part)
-    stops.suspend_by(watch.suspend)
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")      # process 0 speaks for all
     if fewer:

@@ -2,6 +2,7 @@
 import contextlib
 import fcntl
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -211,8 +212,9 @@ def test_a_process_that_hangs_leaves_its_stacks_and_ends_with_1(body, locked, tm
     index, words = stacks.culprit(tmp_path / "stacks")
     assert index == 0 and words.startswith("hangs in save after step 3 since ") and "in <module> (" in words
     assert words.endswith("lock") == locked
-    if not locked:      # else nothing can speak
-        assert "hangs in save after step 3" in err and "more than training.phase_timeout_s allows (0.5 s)" in err
+    assert "hangs in save after step 3" in err and f"its stacks: {tmp_path / 'stacks'}" in err
+    assert ("training.phase_timeout_s allows 0.5 s" if locked else "more than training.phase_timeout_s allows (0.5 s)"
+            ) in err
 
 
 OF_TWO = """
@@ -235,26 +237,69 @@ def test_nobody_waits_any_longer_once_the_first_has_seen_all_stacks(index, tmp_p
     assert child.returncode == 1 and stacks.read(tmp_path)[index].state.state == ("hangs" if index else "ends")
 
 
-SUSPENDED = ALONE.replace("with watch.on",
-                          "from meshtrain.run import stops\nwatch.LOCK_HELD_S = 1\nstops.listen()\n"
-                          "stops.suspend_by(watch.suspend)\nwith watch.on", 1)
+WORKING = ALONE.replace("save=0.5", "save=1").replace("watch.LOOK_S = 0.1", "watch.LOOK_S, watch.LOCK_HELD_S = 0.1, 0.3")
 
 
-def test_a_process_that_ctrl_z_has_stopped_goes_on_however_long_it_stood(tmp_path):
-    body = "print('ready', flush=True); time.sleep(0.2); time.sleep(0.2); print('done', flush=True)"
-    child = subprocess.Popen([sys.executable, "-c", SUSPENDED.format(body=body).replace("save=0.5", "save=3"),
-                              tmp_path / "stacks"], cwd=ROOT,
-                             text=True, stdout=subprocess.PIPE)
+def monitor_of(pid: int) -> int:
+    return int(subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.parametrize("who, hang", [
+    ("the process", "ctypes.PyDLL(None).sleep(60)"), ("the process and its monitor", "time.sleep(60)"),
+    ("Ctrl-Z", "time.sleep(60)")])
+def test_a_process_that_is_stopped_for_longer_than_every_limit_goes_on_and_a_hang_then_ends_it(who, hang, tmp_path):
+    body = f"""
+          while not Path(sys.argv[2]).exists():
+              watch.progress()
+              print("alive", flush=True)
+              time.sleep(0.02)
+          {hang}"""
+    child = subprocess.Popen([sys.executable, "-c", WORKING.format(body=body), tmp_path / "stacks", tmp_path / "hang"],
+                             cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    monitor = None
+    for _ in range(10):
+        assert child.stdout.readline() == "alive\n", child.stderr.read()
+        monitor = monitor or monitor_of(child.pid)
+        stopped = [child.pid, monitor] if "monitor" in who else [child.pid]
+        for pid in stopped:
+            os.kill(pid, signal.SIGTSTP if who == "Ctrl-Z" else signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while not all(map(is_stopped, stopped)):
+            assert child.poll() is None and time.monotonic() < deadline, child.stderr.read()
+            time.sleep(0.01)
+        time.sleep(1 + 0.3 + 0.5)       # longer than the limit, and than what the lock may be held for
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    (tmp_path / "hang").touch()
+    _, err = child.communicate(timeout=50)
+    assert child.returncode == 1 and err.count("error: process 0 of 1") == 1, err
+    assert ("holds the interpreter's lock" in err) == ("PyDLL" in hang) and "hangs in save after step 3" in err
+    assert stacks.culprit(tmp_path / "stacks")[0] == 0
+
+
+def test_a_monitor_that_is_killed_is_started_again(tmp_path):
+    body = "print('ready', flush=True); sys.stdin.readline(); ctypes.PyDLL(None).sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", WORKING.format(body=body).replace("save=1", "save=3"), tmp_path],
+                             cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout.readline() == "ready\n"
-    child.send_signal(signal.SIGTSTP)
+    os.kill(first := monitor_of(child.pid), signal.SIGKILL)
     deadline = time.monotonic() + 20
-    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert child.poll() is None and time.monotonic() < deadline
+    while subprocess.run(["pgrep", "-P", str(child.pid)], capture_output=True, text=True).stdout.strip() in ("", str(first)):
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(3 + 1 + 1)       # longer than the limit and what the lock may be held for
-    child.send_signal(signal.SIGCONT)
-    out, _ = child.communicate(timeout=50)
-    assert (child.returncode, out) == (0, "done\n")
+    _, err = child.communicate("\n", timeout=50)
+    assert child.returncode == 1 and "holds the interpreter's lock" in err
+
+
+def test_a_command_that_ends_takes_its_monitor_along():
+    with watch.on(watch.PhaseLimits(), 0, 1, print) as watchdog:
+        pid = watchdog._monitor._process.pid
+        assert Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.parametrize("error", [None, ConfigError("a mistake"), agree.agreed(ValueError("of all"))])

@@ -5,7 +5,8 @@ Each phase has a limit: start, compile, restore and save by a key each; a step L
 earlier steps, at least LEAST_STEP_S. A thread checks every LOOK_S. On a timeout it writes all threads' stacks to
 run.dir/stacks (`cluster.stacks`). The other watchdogs fire at about the same time, because all processes wait for one;
 it waits for them until process 0 has seen all stacks, at most WINDOW_S, then exits with code 1. If the interpreter's
-lock is held, faulthandler's C thread writes and exits instead, a little later.
+lock is held, a process beside it does that instead, a little later (`cluster.monitor`). Time in which the process is
+stopped is not counted.
 
 jax's own heartbeats come from a C++ thread: they detect a dead or stopped process, but not one whose Python or
 collective is stuck. This module knows no run and no model.
@@ -18,7 +19,6 @@ import dataclasses
 import faulthandler
 import fcntl
 import os
-import signal
 import socket
 import sys
 import threading
@@ -26,20 +26,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from meshtrain.cluster import agree, lost, stacks
+from meshtrain import files
+from meshtrain.cluster import agree, lost, monitor, stacks
 from meshtrain.cluster.meet import named
+from meshtrain.cluster.monitor import STUCK_S, Clock, Monitor, within
 from meshtrain.cluster.stacks import ProcessState
 from meshtrain.config import ConfigError
 
 LEAST_STEP_S, LONGER_THAN_MEDIAN = 60.0, 10.0
 LOOK_S = 1.0
-# at most, from the first watchdog's stacks to the exit: time for the others and for the C thread
+# at most, from the first watchdog's stacks to the exit: time for the others and for the monitors
 WINDOW_S = 8.0
-LOCK_HELD_S = 4.0   # the C thread fires this much later, within the others' window
+LOCK_HELD_S = 4.0   # the monitor waits so much longer, within the others' window
 LISTEN_S = 0.25     # minimum time between polls for others' stacks
 LAST_S = 1.0        # process 0 exits this long after it has seen all stacks, because jax then aborts the rest
 NOTED_S = 10.0      # maximum age of the step in the file, which is read if Python hangs
-STUCK_DISK_S = 3.0
 AFTER_WATCHDOGS_S = 30.0
 CLOCK_JUMP_S, CLOCK_LOOK_S = 5.0, 0.1
 READERS = 2         # processes that read all stacks to name the culprit
@@ -64,7 +65,8 @@ class PhaseLimits:
 
 @dataclasses.dataclass(frozen=True)
 class _Now:
-    """The current phase. kind: a key of KEYS. limit_s: may be infinite. began: monotonic; since: wall clock."""
+    """The current phase. kind: a key of KEYS. limit_s: may be infinite. began: by the watchdog's clock; since: wall
+    clock."""
     phase: str
     kind: str
     limit_s: float
@@ -84,25 +86,25 @@ class Watchdog:
         self._steps_s: collections.deque[float] = collections.deque(maxlen=64)
         self._in_step = False
         self._closed, self._firing = threading.Event(), threading.RLock()
-        self._noting: threading.Thread | None = None
-        self._now = _Now("start", "start", self._limit_s("start"), time.monotonic(), time.time(), 0)
-        self._noted = self._now
+        self._clock, self._monitor = Clock(LOOK_S), Monitor(stacks.HEAD, tell)
+        self._now = self._noted = _Now("start", "start", self._limit_s("start"), self._clock.now(), time.time(), 0)
         self._arm()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._thread.start()
+        # in a thread of its own, so that a hanging file system does not hang the watchdog
+        self._beat = files.Beat(self._note, NOTED_S)
         if count > 1:
             threading.Thread(target=self._watch_clock, daemon=True, name="clock").start()
 
     def enter(self, phase: str, kind: str) -> None:
         """Begin another phase. kind: a key of KEYS, or UNLIMITED."""
-        before, now = self._now.kind, time.monotonic()
+        before, now = self._now.kind, self._clock.now()
         if self._in_step:
             self._steps_s.append(now - self._now.began)
             self._in_step = False
         self._now = _Now(phase, kind, self._limit_s(kind), now, time.time(), self._now.moment + 1)
-        if kind != before:      # else the C thread would use and report the previous phase
+        if kind != before:      # else the monitor would use and report the previous phase
             self._arm()
-            self._noted = self._now
             self._note()
 
     def step(self, number: int) -> None:
@@ -113,7 +115,7 @@ class Watchdog:
     def progress(self) -> None:
         """Restart the clock of a phase that consists of many parts."""
         if not self._in_step:
-            self._now = dataclasses.replace(self._now, began=time.monotonic(), since=time.time(),
+            self._now = dataclasses.replace(self._now, began=self._clock.now(), since=time.time(),
                                             moment=self._now.moment + 1)
 
     def _limit_s(self, kind: str) -> float:
@@ -135,12 +137,12 @@ class Watchdog:
             file.seek(stacks.HEAD)      # where faulthandler writes
             with contextlib.suppress(OSError):      # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)        # until this process is gone, see `stacks.died`
-            self._directory, self._file = directory, file
+            self._directory, self._file, self._noted = directory, file, None
             self._note()
             if apart:
                 for index, head in enumerate(agree.exchange(self._state().head().decode())):
                     self._keep_of(index, head)
-            faulthandler.enable(file)       # crashes write stacks there, too
+            faulthandler.enable(file)       # crashes write stacks there
             self._arm()
             stays = False
             try:
@@ -202,45 +204,27 @@ class Watchdog:
         """Stop watching."""
         self._closed.set()
         with self._firing:
-            faulthandler.cancel_dump_traceback_later()
+            self._monitor.close()
+        self._beat.close()
 
-    def suspend(self) -> None:
-        """Stop this process (Ctrl-Z) until it is continued; the pause is not counted."""
-        with self._firing:
-            # its timer runs on and would end the process when that continues
-            faulthandler.cancel_dump_traceback_later()
-            stopped = time.monotonic()
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.1)     # the stop may come a moment after the call
-            self._count_out(time.monotonic() - stopped)
-            self._arm()
-
-    def _count_out(self, paused_s: float) -> None:
-        now = self._now
-        self._now = dataclasses.replace(now, began=min(now.began + paused_s, time.monotonic()))
+    def _left_s(self) -> float:
+        return self._now.began + self._now.limit_s - self._clock.now()
 
     def patience_s(self) -> float:
         """Timeout of an agreement in this phase: until all watchdogs have reported."""
-        now = self._now
-        return max(now.began + now.limit_s - time.monotonic(), 0) + AFTER_WATCHDOGS_S
+        return max(self._left_s(), 0) + AFTER_WATCHDOGS_S
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        looked = time.monotonic()
         while not self._closed.wait(LOOK_S):
-            now, slept_s = self._now, time.monotonic() - looked
-            looked = time.monotonic()
-            if slept_s > 3 * LOOK_S + 1:      # stopped and continued, or starved: not counted
-                self._count_out(slept_s)
-                now = self._now
+            looked, now = self._clock.look(), self._now
             with self._firing:
                 if not self._closed.is_set():
                     if looked - now.began >= now.limit_s:
                         self._fire(now, looked - now.began)
+                    self._monitor.keep()
                     self._arm()
-            if now.began - self._noted.began > NOTED_S:
-                self._note_aside()
 
     def _watch_clock(self) -> None:
         """Warn if the wall clock is set, which shows as a jump relative to the monotonic clock. jax's service in
@@ -256,45 +240,44 @@ class Watchdog:
                     + ("; jax's heartbeats go by it here, and all processes will seem dead: let the clock be slewed "
                        "(chrony, ntpd -x), never stepped, while a run goes on" if self.index == 0 else ""))
 
-    def _note_aside(self) -> None:
-        """Write the state in another thread, so that a hanging file system does not hang the watchdog."""
-        if self._noting is None or not self._noting.is_alive():
-            self._noted = self._now
-            self._noting = threading.Thread(target=self._note, daemon=True)
-            self._noting.start()
-
     def _arm(self) -> None:
-        """Reset the C thread's timer; it fires if this thread cannot run."""
+        """Tell the monitor how long this phase may last, and what to say if this thread cannot run."""
         now = self._now
-        left_s = now.began + now.limit_s - time.monotonic()
-        if left_s == float("inf"):
-            faulthandler.cancel_dump_traceback_later()
-        else:
-            faulthandler.dump_traceback_later(max(left_s, 0) + LOCK_HELD_S, exit=True, file=self._file or 2)
+        self._await(self._left_s() + LOCK_HELD_S,
+                    f"hangs in {now.phase} since {stacks.at(now.since)}, and holds the interpreter's lock: "
+                    f"{KEYS.get(now.kind)} allows {now.limit_s:g} s")
+
+    def _await(self, left_s: float, doing: str) -> None:
+        self._monitor.expect(left_s, f"{self._name()} {doing}", str(self._path()) if self._file else "")
+
+    def _name(self) -> str:
+        return f"process {self.index} of {self.count} ({socket.gethostname()}, pid {os.getpid()})"
+
+    def _path(self) -> Path:
+        return self._directory / f"process-{self.index}.txt"
 
     def _fire(self, now: _Now, lasted_s: float) -> None:
         """Report and exit; both are limited to some seconds."""
-        faulthandler.dump_traceback_later(_window_s(now) + 3 * STUCK_DISK_S + 5, exit=True, file=self._file or 2)
+        self._await(_window_s(now) + 3 * STUCK_S + 5, "hangs, also while it leaves its stacks")
         words = f"{lasted_s:.0f} s are more than {KEYS[now.kind]} allows ({now.limit_s:g} s)"
         text = self._stacks()
         report = stacks.report(self._state("hangs", words), text)
-        place = f"its stacks: {self._directory / f'process-{self.index}.txt'}" if self._file else f"its stacks:\n{text}"
-        _within(STUCK_DISK_S, lambda: self._leave(report.state, text))
-        _within(STUCK_DISK_S, lambda: self.tell(
-            f"error: process {self.index} of {self.count} ({socket.gethostname()}, pid {os.getpid()}) {report.doing}: "
-            f"{words}; {place}"))
+        place = f"its stacks: {self._path()}" if self._file else f"its stacks:\n{text}"
+        within(STUCK_S, lambda: self._leave(report.state, text))
+        within(STUCK_S, lambda: self.tell(
+            f"error: {self._name()} {report.doing}: {words}; {place}"))
         deadline, heard = time.monotonic() + _window_s(now), threading.Event()
         if self.count > 1:      # a hanging file system must not hang the watchdog
             threading.Thread(target=self._listen, args=(heard, deadline), daemon=True).start()
             heard.wait(deadline - time.monotonic())
         if self.index < READERS:
-            _within(STUCK_DISK_S, lambda: [self._fetch(index, "hangs") for index in self._others if self.index])
-            _within(STUCK_DISK_S, self._name_culprit)
+            within(STUCK_S, lambda: [self._fetch(index, "hangs") for index in self._others if self.index])
+            within(STUCK_S, self._name_culprit)
         else:       # a launcher on this host would take those for silent whose stacks are elsewhere
             self._forget_others()
         if self.index == 0 and self.count > 1:
             if heard.is_set():
-                _within(STUCK_DISK_S, lambda: self._leave(dataclasses.replace(report.state, state="ends"), text))
+                within(STUCK_S, lambda: self._leave(dataclasses.replace(report.state, state="ends"), text))
             time.sleep(LAST_S)
         os._exit(1)
 
@@ -337,8 +320,11 @@ class Watchdog:
             self.tell(f"error: all processes wait for each other ({self._now.phase}); see {self._directory}")
 
     def _note(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):      # no file, or closed
-            os.pwrite(self._file.fileno(), self._state().head(), 0)
+        """Write the state into the file, unless it is there."""
+        before, self._noted = self._noted, self._now
+        if before is not self._now:
+            with contextlib.suppress(OSError, AttributeError):      # no file, or closed
+                os.pwrite(self._file.fileno(), self._state().head(), 0)
 
     def _state(self, state: str = "runs", words: str = "") -> ProcessState:
         now = self._now
@@ -349,15 +335,6 @@ class Watchdog:
 def _window_s(now: _Now) -> float:
     """WINDOW_S plus a margin: medians of steps, and so limits, differ slightly between processes."""
     return WINDOW_S + 0.02 * now.limit_s
-
-
-def _within(limit_s: float, function: Callable[[], None]) -> None:
-    def quietly():
-        with contextlib.suppress(Exception):
-            function()
-    thread = threading.Thread(target=quietly, daemon=True)
-    thread.start()
-    thread.join(limit_s)
 
 
 # ---- of a command ----------------------------------------------------------------------------------------------------
@@ -397,14 +374,6 @@ def step(number: int) -> None:
     """Begin another step."""
     if _watchdog is not None:
         _watchdog.step(number)
-
-
-def suspend() -> None:
-    """Stop this process until it is continued."""
-    if _watchdog is not None:
-        _watchdog.suspend()
-    else:
-        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def progress() -> None:

@@ -40,7 +40,6 @@ class Listener:
         self._deferred, self._code = False, STOPPED
         self._lock = threading.Lock()
         self._before_ending: Callable[[], None] = lambda: None
-        self.suspend: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGSTOP)
         self._record: Callable[[str, int], None] = lambda words, code: None
         self._old = {}
         woken, self._wake = os.pipe()
@@ -49,8 +48,7 @@ class Listener:
         if threading.current_thread() is not threading.main_thread():
             return      # a notebook's worker: Python allows handlers in the main thread alone
         self._old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        suspending = [signal.SIGTSTP] if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL else []
-        self._old = {number: signal.signal(number, lambda number, frame: None) for number in (*heeded(), *suspending)}
+        self._old = {number: signal.signal(number, lambda number, frame: None) for number in heeded()}
 
     def close(self) -> None:
         """Restores the signal handlers of before."""
@@ -85,8 +83,6 @@ class Listener:
             for number in numbers:
                 if number in SIGNALS:
                     self._receive(number)
-                elif number == signal.SIGTSTP:      # Ctrl-Z
-                    self.suspend()
         os.close(woken)
 
     def _receive(self, number: int) -> None:
@@ -133,12 +129,6 @@ def record_endings(record: Callable[[str, int], None]) -> None:
     """record: (words, exit code) -> None, called where a signal ends this process at once."""
     if _listener is not None:
         _listener._record = record
-
-
-def suspend_by(stop: Callable[[], None]) -> None:
-    """Sets how this process stops on Ctrl-Z, until it is continued."""
-    if _listener is not None:
-        _listener.suspend = stop
 
 
 @contextlib.contextmanager

@@ -1,0 +1,203 @@
+"""A small process beside each watched one. It ends that one if nothing of Python runs there any more, because a call
+holds the interpreter's lock: then no thread of the process itself can.
+
+A timer of wall time must not end a process: one that was stopped (SIGSTOP, scontrol suspend, docker pause, a debugger)
+would end when it is continued. So the monitor counts only seconds in which the watched process was not stopped and the
+monitor itself ran. The stacks come from faulthandler's C thread, which does not need the lock. The exit code is 1:
+glibc calls _exit as soon as a byte arrives in a pipe. This file is the monitor's program, too; it imports the standard
+library alone.
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import json
+import os
+import platform
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+LOOK_S = 1.0
+STACKS_S = 0.5      # for the C thread, from its timer to its last line
+STUCK_S = 3.0       # for a file system or a terminal that hangs
+EXIT_S = 2.0        # from the byte to SIGKILL
+MOST_STACKS = 1 << 20
+SIGEV_THREAD = 2
+
+
+class Clock:
+    """Counts the seconds in which this process runs. Someone calls `look` every `look_s` seconds; a longer time between
+    two calls counts as twice that: the process was stopped or starved."""
+
+    def __init__(self, look_s: float):
+        self.most_s = 2 * look_s
+        self._last = 0.0, time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since the clock was made."""
+        counted, looked = self._last
+        return counted + min(time.monotonic() - looked, self.most_s)
+
+    def look(self) -> float:
+        self._last = self.now(), time.monotonic()
+        return self._last[0]
+
+
+def within(limit_s: float, function: Callable[[], object]) -> None:
+    """Call it in a thread, and wait at most limit_s. Whatever it raises is ignored."""
+    def quietly():
+        with contextlib.suppress(Exception):
+            function()
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+# ---- in the watched process ------------------------------------------------------------------------------------------
+
+
+class Monitor:
+    """The monitor of this process. head: bytes of a file of stacks that come before the stacks. tell: prints a line."""
+
+    def __init__(self, head: int, tell: Callable[[str], None]):
+        self.head, self.tell = head, tell
+        self._stacks = tempfile.TemporaryFile()     # faulthandler's, read by the monitor
+        self._process: subprocess.Popen | None = None
+        self._target = -1
+        self._last = b""
+        self.keep()
+
+    def keep(self) -> None:
+        """Start the monitor, also again if it has died."""
+        if self._target is None or self._process and self._process.poll() is None:
+            return
+        try:
+            source, target = os.pipe()
+            os.set_blocking(target, False)
+            before, self._target = self._target, target
+            with contextlib.suppress(OSError):
+                os.close(before)
+            with os.fdopen(source):
+                passed = [source, self._stacks.fileno(), _exit_pipe()[0]]
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", __file__, *map(str, (os.getpid(), *passed, self.head))],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=passed, start_new_session=True)
+            self._send()
+        except OSError as error:        # no process is to be had
+            self._target = None
+            self.tell(f"warning: no process can be started that watches this one ({error}): a hang that holds the "
+                      f"interpreter's lock will not end it")
+
+    def expect(self, left_s: float, words: str, path: str) -> None:
+        """End this process unless the next call comes within left_s seconds (inf: never). words: what it hangs in, for
+        the terminal. path: where the stacks go; empty: to the terminal, too."""
+        faulthandler.cancel_dump_traceback_later()
+        self._stacks.seek(0)
+        self._stacks.truncate()
+        if left_s < float("inf"):
+            faulthandler.dump_traceback_later(max(left_s, 0.001), exit=False, file=self._stacks)
+        self._last = json.dumps([left_s, words, path]).encode() + b"\n"
+        self._send()
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError, TypeError):      # the pipe is full, or the monitor has died
+            os.write(self._target, self._last)
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._stacks.close()
+        if self._target is not None:
+            os.close(self._target)
+        self._target = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_S)
+            self._process.kill()
+            self._process.wait()
+
+
+class _Sigevent(ctypes.Structure):
+    """glibc's, on 64-bit machines."""
+    _fields_ = [("value", ctypes.c_void_p), ("signo", ctypes.c_int), ("notify", ctypes.c_int),
+                ("function", ctypes.c_void_p), ("rest", ctypes.c_char * 40)]
+
+
+class _Aiocb(ctypes.Structure):
+    _fields_ = [("fildes", ctypes.c_int), ("opcode", ctypes.c_int), ("priority", ctypes.c_int),
+                ("buffer", ctypes.c_void_p), ("nbytes", ctypes.c_size_t), ("event", _Sigevent),
+                ("rest", ctypes.c_char * 128)]
+
+
+@functools.cache
+def _exit_pipe() -> tuple[int, object]:
+    """(the writing end of a pipe, memory that must stay): a byte in the pipe ends this process with exit code 1,
+    whatever holds the interpreter's lock. Both ends stay open. Without glibc nothing reads it, and SIGKILL follows."""
+    source, target = os.pipe()
+    buffer = ctypes.create_string_buffer(1)
+    request = _Aiocb(fildes=source, buffer=ctypes.addressof(buffer), nbytes=1)
+    if platform.libc_ver()[0] == "glibc" and sys.maxsize > 2**32:
+        libc = ctypes.CDLL(None)
+        request.event = _Sigevent(value=1, notify=SIGEV_THREAD, function=ctypes.cast(libc._exit, ctypes.c_void_p))
+        libc.aio_read(ctypes.byref(request))
+    return target, (request, buffer)
+
+
+# ---- the monitor's process -------------------------------------------------------------------------------------------
+
+
+def main(parent: int, source: int, stacks: int, ending: int, head: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_IGN)       # it ends with the watched process
+    poll, clock, received = select.poll(), Clock(LOOK_S), b""
+    poll.register(source, select.POLLIN)
+    left_s, words, path = float("inf"), "", ""
+    while os.getppid() == parent:
+        began = clock.look()
+        if poll.poll(1000 * max(min(LOOK_S, left_s), 0.01)):
+            if not (data := os.read(source, 1 << 16)):
+                return
+            *lines, received = (received + data).split(b"\n")
+            if lines:
+                left_s, words, path = json.loads(lines[-1])
+                left_s += STACKS_S
+        elif not _is_stopped(parent):
+            left_s -= clock.look() - began
+            if left_s <= 0:
+                end(parent, os.pread(stacks, MOST_STACKS, 0), words, path, ending, head)
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def end(parent: int, stacks: bytes, words: str, path: str, ending: int, head: int) -> None:
+    """End the watched process, with words on the terminal and its stacks at `path`."""
+    def speak():
+        place = path if path else "\n" + stacks.decode(errors="replace")
+        os.write(2, f"error: {words}; its stacks: {place}\n".encode())
+
+    def write():
+        with open(path, "r+b") as file:
+            os.pwrite(file.fileno(), stacks, head)
+            os.fsync(file.fileno())         # other hosts read it
+    for act in (write, speak) if path else (speak,):
+        within(STUCK_S, act)
+    os.write(ending, b"x")
+    time.sleep(EXIT_S)
+    if os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
