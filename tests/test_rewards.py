@@ -1,7 +1,9 @@
 """Rewards: the built-in ones on odd answers, and functions of every bad kind, none of which costs more than its answer."""
 import json
 import os
+import resource
 import subprocess
+import sys
 import time
 from fractions import Fraction
 
@@ -192,6 +194,92 @@ def test_no_function_costs_more_than_its_answer(hostile):
     pool.close()
     assert not of_the_functions(hostile), "nothing is left"
     assert not subprocess.run(["pgrep", "-f", "sleep 1000"], capture_output=True, text=True).stdout
+
+
+DAEMON = """
+import os, time
+def score(prompt, answer, line):
+    with open({folder!r}, "a") as file:
+        file.write(os.getcwd() + "\\n")
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            with open({pids!r}, "a") as file:
+                file.write(f"{{os.getpid()}}\\n")
+            time.sleep(1000)
+        os._exit(0)
+    while not os.path.exists({pids!r}) or not os.path.getsize({pids!r}):
+        time.sleep(0.01)
+    if answer == "die":
+        os._exit(3)
+    if answer == "timeout":
+        time.sleep(1000)
+    return 1.0
+"""
+OWNER = """
+import os, sys
+from meshtrain.rewards import workers
+pool = workers.RewardWorkers(sys.argv[1], 1, 2.0, 1.0)
+pool.submit(0, "", sys.argv[2] if sys.argv[2] in ("timeout", "die") else "", {})
+print(pool.results()[0].failure, flush=True)
+pool.close() if sys.argv[2] == "close" else os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("how", ["timeout", "die", "close", "exit"])
+def test_daemons_of_a_function_are_killed_and_its_folder_is_removed(how, tmp_path):
+    """Also those with a session of their own. exit: the process that has the workers ends by os._exit."""
+    pids, folder = tmp_path / "pids", tmp_path / "folder"
+    (tmp_path / "rewards.py").write_text(DAEMON.format(folder=str(folder), pids=str(pids)))
+    ran = subprocess.run([sys.executable, "-c", OWNER, f"{tmp_path / 'rewards.py'}:score", how], text=True, timeout=60,
+                         cwd=os.path.dirname(os.path.dirname(__file__)), capture_output=True)
+    assert ran.stdout.strip() == {"timeout": "timeout after 2 s", "die": "its process ended, with exit code 3"}.get(how, "")
+    deadline = time.monotonic() + 10
+    while alive := [line for line in [*pids.read_text().split(), *folder.read_text().split()]
+                    if os.path.exists(f"/proc/{line}" if line.isdecimal() else line)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def test_a_process_with_more_than_a_thousand_descriptors_has_its_answers_scored():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    files = [open(os.devnull) for _ in range(1100)]
+    pool = workers.RewardWorkers("exact", 1, 10.0, 1.0)
+    try:
+        pool.submit(0, "", "7", {"answer": "7"})
+        assert pool.scored(30), "the thread has died"
+        assert pool.results()[0].reward == 1.0
+    finally:
+        pool.close()
+        for file in files:
+            file.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("name", ["started", "ask", "close"])
+def test_any_error_of_a_thread_is_a_failure_of_its_answer(name, hostile, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("broken")
+    pool = workers.RewardWorkers(hostile, 1, 0.5, 1.0)
+    monkeypatch.setattr(workers._Process, name, broken)
+    for number in range(2):
+        pool.submit(number, "", "sleep" if name == "close" else "plain", LINE)
+    assert pool.scored(30), "the thread has died"
+    assert all(one.reward is None and one.failure for one in pool.results().values())
+    monkeypatch.undo()
+    pool.submit(0, "", "plain", LINE)
+    assert pool.scored(30) and pool.results()[0].reward == 1.0
+    pool.close()
+
+
+@pytest.mark.parametrize("reply, valid", [
+    ({}, True), ({"failure": "x"}, True), ({"reward": 1.0, "parts": {"a": 2.0}}, True),
+    ({"reward": 1.0}, False), ({"reward": 1.0, "parts": {"a": "not a number"}}, False), ({"reward": 1.0, "parts": [1]}, False),
+    ({"reward": 1, "parts": {}}, False), ({"reward": float("nan"), "parts": {}}, False), ({"failure": 3}, False),
+    ({"reward": 1.0, "parts": {"a": float("inf")}}, False), ({"reward": 1.0, "parts": {}, "failure": ""}, False), ([], False)])
+def test_a_reply_that_the_function_has_written_itself_is_no_reward(reply, valid):
+    assert workers._is_reply(reply) == valid
 
 
 def test_a_deadline_is_kept(hostile):

@@ -2,6 +2,10 @@
 
 Reads lines of JSON [prompt, answer, line] and writes lines {"reward", "parts"} or {"failure"}; the first line that it
 writes is {} once the function is loaded. What the function prints is dropped. Imports the standard library alone.
+
+The function runs in a child. This process, the supervisor, ends with it. SIGTERM, or the end of the process that
+started it, ends both. The supervisor then kills whatever the function has started: orphans become its children
+(PR_SET_CHILD_SUBREAPER), also those with a session of their own. The working directory is a new one, removed at the end.
 """
 from __future__ import annotations
 
@@ -14,13 +18,15 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 
 FILE_BYTES = 1 << 28        # that a function may write to one file
 MOST_PARTS, MOST_CHARS = 32, 300
 LARGEST = 1e15              # of a reward: sums over a batch of the squares of advantages are float32
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def load(reward: str):
@@ -82,10 +88,53 @@ def said(error: BaseException) -> str:
 
 
 def main(reward: str, source: str, target: str, memory: str) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """The supervisor. It ends as the function's process does: with its exit code, or by its signal."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is for the training, which ends this process
     for number in (signal.SIGUSR1, signal.SIGUSR2):     # Slurm may send them to all processes of a step
         signal.signal(number, lambda *_: None)          # not SIG_IGN, which a function's own children would inherit
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    folder, status = tempfile.mkdtemp(prefix="meshtrain-rewards-"), 0
+    try:
+        if not (child := os.fork()):
+            try:
+                os.chdir(folder)
+                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                serve(reward, source, target, memory)
+            finally:
+                os._exit(0)     # whatever threads a function has left
+        for descriptor in (source, target):
+            os.close(int(descriptor))       # the reader sees the end of the pipe when the child ends
+        ended = 0
+        while ended != child:
+            ended, status = os.wait()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        kill_all_children()
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != signal.SIGKILL else None
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
+def kill_all_children() -> None:
+    """Kill the children of this process until it has none: the children of each become its own."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for pid in filter(str.isdecimal, os.listdir("/proc")):
+                with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                    if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                        os.kill(int(pid), signal.SIGKILL)
+            os.wait()
+
+
+def serve(reward: str, source: str, target: str, memory: str) -> None:
+    """Load the function, and score what is asked until the pipe ends."""
     for limit, value in ((resource.RLIMIT_AS, int(memory)), (resource.RLIMIT_FSIZE, FILE_BYTES),
                          (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(limit, (value, value))
@@ -109,4 +158,3 @@ def main(reward: str, source: str, target: str, memory: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)     # whatever threads a function has left

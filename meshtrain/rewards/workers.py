@@ -12,12 +12,12 @@ import difflib
 import hashlib
 import json
 import os
+import math
 import queue
 import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -29,6 +29,7 @@ from meshtrain.rewards import builtin, worker
 TIMEOUT = "timeout"         # what such a failure begins with; a function's own begins with its exception's name
 START_S = 60.0              # for imports of the user's file
 LOOK_S = 0.2                # between looks whether a process lives, whose pipe another may hold open
+KILLS_S = 5.0               # for a process to kill all that its function has started
 MOST_REPLY_BYTES = 1 << 16
 
 
@@ -64,8 +65,7 @@ def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> Non
     if not os.path.isfile(os.path.expanduser(path)):
         raise ValueError(f'rl.reward="{reward}": {path} is not a file (relative to {os.getcwd()}); name one as '
                          f'"rewards.py:score"')
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(_Process(
-            reward, memory_gb, folder, threading.Event())) as process:
+    with contextlib.closing(_Process(reward, memory_gb, threading.Event())) as process:
         if failure := process.started():
             raise ValueError(f'rl.reward="{reward}" cannot be loaded: {failure}; mend the file, or name another '
                              f'function')
@@ -86,7 +86,6 @@ class RewardWorkers:
 
     def __init__(self, reward: str, count: int, timeout_s: float, memory_gb: float, check: float = 0.0):
         self.reward, self.timeout_s, self.memory_gb, self.check = reward, timeout_s, memory_gb, check
-        self._folder = tempfile.TemporaryDirectory(prefix="meshtrain-rewards-")
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._found: dict[int, list[Reward]] = {}
         self._left, self._changed, self._closing = 0, threading.Condition(), threading.Event()
@@ -129,7 +128,6 @@ class RewardWorkers:
         for thread in self._threads:
             thread.join(5)
         self._threads = []
-        self._folder.cleanup()
 
     def _work(self) -> None:
         process = None
@@ -138,14 +136,15 @@ class RewardWorkers:
             try:
                 failure = ""
                 if process is None:
-                    process = _Process(self.reward, self.memory_gb, self._folder.name, self._closing)
+                    process = _Process(self.reward, self.memory_gb, self._closing)
                     failure = process.started()
                 reply = process.ask(request, self.timeout_s) if not failure else {
                     "failure": f"its process did not start: {failure}"}
-            except OSError as error:        # no process, or no descriptor, is to be had
-                reply = {"failure": f"its process did not start: {error}"}
+            except Exception as error:      # no process, or no descriptor, is to be had; else the run would wait for ever
+                reply, failure = {"failure": f"its process failed: {type(error).__name__}: {error}"}, "failed"
             if process is not None and (not process.usable or failure):
-                process.close()
+                with contextlib.suppress(Exception):
+                    process.close()
                 process = None
             found = Reward(reply.get("reward"), reply.get("parts", {}), reply.get("failure", ""))
             with self._changed:
@@ -161,10 +160,20 @@ def is_checked(request: bytes, share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(request, digest_size=6).digest(), "big") < share * 2**48
 
 
+def _is_reply(reply: object) -> bool:
+    """Whether it is one that `worker` writes: the function could write to the pipe itself."""
+    match reply:
+        case {"reward": reward, "parts": dict() as parts} if len(reply) == 2:
+            return all(isinstance(one, float) and math.isfinite(one) for one in (reward, *parts.values()))
+        case {"failure": str()}:
+            return len(reply) == 1
+    return reply == {}
+
+
 class _Process:
     """A worker process. usable: it may be asked again. closing: nobody waits for it any more."""
 
-    def __init__(self, reward: str, memory_gb: float, folder: str, closing: threading.Event):
+    def __init__(self, reward: str, memory_gb: float, closing: threading.Event):
         path, _, name = reward.rpartition(":")
         reward = f"{Path(path).expanduser().resolve()}:{name}" if path else name
         # sets of strings in the same order in every run; one thread, as there are processes enough
@@ -175,8 +184,7 @@ class _Process:
         self.usable, self._rest, self._closing = True, b"", closing
         self._process = subprocess.Popen(
             [sys.executable, worker.__file__, reward, str(source), str(target), str(int(memory_gb * 2**30))],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder,
-            env=environ, pass_fds=(source, target), start_new_session=True)
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ, pass_fds=(source, target), start_new_session=True)
         os.close(source)
         os.close(target)
         os.set_blocking(self._requests, False)
@@ -196,12 +204,15 @@ class _Process:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or self._closing.is_set():
                 return self._failed(f"{TIMEOUT} after {timeout_s:g} s")
-            readable, writable, _ = select.select([self._replies], [self._requests] if request else [], [],
-                                                  min(left_s, LOOK_S))
+            poll = select.poll()        # select.select takes no descriptor above 1023
+            poll.register(self._replies, select.POLLIN)
+            if request:
+                poll.register(self._requests, select.POLLOUT)
+            ready = dict(poll.poll(1000 * min(left_s, LOOK_S)))
             try:
-                if writable:
+                if self._requests in ready:
                     request = request[os.write(self._requests, request):]
-                data = os.read(self._replies, MOST_REPLY_BYTES) if readable else None
+                data = os.read(self._replies, MOST_REPLY_BYTES) if self._replies in ready else None
             except BlockingIOError:
                 data = None
             except OSError:     # a broken pipe
@@ -214,11 +225,9 @@ class _Process:
         line, self._rest = self._rest.split(b"\n", 1)
         try:
             reply = json.loads(line)
-            if self._rest or not isinstance(reply, dict):
+            if self._rest or not _is_reply(reply):
                 raise ValueError
-            if reply.keys() != {"failure"} and reply and not isinstance(reply["reward"], float):
-                raise ValueError
-        except (ValueError, KeyError):
+        except (ValueError, RecursionError):
             return self._failed("a reply that is no reward")
         return reply
 
@@ -233,7 +242,10 @@ class _Process:
         return "its process closed the pipe"
 
     def close(self) -> None:
-        """Kills the process, and those of its group that it has started."""
+        """Kills the process, and all that it has started."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILLS_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
