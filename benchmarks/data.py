@@ -178,7 +178,7 @@ def tokens_per_s(step, tokens: int) -> tuple[float, float]:
     step()
     for _ in range(ROUNDS):
         clock, cpu, steps = time.perf_counter(), time.process_time(), 0
-        while time.perf_counter() - clock < ROUND_S:
+        while not steps or time.perf_counter() - clock < ROUND_S:
             step()
             steps += 1
         rates.append((steps * tokens / (time.perf_counter() - clock), steps * tokens / (time.process_time() - cpu)))

@@ -44,7 +44,8 @@ def test_words_are_learned_and_sums_written(tmp_path, monkeypatch):
     """The commands run in this process, with a narrow model and two steps; no sums are learned."""
     from benchmarks import rl
     tiny = ("--model.embed_dim=16 --model.num_layers=1 --model.num_heads=2 --model.mlp_dim=16 --data.global_batch=16 "
-            "--validation.batches=1 --validation.every=2 --training.steps=2 --run.sample_tokens=0").split()
+            "--validation.batches=1 --validation.every=2 --training.steps=2 --run.sample_tokens=0 "
+            f"--data.cache={tmp_path}/cache").split()
     drawn = "--rl.prompts=4 --rl.samples=2 --training.microbatches=1".split()
 
     def command(argv: list[str], **options):
