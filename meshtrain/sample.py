@@ -51,7 +51,7 @@ def serve(run_dir: Path, words: Sequence[str]) -> int:
     queue = apart.WorkQueue(run_dir)
     stops.end_together(queue.leave)
     queue.begin()
-    drawing = _Drawing(run_dir, words)
+    drawing = _Drawing(run_dir, words, queue)
     done, old = 0, place.finished.exists()
     since = time.monotonic()
     try:
@@ -105,8 +105,8 @@ class _Waiting:
 class _Drawing:
     """The model with the weights of the last order."""
 
-    def __init__(self, run_dir: Path, words: Sequence[str]):
-        self.run_dir, self.words = run_dir, words
+    def __init__(self, run_dir: Path, words: Sequence[str], queue: apart.WorkQueue):
+        self.run_dir, self.words, self.queue = run_dir, words, queue
         self.sampler: trained.ApartSampler | None = None
         self.store: Checkpoints | None = None
         self._weights, self._generator = "", None
@@ -127,7 +127,10 @@ class _Drawing:
             slots = order.part * order.draws["samples"]
             if self._weights != order.weights:
                 self._weights, self._generator = "", None       # its memory is for those that come
-                weights, found = self._restored(saved)
+                self.queue.slow = True
+                with watch.phase(f"reading version {order.version}", "restore"):
+                    weights, found = self._restored(saved)
+                self.queue.slow = False
                 if found != order.weights:
                     raise RolloutError(f"{self.store.directory / str(order.version)} has other weights ({found}) than "
                                        f"batch {order.batch} is to be drawn with ({order.weights}): nothing is drawn")
@@ -154,7 +157,7 @@ class _Drawing:
         return self._generator.complete(
             [order.prompts[row] for row in rows], limits, Picking(draws["temperature"]), draws["seed"],
             samples=[draws["samples"]] * len(rows), counters=[(order.batch, row) for row in rows],
-            each=lambda *_: watch.progress())
+            each=lambda *_: self.queue.progress())
 
 
 if __name__ == "__main__":

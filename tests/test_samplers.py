@@ -263,7 +263,7 @@ def test_each_part_is_taken_once_and_that_of_a_dead_sampler_again(desk):
     assert first.next() == (ORDER, 0) and second.next() == (ORDER, 1)
     third = taker(desk)
     assert third.next() is None, "both are at work"
-    first._left.set()       # kill -9: its heartbeat stops
+    first._beat.close()     # kill -9: its heartbeat stops
     deadline = time.monotonic() + 20
     while (taken := third.next()) is None:
         assert time.monotonic() < deadline
@@ -273,6 +273,78 @@ def test_each_part_is_taken_once_and_that_of_a_dead_sampler_again(desk):
     second.deliver(ORDER, 1, answers(1), "cpu")
     assert taker(desk).next() is None
     first.deliver(ORDER, 0, answers(0), "cpu")      # it was only slow: the same answers
+
+
+def test_a_sampler_that_hangs_is_named_and_its_part_drawn_by_another_and_counted_once(desk, capfd):
+    """Its heartbeat goes on, because its main thread alone sleeps."""
+    first, second = taker(desk), taker(desk)
+    first._parts_s.append(0.1)      # it has drawn parts before
+    assert first.next() == (ORDER, 0) and second.next() == (ORDER, 1)
+    deadline = time.monotonic() + 30
+    trainer = apart.Heartbeats(first.place)
+    while (taken := second.next()) is None:
+        assert time.monotonic() < deadline
+        assert trainer.any(), "the second works"
+        time.sleep(0.05)
+    assert taken == (ORDER, 0) and (first.place.heartbeats / first.name).exists()
+    assert capfd.readouterr().err.count(f"sampler {first.name} hangs: it lives and has drawn nothing for 3 s") >= 1
+    second.deliver(ORDER, 0, answers(0), "cpu")
+    written = first.place.answers(3, 0).stat()
+    first.deliver(ORDER, 0, answers(0), "cpu")      # late, the same answers
+    assert first.place.answers(3, 0).stat() == written and second.next() is None
+    first.progress()
+    first._write()
+    assert second.heartbeats.alive(first.name), "it works again"
+
+
+def test_a_sampler_that_works_slowly_and_one_that_waits_do_not_hang(desk):
+    first, second = taker(desk), taker(desk)
+    for queue in (first, second):
+        queue._parts_s.append(0.1)
+    assert first.next() == (ORDER, 0) and second.next() == (ORDER, 1)
+    for _ in range(20):     # for longer than LAPSED_S
+        time.sleep(0.25)
+        first.progress()
+        assert second.next() is None
+        assert first.heartbeats.alive(second.name) and second.heartbeats.alive(first.name)
+    first._parts_s.append(1000.0)
+    assert first.most_s == 10_000.0
+    first.slow = True
+    assert first.most_s == apart.FIRST_S
+
+
+@pytest.mark.parametrize("fields", [{"made_by": "meshtrain 0.0.1, jax 0.1"}, {"made_by": None},
+                                    {"new": 1, "made_by": "meshtrain 9, jax 9"}])
+def test_an_order_of_another_version_is_refused_by_one_message(desk, capfd, monkeypatch, fields):
+    place = apart.SamplerFiles.of(desk)
+    other = {name: value for name, value in {**json.loads(ORDER.text), **fields}.items() if value is not None}
+    queue = taker(desk)
+    place.order(3).write_text(json.dumps(other))
+    assert queue.next() is None and queue.next() is None, "it may be from before an update, and be replaced"
+    told = f"is of {other.get('made_by', 'an earlier version')}, and this is meshtrain "
+    assert capfd.readouterr().err.count(told) == 1
+    place.order(4).write_text(json.dumps(other | {"batch": 4}))
+    with pytest.raises(config.ConfigError, match=told):
+        queue.next()
+    monkeypatch.setattr(apart, "LOST_S", 0.3)
+    done = call(sample.main, desk)
+    assert done.code == 2 and done.err.count("error: ") == 1 and f"{told}" in done.err.split("error: ")[1], done
+    assert "Traceback" not in done.err
+    orders = apart.Orders.__new__(apart.Orders)
+    orders.place = place
+    orders._give(ORDER)
+    assert place.read(3) == ORDER, "a trainer replaces it"
+
+
+def test_an_answer_of_another_version_is_refused_with_both_versions(desk, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(apart, "versions", lambda: "meshtrain 0.0.1, jax 0.1")
+        other = dataclasses.replace(ORDER, made_by=apart.versions())
+        files.write(apart.SamplerFiles.of(desk).answers(3, 0), apart._content(other, 0, answers(0), "someone", "cpu"))
+    orders = apart.Orders.__new__(apart.Orders)
+    orders.place = apart.SamplerFiles.of(desk)
+    with pytest.raises(groups.RolloutError, match=r"by someone \(meshtrain 0.0.1, jax 0.1\).* by meshtrain "):
+        apart.ArrivingAnswers(orders, ORDER)._read(0)
 
 
 def test_two_answers_to_one_order_are_compared(desk, capfd):
@@ -314,7 +386,7 @@ def test_weights_that_are_not_those_of_the_order_draw_nothing(place, two_behind,
     there = apart.SamplerFiles.of(tmp_path)
     order = dataclasses.replace(there.read(4), weights="another sum")
     with pytest.raises(groups.RolloutError, match="has other weights .* nothing is drawn"):
-        sample._Drawing(tmp_path, ALONE).answers(order, 0)
+        sample._Drawing(tmp_path, ALONE, apart.WorkQueue(tmp_path)).answers(order, 0)
 
 
 def test_a_sampler_that_waits_for_a_run_finds_all_of_its_directories(tmp_path, monkeypatch):

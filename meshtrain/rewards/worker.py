@@ -5,7 +5,7 @@ writes is {} once the function is loaded. What the function prints is dropped. I
 
 The function runs in a child. This process, the supervisor, ends with it. SIGTERM, or the end of the process that
 started it, ends both. The supervisor then kills whatever the function has started: orphans become its children
-(PR_SET_CHILD_SUBREAPER), also those with a session of their own. The working directory is a new one, removed at the end.
+(PR_SET_CHILD_SUBREAPER), also those with a session of their own. It removes the working directory, which is a new one.
 """
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def kill_all_children() -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             for pid in filter(str.isdecimal, os.listdir("/proc")):
-                with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                    if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+                    if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
                         os.kill(int(pid), signal.SIGKILL)
             os.wait()
 

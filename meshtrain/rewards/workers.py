@@ -140,7 +140,7 @@ class RewardWorkers:
                     failure = process.started()
                 reply = process.ask(request, self.timeout_s) if not failure else {
                     "failure": f"its process did not start: {failure}"}
-            except Exception as error:      # no process, or no descriptor, is to be had; else the run would wait for ever
+            except Exception as error:      # else the run would wait for ever
                 reply, failure = {"failure": f"its process failed: {type(error).__name__}: {error}"}, "failed"
             if process is not None and (not process.usable or failure):
                 with contextlib.suppress(Exception):
@@ -184,7 +184,8 @@ class _Process:
         self.usable, self._rest, self._closing = True, b"", closing
         self._process = subprocess.Popen(
             [sys.executable, worker.__file__, reward, str(source), str(target), str(int(memory_gb * 2**30))],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ, pass_fds=(source, target), start_new_session=True)
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ,
+            pass_fds=(source, target), start_new_session=True)
         os.close(source)
         os.close(target)
         os.set_blocking(self._requests, False)

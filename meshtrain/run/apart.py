@@ -4,8 +4,8 @@
     frozen/0/           with adapters, the weights that are not trained: versions have the others alone
     orders/N.json       batch N: its prompts, how they are answered, version and checksum of the weights
     answers/N-P.npz     the answers to part P of its prompts, the same whoever draws them
-    answers/N-P.claim   which sampler draws them; void when its heartbeat stops
-    heartbeats/NAME     of a sampler, renewed while it lives
+    answers/N-P.claim   which sampler draws them; void when its heartbeat stops, or its work
+    heartbeats/NAME     of a sampler, renewed while it lives: what it has done, and how long it may do nothing
     finished            the run has taken all its steps
 
 All are whole or absent. Batch N is drawn with version N - rl.lag, exactly. A token depends on the order alone, so
@@ -14,25 +14,27 @@ since a file has changed, because clocks of hosts differ.
 """
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import io
 import json
 import os
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import meshtrain
 from meshtrain import files
 from meshtrain.cluster import agree, watch
-from meshtrain.config import Run
+from meshtrain.config import ConfigError, Run
 from meshtrain.data.batches.prompts import Prompts
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Completion
@@ -43,18 +45,24 @@ from meshtrain.run.loop import NoBatch
 FROZEN = 0              # the one step in frozen/
 PARTS = 4               # of an order, unless rl.slots says how many answers a sampler draws together
 LOOK_S, WAITS_S, RENEWED_S = 0.1, 1.0, 5.0
-LAPSED_S = 60.0         # without a heartbeat for so long a sampler is dead
+LAPSED_S = 60.0         # without a heartbeat for so long a sampler is dead; without work it hangs, at the earliest
+LONGER_THAN_MEDIAN = 10 # times its parts' median: without work for so long it hangs
+FIRST_S = 600.0         # the same while it reads weights or draws its first part: programs are compiled
 MISSING_S = 10.0        # one that is not there: on a shared file system another host's may not be seen yet
 TOLD_EVERY_S = 30.0
 LOST_S = 600.0          # without any sampler, until the run ends
 SAMPLE = "python -m meshtrain.sample"
 
 
+class OtherVersionError(ConfigError):
+    """An order of another version of meshtrain or jax."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Order:
     """A batch of answers, as a function of which every part of them is drawn. weights: the checksum of
     their version's. draws: seed, temperature, max_tokens, samples, stop, stop_ids. room: positions of a prompt with
-    its answer at most. part: prompts of a part. prompts: ids."""
+    its answer at most. part: prompts of a part. prompts: ids. made_by: see `versions`."""
     batch: int
     version: int
     weights: str
@@ -62,6 +70,7 @@ class Order:
     room: int
     part: int
     prompts: list[list[int]]
+    made_by: str = dataclasses.field(default_factory=lambda: versions())
 
     @functools.cached_property
     def id(self) -> str:
@@ -78,6 +87,12 @@ class Order:
     def rows(self, part: int) -> range:
         """The prompts of a part."""
         return range(part * self.part, min((part + 1) * self.part, len(self.prompts)))
+
+
+@functools.cache
+def versions() -> str:
+    """Of what draws answers: others may draw other tokens."""
+    return f"meshtrain {meshtrain.__version__}, jax {importlib.metadata.version('jax')}"
 
 
 def prompts_of_part(rl) -> int:
@@ -125,10 +140,22 @@ class SamplerFiles:
         return (self.directory / "answers").glob(f"{batch}-*")
 
     def read(self, batch: int) -> Order | None:
+        """Raises: OtherVersionError."""
         try:
-            return Order(**json.loads(files.patiently(lambda: self.order(batch).read_text(encoding="utf-8"))))
+            fields = json.loads(files.patiently(lambda: self.order(batch).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
+        if (made_by := fields.get("made_by", "an earlier version")) != versions():
+            raise OtherVersionError(
+                f"{self.order(batch)} is of {made_by}, and this is {versions()}: answers of two versions may differ; "
+                f"use one version for the trainer and all samplers")
+        return Order(**fields)
+
+    def has(self, order: Order) -> bool:
+        """Whether it is the order of its batch; none of another version is."""
+        with contextlib.suppress(OtherVersionError):
+            return self.read(order.batch) == order
+        return False
 
     def checksum_of(self, version: int) -> str | None:
         """The checksum of the weights that are saved as this version; None where there are none."""
@@ -151,30 +178,59 @@ def checksum(trained: dict, frozen: str) -> str:
     return f"{replicas.digest(trained)}-{frozen}" if frozen else replicas.digest(trained)
 
 
+@dataclasses.dataclass
+class _SeenBeat:
+    """A sampler's heartbeat, and since when its text and its work are the same, monotonic. text: None: no file. most_s:
+    how long it may do nothing. told: that it hangs."""
+    text: str | None
+    since: float
+    work: int = 0
+    worked: float = 0.0
+    most_s: float = 0.0
+    told: bool = False
+
+
 class Heartbeats:
-    """Which samplers are alive: by how long their files have not changed."""
+    """Which samplers are alive: by how long their files, and the work that these tell of, have not changed."""
 
     def __init__(self, place: SamplerFiles):
-        self.directory, self._seen = place.heartbeats, {}
+        self.directory = place.heartbeats
+        self._seen: dict[str, _SeenBeat] = {}
 
     def alive(self, name: str) -> bool:
-        """Whether a sampler is alive; one that is looked at for the first time is."""
-        try:
-            changed = os.stat(self.directory / name).st_mtime_ns
-        except FileNotFoundError:
-            changed = None
-        before, since = self._seen.get(name, (0, 0.0))
-        if changed != before:
-            since = time.monotonic()
-            self._seen[name] = changed, since
-        return time.monotonic() - since < (LAPSED_S if changed else min(MISSING_S, LAPSED_S))
+        """Whether a sampler is alive and does not hang; one that is looked at for the first time is."""
+        seen = self._look(name)
+        if time.monotonic() - seen.since >= (LAPSED_S if seen.text else min(MISSING_S, LAPSED_S)):
+            return False
+        hangs = seen.text is not None and time.monotonic() - seen.worked >= seen.most_s
+        if hangs and not seen.told:
+            say.err(f"sampler {name} hangs: it lives and has drawn nothing for {seen.most_s:.0f} s; its part is "
+                    f"offered to others")
+        seen.told = hangs
+        return not hangs
+
+    def _look(self, name: str) -> _SeenBeat:
+        text, now = None, time.monotonic()
+        with contextlib.suppress(FileNotFoundError):
+            text = (self.directory / name).read_text(encoding="utf-8")
+        before, words = self._seen.get(name), (text or "").split()
+        if before and (text == before.text or text is not None and len(words) < 3):     # half written
+            return before
+        seen = self._seen[name] = _SeenBeat(text, now, worked=now, most_s=LAPSED_S)
+        if len(words) == 3:
+            seen.work, seen.most_s = int(words[1]), float(words[2])
+        if before and before.work == seen.work:
+            seen.worked, seen.told = before.worked, before.told
+        return seen
 
     def any(self) -> bool:
         """Whether any is alive; the files of dead ones are removed."""
         names = os.listdir(self.directory)
-        for name in (gone := [name for name in names if not self.alive(name)]):
-            (self.directory / name).unlink(missing_ok=True)
-        return len(names) > len(gone)
+        alive = [name for name in names if self.alive(name)]
+        for name in names:
+            if time.monotonic() - self._seen[name].since >= LAPSED_S:
+                (self.directory / name).unlink(missing_ok=True)
+        return bool(alive)
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
@@ -295,7 +351,11 @@ class Orders:
         return all(_answers(self.place.answers(order.batch, part), order) for part in order.parts)
 
     def _give(self, order: Order) -> None:
-        replaced = self.place.read(order.batch) != order
+        try:
+            replaced = self.place.read(order.batch) != order
+        except OtherVersionError as error:
+            replaced = True
+            say.err(f"batch {order.batch} is ordered again: {error}")
         for path in self.place.of_batch(order.batch):
             if replaced if path.suffix != ".npz" else not _answers(path, order):
                 path.unlink(missing_ok=True)
@@ -337,7 +397,7 @@ class Orders:
     def answers(self, number: int) -> ArrivingAnswers:
         """What takes the place of a `Generator` for batch `number`."""
         order = self.given[number]
-        agree.on_first(lambda: self.place.read(number) == order or self._give(order))
+        agree.on_first(lambda: self.place.has(order) or self._give(order))
         return ArrivingAnswers(self, order)
 
     def finish(self) -> None:
@@ -407,8 +467,9 @@ class ArrivingAnswers:
         if told["order"] != self.order.id:
             raise RolloutError(
                 f"{path} answers another order: it was drawn with version {told['version']} ({told['weights']}) of the "
-                f"weights by {told['by']}, and batch {self.order.batch} is to be drawn with version "
-                f"{self.order.version} ({self.order.weights}); nothing of it is learned. The same command removes it")
+                f"weights by {told['by']} ({told.get('made_by', 'an earlier version')}), and batch {self.order.batch} "
+                f"is to be drawn with version {self.order.version} ({self.order.weights}) by {self.order.made_by}; "
+                f"nothing of it is learned. The same command removes it")
         return groups.unflat(told, arrays)
 
 
@@ -422,7 +483,7 @@ def _content(order: Order, part: int, found: Sequence[Completion], by: str, on: 
     """Of a file of answers. by: the sampler. on: see `WorkQueue.deliver`."""
     told, arrays = groups.flat(found)
     return groups.packed(told | {"order": order.id, "version": order.version, "weights": order.weights, "by": by,
-                                 "on": on}, arrays)
+                                 "made_by": versions(), "on": on}, arrays)
 
 
 def _answers(path: Path, order: Order) -> bool:
@@ -439,31 +500,46 @@ class WorkQueue:
     def __init__(self, run_dir: Path):
         self.place = SamplerFiles.of(run_dir)
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self.heartbeats, self._claimed, self._left = Heartbeats(self.place), None, threading.Event()
+        self.heartbeats, self._claimed, self._began = Heartbeats(self.place), None, 0.0
         self._orders: dict[int, tuple[int, Order]] = {}
-        self._thread = threading.Thread(target=self._renew, daemon=True, name="heartbeat")
+        self._parts_s: collections.deque[float] = collections.deque(maxlen=64)
+        self._work, self.slow = 0, False        # slow: meanwhile it may do nothing for FIRST_S
+        self._since, self._looked, self._left = time.monotonic(), False, {}     # left: orders of another version
+        self._beat: files.Beat | None = None
 
     def begin(self) -> None:
         """From now on it has a heartbeat, until `leave`."""
-        self._beat()
-        self._thread.start()
+        self._write()
+        self._beat = files.Beat(self._write, min(RENEWED_S, LAPSED_S / 4))
 
     def leave(self) -> None:
-        self._left.set()
+        if self._beat:
+            self._beat.close()
         with contextlib.suppress(OSError):
             (self.place.heartbeats / self.name).unlink(missing_ok=True)
             self.release()
 
-    def _renew(self) -> None:
-        while not self._left.wait(min(RENEWED_S, LAPSED_S / 4)):
-            with contextlib.suppress(OSError):      # the next one may be written
-                self._beat()
+    def progress(self) -> None:
+        """The main thread has done something: without it for `most_s` the sampler hangs."""
+        self._work += 1
+        watch.progress()
 
-    def _beat(self) -> None:
-        (self.place.heartbeats / self.name).write_text(str(time.time()), encoding="utf-8")
+    @property
+    def most_s(self) -> float:
+        """How long it may do nothing."""
+        if self.slow or self._claimed and not self._parts_s:
+            return FIRST_S
+        median_s = sorted(self._parts_s)[len(self._parts_s) // 2] if self._parts_s else 0.0
+        return max(LAPSED_S, LONGER_THAN_MEDIAN * median_s)
+
+    def _write(self) -> None:
+        (self.place.heartbeats / self.name).write_text(f"{time.time():.3f} {self._work} {self.most_s:.0f}",
+                                                       encoding="utf-8")
 
     def next(self) -> tuple[Order, int] | None:
-        """The first part that nobody has answered or draws, whose weights are there; it is claimed."""
+        """The first part that nobody has answered or draws, whose weights are there; it is claimed. Raises:
+        OtherVersionError."""
+        self._work += 1
         batches = sorted(int(name[:-5]) for name in os.listdir(self.place.orders) if re.fullmatch(r"\d+\.json", name))
         self._orders = {batch: one for batch, one in self._orders.items() if batch in batches}
         for batch in batches:
@@ -473,13 +549,25 @@ class WorkQueue:
             for part in order.parts:
                 if not self.place.answers(batch, part).exists() and self._claim(batch, part):
                     return order, part
+        self._looked = True
         return None
 
     def _order(self, batch: int) -> Order | None:
         with contextlib.suppress(FileNotFoundError):
             changed = os.stat(self.place.order(batch)).st_mtime_ns
             if batch not in self._orders or self._orders[batch][0] != changed:
-                if (order := self.place.read(batch)) is None:
+                try:
+                    order = self.place.read(batch)
+                except OtherVersionError as error:
+                    # one from before this start may be replaced, by a trainer that starts with this version, too
+                    if (self._looked and self._left.get(batch) != changed
+                            or time.monotonic() - self._since > LOST_S):
+                        raise
+                    if not self._left:
+                        say.err(f"{error}; waiting for another order")
+                    self._left[batch] = changed
+                    return None
+                if order is None:
                     return None
                 self._orders[batch] = changed, order
             return self._orders[batch][1]
@@ -497,7 +585,7 @@ class WorkQueue:
             files.replace(path, self.name, shared=True)
             if path.read_text(encoding="utf-8") != self.name:
                 return False
-        self._claimed = path
+        self._claimed, self._began = path, time.monotonic()
         return True
 
     def release(self) -> None:
@@ -508,11 +596,12 @@ class WorkQueue:
 
     def wanted(self, order: Order) -> bool:
         """Whether it is still the order of its batch."""
-        return self.place.read(order.batch) == order
+        return self.place.has(order)
 
     def deliver(self, order: Order, part: int, found: Sequence[Completion], on: str) -> None:
         """on: the sampler's mesh and devices. Raises: RolloutError where another one on the same has given other
         answers."""
+        self._parts_s.append(time.monotonic() - self._began)
         path, content = self.place.answers(order.batch, part), _content(order, part, found, self.name, on)
         before = groups.unpacked(path)
         if before and before[0]["order"] == order.id:
