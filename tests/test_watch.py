@@ -295,6 +295,13 @@ def test_a_monitor_that_is_killed_is_started_again(tmp_path):
     assert child.returncode == 1 and "holds the interpreter's lock" in err
 
 
+def test_a_thread_that_outlives_the_command_may_enter_phases():
+    with watch.on(watch.PhaseLimits(save=0.1), 0, 1, print) as watchdog:
+        pass
+    watchdog.enter("save", "save")
+    watchdog.progress()
+
+
 def test_a_command_that_ends_takes_its_monitor_along():
     with watch.on(watch.PhaseLimits(), 0, 1, print) as watchdog:
         pid = watchdog._monitor._process.pid

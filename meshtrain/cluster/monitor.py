@@ -99,6 +99,8 @@ class Monitor:
     def expect(self, left_s: float, words: str, path: str) -> None:
         """End this process unless the next call comes within left_s seconds (inf: never). words: what it hangs in, for
         the terminal. path: where the stacks go; empty: to the terminal, too."""
+        if self._stacks.closed:     # a thread has outlived the command
+            return
         faulthandler.cancel_dump_traceback_later()
         self._stacks.seek(0)
         self._stacks.truncate()
