@@ -16,7 +16,7 @@ import jax
 
 from meshtrain import flags as xla_flags
 from meshtrain import hardware, jax_private, known_bad
-from meshtrain.cluster import agree, find, gpus, meet, numa, watch
+from meshtrain.cluster import agree, find, gpus, meet, numa, programs, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.names import AXES, PRNG
 from meshtrain.run import say
@@ -172,6 +172,8 @@ def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) 
         taken = agree.exchange([socket.gethostname(), jax.local_device_count(), len(gpus.visible(os.environ))])
         if jax.process_index() == 0:
             say.out(gpus.shares(taken))
+    if not all(agree.exchange(bool(jax.config.jax_compilation_cache_dir))):     # all or none: they compile together
+        jax.config.update("jax_compilation_cache_dir", None)
     compare_settings(overruled)
     if total and len(devices) != total:
         variable = "JAX_NUM_CPU_DEVICES"
@@ -252,6 +254,11 @@ def _keep_programs(directory: str, trims: bool) -> None:
     place = Path(os.path.expanduser(directory))
     if not directory or str(place).startswith("~"):     # no home, in a container that runs as a number
         return
+    with contextlib.suppress(OSError):      # it cannot be made: jax tells that
+        if reason := programs.distrust(place):
+            say.err(f"warning: run.compilation_cache={directory} {reason}: no compiled program is kept there or taken "
+                    f"from there; name a directory that only you may write")
+            return
     jax.config.update("jax_compilation_cache_dir", str(place))
     if not trims or jax.config.jax_compilation_cache_max_size != -1:
         return

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 
 def backends_are_initialized() -> bool:
@@ -41,6 +44,31 @@ def coordinator_host() -> str:
         return (distributed.global_state.coordinator_address or "").rpartition(":")[0].strip("[]")
     except (ImportError, AttributeError):
         return ""
+
+
+@contextlib.contextmanager
+def programs_kept_in(directory: Path) -> Iterator[None]:
+    """Context: what this process compiles is kept in the directory, or taken from there. jax keeps what process 0
+    compiles alone; it keeps nothing here where jax has that otherwise."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    try:
+        from jax._src import distributed
+        index, distributed.global_state.process_id = distributed.global_state.process_id, 0
+    except (ImportError, AttributeError):
+        distributed = None
+
+    def use(*values):
+        for name, value in zip(names, values):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    use(str(directory), 0)
+    try:
+        yield
+    finally:
+        use(*before)
+        if distributed is not None:
+            distributed.global_state.process_id = index
 
 
 def as_written(eqn) -> contextlib.AbstractContextManager:

@@ -286,6 +286,30 @@ def test_compiled_programs_beyond_the_limit_are_removed_the_oldest_first(tmp_pat
     devices._keep_programs(str(tmp_path / "none"), trims=True)
 
 
+@pytest.mark.parametrize("mode, owner, words", [
+    (0o755, 0, ""), (0o775, 0, "may be written by others (mode 775; chmod 700"), (0o1777, 0, "may be written by others"),
+    (0o700, 4711, "belongs to user 4711")])
+def test_programs_are_kept_only_where_no_other_user_can_put_one(mode, owner, words, tmp_path, monkeypatch, capfd):
+    """They are machine code."""
+    asked = []
+    monkeypatch.setattr(jax.config, "update", lambda *words: asked.append(words))
+    place = tmp_path / "cache"
+    place.mkdir()
+    place.chmod(mode)
+    if owner and os.geteuid():
+        pytest.skip("only root gives a directory away")
+    os.chown(place, owner or os.geteuid(), -1)
+    devices._keep_programs(str(place), trims=False)
+    assert words in capfd.readouterr().err and bool(asked) == (not words)
+    devices._keep_programs(str(tmp_path / "new"), trims=False)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+def test_no_program_that_is_loaded_is_a_pickle():
+    for path in (ROOT / "meshtrain").rglob("*.py"):
+        assert not re.search(r"^import pickle|serialize_executable|pickle\.loads?\(", path.read_text(), re.MULTILINE), path
+
+
 def test_without_a_home_no_directory_of_that_name_is_made(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(jax.config, "update", lambda *words: asked.append(words))

@@ -1,6 +1,7 @@
 """A step that waits for links is compiled again, with the roofline's seconds as XLA's profile: the same work, in a
 better order."""
 import functools
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -124,6 +125,15 @@ def test_a_profile_has_the_same_path_at_every_start(tmp_path, monkeypatch, cache
         for number in range(programs.MOST_KEPT + 5):
             newest = programs.kept_profile(str(number))
     assert len(list(one.parent.iterdir())) == programs.MOST_KEPT and newest.exists()
+
+
+def test_a_profile_is_not_put_where_others_may_write(tmp_path, monkeypatch):
+    """In a world-writable place anybody can make the directory first."""
+    monkeypatch.setattr(programs.tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / f"meshtrain-{os.getuid()}").mkdir()
+    (tmp_path / f"meshtrain-{os.getuid()}").chmod(0o777)
+    with programs_in(None):
+        assert programs.kept_profile("a") is None
 
 
 def test_a_profile_that_cannot_be_written_leaves_xla_s_order(tmp_path):

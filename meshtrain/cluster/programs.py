@@ -1,64 +1,77 @@
-"""Compiled programs that each of several processes keeps for its next start, in run.compilation_cache.
+"""Compiled programs that are kept for the next start, in run.compilation_cache: a directory that this user alone may
+write.
 
 jax's own cache is written by process 0 alone: where hosts do not share the directory, and on CPUs, whose keys differ
-between processes, all others would compile again at each start. There a program is taken from here, but only where
-every process has its own: on GPUs a process that compiles waits for what the others tune. Only this host's user may
-write there, as in jax's cache: a program is loaded as it is.
+between processes, all others would compile again at each start. There each process has a cache of jax's for each
+program, and uses it only where all have theirs: on GPUs a process that compiles waits for what the others tune. A
+program is machine code: whoever writes one runs code in every process that loads it.
 """
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
-import math
+import json
 import os
-import platform
 import secrets
+import stat
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import xxhash
-from jax.experimental import serialize_executable
 
-from meshtrain import files
+from meshtrain import files, jax_private
 from meshtrain.cluster import agree
 
 FOLDER = "processes"        # in run.compilation_cache
 PROFILES = "profiles"       # beside it: files that XLA reads while it compiles
-MOST_KEPT = 64              # files of each, of all processes and runs
-FAST_S = 0.3                # what is compiled in less is not kept
-APART = {"xla_hlo_graph_sharding_color": True}      # of drawings of the program, which nobody asks for
+MOST_KEPT = 64              # of each, of all processes and runs
+SUMS = "sums.json"          # of a program's files; written last
+
+
+def distrust(directory: Path) -> str:
+    """Make the directory, if it is not there, for this user alone. Returns why others may put files there, in words
+    after its name; "" where they may not. Raises: OSError."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = directory.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"may be written by others (mode {stat.S_IMODE(status.st_mode):o}; chmod 700 takes that away)"
+    return ""
 
 
 def compiled(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-    """`lowered.compile(options)`, or what an earlier start has made of the same. devices: of the program, in its order.
-    All processes call it."""
+    """`lowered.compile(options)`, or what an earlier start has made of the same. devices: of the program. All processes
+    call it."""
     directory = jax.config.jax_compilation_cache_dir
     if jax.process_count() == 1 or not directory or (
             devices[0].platform != "cpu" and _is_shared(Path(directory))):
         return lowered.compile(compiler_options=options)
-    path = Path(directory) / FOLDER / f"{_key(lowered, options, devices)}-{jax.process_index()}"
-    content, loaded = _read(path), None
-    if all(agree.exchange(content is not None)):
-        with contextlib.suppress(Exception):       # of a version or a machine that the key does not tell apart
-            loaded = serialize_executable.deserialize_and_load(
-                content, lowered.in_tree, lowered.out_tree, devices[0].client, list(devices))
-        if all(agree.exchange(loaded is not None)):
-            return loaded
-    began, limit = time.perf_counter(), jax.config.jax_persistent_cache_min_compile_time_secs
-    # What jax's cache has loaded cannot be serialized again: an option by which it takes this for another program.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
-    try:
-        executable = lowered.compile(compiler_options=options | APART)
-    finally:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", limit)
-    if any(agree.exchange(time.perf_counter() - began > FAST_S)):
-        _keep(path, executable)
+    place = Path(directory) / FOLDER / f"{_key(lowered, options, devices)}-{jax.process_index()}"
+    if all(agree.exchange(_is_whole(place))):
+        with jax_private.programs_kept_in(place):
+            return lowered.compile(compiler_options=options)
+    files.remove(place)
+    with jax_private.programs_kept_in(place):
+        executable = lowered.compile(compiler_options=options)
+    with contextlib.suppress(OSError):      # best effort: a start that finds none compiles
+        files.replace(place / SUMS, json.dumps(_sums(place)))
+        _drop_old(place.parent)
     return executable
+
+
+def _sums(place: Path) -> dict[str, list]:
+    return files.checksums(place, [path for path in place.iterdir() if path.name != SUMS])
+
+
+def _is_whole(place: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        if not distrust(place.parent) and json.loads((place / SUMS).read_text(encoding="utf-8")) == _sums(place):
+            os.utime(place)
+            return True
+    return False
 
 
 def kept_profile(content: str) -> Path | None:
@@ -71,9 +84,9 @@ def kept_profile(content: str) -> Path | None:
     path = Path(directory) / PROFILES / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.pbtxt"
     written = False
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        files.replace(path, content, shared=True)
-        written = True
+        if not distrust(path.parent.parent) and not distrust(path.parent):
+            files.replace(path, content, shared=True)
+            written = True
     _drop_old(path.parent)
     return path if all(agree.exchange(written)) else None
 
@@ -95,46 +108,14 @@ def _is_shared(directory: Path) -> bool:
 
 
 def _key(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Device]) -> str:
-    """Of all that the compiled program depends on."""
-    client = devices[0].client
-    host = [platform.machine(), _cpu()] if client.platform == "cpu" else []
-    parts = [lowered.as_text(), sorted((key, str(value)) for key, value in options.items()),
-             jax.__version__, importlib.metadata.version("jaxlib"), client.platform_version,
-             os.environ.get("XLA_FLAGS", ""),
-             [(device.id, device.process_index, device.device_kind) for device in devices], host,
-             str(jax.config.values)]
+    """Of what the compiled program depends on; jax's own keys, within, know the rest."""
+    parts = [lowered.as_text(), sorted((key, str(value)) for key, value in options.items()), jax.__version__,
+             devices[0].client.platform_version, os.environ.get("XLA_FLAGS", "")]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-
-
-def _cpu() -> str:
-    """What the processor can do, for which programs are compiled."""
-    with contextlib.suppress(OSError):
-        return next((line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-                     if line.startswith(("flags", "Features"))), "")
-    return ""
-
-
-def _read(path: Path) -> bytes | None:
-    """None where there is none, or it is damaged."""
-    with contextlib.suppress(OSError):
-        content = path.read_bytes()
-        if content[:16] == xxhash.xxh3_128_digest(content[16:]):
-            os.utime(path)
-            return content[16:]
-    return None
-
-
-def _keep(path: Path, executable: jax.stages.Compiled) -> None:
-    """Best effort: a start that finds none compiles."""
-    with contextlib.suppress(Exception):
-        content, *_ = serialize_executable.serialize(executable)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, xxhash.xxh3_128_digest(content) + content, shared=True)
-        _drop_old(path.parent)
 
 
 def _drop_old(directory: Path) -> None:
     with contextlib.suppress(OSError):
         found = sorted(directory.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
         for old in found[MOST_KEPT:]:
-            old.unlink(missing_ok=True)
+            files.remove(old) if old.is_dir() else old.unlink(missing_ok=True)
