@@ -191,3 +191,10 @@ def test_a_search_takes_as_long_as_its_benchmark_took():
 
 def test_plan_is_quoted():
     assert any(page.stem == "plan" and len(lines) > 1 for page, _, lines in QUOTED)
+
+
+def test_every_line_of_trust_names_tests_that_exist():
+    named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", (ROOT / "docs/security.md").read_text())
+    assert len(named) > 5
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text() if name else (ROOT / "tests" / file).exists(), name
