@@ -263,6 +263,7 @@ def test_each_part_is_taken_once_and_that_of_a_dead_sampler_again(desk):
     assert first.next() == (ORDER, 0) and second.next() == (ORDER, 1)
     third = taker(desk)
     assert third.next() is None, "both are at work"
+    first._write()
     first._beat.close()     # kill -9: its heartbeat stops
     deadline = time.monotonic() + 20
     while (taken := third.next()) is None:
