@@ -81,6 +81,7 @@ ROWS = {
         ("--model.vocab_size 3000000000", "model.vocab_size=3000000000"),
         ("--model.num_layers 1000000000", "model.num_layers=1000000000", "at most 10000"),
         ("--model.num_experts 100000000", "TiB", "smaller model"),
+        ("--model.num_experts 8 --model.router_groups [1000000000000,1]", "do not divide model.num_experts=8", "e.g. 8"),
         ("--mesh.simulated_devices 4097", "mesh.simulated_devices=4097", "4096"),
         ("--mesh.data 7", "mesh.data=7", "there are 8"),
         ("--data.global_batch 12 --mesh.data 8 --mesh.fsdp 1 --mesh.tensor 1", "batch=12", "data 8", "16"),

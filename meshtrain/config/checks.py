@@ -342,7 +342,7 @@ def _group_problems(model):
         yield f"{given} is not [groups of experts, groups that a token may use]; use e.g. [8, 4], or leave it out"
     elif E % groups:
         yield (f"{given}: {groups} groups do not divide model.num_experts={E}; use a divisor, e.g. "
-               f"{max(n for n in range(1, groups + 1) if E % n == 0)}")
+               f"{max(n for n in range(1, min(groups, E, 1024) + 1) if E % n == 0)}")
     elif K <= E < K * groups // limit:
         yield (f"model.experts_per_token={K} does not fit into {given}, {limit} of {groups} groups with {E // groups} "
                f"experts each; use a limit of at least {-(-K * groups // E)}")
