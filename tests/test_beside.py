@@ -26,6 +26,7 @@ EXPERTS = MODEL | dict(num_layers=4, num_experts=24, experts_per_token=3, expert
 # Layers of several kinds: the gated delta rule beside attention with gates; latents; sinks, windows and biases.
 HYBRID = MODEL | dict(num_layers=8, mixers="GGGF", qk_norm="head", attention_gate=True,
                       linear=dict(key_heads=8, value_heads=16))
+WINDOWS = MODEL | dict(mixers="WWWF", window=1024)
 LATENTS = EXPERTS | dict(num_kv_heads=16, head_dim=192, mlps="de*", shared_expert_dim=768, latent=dict(
     kv_dim=512, query_dim=768, rope_dim=64, value_dim=128))
 SINKS = EXPERTS | dict(mixers="WF", window=1024, attention_sinks=True, attention_bias="all", mlp_bias=True,
@@ -161,6 +162,17 @@ CELLS = {
         model=EXPERTS | dict(num_layers=5, mixers="WF*", window=1024)),
     # What of a period's other layers lives beside one, and of kernels' padded operands, XLA orders as it likes: up to 8%.
     "the gated delta rule": Cell("zero3", dict(fsdp=8), "selective", memory=.1, model=HYBRID),
+    "the gated delta rule, full": Cell("zero3", dict(fsdp=8), "full", memory=.1, model=HYBRID),
+    "the gated delta rule, many rows": Cell("zero3", dict(fsdp=8), "selective", rows=4, memory=.1, model=HYBRID),
+    "the gated delta rule, zero1": Cell("zero1", dict(fsdp=8), "selective", memory=.1, model=HYBRID),
+    "the gated delta rule, zero1, full": Cell("zero1", dict(fsdp=8), "full", memory=.1, model=HYBRID),
+    "the gated delta rule, zero1, all kept": Cell("zero1", dict(fsdp=8), "none", memory=.1, model=HYBRID),
+    "windows, zero1": Cell("zero1", dict(fsdp=8), "selective", memory=.05, model=WINDOWS),
+    "windows, zero1, full": Cell("zero1", dict(fsdp=8), "full", memory=.1, model=WINDOWS),
+    "windows, zero1, many rows": Cell("zero1", dict(fsdp=8), "selective", rows=4, memory=.05, model=WINDOWS),
+    "windows, zero3": Cell("zero3", dict(fsdp=8), "selective", memory=.1, model=WINDOWS),
+    "windows, zero3, full": Cell("zero3", dict(fsdp=8), "full", memory=.1, model=WINDOWS),
+    "windows, zero2": Cell("zero2", dict(fsdp=8), "selective", memory=.1, model=WINDOWS),
     "the gated delta rule over tensor": Cell("ddp", dict(data=2, tensor=4), "selective", memory=.1, model=HYBRID),
     "states of runs of tokens": Cell("ddp", dict(data=2, context=4), "full", memory=.1, **LONG, model=HYBRID),
     "the gated delta rule in stages": Cell("zero1", dict(stage=2, fsdp=4), "selective", 8, 1, memory=.1, model=HYBRID),

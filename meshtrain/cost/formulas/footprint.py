@@ -142,18 +142,40 @@ def _working_width(placed: Placed, options: Options) -> float:
     mixers = max((recurrences.live_width(mixer, placed.itemsize, options.recurrence) if mixer.recurrent else times * (
         _pair(mixer) + 2 * mixer.gates / 3) for mixer in placed.mixers), default=0)
     mlp = (4 if options.remat in ("full", "offload") else 3) if moving else 2
-    return times * h + mixers + mlp * f + moving * _period_width(placed, options)
+    return times * h + mixers + mlp * f + _others_width(placed, options, moving)
+
+
+def _others_width(placed: Placed, options: Options, moving: bool) -> float:
+    """As `_period_width`, where sequences are whole. moving: whether collectives overlap a layer's matmuls. Layers that
+    are split over data alone were read off programs compiled for 8 H100 with 1, 2 and 4 rows of a microbatch."""
+    stretch = max(pattern.stretches(placed.cfg), key=lambda stretch: stretch.num_layers)
+    if placed.mesh.sizes["stage"] > 1 or placed.cfg.num_experts or placed.num_shards("mlp") > 1:
+        return moving * _period_width(placed, options)
+    stream, f, others = placed.cfg.embed_dim / placed.stream_shards, _widest_mlp(placed), len(stretch.period) - 1
+    if moving and options.remat == "selective":
+        return others * (f + 3 * stream)
+    if moving:
+        return others * (3 * f + 4 * stream)
+    # Their weights' gradients wait for those of the whole microbatch; recurrences recompute beside each other.
+    grads = placed.layer.used / placed.tokens(options)
+    return others * (3 * f + stream + grads) + _waiting_width(placed, options, stretch)
 
 
 def _period_width(placed: Placed, options: Options, counted: int = 1) -> float:
     """Elements of a token that live of the other layers of a period, which are one loop's body: XLA delays their weight
     gradients and those of their norms, float32, and parts of their recurrences. counted: layers that other terms have.
     Read off compiled programs."""
-    period = max(pattern.stretches(placed.cfg), key=lambda stretch: stretch.num_layers).period
-    recurrent = [mixer for mixer in placed.mixers for kind in period if kind.mixer == mixer.letter and mixer.recurrent]
-    waiting = sum(recurrences.live_width(mixer, placed.itemsize, options.recurrence) for mixer in recurrent[1:])
+    stretch = max(pattern.stretches(placed.cfg), key=lambda stretch: stretch.num_layers)
     stream = placed.cfg.embed_dim / placed.stream_shards
-    return max(0, len(period) - counted) * (3 * _widest_mlp(placed) + 8 / placed.itemsize * stream) + WAITING * waiting
+    return (max(0, len(stretch.period) - counted) * (3 * _widest_mlp(placed) + 8 / placed.itemsize * stream)
+            + _waiting_width(placed, options, stretch))
+
+
+def _waiting_width(placed: Placed, options: Options, stretch) -> float:
+    """Elements of a token that live of a period's recurrences beside the first one's backward."""
+    recurrent = [mixer for mixer in placed.mixers for kind in stretch.period
+                 if kind.mixer == mixer.letter and mixer.recurrent]
+    return WAITING * sum(recurrences.live_width(mixer, placed.itemsize, options.recurrence) for mixer in recurrent[1:])
 
 
 def _pair(mixer: Mixer) -> float:
