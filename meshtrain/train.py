@@ -123,7 +123,9 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
     with claimed(run) as claim, watchdog.kept_in(directory / contents.STACKS, apart=remote), \
             jax.set_mesh(made.mesh), resume.checkpoints_of(run.run.dir, claim, every=run.checkpoint.every,
                                   keep=run.checkpoint.keep, keep_every=run.checkpoint.keep_every) as checkpoints:
-        local = LocalCheckpoints(run.checkpoint.local_dir, run.checkpoint.local_every, directory)
+        fallback = copies.named_home("states", addresses.parse(run.run.dir)) if remote else None
+        local = LocalCheckpoints(run.checkpoint.local_dir, run.checkpoint.local_every, directory, fallback=fallback)
+        checkpoints.fallback = local if remote else None
         with watch.phase("looking for a checkpoint", "restore"):
             start = resume.find(run, checkpoints, local, made.state_shapes, named := _named_files(made))
         run, origin = _with_documents_end(run, start)
@@ -549,8 +551,9 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
     if start.saved is not None:
         with config.user_errors():
             state = start.saved.restore(made.state_shapes)
-        say.out(f"going on after step "
-                f"{start.step}{', kept in checkpoint.local_dir' * isinstance(start.saved.store, LocalCheckpoints)}")
+        store = start.saved.store
+        say.out(f"going on after step {start.step}" + (f", kept in {store.name}" if isinstance(store, LocalCheckpoints)
+                                                       else ""))
         return state
     return with_weights(made, given, assembly.initialize(made))
 

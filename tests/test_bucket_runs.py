@@ -187,6 +187,36 @@ def test_a_bucket_that_fails_is_told_and_ends_no_run(server, tiny, monkeypatch):
     assert [row["step"] for row in kept_rows(there)] == [1, 2, 3, 4, 5, 6] and contents.steps(there) == [4, 6]
 
 
+@pytest.mark.parametrize("ending", ["three refused", "the last refused"])
+def test_while_a_bucket_takes_no_checkpoint_the_state_is_kept_on_the_host(ending, server, tiny):
+    """An expired token: the next start, with a new one, goes on from the newest state and not from the bucket's."""
+    last = 8 if ending == "three refused" else 6
+    there, undisturbed = f"s3://{BUCKET}/refusing{last}", f"s3://{BUCKET}/undisturbed{last}"
+    words = (*tiny, *SIX[:1], "12", *SIX[2:])
+    server.faults += [Fault(f"refusing{last}/checkpoints/{step}.", 10**6, 403) for step in range(4, last + 1, 2)]
+    done = call(train.main, *words, "--run.dir", there, *(("--training.steps", "6") if last == 6 else ()))
+    kept = f"step {last}, which these hosts have in {copies.home()}"
+    assert done.code == 1 and kept in done.err and "nothing is saved since step 2" in done.err, done.err
+    assert contents.steps(there) == [2]
+    server.faults.clear()
+    again = ran(*words, "--run.dir", there)
+    assert f"going on after step {last}, kept in {copies.home()}" in again.out, again.out
+    ran(*words, "--run.dir", undisturbed)
+    assert curve(kept_rows(there)) == curve(kept_rows(undisturbed)) and contents.steps(there)[-1] == 12
+    assert [path for path in (copies.home() / "states").rglob("*") if path.is_file()] == []
+
+
+def test_a_state_that_another_run_at_the_address_kept_is_not_taken(server, tiny):
+    there = f"s3://{BUCKET}/anew"
+    server.faults += [Fault("anew/checkpoints/", 10**6, 403)]
+    assert call(train.main, *tiny, *SIX, "--run.dir", there).code == 1
+    server.faults.clear()
+    stores.remove([one.address for one in stores.listed(addresses.parse(there))])
+    again = ran(*tiny, *SIX, "--run.dir", there)
+    assert "going on after" not in again.out and contents.steps(there) == [4, 6]
+    assert [path for path in (copies.home() / "states").rglob("*") if path.is_file()] == []
+
+
 def tampering(monkeypatch, act, step: int = 3):
     """Calls act() in the midst of that step's row."""
     from meshtrain.run.metrics import MetricsWriter
@@ -354,6 +384,21 @@ def test_hosts_that_share_only_the_bucket_train_and_go_on(ran_on, server, tmp_pa
     assert alone.wait(timeout=100) == 0
     assert [row["loss"] for row in kept_rows(there)] == pytest.approx([row["loss"] for row in rows(tmp_path / "alone")],
                                                                       rel=1e-5)
+
+
+@pytest.mark.slow
+def test_hosts_keep_their_parts_of_the_state_while_the_bucket_takes_none(ran_on, server, tmp_path):
+    there = f"s3://{BUCKET}/refused"
+    server.faults += [Fault(f"refused/checkpoints/{step}.", 10**6, 403) for step in (4, 6, 8)]
+    assert "step 8, which these hosts have in" in ran_on(there, 12, codes=(1, 1))[0]
+    server.faults.clear()
+    assert "going on after step 8, kept in" in ran_on(there, 12)[0]
+    server.faults += [Fault(f"refused/checkpoints/{step}.", 10**6, 403) for step in (14, 16, 18)]
+    ran_on(there, 20, codes=(1, 1))
+    server.faults.clear()
+    # a host that was replaced has no part, and all go on from the bucket
+    assert "going on after step 12" in (said := ran_on(there, 20, homes=(0, 2))[0]) and "is not used" in said
+    assert [row["step"] for row in kept_rows(there)] == list(range(1, 21)) and contents.steps(there)[-1] == 20
 
 
 @pytest.mark.slow

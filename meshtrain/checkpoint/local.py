@@ -9,6 +9,8 @@ start, newer than the shared checkpoint, with matching checksums; else the share
 run.dir/local.json names the start whose pieces are valid: those of other runs or discarded steps are never used. Mesh
 and process count may change if the pieces are on the host. Source: Gemini's in-memory checkpoints (SOSP 2023). This
 module knows no model.
+
+A run in a bucket saves here, too, while the bucket takes no checkpoint (`SharedCheckpoints.fallback`).
 """
 from __future__ import annotations
 
@@ -54,11 +56,16 @@ class _Part:
 
 class LocalCheckpoints:
     """The local checkpoints of one run. All processes make the same calls. Without a directory it saves and finds
-    nothing. Raises: ConfigError, in every process, if one cannot write to local_dir."""
+    nothing. fallback: a directory of this run alone, used where there is no local_dir; nothing is due there. Raises:
+    ConfigError, in every process, if one cannot write to local_dir."""
 
-    def __init__(self, local_dir: str, every: int, run_dir: Path, tell: Callable[[str], None] = say.err):
+    def __init__(self, local_dir: str, every: int, run_dir: Path, tell: Callable[[str], None] = say.err,
+                 fallback: Path | None = None):
         self.every, self.tell = every if local_dir else 0, tell
-        self._lineage_file, self._root = Path(run_dir) / LINEAGE, Path(local_dir).absolute() if local_dir else None
+        self.name = "checkpoint.local_dir" if local_dir else str(fallback)
+        self._fallback = None if local_dir else fallback
+        self._lineage_file = Path(run_dir) / LINEAGE
+        self._root = Path(local_dir).absolute() if local_dir else fallback
         self._lineage = agree.on_first(self._read_lineage)
         self._start = ""
         self._thread: threading.Thread | None = None
@@ -99,7 +106,7 @@ class LocalCheckpoints:
                 return Saved(self, step, agree.on_first(lambda: found[step][0].metadata))
             if jax.process_index() == 0:
                 more = f" and {len(bad) - 1} more" * (len(bad) > 1)
-                self.tell(f"checkpoint.local_dir: step {step} is not used ({bad[0]}{more}); going on from an older "
+                self.tell(f"{self.name}: step {step} is not used ({bad[0]}{more}); going on from an older "
                           f"checkpoint")
         return None
 
@@ -116,16 +123,16 @@ class LocalCheckpoints:
         other, step = where[me, max(whole)], max(whole)
         try:
             self._exchange.fetch(self._at[other], me, step)
-            self.tell(f"checkpoint.local_dir: process {me} has its part of step {step} from process {other}, whose "
+            self.tell(f"{self.name}: process {me} has its part of step {step} from process {other}, whose "
                       f"host kept a copy")
         except OSError as error:
-            self.tell(f"checkpoint.local_dir: the copy of step {step} that process {other} keeps cannot be fetched "
+            self.tell(f"{self.name}: the copy of step {step} that process {other} keeps cannot be fetched "
                       f"({files.said(error)})")
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
         """Restore arrays of a step found by `newest` to the shardings of `wanted`, which may be a part of them."""
         if not (parts := self._used.get(step)):
-            raise files.FileSystemError(f"checkpoint.local_dir: step {step} in {self._home()}, whose checksums have "
+            raise files.FileSystemError(f"{self.name}: step {step} in {self._home()}, whose checksums have "
                                         f"just held, cannot be read any more; see to the file system and start again")
         where = {piece: (part, offset) for part in parts for piece, offset in part.pieces.items()}
         maps = {part.place: np.memmap(part.place / SHARDS, np.uint8, "r") for part in parts}
@@ -158,7 +165,7 @@ class LocalCheckpoints:
         `used`, the one it resumed from. All others of this run are removed."""
         self._join()
         lineage, self._start = self._lineage, secrets.token_hex(8)
-        if lineage is None and not self.every:
+        if lineage is None and self._root is None:
             return
         at = str(self._lineage_file.parent.resolve())
 
@@ -180,6 +187,10 @@ class LocalCheckpoints:
         if self._root is not None:
             for place in self._home().glob("process-*/.coming-*"):
                 files.remove(place)
+        if self._fallback is not None:      # of runs that had this place before
+            for place in self._fallback.glob("*"):
+                if place != self._home():
+                    files.remove(place)
 
     def save(self, step: int, state: Any, metadata: dict) -> float:
         """Start saving this process's shards of `state` and `metadata` (JSON); return the seconds blocked, for the
@@ -202,6 +213,11 @@ class LocalCheckpoints:
         self._thread.start()
         return time.perf_counter() - began
 
+    def last(self) -> int:
+        """The newest step that every process has kept since `begin`; 0: none. Waits for a save in progress."""
+        self._settle()
+        return self._whole
+
     def forget(self) -> None:
         """Remove all local checkpoints of this run: a shared one is newer."""
         self._join()
@@ -221,7 +237,7 @@ class LocalCheckpoints:
             self._remove(lambda step: step < self._whole)
             return
         if (message := "; ".join(bad[:4])) != self._reported and jax.process_index() == 0:
-            self.tell(f"step {self._started} is not kept in checkpoint.local_dir ({message}); training goes on, with "
+            self.tell(f"step {self._started} is not kept in {self.name} ({message}); training goes on, with "
                       f"what was kept before")
         self._reported, self._failure = message, ""
         self._remove(lambda step: step == self._started)
@@ -253,7 +269,7 @@ class LocalCheckpoints:
                 self._exchange.send(self._at[self._partner], jax.process_index(), step)
             except OSError as error:
                 self._without = files.said(error)
-                self.tell(f"checkpoint.local_dir: process {self._partner} does not get the copies of process "
+                self.tell(f"{self.name}: process {self._partner} does not get the copies of process "
                           f"{jax.process_index()} any more ({self._without}); training goes on without them")
 
     def _join(self) -> None:

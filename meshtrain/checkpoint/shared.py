@@ -31,6 +31,16 @@ class CheckpointError(files.FileSystemError):
     """A checkpoint could not be saved or read. The message has the step, the place and the system's error."""
 
 
+class Fallback(Protocol):
+    """Keeps the state while the place takes no checkpoint: `LocalCheckpoints`. All processes make the same calls."""
+    name: str
+
+    def save(self, step: int, state: Any, metadata: dict) -> float: ...
+
+    def last(self) -> int:
+        """The newest step that it has from every process; 0: none."""
+
+
 class Store(Protocol):
     """Where a run saves its state: `SharedCheckpoints`, or `LocalCheckpoints` (per host). All processes make the same
     calls."""
@@ -88,6 +98,7 @@ class SharedCheckpoints(abc.ABC):
         self.tell = tell or say.err
         # whether a step is still needed, see `retired`
         self.is_needed: Callable[[int], bool] = lambda step: False
+        self.fallback: Fallback | None = None   # what keeps the state after a save that has failed
         self.check_claim, self._claimed = check_claim, False
         self._thread: threading.Thread | None = None
         self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0
@@ -189,6 +200,8 @@ class SharedCheckpoints(abc.ABC):
         # A step set aside since (damaged, or the run went back) is saved again.
         if step == self._step and not failed and agree.on_first(lambda: self._exists(step)):
             return time.perf_counter() - start
+        if failed and self.fallback:
+            self.fallback.save(step, state, metadata)
         self._step, self._saves, self._after_failure = step, self._saves + 1, bool(failed)
         copied = threading.Event()
         self._thread = threading.Thread(target=self._save,
@@ -200,8 +213,14 @@ class SharedCheckpoints(abc.ABC):
             if failure := agree.exchange(self._failure)[0]:
                 raise agree.agreed(CheckpointError(
                     f"{failure}; {failed + 1} saves in a row have failed, and the run stops before it loses more: see "
-                    f"to {self.place} and start again, it goes on from the last checkpoint that was saved"))
+                    f"to {self.place} and start again, it goes on from {self._resumed_from()}"))
         return time.perf_counter() - start
+
+    def _resumed_from(self) -> str:
+        """What the next start goes on from, after saves that have failed."""
+        if kept := self.fallback and self.fallback.last():
+            return f"step {kept}, which these hosts have in {self.fallback.name}"
+        return "the last checkpoint that was saved"
 
     def _save(self, step, state, document, copied):
         """In the background, in every process: write its part; process 0 then commits."""
@@ -288,7 +307,9 @@ class SharedCheckpoints(abc.ABC):
         """Wait until no process is writing. Raises: CheckpointError if the last save failed."""
         self._join()
         if failure := agree.exchange(self._failure)[0]:
-            raise agree.agreed(CheckpointError(failure))
+            kept = self.fallback and self.fallback.last()
+            raise agree.agreed(CheckpointError(
+                f"{failure}; a start on these hosts goes on from {self._resumed_from()}" if kept else failure))
 
     def __enter__(self) -> Self:
         return self
