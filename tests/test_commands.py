@@ -259,8 +259,9 @@ def test_a_failed_final_save_is_exit_1_and_a_failed_regular_one_is_told(tiny, tm
     saved = tmp_path / "run" / "checkpoints"
     assert ran.code == 1 and "Traceback" not in ran.err
     lines = ran.err.splitlines()
-    assert lines[0] == f"checkpoint of step 2 not saved in {saved}: No space left on device"
-    assert lines[1] == f"checkpoint of step 6 not saved in {saved}: No space left on device"
+    assert lines[0] == f"checkpoint of step 2 not saved in {saved}: No space left on device; nothing is saved yet"
+    assert lines[1] == (f"checkpoint of step 6 not saved in {saved}: No space left on device; nothing is saved since "
+                        f"step 4")
     assert lines[2].startswith(f"error: {lines[1]}") and len(lines) == 3
     assert [path.name for path in saved.iterdir()] == ["4"]
     monkeypatch.undo()
