@@ -67,6 +67,7 @@ def _text_problems(run: Run):
                     continue
                 if "\0" in text:
                     yield f"{name}={toml(text)} has a null character, which no name of a file can; take it out"
+                    continue
                 try:
                     os.fsencode(text)
                 except UnicodeEncodeError:
