@@ -149,7 +149,7 @@ def test_the_sampler_and_the_step_round_alike_in_bfloat16(place, home, monkeypat
 def test_the_parts_of_a_runs_time_add_up(place, home, more):  # noqa: F811
     directory = place / f"time{len(more)}"
     done = ran(*words(place, directory.name, "--checkpoint.every=2", *more))
-    start, end = map(json.loads, (directory / "history.jsonl").read_text().splitlines())
+    _, *_, end = map(json.loads, (directory / "history.jsonl").read_text().splitlines())
     spent, found = end["spent_s"], rows(directory)
     assert sum(spent.values()) == pytest.approx(end["run_s"], abs=0.01)
     total = lambda *names: sum(row.get(name) or 0 for row in found for name in names)

@@ -3,9 +3,10 @@ holds the interpreter's lock: then no thread of the process itself can.
 
 A timer of wall time must not end a process: one that was stopped (SIGSTOP, scontrol suspend, docker pause, a debugger)
 would end when it is continued. So the monitor counts only seconds in which the watched process was not stopped and the
-monitor itself ran. The stacks come from faulthandler's C thread, which does not need the lock. The exit code is 1:
-glibc calls _exit as soon as a byte arrives in a pipe. This file is the monitor's program, too; it imports the standard
-library alone.
+monitor itself ran. faulthandler writes the stacks in a signal handler, which does not need the lock. The monitor sends
+the signal only when it ends the process: to walk the frames of threads that run can crash. The exit code is 1: glibc
+calls _exit as soon as a byte arrives in a pipe. This file is the monitor's program, too; it imports the standard library
+alone.
 """
 from __future__ import annotations
 
@@ -26,11 +27,13 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 1.0
-STACKS_S = 0.5      # for the C thread, from its timer to its last line
+STACKS_S = 2.0      # for the signal handler, to its last line
+STACKS = signal.SIGRTMIN + 9        # the signal
 STUCK_S = 3.0       # for a file system or a terminal that hangs
 EXIT_S = 2.0        # from the byte to SIGKILL
 MOST_STACKS = 1 << 20
 SIGEV_THREAD = 2
+TIMEOUT = b"Timeout (no thread of Python runs)!\n"      # as faulthandler's own, see `stacks`
 
 
 class Clock:
@@ -70,6 +73,8 @@ class Monitor:
     def __init__(self, head: int, tell: Callable[[str], None]):
         self.head, self.tell = head, tell
         self._stacks = tempfile.TemporaryFile()     # faulthandler's, read by the monitor
+        self.thread = threading.get_native_id()     # gets the signal, which interrupts what a thread waits for
+        faulthandler.register(STACKS, self._stacks)
         self._process: subprocess.Popen | None = None
         self._target = -1
         self._last = b""
@@ -101,12 +106,7 @@ class Monitor:
         the terminal. path: where the stacks go; empty: to the terminal, too."""
         if self._stacks.closed:     # a thread has outlived the command
             return
-        faulthandler.cancel_dump_traceback_later()
-        self._stacks.seek(0)
-        self._stacks.truncate()
-        if left_s < float("inf"):
-            faulthandler.dump_traceback_later(max(left_s, 0.001), exit=False, file=self._stacks)
-        self._last = json.dumps([left_s, words, path]).encode() + b"\n"
+        self._last = json.dumps([left_s, words, path, self.thread]).encode() + b"\n"
         self._send()
 
     def _send(self) -> None:
@@ -114,7 +114,7 @@ class Monitor:
             os.write(self._target, self._last)
 
     def close(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(STACKS)
         self._stacks.close()
         if self._target is not None:
             os.close(self._target)
@@ -160,7 +160,7 @@ def main(parent: int, source: int, stacks: int, ending: int, head: int) -> None:
         signal.signal(number, signal.SIG_IGN)       # it ends with the watched process
     poll, clock, received = select.poll(), Clock(LOOK_S), b""
     poll.register(source, select.POLLIN)
-    left_s, words, path = float("inf"), "", ""
+    left_s, words, path, thread = float("inf"), "", "", parent
     while os.getppid() == parent:
         began = clock.look()
         if poll.poll(1000 * max(min(LOOK_S, left_s), 0.01)):
@@ -168,18 +168,34 @@ def main(parent: int, source: int, stacks: int, ending: int, head: int) -> None:
                 return
             *lines, received = (received + data).split(b"\n")
             if lines:
-                left_s, words, path = json.loads(lines[-1])
-                left_s += STACKS_S
+                left_s, words, path, thread = json.loads(lines[-1])
         elif not _is_stopped(parent):
             left_s -= clock.look() - began
             if left_s <= 0:
-                end(parent, os.pread(stacks, MOST_STACKS, 0), words, path, ending, head)
+                end(parent, _stacks_of(parent, thread, stacks), words, path, ending, head)
 
 
 def _is_stopped(pid: int) -> bool:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()[0] in "Tt"
     return False
+
+
+def _stacks_of(parent: int, thread: int, stacks: int) -> bytes:
+    """What faulthandler writes in the thread of the watched process, behind TIMEOUT."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "tgkill"):         # glibc from 2.30 on
+        libc.tgkill(parent, thread, int(STACKS))
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(parent, STACKS)
+    found, until = b"", time.monotonic() + STACKS_S
+    while time.monotonic() < until:
+        time.sleep(0.1)
+        before, found = found, os.pread(stacks, MOST_STACKS, 0)
+        if found and found == before:
+            break
+    return TIMEOUT + found
 
 
 def end(parent: int, stacks: bytes, words: str, path: str, ending: int, head: int) -> None:

@@ -80,7 +80,7 @@ class ProcessState:
 @dataclasses.dataclass(frozen=True)
 class Report:
     """One process's file. threads: its first stacks, innermost frame first; None: no stacks. fatal: the error of a
-    crash. locked: its C watchdog fired because no Python thread could run."""
+    crash. locked: its monitor ended it because no Python thread could run."""
     state: ProcessState
     threads: dict[str, list[StackFrame]] | None
     fatal: str

@@ -88,9 +88,10 @@ class Watchdog:
         self._closed, self._firing = threading.Event(), threading.RLock()
         self._clock, self._monitor = Clock(LOOK_S), Monitor(stacks.HEAD, tell)
         self._now = self._noted = _Now("start", "start", self._limit_s("start"), self._clock.now(), time.time(), 0)
-        self._arm()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._thread.start()
+        self._monitor.thread = self._thread.native_id
+        self._arm()
         # in a thread of its own, so that a hanging file system does not hang the watchdog
         self._beat = files.Beat(self._note, NOTED_S)
         if count > 1:
