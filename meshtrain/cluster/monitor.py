@@ -5,8 +5,8 @@ A timer of wall time must not end a process: one that was stopped (SIGSTOP, scon
 would end when it is continued. So the monitor counts only seconds in which the watched process was not stopped and the
 monitor itself ran. faulthandler writes the stacks in a signal handler, which does not need the lock. The monitor sends
 the signal only when it ends the process: to walk the frames of threads that run can crash. The exit code is 1: glibc
-calls _exit as soon as a byte arrives in a pipe. This file is the monitor's program, too; it imports the standard library
-alone.
+calls _exit as soon as a byte arrives in a pipe. This file is the monitor's program, too; it imports the standard
+library alone.
 """
 from __future__ import annotations
 
