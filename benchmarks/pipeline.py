@@ -67,7 +67,9 @@ def autodiff_gpipe(made):
         def tick(x, t):
             at = lambda a, i: lax.dynamic_index_in_dim(a, jnp.clip(i, 0, M - 1), 0, keepdims=False)
             inputs = model.inputs(jax.tree.map(lambda a: at(a, t - stage), batch))
-            layer = lambda x, scanned: (transformer.block(ex, model.period[0], scanned[0], x, inputs, scanned[1])[0], None)
+
+            def layer(x, scanned):
+                return transformer.block(ex, model.period[0], scanned[0], x, inputs, scanned[1])[0], None
             x = jnp.where(stage == 0, at(x_MBTD, t), x)
             y, _ = lax.scan(layer, x, (ws, stage * depth + jnp.arange(depth)))
             return lax.ppermute(y, "stage", [(i, (i + 1) % num_stages) for i in range(num_stages)]), y
@@ -183,7 +185,9 @@ def layer_flops(made, params) -> tuple[float, float]:
         shape, jnp.int32)) | {"sequence": jax.ShapeDtypeStruct(shape[:1], jnp.int32)})
     w = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     x = jax.ShapeDtypeStruct((*shape, run.model.embed_dim), ex.dtype)
-    forward = lambda w, x, inputs: jax.vjp(lambda w, x: transformer.block(ex, model.period[0], w, x, inputs, 0)[0], w, x)
+
+    def forward(w, x, inputs):
+        return jax.vjp(lambda w, x: transformer.block(ex, model.period[0], w, x, inputs, 0)[0], w, x)
     _, vjp = jax.eval_shape(forward, w, x, inputs)
     count = lambda f, *args: sum(audit.read(jax.jit(f).lower(*args).compile().as_text(), made.mesh).flops.values())
     return count(forward, w, x, inputs), count(lambda vjp, dy: vjp(dy), vjp, x)
@@ -231,7 +235,7 @@ def assembled(run, devices, remat: str, schedule: str, chunks: int) -> assembly.
     return assembly.assemble(run.replaced(training={"remat": remat}, pipeline={"schedule": schedule, "chunks": chunks}), devices)
 
 
-def measure(run, devices) -> str:
+def measure(run: config.Run, devices) -> str:
     """The page. Raises SystemExit where a schedule is not the baseline's model."""
     contestants = []
     made = assembled(run, devices, "none", "1f1b", 1)
@@ -277,7 +281,7 @@ def agree(c: Contestant, expected, within: float) -> None:
                          f"{difference:.1e} of their norm: not the same model")
 
 
-def report(run, made, devices, contestants, ideal) -> str:
+def report(run: config.Run, made, devices, contestants, ideal) -> str:
     on_cpu = devices[0].platform == "cpu"
     kind = "simulated devices" if on_cpu else f"× {devices[0].device_kind}"
     m, M = run.model, run.training.microbatches

@@ -56,7 +56,7 @@ def measure(processes: int, kills: int, run_words: list[str]) -> list[list[float
                 "--run.dir", f"{home}/run", "--checkpoint.every", "3", "--training.steps", "100000"]
         run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
-            return [one for number in range(kills + 1) if (one := _killed(run, Path(home) / "run", number))]
+            return [one for number in range(kills + 1) if (one := _kill(run, Path(home) / "run", number))]
         finally:
             run.send_signal(signal.SIGTERM)
             for _ in run.stdout:
@@ -64,15 +64,15 @@ def measure(processes: int, kills: int, run_words: list[str]) -> list[list[float
             run.wait()
 
 
-def _saved(directory: Path) -> int:
+def _find_newest(directory: Path) -> int:
     """The step of the newest whole checkpoint; 0: none."""
     return max((int(path.name) for path in (directory / "checkpoints").glob("[0-9]*")), default=0)
 
 
-def _killed(run: subprocess.Popen, directory: Path, number: int) -> list[float]:
+def _kill(run: subprocess.Popen, directory: Path, number: int) -> list[float]:
     """Seconds of the phases; none the first time, when there was nothing to load."""
-    before = _saved(directory)
-    while _saved(directory) <= before:
+    before = _find_newest(directory)
+    while _find_newest(directory) <= before:
         if run.poll() is not None:
             raise SystemExit("the run has ended")
         time.sleep(0.1)

@@ -257,7 +257,7 @@ def main(argv) -> int:
     return 0
 
 
-def measure(run, scratch: Path) -> str:
+def measure(run: config.Run, scratch: Path) -> str:
     """The page. Raises SystemExit where the two implementations differ."""
     print("the quickstart, twice …", file=sys.stderr)
     starts = {"empty": first_step_s(scratch / "cold", scratch / "cache"),
@@ -334,7 +334,7 @@ def ratio(a: Contestant, b: Contestant, of: str = "times") -> float:
     return statistics.median(x / y for x, y in zip(getattr(a, of), getattr(b, of)))
 
 
-def report(run, made, devices, contestants, aims, starts) -> str:
+def report(run: config.Run, made, devices, contestants, aims, starts) -> str:
     tokens = run.data.global_batch * run.data.seq_len
     gpu = hardware.from_device_kind(devices[0].device_kind)
     peak = gpu.peak(run.model.compute_dtype) if gpu and devices[0].platform != "cpu" else None

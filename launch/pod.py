@@ -60,7 +60,7 @@ def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
     code, said = _last_words(run, attempt - 1)
     say.err(f"the start before ended: {said}")
     failures = restart.Failures(run, max_restarts, scheduled=True)
-    wait_s = restart.counted(failures, code, said, attempt)
+    wait_s = restart.count(failures, code, said, attempt)
     with contextlib.suppress(files.FileSystemError):        # the next start removes them
         _remove(run, lambda name: not name.startswith(f"{LAST_WORDS}/{attempt}-"))
     return None if wait_s is None else time.time() + wait_s

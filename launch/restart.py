@@ -137,7 +137,7 @@ def main(given: config.Arguments) -> int:
     failures = Failures(config.load(given.run), given["max-restarts"], scheduled=bool(given["scheduled"]))
     # Slurm sets it from the first restart on.
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1 if "SLURM_JOB_ID" in os.environ else None
-    wait_s = counted(failures, code, _last_words(code, given["said"]), restarts)
+    wait_s = count(failures, code, _last_words(code, given["said"]), restarts)
     if wait_s is None:
         return 1
     say.out(f"{wait_s:g}")
@@ -160,7 +160,7 @@ def _last_words(code: int, said: Path | None) -> str:
     return ""
 
 
-def counted(failures: Failures, code: int, words: str = "", restarts: int | None = None) -> float | None:
+def count(failures: Failures, code: int, words: str = "", restarts: int | None = None) -> float | None:
     """`Failures.wait_s`, with the count in run.dir/restarts.json, and the wall-clock time of the next start, `begins`.
 
     restarts: the scheduler's count, the next start included; None: it has none. It stands for ours where the file

@@ -86,7 +86,7 @@ def summary(data: dict) -> str:
                   f"again"]
     lines += [_of_try(data, number)
               for number in range(max(1, len(data["starts"]) - TRIES + 1), len(data["starts"]) + 1)]
-    return "\n".join(map(say.escaped, lines))
+    return "\n".join(map(say.escape, lines))
 
 
 def _of_try(data: dict, number: int) -> str:

@@ -482,20 +482,20 @@ def test_launchers_count_failures_and_leave_words_in_the_bucket(server, tmp_path
     there = f"s3://{BUCKET}/launched"
     run = config.load([f"--run.dir={there}"])
     assert restart.newest(run) == 0 and restart.read(run) == {}
-    assert restart.counted(restart.Failures(run, 2), 1, "a device failed") == restart.FIRST_S
-    assert restart.counted(restart.Failures(run, 2), 1) == 2 * restart.FIRST_S
+    assert restart.count(restart.Failures(run, 2), 1, "a device failed") == restart.FIRST_S
+    assert restart.count(restart.Failures(run, 2), 1) == 2 * restart.FIRST_S
     assert restart.read(run)["said"] == ["a device failed", "exit code 1"]
     stores.write(addresses.parse(f"{there}/checkpoints/4"), b"{}")
-    assert restart.newest(run) == 4 and restart.counted(restart.Failures(run, 2), 1) == 0
+    assert restart.newest(run) == 4 and restart.count(restart.Failures(run, 2), 1) == 0
     messages.write(there, "last_words/0-1", "out of memory")
     assert messages.names(there, "last_words") == ["last_words/0-1"]
     assert messages.read(there, "last_words/0-1") == "out of memory" and messages.read(there, "last_words/0-2") is None
     server.faults += [Fault("launched/restarts.json", 10**6, 503)]
     with pytest.raises(files.FileSystemError, match="restarts.json cannot be read: .*503"):
-        restart.counted(restart.Failures(run, 2), 1)
+        restart.count(restart.Failures(run, 2), 1)
     server.faults[-1].status = 403
     with pytest.raises(config.ConfigError, match="restarts.json is refused with 403"):
-        restart.counted(restart.Failures(run, 2), 1)
+        restart.count(restart.Failures(run, 2), 1)
 
 
 @pytest.mark.slow

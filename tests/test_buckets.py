@@ -625,7 +625,7 @@ def test_who_lost_the_place_sends_nothing_and_promises_nothing(mirrored):
         with pytest.raises(LostClaimError):
             sender.send()
         (mirrored.here / "rows").write_text("rows")
-        sender._sent["rows"] = sender._found({})["rows"], 0.0
+        sender._sent["rows"] = sender._find({})["rows"], 0.0
     assert sent(mirrored.target) == FOUR and mirrored.told == []
 
 

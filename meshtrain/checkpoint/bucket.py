@@ -189,18 +189,20 @@ class BucketCheckpoints(SharedCheckpoints):
                     of[piece[2]].append(piece)
                 names = [name for name in sorted(index["objects"])
                          if not only_params or any(array.startswith(f"{PARAMS}/") for array, *_ in of[name])]
-                fault = lambda name: self._object_fault(index["folder"], name, index["objects"][name], of[name])
+
+                def check(name: str) -> str:
+                    return self._object_fault(index["folder"], name, index["objects"][name], of[name])
                 own = names[jax.process_index()::jax.process_count()]
-                return next(filter(None, _all_at_once(fault, own)), "")
+                return next(filter(None, _all_at_once(check, own)), "")
             except (*_BROKEN, AttributeError) as error:
                 return files.said(error)
             except stores.Missing:
                 return "it is gone"
 
-        def asked() -> str:
+        def ask() -> str:
             with _judged(f"{self.named(step)} cannot be read"):
                 return found()
-        return next(filter(None, agree.exchange(agree.everywhere(asked))), "")
+        return next(filter(None, agree.exchange(agree.everywhere(ask))), "")
 
     def _object_fault(self, folder: str, name: str, size: int, held: Sequence[list]) -> str:
         """How an object differs from what was written; empty if it does not. held: its pieces in order."""

@@ -170,14 +170,14 @@ def on_first(target: Target, act: Callable[[], object]) -> None:
 
 def _on_each(target: Address, act: Callable[[], Value]) -> Value:
     """The same in all processes. Returns what act() returned in this one."""
-    def judged() -> Value:
+    def judge() -> Value:
         try:
             return act()
         except OSError as error:
             raise CheckpointError(f"{target} could not be written: {files.said(error)}") from error
         except StorageError as error:
             raise ConfigError(str(error)) from None
-    return agree.everywhere(judged)
+    return agree.everywhere(judge)
 
 
 @contextlib.contextmanager

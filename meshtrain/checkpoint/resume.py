@@ -308,7 +308,7 @@ def _changes(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple[t
             if name == "data.mixture":
                 was, new = ([one["weight"] for one in mixture] for mixture in (was, new))
             if named and name in named and (then := contents_then.get(name)) is not None:
-                if _parsed(then) == _parsed(named[name]):
+                if _parse(then) == _parse(named[name]):
                     continue
                 if was == new:
                     was, new = (f"{new} ({_digest(content)})" for content in (then, named[name]))
@@ -325,7 +325,7 @@ def _changes(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple[t
     return tuple(recorded)
 
 
-def _parsed(content: str) -> object:
+def _parse(content: str) -> object:
     """A rule file without its spelling; any other content as it is."""
     try:
         return tomllib.loads(content)
@@ -339,7 +339,7 @@ def _digest(content: str) -> str:
 
 def _record(path: Path, step: int, changes: list[tuple[str, object, object]]) -> None:
     """Append changes that a start killed before its first checkpoint has not already recorded."""
-    known = [(row["step"], row["key"], row["to"]) for row in rows.Log(path, rows.is_change).told()]
+    known = [(row["step"], row["key"], row["to"]) for row in rows.Log(path, rows.is_change).read()]
     added = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
              for key, old, new in changes if (step, key, new) not in known]
     if added:

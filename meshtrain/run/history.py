@@ -167,7 +167,7 @@ def unsaid(directory: Path, began: float) -> tuple[str, bool]:
 
 def read(directory: Path) -> list[dict]:
     """The lines; those that are none are told. Raises: OSError."""
-    return _log(directory).told()
+    return _log(directory).read()
 
 
 def _log(directory: Path) -> rows.Log:

@@ -45,7 +45,7 @@ class Log:
     def __init__(self, path: str | os.PathLike, is_row: Callable[[Row], bool]):
         self.path, self.is_row = Path(path), is_row
 
-    def told(self) -> list[Row]:
+    def read(self) -> list[Row]:
         """All rows, of a short log; how many lines are none, but not empty, is told."""
         lines = list(self.lines())
         if others := sum(line.row is None and not line.empty for line in lines):

@@ -193,7 +193,7 @@ def _shown(stream, text: str) -> str:
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if on_terminal(stream) else text
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """A line of what others wrote, with control characters escaped for files and pipes, too: a terminal may be behind.
     """
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)

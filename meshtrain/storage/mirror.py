@@ -116,7 +116,7 @@ class Mirror(contextlib.AbstractContextManager):
         self.check_claim = check_claim
         self._forgotten, self._gone = set[str](), set[str]()
         self._sent: dict[str, tuple[tuple, float]] = {}
-        self._sent = {name: (state, 0.0) for name, state in self._found({}).items()}
+        self._sent = {name: (state, 0.0) for name, state in self._find({}).items()}
         self._failed: dict[str, Exception] = {}     # in the last send
         self._lock, self._done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_sending, daemon=True, name="mirror")
@@ -140,14 +140,14 @@ class Mirror(contextlib.AbstractContextManager):
         failed: dict[str, Exception] = {}
 
         def put(name: str) -> None:
-            with _collected(failed, name), contextlib.suppress(FileNotFoundError):      # since it was found
+            with _collect(failed, name), contextlib.suppress(FileNotFoundError):      # since it was found
                 if not name.isprintable():
                     raise ValueError("no object can have this name")
                 stores.write(self.target.below(name), self.source / name)
                 self._sent[name] = found[name], now
         with self._lock:
-            with _collected(failed, ""):
-                found, now = self._found(failed), time.monotonic()
+            with _collect(failed, ""):
+                found, now = self._find(failed), time.monotonic()
                 changed = [name for name, state in found.items() if self._sent.get(name, (None,))[0] != state]
                 due = [name for name in changed if all_of_them or self._is_due(name, found[name][1], now)]
                 forgotten = [name for name in self._forgotten.copy() if name not in found]
@@ -172,16 +172,16 @@ class Mirror(contextlib.AbstractContextManager):
     def _is_due(self, name: str, size: int, now: float) -> bool:
         return name not in self._sent or now - self._sent[name][1] >= size / SLOWEST_BYTES_S
 
-    def _found(self, failed: dict[str, Exception]) -> dict[str, tuple]:
+    def _find(self, failed: dict[str, Exception]) -> dict[str, tuple]:
         """Name -> what changes with the file. failed: gets what is gone or cannot be read; ".": the directory."""
         found = {}
 
-        def refused(error: OSError) -> None:
+        def note(error: OSError) -> None:
             name = os.path.relpath(error.filename, self.source)
             if name == os.curdir or not isinstance(error, FileNotFoundError):
                 failed[name] = error
-        for name in filter(self.wanted, _names(self.source, refused)):
-            with _collected(failed, name), contextlib.suppress(FileNotFoundError):
+        for name in filter(self.wanted, _names(self.source, note)):
+            with _collect(failed, name), contextlib.suppress(FileNotFoundError):
                 status = os.stat(self.source / name)
                 if stat.S_ISREG(status.st_mode):
                     found[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
@@ -196,7 +196,7 @@ class Mirror(contextlib.AbstractContextManager):
     def _tell(self, failed: dict[str, Exception]) -> None:
         for why, some in itertools.groupby(failed, lambda name: files.said(failed[name])):
             names = list(some)
-            self.tell(f"{self.target} does not get {_listed(names)} of {self.source}: {why}")
+            self.tell(f"{self.target} does not get {_list(names)} of {self.source}: {why}")
 
     def _keep_sending(self) -> None:
         with contextlib.suppress(LostClaimError):       # who has found it tells it
@@ -229,17 +229,17 @@ class Mirror(contextlib.AbstractContextManager):
                  or isinstance(error, (StorageError, files.FileSystemError))]
         if lacks and kind is None:
             raise files.FileSystemError(
-                f"{self.target} does not have the end of {_listed(lacks)}: {files.said(failed[lacks[0]])}. What is in "
+                f"{self.target} does not have the end of {_list(lacks)}: {files.said(failed[lacks[0]])}. What is in "
                 f"{self.source} stays until the next start, which takes the files of the bucket")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list(names: Sequence[str]) -> str:
     shown = ("the files" if name in ("", os.curdir) else repr(name)[1:-1] for name in names[:3])
     return ", ".join(shown) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 @contextlib.contextmanager
-def _collected(failed: dict[str, Exception], name: str) -> Iterator[None]:
+def _collect(failed: dict[str, Exception], name: str) -> Iterator[None]:
     """Context: failed[name] gets what is raised inside, also a panic of obstore, which is no Exception."""
     try:
         yield
@@ -301,7 +301,7 @@ class Lease:
 
     def _beat(self) -> None:
         failed: dict[str, Exception] = {}
-        with _collected(failed, ""):
+        with _collect(failed, ""):
             if (taken_by := self._renew()) is not None and not self._done.is_set():
                 self._done.set()
                 self.lost(taken_by)
