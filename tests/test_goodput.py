@@ -318,7 +318,7 @@ def test_a_line_of_the_history_that_is_none_is_told_and_left_out_and_stays(life,
     life.try_(4, 10, ends="stopped on request (SIGTERM)")
     life.clocks.sleep(30)
     life.try_(10, 12, ends="finished")
-    assert ("history.jsonl: 1 of its lines are none that this version writes" in capsys.readouterr().err) == bool(line)
+    assert ("history.jsonl: this version cannot read 1 of its lines" in capsys.readouterr().err) == bool(line)
     assert life.told()["time_s"] == pytest.approx(SPENT, abs=EXACT)
     assert line in (life.directory / "history.jsonl").read_text().split("\n")
     call = report.summary(life.told())

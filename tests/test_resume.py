@@ -140,7 +140,7 @@ def test_a_line_of_the_changes_that_is_none_is_told_and_stays_and_forbids_nothin
         run = run_in(two, "--optimizer.learning_rate", 1e-4)
         with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
             resume.begin(run, resume.find(run, checkpoints), checkpoints, None, "# rules")
-    assert (f"{path}: 1 of its lines are none that this version writes" in capfd.readouterr().err) == bool(line)
+    assert (f"{path}: this version cannot read 1 of its lines" in capfd.readouterr().err) == bool(line)
     lines = path.read_text().split("\n")
     assert lines[:2] == [change[:-1], line] and len(lines) == 4
     assert [row["key"] for row in rows.Log(path, rows.is_change)] == ["mesh.fsdp", "optimizer.learning_rate"]

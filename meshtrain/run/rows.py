@@ -46,10 +46,10 @@ class Log:
         self.path, self.is_row = Path(path), is_row
 
     def read(self) -> list[Row]:
-        """All rows, of a short log; how many lines are none, but not empty, is told."""
+        """All rows of a short log. Tells how many lines, empty ones apart, are no rows."""
         lines = list(self.lines())
         if others := sum(line.row is None and not line.empty for line in lines):
-            say.err(f"{self.path}: {others} of its lines are none that this version writes; they are left out")
+            say.err(f"{self.path}: this version cannot read {others} of its lines, and leaves them out")
         return [line.row for line in lines if line.row is not None]
 
     def __iter__(self) -> Iterator[Row]:

@@ -105,9 +105,10 @@ class Mirror(contextlib.AbstractContextManager):
     It adds and replaces, and removes only what `forget` names. A file that is gone from the directory stays in the
     bucket, and is not sent again: somebody has emptied this host's cache, and what is written there later is not whole.
 
-    wanted: by name within the directory. needed: top-level names without which a checkpoint is worth nothing; the first
-    is sent before all others. check_claim: called before anything is sent; raises LostClaimError where another has
-    taken the place over. What cannot be sent is told by name, and tried again. The directory is as `fetch` has made it.
+    wanted: whether a file, by its name within the directory, is sent. needed: top-level names without which a checkpoint
+    is worth nothing; the first is sent before all others. check_claim: called before anything is sent; raises
+    LostClaimError if another start has taken the place over. A file that cannot be sent is told by name and tried again.
+    `fetch` has filled the directory.
     """
 
     def __init__(self, source: Path, target: Address, wanted: Callable[[str], bool], *, needed: Sequence[str],
@@ -131,12 +132,12 @@ class Mirror(contextlib.AbstractContextManager):
                 raise error
 
     def forget(self, name: str) -> None:
-        """Remove a file from the bucket with the next send that does not find it in the directory."""
+        """The next send removes this file from the bucket, if it is no longer in the directory."""
         self._forgotten.add(name)
 
     def _send(self, *, all_of_them: bool = True) -> dict[str, Exception]:
-        """Send what has changed, or what of it is due. Returns why a name could not be sent ("": why none); tells each
-        once. Raises: LostClaimError."""
+        """Send all changed files, or those that are due. Returns name -> why it could not be sent ("": why none could);
+        tells each once. Raises: LostClaimError."""
         failed: dict[str, Exception] = {}
 
         def put(name: str) -> None:
@@ -173,7 +174,8 @@ class Mirror(contextlib.AbstractContextManager):
         return name not in self._sent or now - self._sent[name][1] >= size / SLOWEST_BYTES_S
 
     def _find(self, failed: dict[str, Exception]) -> dict[str, tuple]:
-        """Name -> what changes with the file. failed: gets what is gone or cannot be read; ".": the directory."""
+        """Name -> a tuple that changes when the file does. failed: gets what is gone or cannot be read; ".": the
+        directory."""
         found = {}
 
         def note(error: OSError) -> None:
@@ -190,7 +192,7 @@ class Mirror(contextlib.AbstractContextManager):
         self._gone |= {name for name in self._sent.keys() - found.keys() - self._forgotten
                        if not f"{name}/".startswith(unread)}
         if os.curdir not in failed:
-            failed |= dict.fromkeys(self._gone, _Gone("it is gone from there, is not sent again, and stays as it is"))
+            failed |= dict.fromkeys(self._gone, _Gone("it is gone there; the bucket keeps what it has"))
         return {name: state for name, state in found.items() if name not in self._gone}
 
     def _tell(self, failed: dict[str, Exception]) -> None:
