@@ -105,10 +105,10 @@ class Mirror(contextlib.AbstractContextManager):
     It adds and replaces, and removes only what `forget` names. A file that is gone from the directory stays in the
     bucket, and is not sent again: somebody has emptied this host's cache, and what is written there later is not whole.
 
-    wanted: whether a file, by its name within the directory, is sent. needed: top-level names without which a checkpoint
-    is worth nothing; the first is sent before all others. check_claim: called before anything is sent; raises
-    LostClaimError if another start has taken the place over. A file that cannot be sent is told by name and tried again.
-    `fetch` has filled the directory.
+    wanted: whether a file, by its name within the directory, is sent. needed: top-level names without which a
+    checkpoint is worth nothing; the first is sent before all others. check_claim: called before anything is sent;
+    raises LostClaimError if another start has taken the place over. A file that cannot be sent is told by name and
+    tried again. `fetch` has filled the directory.
     """
 
     def __init__(self, source: Path, target: Address, wanted: Callable[[str], bool], *, needed: Sequence[str],
