@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -45,9 +46,9 @@ def main(given: config.Arguments) -> int:
 def _supervised(run: Run, rest: Sequence[str], slots: Slots, environs: Sequence[Mapping[str, str]],
                 failures: restart.Failures) -> int:
     """Starts the processes, and again where they fail. Returns the exit code."""
-    while True:     # a new port each time: an old process may still hold the last one
+    for start in itertools.count():     # a new port each time: an old process may still hold the last one
         words = commands([*rest, *slots.overrides()], len(slots.taken), supervise.free_port())
-        outcome = supervise.supervise(words, [environs[slot] for slot in slots.taken],
+        outcome = supervise.supervise(words, [environs[slot] | {"MESHTRAIN_START": str(start)} for slot in slots.taken],
                                       left=mirror.directory(run.run.dir) / contents.STACKS,
                                       still_s=run.distributed.heartbeat_timeout_s)
         wait_s = None if outcome.asked else failures.wait_s(outcome.code, outcome.words)

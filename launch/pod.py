@@ -34,10 +34,12 @@ LOOK_S = 1.0        # between polls for the decision of process 0
 
 @command.entry(COMMAND, __doc__)
 def main(given: config.Arguments) -> int:
-    run, attempt = config.load(given.run), given["attempt"]
-    place = find.cluster(run.distributed, os.environ)
-    index = place.index if place else 0
-    begins = _judged(run, attempt, given["max-restarts"]) if index == 0 else _decided(run, attempt)
+    attempt = given["attempt"]
+    with config.restarting(attempt > 0):
+        run = config.load(given.run)
+        place = find.cluster(run.distributed, os.environ)
+        index = place.index if place else 0
+        begins = _judged(run, attempt, given["max-restarts"]) if index == 0 else _decided(run, attempt)
     if begins is None:
         return stops.USER_ERROR
     # Bounded, in case a clock is wrong.
@@ -71,7 +73,7 @@ def _decided(run: Run, attempt: int) -> float:
     ConfigError."""
     until = time.monotonic() + run.distributed.timeout_s
     while attempt and time.monotonic() < until:
-        with contextlib.suppress(files.FileSystemError), config.user_errors("run.dir: "):    # told by who asks again
+        with contextlib.suppress(files.FileSystemError):    # told by who asks again
             kept = restart.read(run)
             if kept.get("restarts") == attempt:
                 return kept["begins"]

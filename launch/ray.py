@@ -215,6 +215,7 @@ def main(given: config.Arguments) -> int:
     try:
         while room.reserve():
             outcome = life(room, [*rest, *room.overrides()], mirror.directory(run.run.dir) / contents.STACKS)
+            room.starts += 1
             wait_s = None if asked else failures.wait_s(outcome.code, outcome.words)
             if wait_s is None:
                 return outcome.code
@@ -254,6 +255,7 @@ class Room:
     asked: list[int]
     group: object = None
     count: int = 0
+    starts: int = 0     # before the next
     beside: list[Beside] = dataclasses.field(default_factory=list)
 
     @property
@@ -343,7 +345,8 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome
             port = ray.get(members[0].actor.port.remote(), timeout=ANSWER_S)
             place = [f"--distributed.coordinator_address={find.joined(members[0].host, port)}",
                      f"--distributed.num_processes={count}"]
-        environ = {"PYTHONUNBUFFERED": "1"} | ({} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""})
+        environ = {"PYTHONUNBUFFERED": "1", "MESHTRAIN_START": str(room.starts)} | (
+            {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""})
         running = {member.actor.run.remote(["-m", "meshtrain.train", *rest, *place,
                                             *[f"--distributed.process_id={member.index}"] * (count > 1)],
                                            environ, os.getcwd()): member for member in members}

@@ -3,17 +3,19 @@
 Exit codes 0, 2 and 75 end a run: done, the user's mistake, stopped on request. After any other, the run restarts from
 its newest complete checkpoint, after 5, 10, 20 … 300 s; after too many failures in a row without a newer checkpoint it
 is given up, with the last words of each. If a scheduler stops the run, it should restart: then 75 counts like a
-failure, unless there is a newer checkpoint. This module starts and ends nothing, and imports no jax.
+failure, unless there is a newer checkpoint. Credentials that are refused are a failure here, too: they expire. This
+module starts and ends nothing, and imports no jax.
 
 python -m launch.restart CODE -- [RUN.toml] [--section.key value ...] is the rule for shell scripts, with the count in
 run.dir/restarts.json. It prints the seconds to wait and exits with 0 if the run should restart, else with 1, after a
-mistake with 2. Where run.dir does not answer for a moment, Slurm's own count of restarts is the limit; without one the
-exit code is 1.
+mistake with 2. Where run.dir does not answer for a moment, Slurm's own count of restarts is the limit. Without one
+run.dir is asked again, with --scheduled, after the waits of as many failures; then the exit code is 1.
 """
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -86,6 +88,7 @@ class Failures:
     said: list[str] = dataclasses.field(default_factory=list)
     scheduled: bool = False
 
+    @config.restarting()
     def wait_s(self, code: int, words: str = "") -> float | None:
         """Seconds until the next start, after one ended with this code and these last words (one line). None: the run
         has ended or is given up, after a message. Raises: ConfigError, and FileSystemError where the run would be
@@ -120,24 +123,38 @@ class Failures:
         if reached > before:        # it will come that far again
             say.err(f"starting again from step {reached}")
             return 0.0
-        wait_s = min(FIRST_S * 2 ** (count - 1), LONGEST_S)
+        wait_s = pause_s(count)
         say.err(f"starting again from {at} in {wait_s:g} s "
                 f"({'stop' if stopped else 'failure'} {count} without a newer checkpoint; given up after "
                 f"{self.most + 1})")
         return wait_s
 
 
+def pause_s(count: int) -> float:
+    """Seconds before the next start after so many failures in a row."""
+    return min(FIRST_S * 2 ** (count - 1), LONGEST_S)
+
+
 @command.entry(COMMAND, __doc__)
+@config.restarting()
 def main(given: config.Arguments) -> int:
     """Raises: ConfigError."""
     try:
         code = int(*given.names)
     except ValueError:
         raise ConfigError(f"{given.names[0]} is not an exit code; give the run's, e.g. 1") from None
-    failures = Failures(config.load(given.run), given["max-restarts"], scheduled=bool(given["scheduled"]))
+    run, most, scheduled = config.load(given.run), given["max-restarts"], bool(given["scheduled"])
     # Slurm sets it from the first restart on.
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1 if "SLURM_JOB_ID" in os.environ else None
-    wait_s = count(failures, code, _last_words(code, given["said"]), restarts)
+    for tries in itertools.count(1):
+        try:
+            wait_s = count(Failures(run, most, scheduled=scheduled), code, _last_words(code, given["said"]), restarts)
+            break
+        except files.FileSystemError as error:
+            if not scheduled or restarts is not None or tries > most:
+                raise
+            say.err(f"{error}; asked again in {pause_s(tries):g} s")
+            wait(pause_s(tries))
     if wait_s is None:
         return 1
     say.out(f"{wait_s:g}")
@@ -160,6 +177,7 @@ def _last_words(code: int, said: Path | None) -> str:
     return ""
 
 
+@config.restarting()
 def count(failures: Failures, code: int, words: str = "", restarts: int | None = None) -> float | None:
     """`Failures.wait_s`, with the count in run.dir/restarts.json, and the wall-clock time of the next start, `begins`.
 
@@ -168,34 +186,35 @@ def count(failures: Failures, code: int, words: str = "", restarts: int | None =
     FileSystemError where nothing would limit the restarts.
     """
     run_dir = failures.run.run.dir
-    with config.user_errors("run.dir: "):
-        try:
-            if kept := read(failures.run):
-                missed = restarts - kept["restarts"] - 1 if restarts and kept.get("restarts") else 0
-                failures.step, failures.said = kept["step"], kept["said"] + [UNCOUNTED] * missed
-        except files.FileSystemError as error:
-            if restarts is None or restarts > failures.most:
-                raise
-            say.err(f"{error}. The failures before are not known: this is restart {restarts} of the scheduler")
-            failures.said = [UNCOUNTED] * (restarts - 1)
-        wait_s = failures.wait_s(code, words)
-        try:
+    try:
+        if kept := read(failures.run):
+            missed = restarts - kept["restarts"] - 1 if restarts and kept.get("restarts") else 0
+            failures.step, failures.said = kept["step"], kept["said"] + [UNCOUNTED] * missed
+    except files.FileSystemError as error:
+        if restarts is None or restarts > failures.most:
+            raise
+        say.err(f"{error}. The failures before are not known: this is restart {restarts} of the scheduler")
+        failures.said = [UNCOUNTED] * (restarts - 1)
+    wait_s = failures.wait_s(code, words)
+    try:
+        with config.user_errors("run.dir: "):
             if wait_s is None:
                 messages.remove(run_dir, KEPT)
             else:
                 messages.write(run_dir, KEPT, json.dumps({"step": failures.step, "said": failures.said,
                                                           "begins": time.time() + wait_s, "restarts": restarts}))
-        except files.FileSystemError as error:
-            if restarts is None:
-                raise files.FileSystemError(f"{error}; until then it is not started again") from None
-            say.err(f"{error}. The scheduler's count of restarts, {restarts}, stands for it")
+    except files.FileSystemError as error:
+        if restarts is None:
+            raise files.FileSystemError(f"{error}; until then it is not started again") from None
+        say.err(f"{error}. The scheduler's count of restarts, {restarts}, stands for it")
     return wait_s
 
 
 def read(run: Run) -> dict:
     """The content of run.dir/restarts.json; empty if nothing has failed yet or the file is truncated. Raises:
-    StorageError, FileSystemError."""
-    text = messages.read(run.run.dir, KEPT)
+    ConfigError, FileSystemError."""
+    with config.user_errors("run.dir: "):
+        text = messages.read(run.run.dir, KEPT)
     with contextlib.suppress(ValueError, KeyError, TypeError):
         kept = json.loads(text)
         return kept | {"step": int(kept["step"]), "said": [str(words) for words in kept["said"]]}

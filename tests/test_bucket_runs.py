@@ -477,6 +477,20 @@ def test_a_bucket_that_may_not_be_written_is_one_message(server, tiny):
     refused(call(train.main, *tiny, "--run.dir", f"s3://{BUCKET}/refusing"), "run.dir: ", "403", "AWS_ACCESS_KEY_ID")
 
 
+@pytest.mark.parametrize("start", ["MESHTRAIN_START", "SLURM_RESTART_COUNT"])
+@pytest.mark.parametrize(("number", "code"), [("0", 2), ("1", 1)])
+def test_credentials_that_are_refused_are_a_mistake_at_the_first_start_alone(
+        start, number, code, server, tiny, monkeypatch):
+    """At a restart they have expired; the code lets a launcher start again."""
+    monkeypatch.setenv(start, number)
+    server.faults += [Fault(BUCKET, 10**6, 403)]
+    for words in (("--run.dir", f"s3://{BUCKET}/expired"), ("--data.paths", f'["s3://{BUCKET}/expired/*.txt"]'),
+                  ("--checkpoint.init_from", f"s3://{BUCKET}/expired")):
+        done = call(train.main, *tiny, *words)
+        assert done.code == code and "refused with 403" in done.err and "AWS_ACCESS_KEY_ID" in done.err, done.err
+        assert f"error: {words[0].removeprefix('--')}: " in done.err and "Traceback" not in done.err
+
+
 def test_launchers_count_failures_and_leave_words_in_the_bucket(server, tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "PAUSES_S", (0.01,))
     there = f"s3://{BUCKET}/launched"
@@ -494,8 +508,11 @@ def test_launchers_count_failures_and_leave_words_in_the_bucket(server, tmp_path
     with pytest.raises(files.FileSystemError, match="restarts.json cannot be read: .*503"):
         restart.count(restart.Failures(run, 2), 1)
     server.faults[-1].status = 403
-    with pytest.raises(config.ConfigError, match="restarts.json is refused with 403"):
+    with pytest.raises(files.FileSystemError, match="restarts.json is refused with 403"):      # they expire
         restart.count(restart.Failures(run, 2), 1)
+    with pytest.raises(config.ConfigError, match="checkpoints.* is refused with 403"):
+        server.faults.append(Fault(BUCKET, 10**6, 403))
+        restart.newest(run)
 
 
 @pytest.mark.slow

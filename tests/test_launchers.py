@@ -1,11 +1,13 @@
 """One rule of restarts in all launchers: what each shipped file of launch/ does after each exit code, and what the rule
 does where run.dir does not answer for a moment."""
 import errno
+import http.server
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,22 @@ def dead_bucket(monkeypatch):
     return "s3://bucket/run"
 
 
+@pytest.fixture(params=["dead", "refusing"])
+def absent_bucket(request, dead_bucket, monkeypatch):
+    """Nobody answers there, or the credentials have expired."""
+    if request.param == "refusing":
+        def refuse(self):
+            self.send_error(403)
+        handler = type("Refusing", (http.server.BaseHTTPRequestHandler,), {"log_message": lambda *_: None} | {
+            f"do_{method}": refuse for method in ("GET", "PUT", "HEAD", "POST", "DELETE")})
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        request.addfinalizer(server.server_close)
+        request.addfinalizer(server.shutdown)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    return dead_bucket, request.param == "dead"
+
+
 def saved(home: Path, step: int) -> None:
     (home / "checkpoints" / str(step)).mkdir(parents=True)
 
@@ -172,10 +190,12 @@ def test_starts_that_could_not_be_counted_are_failures_once_the_disk_has_room(tm
 
 
 @pytest.mark.parametrize(("attempt", "code"), [(0, 1), (1, 0), (2, 0), (3, 1)])
-def test_a_dead_endpoint_does_not_end_a_jobset(attempt, code, dead_bucket, monkeypatch):
-    """1: JobSet starts all pods again. Up to --max-restarts of its restarts the run itself finds out."""
-    ran = in_pod(dead_bucket, attempt, monkeypatch)
-    assert ran.code == code, ran
+def test_a_bucket_that_is_dead_or_refuses_does_not_end_a_jobset(attempt, code, absent_bucket, monkeypatch):
+    """1: JobSet starts all pods again. Up to --max-restarts of its restarts the run itself finds out. A refusal at the
+    first start is a mistake."""
+    bucket, is_dead = absent_bucket
+    ran = in_pod(bucket, attempt, monkeypatch)
+    assert ran.code == (code if is_dead or attempt else 2), ran
     assert "the beginning" not in ran.err and "Traceback" not in ran.err
     assert (f"this is restart {attempt} of the scheduler" in ran.err) == (attempt in (1, 2))
     assert ("starting again from the newest checkpoint in" in ran.err) == (attempt in (1, 2))
@@ -202,16 +222,29 @@ def test_a_full_disk_does_not_end_a_job_of_slurm_and_is_told_to_other_scripts(fu
 
 
 @pytest.mark.parametrize(("restarts", "code", "out"), [(None, 1, ""), (0, 0, "5\n"), (1, 0, "10\n"), (2, 1, "")])
-def test_a_dead_endpoint_does_not_end_a_job_of_slurm_before_its_own_count_does(
-        restarts, code, out, dead_bucket, monkeypatch):
-    ran = asked(dead_bucket, monkeypatch, restarts)
+def test_a_bucket_that_is_dead_or_refuses_does_not_end_a_job_of_slurm_before_its_own_count_does(
+        restarts, code, out, absent_bucket, monkeypatch):
+    ran = asked(absent_bucket[0], monkeypatch, restarts)
     assert (ran.code, ran.out) == (code, out), ran
     assert "the beginning" not in ran.err
 
 
+@pytest.mark.parametrize("answers_after", [2, None])
+def test_a_scheduler_without_a_count_is_asked_to_wait_for_the_bucket(answers_after, absent_bucket, monkeypatch):
+    """SkyPilot's: the waits are those between starts, and as many."""
+    waits, real = [], messages.read
+    monkeypatch.setattr(restart, "wait", waits.append)
+    monkeypatch.setattr(messages, "read", lambda *words: None if len(waits) == answers_after else real(*words))
+    monkeypatch.setattr(messages, "write", lambda *words: None)
+    monkeypatch.setattr(restart, "newest", lambda run: 0)
+    ran = call(restart.main, 1, "--scheduled", "--max-restarts", 3, "--", "--run.dir", absent_bucket[0])
+    assert (ran.code, ran.out, waits) == ((0, "5\n", [5, 10]) if answers_after else (1, "", [5, 10, 20])), ran
+    assert "; asked again in 5 s" in ran.err and "Traceback" not in ran.err
+
+
 def test_a_launcher_goes_on_while_the_newest_checkpoint_is_not_known_and_does_not_give_up(
-        dead_bucket, monkeypatch, capfd):
-    failures = restart.Failures(config.load(["--run.dir", dead_bucket]), 2, step=20)
+        absent_bucket, monkeypatch, capfd):
+    failures = restart.Failures(config.load(["--run.dir", absent_bucket[0]]), 2, step=20)
     assert [failures.wait_s(1), failures.wait_s(1)] == [5, 10] and failures.step == 20
     with pytest.raises(files.FileSystemError):
         failures.wait_s(1)

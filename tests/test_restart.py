@@ -172,6 +172,12 @@ def test_the_launcher_starts_again_until_the_run_ends(code, tmp_path):
     assert len(ports) > 1, "each start has a port of its own"
 
 
+def test_each_start_knows_its_number(tmp_path):
+    code, _, err = ended(launcher(tmp_path, "print(os.environ['MESHTRAIN_START'], file=open(path + 'n', 'a')); "
+                                            "sys.exit(start < 3)"))
+    assert code == 0 and (tmp_path / "starts0n").read_text() == "0\n1\n2\n", err
+
+
 def test_a_killed_process_starts_all_again(tmp_path):
     body = "time.sleep(1000 if start == 1 else 0)"
     child = launcher(tmp_path, body, body)

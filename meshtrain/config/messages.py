@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import difflib
 import json
+import os
 import typing
+from collections.abc import Iterator
 
 from pydantic import BaseModel
 
+from meshtrain import files
 from meshtrain.config.sections import Component, Run
+from meshtrain.storage.addresses import Refused
 
 SECTIONS = {name: field.annotation for name, field in Run.model_fields.items()}
+# The number of this start, from 0, by the launcher that made it.
+STARTS = ("MESHTRAIN_START", "SLURM_RESTART_COUNT")
 
 
 class ConfigError(ValueError):
@@ -22,13 +29,31 @@ class ConfigError(ValueError):
         super().__init__("\n".join(messages))
 
 
+_at_restart = contextvars.ContextVar("at_restart", default=False)
+
+
+@contextlib.contextmanager
+def restarting(restart: bool = True) -> Iterator[None]:
+    """Context: what is done here belongs to a restart by a launcher, or, by STARTS, this whole process does."""
+    token = _at_restart.set(restart)
+    try:
+        yield
+    finally:
+        _at_restart.reset(token)
+
+
 @contextlib.contextmanager
 def user_errors(prefix: str = ""):
-    """Turn a ValueError raised inside into a ConfigError with one message per line."""
+    """Turn a ValueError raised inside into a ConfigError with one message per line. At a restart credentials that are
+    refused have worked before: they have expired, and are no mistake in the run file but a FileSystemError."""
     try:
         yield
     except ConfigError:
         raise
+    except Refused as error:
+        if _at_restart.get() or any(os.environ.get(name, "") not in ("", "0") for name in STARTS):
+            raise files.FileSystemError(f"{prefix}{error}") from None
+        raise ConfigError(f"{prefix}{error}") from None
     except ValueError as error:
         raise ConfigError(*(prefix + str(error)).splitlines()) from None
 

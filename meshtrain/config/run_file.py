@@ -93,7 +93,8 @@ def _model_folder():
     try:
         yield
     except StorageError as error:
-        raise ConfigError(f"checkpoint.init_from: {error}") from None
+        with user_errors("checkpoint.init_from: "):
+            raise error from None
 
 
 def words(keys: typing.Mapping[str, object]) -> list[str]:

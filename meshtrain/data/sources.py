@@ -141,6 +141,8 @@ class Description:
         for component in self.components:
             try:
                 opened.append(_open(self, component, cache_dir, job))
+            except addresses.Refused:
+                raise
             except ValueError as error:
                 faults.append(_key_of_section(component.where, str(error)))
         if faults:
@@ -175,6 +177,8 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
             file_sizes([path for path in paths if not addresses.is_remote(path)], where)
             weight = 1.0 if one is data else one.weight
             components.append(NamedFiles(where, use, name, weight, one.source, one.field, paths))
+        except addresses.Refused:       # what it means depends on the start
+            raise
         except ValueError as error:
             faults.append(_key_of_section(where, str(error)))
     if len(given) > len(named):     # there may be ten million names
@@ -424,6 +428,8 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
         if addresses.is_remote(pattern):
             try:
                 found |= {path: (path, "") for path in copies.matched(pattern)}
+            except addresses.Refused as error:
+                raise addresses.Refused(f"{where}.{key}: {error}") from None
             except addresses.StorageError as error:
                 faults.append(f"{where}.{key}: {error}")
             continue

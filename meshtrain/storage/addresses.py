@@ -19,6 +19,10 @@ class StorageError(ValueError):
     """A file at an address cannot be had. The message has the address and the remedy, and no secret."""
 
 
+class Refused(StorageError):
+    """The credentials do not permit it. Unlike a wrong name this may end by itself: they expire, and are renewed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Address:
     """home: the bucket, HOST[:PORT], or [datasets/]OWNER/NAME of the hub. path: within it. revision: of the hub."""

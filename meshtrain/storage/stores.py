@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from meshtrain import files, panics
-from meshtrain.storage.addresses import BUCKETS, HUB, Address, StorageError
+from meshtrain.storage.addresses import BUCKETS, HUB, Address, Refused, StorageError
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0)     # before each further try
 PATIENT_PAUSES_S = (*PAUSES_S, 8.0, 15.0, 30.0)     # of what is written in the background
@@ -81,10 +81,6 @@ class Missing(StorageError):
 
 class Changed(StorageError):
     """The file is not the one that it was."""
-
-
-class Refused(StorageError):
-    """The credentials do not permit it. Unlike a wrong name this may end by itself: they expire, and are renewed."""
 
 
 # ---- any store -------------------------------------------------------------------------------------------------------
