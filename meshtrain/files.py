@@ -271,16 +271,24 @@ def said(error: BaseException) -> str:
 
 class Beat:
     """Calls `write` every `every_s` seconds, in a thread of its own, until `close`. What the file system refuses is
-    left to the next call. What it writes must say what the main thread has done: the beat goes on while that hangs."""
+    left to the next call; so is any other error, which is told once. What it writes must say what the main thread has
+    done: the beat goes on while that hangs."""
 
     def __init__(self, write: Callable[[], object], every_s: float):
         self._write, self._every_s, self._closed = write, every_s, threading.Event()
         threading.Thread(target=self._keep, daemon=True, name="beat").start()
 
     def _keep(self) -> None:
+        told = False
         while not self._closed.wait(self._every_s):
-            with contextlib.suppress(OSError):
+            try:
                 self._write()
+            except OSError:
+                pass
+            except BaseException as error:      # of a library in Rust, too: its panics are no Exception
+                if not told:
+                    tell(f"{getattr(self._write, '__qualname__', self._write)}: {said(error)}; it is tried again")
+                told = True
 
     def close(self) -> None:
         self._closed.set()

@@ -51,24 +51,36 @@ def serve(run_dir: Path, words: Sequence[str]) -> int:
     queue = apart.WorkQueue(run_dir)
     stops.end_together(queue.leave)
     queue.begin()
-    drawing = _Drawing(run_dir, words, queue)
-    done, old = 0, place.finished.exists()
-    since = time.monotonic()
     try:
-        while True:
-            if place.finished.exists():
-                if not old or time.monotonic() - since > apart.LOST_S:
-                    say.out(f"{run_dir} is finished: {done} parts of its answers were drawn here")
-                    return stops.DONE
-            else:
-                old = False
-            if (taken := queue.next()) is None:
-                waiting.pause()
-                continue
-            order, part = taken
+        # without a part it has time, because nobody waits for it
+        with watch.phase("waiting for orders", "part", apart.FIRST_S):
+            return _draw(queue, _Drawing(run_dir, words, queue), waiting)
+    except OSError as error:
+        if isinstance(error, FileSystemError):
+            raise
+        raise FileSystemError(f"{place.directory} cannot be used: {files.said(error)}; see to the file system, and "
+                              f"start again") from error
+    finally:
+        queue.leave()
+
+
+def _draw(queue: apart.WorkQueue, drawing: _Drawing, waiting: _Waiting) -> int:
+    place = queue.place
+    done, old, since = 0, place.finished.exists(), time.monotonic()
+    while True:
+        if place.finished.exists():
+            if not old or time.monotonic() - since > apart.LOST_S:
+                say.out(f"{drawing.run_dir} is finished: {done} parts of its answers were drawn here")
+                return stops.DONE
+        else:
+            old = False
+        if (taken := queue.next()) is None:
+            waiting.pause()
+            continue
+        order, part = taken
+        with watch.phase(f"part {part} of batch {order.batch}", "part", queue.most_s):
             try:
-                with watch.phase(f"part {part} of batch {order.batch}", "save"):
-                    found = drawing.answers(order, part)
+                found = drawing.answers(order, part)
             except CheckpointError:     # removed, since others have answered it all
                 if queue.wanted(order) and place.checksum_of(order.version) == order.weights:
                     raise
@@ -77,16 +89,9 @@ def serve(run_dir: Path, words: Sequence[str]) -> int:
                 queue.release()
                 continue
             queue.deliver(order, part, found, drawing.sampler.on)
-            done, waiting.since = done + 1, time.monotonic()
-            say.out(f"batch {order.batch}, part {part + 1} of {len(order.parts)}: {len(found)} answers with version "
-                    f"{order.version} of the weights, {sum(len(one.tokens) for one in found)} tokens")
-    except OSError as error:
-        if isinstance(error, FileSystemError):
-            raise
-        raise FileSystemError(f"{place.directory} cannot be used: {files.said(error)}; see to the file system, and "
-                              f"start again") from error
-    finally:
-        queue.leave()
+        done, waiting.since = done + 1, time.monotonic()
+        say.out(f"batch {order.batch}, part {part + 1} of {len(order.parts)}: {len(found)} answers with version "
+                f"{order.version} of the weights, {sum(len(one.tokens) for one in found)} tokens")
 
 
 class _Waiting:
@@ -128,7 +133,7 @@ class _Drawing:
             if self._weights != order.weights:
                 self._weights, self._generator = "", None       # its memory is for those that come
                 self.queue.slow = True
-                with watch.phase(f"reading version {order.version}", "restore"):
+                with watch.phase(f"reading version {order.version}", "part", self.queue.most_s):
                     weights, found = self._restored(saved)
                 self.queue.slow = False
                 if found != order.weights:

@@ -2,6 +2,7 @@
 one."""
 import errno
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,21 @@ def test_a_directory_is_removed_although_the_file_system_refuses_once(times, tmp
     files.remove(tmp_path / "doomed")
     assert (tmp_path / "doomed").exists() == (times > 1) and calls
     files.remove(tmp_path / "never there")
+
+
+@pytest.mark.parametrize("error, told", [(OSError("no room"), 0), (ValueError("of a library"), 1), (SystemExit(1), 1)])
+def test_a_beat_goes_on_whatever_fails_and_that_is_told_once(error, told, monkeypatch):
+    lines, calls = [], []
+    monkeypatch.setattr(files, "tell", lines.append)
+
+    def write():
+        calls.append(1)
+        raise error
+    beat = files.Beat(write, 0.01)
+    while len(calls) < 4:
+        time.sleep(0.01)
+    beat.close()
+    assert len(lines) == told and (not told or type(error).__name__ in lines[0])
 
 
 def test_only_what_the_kernel_says_of_files_is_a_moment():

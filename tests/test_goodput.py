@@ -99,7 +99,7 @@ class Life:
                     this.ended(ends)
                 except Killed:
                     killed = this._end_recorded = True
-                    this._done.set()
+                    this._beat.close()
         except Exception as error:
             assert error is ends
         assert killed == (ends == "killed")
@@ -276,7 +276,7 @@ def test_a_try_that_goes_back_by_itself_takes_its_steps_again(life):
 
     def spike(number):
         if number == 7:
-            this, = [one for one in rows if not one._done.is_set()]
+            this, = [one for one in rows if not one._end_recorded]
             this.goes_back(4)
     real = history.Try.beat
     try:

@@ -298,6 +298,35 @@ def test_a_sampler_that_hangs_is_named_and_its_part_drawn_by_another_and_counted
     assert second.heartbeats.alive(first.name), "it works again"
 
 
+HANGS = """
+import sys, time
+from meshtrain import sample
+from meshtrain.cluster import watch
+from meshtrain.run import apart
+watch.LOOK_S, apart.LAPSED_S, apart.FIRST_S, apart.LOOK_S = 0.1, {lapsed_s}, {first_s}, 0.02
+real = apart.WorkQueue.__init__
+
+def init(queue, directory):
+    real(queue, directory)
+    queue._parts_s.extend({parts_s})
+apart.WorkQueue.__init__ = init
+{where} = lambda *_: time.sleep(100)
+sys.exit(sample.main([sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("where, lapsed_s, first_s, parts_s, phase", [
+    ("sample._Drawing.answers", 2, 100, [0.1], "part 0 of batch 3"),
+    ("sample._Drawing.answers", 100, 2, [], "part 0 of batch 3"),
+    ("apart.WorkQueue.next", 100, 2, [0.1], "waiting for orders")])
+def test_a_sampler_that_hangs_is_ended_within_the_limit_of_the_others(where, lapsed_s, first_s, parts_s, phase, desk):
+    code = HANGS.format(where=where, lapsed_s=lapsed_s, first_s=first_s, parts_s=parts_s)
+    done = subprocess.run([sys.executable, "-c", code, desk], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == stops.FAILED, done
+    assert "process 0 of 1" in done.stderr and f"hangs in {phase} since" in done.stderr, done.stderr
+    assert "more than a sampler's limit allows (2 s)" in done.stderr
+
+
 def test_a_sampler_that_works_slowly_and_one_that_waits_do_not_hang(desk):
     first, second = taker(desk), taker(desk)
     for queue in (first, second):

@@ -212,3 +212,19 @@ def test_in_a_process_that_calls_a_command_stdout_is_kept_while_it_runs(capsys):
     print("after")
     found = capsys.readouterr()
     assert found.out == "{}\nafter\n" and "a note" in found.err and "a reward function" in found.err
+
+
+def test_a_thread_that_ends_by_an_error_is_told_whatever_kind_of_error():
+    code = """
+import threading
+from meshtrain.run import say
+say.begin()
+
+def work():
+    raise SystemExit("no matter what")
+thread = threading.Thread(target=work, name="worker")
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0 and "the thread worker has ended: SystemExit: no matter what" in done.stderr, done

@@ -362,6 +362,32 @@ def test_mlflow_that_fails_for_a_while_gets_every_row_and_is_told_once(mlflow, t
     assert said.count("MLflow takes no rows: ConnectionError: no route to http://…@there") == 1 and "secret" not in said
 
 
+class Panic(BaseException):
+    """As the errors of libraries in Rust."""
+
+
+@pytest.mark.parametrize("error", [Panic("index out of bounds"), SystemExit(1)])
+def test_mlflow_survives_an_error_that_is_no_exception(error, mlflow, tmp_path, monkeypatch, capfd):
+    real, asked = mlflow.MlflowClient.log_batch, []
+
+    def log_batch(self, *given, **keys):
+        asked.append(keys)
+        if len(asked) == 2:
+            raise error
+        return real(self, *given, **keys)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
+    with metrics.open_writers(run_file(tmp_path, "--metrics.mlflow", "theirs"), tmp_path, 0) as writers:
+        for step in (1, 2):
+            writers.write({"step": step, "loss": step})
+        deadline = time.monotonic() + 30
+        while len(asked) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    identity = (tmp_path / "mlflow" / "run-id").read_text()
+    assert [one.step for one in mlflow.MlflowClient().get_metric_history(identity, "train/loss")] == [1, 2]
+    assert f"MLflow takes no rows: {type(error).__name__}" in capfd.readouterr().err
+
+
 def test_rows_that_wait_are_tried_once_more_when_the_run_ends(mlflow, tmp_path, monkeypatch, capfd):
     real, asked = mlflow.MlflowClient.log_batch, []
 

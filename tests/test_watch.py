@@ -249,6 +249,10 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+def is_zombie(pid: int) -> bool:
+    return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+
+
 @pytest.mark.parametrize("who, hang", [
     ("the process", "ctypes.PyDLL(None).sleep(60)"), ("the process and its monitor", "time.sleep(60)"),
     ("Ctrl-Z", "time.sleep(60)")])
@@ -294,6 +298,23 @@ def test_a_monitor_that_is_killed_is_started_again(tmp_path):
         time.sleep(0.01)
     _, err = child.communicate("\n", timeout=50)
     assert child.returncode == 1 and "holds the interpreter's lock" in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing ends a process that is stopped")
+def test_a_monitor_that_is_stopped_ends_with_its_process(tmp_path):
+    body = "print('ready', flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", WORKING.format(body=body), tmp_path], cwd=ROOT, text=True,
+                             stdout=subprocess.PIPE)
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(0.5)     # for the monitor's first lines
+    monitor = monitor_of(child.pid)
+    os.kill(monitor, signal.SIGSTOP)
+    child.kill()
+    child.wait()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{monitor}").exists() and not is_zombie(monitor):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_thread_that_outlives_the_command_may_enter_phases():

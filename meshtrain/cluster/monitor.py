@@ -33,6 +33,7 @@ STUCK_S = 3.0       # for a file system or a terminal that hangs
 EXIT_S = 2.0        # from the byte to SIGKILL
 MOST_STACKS = 1 << 20
 SIGEV_THREAD = 2
+SET_PARENT_DEATH_SIGNAL = 1     # of prctl
 TIMEOUT = b"Timeout (no thread of Python runs)!\n"      # as faulthandler's own, see `stacks`
 
 
@@ -156,6 +157,8 @@ def _exit_pipe() -> tuple[int, object]:
 
 
 def main(parent: int, source: int, stacks: int, ending: int, head: int) -> None:
+    with contextlib.suppress(AttributeError):       # Linux alone: one that is stopped cannot see its parent end
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)       # it ends with the watched process
     poll, clock, received = select.poll(), Clock(LOOK_S), b""

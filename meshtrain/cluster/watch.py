@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshtrain import files
-from meshtrain.cluster import agree, lost, monitor, stacks
+from meshtrain.cluster import agree, lost, stacks
 from meshtrain.cluster.meet import named
 from meshtrain.cluster.monitor import STUCK_S, Clock, Monitor, within
 from meshtrain.cluster.stacks import ProcessState
@@ -47,9 +47,9 @@ READERS = 2         # processes that read all stacks to name the culprit
 MOST_TOLD = 1 << 18     # characters of stacks that go to other hosts
 
 
-# Kind of phase -> the run file's key of its limit.
+# Kind of phase -> the run file's key of its limit, or what else sets it.
 KEYS = {"start": "distributed.timeout_s", "compile": "training.phase_timeout_s", "restore": "training.phase_timeout_s",
-        "step": "training.step_timeout_s", "save": "training.phase_timeout_s"}
+        "step": "training.step_timeout_s", "save": "training.phase_timeout_s", "part": "a sampler's limit"}
 UNLIMITED = ""
 
 
@@ -97,13 +97,14 @@ class Watchdog:
         if count > 1:
             threading.Thread(target=self._watch_clock, daemon=True, name="clock").start()
 
-    def enter(self, phase: str, kind: str) -> None:
-        """Begin another phase. kind: a key of KEYS, or UNLIMITED."""
+    def enter(self, phase: str, kind: str, limit_s: float | None = None) -> None:
+        """Begin another phase. kind: a key of KEYS, or UNLIMITED. limit_s: None: by its kind."""
         before, now = self._now.kind, self._clock.now()
         if self._in_step:
             self._steps_s.append(now - self._now.began)
             self._in_step = False
-        self._now = _Now(phase, kind, self._limit_s(kind), now, time.time(), self._now.moment + 1)
+        limit_s = self._limit_s(kind) if limit_s is None else limit_s
+        self._now = _Now(phase, kind, limit_s, now, time.time(), self._now.moment + 1)
         if kind != before:      # else the monitor would use and report the previous phase
             self._arm()
             self._note()
@@ -358,17 +359,17 @@ def on(limits: PhaseLimits, index: int, count: int, tell: Callable[[str], None])
 
 
 @contextlib.contextmanager
-def phase(name: str, kind: str) -> Iterator[None]:
-    """Meanwhile this process is in phase `name`, with a limit of this kind (KEYS, UNLIMITED); then in the previous one
-    again."""
+def phase(name: str, kind: str, limit_s: float | None = None) -> Iterator[None]:
+    """Meanwhile this process is in phase `name`, with a limit of this kind (KEYS, UNLIMITED) or of limit_s; then in the
+    previous one again."""
     watchdog = _watchdog
     if watchdog is None:
         yield
         return
     before = watchdog._now
-    watchdog.enter(name, kind)
+    watchdog.enter(name, kind, limit_s)
     yield       # an error ends the run in this phase
-    watchdog.enter(before.phase, before.kind)
+    watchdog.enter(before.phase, before.kind, before.limit_s)
 
 
 def step(number: int) -> None:

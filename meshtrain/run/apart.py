@@ -520,7 +520,7 @@ class WorkQueue:
             self.release()
 
     def progress(self) -> None:
-        """The main thread has done something: without it for `most_s` the sampler hangs."""
+        """The main thread has done something: without it for `most_s` the sampler hangs, and is ended."""
         self._work += 1
         watch.progress()
 
@@ -539,7 +539,7 @@ class WorkQueue:
     def next(self) -> tuple[Order, int] | None:
         """The first part that nobody has answered or draws, whose weights are there; it is claimed. Raises:
         OtherVersionError."""
-        self._work += 1
+        self.progress()
         batches = sorted(int(name[:-5]) for name in os.listdir(self.place.orders) if re.fullmatch(r"\d+\.json", name))
         self._orders = {batch: one for batch, one in self._orders.items() if batch in batches}
         for batch in batches:
@@ -590,7 +590,7 @@ class WorkQueue:
 
     def release(self) -> None:
         """Its part is to be taken by others."""
-        path, self._claimed = self._claimed, None
+        path, self._claimed, self.slow = self._claimed, None, False
         if path is not None:
             path.unlink(missing_ok=True)
 

@@ -38,8 +38,8 @@ class Try:
 
     def __init__(self, directory: Path, account: goodput.Account):
         self.path, self.account = directory / HISTORY, account
-        self.first, self.began, self._end_recorded, self._done = not self.path.exists(), 0.0, False, threading.Event()
-        self._lock, self._beat_at = threading.Lock(), 0
+        self.first, self.began, self._end_recorded = not self.path.exists(), 0.0, False
+        self._lock, self._beat_at, self._beat = threading.Lock(), 0, None
 
     def start(self, step: int, more: Mapping) -> None:
         """Records the start of this attempt, which resumes after `step`, and the end of the one before, if that
@@ -64,7 +64,7 @@ class Try:
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._append(own)
         self._beat_at = self._append(self._account())
-        threading.Thread(target=self._keep_beating, daemon=True, name="beat").start()
+        self._beat = files.Beat(self.beat, BEAT_S)
 
     def goes_back(self, step: int) -> None:
         """Records that this attempt returns to an earlier step of its own; called before metrics.jsonl is cut there."""
@@ -81,7 +81,8 @@ class Try:
     def abandon(self) -> None:
         """Write nothing more."""
         self._end_recorded = True
-        self._done.set()
+        if self._beat:
+            self._beat.close()
 
     def forget(self) -> None:
         """Removes this start from the history: the user's mistake was found after it was recorded."""
@@ -96,7 +97,7 @@ class Try:
         return ""
 
     def beat(self) -> None:
-        with contextlib.suppress(OSError), open(self.path, "r+b") as file:      # the next one may be written
+        with open(self.path, "r+b") as file:
             file.seek(self._beat_at)
             if file.read(len(BEAT)) == BEAT:        # else somebody has edited the file
                 file.seek(self._beat_at)
@@ -104,10 +105,6 @@ class Try:
 
     def _account(self) -> dict:
         return {"event": "beat", **self.account.so_far()}
-
-    def _keep_beating(self) -> None:
-        while not self._done.wait(BEAT_S):
-            self.beat()
 
     def _append(self, row: Mapping) -> int:
         """Returns where the line begins."""

@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import traceback
 
 # What C++ reports where a CUDA plugin is installed and no GPU is there, and the header of such lines.
 NOISE = re.compile(rb"cudart_stub|absl::InitializeLog\(\)")
@@ -110,6 +112,14 @@ def begin(level: int = 2) -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
     atexit.register(end)
+    threading.excepthook = _tell_end
+
+
+def _tell_end(ended: threading.ExceptHookArgs) -> None:
+    """Tell that a thread has ended by an error, whatever kind of error: the command goes on without it."""
+    name = ended.thread.name if ended.thread else "?"
+    err(f"warning: the thread {name} has ended: {ended.exc_type.__name__}: {ended.exc_value}\n"
+        + "".join(traceback.format_tb(ended.exc_traceback)).rstrip())
 
 
 # Passes on what comes, line by line. A process, because a thread of this one dies with it: what C++ says before it

@@ -230,7 +230,7 @@ class MLflow(contextlib.AbstractContextManager):
                     ends = list(itertools.accumulate(len(numbers) for _, _, numbers in some))
                     self._send(some[:max(1, bisect.bisect_right(ends, MLFLOW_NUMBERS))])
                 self._failing = False
-            except Exception as error:      # whatever MLflow has against it: the run is worth more
+            except BaseException as error:      # whatever MLflow or a library in Rust has against it
                 self._why = _without_secrets(error)
                 if not self._failing:
                     say.err(f"MLflow takes no rows: {self._why}; they wait, and metrics.jsonl has every one")
