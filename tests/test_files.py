@@ -82,8 +82,9 @@ def test_a_beat_goes_on_whatever_fails_and_that_is_told_once(error, told, monkey
     def write():
         calls.append(1)
         raise error
-    beat = files.Beat(write, 0.01)
+    beat, deadline = files.Beat(write, 0.01), time.monotonic() + 20
     while len(calls) < 4:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     beat.close()
     assert len(lines) == told and (not told or type(error).__name__ in lines[0])
