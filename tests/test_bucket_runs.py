@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -204,6 +205,24 @@ def test_while_a_bucket_takes_no_checkpoint_the_state_is_kept_on_the_host(ending
     ran(*words, "--run.dir", undisturbed)
     assert curve(kept_rows(there)) == curve(kept_rows(undisturbed)) and contents.steps(there)[-1] == 12
     assert [path for path in (copies.home() / "states").rglob("*") if path.is_file()] == []
+
+
+def test_rows_that_a_bucket_refused_are_sent_by_the_next_start(server, tiny, monkeypatch):
+    there, undisturbed = f"s3://{BUCKET}/rows-kept", f"s3://{BUCKET}/rows-undisturbed"
+    words = (*tiny, *SIX[:1], "12", *SIX[2:])
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror, "EVERY_S", 0.05)
+        tampering(patched, lambda: [time.sleep(0.5), server.faults.extend(
+            Fault(f"rows-kept/{name}", 10**6, 403) for name in ("metrics", "history", "checkpoints"))])
+        done = call(train.main, *words, "--run.dir", there)
+    step = re.search(r"goes on from step (\d+), which these hosts have", done.err)
+    server.faults.clear()
+    assert done.code == 1 and step and len(kept_rows(there)) < int(step[1]), done.err
+    again = ran(*words, "--run.dir", there)
+    assert f"going on after step {step[1]}, kept in {copies.home()}" in again.out
+    assert f"{there} did not get the end of " in again.err and "metrics.jsonl" in again.err
+    ran(*words, "--run.dir", undisturbed)
+    assert curve(kept_rows(there)) == curve(kept_rows(undisturbed))
 
 
 def test_a_state_that_another_run_at_the_address_kept_is_not_taken(server, tiny):

@@ -580,6 +580,83 @@ def test_what_the_bucket_refuses_at_the_end_is_an_error(mirrored, server):
             raise KeyError("first")
 
 
+def refused_at_the_end(mirrored, server) -> None:
+    """The bucket does not get more rows, nor a new file."""
+    with pytest.raises(files.FileSystemError, match="the next start on this host sends it"):
+        with mirrored():
+            server.faults += [Fault("/run/", 10**6, 403)]
+            (mirrored.here / "rows").write_text("rows and more")
+            (mirrored.here / "sub/new").write_text("new")
+    server.faults.clear()
+
+
+def fetch(mirrored) -> dict[str, bytes]:
+    mirror.fetch(mirrored.target, mirrored.here, lambda name: True, needed=("marks", "rows"))
+    return {path.relative_to(mirrored.here).as_posix(): path.read_bytes() for path in mirrored.here.rglob("*")
+            if path.is_file()}
+
+
+UNSENT = FOUR | {"rows": b"rows and more", "sub/new": b"new"}
+
+
+def test_what_the_bucket_refused_is_kept_and_sent_by_the_next_start(mirrored, server, monkeypatch):
+    told = []
+    monkeypatch.setattr(files, "tell", told.append)
+    refused_at_the_end(mirrored, server)
+    assert fetch(mirrored) == UNSENT and sent(mirrored.target) == FOUR
+    assert told == [f"{mirrored.target} did not get the end of rows, sub/new: this host has kept it, and sends it"]
+    server.log.clear()
+    with mirror.Mirror(mirrored.here, mirrored.target, lambda name: True, needed=("marks",), tell=told.append,
+                       check_claim=lambda: None) as sender:
+        sender.send()
+        assert sent(mirrored.target) == UNSENT and len(server.asked("PUT")) == 2
+    assert fetch(mirrored) == UNSENT and len(told) == 1
+
+
+@pytest.mark.parametrize("name", ["rows", "marks", "sub/events"])
+def test_nothing_that_another_host_wrote_is_replaced_by_what_this_host_did_not_send(name, mirrored, server):
+    refused_at_the_end(mirrored, server)
+    stores.write(mirrored.target.below(name), b"of another host")
+    assert fetch(mirrored) == sent(mirrored.target) == FOUR | {name: b"of another host"}
+
+
+def test_of_a_run_that_somebody_removed_from_the_bucket_nothing_is_kept(mirrored, server):
+    refused_at_the_end(mirrored, server)
+    stores.remove([mirrored.target.below(name) for name in FOUR])
+    assert fetch(mirrored) == {}
+
+
+def test_without_knowledge_of_what_was_sent_the_bucket_is_right(mirrored, server):
+    refused_at_the_end(mirrored, server)
+    mirrored.here.with_name("here.sent").unlink()
+    assert fetch(mirrored) == FOUR
+
+
+def test_what_came_back_after_the_cache_was_emptied_is_not_sent(mirrored):
+    """It is not whole."""
+    with pytest.raises(files.FileSystemError, match="does not have the end of"):
+        with mirrored() as sender:
+            (mirrored.here / "rows").unlink()
+            sender.send()
+            (mirrored.here / "rows").write_text("half of it")
+    assert fetch(mirrored) == FOUR
+
+
+@pytest.mark.parametrize("unlisted", [{"rows"}, {"marks"}, {"rows", "marks", "sub/events"}])
+@pytest.mark.parametrize("here", [True, False])
+def test_a_list_that_lacks_a_file_removes_nothing(unlisted, here, mirrored, server, monkeypatch):
+    """And what no start can make again is fetched all the same."""
+    refused_at_the_end(mirrored, server)
+    real = stores.listed
+    monkeypatch.setattr(stores, "listed", lambda folder: [
+        one for one in real(folder) if one.address.path.removeprefix(f"{mirrored.target.path}/") not in unlisted])
+    if here:
+        assert fetch(mirrored) == UNSENT
+    else:
+        shutil.rmtree(mirrored.here)
+        assert fetch(mirrored) == {name: text for name, text in FOUR.items() if name != "sub/events" or name not in unlisted}
+
+
 class Panic(BaseException):
     """As pyo3 raises it."""
 
@@ -625,7 +702,7 @@ def test_who_lost_the_place_sends_nothing_and_promises_nothing(mirrored):
         with pytest.raises(LostClaimError):
             sender.send()
         (mirrored.here / "rows").write_text("rows")
-        sender._sent["rows"] = sender._find({})["rows"], 0.0
+        sender._sent["rows"] = "", sender._find({})["rows"]
     assert sent(mirrored.target) == FOUR and mirrored.told == []
 
 

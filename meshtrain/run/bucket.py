@@ -1,7 +1,8 @@
 """The run directory at an address: claimed by a lease, fetched to each host, and sent as its files change.
 
-Whoever writes or reads files of the run takes the local directory `mirror.directory(run.dir)`. The bucket is the truth:
-what a start finds there replaces what an earlier one has left on its host. Tokens and stacks are the host's alone.
+Whoever writes or reads files of the run takes the local directory `mirror.directory(run.dir)`. What a start finds in
+the bucket replaces what an earlier one has left on its host, unless nobody has written there since that one: then what
+the bucket did not get is sent. Tokens and stacks are the host's alone.
 """
 from __future__ import annotations
 
@@ -118,4 +119,4 @@ def _check_seen(address: Address, nonce: str) -> None:
 
 def _fetch(address: Address, directory: Path, wanted: Callable[[str], bool]) -> None:
     with user_errors("run.dir: "):
-        mirror.fetch(address, directory, wanted)
+        mirror.fetch(address, directory, wanted, needed=contents.NEEDED)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import json
+import math
 import os
 import re
 import stat
@@ -44,26 +46,75 @@ def read(address: Address, wanted: Callable[[str], bool], within: str = "") -> P
     return directory
 
 
-def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: str = "") -> None:
+def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: str = "",
+          needed: Sequence[str] = ()) -> None:
     """Make the files in a local directory those of the bucket. wanted: by name within it; all others stay as they are.
-    within: the folder in which all of them are. Raises: StorageError, FileSystemError."""
+    within: the folder in which all of them are.
+
+    needed: as of a Mirror, which this host may have had before. If nobody has written to the bucket since, files that
+    the bucket did not get stay, and the next Mirror sends them. Raises: StorageError, FileSystemError.
+    """
     listed = stores.listed(source.below(within) if within else source)
     there = {one.address.path.removeprefix(f"{source.path.rstrip('/')}/"): one for one in listed}
-    there = {name: one for name, one in there.items() if wanted(name)}
-
-    def copy(name: str) -> None:
-        path = target / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            files.replace(path, stores.read(there[name].address), shared=True)
-        except stores.Missing:
-            path.unlink(missing_ok=True)
     with copies.writing(target), concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         target.mkdir(parents=True, exist_ok=True)
-        for name in list(_names(target, _refuse)):
-            if wanted(name) and name not in there:
+        here = set(filter(wanted, _names(target, _refuse)))
+        # a list may lack what is there
+        unlisted = [name for name in (here | set(needed)) - there.keys() if name.isprintable()]
+        found = pool.map(stores.looked_up, map(source.below, unlisted))
+        there |= {name: one for name, one in zip(unlisted, found) if one}
+        sent = _read_sent(target) if needed else None
+        is_newest = sent is not None and (needed[0] in sent) == (needed[0] in there) and all(
+            there[name].etag == etag for name, (etag, _) in sent.items() if name in there)
+        sent = sent or {}
+
+        def is_sent(name: str) -> bool:
+            with contextlib.suppress(OSError):
+                return name in sent and sent[name][1] == _state(target / name)
+            return True     # it is no file
+
+        def copy(name: str) -> None:
+            path = target / name
+            if name in here and name in sent and sent[name][0] == there[name].etag and (is_newest or is_sent(name)):
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                files.replace(path, stores.read(there[name].address), shared=True)
+                sent[name] = there[name].etag, _state(path)
+            except stores.Missing:
+                path.unlink(missing_ok=True)
+                sent.pop(name, None)
+        if not is_newest:
+            for name in here - there.keys():
                 (target / name).unlink(missing_ok=True)
-        list(pool.map(copy, there))
+        list(pool.map(copy, filter(wanted, there)))
+        if is_newest and (unsent := [name for name in sorted(here) if not is_sent(name)]):
+            files.tell(f"{source} did not get the end of {_list(unsent)}: this host has kept it, and sends it")
+        if needed:
+            _write_sent(target, {name: sent[name] for name in there if name in sent and wanted(name)})
+
+
+# Kept beside the directory: of each file in the bucket the object's etag, and the state of the local file that it was
+# made of. A file of another state was not sent; an object with another etag was written by another host.
+Sent = dict[str, tuple[str, tuple[int, ...] | None]]
+
+
+def _read_sent(directory: Path) -> Sent | None:
+    """None if nothing was kept."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+        kept = json.loads(directory.with_name(f"{directory.name}.sent").read_text(encoding="utf-8"))
+        return {name: (etag, state and tuple(state)) for name, (etag, state) in kept.items()}
+    return None
+
+
+def _write_sent(directory: Path, sent: Sent) -> None:
+    files.replace(directory.with_name(f"{directory.name}.sent"), json.dumps(sent))
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    """Changes when the file does; None for what is no file. Raises: OSError."""
+    status = os.stat(path)
+    return (status.st_mtime_ns, status.st_size, status.st_ino) if stat.S_ISREG(status.st_mode) else None
 
 
 def _names(directory: Path, refused: Callable[[OSError], None]) -> Iterator[str]:
@@ -104,6 +155,7 @@ class Mirror(contextlib.AbstractContextManager):
 
     It adds and replaces, and removes only what `forget` names. A file that is gone from the directory stays in the
     bucket, and is not sent again: somebody has emptied this host's cache, and what is written there later is not whole.
+    What it could not send when it ends stays in the directory, for `fetch` and the next one to send.
 
     wanted: whether a file, by its name within the directory, is sent. needed: top-level names without which a
     checkpoint is worth nothing; the first is sent before all others. check_claim: called before anything is sent;
@@ -116,8 +168,8 @@ class Mirror(contextlib.AbstractContextManager):
         self.source, self.target, self.wanted, self.needed, self.tell = source, target, wanted, needed, tell
         self.check_claim = check_claim
         self._forgotten, self._gone = set[str](), set[str]()
-        self._sent: dict[str, tuple[tuple, float]] = {}
-        self._sent = {name: (state, 0.0) for name, state in self._find({}).items()}
+        self._sent = _read_sent(source) or {}
+        self._sent_at: dict[str, float] = {}
         self._failed: dict[str, Exception] = {}     # in the last send
         self._lock, self._done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_sending, daemon=True, name="mirror")
@@ -144,13 +196,15 @@ class Mirror(contextlib.AbstractContextManager):
             with _collect(failed, name), contextlib.suppress(FileNotFoundError):      # since it was found
                 if not name.isprintable():
                     raise ValueError("no object can have this name")
-                stores.write(self.target.below(name), self.source / name)
-                self._sent[name] = found[name], now
+                version = stores.write(self.target.below(name), self.source / name)
+                self._sent[name], self._sent_at[name] = (version.etag or "", found[name]), now
         with self._lock:
+            before = self._sent.copy()
             with _collect(failed, ""):
                 found, now = self._find(failed), time.monotonic()
-                changed = [name for name, state in found.items() if self._sent.get(name, (None,))[0] != state]
-                due = [name for name in changed if all_of_them or self._is_due(name, found[name][1], now)]
+                changed = [name for name, state in found.items() if self._sent.get(name, ("", None))[1] != state]
+                due = [name for name in changed if all_of_them
+                       or now - self._sent_at.get(name, -math.inf) >= found[name][1] / SLOWEST_BYTES_S]
                 forgotten = [name for name in self._forgotten.copy() if name not in found]
                 if due or forgotten:
                     self.check_claim()
@@ -163,15 +217,15 @@ class Mirror(contextlib.AbstractContextManager):
                 for name in forgotten:
                     self._forgotten.discard(name)
                     self._sent.pop(name, None)
+            if self._sent != before:
+                with contextlib.suppress(OSError):      # the next start then takes what the bucket has
+                    _write_sent(self.source, self._sent)
             self._tell({name: error for name, error in failed.items() if name not in self._failed})
             self._failed = failed
         return failed
 
     def _is_needed(self, name: str) -> bool:
         return name.split(os.sep)[0] in self.needed
-
-    def _is_due(self, name: str, size: int, now: float) -> bool:
-        return name not in self._sent or now - self._sent[name][1] >= size / SLOWEST_BYTES_S
 
     def _find(self, failed: dict[str, Exception]) -> dict[str, tuple]:
         """Name -> a tuple that changes when the file does. failed: gets what is gone or cannot be read; ".": the
@@ -184,13 +238,13 @@ class Mirror(contextlib.AbstractContextManager):
                 failed[name] = error
         for name in filter(self.wanted, _names(self.source, note)):
             with _collect(failed, name), contextlib.suppress(FileNotFoundError):
-                status = os.stat(self.source / name)
-                if stat.S_ISREG(status.st_mode):
-                    found[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
+                if state := _state(self.source / name):
+                    found[name] = state
         unread = tuple(f"{name}/".removeprefix("./") for name, error in failed.items()
                        if not isinstance(error, FileNotFoundError))
         self._gone |= {name for name in self._sent.keys() - found.keys() - self._forgotten
                        if not f"{name}/".startswith(unread)}
+        self._sent = {name: one for name, one in self._sent.items() if name not in self._gone}
         if os.curdir not in failed:
             failed |= dict.fromkeys(self._gone, _Gone("it is gone there; the bucket keeps what it has"))
         return {name: state for name, state in found.items() if name not in self._gone}
@@ -208,7 +262,7 @@ class Mirror(contextlib.AbstractContextManager):
     def undo(self) -> None:
         """Send nothing more, and remove what was sent. Raises: StorageError, FileSystemError."""
         self.stop()
-        stores.remove([self.target.below(name) for name in self._sent])
+        stores.remove([self.target.below(name) for name in self._sent.keys() | self._gone])
 
     def stop(self) -> None:
         if self in _at_work:
@@ -232,7 +286,7 @@ class Mirror(contextlib.AbstractContextManager):
         if lacks and kind is None:
             raise files.FileSystemError(
                 f"{self.target} does not have the end of {_list(lacks)}: {files.said(failed[lacks[0]])}. What is in "
-                f"{self.source} stays until the next start, which takes the files of the bucket")
+                f"{self.source} stays, and the next start on this host sends it")
 
 
 def _list(names: Sequence[str]) -> str:
