@@ -1,20 +1,25 @@
-"""python -m benchmarks.soak [--faults N] [--parts A,B] [--seed S] [--json FILE]
+"""python -m benchmarks.soak [--faults N] [--parts A,B] [--seed S] [--json FILE] [--add FILE,FILE]
 
 Fault after fault, N in all (default 100), at random moments of starts, restores, steps, saves and exports of a tiny
 run; each run that was hit is compared with one that was not: rows, order of the data, every array of its final state,
-its exports. Four parts:
+its exports. Six parts:
 
 processes   runs under launch.local, in one, two and four processes: kill -9 of one, of all or of the launcher, SIGTERM,
-            SIGSTOP for good or for seconds
+            SIGSTOP for good or for seconds, no compiled programs any more when the next start begins
 calls       system calls on files that fail, one or all from then on, or at which the run is killed or stopped: ENOSPC,
-            EIO, ESTALE; a sixth of them in the command itself, the others with a stand-in for its compiled step
-bucket      run.dir in a bucket on loopback: the server answers 500, says SlowDown, breaks off or is slow; kills, after
-            which an empty machine goes on
+            EIO, ESTALE; a twentieth of them in the command itself, the others with a stand-in for its compiled step
+bucket      run.dir in a bucket on loopback: the server answers 500, says SlowDown, breaks off, is slow, refuses (403, an
+            expired token) some requests or all for a while, lets 200 kB/s pass, or has or returns damaged pieces; kills,
+            after which an empty machine goes on, or the same without its caches
+stops       SIGSTOP for longer than every limit of the run: of one process, of all, of all and the launcher
+samplers    a run that learns from rewards, with two samplers apart: one is killed, or its main thread stands still for
+            some seconds or for good
 hosts       two hosts with a name and a disk each, which are namespaces: one is killed, or is killed and loses its disk
 
 Prints one table and ends with 1 if anything was lost, repeated or wrong. Its seconds: from the fault to the next row
 that counts; of calls from the start of the run that goes on to its end. Not named: nobody was left who could, or asking
-again was enough. Linux only; hosts need root.
+again was enough. Silent: the longest time without a line from the fault to that row; of calls all of the run. --json
+writes the table down, and --add takes such files into it. Linux only; hosts need root.
 """
 from __future__ import annotations
 
@@ -38,8 +43,8 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PERSIST
 from benchmarks import words
 from tests import disturbed, soak
 
-SHARES = {"processes": 0.075, "calls": 0.7, "bucket": 0.195, "hosts": 0.03}
-REAL = 1 / 6        # of the calls, in the command itself
+SHARES = {"processes": 0.07, "calls": 0.46, "bucket": 0.3, "stops": 0.06, "samplers": 0.08, "hosts": 0.03}
+REAL = 1 / 20       # of the calls, in the command itself
 KILLS = {"kill": 5, "kill all": 1, "kill launcher": 1, "terminate": 2}
 MOMENTS = {"save": "saving", "local": "saving", "export": "exporting", "export last": "exporting", "start": "starting",
            "resume": "compiling", "rollback": "compiling", "reference": "starting"}
@@ -56,14 +61,36 @@ class Line:
     moments: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     named: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     seconds: list[float] = dataclasses.field(default_factory=list)
+    silent_s: float = 0.0
     wrong: int = 0
 
-    def add(self, moment: str, named: bool | None, after_s: float | None, wrong: bool = False) -> None:
+    def add(self, moment: str, named: bool | None, after_s: float | None, silent_s: float, wrong: bool) -> None:
         self.met += 1
         self.moments[moment] += 1
         self.named[named] += 1
         self.seconds += [after_s] if after_s is not None else []
+        self.silent_s = max(self.silent_s, silent_s)
         self.wrong += wrong
+
+    def add_all(self, other: dict) -> None:
+        """other: as it is written down."""
+        self.met, self.wrong = self.met + other["met"], self.wrong + other["wrong"]
+        self.moments.update(other["moments"])
+        self.named.update({json.loads(key): number for key, number in other["named"].items()})
+        self.seconds += other["seconds"]
+        self.silent_s = max(self.silent_s, other["silent_s"])
+
+
+class Table(collections.defaultdict[tuple[str, str], Line]):
+    """(part, fault) -> a line. path: a file for it."""
+
+    def __init__(self, path: Path | None):
+        super().__init__(Line)
+        self.path = path
+
+    def write(self) -> None:
+        if self.path:
+            self.path.write_text(json.dumps([[*key, vars(line)] for key, line in self.items()]))
 
 
 def main() -> int:
@@ -72,20 +99,22 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(SHARES))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--add", type=lambda text: text.split(","), default=[])
     given = parser.parse_args()
-    if given.faults < 1:
-        parser.error(f"--faults {given.faults} must be at least 1")
+    if given.faults < (not given.add):
+        parser.error(f"--faults {given.faults} must be at least 1, or 0 with --add")
     parts = given.parts.split(",")
     if unknown := set(parts) - set(SHARES):
         parser.error(f"--parts {', '.join(sorted(unknown))}: known are {', '.join(SHARES)}")
     counts = dict(zip(parts, _parted(given.faults, *map(SHARES.get, parts)), strict=True))
-    table: dict[tuple[str, str], Line] = collections.defaultdict(Line)
-    began, runs = time.monotonic(), 0
+    table, began, runs = Table(given.json), time.monotonic(), 0
+    for path in given.add:
+        for part, fault, line in json.loads(Path(path).read_text()):
+            table[part, fault].add_all(line)
     with tempfile.TemporaryDirectory() as home:
         for part, count in counts.items():
-            runs += PARTS[part](Path(home) / part, count, given.seed, table)
-            if given.json:
-                given.json.write_text(json.dumps([[*key, vars(line)] for key, line in table.items()]))
+            runs += count and PARTS[part](Path(home) / part, count, given.seed, table)
+            table.write()
     print(f"\n{sum(line.met for line in table.values())} faults, {runs} runs compared, "
           f"{(time.monotonic() - began) / 60:.0f} minutes\n\n{as_text(table)}")
     return 1 if any(line.wrong for line in table.values()) else 0
@@ -97,46 +126,64 @@ def _parted(count: int, *shares: float) -> list[int]:
     return [count - sum(rest), *rest]
 
 
-def processes(home: Path, count: int, seed: int, table: dict) -> int:
+def processes(home: Path, count: int, seed: int, table: Table) -> int:
     draw, runs = random.Random(f"processes {seed}"), 0
     for some, number in zip(_parted(count, 0.4, 0.4, 0.2), (1, 2, 4), strict=True):
-        kinds = KILLS | {"hang": 1, "pause": 1}
+        kinds = KILLS | {"hang": 1, "pause": 1, "empty caches": 1}
         faults = draw.choices(list(kinds), kinds.values(), k=some)
         runs += _torment(home / str(number), soak.Setting(number), faults, seed, table, "processes")
     return runs
 
 
-def bucket(home: Path, count: int, seed: int, table: dict) -> int:
+def bucket(home: Path, count: int, seed: int, table: Table) -> int:
     import stores
     server, draw, runs = stores.Server(), random.Random(f"bucket {seed}"), 0
     home.mkdir(parents=True)
     os.environ |= stores.environment(server, home)
-    kinds = {fault: 0.3 * weight for fault, weight in KILLS.items()} | dict.fromkeys(soak.SERVER, 3)
+    kinds = {fault: 0.3 * weight for fault, weight in KILLS.items()} | dict.fromkeys(soak.SERVER, 2) | {
+        "refused": 4, "expired": 4, "200 kB/s": 4, "damaged": 3, "damaged for good": 2, "empty caches": 4}
     for some, number in zip(_parted(count, 0.7, 0.3), (1, 2), strict=True):
         faults = draw.choices(list(kinds), kinds.values(), k=some)
-        setting = soak.Setting(number, bucket=f"s3://{stores.BUCKET}/{number}", steps=80)
+        setting = soak.Setting(number, bucket=f"s3://{stores.BUCKET}/{number}", steps=320)
         runs += _torment(home / str(number), setting, faults, seed, table, "bucket", server)
     server.close()
     return runs
 
 
-def hosts(home: Path, count: int, seed: int, table: dict) -> int:
+def stops(home: Path, count: int, seed: int, table: Table) -> int:
+    draw, runs = random.Random(f"stops {seed}"), 0
+    for some, number in zip(_parted(count, 0.6, 0.4), (1, 2), strict=True):
+        setting = soak.Setting(number, limited=True, steps=60)
+        runs += _torment(home / str(number), setting, draw.choices(soak.STOPS, k=some), seed, table, "stops")
+    return runs
+
+
+def samplers(home: Path, count: int, seed: int, table: Table) -> int:
+    faults = random.Random(f"samplers {seed}").choices(list(soak.SAMPLERS), (1, 3, 3), k=count)
+    return _torment(home, soak.Setting(samplers=2, steps=240), faults, seed, table, "samplers")
+
+
+def hosts(home: Path, count: int, seed: int, table: Table) -> int:
     if subprocess.run(["unshare", "--uts", "--mount", "true"], stderr=subprocess.DEVNULL).returncode:
         raise SystemExit("--parts hosts needs root, whose processes may have namespaces of their own")
     faults = random.Random(f"hosts {seed}").choices(["lose disk", "kill"], (3, 1), k=count)
     return _torment(home, soak.Setting(2, hosts=True), faults, seed, table, "hosts")
 
 
-def _torment(home: Path, setting: soak.Setting, faults: list[str], seed: int, table: dict, part: str,
+def _torment(home: Path, setting: soak.Setting, faults: list[str], seed: int, table: Table, part: str,
              server=None) -> int:
+    if not faults:
+        return 0
     home.parent.mkdir(parents=True, exist_ok=True)
-    met, runs = soak.torment(home, setting, faults, seed, server)
-    for one in met:
-        table[part, one.fault].add(one.moment, one.named, one.after_s)
-    return runs
+
+    def keep(done: list[soak.Met]) -> None:
+        for one in done:
+            table[part, one.fault].add(one.moment, one.named, one.after_s, one.silent_s, one.wrong)
+        table.write()
+    return soak.torment(home, setting, faults, seed, server, keep=keep)[1]
 
 
-def calls(home: Path, count: int, seed: int, table: dict) -> int:
+def calls(home: Path, count: int, seed: int, table: Table) -> int:
     draw, runs = random.Random(f"calls {seed}"), 0
     for real, share in ((False, count - round(REAL * count)), (True, round(REAL * count))):
         where = home.with_name(f"calls{'-real' * real}")
@@ -151,24 +198,26 @@ def calls(home: Path, count: int, seed: int, table: dict) -> int:
                 done, runs = done + 1, runs + 1
                 named = None if cell.fault == "kill" or not SAID.search(harness.first.said) else True
                 table["calls", CALLS[cell.fault]].add(
-                    MOMENTS[cell.place], named, harness.to_the_end_s if real else None, bool(wrong))
+                    MOMENTS[cell.place], named, harness.to_the_end_s if real else None, harness.first.seconds,
+                    bool(wrong))
+                table.write()
                 print(f"{done}, {'the command' if real else 'stand-in'}: {cell}: {'; '.join(wrong) or 'held'}",
                       flush=True)
     return runs
 
 
-def as_text(table: dict) -> str:
-    lines = ["| part | fault | met | at moments | named | not named | seconds: median, longest | wrong |",
-             "|---|---|---|---|---|---|---|---|"]
+def as_text(table: Table) -> str:
+    lines = ["| part | fault | met | at moments | named | not named | seconds: median, longest | silent, seconds | wrong |",
+             "|---|---|---|---|---|---|---|---|---|"]
     for (part, fault), line in sorted(table.items()):
         moments = ", ".join(f"{TOLD.get(name, name)} {number}" for name, number in line.moments.most_common())
         seconds = f"{statistics.median(line.seconds):.1f}, {max(line.seconds):.1f}" if line.seconds else ""
         lines.append(f"| {part} | {fault} | {line.met} | {moments} | {line.named[True]} | "
-                     f"{line.met - line.named[True]} | {seconds} | {line.wrong} |")
+                     f"{line.met - line.named[True]} | {seconds} | {line.silent_s:.1f} | {line.wrong} |")
     return "\n".join(lines)
 
 
-PARTS = {"processes": processes, "calls": calls, "bucket": bucket, "hosts": hosts}
+PARTS = {"processes": processes, "calls": calls, "bucket": bucket, "stops": stops, "samplers": samplers, "hosts": hosts}
 
 if __name__ == "__main__":
     sys.exit(main())

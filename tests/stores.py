@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from werkzeug.wsgi import get_input_stream
 
 from meshtrain.storage import stores
 
+PIECE = re.compile(r"/checkpoints/\d+\.[\w-]+/[\d-]+$")      # an object of a checkpoint, not the one that commits it
 BUCKET, TOKEN, SECRET = "bucket", "hf_token-of-the-test", "aws-secret-of-the-test"
 SIGNED = "AWS4-HMAC-SHA256 Credential=id/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -39,12 +41,19 @@ class Request:
 @dataclasses.dataclass
 class Fault:
     """The next `times` requests of paths with `path` in them. status: the answer; 0: the body is cut in half, unless
-    the request waits: seconds, and before them until `until` says yes."""
+    the request waits: seconds, and before them until `until` says yes. code: in the answer, as S3 names it. damages:
+    nothing fails, and pieces of checkpoints that are read have one bit changed."""
     path: str
     times: int
     status: int = 0
     seconds: float = 0.0
     until: Callable[[], bool] = lambda: True
+    code: str = "SlowDown"
+    damages: bool = False
+
+    def meets(self, request: Request) -> bool:
+        return self.times > 0 and self.path in request.path and (
+            not self.damages or request.method == "GET" and bool(PIECE.search(request.path)))
 
 
 class Server:
@@ -55,7 +64,8 @@ class Server:
         self.log: list[Request] = []
         self._generations: dict[str, str] = {}
         self.faults: list[Fault] = []
-        self._lock = threading.Lock()
+        self.bytes_s = 0            # of the line to all buckets, each way; 0: no limit
+        self._lock, self._line = threading.Lock(), threading.Lock()
         self.hub: dict[str, Path] = {}
         self.web = Path("/nowhere")
         self.private = False        # the hub asks for the token
@@ -96,7 +106,7 @@ class Server:
         request = Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("QUERY_STRING", ""), headers)
         self.log.append(request)
         with self._lock:        # two threads that take the last time would make it -1, which never ends
-            fault = next((one for one in self.faults if one.times > 0 and one.path in request.path), None)
+            fault = next((one for one in self.faults if one.meets(request)), None)
             if fault:
                 fault.times -= 1
         if fault:
@@ -104,18 +114,22 @@ class Server:
                 time.sleep(0.02)
             time.sleep(fault.seconds)
             if fault.status:
-                return _plain(start, fault.status, b"<Error><Code>SlowDown</Code></Error>")
+                return _plain(start, fault.status, f"<Error><Code>{fault.code}</Code></Error>".encode())
         found = self._of_hub(request, start) or self._of_web(request, start)
         if found is None:
             # moto has no anonymous requests, as obstore's of gs:// are here
             environ.setdefault("HTTP_AUTHORIZATION", SIGNED)
             found = self._of_bucket(request, environ, start)
+        if fault and fault.damages:
+            return [_change_bit(b"".join(found))]
         return _cut(found) if fault and not fault.status and not fault.seconds else found
 
     def _of_bucket(self, request: Request, environ: dict, start: Callable):
         """As moto says, with the generations by which Google's writes are conditional; one request at a time, since
         moto looks whether an object is there and writes it in two steps."""
-        environ["wsgi.input"] = io.BytesIO(get_input_stream(environ).read())    # it has come before the others wait
+        body = get_input_stream(environ).read()      # it has come before the others wait
+        self._carry(body)
+        environ["wsgi.input"] = io.BytesIO(body)
         environ |= {name.replace("X_GOOG_META", "X_AMZ_META"): value for name, value in environ.items()
                     if name.startswith("HTTP_X_GOOG_META")}
         with self._lock:
@@ -131,7 +145,25 @@ class Server:
                 attributes = [(name.lower().replace("x-amz-meta", "x-goog-meta"), value) for name, value in headers
                               if name.lower().startswith("x-amz-meta")]
                 return start(status, [*headers, *attributes, ("x-goog-generation", now)], *rest)
-            return self._buckets(environ, told)
+            answer = list(self._buckets(environ, told))
+        self._carry(*answer)
+        return answer
+
+    def _carry(self, *some: bytes) -> None:
+        """Takes the time that bytes take on the line, one request after another."""
+        if self.bytes_s:
+            with self._line:
+                time.sleep(sum(map(len, some)) / self.bytes_s)
+
+    def damage(self, prefix: str) -> str:
+        """Change one bit of the newest piece of a checkpoint below a prefix, in the bucket; its key, or "" without
+        one."""
+        found = self._client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
+        pieces = sorted((one["LastModified"], one["Key"]) for one in found if PIECE.search(one["Key"]))
+        if pieces:
+            body = self._client.get_object(Bucket=BUCKET, Key=pieces[-1][1])["Body"].read()
+            self.put(pieces[-1][1], _change_bit(body))
+        return pieces[-1][1] if pieces else ""
 
     def _of_hub(self, request: Request, start: Callable):
         parts = request.path.strip("/").split("/")
@@ -191,6 +223,12 @@ def _file(start: Callable, path: Path, request: Request) -> list[bytes]:
         start("200 told", [("Content-Length", str(len(body))), *headers.items()])
         return [b""]
     return _plain(start, status, body, **headers)
+
+
+def _change_bit(content: bytes) -> bytes:
+    """In its middle."""
+    half = len(content) // 2
+    return content[:half] + bytes([content[half] ^ 16]) + content[half + 1:] if content else content
 
 
 def _cut(body) -> Iterator[bytes]:
