@@ -186,6 +186,19 @@ def test_a_checkpoint_of_which_any_bit_flips_is_set_aside_and_the_one_before_is_
         same(checkpoints.restore(2, abstract(state)), state)
 
 
+@pytest.mark.parametrize("objects, damage", [("/1.a-1/", {"damages": True}), ("/1.a-1/", {}), ("/1", {})])
+def test_what_is_damaged_on_its_way_is_read_again_and_condemns_no_checkpoint(objects, damage, place, server):
+    state, told = make_state(mesh(2, 2), P("a")), []
+    with BucketCheckpoints(place, start="a", tell=told.append, keep=1) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.settle()
+        for read in (checkpoints.newest, lambda: checkpoints.restore(1, abstract(state))):
+            server.faults.append(Fault(objects, 1, **damage))
+            read()
+            assert server.faults.pop().times == 0 or objects == "/1"
+        assert checkpoints.newest().step == 1 and told == []
+
+
 def test_of_an_object_without_weights_a_reader_of_weights_notices_nothing(place):
     on = NamedSharding(mesh(1, 1), P())
     large = jax.device_put(np.arange(64, dtype=np.float32), on)

@@ -201,7 +201,7 @@ class BucketCheckpoints(SharedCheckpoints):
 
         def ask() -> str:
             with _judged(f"{self.named(step)} cannot be read"):
-                return found()
+                return found() and found()      # once more: it may have been damaged on its way
         return next(filter(None, agree.exchange(agree.everywhere(ask))), "")
 
     def _object_fault(self, folder: str, name: str, size: int, held: Sequence[list]) -> str:
