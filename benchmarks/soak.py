@@ -8,9 +8,9 @@ processes   runs under launch.local, in one, two and four processes: kill -9 of 
             SIGSTOP for good or for seconds, no compiled programs any more when the next start begins
 calls       system calls on files that fail, one or all from then on, or at which the run is killed or stopped: ENOSPC,
             EIO, ESTALE; a twentieth of them in the command itself, the others with a stand-in for its compiled step
-bucket      run.dir in a bucket on loopback: the server answers 500, says SlowDown, breaks off, is slow, refuses (403, an
-            expired token) some requests or all for a while, lets 200 kB/s pass, or has or returns damaged pieces; kills,
-            after which an empty machine goes on, or the same without its caches
+bucket      run.dir in a bucket on loopback: the server answers 500, says SlowDown, breaks off, is slow, refuses some
+            requests or all for a while (403, an expired token), lets 200 kB/s pass, or has or returns damaged pieces;
+            kills, after which an empty machine goes on, or the same without its caches
 stops       SIGSTOP for longer than every limit of the run: of one process, of all, of all and the launcher
 samplers    a run that learns from rewards, with two samplers apart: one is killed, or its main thread stands still for
             some seconds or for good
@@ -201,14 +201,14 @@ def calls(home: Path, count: int, seed: int, table: Table) -> int:
                     MOMENTS[cell.place], named, harness.to_the_end_s if real else None, harness.first.seconds,
                     bool(wrong))
                 table.write()
-                print(f"{done}, {'the command' if real else 'stand-in'}: {cell}: {'; '.join(wrong) or 'held'}",
-                      flush=True)
+                print(f"{done}, {'the command' if real else 'stand-in'}: {cell}: {'; '.join(wrong) or 'held'}"
+                      + ", not named" * (named is None), flush=True)
     return runs
 
 
 def as_text(table: Table) -> str:
-    lines = ["| part | fault | met | at moments | named | not named | seconds: median, longest | silent, seconds | wrong |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| part | fault | met | at moments | named | not named | seconds: median, longest | silent, seconds | "
+             "wrong |", "|---|---|---|---|---|---|---|---|---|"]
     for (part, fault), line in sorted(table.items()):
         moments = ", ".join(f"{TOLD.get(name, name)} {number}" for name, number in line.moments.most_common())
         seconds = f"{statistics.median(line.seconds):.1f}, {max(line.seconds):.1f}" if line.seconds else ""

@@ -3,8 +3,8 @@
 Faults come at random moments: while its processes start, restore, compile, between steps and while a checkpoint is
 written. When a run is through, its rows must be steps 1..N, each with the very numbers that the undisturbed run had (so
 no batch was skipped or repeated), and its final state must equal the undisturbed run's bit for bit; whom the launcher
-names must be the one that was hit; and no minute may pass without a line. Runs follow until all faults are done. `python -m benchmarks.soak` does it at
-length. Linux only.
+names must be the one that was hit; and no minute may pass without a line. Runs follow until all faults are done.
+`python -m benchmarks.soak` does it at length. Linux only.
 """
 from __future__ import annotations
 
@@ -445,7 +445,7 @@ class Life:
         self.server.faults.append(done)
         self.wait_for(lambda: done.times <= 0, 25 if lasts else 5)
         self.server.faults.remove(done)
-        told = r"cannot be |not saved|is behind|failed first|asked again|refused with|does not get|does not have the end"
+        told = "cannot be |not saved|is behind|failed first|asked again|refused with|does not (get|have the end)"
         if fault in REFUSALS and done.times < times:        # nothing asks again: each must be told
             self.wait_for(lambda: re.search(told, self.said()[mark:]), 5)
             assert re.search(told, self.said()[mark:]), f"{path} was refused, and nothing is told:\n{self.said()}"
