@@ -26,7 +26,7 @@ TIMEOUT_S = 600
 
 
 class Fault(NamedTuple):
-    """`old`, which stands once at `place`, becomes `new`; `test` (a pytest id, not slow) must then fail by assertion.
+    """`old`, which stands once at `place`, becomes `new`; `test` (a pytest id, not of tier long) must then fail by assertion.
 
     place: FILE::Class.function, or FILE alone for what is in none. Spaces and line ends within `old` stand for any.
     """
@@ -103,15 +103,17 @@ def problems(fault: Fault) -> list[str]:
 
 
 def _tests(path: Path) -> set[str]:
-    """The tests of a file that are not marked slow as a whole."""
+    """The tests of a file that are not of tier long as a whole."""
     if not path.is_file():
         return set()
-    slow = lambda node: any("mark.slow" in ast.unparse(mark) and "param" not in ast.unparse(mark)
-                            for mark in node.decorator_list)
+
+    def long(node) -> bool:
+        return any("mark.long" in ast.unparse(mark) and "param" not in ast.unparse(mark) for mark in node.decorator_list)
+
     tree = ast.parse(path.read_text()).body
     named = {target.id for node in tree if isinstance(node, ast.Assign)
              for target in node.targets if isinstance(target, ast.Name)}
-    return named | {node.name for node in tree if isinstance(node, ast.FunctionDef) and not slow(node)}
+    return named | {node.name for node in tree if isinstance(node, ast.FunctionDef) and not long(node)}
 
 
 def plant(fault: Fault) -> tuple[bool, str, float]:
@@ -128,7 +130,7 @@ def plant(fault: Fault) -> tuple[bool, str, float]:
         target.write_text(fault.planted(target.read_text())[0])
         report, start = copy / "report.xml", time.monotonic()
         # In this process's child alone, without the suite's workers: one test is all there is.
-        command = [sys.executable, "-m", "pytest", "-o", "addopts=-q -m 'not slow'", "-x", "-p", "no:cacheprovider",
+        command = [sys.executable, "-m", "pytest", "-o", "addopts=-q -m 'not long'", "-x", "-p", "no:cacheprovider",
                    f"--junitxml={report}", fault.test]
         environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         try:

@@ -1,4 +1,4 @@
-"""Which cells of a grid a run of the suite takes: chosen by the commit's hash, so that each commit tries others."""
+"""Random draws by the commit's hash, so that each commit tries others; and the marks of a grid's cells."""
 import functools
 import random
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 
-GRID = (pytest.mark.slow, pytest.mark.grid)      # a cell of a grid: a few of each file run in every run of the suite
+GRID = (pytest.mark.long, pytest.mark.cell)      # a cell of a grid: `pytest --long -m cell`
 
 
 @functools.cache

@@ -30,7 +30,7 @@ def tiny_file(directory: Path) -> Path:
     return directory / "run.toml"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_phases_of_a_restart_are_measured(tmp_path, monkeypatch):
     """Two kills of a process under the launcher."""
     from benchmarks import restart
@@ -39,7 +39,7 @@ def test_the_phases_of_a_restart_are_measured(tmp_path, monkeypatch):
     assert len(taken) == len(restart.PHASES) and min(taken) >= 0 < sum(taken)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_words_are_learned_and_sums_written(tmp_path, monkeypatch):
     """The commands run in this process, with a narrow model and two steps; no sums are learned."""
     from benchmarks import rl
@@ -75,7 +75,7 @@ def test_a_fault_is_met_and_told(tmp_path):
     assert part == "calls" and line["met"] == 1 and not line["wrong"] and f"| calls | {fault} | 1 | " in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_time_to_the_first_step_is_measured(tmp_path, monkeypatch):
     from benchmarks import step
     monkeypatch.setattr(step.os, "environ", free())

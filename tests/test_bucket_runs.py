@@ -52,7 +52,7 @@ def another_machine() -> None:
     shutil.rmtree(copies.home(), ignore_errors=True)
 
 
-@pytest.mark.parametrize("scheme", ["s3", pytest.param("gs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["s3", pytest.param("gs", marks=pytest.mark.long)])
 def test_a_run_in_a_bucket_has_the_curve_of_one_in_a_directory_and_goes_on_on_another_machine(
         scheme, server, tiny, tmp_path):
     there = f"{scheme}://{BUCKET}/{scheme}/run"
@@ -78,8 +78,8 @@ def test_a_run_in_a_bucket_has_the_curve_of_one_in_a_directory_and_goes_on_on_an
     assert json.loads(call(report.main, there, "--json").out)["checkpoints"] == [4, 6]
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_commands_on_a_trained_model_read_a_bucket(server, tiny, tmp_path):
     there = f"s3://{BUCKET}/trained"
     ran(*tiny, *SIX, "--run.dir", "here")
@@ -321,8 +321,8 @@ def test_a_start_that_was_taken_over_stops_at_its_next_step(saves, server, tiny,
     other.leave()
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_a_second_start_is_refused_while_the_first_is_at_work_and_may_go_on_after_it_was_killed(server, tmp_path):
     there = f"s3://{BUCKET}/two"
     (tmp_path / "corpus.txt").write_text("some text\n" * 2000)
@@ -405,7 +405,7 @@ def test_hosts_that_share_only_the_bucket_train_and_go_on(ran_on, server, tmp_pa
                                                                       rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hosts_keep_their_parts_of_the_state_while_the_bucket_takes_none(ran_on, server, tmp_path):
     there = f"s3://{BUCKET}/refused"
     server.faults += [Fault(f"refused/checkpoints/{step}.", 10**6, 403) for step in (4, 6, 8)]
@@ -420,7 +420,7 @@ def test_hosts_keep_their_parts_of_the_state_while_the_bucket_takes_none(ran_on,
     assert [row["step"] for row in kept_rows(there)] == list(range(1, 21)) and contents.steps(there)[-1] == 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_of_hosts_that_share_only_the_bucket_the_one_that_hangs_is_named(victim, ran_on, tmp_path):
     told = ran_on(f"s3://{BUCKET}/hangs{victim}", 100, "--training.step_timeout_s", 6, fault=f"{victim} step:8 sleep",
@@ -430,7 +430,7 @@ def test_of_hosts_that_share_only_the_bucket_the_one_that_hangs_is_named(victim,
     assert [path.name for path in sorted(left.rglob("stacks/process-*.txt"))] == ["process-0.txt", "process-1.txt"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_the_reference_prefers_goes_to_all_hosts_and_only_some_may_have_kept_it(ran_on, tmp_path):
     pairs = [{"prompt": f"{i}?", "chosen": f"{i} yes", "rejected": f"no {i}"} for i in range(23)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -534,7 +534,7 @@ def test_launchers_count_failures_and_leave_words_in_the_bucket(server, tmp_path
         restart.newest(run)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("scheme", "count", "kills"), [("s3", 1, 20), ("s3", 2, 5), ("gs", 1, 20)])
 def test_kills_at_any_moment_on_empty_machines_leave_one_curve(scheme, count, kills, server, tmp_path):
     """Each start is killed at a random moment, and the next one knows nothing of it but the bucket: of two, one before

@@ -312,9 +312,9 @@ def test_packed_and_masked_loss_is_that_of_the_conversations_one_by_one(tmp_path
 
 
 @pytest.mark.parametrize("optimizer, mesh", [
-    ("muon", {}), pytest.param("adafactor", dict(fsdp=2), marks=pytest.mark.slow),
-    pytest.param("lion", dict(context=2), marks=pytest.mark.slow),
-    pytest.param("adamw", dict(stage=2), marks=pytest.mark.slow),
+    ("muon", {}), pytest.param("adafactor", dict(fsdp=2), marks=pytest.mark.long),
+    pytest.param("lion", dict(context=2), marks=pytest.mark.long),
+    pytest.param("adamw", dict(stage=2), marks=pytest.mark.long),
 ], ids=str)
 def test_a_batch_without_a_target_makes_no_nan(optimizer, mesh, tmp_path):
     rules = "zero3" if mesh and not {"stage", "context"} & mesh.keys() else "ddp"
@@ -331,7 +331,7 @@ def test_a_batch_without_a_target_makes_no_nan(optimizer, mesh, tmp_path):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state.params)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_run_file_for_fine_tuning_trains_on_conversations_and_goes_on(tmp_path, monkeypatch):
     data = chats(tmp_path, many())
     monkeypatch.chdir(tmp_path)

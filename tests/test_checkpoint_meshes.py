@@ -65,7 +65,7 @@ def test_a_state_saved_on_one_mesh_is_the_same_bits_on_another(trained, rule, si
         assert got.sharding == wanted.sharding
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_alike_on_six_other_meshes(trained):
     directory, _ = trained
     losses = losses_after_restoring(directory, "zero3", dict(data=2, fsdp=2, tensor=2))

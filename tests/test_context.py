@@ -110,7 +110,7 @@ def check_shapes(case):
 
 test_attention_of_any_shape_matches_plain_attention = settings(
     max_examples=5, deadline=None, derandomize=True)(given(shapes())(check_shapes))
-test_attention_of_many_more_shapes_matches_plain_attention = pytest.mark.slow(settings(
+test_attention_of_many_more_shapes_matches_plain_attention = pytest.mark.long(settings(
     max_examples=80, deadline=None)(given(shapes())(check_shapes)))
 
 

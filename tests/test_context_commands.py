@@ -92,7 +92,7 @@ def test_a_run_of_whole_sequences_goes_on_with_split_ones_to_the_same_end(one_ru
     check_end(*run("across", 6, "--mesh.data", "2", "--mesh.context", "4"), said, rows)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", attention.METHODS)
 def test_a_run_with_split_sequences_has_the_losses_validation_and_sample_of_one_without(one_run, method):
     run, said, rows = one_run

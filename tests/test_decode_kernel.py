@@ -139,7 +139,7 @@ SIZES = [(4, 64, 64, "bfloat16"), (32, 128, 128, "bfloat16"), (2, 256, 256, "bfl
 
 @needs_wheels
 @pytest.mark.parametrize("gpu, size", [
-    pytest.param(gpu, size, marks=() if (gpu, size) == ("h100", SIZES[1]) else pytest.mark.slow)
+    pytest.param(gpu, size, marks=() if (gpu, size) == ("h100", SIZES[1]) else pytest.mark.long)
     for gpu in ("a100-80gb", "h100", "b200") for size in SIZES])
 def test_compiled_for_a_gpu_it_spills_nothing_and_fits_its_shared_memory(gpu, size, tmp_path):
     G, H, V, dtype = size
@@ -159,7 +159,7 @@ def test_compiled_for_a_gpu_it_spills_nothing_and_fits_its_shared_memory(gpu, si
 
 @needs_wheels
 @pytest.mark.parametrize("gpus, mesh", [("h100:1", {}), pytest.param("h100:4", dict(fsdp=2, tensor=2),
-                                                                     marks=pytest.mark.slow)])
+                                                                     marks=pytest.mark.long)])
 def test_on_gpus_a_layer_reads_its_cache_in_one_kernel_and_its_weights_where_they_are(gpus, mesh):
     run = config.Run(mesh=mesh, sharding=dict(rules="sharding_rules/zero3.toml"), model=dict(
         vocab_size=4096, embed_dim=512, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=64, mlp_dim=2048),

@@ -56,7 +56,7 @@ def test_a_cell_of_each_place_and_of_each_fault_by_the_commits_choice_and_those_
         disturbed.FAULTS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fault", disturbed.FAULTS)
 @pytest.mark.parametrize("place", disturbed.PLACES)
 def test_a_fault_at_any_system_call_loses_nothing_and_ends_with_the_right_code(place, fault, tmp_path):
@@ -65,7 +65,7 @@ def test_a_fault_at_any_system_call_loses_nothing_and_ends_with_the_right_code(p
     assert met >= 0.8 * len(cells) > 0, "calls of threads vary, but not by this much"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("place", [place for place in disturbed.PLACES if place != "rollback"])
 def test_the_command_itself_loses_nothing_either(place, tmp_path):
     found(tmp_path, "--real", "--places", place, "--faults", "kill,stop,full,stale",

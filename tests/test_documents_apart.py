@@ -86,7 +86,7 @@ def short_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("model", [
-    pytest.param(model, marks=pytest.mark.slow) if model == "kda and latents" else model for model in MODELS])
+    pytest.param(model, marks=pytest.mark.long) if model == "kda and latents" else model for model in MODELS])
 def test_packed_documents_are_as_each_alone(model):
     packed, alone = batches()
     one_document = packed | {"segments": np.minimum(packed["segments"], 1)}

@@ -77,8 +77,8 @@ def expected():
     return p, batch, float(loss), np.asarray(margins), jax.device_get(grads)
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_the_balance_of_experts_weighs_as_much_beside_preferences_as_beside_the_next_token():
     """Per token with a target: divided by the count of pairs it would outweigh any preference."""
     experts = dict(num_experts=4, num_layers=1)

@@ -63,8 +63,8 @@ def test_a_run_learns_the_preferences_from_where_it_is_its_own_reference(place):
     assert references.shape == (23,) and np.isfinite(references).all()
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_other_runs_from_the_same_weights_find_the_reference(place):
     ran(*words(place, "first", "--training.steps=1"))
     references = np.load(place / "first" / dpo_reference.FILE)
@@ -76,8 +76,8 @@ def test_other_runs_from_the_same_weights_find_the_reference(place):
     assert ": from " not in other.out and not np.array_equal(np.load(place / "seed" / dpo_reference.FILE), references)
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_a_run_that_goes_on_ends_where_one_without_a_stop_does(place):
     ran(*words(place, "parts", "--lora.rank=2", "--optimizer.schedule=constant", "--training.steps=2"))
     ran(*words(place, "parts", "--lora.rank=2", "--optimizer.schedule=constant", "--training.steps=4"))

@@ -1,6 +1,6 @@
 """Any legal rule file computes what one device computes, or is refused: files drawn line by line (`drawn_rules`).
 
-Six in every run of the suite, others with every commit, and 400 marked slow. `python tests/drawn_rules.py 0 400` runs
+Six in every run of the suite, others with every commit, and 400 of tier long. `python tests/drawn_rules.py 0 400` runs
 those and tells what is refused, by reason.
 """
 import random
@@ -38,7 +38,7 @@ def test_a_drawn_rule_file_computes_what_one_device_does(number, tmp_path):
     assert outcome(number, tmp_path) == ("equal", [])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(SLOW))
 def test_a_drawn_rule_file_computes_what_one_device_does_or_is_refused(number, tmp_path):
     found, told = outcome(number, tmp_path)

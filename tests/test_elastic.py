@@ -176,8 +176,7 @@ def trained_on(life: soak.Life) -> None:
     assert life.wait_for(lambda: max(soak.steps(life.directory), default=0) > before), life.said()
 
 
-@pytest.mark.slow
-@pytest.mark.first
+@pytest.mark.full
 def test_a_run_of_four_processes_goes_on_in_two_and_then_in_four_with_the_losses_of_the_undisturbed_one(tmp_path):
     soak.prepare(tmp_path)
     undisturbed = soak.Life(tmp_path, "undisturbed", soak.Setting(4))

@@ -45,7 +45,7 @@ def test_a_section_that_is_measured_anew_leaves_the_others():
     assert "first" not in page and "second\n\n| a |\n" in page and page.endswith("learned\n") and "\n\n\n" not in page
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_gpus_a_model_with_experts_stands_beside_a_dense_one_of_equal_active_parameters():
     """On simulated devices and a small model, what a GPU would run."""
     tiny = ("--model.preset", "", "--model.vocab_size", "512", "--model.embed_dim", "32",
@@ -59,7 +59,7 @@ def test_on_gpus_a_model_with_experts_stands_beside_a_dense_one_of_equal_active_
     assert counts[0] - counts[1] == 2 * 32 * 8          # routers
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_experts_beat_the_dense_model_of_equal_active_parameters_at_equal_steps():
     """Of one seed, by less than was measured: 0.026 nats, and 0.014 and 0.027 with seeds 1 and 0. Steps above the
     bound: twice those of the worst of the three."""
@@ -69,7 +69,7 @@ def test_experts_beat_the_dense_model_of_equal_active_parameters_at_equal_steps(
     assert sparse["late"] <= experts.BOUND and sparse["load"] < 3 and sparse["above"] <= 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_experts_of_the_shipped_run_stay_within_twice_the_mean():
     """But for a few steps of the warm-up, while the model learns how frequent tokens are: of three seeds' 240 steps 3
     at most, the 39th the last. From the first on it is the warm-up of the biases that keeps it there: without, it is

@@ -81,7 +81,7 @@ def test_before_the_first_step_batches_move_the_biases_and_nothing_else(tiny, tm
         assert load(often) < min(load(fresh), 1.5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
     import shutil
     shutil.copytree(runs / "experts", tmp_path / "there")

@@ -267,8 +267,7 @@ say("written")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.first
+@pytest.mark.full
 def test_two_processes_read_half_of_every_file_each_and_write_what_one_would(tmp_path):
     told = run_processes(2, tmp_path, TWO.replace("TESTS", repr(str(ROOT))))
     size = sum(len(content) for *_, content in contents(GOLDENS / "qwen3").values())
@@ -279,7 +278,7 @@ def test_two_processes_read_half_of_every_file_each_and_write_what_one_would(tmp
                      "model.safetensors.index.json"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "llama3.1", "qwen3", "gemma2", "olmo2", "phi3", "mixtral"])
 def test_transformers_reads_an_export_and_computes_the_same_logits(name, tmp_path):
     """From our own settings, without the folder that the weights came from."""

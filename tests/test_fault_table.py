@@ -95,8 +95,8 @@ def named(pattern: str, process: int, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name == FAST else (pytest.mark.slow, pytest.mark.first) if name == FIRST_OF_SLOW else
-                 pytest.mark.slow) for name in ROWS])
+    pytest.param(name, marks=() if name == FAST else pytest.mark.full if name == FIRST_OF_SLOW else
+                 pytest.mark.long) for name in ROWS])
 def test_a_fault_ends_the_run_within_a_minute_and_the_one_that_had_it_is_named(name, home, record_property):
     processes, fault, words, pattern = ROWS[name]
     directory = place(home, name)
@@ -115,7 +115,7 @@ def test_a_fault_ends_the_run_within_a_minute_and_the_one_that_had_it_is_named(n
         assert set(stacks.read(directory / "stacks")) == set(range(processes)), "the stacks of all"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hang_is_told_after_a_minute_and_has_ended_the_run_soon_after(home, record_property):
     directory = home / "default"
     ended = injected.ended(injected.launched(home, directory, 2, fault="1 step:8 sleep"), directory)
@@ -127,7 +127,7 @@ def test_a_hang_is_told_after_a_minute_and_has_ended_the_run_soon_after(home, re
     assert "error: the culprit is process 1: it hangs in step 8" in ended.said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["kill while it saves", "kill the first before it renames"])
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_and_the_rest_is_gone_at_the_next_start(
         name, home, record_property):
@@ -142,7 +142,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_and_the_rest
     assert again.code == 0 and {"10", "12"} == set(names(directory / "checkpoints")), again.said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name, fault, words", [
     ("kill", "SIGKILL",
      r"^error: process 0 of 2 has lost process 1: it died in step \d+ without a word \(pid \d+\): it was killed$"),
@@ -168,7 +168,7 @@ def test_without_a_launcher_the_others_end_within_a_minute_and_say_whom_they_hav
     assert re.search(words, said, re.MULTILINE), said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mistake_that_one_process_alone_sees_ends_the_run_with_2_and_starts_nothing_again(home, record_property):
     directory = home / "mistake"
     ended = injected.ended(injected.launched(home, directory, 2, fault="1 step:4 mistake",
@@ -179,7 +179,7 @@ def test_a_mistake_that_one_process_alone_sees_ends_the_run_with_2_and_starts_no
     assert "its last lines:\n  error: a mistake that only this process can see\n" in ended.said, "no traceback of its own"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_fails_at_the_same_step_again_and_again_is_given_up_with_the_last_words_of_each(home):
     directory = home / "again"
     ended = injected.ended(injected.launched(home, directory, 2, fault="1 step:4 raise",
@@ -217,7 +217,7 @@ def waited_for(child: subprocess.Popen, directory: Path, condition, limit_s: flo
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_pause_that_the_key_allows_is_survived(processes, home):
     directory = home / f"paused_{processes}"
@@ -235,7 +235,7 @@ def test_a_pause_that_the_key_allows_is_survived(processes, home):
         child.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_request_to_a_stuck_step_ends_the_run_and_a_second_one_at_once(home):
     directory = home / "asked"
     child = injected.launched(home, directory, 2, fault="1 step:8 sleep")
@@ -272,7 +272,7 @@ int clock_gettime(clockid_t id, struct timespec *now) {
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_clock_that_is_set_ahead_under_process_0_is_told_for_what_it_is(home, tmp_path, record_property):
     (tmp_path / "clock.c").write_text(CLOCK)
     try:
@@ -301,7 +301,7 @@ def saved(directory: Path) -> int:
 NOT_SAVED = r"checkpoint of step \d+ not saved in \S+: (process \d+ .*)?{}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("room_again", [True, False])
 # noqa: F811
 def test_a_full_disk_is_told_at_every_save_and_ends_the_run_only_after_three_in_a_row(room_again, home, small_disk):
@@ -332,7 +332,7 @@ def test_a_full_disk_is_told_at_every_save_and_ends_the_run_only_after_three_in_
         assert len(set(re.findall(r"checkpoint of step (\d+) not saved", said))) >= 3, "each was told"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_alone_whose_files_the_system_refuses_is_named_with_the_reason(home):
     directory = home / "small"
     ended = injected.ended(injected.launched(home, directory, 2, *SAVING, fault="1 save small"), directory)
@@ -342,7 +342,7 @@ def test_a_process_alone_whose_files_the_system_refuses_is_named_with_the_reason
                      ended.said, re.MULTILINE), ended.said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_that_have_become_read_only_are_told_and_the_run_ends_after_three_saves(home):
     directory = home / "read_only"
     checkpoints = directory / "checkpoints"

@@ -26,7 +26,7 @@ def test_a_fault_is_pinned_by_its_function_and_its_words():
     assert fault._replace(place="a.py").planted(text)[1] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fault", faults.load(), ids=lambda fault: fault.name)
 def test_a_planted_fault_is_caught_by_its_test(fault):
     caught, what, _ = faults.plant(fault)

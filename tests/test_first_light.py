@@ -309,7 +309,7 @@ def test_meshes_use_every_axis_of_a_layout_as_far_as_devices_go():
     assert gpu_steps.mesh_for(("data",), 8) == dict(data=2, fsdp=4) and gpu_steps.mesh_for((), 1) == dict(fsdp=1)
 
 
-@pytest.mark.parametrize("count", [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2))])
+@pytest.mark.parametrize("count", [8, *(pytest.param(count, marks=pytest.mark.long) for count in (1, 2))])
 def test_runs_of_every_rule_file_and_schedule_are_accepted_at_their_full_sizes(count):
     for item in gpu_steps.items(jax.devices()[:count], CPU(), gpu_steps.Sizes(dtypes=("bfloat16",))):
         assembly.assemble(item.measure.args[0], jax.devices()[:count])
@@ -325,7 +325,7 @@ def test_steps_are_found_right(key, said):
     assert len(found["compared"]) == 2 + 12
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("key", EIGHT)
 def test_steps_on_eight_devices_are_found_right(key):
     found = EIGHT[key].measure()
@@ -442,7 +442,7 @@ needs_gpu_compiler = pytest.mark.skipif(compile.missing_wheels(),
 
 
 @needs_gpu_compiler
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("widths", gpu_attention.Sizes().widths)
 def test_attention_compiles_for_a_gpu_at_its_full_sizes(widths, causal):
@@ -460,7 +460,7 @@ def test_attention_compiles_for_a_gpu_at_its_full_sizes(widths, causal):
 
 
 @needs_gpu_compiler
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("key", [key for key in EIGHT if key.endswith("bfloat16")])
 def test_steps_compile_for_eight_gpus_with_the_attention_kernels(key):
     devices = compile.topology("h100:8")
@@ -470,7 +470,7 @@ def test_steps_compile_for_eight_gpus_with_the_attention_kernels(key):
 
 
 @needs_gpu_compiler
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("gpus", ["h200:1", "h100:8"])
 @pytest.mark.parametrize("plan", gpu_speed.PLANS, ids=lambda plan: plan.key)
 def test_speed_programs_fit_at_first_go_and_xla_recomputes_nothing(plan, gpus):

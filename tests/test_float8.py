@@ -228,8 +228,8 @@ def test_a_step_in_float8_is_that_of_one_device(rule, mesh, remat, schedule):
     assert apart(run.model_copy(update=dict(pipeline=config.Pipeline(schedule=schedule)))) < NEAR
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 @pytest.mark.parametrize("variant", [GPT2 | FLOAT8, dict(qk_norm="head", tie_embeddings=True) | FLOAT8],
                          ids=["gpt2", "qk_norm"])
 def test_biases_and_norms_of_heads_go_with_float8(variant):
@@ -266,16 +266,16 @@ def test_projections_of_all_tokens_are_in_float8_and_routed_experts_are_not():
     assert float8_products(EXPERTS | dict(shared_expert_dim=0)) == 4
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 @pytest.mark.parametrize("rule, mesh", [("zero3_experts_fsdp", dict(data=2, fsdp=2)),
                                         ("zero3_experts_tensor", dict(fsdp=2, tensor=2))])
 def test_experts_beside_float8_compute_what_one_device_does(rule, mesh):
     assert apart(run_of(rule, mesh, EXPERTS, dict(remat="full")), part=lambda moments: moments["layers"]) < NEAR
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_a_step_in_float8_is_some_percent_from_float32():
     """Else the comparison above could be of two steps that are not quantised."""
     quantized, plain = parity.compiled(run_of("ddp", ONE, FLOAT8)), parity.compiled(run_of("ddp", ONE))
@@ -334,7 +334,7 @@ def test_bfloat16_beside_float32_is_refused():
 # ---- what it gains ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(gpu_compile.missing_wheels(), reason="pip install -e '.[gpu-compile]'")
 def test_a_layer_of_8b_takes_two_thirds_of_its_time_in_bfloat16():
     """By the roofline on H100, attention's kernels apart: what two layers more take, of matmuls and elementwise

@@ -1,6 +1,6 @@
 """Random compositions of model, mesh, rules, schedule and optimizer compute what one device computes.
 
-5 draws in every run of the suite, others with every commit, and 200 marked slow.
+5 draws in every run of the suite, others with every commit, and 200 of tier long.
 """
 import math
 
@@ -15,7 +15,7 @@ from meshtrain.names import AXES
 DRAWN = sampling.generator("fuzz").sample(range(10**6), 5)
 
 
-@pytest.mark.parametrize("number", [*DRAWN, *(pytest.param(number, marks=pytest.mark.slow) for number in range(200))])
+@pytest.mark.parametrize("number", [*DRAWN, *(pytest.param(number, marks=pytest.mark.long) for number in range(200))])
 def test_a_random_composition_equals_one_device(number, tmp_path):
     run, refused = draws.run(number, tmp_path)
     assert all(": " in message or ";" in message for message in refused), "a refusal names value, rule and remedy"

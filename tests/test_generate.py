@@ -357,7 +357,7 @@ def test_the_template_of_a_folder_makes_its_prompts_and_its_end_of_turn_ends_an_
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_experts_answer_alike_on_every_mesh(tiny, tmp_path):
     """Their width, 36, is not divided by tensor 8; the run's own sample is made on its own devices."""
     ran = call(train.main, *tiny, "--model.num_experts=4", "--model.experts_per_token=2",

@@ -246,7 +246,7 @@ def test_a_reduction_by_hand_is_made_in_the_dtype_of_its_platform_without_a_cond
     assert "conditional(" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_that_travel_in_float32_are_rejected():
     step = gpu_step(ZERO3, (("stage", 4), ("fsdp", 16)), "1f1b", dtype="float32")
     assert set(step.program.flops) == {"f32"}
@@ -254,8 +254,8 @@ def test_weights_that_travel_in_float32_are_rejected():
         check_traffic(traffic(step), expected(ZERO3, step))
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 @pytest.mark.parametrize("rule, mesh, schedule", CASES)
 def test_projections_in_float8_are_float8_matmuls_in_every_slot(rule, mesh, schedule):
     """And their scales are numbers that the devices of a stage share."""

@@ -212,7 +212,7 @@ def test_a_stream_gathered_from_several_rows_is_not_copied():
             and kernel.hbm_bytes > kernel.runs * stream_bytes] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_shipped_70b_run_hides_its_tensor_axis_under_the_matmuls_of_its_parts():
     """20.6 s a step, 6.1% of it exposed and 4.3% on tensor, when this was written; with whole microbatches 21.6 s and
     15.6%."""
@@ -222,8 +222,8 @@ def test_the_shipped_70b_run_hides_its_tensor_axis_under_the_matmuls_of_its_part
     assert line.exposed_by_axes["tensor"] < 0.05 * line.step_s
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_tensor_sequence_without_remat_moves_four_and_four_a_layer():
     made, program = gpu_step("ddp, tensor", remat="none")
     got, want = traffic(program), expected("ddp, tensor", made)
@@ -400,7 +400,7 @@ def test_gathers_of_weights_x_and_dy_in_float8_are_half_as_many_bytes():
     assert sum(c.trips for c in amax) <= 16 * M * L and sum(c.payload_bytes for c in amax) == 16 * 2 * M * L
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gathers_in_float32_are_rejected():
     """The same comparison refuses a program whose weights travel in float32."""
     made, program = gpu_step("zero3", dtype="float32")

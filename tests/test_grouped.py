@@ -117,7 +117,7 @@ SHAPES = {"2048 × 768": (2048, 768), "2880 × 2880": (2880, 2880), "4096 × 143
 @pytest.mark.parametrize("gpu, shape, dtype", [
     (gpu, shape, dtype) if (gpu, shape, dtype) in (("h100", "2048 × 768", "bfloat16"),
                                                    ("b200", "2048 × 768", "bfloat16"))
-    else pytest.param(gpu, shape, dtype, marks=pytest.mark.slow)
+    else pytest.param(gpu, shape, dtype, marks=pytest.mark.long)
     for gpu in ("a100-80gb", "h100", "h200", "b200") for shape in SHAPES for dtype in ("bfloat16", "float32")])
 def test_kernels_compiled_for_a_gpu_spill_nothing_and_need_no_memory_beside_their_results(gpu, shape, dtype, tmp_path):
     found = resources(gpu, *SHAPES[shape], dtype, tmp_path)

@@ -12,7 +12,7 @@ from meshtrain import evaluate, train, trained
 from meshtrain.inference.detokenizer import Words
 
 pytest.importorskip("lm_eval", reason="install the extra eval")
-pytestmark = pytest.mark.slow     # the harness lists its 10,000 tasks
+pytestmark = pytest.mark.long     # the harness lists its 10,000 tasks
 
 CHOICE = """task: {name}
 dataset_path: json

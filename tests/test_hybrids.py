@@ -77,7 +77,7 @@ parity.check(run_of(sys.argv[1], mesh, pipeline=ZERO_BUBBLE, training=dict(micro
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("model", MODELS)
 def test_all_five_axes_on_32_devices(model):
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=32")

@@ -319,7 +319,7 @@ def test_a_pod_that_is_told_to_end_while_it_waits_ends_at_once_with_75_and_its_p
     assert child.wait(60) == 75
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_real_run_whose_process_is_killed_in_its_pod_goes_on_when_jobset_has_started_all_again(jobset, tmp_path):
     soak.prepare(tmp_path)
     directory, port = tmp_path / "run", supervise.free_port()

@@ -60,8 +60,8 @@ def test_heads_are_repeated_only_where_ranks_share_them_evenly(heads, kv, tensor
 
 
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 @pytest.mark.parametrize("rule, mesh", [("ddp", dict(data=2, tensor=8)), ("zero3", dict(fsdp=2, tensor=8))])
 def test_repeated_heads_move_no_activation_and_cost_no_matmul_more_on_gpus(rule, mesh):
     """Against a model with as many kv heads as ranks: the same matmuls, the same traffic but for the gradients of the

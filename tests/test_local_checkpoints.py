@@ -241,7 +241,7 @@ def test_a_run_goes_on_from_the_fast_tier_as_if_nothing_had_happened(tiny, tmp_p
     assert names(tmp_path / "near") == []       # nothing is left behind where the shared one has it
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_that_is_named_is_a_shared_one_and_the_fast_tier_is_dropped(tiny, tmp_path, crashing):  # noqa: F811
     command = (*tiny, "--training.steps", 9, "--checkpoint.every", 3, "--run.sample_tokens",
                0, "--checkpoint.local_dir", tmp_path / "near",

@@ -112,8 +112,8 @@ def test_the_base_stays_bit_for_bit_and_only_adapters_have_a_state(name):
     assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) < 2 * size + 10
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_the_first_step_computes_what_the_model_without_adapters_does():
     run = lora_run("ddp", ONE)
     with_adapters = parity.compiled(run)

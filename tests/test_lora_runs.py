@@ -114,8 +114,8 @@ def test_faults_are_told_by_name(tiny, words, told):
     assert done.code == 2 and told in done.err and "Traceback" not in done.err, done.err
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_a_run_goes_on_with_its_own_adapters_alone(runs, tiny, tmp_path):
     shutil.copytree(runs / "lora", tmp_path / "lora")
     of = ("--run.dir", str(tmp_path / "lora"), "--checkpoint.init_from", str(runs / "base"), "--training.steps", "6")
@@ -126,8 +126,8 @@ def test_a_run_goes_on_with_its_own_adapters_alone(runs, tiny, tmp_path):
     assert all((leaf == last[name]).all() for name, leaf in base.items())
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_other_runs_begin_from_merged_weights_and_the_same_lora_from_the_adapters(runs, tiny, tmp_path, monkeypatch):
     of = lambda name: ("--run.dir", str(tmp_path / name), "--checkpoint.init_from", str(runs / "lora"),
                        "--training.steps", "1",

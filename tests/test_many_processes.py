@@ -41,7 +41,7 @@ print(sum(b'"fault": null' in peer.makefile("rb").readline() for peer in peers),
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_16384_processes_meet_within_15_seconds():
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < MANY + 500:

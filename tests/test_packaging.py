@@ -58,7 +58,7 @@ def call(wheel, tmp_path, *words) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_installed_wheel_trains_the_quickstart_from_an_empty_directory(wheel, tmp_path):
     call(wheel, tmp_path, "-m", "meshtrain.train", "--training.steps", "6", "--validation.batches", "1")
     rows = (tmp_path / "empty" / "runs" / "quickstart" / "metrics.jsonl").read_text().splitlines()

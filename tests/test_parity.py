@@ -56,7 +56,7 @@ def test_the_table_has_every_pair_of_choices():
 
 
 @pytest.mark.parametrize("cell", [
-    pytest.param(cell, marks=[] if row in CHOSEN else pytest.mark.slow, id=row.replace(" none", "").replace(" ", "-"))
+    pytest.param(cell, marks=[] if row in CHOSEN else pytest.mark.long, id=row.replace(" none", "").replace(" ", "-"))
     for cell, row in zip(CELLS, TABLE, strict=True)])
 def test_a_cell_equals_one_device(cell):
     parity.check(parity.run_of(cell), 0, parity.BFLOAT16 if cell["dtype"] == "bfloat16" else parity.FLOAT32)

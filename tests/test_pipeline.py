@@ -183,8 +183,8 @@ def temp_bytes(schedule: str, microbatches: int) -> int:
     return parity.compiled(run).step.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_memory_of_1f1b_does_not_grow_with_the_microbatches_and_gpipes_does():
     few, many = temp_bytes("1f1b", 8), temp_bytes("1f1b", 32)
     assert many <= 1.02 * few
@@ -287,7 +287,7 @@ def in_its_own_process(call: str, devices: int):
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_five_axes_at_two_equal_one_device():
     in_its_own_process("five_axes()", 32)
 
@@ -297,7 +297,7 @@ def five_axes():
     parity.check(run_of("zero3", mesh, "interleaved_zero_bubble", training=dict(remat="full", microbatches=4)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_forty_runs_of_a_ring_inside_a_pipeline_give_the_same_bits():
     """Permutes of one device that are under way together pair up on CPUs, once in a hundred runs, without the order
     that `ordered` makes."""

@@ -142,7 +142,7 @@ def test_short_sequences_are_not_split_and_planned_all_the_same():
                                                                                                      "plan")[0], err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_too_short_for_formulas_has_no_time_on_the_page():
     words = ("llama3.2-1b", "--gpu", "h100", "--global-batch", 1024, "--seq-len", 2048)
     _, out, _ = call(*words, "--gpus", 1024)

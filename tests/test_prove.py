@@ -315,15 +315,15 @@ def test_the_planted_faults_have_their_place():
         assert one.fault.planted((ROOT / one.fault.file).read_text())[1] == 1, one.name
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 @pytest.mark.parametrize("one", planted.TABLE, ids=lambda one: one.name)
 def test_a_planted_fault_is_found_where_it_changes_a_number(one):
     said = planted.plant(one)
     assert planted.found(one, said) == (one.seen in (planted.CELL, planted.PROGRAM)), said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", planted.SHRUNK)
 def test_a_planted_fault_is_shrunk_to_twelve_keys(name):
     (one,) = (one for one in planted.TABLE if one.name == name)

@@ -221,7 +221,7 @@ def going_on(driver, before: int, said: str) -> int:
     return step
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_outlives_a_killed_process_and_a_killed_node_with_fewer_and_stops_when_it_is_asked(driver, cluster):
     driver.stepping(60)
     wait("a checkpoint", driver.saved, 60)

@@ -216,7 +216,7 @@ if any(word == "--distributed.process_id=1" for word in sys.argv):
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_bit_that_flips_in_the_second_of_two_processes_ends_both_with_1(tmp_path):
     injected.prepare(tmp_path)
     (tmp_path / "inject" / "sitecustomize.py").write_text(FLIP)

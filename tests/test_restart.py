@@ -268,7 +268,7 @@ def test_a_count_that_cannot_be_kept_starts_nothing(tmp_path):
 # ---- for real --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_real_run_whose_process_is_killed_goes_on_by_itself_after_five_seconds(tmp_path):
     soak.prepare(tmp_path)
     directory = tmp_path / "run"

@@ -148,7 +148,7 @@ def killed_at(monkeypatch, owner, name: str, count: int, after: bool, words) -> 
             call(train.main, *words)
 
 
-GRID = [pytest.mark.slow, pytest.mark.grid]
+GRID = [pytest.mark.long, pytest.mark.cell]
 
 
 @pytest.mark.parametrize("where", [pytest.param(where, marks=GRID * (where != "after the batch is kept"))
@@ -369,8 +369,8 @@ def test_a_stop_between_the_updates_of_a_batch_changes_nothing(place, undisturbe
         assert all(row["mismatch_max"] < 1e-4 for row in found), "of the weights that drew"
 
 
-@pytest.mark.slow
-@pytest.mark.grid
+@pytest.mark.long
+@pytest.mark.cell
 def test_a_run_that_goes_on_measures_to_the_weights_that_it_started_from(place, undisturbed):
     more = ["--rl.kl=0.1", "--training.steps=1", "--validation.every=0"]
     ran(*words(place, "reference", f"--checkpoint.init_from={undisturbed}", *more))

@@ -609,7 +609,7 @@ def test_a_real_step_has_the_matmul_flops_of_the_audit_and_lies_between_its_boun
     assert roofline.of_run(made, text, {"matmul.best": 0.1}).compute_s > line.compute_s
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 def test_the_shipped_8b_run_keeps_the_time_that_the_roofline_predicts_for_it():
     """Packed documents on 8 H100, what is recomputed by `selective`: 44.1% MFU, of it attention 17%, when this was

@@ -1,7 +1,7 @@
 """Generated run files and rule files: valid ones make a sound design, all others one message, and none a traceback or a
 hang.
 
-300 in every run of the suite, others with every commit, and 10,000 marked slow.
+300 in every run of the suite, others with every commit, and 10,000 of tier long.
 """
 import math
 import random
@@ -155,7 +155,7 @@ def test_generated_run_files_are_sound_or_refused(tmp_path, monkeypatch):
     check_many(sampling.generator("run files").sample(range(10**6), 300), tmp_path / "files")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("thousand", range(10))
 def test_ten_thousand_generated_run_files_are_sound_or_refused(thousand, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

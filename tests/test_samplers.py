@@ -27,7 +27,7 @@ from meshtrain.run.record import Record
 
 ALONE = ["--mesh.simulated_devices=8", "--mesh.data=1", "--mesh.fsdp=1", "--mesh.tensor=1", "--run.compilation_cache="]
 FEW = ["--checkpoint.every=2", "--validation.every=0", "--training.steps=5"]
-GRID = [pytest.mark.slow, pytest.mark.grid]
+GRID = [pytest.mark.long, pytest.mark.cell]
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +143,7 @@ def test_samplers_apart_draw_what_the_trainer_would(place, two_behind, name, mor
     assert rows(place / name)[0]["mismatch_max"] < (0.1 if name == "bfloat16" else 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_a_run_with_adapters_only_they_are_sent_with_each_version(place, two_behind):  # noqa: F811
     directory, there = place / "adapters", apart.SamplerFiles.of(place / "adapters")
     more = words(place, "adapters", "--rl.lag=1", "--lora.rank=2", f"--checkpoint.init_from={two_behind}",
@@ -171,7 +171,7 @@ def test_frozen_weights_are_written_once_and_again_where_they_are_others(tmp_pat
     assert [path.name for path in orders.place.frozen.iterdir()] == ["0"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stale_answers_raise_the_reward_with_a_correction(place, home):  # noqa: F811
     rewards = {}
     for correction in ("token_truncate", "none"):
@@ -185,7 +185,7 @@ def test_stale_answers_raise_the_reward_with_a_correction(place, home):  # noqa:
     assert sum(found[-5:]) / 5 > sum(found[:5]) / 5 + 0.2, found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_batches_whose_weights_are_gone_are_drawn_with_newer_ones_and_that_is_told(
         place, two_behind, monkeypatch):  # noqa: F811
     directory = place / "gone"
@@ -522,7 +522,7 @@ def process(*words) -> subprocess.Popen:
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sampler_that_is_killed_with_an_order_under_way_changes_nothing(place, two_behind):  # noqa: F811
     directory = place / "dead"
     one, found = process("-c", KILLED, directory, *ALONE), []
@@ -541,7 +541,7 @@ def test_a_sampler_that_is_killed_with_an_order_under_way_changes_nothing(place,
     same(directory, two_behind)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sampler_stops_when_it_is_asked_and_leaves_its_part_to_others(place, two_behind, tmp_path):  # noqa: F811
     shutil.copytree(two_behind / "samplers", tmp_path / "samplers")
     there = apart.SamplerFiles.of(tmp_path)
@@ -571,7 +571,7 @@ def killing_a_sampler(one, directory, limit_s: float) -> tuple[str, int]:
     return err, killed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_launcher_starts_samplers_again_and_ends_them(place, two_behind):  # noqa: F811
     directory = place / "launched"
     one = process("-m", "launch.local", "--processes=1", "--samplers=2", "--",
@@ -582,7 +582,7 @@ def test_the_launcher_starts_samplers_again_and_ends_them(place, two_behind):  #
     assert not subprocess.run(["pgrep", "-f", f"meshtrain.sample {directory}"], capture_output=True).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_trainer_processes_learn_from_the_same_answers(place, two_behind):  # noqa: F811
     directory = place / "two"
     one = process("-m", "launch.local", "--processes=2", "--samplers=1", "--",
@@ -595,7 +595,7 @@ def test_two_trainer_processes_learn_from_the_same_answers(place, two_behind):  
         assert row["loss"] == pytest.approx(other["loss"], abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ray_starts_samplers_again(place, two_behind, monkeypatch):  # noqa: F811
     pytest.importorskip("ray", reason="extra `ray` is not installed")
     directory = place / "ray"

@@ -208,7 +208,7 @@ def test_the_shipped_pipeline_fits_and_its_model_says_what_its_run_file_says():
     assert choice.fits and round(choice.memory_bytes / 2**30) == told_by_the_run_file()[1], choice.why
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 def test_the_shipped_pipeline_is_compiled_to_what_its_run_file_says():
     """Versions of XLA differ by some hundred MiB of temporaries."""

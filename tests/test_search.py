@@ -117,7 +117,7 @@ LARGE = ["llama3-70b --gpus 64 --gpu h100 --global-batch 256",
 
 @pytest.mark.parametrize("words, most", [
     (LARGE[0], 300), *(pytest.param(words, 200, marks=sampling.GRID) for words in LARGE[1:-1]),
-    *(pytest.param(words, 1000, marks=pytest.mark.slow) for words in LARGE)])
+    *(pytest.param(words, 1000, marks=pytest.mark.long) for words in LARGE)])
 def test_the_best_plan_loses_to_none_of_many_layouts_drawn_at_random(words, most):
     asked = question(words)
     best, allowed, draw = search.search(asked).plans[0], Allowed(asked), random.Random(words)
@@ -140,7 +140,7 @@ SMALL = ["llama3-8b --gpus 8 --gpu h100 --global-batch 12",
 @pytest.mark.parametrize("words, most", [
     ("llama3-8b --gpus 8 --gpu h100 --global-batch 3", None),
     *(pytest.param(words, 2000, marks=sampling.GRID) for words in SMALL),
-    *(pytest.param(words, None, marks=pytest.mark.slow) for words in SMALL)])
+    *(pytest.param(words, None, marks=pytest.mark.long) for words in SMALL)])
 def test_the_best_plan_loses_to_none_of_all_layouts_that_are_allowed(words, most):
     asked = question(words)
     allowed = Allowed(asked)
@@ -202,7 +202,7 @@ def test_more_devices_on_an_axis_never_raise_the_bytes_that_it_shards(data, rule
         assert many[kind] <= few[kind], (mesh, axis, kind)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 @pytest.mark.parametrize("number", range(4))
 def test_a_plan_taken_at_random_compiles(number, tmp_path):

@@ -68,15 +68,14 @@ def test_several_processes_train_what_one_trains(trained):
     np.testing.assert_allclose(losses(trained, "2"), losses(trained, "1"), rtol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.first
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [2, 4])
 def test_two_processes_repeat_bit_for_bit_and_four_equal_them(processes, trained):
     train(trained, processes, f"{processes} again")
     assert losses(trained, "2") == losses(trained, f"{processes} again")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_train_the_quickstarts_layout(home):
     """Wide enough that collectives would meet in Gloo without the order of `mesh.after`: without it this aborts every
     time."""
@@ -90,7 +89,7 @@ def test_two_processes_train_the_quickstarts_layout(home):
     np.testing.assert_allclose(losses(home, "quickstart 2"), losses(home, "quickstart 1"), rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pipeline_whose_stages_lie_in_two_processes_trains_what_one_trains(home):
     """Its mesh has the devices in another order than jax lists them."""
     more = ("--mesh.fsdp", "1", "--mesh.stage", "2", "--sharding.rules", "sharding_rules/zero1.toml",
@@ -108,7 +107,7 @@ def score(prompt, answer, line):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rewards_that_fail_in_one_process_are_told_once_and_end_all(home):
     """Others of several processes: tests/test_rl.py."""
     (home / "rewards.py").write_text(REWARD)

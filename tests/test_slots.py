@@ -120,7 +120,7 @@ def test_refilled_slots_draw_what_a_row_alone_draws(sizes, slots):
     assert len({len(one.tokens) for one in answers}) > 10, "they end at different times"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("sizes", "slots", "stride"), [
     ({}, 4, 64), ({}, 64, 1), *((sizes, slots, stride) for sizes, slots, stride in zip(MESHES, (
         16, 64, 16, 32, 16), (16, 64, 1, 16, 64)))])

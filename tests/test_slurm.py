@@ -18,7 +18,7 @@ import pytest
 import slurm as real
 from slurm import ROOT, rows, slurm  # noqa: F401
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 OPTIONS = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1",
            "--mem=500", "--time=60", "--signal=TERM@60",

@@ -113,7 +113,7 @@ def test_a_stop_in_the_step_of_a_spike_saves_what_only_the_fast_tier_had(command
     assert saved["spikes"]["rollbacks"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_killed_after_it_went_back_ends_as_the_undisturbed_one(command, crashing):  # noqa: F811
     back = (*command, "--training.loss_spike", "rollback")
     assert call(train.main, *back, "--run.dir", "plain").code == 0

@@ -75,7 +75,7 @@ MOMENTS = {
                    lambda directory: rows(directory) >= 2),
 }
 FEW = {("start", "SIGHUP"), ("compiling", "SIGINT"), ("validation", "SIGTERM"), ("step", "SIGUSR1")}
-GRID = [pytest.param(moment, name, marks=() if (moment, name) in FEW else pytest.mark.slow)
+GRID = [pytest.param(moment, name, marks=() if (moment, name) in FEW else pytest.mark.long)
         for moment in MOMENTS for name in SIGNALS]
 
 
@@ -120,7 +120,7 @@ def launched(home: Path, directory: Path, *words, cache: str) -> subprocess.Pope
 
 
 @pytest.mark.parametrize("moment, name", [
-    pytest.param(moment, name, marks=() if (moment, name) == ("compiling", "SIGHUP") else pytest.mark.slow)
+    pytest.param(moment, name, marks=() if (moment, name) == ("compiling", "SIGHUP") else pytest.mark.long)
     for moment in ("compiling", "validation") for name in SIGNALS])
 def test_a_signal_to_the_launcher_ends_all_processes_with_75(moment, name, home, tmp_path):
     options, reached = MOMENTS[moment]
@@ -138,7 +138,7 @@ def test_a_signal_to_the_launcher_ends_all_processes_with_75(moment, name, home,
         assert f"stopped after step {last}" in said(directory) and (directory / "checkpoints" / str(last)).is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_is_stopped_alone_before_the_first_step_leaves_none_hanging(home, tmp_path):
     directory = tmp_path / "run"
     child = launched(home, directory, cache="none")
@@ -159,7 +159,7 @@ SILENCED = ["2>&1 | head -1 > /dev/null", "> /dev/full 2>&1", "2>&-", ">&-", ">&
 ALWAYS = {"2>&1 | head -1 > /dev/null", ">&- 2>&-"}
 
 
-@pytest.mark.parametrize("redirection", [pytest.param(r, marks=() if r in ALWAYS else pytest.mark.slow)
+@pytest.mark.parametrize("redirection", [pytest.param(r, marks=() if r in ALWAYS else pytest.mark.long)
                                          for r in SILENCED])
 def test_a_run_that_nobody_hears_ends_normally_with_its_state_saved(redirection, home, tmp_path):
     directory = tmp_path / "run"

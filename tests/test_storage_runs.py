@@ -217,7 +217,7 @@ def test_adapters_of_a_model_of_the_hub_name_it_as_peft_does():
     assert (made["base_model_name_or_path"], made["revision"]) == ("folder", None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_read_a_bucket_once_and_train_what_one_trains_from_files(server, tmp_path):
     rng = np.random.default_rng(0)
     for i in range(3):

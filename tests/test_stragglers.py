@@ -48,7 +48,7 @@ if any(word == "--distributed.process_id=1" for word in sys.argv) and os.environ
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_a_process_that_is_a_second_slower_a_step_is_named(is_slow, tmp_path, monkeypatch):
     injected.prepare(tmp_path)

@@ -56,7 +56,7 @@ def test_two_processes_meet_beside_the_store_that_holds_their_port():
             store.accept()      # nobody took it for the meeting place
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", [[], ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]],
                          ids=["static", "c10d"])
 def test_a_run_under_torchrun_is_trained_to_its_end(options, tmp_path):

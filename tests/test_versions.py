@@ -65,7 +65,7 @@ def test_every_minor_version_is_tried():
     assert minors()[0] == "0.10" and len(minors()) >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("minor", minors())
 def test_a_minor_version_compiles_for_absent_gpus(minor, layout, tmp_path):

@@ -103,7 +103,7 @@ def windowed(draw):
         st.integers(0, 99))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(windowed())
 def test_windows_of_any_length_over_any_chunks_equal_plain_attention(case):

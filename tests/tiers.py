@@ -1,0 +1,90 @@
+"""Three tiers of tests, and parts of them by number.
+
+core    no mark: every claim of README.md once. What `pytest` runs
+full    `pytest.mark.full`: the other tests that end within seconds. `pytest --full`; a core test of a file that is full
+        as a whole has `pytest.mark.core`
+long    `pytest.mark.long`: minutes, or one of very many cells (`pytest.mark.cell`, too). `pytest --long`
+
+`--part I/N` takes every N-th test of what is chosen, by its position in the list sorted by name: N parts are all of it,
+each test once. A test file that is named runs its core and full tests; a test that is named by `::` runs in any case.
+"""
+import argparse
+import collections
+import re
+from collections.abc import Sequence
+
+import pytest
+
+TIERS = ("core", "full", "long")
+OPTIONS = {"core": "pytest", "full": "pytest --full", "long": "pytest --long"}
+
+
+def add_options(parser) -> None:
+    group = parser.getgroup("tiers")
+    group.addoption("--full", action="store_true", help="the tests of tier full instead of the core")
+    group.addoption("--long", action="store_true", help="the tests of tier long instead of the core")
+    group.addoption("--part", type=read_part, metavar="I/N", help="every N-th of the chosen tests, from number I, 0 to N-1")
+
+
+def read_part(text: str) -> tuple[int, int]:
+    """I and N of --part."""
+    if not (found := re.fullmatch(r"(\d+)/(\d+)", text)) or int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text} is not I/N with I from 0 to N-1, such as 0/4")
+    return int(found[1]), int(found[2])
+
+
+def take_part(names: Sequence[str], number: int, count: int) -> set[str]:
+    """Every `count`-th name, by its position in the sorted list: `count` parts differ by one name at most."""
+    return set(sorted(names)[number::count])
+
+
+def tier_of(item) -> str:
+    """A test's own mark, else its file's."""
+    return next((mark.name for mark in item.iter_markers() if mark.name in TIERS), "core")
+
+
+def choose_tiers(args: Sequence[str], full: bool, long: bool) -> set[str]:
+    """The tiers that a command asks for. args: the folders, files and tests that it names."""
+    if full or long:
+        return {name for name, asked in (("full", full), ("long", long)) if asked}
+    if any("::" in arg for arg in args):
+        return set(TIERS)
+    return {"core", "full"} if any(arg.endswith(".py") for arg in args) else {"core"}
+
+
+class Selection:
+    """The plugin that deselects the tests of other tiers and parts, and says at the end how many and how to run them.
+    """
+
+    def __init__(self, config):
+        self._tiers = choose_tiers(config.args, config.option.full, config.option.long)
+        self._part = config.option.part
+        self._left: dict[str, int] = {}
+
+    @pytest.hookimpl(trylast=True)      # after -m and -k
+    def pytest_collection_modifyitems(self, config, items):
+        tiers = {item.nodeid: tier_of(item) for item in items}
+        kept = {name for name, tier in tiers.items() if tier in self._tiers}
+        self._left = dict(collections.Counter(tier for tier in tiers.values() if tier not in self._tiers))
+        if self._part:
+            taken = take_part(kept, *self._part)
+            self._left["other parts"] = len(kept) - len(taken)
+            kept = taken
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+        items[:] = [item for item in items if item.nodeid in kept]
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["left"] = self._left
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        self._left = getattr(node, "workeroutput", {}).get("left", self._left)
+
+    def pytest_terminal_summary(self, terminalreporter):
+        reasons = collections.Counter(str(report.longrepr[2]).removeprefix("Skipped: ")
+                                      for report in terminalreporter.getreports("skipped")
+                                      if isinstance(report.longrepr, tuple))
+        for reason, count in sorted(reasons.items()):
+            terminalreporter.write_line(f"skipped: {count} ({reason})")
+        for name, count in self._left.items():
+            how = f"run by `{OPTIONS[name]}`" if name in OPTIONS else "run with another --part"
+            terminalreporter.write_line(f"not run: {count:,} tests of {name}, {how}")
