@@ -172,9 +172,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("directory", nargs="?", metavar="DIRECTORY", type=_directory,
                         help="where a run's directory would be")
     parent = parser.parse_args(argv).directory
-    state, step_s = model()
     results = {}
-    for name, state, step_s in (("model of step.toml", state, step_s), ("1 GB, steps of 1 s", large(), 1.0)):
+    for name, state, step_s in (("model of step.toml", *model()), ("1 GB, steps of 1 s", large(), 1.0)):
         with tempfile.TemporaryDirectory(dir=parent) as directory:
             results[name] = measure(Path(directory), state) | {"step": step_s}
         print(name, {key: round(value, 4) for key, value in results[name].items()}, flush=True)

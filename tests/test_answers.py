@@ -84,7 +84,7 @@ def test_divisors_count_answers_of_which_nothing_is_learned_but_not_those_that_a
     assert [row < 0 for row, _ in places.tolist()] == [False, True, False, False, True]
     targets = np.sum(batch["targets"] != NO_TARGET)
     assert targets == 6
-    for answer, weight, divisor in zip(answers, by_answer(batch["weight"], answers, places), divisors):
+    for weight, divisor in zip(by_answer(batch["weight"], answers, places), divisors):
         assert weight is None or np.allclose(weight / targets, 1 / divisor, rtol=1e-6)
     for more in ({"kl": 0.1}, {"entropy": 0.1}):
         _, places = pack(answers, SimpleNamespace(**vars(settings) | more), 3, 8, 0)

@@ -26,7 +26,7 @@ from meshtrain.checkpoint import checkpoint, shared
 from meshtrain.config import ConfigError
 from meshtrain.run import rundir, trees
 # noqa: F401
-from checkpoints import ROOT, abstract, assert_same_bits, flip, latest, make_state, mesh, names, small_disk
+from checkpoints import ROOT, abstract, assert_same_bits, flip, latest, make_state, mesh, names, small_disk  # noqa: F401
 
 
 def test_state_comes_back_bit_for_bit_on_another_mesh(tmp_path):

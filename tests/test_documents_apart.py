@@ -1,7 +1,6 @@
 """Documents that share a row are as if each had a row of its own, for every mixer, through the whole model: the loss of
 every token, and the gradient of every leaf. Lengths from one token on, across the chunks of recurrences."""
 import jax
-import jax.numpy as jnp
 import numpy as np
 import parity
 import pytest

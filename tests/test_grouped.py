@@ -146,11 +146,11 @@ def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, t
 
     def products(x, y, z, w, turned, number, share, sizes):
         groups, x_R, out = grouped.groups_of(sizes, blocks, block), engine.take(x, number), []
-        for w, into, back in ((w, "gkn", "gnk"), (turned, "kgn", "ngk")):
-            inward = [grouped.GroupedOperands(x_R, w, into)]
+        for matrices, into, back in ((w, "gkn", "gnk"), (turned, "kgn", "ngk")):
+            inward = [grouped.GroupedOperands(x_R, matrices, into)]
             out += engine.rows(inward, groups), engine.rows(inward, groups, weighted, [share, y]), engine.rows(
                 inward, groups, gradients, [share, y, z])
-            out += engine.rows([grouped.GroupedOperands(y, w, back), grouped.GroupedOperands(z, w, back)],
+            out += engine.rows([grouped.GroupedOperands(y, matrices, back), grouped.GroupedOperands(z, matrices, back)],
                                groups), engine.outer(x_R, y, groups, into)
         return out, engine.outer(x_R, y, groups, "gnk")
     rows, tokens = blocks * block, 8192

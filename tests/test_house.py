@@ -93,7 +93,7 @@ def concepts(*packages: Path) -> tuple[dict[str, int], dict[str, int], dict[str,
     """Functions with too many parameters (kernels and `self` apart), classes with too many fields, names of several
     classes."""
     parameters, fields, names = {}, {}, collections.Counter()
-    for package, path in [(package, path) for package in packages for path in sorted(package.rglob("*.py"))]:
+    for package, path in [(root, path) for root in packages for path in sorted(root.rglob("*.py"))]:
         here = path.relative_to(package).as_posix()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not here.startswith("kernels/"):

@@ -9,7 +9,6 @@ import tomllib
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import call, in_a_directory_of_its_own, refused  # noqa: F401

@@ -21,7 +21,7 @@ from meshtrain import config, hardware
 from meshtrain.cost.formulas import rates
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.program import compile, roofline
-from meshtrain.kernels import recurrence, recurrence_pallas
+from meshtrain.kernels import recurrence, recurrence_blocks, recurrence_pallas
 from meshtrain.kernels.recurrence import RecurrentState
 from meshtrain.kernels.recurrence_pallas import Launch
 from meshtrain.parallel.context import attention
@@ -145,11 +145,11 @@ def resources(gpu: str, folder: Path) -> dict[str, tuple[int, int]]:
     """{kernel: (spilled bytes of a thread, shared memory of a block)}."""
     launches = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
     shared = {name: int(size) for name, size in re.findall(
-        rf"({recurrence_pallas.NAME}\w*) grid:.*shared_memory: (\d+) bytes", launches)}
+        rf"({recurrence_blocks.NAME}\w*) grid:.*shared_memory: (\d+) bytes", launches)}
     found, architecture = {}, {9: "sm_90a", 10: "sm_100a"}[hardware.get(gpu).chip.compute_capability]
     for path in folder.glob("*.ptx"):
-        if recurrence_pallas.NAME in (text := path.read_text()):
-            name = re.search(rf"\.entry ({recurrence_pallas.NAME}\w*)", text).group(1)
+        if recurrence_blocks.NAME in (text := path.read_text()):
+            name = re.search(rf"\.entry ({recurrence_blocks.NAME}\w*)", text).group(1)
             said = subprocess.run([ptxas(), "-v", f"-arch={architecture}", path, "-o", "/dev/null"],
                                   capture_output=True, text=True)
             assert said.returncode == 0, said.stderr[:300]
@@ -165,16 +165,16 @@ def test_kernels_compiled_for_a_gpu_spill_little_fit_its_shared_memory_and_are_p
     found = resources(gpu, tmp_path)
     kernels = ["forward", "reverse", "gradients"]
     if kind == "delta":
-        kernels = [what + recurrence_pallas.DELTA for what in kernels] + ["inside", "inside_again", "inside_gradients"]
+        kernels = [what + recurrence_blocks.DELTA for what in kernels] + ["inside", "inside_again", "inside_gradients"]
     if kind == "channels":
         kernels = [recurrence_pallas.CHANNELS + what for what in (
             *kernels, "inside", "inside_again", "inside_gradients")]
-    assert set(found) == {f"{recurrence_pallas.NAME}_{what}" for what in kernels}
+    assert set(found) == {f"{recurrence_blocks.NAME}_{what}" for what in kernels}
     for name, (spilled, shared) in found.items():
         assert spilled <= MAX_SPILLED_BYTES, (name, found)
         assert 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block, (name, found)
     priced = roofline.read(text, MeshSpec({}), rates.Rates(hardware.get(gpu), Assumptions(gpu, {})), T, 1.0)
-    (forward,) = [kernel for kernel in priced.kernels if f"{recurrence_pallas.NAME}_{kernels[0]}" in kernel.source]
+    (forward,) = [kernel for kernel in priced.kernels if f"{recurrence_blocks.NAME}_{kernels[0]}" in kernel.source]
     # with the state; q k^T for all columns, where another kernel has not made it
     C, columns, products = 64, 0 if kind == "channels" else V[kind] // 32, 2 if kind == "sum" else 3
     assert forward.flops == N * T * 2 * (C * H * columns + products * H * V[kind] + C * V[kind])

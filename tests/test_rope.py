@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from meshtrain import config
-from meshtrain import pattern
 from meshtrain.config import rope_scaling
 from meshtrain.model import rope
 

@@ -7,7 +7,7 @@ import math
 import jax
 import pytest
 from commands import call, home, in_a_directory_of_its_own  # noqa: F401
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from test_weight_sync import BY_FSDP, EXPERTS, MODEL, assembled
 
 from meshtrain import assembly, config, hardware, inspect, plan, trained

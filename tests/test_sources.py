@@ -7,8 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-# noqa: F401 (bpe is a fixture)
-from corpora import TEXTS, UNICODE, WRITERS, Opened, bpe, fault, section, write, write_tokens
+from corpora import TEXTS, UNICODE, WRITERS, Opened, bpe, fault, section, write, write_tokens  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import supervise
 from meshtrain.cluster import stacks
 from meshtrain.cluster.lost import LOST_PEERS
 from meshtrain.run import stops

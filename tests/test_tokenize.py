@@ -2,7 +2,6 @@
 to."""
 
 import os
-import signal
 import subprocess
 import sys
 import time

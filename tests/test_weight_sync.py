@@ -1,6 +1,5 @@
 """The weights of a training run, where its sampler reads them: the same values, in two named moves, and drawn from
 without a new program."""
-import dataclasses
 import functools
 import gc
 import math
@@ -12,15 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import assembly, config, trained
-from meshtrain.cost.program import audit, compile
-from meshtrain.inference import placement
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.model import params
 from meshtrain.names import MATMUL_ROLES
 from meshtrain.shipped import shipped
-from meshtrain.sharding import rules
-from meshtrain.sharding.moves import moves
 
 MODEL = dict(vocab_size=97, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=96)
 EXPERTS = MODEL | dict(mlps="de", num_experts=4, experts_per_token=2, expert_mlp_dim=32)

@@ -316,7 +316,7 @@ def test_any_bytes_are_a_sound_file_or_a_value_error(content):
 def test_every_row_of_every_family_is_a_form_and_names_each_tensor_once():
     for family in families.FAMILIES.values():
         pieces = [text.partition(": ") for texts in family.tensors.values() for text in texts]
-        for path, _, form in pieces:
+        for _, _, form in pieces:
             forms.parse(form)
         for name, texts in family.tensors.items():
             assert bool(folder.NUMBER.search(name)) == all(text.startswith("layers/") for text in texts)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_order import Endless
 
-from meshtrain.data.batches import order, packing, whole
+from meshtrain.data.batches import order, whole
 from meshtrain.names import NO_TARGET
 
 EOS = 7

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental import pallas as pl

@@ -22,7 +22,7 @@ from meshtrain.kernels import recurrence_channels
 from meshtrain.kernels.recurrence import (BEFORE_ALL, LEAF, Recurred, RecurrentState, documents_of, padded, recurrence,
                                           since_document)
 from meshtrain.kernels.recurrence_blocks import (
-    CHANNELS, CHUNK, CLOSE, DELTA, MIN_WIDTH, NAME, ROWS, Launch, call, chunks, dot, given, inverse, split_dot,
+    CHANNELS, CLOSE, MIN_WIDTH, ROWS, Launch, call, chunks, dot, given, inverse, split_dot,
 )  # fmt: skip
 
 COMPILED = (9, 10)      # major compute capabilities of the chips for which registers and memory were counted

@@ -12,7 +12,7 @@ import dataclasses
 
 from meshtrain.cost.formulas.mixers import RecurrenceSizes
 from meshtrain.cost.formulas.rates import Matmul, Rates
-from meshtrain.kernels import recurrence, recurrence_pallas
+from meshtrain.kernels import recurrence, recurrence_blocks, recurrence_pallas
 
 XLA, PALLAS = "xla", "pallas"
 
@@ -76,7 +76,7 @@ def engine(mixer: RecurrenceSizes, asked: str) -> str:
 def chunk(mixer: RecurrenceSizes, asked: str) -> int:
     """Tokens that are computed together."""
     if engine(mixer, asked) == PALLAS:
-        return recurrence_pallas.CHUNK
+        return recurrence_blocks.CHUNK
     return recurrence.SUM_CHUNK if mixer.letter == "M" else recurrence.DELTA_CHUNK
 
 
@@ -119,12 +119,12 @@ def _in_xla(mixer: RecurrenceSizes, rated: Rates, runs: Scan, direction: int, hb
 
 
 def _in_pallas(mixer: RecurrenceSizes, rated: Rates, runs: Scan, direction: int, hbm: float) -> float:
-    delta, count = mixer.letter != "M", round(runs.tokens * mixer.heads / recurrence_pallas.CHUNK)
+    delta, count = mixer.letter != "M", round(runs.tokens * mixer.heads / recurrence_blocks.CHUNK)
     wide = lambda n: max(recurrence_pallas.MIN_WIDTH, 1 << (n - 1).bit_length())
     names = KERNELS[delta][direction] + (OF_SUMMARY[direction:direction + 1] if runs.split else ())
     products = [shape for name in names for shape in recurrence_pallas.products_of(
         recurrence_pallas.CHANNELS * mixer.by_channel + name, wide(mixer.key_dim), wide(mixer.value_dim), delta)]
-    one_s, C = runs.parts * _composed_s(mixer, rated, runs), recurrence_pallas.CHUNK
+    one_s, C = runs.parts * _composed_s(mixer, rated, runs), recurrence_blocks.CHUNK
     if mixer.by_channel:
         own = SUMMED[direction] * 8 * runs.tokens * mixer.keys
         product_s = rated.matmul_s(Matmul(C, mixer.key_dim, C, count, "float32"))

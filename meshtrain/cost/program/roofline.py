@@ -8,7 +8,6 @@ the rate of the links in its group, whose hosts follow from the mesh's placement
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping

@@ -14,7 +14,7 @@ from collections import Counter
 from meshtrain.cost.program import hlo
 from meshtrain.cost.formulas.rates import AttentionKernel, GroupedMatmul, Matmul
 from meshtrain.kernels import grouped as kernels
-from meshtrain.kernels import mosaic_mlp, recurrence_pallas, rotation, tiles
+from meshtrain.kernels import mosaic_mlp, recurrence_blocks, recurrence_pallas, rotation, tiles
 from meshtrain.names import BALANCED_ROWS
 
 # Names of existing arrays, without a kernel: see `free`.
@@ -29,7 +29,7 @@ _OURS = re.compile(r"meshtrain_(attention|mosaic)_(forward|dq|dkv)(_causal)?(?:_
 # `kernels.grouped` and `kernels.mosaic_grouped`, with the order of a matrix's dims
 _GROUPED = re.compile(r"\bgrouped_(rows|mosaic|outer)_([gkn]{3})\b")
 _MLP = re.compile(rf"\b{mosaic_mlp.NAME}_(forward|backward)\b")
-_RECURRENCE = re.compile(rf"\b{recurrence_pallas.NAME}_([a-z_]+?)({recurrence_pallas.DELTA})?\b")
+_RECURRENCE = re.compile(rf"\b{recurrence_blocks.NAME}_([a-z_]+?)({recurrence_blocks.DELTA})?\b")
 _BALANCED_ROWS = re.compile(BALANCED_ROWS.format(r"(\d+)"))
 _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 

@@ -52,7 +52,7 @@ def read(folder: Path) -> Said:
     both = ((legacy, MAP), (config, CONFIG))        # the first wins, as in transformers
     named = [(key, where[key], file) for key in NAMES for where, file in both if _content(where.get(key))]
     names, notes = {}, []
-    for key, given, file in named:
+    for key, given, _ in named:
         first = names.setdefault(key, _content(given))
         if first != _content(given):
             notes.append(f"{MAP} has the {key} {first}, and {CONFIG} {_content(given)}; the first is taken, as "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

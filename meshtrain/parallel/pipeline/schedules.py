@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import heapq
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 

@@ -1,0 +1,73 @@
+"""Which tests run: each is in one tier, parts cover a tier without overlap, and a command chooses what it names."""
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiers
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(st.sets(st.text(max_size=3)), st.integers(1, 20))
+def test_parts_hold_each_test_once_and_differ_by_one_test_at_most(names, count):
+    parts = [tiers.take_part(sorted(names), number, count) for number in range(count)]
+    assert sorted(name for part in parts for name in part) == sorted(names)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("text", ["4/4", "1/0", "-1/4", "1", "a/b", "0/4/2", ""])
+def test_a_part_that_is_none_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not I/N"):
+        tiers.read_part(text)
+
+
+@pytest.mark.parametrize("args, full, long, chosen", [
+    (["tests"], False, False, {"core"}), (["tests"], True, False, {"full"}), (["tests"], False, True, {"long"}),
+    (["tests"], True, True, {"full", "long"}), (["tests/test_a.py"], False, False, {"core", "full"}),
+    (["tests/test_a.py"], False, True, {"long"}), (["tests/test_a.py::test_b"], False, False, set(tiers.TIERS))])
+def test_a_command_chooses_tiers(args, full, long, chosen):
+    assert tiers.choose_tiers(args, full, long) == chosen
+
+
+CONFTEST = """
+import tiers
+
+def pytest_addoption(parser):
+    tiers.add_options(parser)
+
+def pytest_configure(config):
+    config.pluginmanager.register(tiers.Selection(config))
+"""
+TESTS = """
+import pytest
+
+pytestmark = pytest.mark.full
+
+@pytest.mark.core
+def test_b(): pass
+
+def test_c(): pass
+
+@pytest.mark.long
+def test_d(): pass
+
+@pytest.mark.core
+@pytest.mark.skip("it needs a GPU")
+def test_e(): pass
+"""
+
+
+@pytest.mark.parametrize("options, passed, told", [
+    ([], 1, ["skipped: 1 (it needs a GPU)", "not run: 1 tests of full, run by `pytest --full`",
+             "not run: 1 tests of long, run by `pytest --long`"]),
+    (["--full", "--long", "--part", "1/2"], 1, ["not run: 1 tests of other parts, run with another --part"])])
+def test_a_tests_own_mark_counts_before_its_files_and_the_end_says_what_did_not_run(tmp_path, options, passed, told):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_a.py").write_text(TESTS)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options], cwd=tmp_path,
+                          env=os.environ | {"PYTHONPATH": str(Path(tiers.__file__).parent)}, capture_output=True, text=True)
+    assert f"{passed} passed" in done.stdout, done.stdout + done.stderr
+    assert [line for line in told if line not in done.stdout.splitlines()] == []
