@@ -23,6 +23,9 @@ os.environ["XLA_FLAGS"] = " ".join([
 # With one thread a device, collectives under way together can block every thread of the pool.
 os.environ["NPROC"] = "32"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")      # an installed CUDA plugin reports that there is no GPU
+# What tests start on loopback is asked directly, behind a proxy, too.
+for name in ("no_proxy", "NO_PROXY"):
+    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1,localhost"]))
 
 # Of a suite in the background the shell has them ignored, and so would the processes that tests stop by them.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -55,11 +58,25 @@ def pytest_configure(config):
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         trim(PROGRAMS, PROGRAMS_BYTES)
         return
+    import_jax_in_silence()
     kept = contextlib.ExitStack()
     config.add_cleanup(kept.close)
     kept.enter_context(programs_in(
         str(PROGRAMS), jax_compilation_cache_include_metadata_in_key=True,
         jax_persistent_cache_min_compile_time_secs=0.1))
+
+
+def import_jax_in_silence() -> None:
+    """A CUDA plugin writes to stderr while it is loaded, whatever the settings, that there is no GPU."""
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        import jax
+        jax.devices()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
 
 
 def pytest_xdist_auto_num_workers():

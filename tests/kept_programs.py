@@ -1,14 +1,16 @@
 """Compiled programs on the disk, for the processes that test and for later runs of the suite. Sets nothing when it is
 imported."""
 import contextlib
+import platform
 import zlib
 from pathlib import Path
 
 # Compiled programs, for both workers and for later runs. An entry's name is a hash of the program with its source
 # lines, which tests read, and those of its callers, of versions and flags; a damaged one is compiled again. Programs of
 # a CPU are for its instructions alone. Tests that kill what compiles have directories of their own.
-CPU = [line for line in Path("/proc/cpuinfo").read_text().splitlines()
-       if line.startswith(("model name", "flags", "Features"))][:2]
+CPUINFO = Path("/proc/cpuinfo")
+CPU = [line for line in CPUINFO.read_text().splitlines()
+       if line.startswith(("model name", "flags", "Features"))][:2] if CPUINFO.exists() else platform.processor()
 PROGRAMS = (Path(__file__).resolve().parent.parent / ".pytest_cache" / "programs"
             / f"{zlib.crc32(repr(CPU).encode()):08x}")
 PROGRAMS_BYTES = 2 << 30     # the oldest go first

@@ -6,6 +6,7 @@ of a save: see `disturbed`.
 """
 import json
 import os
+import shlex
 import re
 import signal
 import subprocess
@@ -163,9 +164,11 @@ ALWAYS = {"2>&1 | head -1 > /dev/null", ">&- 2>&-"}
                                          for r in SILENCED])
 def test_a_run_that_nobody_hears_ends_normally_with_its_state_saved(redirection, home, tmp_path):
     directory = tmp_path / "run"
-    line = (f"{sys.executable} -m meshtrain.train {home}/run.toml --data.paths '[\"{home}/small.txt\"]' --run.dir "
-            f"{directory} --run.compilation_cache {home}/cache --training.steps 8 --validation.batches 1 "
-            f"--run.sample_tokens 4 {redirection}; exit ${{PIPESTATUS[0]}}")
+    command = shlex.join(map(str, [
+        sys.executable, "-m", "meshtrain.train", home / "run.toml", "--data.paths", f'["{home}/small.txt"]', "--run.dir",
+        directory, "--run.compilation_cache", home / "cache", "--training.steps", 8, "--validation.batches", 1,
+        "--run.sample_tokens", 4]))
+    line = f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"
     free = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "NPROC")}
     ran = subprocess.run(["bash", "-c", line], env=free | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
                          timeout=PATIENCE_S)

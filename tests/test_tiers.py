@@ -39,35 +39,40 @@ def pytest_addoption(parser):
     tiers.add_options(parser)
 
 def pytest_configure(config):
+    tiers.read_table = lambda: {"test_a": {"test_b", "test_c[1]"}}
     config.pluginmanager.register(tiers.Selection(config))
 """
 TESTS = """
 import pytest
 
-pytestmark = pytest.mark.full
-
-@pytest.mark.core
+@pytest.mark.skip("it needs a GPU")
 def test_b(): pass
 
-def test_c(): pass
-
-@pytest.mark.long
-def test_d(): pass
-
-@pytest.mark.core
-@pytest.mark.skip("it needs a GPU")
-def test_e(): pass
+@pytest.mark.parametrize("number", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+def test_c(number): pass
 """
 
 
-@pytest.mark.parametrize("options, passed, told", [
-    ([], 1, ["skipped: 1 (it needs a GPU)", "not run: 1 tests of full, run by `pytest --full`",
-             "not run: 1 tests of long, run by `pytest --long`"]),
-    (["--full", "--long", "--part", "1/2"], 1, ["not run: 1 tests of other parts, run with another --part"])])
-def test_a_tests_own_mark_counts_before_its_files_and_the_end_says_what_did_not_run(tmp_path, options, passed, told):
-    (tmp_path / "conftest.py").write_text(CONFTEST)
+def run_tests(folder, *options: str) -> str:
+    (folder / "conftest.py").write_text(CONFTEST)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options], cwd=folder,
+                          env=os.environ | {"PYTHONPATH": str(Path(tiers.__file__).parent)}, capture_output=True,
+                          text=True)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("options, told", [
+    ([], ["1 passed, 1 skipped, 2 deselected", "skipped: 1 (it needs a GPU)",
+          "not run: 1 tests of full, run by `pytest --full`", "not run: 1 tests of long, run by `pytest --long`"]),
+    (["--full", "--long", "--part", "1/2"], ["1 passed, 3 deselected", "not run: 1 tests of other parts",
+                                             "not run: 2 tests of core, run by `pytest`"]),
+    (["test_a.py::test_c"], ["3 passed"])])
+def test_a_table_chooses_the_core_of_a_file_and_the_end_says_what_did_not_run(tmp_path, options, told):
     (tmp_path / "test_a.py").write_text(TESTS)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options], cwd=tmp_path,
-                          env=os.environ | {"PYTHONPATH": str(Path(tiers.__file__).parent)}, capture_output=True, text=True)
-    assert f"{passed} passed" in done.stdout, done.stdout + done.stderr
-    assert [line for line in told if line not in done.stdout.splitlines()] == []
+    said = run_tests(tmp_path, *options)
+    assert [line for line in told if line not in said] == [], said
+
+
+def test_a_test_of_the_table_that_is_not_there_is_told(tmp_path):
+    (tmp_path / "test_a.py").write_text(TESTS.replace("test_b", "test_d"))
+    assert "names tests that are not there: test_a: test_b" in run_tests(tmp_path)

@@ -1,8 +1,7 @@
 """Three tiers of tests, and parts of them by number.
 
-core    no mark: every claim of README.md once. What `pytest` runs
-full    `pytest.mark.full`: the other tests that end within seconds. `pytest --full`; a core test of a file that is full
-        as a whole has `pytest.mark.core`
+core    every claim of README.md once. What `pytest` runs
+full    `pytest.mark.full`, or named as full by tests/tiers.toml: the other tests that end within seconds. `pytest --full`
 long    `pytest.mark.long`: minutes, or one of very many cells (`pytest.mark.cell`, too). `pytest --long`
 
 `--part I/N` takes every N-th test of what is chosen, by its position in the list sorted by name: N parts are all of it,
@@ -11,11 +10,14 @@ each test once. A test file that is named runs its core and full tests; a test t
 import argparse
 import collections
 import re
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
 TIERS = ("core", "full", "long")
+TABLE = Path(__file__).with_suffix(".toml")
 OPTIONS = {"core": "pytest", "full": "pytest --full", "long": "pytest --long"}
 
 
@@ -38,9 +40,28 @@ def take_part(names: Sequence[str], number: int, count: int) -> set[str]:
     return set(sorted(names)[number::count])
 
 
-def tier_of(item) -> str:
-    """A test's own mark, else its file's."""
-    return next((mark.name for mark in item.iter_markers() if mark.name in TIERS), "core")
+def read_table() -> dict[str, set[str]]:
+    """File that is full, without its suffix -> those of its tests that are core all the same."""
+    return {name: set(tests) for name, tests in tomllib.loads(TABLE.read_text())["full"].items()}
+
+
+def tier_of(item, full: Mapping[str, set[str]]) -> str:
+    """By the test's marks, else by the table."""
+    marked = next((mark.name for mark in item.iter_markers() if mark.name in TIERS), None)
+    return marked or ("core" if item.path.stem not in full or names_of(item) & full[item.path.stem] else "full")
+
+
+def names_of(item) -> set[str]:
+    """The names by which the table may mean a test: the whole function's and its cell's."""
+    return {item.name, item.name.partition("[")[0]}
+
+
+def find_stale(items: Iterable, full: Mapping[str, set[str]]) -> list[str]:
+    """Tests of the table that are not in their file. items: whole files."""
+    there: dict[str, set[str]] = collections.defaultdict(set)
+    for item in items:
+        there[item.path.stem] |= names_of(item)
+    return [f"{file}: {name}" for file in sorted(full) if file in there for name in sorted(full[file] - there[file])]
 
 
 def choose_tiers(args: Sequence[str], full: bool, long: bool) -> set[str]:
@@ -59,13 +80,18 @@ class Selection:
     def __init__(self, config):
         self._tiers = choose_tiers(config.args, config.option.full, config.option.long)
         self._part = config.option.part
+        self._table = read_table()
         self._left: dict[str, int] = {}
 
-    @pytest.hookimpl(trylast=True)      # after -m and -k
+    @pytest.hookimpl(wrapper=True)      # chooses among what -m and -k leave
     def pytest_collection_modifyitems(self, config, items):
-        tiers = {item.nodeid: tier_of(item) for item in items}
+        if not any("::" in arg for arg in config.args) and (stale := find_stale(items, self._table)):
+            raise pytest.UsageError(f"{TABLE.name} names tests that are not there: {'; '.join(stale)}")
+        yield
+        tiers = {item.nodeid: tier_of(item, self._table) for item in items}
         kept = {name for name, tier in tiers.items() if tier in self._tiers}
-        self._left = dict(collections.Counter(tier for tier in tiers.values() if tier not in self._tiers))
+        counts = collections.Counter(tiers.values())
+        self._left = {tier: counts[tier] for tier in TIERS if tier not in self._tiers and counts[tier]}
         if self._part:
             taken = take_part(kept, *self._part)
             self._left["other parts"] = len(kept) - len(taken)
