@@ -47,7 +47,7 @@ def wheel(tmp_path_factory):
 
 def call(wheel, tmp_path, *words) -> str:
     """What python says with the wheel installed, in an empty directory."""
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")       # a wheel without scripts is installed so
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")       # all that an installer does but for scripts
     (tmp_path / "empty").mkdir()
     done = subprocess.run([sys.executable, *words], cwd=tmp_path / "empty", text=True, capture_output=True, timeout=600,
                           env=os.environ | {"PYTHONPATH": str(tmp_path / "site")})
