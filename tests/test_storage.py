@@ -232,10 +232,10 @@ def test_what_a_status_means(status, code, kind):
 
 
 def test_a_panic_of_the_library_is_a_failure_of_the_bucket():
-    def panic():
+    def panic(store):
         raise type("PanicException", (BaseException,), {})("the library is confused")
     with pytest.raises(files.FileSystemError, match="the library is confused, 5 times in a row"):
-        stores._asked(addresses.parse("s3://bucket/a"), panic)
+        stores._ask(addresses.parse("s3://bucket/a"), panic)
 
 
 @pytest.mark.parametrize(("name", "fault_told", "parts"), [

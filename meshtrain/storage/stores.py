@@ -8,6 +8,7 @@ or does not answer. This module knows no cache.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import http.client
@@ -152,17 +153,13 @@ def _refused(address: Address, code: int, what: str, verb: str = "read") -> Exce
 
 
 def _bucket_listing(folder: Address) -> list[RemoteFile]:
-    obstore, store = _opened_bucket(folder)
-    prefix = folder.path.rstrip("/")
-
-    def act():
-        return [one for batch in obstore.list(store, prefix or None) for one in batch]
-    return [_of_bucket(folder, one) for one in _asked(folder, act) if not one["path"].endswith("/")]
+    def ask(store):
+        return [one for batch in store.list(folder.path.rstrip("/") or None) for one in batch]
+    return [_of_bucket(folder, one) for one in _ask(folder, ask) if not one["path"].endswith("/")]
 
 
 def _bucket_file(address: Address) -> RemoteFile:
-    obstore, store = _opened_bucket(address)
-    return _of_bucket(address, _asked(address, lambda: obstore.head(store, address.path)))
+    return _of_bucket(address, _ask(address, lambda store: store.head(address.path)))
 
 
 def _of_bucket(address: Address, one: dict) -> RemoteFile:
@@ -190,25 +187,21 @@ def _read_ranges(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None])
 
 def read_range(found: RemoteFile, start: int, stop: int) -> bytes:
     """Bytes of a bucket's file, which must be as it was listed. Raises: StorageError, Changed, FileSystemError."""
-    begins = range(start, stop, RANGE_BYTES)
-    if len(begins) < 2:
-        return bytes(_range(found, start, stop)) if stop > start else b""
     with concurrent.futures.ThreadPoolExecutor(RANGES) as pool:
-        return b"".join(pool.map(lambda begin: _range(found, begin, min(begin + RANGE_BYTES, stop)), begins))
+        return b"".join(pool.map(lambda begin: _range(found, begin, min(begin + RANGE_BYTES, stop)),
+                                 range(start, stop, RANGE_BYTES)))
 
 
 def _range(found: RemoteFile, start: int, stop: int) -> Any:
     """One request's bytes."""
-    obstore, store = _opened_bucket(found.address)
     options = {"range": (start, stop)} | ({"if_match": found.etag} if found.etag else {})
-    return _asked(found.address, lambda: obstore.get(store, found.address.path, options=options).bytes())
+    return _ask(found.address, lambda store: store.get(found.address.path, options=options).bytes())
 
 
 def read(address: Address, start: int = 0, stop: int | None = None) -> bytes:
     """An object of a bucket, or a range of it. Raises: StorageError, Missing where there is none."""
-    obstore, store = _opened_bucket(address)
-    options = {} if stop is None else {"options": {"range": (start, stop)}}
-    return _asked(address, lambda: obstore.get(store, address.path, **options).bytes().to_bytes())
+    options = None if stop is None else {"range": (start, stop)}
+    return _ask(address, lambda store: store.get(address.path, options=options).bytes().to_bytes())
 
 
 def read_versioned(address: Address) -> tuple[bytes, Version] | None:
@@ -218,13 +211,11 @@ def read_versioned(address: Address) -> tuple[bytes, Version] | None:
 
 
 def _with_attributes(address: Address) -> tuple[bytes, Version, dict[str, str]] | None:
-    obstore, store = _opened_bucket(address)
-
-    def act():
-        found = obstore.get(store, address.path)
+    def ask(store):
+        found = store.get(address.path)
         return found.bytes().to_bytes(), Version(found.meta["e_tag"], found.meta["version"]), found.attributes
     try:
-        return _asked(address, act)
+        return _ask(address, ask)
     except Missing:
         return None
 
@@ -272,10 +263,9 @@ def _put(address: Address, body: bytes | Path, sent: int, *, patient: bool = Tru
     for longer in LONGER:
         # Of few values: each is another client.
         limit_s = SILENCE_S * 2 ** math.ceil(math.log2(max(1.0, longer * sent / SENT_BYTES_S / SILENCE_S)))
-        obstore, store = _opened_bucket(address, limit_s)
         try:
-            made = _asked(address, lambda: obstore.put(store, address.path, body, **options), "written",
-                          patient=patient)
+            made = _ask(address, lambda store: store.put(address.path, body, **options), "written", patient=patient,
+                        silence_s=limit_s)
             return Version(made["e_tag"], made["version"])
         except _Silence:
             files.pause(0.0, str(address), f"it was not written within {limit_s:g} s")
@@ -285,31 +275,24 @@ def _put(address: Address, body: bytes | Path, sent: int, *, patient: bool = Tru
 
 def copy(source: Address, target: Address) -> None:
     """Copy an object within its bucket; nothing passes through this host. Raises: StorageError."""
-    obstore, store = _opened_bucket(source, SILENCE_S * LONGER[1])      # it says nothing while it copies
-    _asked(source, lambda: obstore.copy(store, source.path, target.path), "copied", patient=True)
+    _ask(source, lambda store: store.copy(source.path, target.path), "copied", patient=True,
+         silence_s=SILENCE_S * LONGER[1])       # it says nothing while it copies
 
 
 def remove(found: Sequence[Address]) -> None:
     """Remove objects of one bucket; those that are not there are no error. Raises: StorageError."""
     for start in range(0, len(found), MOST_REMOVED):
-        some = found[start:start + MOST_REMOVED]
-        obstore, store = _opened_bucket(some[0])
-        try:
-            _asked(some[0], lambda: obstore.delete(store, [one.path for one in some]), "removed")
-        except Missing:
-            pass
+        paths = [one.path for one in found[start:start + MOST_REMOVED]]
+        with contextlib.suppress(Missing):
+            _ask(found[start], lambda store: store.delete(paths), "removed")
 
 
 def children(folder: Address) -> tuple[list[str], list[str]]:
     """(names of objects, names of folders) right below a folder of a bucket. Raises: StorageError."""
-    obstore, store = _opened_bucket(folder)
-    prefix = folder.path.rstrip("/")
-
-    def act():
-        return obstore.list_with_delimiter(store, prefix or None)
-    found = _asked(folder, act)
-    name = lambda path: path.rstrip("/").rpartition("/")[2]
-    return [name(one["path"]) for one in found["objects"]], [name(path) for path in found["common_prefixes"]]
+    found = _ask(folder, lambda store: store.list_with_delimiter(folder.path.rstrip("/") or None))
+    paths = [one["path"] for one in found["objects"]], found["common_prefixes"]
+    objects, folders = ([path.rstrip("/").rpartition("/")[2] for path in some] for some in paths)
+    return objects, folders
 
 
 def _check_environment(address: Address) -> None:
@@ -343,41 +326,32 @@ def _bucket(scheme: str, name: str, environment: tuple, silence_s: float) -> Any
         "timeout": "365days"})
 
 
-def _opened_bucket(address: Address, silence_s: float | None = None) -> tuple[Any, Any]:
-    """(the library, the bucket of an address). silence_s: until a request is given up; None: SILENCE_S. Raises:
-    StorageError."""
+def _ask(address: Address, act: Callable[[Any], Value], verb: str = "read", *, patient: bool = False,
+         silence_s: float | None = None) -> Value:
+    """act(the bucket of the address, a store of obstore), again where the server fails. verb: what is done, for
+    messages. patient: for longer. silence_s: until a request is given up; None: SILENCE_S. Raises: StorageError,
+    FileSystemError; _Silence where a write takes too long."""
     try:
-        library = importlib.import_module("obstore")
+        exceptions = importlib.import_module("obstore").exceptions
     except ImportError:
         raise StorageError(f"{address} needs the package obstore, which is not installed; run pip install -e "
                            f"'.[storage]'") from None
     _check_environment(address)
     try:
         with panics.caught():
-            return library, _bucket(address.scheme, address.home, _environment(), silence_s or SILENCE_S)
-    except (library.exceptions.BaseError, OSError, ValueError, panics.LibraryPanic):
+            store = _bucket(address.scheme, address.home, _environment(), silence_s or SILENCE_S)
+    except (exceptions.BaseError, OSError, ValueError, panics.LibraryPanic):
         # the text may repeat what it cannot parse
         raise StorageError(f"{address}: the environment has credentials or an endpoint that cannot be used; see to "
                            f"{CREDENTIALS[address.scheme]}") from None
 
-
-def _asked(address: Address, act: Callable[[], Value], verb: str = "read", *, patient: bool = False) -> Value:
-    """act(), a call of obstore, again where the server fails; patient: for longer. Raises: StorageError; _Silence where
-    a write takes too long."""
-    exceptions = importlib.import_module("obstore.exceptions")
-
     def judged():
         try:
             with panics.caught():
-                return act()
+                return act(store)
         except (exceptions.BaseError, FileNotFoundError, panics.LibraryPanic) as error:
             raise _of_obstore(address, error, verb) from None
     return _patiently(address, judged, verb=verb, patient=patient)
-
-
-STATUSES = {"FileNotFoundError": (404, "Not Found"), "UnauthenticatedError": (401, "Unauthorized"),
-            "PermissionDeniedError": (403, "Forbidden"), "PreconditionError": (412, "Precondition Failed"),
-            "AlreadyExistsError": (412, "Precondition Failed")}
 
 
 def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
@@ -386,11 +360,9 @@ def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
     if re.search(r"https?://(169\.254\.\d+\.\d+|\[fd00:|metadata)", text):   # it looks for a role of the machine
         return StorageError(f"{address}: there are no credentials in the environment, and this machine has no role; "
                             f"give {CREDENTIALS[address.scheme]}")
-    status = re.search(r"status code: (\d{3}) ?([A-Za-z ]*)", text)
-    if status or kind in STATUSES:
-        number, what = (int(status[1]), status[2].strip()) if status else STATUSES[kind]
+    if status := re.search(r"status code: (\d{3}) ?([A-Za-z ]*)", text):
         code = re.search(r"<Code>([A-Za-z.]+)</Code>", text)
-        return _refused(address, number, code[1] if code else what, verb)
+        return _refused(address, int(status[1]), code[1] if code else status[2].strip(), verb)
     if "kind: Timeout" in text:
         return _Silence() if verb == "written" else _Moment("the server gave no sign in time")
     first = re.sub(r"//[^/\s]*@", "//…@", re.sub(r"\?\S+", "?…", text.partition("\n")[0]))[:300]
@@ -446,7 +418,7 @@ def _read_stream(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None])
                 reached = 0
                 file.truncate(0)
             file.seek(reached)
-            while chunk := _received(reply):
+            while chunk := _receive(reply.read1, 1 << 20):
                 file.write(chunk)
                 reached += len(chunk)
                 grew(len(chunk))
@@ -456,10 +428,10 @@ def _read_stream(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None])
     file.flush()
 
 
-def _received(reply: http.client.HTTPResponse) -> bytes:
-    """The next bytes, as many as are there. Raises: _Moment."""
+def _receive(read: Callable[[int], bytes], most: int) -> bytes:
+    """The next bytes of an answer. Raises: _Moment."""
     try:
-        return reply.read1(1 << 20)
+        return read(most)
     except (OSError, http.client.HTTPException) as error:
         raise _Moment(f"the connection broke ({type(error).__name__})") from None
 
@@ -521,15 +493,12 @@ def _hub_listing(folder: Address) -> list[RemoteFile]:
 
     def act():
         with _opened(folder, f"{hub()}/api/{name}/revision/{revision}?blobs=true") as reply:
-            text = b""
-            while chunk := _received(reply):
-                text += chunk
-                if len(text) > MOST_LISTING_BYTES:
-                    raise StorageError(f"{folder}: the list of its files is longer than {MOST_LISTING_BYTES:,} bytes; "
-                                       f"name another")
-            return text
+            return _receive(reply.read, MOST_LISTING_BYTES + 1)
+    text = _patiently(folder, act)
+    if len(text) > MOST_LISTING_BYTES:
+        raise StorageError(f"{folder}: the list of its files is longer than {MOST_LISTING_BYTES:,} bytes; name another")
     try:
-        answer = json.loads(_patiently(folder, act))
+        answer = json.loads(text)
         commit, siblings = answer["sha"], answer["siblings"]
         return [RemoteFile(folder.at(one["rfilename"]), (one.get("lfs") or one).get("size"),
                            (one.get("lfs") or {}).get("sha256") or one.get("blobId") or commit, commit)
