@@ -38,8 +38,7 @@ def main(given: config.Arguments) -> int:
     slots = Slots(rest, count, given["min-processes"], simulated or len(gpus.visible(environ)), bool(simulated),
                   run.mesh.full_devices)
     failures = restart.Failures(run, given["max-restarts"], restart.newest(run))
-    with _beside([sys.executable, "-m", "launch.samplers", f"--samplers={drawing}", f"--sampler-gpus={each}", "--",
-                  *rest] if drawing else None, theirs):
+    with _beside([sys.executable, *samplers.words(drawing, each, rest)] if drawing else None, theirs):
         return _supervised(run, rest, slots, environs, failures)
 
 
@@ -69,12 +68,7 @@ def _beside(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Iterator[
     try:
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(2 * samplers.ENDS_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        samplers.end([process], 2 * samplers.ENDS_S)
 
 
 @dataclasses.dataclass

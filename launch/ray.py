@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,48 +143,38 @@ class Member(supervise.Child):
 
 
 class Beside:
-    """A sampler: an actor with GPUs of its own, started once the trainer has its room, and again where it has failed.
-    words: of its command line."""
+    """A sampler: an actor that runs `launch.samplers` for one, with GPUs of its own. It begins once the trainer has its
+    room; where its node is lost, Ray starts it again wherever there is room. rest: the run's words."""
 
-    def __init__(self, index: int, gpus: int, words: Sequence[str]):
-        self.index, self.gpus, self.words = index, gpus, words
-        self.actor = self.ending = None
-        self.begins, self.waits, self.heard = 0.0, samplers.Waits(), time.monotonic()
+    def __init__(self, index: int, gpus: int, rest: Sequence[str]):
+        self.index, self.gpus, self.words = index, gpus, samplers.words(1, gpus, rest, index)
+        self.actor = self.lines = None
+        self.is_lost = False
 
     def look(self) -> None:
         """Called now and then."""
-        if self.ending is None:
-            if time.monotonic() >= self.begins:
-                self.waits.began = time.monotonic()
-                kind = ray.remote(num_cpus=1, num_gpus=self.gpus, max_restarts=0, max_concurrency=4)(Process)
-                environ = {"PYTHONUNBUFFERED": "1"} | ({} if self.gpus else {"CUDA_VISIBLE_DEVICES": ""})
-                self.actor = kind.remote()
-                self.ending = self.actor.run.remote(self.words, environ, os.getcwd())
-            return
-        if not ray.wait([self.ending], timeout=0)[0]:
-            if time.monotonic() - self.heard > TOLD_EVERY_S:
-                self.heard = time.monotonic()
-                self.actor.new_lines.remote()       # or they are kept for ever
-            return
-        try:
-            code, lines = ray.get(self.ending), ray.get(self.actor.new_lines.remote(), timeout=ANSWER_S)
-            how = samplers.ending(code)
-        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-            code, lines, how = stops.FAILED, [], "is lost, with its node or its worker of Ray's"
-        self.leave()
-        if code in restart.ENDS:
-            self.begins = float("inf")
+        if self.actor is None:
+            self.actor = ray.remote(num_cpus=1, num_gpus=self.gpus, max_restarts=-1, max_task_retries=-1,
+                                    max_concurrency=4)(Process).remote()
+            self.actor.run.remote(self.words, {"PYTHONUNBUFFERED": "1"}, os.getcwd())
+        elif ray.wait([self.lines], timeout=0)[0]:
+            try:
+                for line in [line for number, line in ray.get(self.lines) if number == 2]:
+                    if not supervise.NOISE.search(line):    # the pid is of another host
+                        say.err(re.sub(r" \(pid \d+\)", "", line.decode(errors="replace").rstrip()))
+                self.is_lost = False
+            except ray.exceptions.RayError:
+                if not self.is_lost:
+                    say.err(f"sampler {self.index} is lost, with its node or its worker of Ray's; it is started again, "
+                            f"and others draw what it had begun")
+                self.is_lost = True
         else:
-            self.begins = time.monotonic() + (wait_s := self.waits.after())
-            how += f"; it is started again in {wait_s:g} s, and others draw what it had begun"
-        if code not in (stops.DONE, stops.STOPPED):
-            last = next((line.decode(errors="replace").strip() for number, line in reversed(lines) if number == 2), "")
-            say.err(f"sampler {self.index} {how}{f'; its last line: {last}' if last else ''}")
+            return
+        self.lines = self.actor.new_lines.options(max_task_retries=0).remote()
 
     def leave(self) -> None:
         if self.actor is not None:
             ray.kill(self.actor)        # its process dies with it
-        self.actor = self.ending = None
 
 
 @command.entry(COMMAND, __doc__)
@@ -211,7 +202,7 @@ def main(given: config.Arguments) -> int:
         signal.signal(number, lambda number, frame: asked.append(number))
     room = Room(run, given, rest, bundle, asked)
     failures = restart.Failures(run, given["max-restarts"], restart.newest(run))
-    room.beside = [Beside(index, drawing[1], samplers.words(run)) for index in range(drawing[0])]
+    room.beside = [Beside(index, drawing[1], rest) for index in range(drawing[0])]
     try:
         while room.reserve():
             outcome = life(room, [*rest, *room.overrides()], mirror.directory(run.run.dir) / contents.STACKS)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from launch import restart, supervise
 from meshtrain import config
@@ -24,7 +24,8 @@ OPTIONS = {
     "sampler-gpus": config.Option("GPUs of each of them (default 1; 0 with mesh.simulated_devices)", "G", "1",
                                   config.whole()),
 }
-COMMAND = config.Command("launch.samplers", OPTIONS, launcher=True)
+COMMAND = config.Command("launch.samplers", {**OPTIONS, "first": config.Option(
+    "number of the first of them, in messages", "I", "4", config.whole(), 0)}, launcher=True)
 LOOK_S, ENDS_S, LASTED_S = 0.2, 10.0, 600.0
 
 
@@ -42,10 +43,9 @@ def asked(run: Run, given: config.Arguments) -> tuple[int, int]:
     return count, each
 
 
-def words(run: Run) -> list[str]:
-    """The command line of a sampler, behind python."""
-    simulated = ["--mesh.simulated_devices=1"] * bool(run.mesh.simulated_devices)
-    return ["-m", "meshtrain.sample", run.run.dir, f"--run.compilation_cache={run.run.compilation_cache}", *simulated]
+def words(count: int, each: int, rest: Sequence[str], first: int = 0) -> list[str]:
+    """The command line of this launcher, behind python."""
+    return ["-m", "launch.samplers", f"--samplers={count}", f"--sampler-gpus={each}", f"--first={first}", "--", *rest]
 
 
 def divided(run: Run, count: int, each: int, environ: Mapping[str, str]) -> tuple[dict, dict]:
@@ -61,19 +61,6 @@ def divided(run: Run, count: int, each: int, environ: Mapping[str, str]) -> tupl
     return of(found[:cut]), of(found[cut:])
 
 
-class Waits:
-    """Seconds until a sampler is started again, longer after each failure."""
-
-    def __init__(self):
-        self.wait_s, self.began = restart.FIRST_S, time.monotonic()
-
-    def after(self) -> float:
-        if time.monotonic() - self.began > LASTED_S:
-            self.wait_s = restart.FIRST_S
-        wait_s, self.wait_s = self.wait_s, min(2 * self.wait_s, restart.LONGEST_S)
-        return wait_s
-
-
 @command.entry(COMMAND, __doc__)
 def main(given: config.Arguments) -> int:
     run = config.load(given.run)
@@ -87,46 +74,55 @@ def main(given: config.Arguments) -> int:
                           f"there; use fewer")
     own = [environ | ({"CUDA_VISIBLE_DEVICES": ",".join(found[i * each:(i + 1) * each])} if each else {})
            for i in range(count)]
-    return _run([sys.executable, *words(run)], own)
+    simulated = ["--mesh.simulated_devices=1"] * bool(run.mesh.simulated_devices)
+    return _run([sys.executable, "-m", "meshtrain.sample", run.run.dir,
+                 f"--run.compilation_cache={run.run.compilation_cache}", *simulated], own, given["first"])
 
 
-def _run(argv: Sequence[str], environs: Sequence[Mapping[str, str]]) -> int:
+def _run(argv: Sequence[str], environs: Sequence[Mapping[str, str]], first: int) -> int:
     """Runs them until all have ended for good. Single-threaded: it forks all the time."""
     asked_by: list[int] = []
     for number in stops.heeded():
         signal.signal(number, lambda number, frame: asked_by.append(number))
     running: dict[int, subprocess.Popen] = {}
-    begins, waits, codes = dict.fromkeys(range(len(environs)), 0.0), [Waits() for _ in environs], {}
+    starts, began, failures, codes = [-1] * len(environs), [0.0] * len(environs), [0] * len(environs), {}
+    begins = dict.fromkeys(range(len(environs)), 0.0)
     while (running or begins) and not asked_by:
         for index in [index for index, at in begins.items() if time.monotonic() >= at]:
             del begins[index]
-            waits[index].began = time.monotonic()
-            running[index] = subprocess.Popen(argv, env=environs[index], stdin=subprocess.DEVNULL,
-                                              stdout=subprocess.DEVNULL, start_new_session=True,
-                                              preexec_fn=supervise.die_with(os.getpid()))
+            began[index], starts[index] = time.monotonic(), starts[index] + 1
+            running[index] = subprocess.Popen(argv, env={**environs[index], "MESHTRAIN_START": str(starts[index])},
+                                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                              start_new_session=True, preexec_fn=supervise.die_with(os.getpid()))
         for index in [index for index, one in running.items() if one.poll() is not None]:
             pid, code = running[index].pid, running.pop(index).returncode
             if code in restart.ENDS:
                 codes[index] = code
                 continue
-            wait_s = waits[index].after()
-            say.err(f"sampler {index} (pid {pid}) {ending(code)}; it is started again in {wait_s:g} s, and others draw "
-                    f"what it had begun")
+            failures[index] = 1 if time.monotonic() - began[index] > LASTED_S else failures[index] + 1
+            wait_s = restart.pause_s(failures[index])
             begins[index] = time.monotonic() + wait_s
+            say.err(f"sampler {first + index} (pid {pid}) {_ending(code)}; it is started again in {wait_s:g} s, and others draw "
+                    f"what it had begun")
         time.sleep(LOOK_S)
-    for one in running.values():
-        one.send_signal(signal.SIGTERM)
-    until = time.monotonic() + ENDS_S
-    for one in running.values():
+    end(running.values(), ENDS_S)
+    return stops.STOPPED if asked_by else max(codes.values(), default=stops.DONE)
+
+
+def end(processes: Collection[subprocess.Popen], limit_s: float) -> None:
+    """SIGTERM, and after limit_s SIGKILL."""
+    for one in processes:
+        one.terminate()
+    until = time.monotonic() + limit_s
+    for one in processes:
         try:
             one.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             one.kill()
             one.wait()
-    return stops.STOPPED if asked_by else max(codes.values(), default=stops.DONE)
 
 
-def ending(code: int) -> str:
+def _ending(code: int) -> str:
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
