@@ -13,7 +13,7 @@ bucket      run.dir in a bucket on loopback: the server answers 500, says SlowDo
             kills, after which an empty machine goes on, or the same without its caches
 stops       SIGSTOP for longer than every limit of the run: of one process, of all, of all and the launcher
 samplers    a run that learns from rewards, with two samplers apart: one is killed, or its main thread stands still for
-            some seconds or for good
+            some seconds, less or longer than it may, or for good
 hosts       two hosts with a name and a disk each, which are namespaces: one is killed, or is killed and loses its disk
 
 Prints one table and ends with 1 if anything was lost, repeated or wrong. Its seconds: from the fault to the next row

@@ -35,7 +35,7 @@ STEPS, EVERY = 24, 2
 PATIENCE_S = 600  # for the next sign of life, on a busy machine
 MOST_SILENT_S = 60
 LIMIT_S = 15        # of every phase, where processes are stopped for longer
-LAPSED_S, FIRST_S, PART_S = 5, 40, 30       # of samplers: without work, without their first part, until they end
+LAPSED_S, FIRST_S = 5, 40       # of samplers: without work, and without their first part
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "val_loss")
 
 RUN = """
@@ -93,7 +93,7 @@ REWARD = "def score(prompt, answer, example):\n    return sum(ord(one) % 2 for o
 # A sampler with small limits, whose main thread stands still at a signal, for some seconds or for good; of others the
 # command itself. All that it starts is started so, too.
 SAMPLER = f"""
-import functools, runpy, signal, subprocess, sys, time
+import random, runpy, signal, subprocess, sys, time
 module, begin = sys.argv.pop(1), subprocess.Popen.__init__
 def begin_so(self, argv, *rest, **keys):
     is_ours = argv[1:2] == ["-m"] and argv[2] in ("launch.samplers", "meshtrain.sample")
@@ -105,11 +105,9 @@ if module == "launch.samplers":
 if module == "meshtrain.sample":
     from meshtrain.run import command
     command.begin()
-    from meshtrain.cluster import watch
     from meshtrain.run import apart
     apart.LAPSED_S, apart.FIRST_S = {LAPSED_S}, {FIRST_S}
-    watch.PhaseLimits = functools.partial(watch.PhaseLimits, save={PART_S}, restore={FIRST_S})
-    signal.signal(signal.SIGRTMIN + 1, lambda *_: time.sleep({2 * LAPSED_S}))
+    signal.signal(signal.SIGRTMIN + 1, lambda *_: time.sleep(random.uniform(1, {1.5 * LAPSED_S})))
     signal.signal(signal.SIGRTMIN + 2, lambda *_: time.sleep(10**6))
 runpy.run_module(module, run_name="__main__")
 """
@@ -532,9 +530,10 @@ class Life:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, number)
         named = re.compile(rf"sampler \S*-{victim}-\w+ hangs|sampler \d+ \(pid {victim}\)")
-        self.wait_for(lambda: named.search(self.said()[mark:]), MOST_SILENT_S)
-        if named.search(self.said()[mark:]):
-            return True
+        sleeps = number == SAMPLERS["sampler sleeps"]
+        self.wait_for(lambda: named.search(self.said()[mark:]), 2 * LAPSED_S if sleeps else MOST_SILENT_S)
+        if named.search(self.said()[mark:]) or sleeps:
+            return True if named.search(self.said()[mark:]) else None
         with contextlib.suppress(ProcessLookupError):       # nobody waits for it
             os.kill(victim, signal.SIGKILL)
         return False if self.runs() else None

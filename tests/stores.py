@@ -151,9 +151,9 @@ class Server:
 
     def _carry(self, *some: bytes) -> None:
         """Takes the time that bytes take on the line, one request after another."""
-        if self.bytes_s:
+        if bytes_s := self.bytes_s:
             with self._line:
-                time.sleep(sum(map(len, some)) / self.bytes_s)
+                time.sleep(sum(map(len, some)) / bytes_s)
 
     def damage(self, prefix: str) -> str:
         """Change one bit of the newest piece of a checkpoint below a prefix, in the bucket; its key, or "" without
