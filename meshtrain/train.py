@@ -132,10 +132,13 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
         made = dataclasses.replace(made, run=run)
         exporting = exports.Exports(run, made.model, checkpoints, made.state_shapes.params)
         if start.step >= run.training.steps:
+            if start.is_of(local):      # the place took no checkpoint of the last step
+                with watch.phase("last checkpoint", "save"):
+                    checkpoints.save(start.step, _start_state(made, start, None), start.saved.metadata)
+                    checkpoints.wait()
             say.out(f"{run.run.dir} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
                     "raise training.steps to go on")
-            if not start.is_of(local):      # what a crash left there, or a file system that failed at the end
-                local.forget()
+            local.forget()      # what a crash left there, or a file system that failed at the end
             with watch.phase("export", "save"):
                 return _ended(exporting.finish())
         begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",

@@ -17,7 +17,7 @@ import test_several_processes
 from commands import call, home, in_a_directory_of_its_own, ran, refused, rows, tiny  # noqa: F401
 from test_storage_runs import with_secrets
 
-from tests import conversations, injected, tiny_run
+from tests import conversations, injected, soak, tiny_run
 
 pytest.importorskip("obstore", reason="buckets need pip install -e '.[storage]'")
 pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
@@ -223,6 +223,23 @@ def test_rows_that_a_bucket_refused_are_sent_by_the_next_start(server, tiny, mon
     assert f"{there} did not get the end of " in again.err and "metrics.jsonl" in again.err
     ran(*words, "--run.dir", undisturbed)
     assert curve(kept_rows(there)) == curve(kept_rows(undisturbed))
+
+
+def test_a_last_step_that_the_bucket_refused_is_saved_by_the_next_start(server, tiny):
+    there, undisturbed = f"s3://{BUCKET}/last-step", f"s3://{BUCKET}/last-step-undisturbed"
+    words = (*tiny, *SIX, "--checkpoint.export", "last")
+    server.faults += [Fault(f"last-step/checkpoints/{step}.", 10**6, 403) for step in (4, 6)]
+    done = call(train.main, *words, "--run.dir", there)
+    assert done.code == 1 and f"step 6, which these hosts have in {copies.home()}" in done.err, done.err
+    assert call(train.main, *words, "--run.dir", there).code == 1, "it is not finished before the bucket has it"
+    server.faults.clear()
+    again = ran(*words, "--run.dir", there)
+    assert f"going on after step 6, kept in {copies.home()}" in again.out and "is finished" in again.out
+    ran(*words, "--run.dir", undisturbed)
+    assert contents.steps(there)[-1] == 6 and curve(kept_rows(there)) == curve(kept_rows(undisturbed))
+    assert soak.state(there) == soak.state(undisturbed)
+    assert soak.exports(undisturbed).items() <= soak.exports(there).items()
+    assert [path for path in (copies.home() / "states").rglob("*") if path.is_file()] == []
 
 
 def test_a_state_that_another_run_at_the_address_kept_is_not_taken(server, tiny):
