@@ -2,7 +2,7 @@
 
 Fault after fault, N in all (default 100), at random moments of starts, restores, steps, saves and exports of a tiny
 run; each run that was hit is compared with one that was not: rows, order of the data, every array of its final state,
-its exports. Six parts:
+its exports. Seven parts:
 
 processes   runs under launch.local, in one, two and four processes: kill -9 of one, of all or of the launcher, SIGTERM,
             SIGSTOP for good or for seconds, no compiled programs any more when the next start begins
@@ -11,6 +11,7 @@ calls       system calls on files that fail, one or all from then on, or at whic
 bucket      run.dir in a bucket on loopback: the server answers 500, says SlowDown, breaks off, is slow, refuses some
             requests or all for a while (403, an expired token), lets 200 kB/s pass, or has or returns damaged pieces;
             kills, after which an empty machine goes on, or the same without its caches
+requests    starts of a run in a bucket, with the stand-in: refused, a slow line, damaged pieces, no caches any more
 stops       SIGSTOP for longer than every limit of the run: of one process, of all, of all and the launcher
 samplers    a run that learns from rewards, with two samplers apart: one is killed, or its main thread stands still for
             some seconds, less or longer than it may, or for good
@@ -41,9 +42,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 from benchmarks import words
-from tests import disturbed, soak
+from tests import disturbed, refusing, soak
 
-SHARES = {"processes": 0.07, "calls": 0.46, "bucket": 0.3, "stops": 0.06, "samplers": 0.08, "hosts": 0.03}
+SHARES = {"processes": 0.07, "calls": 0.46, "bucket": 0.1, "requests": 0.2, "stops": 0.06, "samplers": 0.08, "hosts": 0.03}
 REAL = 1 / 20       # of the calls, in the command itself
 KILLS = {"kill": 5, "kill all": 1, "kill launcher": 1, "terminate": 2}
 MOMENTS = {"save": "saving", "local": "saving", "export": "exporting", "export last": "exporting", "start": "starting",
@@ -150,6 +151,25 @@ def bucket(home: Path, count: int, seed: int, table: Table) -> int:
     return runs
 
 
+def requests(home: Path, count: int, seed: int, table: Table) -> int:
+    import stores
+    server, draw, done = stores.Server(), random.Random(f"requests {seed}"), 0
+    home.mkdir(parents=True)
+    os.environ |= stores.environment(server, home)
+    harness = refusing.Harness(home, server)
+    while done < count:
+        fault = draw.choice(list(refusing.FAULTS))
+        found = harness.check(fault, draw)
+        if found.met:       # else the run made no such request
+            done += 1
+            table["requests", fault].add(found.moment, found.named, None, found.silent_s, bool(found.wrong))
+            table.write()
+            print(f"{done}, a bucket: {fault} while {found.moment}: {'; '.join(found.wrong) or 'held'}"
+                  + ", not named" * (found.named is None), flush=True)
+    server.close()
+    return done
+
+
 def stops(home: Path, count: int, seed: int, table: Table) -> int:
     draw, runs = random.Random(f"stops {seed}"), 0
     for some, number in zip(_parted(count, 0.6, 0.4), (1, 2), strict=True):
@@ -217,7 +237,8 @@ def as_text(table: Table) -> str:
     return "\n".join(lines)
 
 
-PARTS = {"processes": processes, "calls": calls, "bucket": bucket, "stops": stops, "samplers": samplers, "hosts": hosts}
+PARTS = {"processes": processes, "calls": calls, "bucket": bucket, "requests": requests, "stops": stops,
+         "samplers": samplers, "hosts": hosts}
 
 if __name__ == "__main__":
     sys.exit(main())
