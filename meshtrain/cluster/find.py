@@ -38,6 +38,8 @@ class Ranks:
     local_rank: tuple[str, ...] = ()
 
 
+OPEN_MPI = Ranks("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+                 ("OMPI_COMM_WORLD_LOCAL_RANK",))
 RANKS = (
     Ranks("FLUX_JOB_SIZE", "FLUX_TASK_RANK", (), ("FLUX_TASK_LOCAL_ID",)),
     *(Ranks(f"{name}_SIZE", f"{name}_RANK", (f"{name}_LOCAL_SIZE",), (f"{name}_LOCAL_RANK",))
@@ -101,20 +103,19 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
     names = {*JAX, *TORCH, *LOCAL, *RANK_ALONE, *(name for ranks in RANKS for name in (
         ranks.size, ranks.rank, *ranks.local_size, *ranks.local_rank))}
     environ = {name: value for name, value in environ.items() if value or name not in names}
-    ranks = None if "OMPI_COMM_WORLD_RANK" in environ else _ranks(environ)
+    numbered = _ranks(environ)
+    ranks = numbered[0] if numbered else None
     # mpirun starts its daemons by srun: both environments are set, and Slurm's describes the daemon.
-    launcher = ("mpirun" if "OMPI_COMM_WORLD_RANK" in environ else
-                "srun" if "SLURM_PROCID" in environ
-                and int(environ.get("SLURM_STEP_ID", SLURM_OWN_STEPS)) < SLURM_OWN_STEPS
-                and not (ranks and _of_daemons(environ, ranks)) else "mpiexec" if ranks else None)
+    srun = (ranks is not OPEN_MPI and "SLURM_PROCID" in environ
+            and int(environ.get("SLURM_STEP_ID", SLURM_OWN_STEPS)) < SLURM_OWN_STEPS
+            and not (ranks and _of_daemons(environ, ranks)))
+    launched = srun or ranks is not None
     named = [(words, found) for words, find in ((JAX, _jax), (TORCH, _torch))
-             if (found := find(environ, address, launcher))]
+             if (found := find(environ, address, launched))]
     places = [(_said(environ, words[:2]), found.count, found.index) for words, found in named]
-    if launcher is not None and "TORCHELASTIC_RUN_ID" not in environ:
-        sources = {"mpirun": [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")], "mpiexec": [],
-                   "srun": [("SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS",
-                             "SLURM_PROCID")]}[launcher]
-        for keys in [*sources, *([(ranks.size, ranks.rank)] if ranks else [])]:
+    if launched and "TORCHELASTIC_RUN_ID" not in environ:
+        step = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+        for keys in [*[(step, "SLURM_PROCID")] * srun, *((ranks.size, ranks.rank) for ranks in numbered)]:
             count, index = (_whole(environ, key) for key in keys)
             if count > 1:       # a single task may start several processes itself
                 places.append((_said(environ, keys), count, index))
@@ -127,29 +128,24 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
     if named:
         return named[0][1]
     address = address or _address(environ)
-    if launcher == "mpiexec" and ranks:
-        return _mpiexec(environ, address, ranks)
+    if launched:
+        return _slurm(environ, address) if srun else _mpiexec(environ, address, ranks)
     alone = [name for name in (*(ranks.rank for ranks in RANKS), *RANK_ALONE) if name in environ]
-    if alone and launcher is None and "SLURM_PROCID" not in environ:       # salloc's shell may have one
+    if alone and "SLURM_PROCID" not in environ:       # salloc's shell may have one
         raise ConfigError(f"{_said(environ, alone)} is one process of a launcher's, and nothing tells of how many; "
                           f"give --distributed.coordinator_address HOST:PORT, --distributed.num_processes and "
                           f"--distributed.process_id, or unset {', '.join(alone)} for a single process")
-    return {"mpirun": _open_mpi, "srun": _slurm}[launcher](environ, address) if launcher else None
+    return None
 
 
-def _ranks(environ: Mapping[str, str]) -> Ranks | None:
-    """The variables of a launcher that number this process, of several processes where there are such. Raises:
-    ConfigError if two launchers number it differently."""
-    found = {ranks: _place(environ, ranks.size, ranks.rank) for ranks in RANKS
-             if ranks.size in environ and ranks.rank in environ}
-    several = {ranks: place for ranks, place in found.items() if place[0] > 1} or found
-    if len(set(several.values())) > 1:
-        raise ConfigError(f"launchers describe this process in {len(several)} ways that contradict each other: "
-                          f"{'; '.join(_said(environ, (ranks.size, ranks.rank)) for ranks in several)}; unset the "
-                          f"variables that are not meant, or give --distributed.coordinator_address, "
-                          f"--distributed.num_processes and --distributed.process_id, which win")
-    # Of those that agree: the one that counts the processes of this host.
-    return max(several, key=lambda ranks: any(name in environ for name in ranks.local_size), default=None)
+def _ranks(environ: Mapping[str, str]) -> list[Ranks]:
+    """The launchers that number this process, of several processes where there are such; first the one that counts the
+    processes of this host."""
+    if OPEN_MPI.rank in environ:
+        return [OPEN_MPI]
+    found = [ranks for ranks in RANKS if ranks.size in environ and ranks.rank in environ]
+    several = [ranks for ranks in found if _place(environ, ranks.size, ranks.rank)[0] > 1] or found
+    return sorted(several, key=lambda ranks: not any(name in environ for name in ranks.local_size))
 
 
 def _of_daemons(environ: Mapping[str, str], ranks: Ranks) -> bool:
@@ -159,20 +155,20 @@ def _of_daemons(environ: Mapping[str, str], ranks: Ranks) -> bool:
     return _whole(environ, ranks.size) > tasks and set(_tasks_per_node(per_node)) == {1}
 
 
-def _jax(environ: Mapping[str, str], address: str, launcher: str | None) -> Cluster | None:
+def _jax(environ: Mapping[str, str], address: str, launched: bool) -> Cluster | None:
     """Variables of Kubeflow's JAX runtime. The address alone is allowed where a launcher provides the rest."""
     given = [name for name in JAX if name in environ]
-    if not given or launcher and given == ["JAX_COORDINATOR_ADDRESS"]:
+    if not given or launched and given == ["JAX_COORDINATOR_ADDRESS"]:
         return None
     _whole_or_nothing(environ, JAX, address)
     count, index = _place(environ, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     return Cluster(address or _address(environ), count, index)
 
 
-def _torch(environ: Mapping[str, str], address: str, launcher: str | None) -> Cluster | None:
+def _torch(environ: Mapping[str, str], address: str, launched: bool) -> Cluster | None:
     """Variables of torchrun and Kubeflow's PyTorch runtime. Batch scripts below srun and mpirun export all but RANK
     for every task: without RANK they identify no process and are ignored."""
-    if not any(name in environ for name in TORCH) or launcher and "RANK" not in environ:
+    if not any(name in environ for name in TORCH) or launched and "RANK" not in environ:
         return None
     _whole_or_nothing(environ, TORCH, address)
     count, index = _place(environ, "WORLD_SIZE", "RANK")
@@ -258,41 +254,34 @@ def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
     return Cluster(address or f"{host}:{_port(job)}", count, int(environ["SLURM_PROCID"]), own)
 
 
-def _open_mpi(environ: Mapping[str, str], address: str) -> Cluster:
-    count, local_count = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
-    own = gpus.own(int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), local_count, environ)
-    if not address:
-        # Open MPI 4 gives mpirun's address; 5 names jobs after mpirun's host: prterun-HOST-PID@1.
-        uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-        jobs = [environ[key] for key in sorted(environ) if key == "PMIX_NAMESPACE" or key.startswith("PMIX_SERVER_URI")]
-        listens = re.search(r"tcp6?://(?:\[([^],]+)|([^,:]+))", uri)
-        named = next(filter(None, (re.match(r"prte(?:run)?-(.+)-\d+@", job) for job in jobs)), None)
-        host = ("127.0.0.1" if local_count == count else listens[1] or listens[2] if listens else
-                named[1] if named else None)
-        if host is None:
-            raise ConfigError(f"mpirun started {count} processes and does not tell where process 0 is; give "
-                              "--distributed.coordinator_address HOST:PORT, with a free port of the host of rank 0")
-        job = uri.split(";")[0] or (named[0] if named else jobs[0] if jobs else "")
-        address = joined(host, _port(job))
-    return Cluster(address, count, int(environ["OMPI_COMM_WORLD_RANK"]), own)
-
-
 def _mpiexec(environ: Mapping[str, str], address: str, ranks: Ranks) -> Cluster:
-    """Ranks of MPICH, Intel MPI, MVAPICH, Cray PALS, jsrun or Flux: they are not told where process 0 is."""
+    """Ranks of MPI, jsrun or Flux. Open MPI alone tells where process 0 may be."""
     count, index = _place(environ, ranks.size, ranks.rank)
     here = next((_whole(environ, name) for name in ranks.local_size if name in environ), 0)
     local = next((_whole(environ, name) for name in ranks.local_rank if name in environ), None)
     if not here and (nodes := int(environ.get("FLUX_JOB_NNODES") or 0)):
         here = count // nodes if count % nodes == 0 else 0
     own = None if local is None or local >= here else gpus.own(local, here, environ)
-    if not address and here == count:
-        address = f"127.0.0.1:{_port(f'{ranks.rank} {_token(environ, MPI_JOBS)}')}"
+    if not address:
+        host, job = _of_mpirun(environ) if ranks is OPEN_MPI else ("", f"{ranks.rank} {_token(environ, MPI_JOBS)}")
+        host = "127.0.0.1" if here == count else host
+        address = joined(host, _port(job)) if host else ""
     if not address and count > 1:
         raise ConfigError(f"{_said(environ, (ranks.size, ranks.rank))}: a launcher started {count} processes and does "
                           f"not tell where process 0 is; give --distributed.coordinator_address HOST:PORT, with a free "
                           f"port of the host of rank 0 (or that, --distributed.num_processes and "
                           f"--distributed.process_id, which win)")
     return Cluster(address, count, index, own)
+
+
+def _of_mpirun(environ: Mapping[str, str]) -> tuple[str, str]:
+    """(mpirun's host, its job). Open MPI 4 gives mpirun's address; 5 names jobs after its host: prterun-HOST-PID@1."""
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    jobs = [environ[key] for key in sorted(environ) if key == "PMIX_NAMESPACE" or key.startswith("PMIX_SERVER_URI")]
+    named = next(filter(None, (re.match(r"prte(?:run)?-(.+)-\d+@", job) for job in jobs)), None)
+    listens = re.search(r"tcp6?://(?:\[([^],]+)|([^,:]+))", uri)
+    host = listens[1] or listens[2] if listens else named[1] if named else ""
+    return host, uri.split(";")[0] or (named[0] if named else "".join(jobs[:1]))
 
 
 def joined(host: str, port: int) -> str:
