@@ -45,7 +45,7 @@ def main(given: config.Arguments) -> int:
 
 def serve(run_dir: Path, words: Sequence[str]) -> int:
     """Draws answers until the run is finished. words: keys of the command line."""
-    place, waiting = apart.SamplerFiles.of(run_dir), _Waiting(f"waiting for orders in {run_dir}")
+    place, waiting = apart.SamplerFiles(run_dir), _Waiting(f"waiting for orders in {run_dir}")
     while not place.orders.is_dir():
         waiting.pause()
     queue = apart.WorkQueue(run_dir)
@@ -122,7 +122,7 @@ class _Drawing:
         was told."""
         if self.store is None:
             devices.start(config.resolve({}, self.words, trained.KEYS, "sample")[0])
-            self.store = Checkpoints(apart.SamplerFiles.of(self.run_dir).weights, read_only=True)
+            self.store = Checkpoints(apart.SamplerFiles(self.run_dir).weights, read_only=True)
         saved = self.store.open(order.version)
         if self.sampler is None:
             self.sampler = trained.apart(saved, self.words, "sample")
@@ -145,7 +145,7 @@ class _Drawing:
 
     def _restored(self, saved: Saved) -> tuple[dict, str]:
         """(all weights, their checksum) of a version. Raises: CheckpointError."""
-        trained, place = self.sampler.restore(saved), apart.SamplerFiles.of(self.run_dir)
+        trained, place = self.sampler.restore(saved), apart.SamplerFiles(self.run_dir)
         if not self.sampler.model.lora:
             return trained, apart.checksum(trained, "")
         if not self._of_frozen or self._of_frozen != place.checksum_of_frozen():

@@ -355,7 +355,7 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
 def _orders(session: _Session, found: prompts.Prompts, words: Words, position: dict | None) -> Orders:
     """Orders to samplers apart, which go on where the checkpoint was made."""
     run = session.run
-    place, document = apart.SamplerFiles.of(session.directory), rundir.metadata(run, session.made.layout.rules.text, {})
+    place, document = apart.SamplerFiles(session.directory), rundir.metadata(run, session.made.layout.rules.text, {})
     store = functools.partial(Checkpoints, check_claim=session.checkpoints.check_claim)
     sent = SentWeights(store(place.weights, keep=run.rl.lag + 2), _cast(session.made))
     frozen = SentWeights(store(place.frozen, keep=1), _cast(session.made, frozen=True)) if run.lora.rank else None

@@ -145,7 +145,7 @@ def test_samplers_apart_draw_what_the_trainer_would(place, two_behind, name, mor
 
 @pytest.mark.long
 def test_of_a_run_with_adapters_only_they_are_sent_with_each_version(place, two_behind):  # noqa: F811
-    directory, there = place / "adapters", apart.SamplerFiles.of(place / "adapters")
+    directory, there = place / "adapters", apart.SamplerFiles(place / "adapters")
     more = words(place, "adapters", "--rl.lag=1", "--lora.rank=2", f"--checkpoint.init_from={two_behind}",
                  "--validation.every=0")
     with Beside(directory):
@@ -160,7 +160,7 @@ def test_of_a_run_with_adapters_only_they_are_sent_with_each_version(place, two_
 
 def test_frozen_weights_are_written_once_and_again_where_they_are_others(tmp_path):
     orders = apart.Orders.__new__(apart.Orders)
-    orders.place, orders.document = apart.SamplerFiles.of(tmp_path), {}
+    orders.place, orders.document = apart.SamplerFiles(tmp_path), {}
     orders.frozen = apart.SentWeights(Checkpoints(orders.place.frozen, keep=1), lambda params: params)
     written = []
     for value in (1.0, 1.0, 2.0):
@@ -240,7 +240,7 @@ ORDER = apart.Order(3, 1, "sum", {"samples": 2, "seed": 0}, 16, 2, [[1], [2], [3
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     """A run.dir with one order, whose weights are there."""
-    place = apart.SamplerFiles.of(tmp_path)
+    place = apart.SamplerFiles(tmp_path)
     for path in (place.orders, place.heartbeats, place.answers(0, 0).parent, place.weights / "1"):
         path.mkdir(parents=True)
     (place.weights / "1" / "metadata.json").write_text('{"weights": "sum"}')
@@ -346,7 +346,7 @@ def test_a_sampler_that_works_slowly_and_one_that_waits_do_not_hang(desk):
 @pytest.mark.parametrize("fields", [{"made_by": "meshtrain 0.0.1, jax 0.1"}, {"made_by": None},
                                     {"new": 1, "made_by": "meshtrain 9, jax 9"}])
 def test_an_order_of_another_version_is_refused_by_one_message(desk, capfd, monkeypatch, fields):
-    place = apart.SamplerFiles.of(desk)
+    place = apart.SamplerFiles(desk)
     other = {name: value for name, value in {**json.loads(ORDER.text), **fields}.items() if value is not None}
     queue = taker(desk)
     place.order(3).write_text(json.dumps(other))
@@ -370,9 +370,9 @@ def test_an_answer_of_another_version_is_refused_with_both_versions(desk, monkey
     with monkeypatch.context() as patched:
         patched.setattr(apart, "versions", lambda: "meshtrain 0.0.1, jax 0.1")
         other = dataclasses.replace(ORDER, made_by=apart.versions())
-        files.write(apart.SamplerFiles.of(desk).answers(3, 0), apart._content(other, 0, answers(0), "someone", "cpu"))
+        files.write(apart.SamplerFiles(desk).answers(3, 0), apart._content(other, 0, answers(0), "someone", "cpu"))
     orders = apart.Orders.__new__(apart.Orders)
-    orders.place = apart.SamplerFiles.of(desk)
+    orders.place = apart.SamplerFiles(desk)
     with pytest.raises(groups.RolloutError, match=r"by someone \(meshtrain 0.0.1, jax 0.1\).* by meshtrain "):
         apart.ArrivingAnswers(orders, ORDER)._read(0)
 
@@ -389,10 +389,10 @@ def test_two_answers_to_one_order_are_compared(desk, capfd):
 
 def test_answers_of_another_version_are_refused(desk):
     stale = dataclasses.replace(ORDER, version=0, weights="old")
-    apart.SamplerFiles.of(desk).order(3).write_text(stale.text)
+    apart.SamplerFiles(desk).order(3).write_text(stale.text)
     taker(desk).deliver(stale, 0, answers(0), "cpu")
     orders = apart.Orders.__new__(apart.Orders)
-    orders.place = apart.SamplerFiles.of(desk)
+    orders.place = apart.SamplerFiles(desk)
     with pytest.raises(groups.RolloutError, match=r"drawn with version 0 \(old\).* to be drawn with version 1 \(sum\)"):
         apart.ArrivingAnswers(orders, ORDER)._read(0)
     orders._give(ORDER)
@@ -413,7 +413,7 @@ def test_an_order_waits_for_its_weights_and_an_answer_to_a_replaced_one_is_dropp
 
 def test_weights_that_are_not_those_of_the_order_draw_nothing(place, two_behind, tmp_path):  # noqa: F811
     shutil.copytree(two_behind / "samplers", tmp_path / "samplers")
-    there = apart.SamplerFiles.of(tmp_path)
+    there = apart.SamplerFiles(tmp_path)
     order = dataclasses.replace(there.read(4), weights="another sum")
     with pytest.raises(groups.RolloutError, match="has other weights .* nothing is drawn"):
         sample._Drawing(tmp_path, ALONE, apart.WorkQueue(tmp_path)).answers(order, 0)
@@ -421,7 +421,7 @@ def test_weights_that_are_not_those_of_the_order_draw_nothing(place, two_behind,
 
 def test_a_sampler_that_waits_for_a_run_finds_all_of_its_directories(tmp_path, monkeypatch):
     orders, make = apart.Orders.__new__(apart.Orders), Path.mkdir
-    orders.place = apart.SamplerFiles.of(tmp_path)
+    orders.place = apart.SamplerFiles(tmp_path)
 
     def looked(path, *args, **keys):
         make(path, *args, **keys)
@@ -437,7 +437,7 @@ def test_a_sampler_that_waits_for_a_run_finds_all_of_its_directories(tmp_path, m
 def test_what_a_checkpoint_needs_stays(desk):
     """Answers of batches that the queue of a checkpoint holds; other old ones go."""
     orders = apart.Orders.__new__(apart.Orders)
-    orders.place, orders.directory = apart.SamplerFiles.of(desk), desk
+    orders.place, orders.directory = apart.SamplerFiles(desk), desk
     orders.rl = type("Rl", (), {"updates": 2, "lag": 2})
     orders.run = type("Run", (), {"checkpoint": type("C", (), {"local_every": 0})})
     for batch in range(12):
@@ -544,7 +544,7 @@ def test_a_sampler_that_is_killed_with_an_order_under_way_changes_nothing(place,
 @pytest.mark.long
 def test_a_sampler_stops_when_it_is_asked_and_leaves_its_part_to_others(place, two_behind, tmp_path):  # noqa: F811
     shutil.copytree(two_behind / "samplers", tmp_path / "samplers")
-    there = apart.SamplerFiles.of(tmp_path)
+    there = apart.SamplerFiles(tmp_path)
     there.finished.unlink()
     one = process("-m", "meshtrain.sample", tmp_path, *ALONE)
     deadline = time.monotonic() + 60

@@ -100,44 +100,23 @@ def prompts_of_part(rl) -> int:
     return max(1, rl.slots // rl.samples) if rl.slots else -(-rl.prompts // PARTS)
 
 
-@dataclasses.dataclass(frozen=True)
 class SamplerFiles:
     """The paths in run.dir/samplers."""
-    directory: Path
 
-    @classmethod
-    def of(cls, run_dir: Path) -> SamplerFiles:
-        return cls(run_dir / contents.SAMPLERS)
-
-    @property
-    def orders(self) -> Path:
-        return self.directory / "orders"
-
-    @property
-    def heartbeats(self) -> Path:
-        return self.directory / "heartbeats"
-
-    @property
-    def weights(self) -> Path:
-        return self.directory / "weights"
-
-    @property
-    def frozen(self) -> Path:
-        return self.directory / "frozen"
-
-    @property
-    def finished(self) -> Path:
-        return self.directory / "finished"
+    def __init__(self, run_dir: Path):
+        self.directory = run_dir / contents.SAMPLERS
+        self.orders, self.drawn, self.heartbeats, self.weights, self.frozen, self.finished = (
+            self.directory / name for name in ("orders", "answers", "heartbeats", "weights", "frozen", "finished"))
 
     def order(self, batch: int) -> Path:
         return self.orders / f"{batch}.json"
 
     def answers(self, batch: int, part: int) -> Path:
-        return self.directory / "answers" / f"{batch}-{part}.npz"
+        return self.drawn / f"{batch}-{part}.npz"
 
     def of_batch(self, batch: int) -> Iterator[Path]:
         """Answers and claims of a batch."""
-        return (self.directory / "answers").glob(f"{batch}-*")
+        return self.drawn.glob(f"{batch}-*")
 
     def read(self, batch: int) -> Order | None:
         """Raises: OtherVersionError."""
@@ -178,57 +157,43 @@ def checksum(trained: dict, frozen: str) -> str:
     return f"{replicas.digest(trained)}-{frozen}" if frozen else replicas.digest(trained)
 
 
-@dataclasses.dataclass
-class _SeenBeat:
-    """A sampler's heartbeat, and since when its text and its work are the same, monotonic. text: None: no file. most_s:
-    how long it may do nothing. told: that it hangs."""
-    text: str | None
-    since: float
-    work: int = 0
-    worked: float = 0.0
-    most_s: float = 0.0
-    told: bool = False
-
-
 class Heartbeats:
     """Which samplers are alive: by how long their files, and the work that these tell of, have not changed."""
 
     def __init__(self, place: SamplerFiles):
         self.directory = place.heartbeats
-        self._seen: dict[str, _SeenBeat] = {}
+        self._seen: dict[tuple[str, str], tuple[str, float]] = {}       # the text and the work of each, and since when
+        self._told: set[str] = set()        # those that hang
 
     def alive(self, name: str) -> bool:
         """Whether a sampler is alive and does not hang; one that is looked at for the first time is."""
-        seen = self._look(name)
-        if time.monotonic() - seen.since >= (LAPSED_S if seen.text else min(MISSING_S, LAPSED_S)):
-            return False
-        hangs = seen.text is not None and time.monotonic() - seen.worked >= seen.most_s
-        if hangs and not seen.told:
-            say.err(f"sampler {name} hangs: it lives and has drawn nothing for {seen.most_s:.0f} s; its part is "
-                    f"offered to others")
-        seen.told = hangs
-        return not hangs
-
-    def _look(self, name: str) -> _SeenBeat:
-        text, now = None, time.monotonic()
+        text = ""
         with contextlib.suppress(FileNotFoundError):
             text = (self.directory / name).read_text(encoding="utf-8")
-        before, words = self._seen.get(name), (text or "").split()
-        if before and (text == before.text or text is not None and len(words) < 3):     # half written
-            return before
-        seen = self._seen[name] = _SeenBeat(text, now, worked=now, most_s=LAPSED_S)
-        if len(words) == 3:
-            seen.work, seen.most_s = int(words[1]), float(words[2])
-        if before and before.work == seen.work:
-            seen.worked, seen.told = before.worked, before.told
-        return seen
+        if self._unchanged_s(name, "text", text) >= (LAPSED_S if text else min(MISSING_S, LAPSED_S)):
+            return False
+        _, work, most_s = text.split() if text.count(" ") == 2 else ("", "", LAPSED_S)      # half written, or not there
+        hangs = work != "" and self._unchanged_s(name, "work", work) >= float(most_s)
+        if hangs and name not in self._told:
+            say.err(f"sampler {name} hangs: it lives and has drawn nothing for {float(most_s):.0f} s; its part is "
+                    f"offered to others")
+        self._told = self._told | {name} if hangs else self._told - {name}
+        return not hangs
+
+    def _unchanged_s(self, name: str, what: str, value: str) -> float:
+        """For how long it has had this value, by this process's clock."""
+        before, since = self._seen.get((name, what), (None, 0.0))
+        if before != value:
+            since = time.monotonic()
+            self._seen[name, what] = value, since
+        return time.monotonic() - since
 
     def any(self) -> bool:
         """Whether any is alive; the files of dead ones are removed."""
         names = os.listdir(self.directory)
         alive = [name for name in names if self.alive(name)]
         for name in names:
-            if time.monotonic() - self._seen[name].since >= LAPSED_S:
+            if time.monotonic() - self._seen[name, "text"][1] >= LAPSED_S:
                 (self.directory / name).unlink(missing_ok=True)
         return bool(alive)
 
@@ -254,7 +219,7 @@ class Orders:
         self.run, self.rl, self.prompts, self.cast, self.frozen = run, run.rl, prompts, sent.cast, frozen
         self.store, self.document = sent.store, document
         self.directory = Path(run.run.dir)
-        self.place, self.batches = SamplerFiles.of(self.directory), -(-run.training.steps // run.rl.updates)
+        self.place, self.batches = SamplerFiles(self.directory), -(-run.training.steps // run.rl.updates)
         self.draws = {"seed": run.run.seed, "temperature": self.rl.temperature, "max_tokens": self.rl.max_tokens,
                       "samples": self.rl.samples, "stop": list(words.stops), "stop_ids": list(words.stop_ids)}
         self.stopping: Callable[[], bool] = lambda: False       # whether to stop; set by `Rollouts.begin`
@@ -266,8 +231,8 @@ class Orders:
         self.heartbeats = Heartbeats(self.place)
 
     def _open(self) -> None:
-        for name in ("answers", "heartbeats", "orders"):    # samplers wait for the last
-            (self.place.directory / name).mkdir(parents=True, exist_ok=True)
+        for place in (self.place.drawn, self.place.heartbeats, self.place.orders):      # samplers wait for the last
+            place.mkdir(parents=True, exist_ok=True)
         self.place.finished.unlink(missing_ok=True)
 
     def queue(self, steps: int) -> list:
@@ -389,7 +354,7 @@ class Orders:
                 if found := re.match(r"\.?(\d+)", name):        # one that is being written, too
                     step = int(found[1])
                     kept |= set(range(step // updates, -(-step // updates) + lag))
-        for directory in (self.place.orders, self.place.answers(0, 0).parent):
+        for directory in (self.place.orders, self.place.drawn):
             for name in os.listdir(directory):
                 if (batch := int(re.match(r"\d*", name)[0] or number)) not in kept and batch < number:
                     (directory / name).unlink(missing_ok=True)
@@ -498,7 +463,7 @@ class WorkQueue:
     """The parts of orders as a sampler sees them: it claims one that nobody else draws, and delivers its answers."""
 
     def __init__(self, run_dir: Path):
-        self.place = SamplerFiles.of(run_dir)
+        self.place = SamplerFiles(run_dir)
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.heartbeats, self._claimed, self._began = Heartbeats(self.place), None, 0.0
         self._orders: dict[int, tuple[int, Order]] = {}

@@ -67,12 +67,10 @@ def _computed(program: Program, pairs: Pairs, count: int, params: dict) -> np.nd
 
 def _key(run: Run, corpus: Corpus, pairs: Pairs, params: dict) -> str:
     """Hash of everything that the margins depend on: weights, pairs, and the model's settings."""
-    sums = jax.jit(lambda p: [replicas.checksum(leaf) for leaf in jax.tree.leaves(p)])(params)
-    weights = [int(one) for one in jax.device_get(sums)]
     model = {name: value for name, value in run.model.model_dump().items() if not name.endswith("_dropout")}
     manifests = [pair.path.removesuffix(token_files.TOKENS) + ".json" for pair in corpus.sources[0].pairs]
     tokens = agree.on_first(lambda: [json.loads(Path(path).read_text(encoding="utf-8"))["crc32"] for path in manifests])
-    identity = [weights, tokens, corpus.fingerprint, pairs.seq_len, model, run.lora.model_dump(exclude={"export"})]
+    identity = [replicas.digest(params), tokens, corpus.fingerprint, pairs.seq_len, model, run.lora.model_dump(exclude={"export"})]
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()
 
 
