@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import zipfile
 from collections.abc import Callable, Sequence
@@ -32,24 +33,29 @@ class RolloutError(RuntimeError):
 
 
 @dataclasses.dataclass(eq=False)
+class ScoredAnswer:
+    """An answer with its reward, NaN where there is none. parts: further values of the reward by name. failure: why
+    there is no reward; empty: there is."""
+    drawn: Completion
+    text: str
+    reward: float
+    parts: dict[str, float]
+    failure: str
+
+
+@dataclasses.dataclass(eq=False)
 class Group:
-    """The answers to one prompt. row: of the prompt in the batch. text: of each answer. rewards: float64 [samples], NaN
-    where there is none. parts: of each answer, further values of its reward by name. failures: of each, why it has no
-    reward; empty: it has one. unsteady: answers whose reward was another the second time."""
+    """The answers to one prompt. row: of the prompt in the batch. unsteady: answers whose reward was another the second
+    time."""
     prompt: Prompt
     row: int
-    answers: list[Completion]
-    text: list[str]
-    rewards: np.ndarray
-    parts: list[dict]
-    failures: list[str]
+    answers: list[ScoredAnswer]
     unsteady: int = 0
 
     @property
     def equal(self) -> bool:
         """Whether nothing can be learned of it: all rewards that there are are the same."""
-        there = self.rewards[~np.isnan(self.rewards)]
-        return len(there) < 2 or bool((there == there[0]).all())
+        return len({one.reward for one in self.answers if not np.isnan(one.reward)}) < 2
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,30 +69,31 @@ class AnswerBatch:
     version: int
     scores: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
+    @property
+    def answers(self) -> list[ScoredAnswer]:
+        return [one for group in self.groups for one in group.answers]
+
     def numbers(self) -> dict[str, float]:
         """Columns of the metrics row."""
-        every = [one for group in self.groups for one in group.answers]
-        if not every:
+        if not (every := self.answers):
             return {"equal_groups": self.equal}
-        found = np.concatenate([group.rewards for group in self.groups])
-        there = found[~np.isnan(found)]
-        lengths = [len(one.tokens) for one in every]
-        parts = [one for group in self.groups for one in group.parts]
+        there = [one.reward for one in every if not np.isnan(one.reward)]
+        lengths = [len(one.drawn.tokens) for one in every]
         mean = lambda values: float(np.mean(values)) if len(values) else 0.0
-        failures = [failure for group in self.groups for failure in group.failures if failure]
+        failures = [one.failure for one in every if one.failure]
         return {"reward": mean(there), "reward_std": float(np.std(there)) if len(there) else 0.0,
-                **{f"reward/{name}": value for name, value in means(parts).items()},
+                **{f"reward/{name}": value for name, value in means(every).items()},
                 "equal_groups": self.equal, "answer_tokens": mean(lengths), "answer_tokens_max": float(max(lengths)),
-                "truncated": mean([one.stopped == "length" for one in every]),
+                "truncated": mean([one.drawn.stopped == "length" for one in every]),
                 "reward_failed": float(len(failures)),
                 "reward_timeouts": float(sum(failure.startswith(workers.TIMEOUT) for failure in failures)),
                 "reward_unsteady": float(sum(group.unsteady for group in self.groups))}
 
 
-def means(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of the values of each name, over those that have it."""
-    return {name: float(np.mean([one[name] for one in parts if name in one]))
-            for name in sorted({name for one in parts for name in one})}
+def means(answers: Sequence[ScoredAnswer]) -> dict[str, float]:
+    """Of the parts of each name, over the answers that have it."""
+    return {name: float(np.mean([one.parts[name] for one in answers if name in one.parts]))
+            for name in sorted({name for one in answers for name in one.parts})}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +109,14 @@ class Kept:
 
     def write(self, batch: AnswerBatch, weights: str, most: int) -> None:
         """Keeps the newest `most` batches. Best effort: a run that is killed here draws the same answers again."""
-        groups = batch.groups
-        said, arrays = flat([one for group in groups for one in group.answers])
+        groups, every = batch.groups, batch.answers
+        said, arrays = flat([one.drawn for one in every])
         told = {"key": self.key, "weights": weights, "version": batch.version, "drawn": batch.drawn,
                 "equal": batch.equal, **said,
                 "samples": [len(group.answers) for group in groups], "rows": [group.row for group in groups],
-                "parts": [one for group in groups for one in group.parts],
-                "failures": [one for group in groups for one in group.failures],
+                "parts": [one.parts for one in every], "failures": [one.failure for one in every],
                 "unsteady": [group.unsteady for group in groups]}
-        rewards = np.concatenate([group.rewards for group in groups]) if groups else np.zeros(0)
+        rewards = np.array([one.reward for one in every], np.float64)
         content = packed(told, arrays | {"rewards": rewards} | batch.scores)
 
         def place() -> None:
@@ -146,14 +152,10 @@ class Kept:
         groups = []
         for row, samples, unsteady in zip(told["rows"], told["samples"], told["unsteady"], strict=True):
             (prompt,) = prompts.draw(first + row, 1)
-            group = Group(prompt, row, [], [], np.zeros(samples), [], [], unsteady)
-            for i in range(samples):
-                one, group.rewards[i], parts, failure = next(values)
-                group.answers.append(dataclasses.replace(one, prompt=prompt.ids.tolist()))
-                group.text.append(words.text(one.tokens))
-                group.parts.append(parts)
-                group.failures.append(failure)
-            groups.append(group)
+            answers = [ScoredAnswer(dataclasses.replace(drawn, prompt=prompt.ids.tolist()), words.text(drawn.tokens),
+                                    float(reward), parts, failure)
+                       for drawn, reward, parts, failure in itertools.islice(values, samples)]
+            groups.append(Group(prompt, row, answers, unsteady))
         return AnswerBatch(groups, told["drawn"], told["equal"], told["version"],
                            {name: arrays[name] for name in arrays.keys() - ARRAYS})
 
@@ -223,11 +225,11 @@ def unpacked(path: Path | io.BytesIO) -> tuple[dict, dict] | None:
 
 
 def _text(groups: Sequence[Group], version: int) -> bytes:
-    lines = [{**parts, "prompt": group.prompt.text, "place": group.prompt.place, "version": version, "answer": text,
-              "tokens": len(one.tokens), "stopped": one.stopped, "reward": None if np.isnan(reward) else float(reward),
-              **({"failure": failure} if failure else {})}
-             for group in groups for one, text, reward, parts, failure in zip(
-                 group.answers, group.text, group.rewards, group.parts, group.failures, strict=True)]
+    lines = [{**one.parts, "prompt": group.prompt.text, "place": group.prompt.place, "version": version,
+              "answer": one.text, "tokens": len(one.drawn.tokens), "stopped": one.drawn.stopped,
+              "reward": None if np.isnan(one.reward) else one.reward,
+              **({"failure": one.failure} if one.failure else {})}
+             for group in groups for one in group.answers]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode(errors="surrogatepass")
 
 

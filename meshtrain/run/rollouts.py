@@ -29,7 +29,7 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.names import NO_TARGET
 from meshtrain.run import contents, replicas, say
 from meshtrain.run.apart import Orders
-from meshtrain.run.groups import AnswerBatch, Group, HeldFirst, Kept, RolloutError, means
+from meshtrain.run.groups import AnswerBatch, Group, HeldFirst, Kept, RolloutError, ScoredAnswer, means
 from meshtrain.run.loop import NoBatch, StepBatch
 from meshtrain.run.record import Record
 from meshtrain.training.state import State
@@ -192,7 +192,7 @@ class Rollouts:
             prompts = self.prompts.draw(first + row, wanted - len(groups))
             counters = [(number, row + i) for i in range(len(prompts))]
             found = self._answered(generator, prompts, self.rl.samples, counters, self._timed, waits)
-            before += [one for group in found for one in group.answers]
+            before += [one.drawn for group in found for one in group.answers]
             row += len(prompts)
             equal += sum(group.equal for group in found)
             groups += found if self.rl.filter == "none" else [group for group in found if not group.equal]
@@ -246,11 +246,9 @@ class Rollouts:
         for p, prompt in enumerate(prompts):
             these = range(p * samples, (p + 1) * samples)
             none = 0.0 if self.rl.reward_failures == "zero" else np.nan
-            groups.append(Group(
-                prompt, counters[p][1], [found[i] for i in these], [text[i] for i in these],
-                np.array([none if outcomes[i].reward is None else outcomes[i].reward for i in these], np.float64),
-                [outcomes[i].parts for i in these], [outcomes[i].failure for i in these],
-                sum(outcomes[i].unsteady for i in these)))
+            scored = [ScoredAnswer(found[i], text[i], none if outcomes[i].reward is None else float(outcomes[i].reward),
+                                   outcomes[i].parts, outcomes[i].failure) for i in these]
+            groups.append(Group(prompt, counters[p][1], scored, sum(outcomes[i].unsteady for i in these)))
         return groups
 
     def _check_failures(self, outcomes) -> None:
@@ -271,15 +269,16 @@ class Rollouts:
     def _packed(self, groups: Sequence[Group], first: int) -> list[dict]:
         """A batch for each update u, of groups u, u + updates, … first: number of the first update's step, from 0."""
         rl, data = self.rl, self.run.data
-        gain_GN = answers.advantages(np.stack([group.rewards for group in groups]), rl.advantage) if groups else []
+        reward_GN = np.array([[one.reward for one in group.answers] for group in groups])
+        gain_GN = answers.advantages(reward_GN, rl.advantage) if groups else []
         parts = []
         for update in range(rl.updates):
-            found = [answers.DrawnAnswer(group.prompt.ids, np.asarray(one.tokens, np.int32),
-                                         np.asarray(one.logprobs, np.float32), float(gain),
-                                         learned=not np.isnan(reward) and (
-                                             rl.truncated == "keep" or one.stopped == "stop"))
+            found = [answers.DrawnAnswer(group.prompt.ids, np.asarray(one.drawn.tokens, np.int32),
+                                         np.asarray(one.drawn.logprobs, np.float32), float(gain),
+                                         learned=not np.isnan(one.reward) and (
+                                             rl.truncated == "keep" or one.drawn.stopped == "stop"))
                      for group, gain_N in list(zip(groups, gain_GN, strict=True))[update::rl.updates]
-                     for one, gain, reward in zip(group.answers, gain_N, group.rewards, strict=True)]
+                     for one, gain in zip(group.answers, gain_N, strict=True)]
             batch, _ = answers.pack(found, rl, data.global_batch, data.seq_len, (first + update) * data.global_batch)
             parts.append(batch)
         return parts
@@ -319,12 +318,11 @@ class Rollouts:
         generator = self.sampler.generator(state.params)
         groups = self._answered(generator, prompts, 1, [(VALIDATION, row) for row in range(len(prompts))],
                                 lambda *_: contextlib.nullcontext(), waits)     # within a validation's time
-        found = np.concatenate([group.rewards for group in groups])
-        found = found[~np.isnan(found)]
-        parts = [one for group in groups for one in group.parts]
+        scored = [one for group in groups for one in group.answers]
+        found = np.array([one.reward for one in scored if not np.isnan(one.reward)])
         return {"val_reward": float(found.mean()) if len(found) else 0.0,
                 "val_reward_error": float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else 0.0,
-                **{f"val_reward/{name}": mean for name, mean in means(parts).items()}}, len(found)
+                **{f"val_reward/{name}": mean for name, mean in means(scored).items()}}, len(found)
 
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
@@ -338,4 +336,4 @@ class Rollouts:
 
 def _stopped(drawn: AnswerBatch) -> set[str]:
     """How the answers of a batch ended: stop, length."""
-    return {one.stopped for group in drawn.groups for one in group.answers}
+    return {one.drawn.stopped for one in drawn.answers}

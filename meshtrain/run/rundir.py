@@ -142,7 +142,7 @@ def _claimed(run: Run) -> Iterator[str]:
             raise
         finally:
             with contextlib.suppress(OSError):
-                if (_owner(lock) or owner).get("nonce") == owner["nonce"]:      # else a successor's stands there
+                if (_owner(directory) or owner).get("nonce") == owner["nonce"]:      # else a successor's stands there
                     _put(lock, "")
 
 
@@ -193,7 +193,7 @@ def _lock(lock, directory: Path) -> None:
                             ConfigError)
     if found == "ours":
         return
-    owner = _owner(lock)
+    owner = _owner(directory)
     if is_here(owner) and (found == "held" or owner["pid"] != os.getpid()):
         raise ConfigError(f"run.dir={directory} is in use by another run{by(owner)}; wait for it or give another "
                           f"run.name")
@@ -209,13 +209,11 @@ def is_here(owner: dict | None) -> bool:
     return bool(owner) and owner["host"] == socket.gethostname() and owner["began"] == _began(owner["pid"]) != ""
 
 
-def _owner(lock) -> dict | None:
+def _owner(directory: Path) -> dict | None:
     """Who wrote the lock file; None where nobody is named."""
-    try:
-        lock.seek(0)
-        return named(lock.read())
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        return named((directory / LOCK).read_text(encoding="utf-8"))
+    return None
 
 
 def named(text: str) -> dict | None:
@@ -245,16 +243,12 @@ def _began(pid: int) -> str:
 def at_work(directory: Path) -> dict | None:
     """The owner that the lock file names: host, pid, time, and seen: whether its process was found. None: nobody, or a
     dead process of this host. Takes no lock, so readers never block a run."""
-    try:
-        with open(directory / LOCK, encoding="utf-8") as lock:
-            owner = _owner(lock)
-    except OSError:
+    owner = _owner(directory)
+    if owner is None or time.time() - owner.get("beat", math.inf) > NO_SIGN_S:
         return None
-    if owner is not None and time.time() - owner.get("beat", math.inf) > NO_SIGN_S:
-        return None
-    if owner is None or owner["host"] != socket.gethostname():
-        return owner and owner | {"seen": False}
-    return owner | {"seen": True} if owner["began"] and owner["began"] == _began(owner["pid"]) else None
+    if owner["host"] != socket.gethostname():
+        return owner | {"seen": False}
+    return owner | {"seen": True} if is_here(owner) else None
 
 
 def _put(lock, text: str) -> None:
