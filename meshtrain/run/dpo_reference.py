@@ -70,7 +70,8 @@ def _key(run: Run, corpus: Corpus, pairs: Pairs, params: dict) -> str:
     model = {name: value for name, value in run.model.model_dump().items() if not name.endswith("_dropout")}
     manifests = [pair.path.removesuffix(token_files.TOKENS) + ".json" for pair in corpus.sources[0].pairs]
     tokens = agree.on_first(lambda: [json.loads(Path(path).read_text(encoding="utf-8"))["crc32"] for path in manifests])
-    identity = [replicas.digest(params), tokens, corpus.fingerprint, pairs.seq_len, model, run.lora.model_dump(exclude={"export"})]
+    identity = [replicas.digest(params), tokens, corpus.fingerprint, pairs.seq_len, model,
+                run.lora.model_dump(exclude={"export"})]
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()
 
 
