@@ -327,6 +327,21 @@ def test_training_knows_one_day_and_a_prompt_the_present_one(tmp_path):
     assert said[0] == "26 Jul 2024" != said[1]
 
 
+def test_the_key_of_a_template_tells_apart_the_tokens_that_it_writes(tmp_path):
+    written = "{{ bos_token }}{{ messages[0].content }}"
+    keys = [opened(tmp_path, written, config=drawn.TOKENS | {"bos_token": token}).key for token in ("<s>", "</s>", "<s>")]
+    assert keys[0] == keys[2] != keys[1]
+
+
+@pytest.mark.parametrize("count", [chat.BATCH, chat.BATCH + 2])
+def test_a_fault_has_the_number_of_its_conversation_among_all(count, tmp_path):
+    template = opened(tmp_path, "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}x")
+    said = [[{"role": "user", "content": "no" if i == count - 1 else "yes"}] for i in range(count)]
+    with pytest.raises(chat.Fault) as caught:
+        chat.encode(template, [Conversation(one, [True]) for one in said], learn_all=True)
+    assert caught.value.index == count - 1
+
+
 def test_bytes_are_a_tokenizer_too(tmp_path):
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}")
     template = chat.open_template(tokenizer.Bytes(), given=str(tmp_path / "mine.jinja"))

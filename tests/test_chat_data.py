@@ -170,6 +170,14 @@ def test_a_template_that_refuses_or_does_not_end_is_told_with_the_line(tmp_path,
     assert "line 1: has no token to learn as the chat template writes it" in fault(data, tmp_path)
 
 
+def test_a_line_of_a_later_batch_that_a_template_refuses_is_told_by_its_own_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversations, "BATCH_LINES", 2)
+    data = chats(tmp_path, [{"messages": [ASK, ANSWER]}] * 4 + [{"messages": [ASK, ANSWER, ASK, ANSWER]}])
+    (tmp_path / "chatml" / "chat_template.jinja").write_text(
+        "{% generation %}x{% endgeneration %}{% if messages | length > 2 %}{{ raise_exception('no') }}{% endif %}")
+    assert "chat.jsonl, line 5: the chat template refuses it: no; " in fault(data, tmp_path)
+
+
 @pytest.mark.parametrize("name", drawn.TEMPLATES)
 def test_conversations_of_a_run_are_those_by_themselves(name, tmp_path):
     values = many(name)
@@ -248,6 +256,7 @@ def test_a_mask_beside_token_files_says_what_is_learned(tmp_path):
 
 
 @pytest.mark.parametrize("mask, part", [
+    (np.ones(7, bool), "a.mask.npy has 7 entries, and a.tokens.npy has 6 ids"),
     (np.zeros(5, bool), "a.mask.npy has 5 entries, and a.tokens.npy has 6 ids"),
     (np.zeros(6, bool), "a.mask.npy is 0 everywhere"), (np.full(6, 2, np.uint8), "entry 0 (from 0) is 2"),
     (np.ones(6, np.int64), "int64 [6], and a mask is one dimension of uint8 or bool"),

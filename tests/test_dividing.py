@@ -79,6 +79,13 @@ def test_names_of_special_tokens_in_texts_are_told_once_with_what_divides_there(
     assert told.startswith(f"{tmp_path}/a.txt: 1 × '<s>' stand in") and told.endswith(f"divided at '{END}' alone")
 
 
+def test_of_two_names_the_longer_is_counted(tmp_path):
+    reader = write_tokenizer(tmp_path / "t.json", special=(END, "<|im", "<|im_end|>"))
+    (told,) = Opened(section([write(tmp_path / "a.txt", ["one<|im_end|>two<|im_end|> <|im"])], tokenizer=reader),
+                     tmp_path).told
+    assert "2 × '<|im_end|>', 1 × '<|im' stand in the text" in told
+
+
 def test_a_marker_that_no_file_has_is_told(tmp_path, bpe):  # noqa: F811
     write(tmp_path / "a.txt", [f"one{END}two"])
     data = section([tmp_path / "a.txt"], tokenizer=bpe, split_at="<|endoftxt|>")

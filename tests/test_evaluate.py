@@ -13,6 +13,7 @@ from folders import GOLDENS
 
 from meshtrain import config, evaluate, train, trained
 from meshtrain.data.batches import packing
+from meshtrain.data.cache import token_cache
 from meshtrain.data.documents import text_bytes, tokenizer
 from meshtrain.names import NO_TARGET
 
@@ -251,6 +252,15 @@ def test_bytes_of_the_tails_of_documents_are_told_where_tokens_tell_them(kind, t
     assert not tail.begins and tail.text_bytes is None
     pieces = [reader.library.id_to_token(one).replace("▁", " ") for one in ids[-(found.tokens - 1):]]
     assert found.num_bytes == (len("".join(pieces).encode()) if told else None)
+
+
+def test_bytes_of_documents_are_counted_on_over_batches_and_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_cache, "BATCH_PIECES", 2)
+    reader, texts = changed(tmp_path / "tokenizer.json", "nfkc"), [text for text in TEXTS if text]
+    for name in ("a.jsonl", "b.jsonl"):
+        write(tmp_path / name, texts)
+    (source,) = Opened(section([tmp_path / "*.jsonl"], tokenizer=reader.path), tmp_path).corpus.sources
+    assert source.byte_totals.tolist() == 2 * [len(text.encode()) for text in texts]
 
 
 def test_parts_are_put_together_with_the_bytes_of_their_documents_and_older_parts_are_read_without(tmp_path):

@@ -106,10 +106,10 @@ def test_a_character_that_is_none_is_found_in_lines_of_any_length(tmp_path, bpe,
             assert f"byte {place} of the line" in message
 
 
-def write_arrow(path, table, stream=True):
+def write_arrow(path, table, stream=True, rows: int = 2):
     make = pa.ipc.new_stream if stream else pa.ipc.new_file
     with pa.OSFile(str(path), "wb") as raw, make(raw, table.schema) as writer:
-        for batch in table.to_batches(max_chunksize=2):
+        for batch in table.to_batches(max_chunksize=rows):
             writer.write_batch(batch)
     return path
 
@@ -120,6 +120,19 @@ def test_arrow_streams_and_files_give_their_rows(kind, stream, tmp_path):
     texts = ["a", "", "b", "a", "naïve"]
     path = write_arrow(tmp_path / "a.arrow", pa.table({"body": pa.array(texts).cast(kind)}), stream)
     assert Opened(section([path], field="body"), tmp_path).texts() == texts
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_every_row_of_a_long_batch_is_read_with_its_number(name, tmp_path):
+    rows = [{"prompt": f"text {i}"} for i in range(2 * formats.ROWS + 7)]
+    table = pa.Table.from_pylist(rows)
+    if name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    else:
+        write_arrow(tmp_path / name, table, rows=len(rows))
+    places, values, positions = zip(*formats.read_rows(str(tmp_path / name), "{}"))
+    assert list(values) == rows and list(places) == [f"row {i} (from 0)" for i in range(len(rows))]
+    assert list(positions) == sorted(positions) and positions[-1] <= (tmp_path / name).stat().st_size
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "file"])

@@ -166,6 +166,16 @@ def test_megatron_datasets_give_their_documents(dtype, sequences, tmp_path):
     assert opened.built == []
 
 
+def test_a_megatron_document_may_have_no_sequence(tmp_path):
+    path = write_megatron(tmp_path / "a.bin", [[1, 2], [3]])
+    index = path.with_suffix(".idx")
+    for marks, expected in (([0, 0, 2], [[], [1, 2, 3]]), ([0, 1, 1, 2], [[1, 2], [], [3]])):
+        head = index.read_bytes()[:34 + 2 * 12]
+        head = head[:26] + struct.pack("<Q", len(marks)) + head[34:]
+        index.write_bytes(head + np.array(marks, np.int64).tobytes())
+        assert Opened(section([path], bos_token="99"), tmp_path).ids() == expected
+
+
 def test_nanogpt_and_llm_c_files_are_divided_by_the_separator(tmp_path):
     for name, ids in {"behind": [1, 2, 50, 3, 50, 50, 4, 50], "before": [50, 1, 2, 50, 3, 50, 50, 4],
                       "cut": [1, 2, 50, 3, 50, 50, 4]}.items():
@@ -207,6 +217,7 @@ def test_int32_ids_are_ids_and_negative_ones_are_told(tmp_path):
 
 @pytest.mark.parametrize("documents, expected, said", [
     ([[9, 1, 2], [9, 3], [], [9]], [[1, 2], [3], []], "all documents begin with the separator 9, which is taken out"),
+    ([[9, 1], [9, 3], [9, 4, 5], [9, 6]], [[1], [3], [4, 5], [6]], "all documents begin with the separator 9"),
     ([[1, 2, 9], [3, 9]], [[1, 2], [3]], "all documents end with the separator 9, which is taken out"),
     ([[9, 1, 2, 9], [9, 3, 9], [9, 9]], [[1, 2], [3], []],
      "all documents end with the separator 9, which is taken out"),
@@ -214,7 +225,9 @@ def test_int32_ids_are_ids_and_negative_ones_are_told(tmp_path):
     ([[1, 2], [3, 9]], [[1, 2], [3, 9]], "1 of 2 documents end with the separator 9, and get another"),
     ([[1, 9, 2], [3]], [[1, 9, 2], [3]], ""),
 ])
-def test_separators_of_a_files_own_are_taken_out_or_told(documents, expected, said, tmp_path):
+@pytest.mark.parametrize("chunk_bytes", [8, 1 << 20])
+def test_separators_of_a_files_own_are_taken_out_or_told(documents, expected, said, chunk_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "CHUNK_BYTES", chunk_bytes)
     for path in (write_tokens(tmp_path / "a.tokens.npy", documents), write_megatron(tmp_path / "b.bin", documents)):
         opened = Opened(section([path], bos_token="9"), tmp_path)
         assert opened.ids() == expected
@@ -242,7 +255,7 @@ WRONG_INDEX = [
 
 
 @pytest.mark.parametrize("change, part", WRONG_INDEX, ids=[part[:40] for _, part in WRONG_INDEX])
-def test_a_wrong_megatron_index_is_told(change, part, tmp_path):
+def test_a_wrong_megatron_index_is_told(change, part, tmp_path, monkeypatch):
     index = GOOD_INDEX | change
     np.arange(5, dtype=np.uint16).tofile(tmp_path / "a.bin")
     (tmp_path / "a.idx").write_bytes(
@@ -254,6 +267,9 @@ def test_a_wrong_megatron_index_is_told(change, part, tmp_path):
     if not change:
         assert Opened(data, tmp_path).ids() == [[0, 1], [2, 3, 4]]
     assert part in fault(data, tmp_path)
+    with monkeypatch.context() as chunked:
+        chunked.setattr(token_files, "CHUNK_BYTES", 8)
+        assert part in fault(data, tmp_path)
     cut = (tmp_path / "a.idx").read_bytes()[:-1]
     (tmp_path / "a.idx").write_bytes(cut)
     fault(data, tmp_path)
@@ -279,15 +295,28 @@ def test_every_truncation_of_every_layout_is_told(tmp_path):
     assert "of version 2" in fault(section([tmp_path / "v.bin"], bos_token="9"), tmp_path)
 
 
-def test_an_id_beyond_the_vocabulary_is_told_of_every_layout_in_its_document(tmp_path):
+def test_a_truncated_array_of_ids_is_told(tmp_path):
+    path = write_tokens(tmp_path / "a.tokens.npy", [[1, 2, 3], [4, 5]])
+    whole = path.read_bytes()
+    for missing in (1, 2, 9):
+        path.write_bytes(whole[:-missing])
+        assert "it was truncated" in fault(section([path], bos_token="9"), tmp_path)
+
+
+@pytest.mark.parametrize("chunk_bytes", [4, 1 << 20])
+def test_an_id_beyond_the_vocabulary_is_told_of_every_layout_in_its_document(chunk_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "CHUNK_BYTES", chunk_bytes)
     paths = [write_megatron(tmp_path / "m.bin", [[1, 2, 9], [3, 700, 9]]),
              write_llm_c(tmp_path / "c.bin", [9, 1, 2, 9, 3, 700])]
-    for path in paths:
+    early = write_megatron(tmp_path / "early.bin", [[1, 700, 9], [3, 4, 9]])
+    for path, document in (*((path, 1) for path in paths), (early, 0)):
         message = fault(section([path], bos_token="9"), tmp_path)
-        assert f"{path}: document 1 (from 0) holds the id 700" in message
+        assert f"{path}: document {document} (from 0) holds the id 700" in message
 
 
-def test_a_bit_that_flips_in_a_given_file_is_noticed_by_verify(tmp_path):
+@pytest.mark.parametrize("chunk_bytes", [4, 1 << 20])
+def test_a_bit_that_flips_in_a_given_file_is_noticed_by_verify(chunk_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "CHUNK_BYTES", chunk_bytes)
     path = write_tokens(tmp_path / "a.tokens.npy", [[9, 1, 2], [9, 3]])
     data = section([path], bos_token="9")
     Opened(data, tmp_path)

@@ -55,6 +55,15 @@ def test_orders_never_change():
     assert held.runs.tolist() == [3, 11, 13, 20]
 
 
+@pytest.mark.parametrize("runs", [1, 2, 3, 7, 8, 100])
+def test_runs_are_few_and_their_totals_are_those_of_their_documents(runs, monkeypatch):
+    monkeypatch.setattr(contracts, "RUNS", runs)
+    lengths = np.array([3, 0, 5, 1, 2, 0, 9, 4])
+    run = contracts.run_length(len(lengths))
+    found = contracts.totals(len(lengths), lambda documents: np.cumsum(lengths)[documents])
+    assert found.tolist() == [lengths[i:i + run].sum() for i in range(0, len(lengths), run)] and len(found) <= runs
+
+
 @settings(deadline=None, max_examples=30)
 @given(corpora, shapes, sizes)
 @example([0, 0, 1], (17, 5, 0), (1, 1, 1))

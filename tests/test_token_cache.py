@@ -67,6 +67,50 @@ def test_files_are_tokenized_once_and_again_only_where_their_content_changed(tmp
     assert len(opened.told) == 1 and "b.jsonl: the file has changed" in opened.told[0]
 
 
+def test_a_long_file_that_changes_at_its_end_is_tokenized_again(tmp_path, counted):
+    path = write(tmp_path / "a.jsonl", ["x" * (1 << 22), "old"])
+    data = section([path])
+    Opened(data, tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"old", b"new"))
+    assert Opened(data, tmp_path).texts()[1] == "new" and counted == ["a.jsonl"] * 2
+
+
+def test_a_file_that_is_written_while_it_is_tokenized_is_told(tmp_path, monkeypatch):
+    path, read = write(tmp_path / "a.jsonl", ["one", "two"]), formats.read
+
+    def written(format, name, field):
+        yield from read(format, name, field)
+        path.write_bytes(path.read_bytes().replace(b"two", b"six"))
+
+    monkeypatch.setattr(formats, "read", written)
+    assert "a.jsonl changed while it was tokenized; start again" in fault(section([path]), tmp_path)
+    assert not list(tmp_path.glob(".meshtrain/*/*.npy*"))
+
+
+def test_tokens_are_on_the_disk_before_they_have_their_name_and_the_note_comes_last(tmp_path, monkeypatch):
+    done, sync, rename, replace = [], os.fsync, os.replace, files.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (
+        done.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)), sync(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(("name", Path(old).name)), rename(old, new)))
+    monkeypatch.setattr(files, "replace", lambda path, *args, **options: (
+        done.append(("note", path.name)), replace(path, *args, **options)))
+    Opened(section([write(tmp_path / "a.jsonl", TEXTS)]), tmp_path)
+    arrays = [name for what, name in done if what == "name" and name.endswith(".npy.tmp")]
+    steps = [entry for entry in done if entry[1] in arrays or entry[0] == "note"]
+    assert len(arrays) == 2 and steps[:-1] == [(what, name) for what in ("sync", "name") for name in arrays]
+    assert steps[-1][0] == "note"
+
+
+def test_documents_of_several_batches_end_where_they_end(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(token_cache, "BATCH_PIECES", 2)
+    monkeypatch.setattr(token_files, "CHUNK_BYTES", 16)
+    texts = [*TEXTS, "a", "the cat"]
+    data = section([write(tmp_path / "a.jsonl", texts)], tokenizer=bpe)
+    assert Opened(data, tmp_path).texts() == texts
+    again = Opened(data, tmp_path, verify=True)
+    assert again.texts() == texts and not again.built
+
+
 def test_another_field_or_tokenizer_has_a_cache_of_its_own(tmp_path, counted, bpe):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "body": "two"}\n')
@@ -352,7 +396,9 @@ def test_one_small_text_more_is_tokenized_alone(name, tmp_path, bpe, counted, mo
     before = set(tmp_path.glob(".meshtrain/*/*.json"))
     assert len(before) > 2
     write(tmp_path / name, ["a new one"])
-    assert sorted(Opened(data, tmp_path).texts()) == sorted(["a new one", *(f"text number {i}" for i in range(1, 102))])
+    names = sorted([name, *(f"{i:03}.txt" for i in range(1, 102))])
+    assert Opened(data, tmp_path).texts() == ["a new one" if one == name else f"text number {int(one[:3])}"
+                                              for one in names]
     assert counted[101:] == [name]
     assert len(set(tmp_path.glob(".meshtrain/*/*.json")) - before) <= 2  # the part it falls into, which it may divide
     (tmp_path / name).unlink()

@@ -12,6 +12,7 @@ import tokenizers
 from corpora import TEXTS, Opened, bpe, fault, section, write, write_tokenizer  # noqa: F401 (bpe is a fixture)
 
 from meshtrain import panics
+from meshtrain.data.cache import token_cache
 from meshtrain.data.documents import tokenizer
 
 
@@ -243,6 +244,25 @@ def test_a_tokenizer_without_chance_gives_the_same_ids_each_time(tmp_path):
     assert reader.key != of_text.key and "its dropout of 0.5 is off" in reader.notes[0]      # older caches are not used
 
 
+def test_the_key_of_a_tokenizer_tells_apart_what_files_beside_it_add(tmp_path):
+    keys = []
+    for number, name in enumerate(("<|x|>", "<|y|>", "<|x|>")):
+        (folder := tmp_path / str(number)).mkdir()
+        keys.append(tokenizer.open_file(beside(folder, special_tokens_map=dict(pad_token=name))).key)
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_ids_above_a_gap_of_the_vocabulary_are_kept_whole_in_the_cache(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "cat": 70_000}, unk_token="the"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["<s>"])
+    words.save(path := str(tmp_path / "tokenizer.json"))
+    assert tokenizer.open_file(path).vocab_size == 70_001
+    data = section([write(tmp_path / "a.jsonl", ["the cat"])], tokenizer=path)
+    for _ in range(2):
+        assert Opened(data, tmp_path, vocab_size=70_001).ids() == [[0, 70_000]]
+
+
 @pytest.mark.parametrize("add, writes, told", [
     (True, False, "prompts begin with: nothing (tokenizer_config.json asks for <|im_end|>, tokenizer.json does not"),
     (True, True, ""), (False, False, ""), (None, True, ""), (None, False, ""),
@@ -257,6 +277,16 @@ def test_what_prompts_begin_with_is_told_where_two_files_disagree(add, writes, t
     opened = tokenizer.open_published(path)
     assert opened.beginning.startswith(told) and bool(opened.beginning) == bool(told)
     assert (opened.encode("the")[0] == 1) == writes
+
+
+def test_an_id_beyond_the_vocabulary_is_found_in_every_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_cache, "BATCH_PIECES", 1)
+    path = beside(tmp_path, plain=["<y>"])
+    size = tokenizers.Tokenizer.from_file(path).get_vocab_size() - 1
+    for wrong in range(3):
+        texts = ["the <y>" if i == wrong else "the mat" for i in range(3)]
+        data = section([write(tmp_path / f"{wrong}.jsonl", texts)], tokenizer=path)
+        assert f"document {wrong} (from 0) holds the id {size} (<y>)" in fault(data, tmp_path, vocab_size=size)
 
 
 @pytest.mark.parametrize("text, refused", [("the cat", False), ("the <y> cat", True)])

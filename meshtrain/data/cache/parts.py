@@ -83,7 +83,7 @@ class Part:
             files.replace(self.manifest, json.dumps(note | {"stamps": stamps, "of_other_hosts": others}), shared=True)
 
     def look(self) -> IndexedTokens | None:
-        """The result, if size, ctime and inode of its files are unchanged since the last verification."""
+        """The result, if size, mtime and inode of its files are unchanged since the last verification."""
         return read_entry(self.home, self._look)
 
     def _look(self) -> IndexedTokens | None:

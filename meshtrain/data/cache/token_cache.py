@@ -1,7 +1,7 @@
 """Tokenizes files once into token files, part by part.
 
 A part is one input file, or several neighbouring small text files. Its manifest, written last, identifies the inputs
-by content and the token files by checksum, and notes size, ctime and inode of all of them at the last verification.
+by content and the token files by checksum, and notes size, mtime and inode of all of them at the last verification.
 While these are unchanged nothing is read again; only `meshtrain.tokenize --verify` finds silent bit flips. The
 directory of parts is named by the tokenizer's content. This module knows a tokenizer only by `encode`, and no sources.
 """

@@ -357,7 +357,7 @@ def open_checked(path: str, open_file: Callable):
 
 
 def stamp(path: str) -> Stamp:
-    """(inode, bytes, ctime); a file with another stamp may have changed."""
+    """(inode, bytes, mtime); a file with another stamp may have changed."""
     stat = os.stat(path)
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
