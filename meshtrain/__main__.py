@@ -23,6 +23,7 @@ COMMANDS = {
     "train": "train a model from a run file",
     "plan": "find the layouts of a model on GPUs that fit, by time and price",
     "inspect": "tell what a run holds, sends and takes before it runs",
+    "check": "tell what can be known of a run before it starts",
     "prove": "compare a layout's step with one device's",
     "report": "tell what a run has measured, beside what was priced",
     "generate": "ask a trained model, or talk to it",

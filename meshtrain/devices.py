@@ -115,7 +115,12 @@ _OF_A_HOST = re.compile("cache|visible_devices|address|dump|log|traceback|debug_
 def memory_bytes(found: Sequence[jax.Device]) -> int:
     """Memory available to these devices of this process; simulated CPU devices share the machine's."""
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in found]
-    return sum(limits) if all(limits) else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return sum(limits) if all(limits) else machine_bytes()
+
+
+def machine_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) -> Sequence[jax.Device]:

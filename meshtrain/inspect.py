@@ -222,6 +222,13 @@ def _show_schedule(run, topology: str | None) -> None:
 
 def _schedule(run, topology: str | None) -> simulate.Choice | None:
     """What `train` would choose on these GPUs; on this machine's where there is no --topology. None without stages."""
+    spec, platform, gpu = placed_on(run, topology)
+    return assembly.design(run, spec, platform, gpu).choice
+
+
+def placed_on(run: config.Run, topology: str | None) -> tuple[MeshSpec, str, hardware.Gpu | None]:
+    """(the mesh, jax's name of the platform, the GPU) that a run would have on `GPU:N`, or on this machine. Starts
+    devices only where their number is asked for. Raises: ConfigError."""
     asked = {axis: getattr(run.mesh, axis) for axis in config.AXES}
     platform, gpu, sizes = "cpu", None, asked
     with config.user_errors():
@@ -232,7 +239,7 @@ def _schedule(run, topology: str | None) -> simulate.Choice | None:
             devices = local_devices.start(run)
             platform, gpu = devices[0].platform, hardware.from_device_kind(devices[0].device_kind)
             sizes = config.mesh_sizes(run, len(devices)) if -1 in asked.values() else asked
-    return assembly.design(run, MeshSpec(sizes, run.mesh.placement), platform, gpu).choice
+    return MeshSpec(sizes, run.mesh.placement), platform, gpu
 
 
 if __name__ == "__main__":

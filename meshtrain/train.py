@@ -513,12 +513,17 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
             peak * made.mesh_spec.num_devices if peak else None)
 
 
+def check_source(run: Run) -> None:
+    """Raises: ConfigError for data from which the run's objective cannot learn."""
+    if run.data.source == "preferences" and run.training.objective != "dpo":
+        raise ConfigError('data.source="preferences" has pairs of answers, from which training.objective="dpo" learns; '
+                          'use that, or another source')
+
+
 def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, Batches | prompts.Prompts]:
     """Opens the run's data, tokenized if needed, and its batches from `start` on, or its prompts."""
     d = run.data
-    if d.source == "preferences" and run.training.objective != "dpo":
-        raise ConfigError('data.source="preferences" has pairs of answers, from which training.objective="dpo" learns; '
-                          'use that, or another source')
+    check_source(run)
     if d.source == "prompts":
         with config.user_errors():
             corpus, found = prompts.open_prompts(

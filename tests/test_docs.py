@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from launch import elastic, local, pod, restart, samplers
-from meshtrain import assembly, config, convert, evaluate, generate, inspect, plan, prove, report, sample, tokenize
+from meshtrain import assembly, check, config, convert, evaluate, generate, inspect, plan, prove, report, sample, tokenize
 from meshtrain.checkpoint import resume
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.kernels import blockwise
@@ -19,7 +19,7 @@ from meshtrain.kernels import blockwise
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-COMMANDS = {door.COMMAND.module: door for door in (convert, evaluate, generate, inspect,
+COMMANDS = {door.COMMAND.module: door for door in (check, convert, evaluate, generate, inspect,
                                                    plan, prove, report, sample, tokenize, elastic,
                                                    local, pod, restart, samplers)}
 
@@ -63,7 +63,7 @@ def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_us
             asked = COMMANDS[module].COMMAND.read(argv)
             if module == "meshtrain.plan":
                 assert plan.asked(asked).mesh.data == 1
-            elif module in ("meshtrain.inspect", "meshtrain.prove", "meshtrain.tokenize") or module.startswith("launch."):
+            elif module in ("meshtrain.check", "meshtrain.inspect", "meshtrain.prove", "meshtrain.tokenize") or module.startswith("launch."):
                 config.load([*asked.names, *asked.keys, *asked.run])
             if asked.values.get("topology"):
                 assert gpu_compile.parse_topology(asked["topology"])

@@ -22,7 +22,7 @@ from folders import GOLDENS
 from launch import elastic as launch_elastic
 from launch import local, pod, restart
 from launch import ray as launch_ray
-from meshtrain import convert, evaluate, generate, inspect, plan, report, tokenize, train
+from meshtrain import check, convert, evaluate, generate, inspect, plan, report, tokenize, train
 
 LIMIT_S = 20        # a mistake is told within milliseconds, on a loaded machine within a second or two
 MAINS = {"train": train.main, "generate": generate.main, "evaluate": evaluate.main, "convert": convert.main,
@@ -594,6 +594,23 @@ def test_a_mistake_is_one_message_and_writes_nothing(command, words, parts, worl
     assert ran.code == 2 and "Traceback" not in ran.err + ran.out, ran
     assert len(re.findall(r"\berror: ", ran.err)) == 1, ran.err
     assert [part for part in parts if part not in ran.err] == [], ran.err
+    assert standing(world) == before
+
+
+# What only the start sees: how many tokens the data have. Words that are options of check, or a name of it.
+AT_THE_START = ("--data.seq_len 100000", "--json", "''")
+
+
+@pytest.mark.parametrize("words, parts", [(words, parts) for command, words, parts in CASES
+                                          if command == "train" and not words.startswith(AT_THE_START)],
+                         ids=lambda value: str(value)[:90])
+def test_check_tells_what_training_refuses(words, parts, world, monkeypatch):
+    monkeypatch.chdir(world)
+    before = standing(world)
+    with limited(LIMIT_S):
+        ran = call(check.main, *shlex.split(words))
+    assert ran.code in (2, check.DOES_NOT_FIT) and "Traceback" not in ran.err + ran.out, ran
+    assert [part for part in parts if part not in ran.out + ran.err] == [], ran
     assert standing(world) == before
 
 

@@ -129,11 +129,11 @@ def find(run: Run, checkpoints: SharedCheckpoints, local: LocalCheckpoints | Non
             raise
     if saved is None and (not requested or run.checkpoint.init_from):
         return Start(skip_batches=run.data.skip_batches)
-    changes = _changes(run, saved, named) if saved else ()
+    changes = changes_of(run, saved, named) if saved else ()
     goes_back_again = any(fnmatch.fnmatchcase(key, pattern) for key, *_ in changes for pattern in RETRIED)
     if requested and (goes_back_again or not _took_effect(run, saved)):
         saved = _verified(checkpoints, requested)
-    return Start(saved, _changes(run, saved, named), 0 if _took_effect(run, saved) else run.data.skip_batches,
+    return Start(saved, changes_of(run, saved, named), 0 if _took_effect(run, saved) else run.data.skip_batches,
                  back=saved.step != newest)
 
 
@@ -297,7 +297,7 @@ def _verified(checkpoints: SharedCheckpoints, step: int, option: str = "checkpoi
     return checkpoints.open(step)
 
 
-def _changes(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple[tuple[str, object, object], ...]:
+def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple[tuple[str, object, object], ...]:
     """The changes to record. Raises: ConfigError listing every fixed setting that changed."""
     refused, recorded = [], []
     contents_then = {"sharding.rules": saved.metadata.get("rules"), **saved.metadata.get("files", {})}

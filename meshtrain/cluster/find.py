@@ -88,10 +88,10 @@ def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
     """
     address = section.coordinator_address
     if section.num_processes:
-        found = Cluster(address, section.num_processes, section.process_id, token=_said(environ, OWN_STARTS))
+        found = Cluster(address, section.num_processes, section.process_id, token=_token(environ, OWN_STARTS))
     else:
         found = _of_environment(environ, address)
-        found = found and dataclasses.replace(found, token=_said(environ, (*OWN_STARTS, *STARTS)))
+        found = found and dataclasses.replace(found, token=_token(environ, (*OWN_STARTS, *STARTS)))
     if address and found is None:
         raise ConfigError(f"distributed.coordinator_address={address} is for several processes, and no launcher's "
                           f"environment tells which of them this is; give distributed.num_processes and "
@@ -232,8 +232,12 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
 
 
 def _said(environ: Mapping[str, str], names: Sequence[str]) -> str:
-    """Those that are set, and not empty."""
-    return " ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
+    return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+
+
+def _token(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    """`_said`, without empty variables."""
+    return _said({name: value for name, value in environ.items() if value}, names)
 
 
 def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
@@ -259,7 +263,7 @@ def _mpiexec(environ: Mapping[str, str], address: str, ranks: Ranks) -> Cluster:
         here = count // nodes if count % nodes == 0 else 0
     own = None if local is None or local >= here else gpus.own(local, here, environ)
     if not address:
-        host, job = _of_mpirun(environ) if ranks is OPEN_MPI else ("", f"{ranks.rank} {_said(environ, MPI_JOBS)}")
+        host, job = _of_mpirun(environ) if ranks is OPEN_MPI else ("", f"{ranks.rank} {_token(environ, MPI_JOBS)}")
         host = "127.0.0.1" if here == count else host
         address = joined(host, _port(job)) if host else ""
     if not address and count > 1:

@@ -361,6 +361,36 @@ def _check_not_empty(where: str, paths: Sequence[str], files: token_files.TokenF
         tell(f"{where}.paths: {len(empty)} of {len(files.pairs)} files hold no document ({_few(empty)})")
 
 
+SAMPLED, SAMPLED_TEXTS = 1 << 20, 64        # ids of a token file; texts, or parts of a long one
+
+
+def sample(described: Description, component: NamedFiles) -> np.ndarray:
+    """The ids of the beginning of a source: of its first texts, its first conversations, or the first SAMPLED ids.
+
+    Reads little, builds no cache. Of files at addresses it reads nothing, and returns no ids. Raises: ValueError, also
+    for an id beyond the vocabulary.
+    """
+    paths, reader, kind = list(component.paths), described.tokenizer, component.source
+    if any(map(addresses.is_remote, paths)):
+        return np.zeros(0, np.int64)
+    path = paths[int(np.argmax(open_files(paths, component.where).lengths > 0))]
+    if kind == "tokens":
+        found = binary_files.open_ids(path)
+        ids = np.asarray(token_files.map_file(found.files[0], found.dtype, found.offset, min(found.size, SAMPLED)))
+    elif kind in CHATS:
+        batch, _ = next(described.chats.read(path, lambda line: None), ([], 0))
+        ids = np.concatenate([one.ids for one in batch]) if batch else np.zeros(0, np.int64)
+    else:
+        pieces = formats.read("text" if kind == "stdlib" else kind, path, component.field)
+        ids = np.concatenate([np.zeros(0, np.int64), *reader.encode([one.text for one in itertools.islice(
+            pieces, SAMPLED_TEXTS)])])
+    if len(ids) and (largest := int(ids.max())) >= described.vocab_size:
+        raise ValueError(f"{path} begins with ids up to {largest}, and model.vocab_size={described.vocab_size} has 0 "
+                         f"to {described.vocab_size - 1}; use model.vocab_size={largest + 1} or more, or another "
+                         "tokenizer")
+    return ids
+
+
 def _few(paths: Sequence[str]) -> str:
     return ", ".join(paths[:3]) + (", …" if len(paths) > 3 else "")
 

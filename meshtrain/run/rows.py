@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -73,20 +72,24 @@ class Log:
     def lines_reversed(self) -> Iterator[Line]:
         """Every line from the last back. Raises: OSError where the file cannot be read."""
         with self._opened() as file:
-            for end, start in itertools.pairwise(itertools.chain(self._ends_reversed(file), [0])):
-                text = os.pread(file.fileno(), end - start, start) if end - start <= MOST_LINE_BYTES else None
-                yield self._line(start, end, text)
-
-    def _ends_reversed(self, file) -> Iterator[int]:
-        """The offset behind each newline, from the last back."""
-        at = file.seek(0, os.SEEK_END)
-        while at:
-            size = min(BLOCK_BYTES, at)
-            at -= size
-            block = os.pread(file.fileno(), size, at)
-            cut = len(block)
-            while (cut := block.rfind(b"\n", 0, cut)) >= 0:
-                yield at + cut + 1
+            at = end = file.seek(0, os.SEEK_END)
+            # the known end of a line: what stands behind the last newline, at first
+            rest, dropped, torn = b"", 0, True
+            while at:
+                size = min(BLOCK_BYTES, at)
+                at -= size
+                file.seek(at)
+                first, *lines = (file.read(size) + rest).split(b"\n")
+                for text in reversed(lines):
+                    start = end - len(text) - dropped - (not torn)
+                    if not torn:
+                        yield self._line(start, end, None if dropped else text)
+                    end, dropped, torn = start, 0, False
+                rest = first
+                if len(rest) > MOST_LINE_BYTES:
+                    rest, dropped = b"", dropped + len(rest)
+            if not torn and end:
+                yield self._line(0, end, None if dropped else rest)
 
     @contextlib.contextmanager
     def _opened(self):

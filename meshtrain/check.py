@@ -1,0 +1,282 @@
+"""What can be known of a run before it starts: python -m meshtrain.check RUN.toml --topology h100:64.
+
+Looks at the run file, the rules on the mesh, the data's beginning, the tokenizer and the template, the weights and the
+run's directory, and prices the step by formulas: memory, seconds, MFU. Compiles nothing, trains nothing, writes
+nothing. Every part is looked at, whatever the others have shown. Exit codes: 0 · 2 mistakes, each with its remedy ·
+3 the run does not fit into the memory · 1 a file system or server that fails · 75 stopped on request.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from meshtrain.run import command, say
+
+if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+    command.begin(platform="cpu")
+
+from meshtrain import assembly, config, devices, files, hardware, train
+from meshtrain import inspect as inspect_command
+from meshtrain.assembly import Design
+from meshtrain.checkpoint import pretrained, resume
+from meshtrain.config import ConfigError, Run
+from meshtrain.cost.formulas import assumptions, footprint, price, rates
+from meshtrain.cost.formulas.placed import Options
+from meshtrain.data import sources
+from meshtrain.data.batches import prompts
+from meshtrain.files import FileSystemError
+from meshtrain.huggingface import folder
+from meshtrain.rewards import workers
+from meshtrain.run import contents, rundir, trackers
+from meshtrain.run.stops import DONE, FAILED, USER_ERROR
+from meshtrain.storage import addresses, stores
+from meshtrain.training import state
+from meshtrain.units import size
+
+DOES_NOT_FIT = 3
+OK, NOTE, WRONG, UNFIT, FAULT, LEFT = "ok", "note", "wrong", "does not fit", "failed", "not looked at"
+MARKS = {OK: "✓", NOTE: "!", WRONG: "✗", UNFIT: "✗", FAULT: "✗", LEFT: "–"}
+
+COMMAND = config.Command("meshtrain.check", {
+    "topology": config.Option("for N of these GPUs, which need not be here", "GPU:N", "h100:64"),
+    "offline": config.Option("ask no server: files at addresses are taken from this host's copies, or left out"),
+    "print-config": config.Option("print the resolved run file, too"),
+    "json": config.Option("print JSON alone"),
+}, "[RUN.toml]", (0, 8))        # a second one is told as such
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was found of a part. verdict: a key of MARKS."""
+    part: str
+    verdict: str
+    text: str
+
+
+@command.entry(COMMAND, __doc__)
+def main(own: config.Arguments) -> int:
+    if own["offline"]:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    rows, run = look_at_file(own)
+    if run:
+        planned = " ".join(["python -m meshtrain.plan", *(own.names or ["RUN.toml"])])
+        rows += look_at_run(run, own["topology"], own["offline"], planned)
+    if own["json"]:
+        say.answer(json.dumps([dataclasses.asdict(row) for row in rows]))
+    else:
+        say.out(table(rows))
+    if own["print-config"] and run:
+        say.answer(config.dump(run)) if not own["json"] else say.err(config.dump(run))
+    found = {row.verdict for row in rows}
+    return USER_ERROR if WRONG in found else DOES_NOT_FIT if UNFIT in found else FAILED if FAULT in found else DONE
+
+
+def look_at_file(own: config.Arguments) -> tuple[list[Row], Run | None]:
+    """(rows of the run file, the run; None where the file has mistakes)."""
+    try:
+        run = config.load(own.names + own.keys)
+    except ConfigError as error:
+        return [Row("run file", WRONG, message) for message in error.messages], None
+    return [Row("run file", OK, f"{own.names[0] if own.names else 'the quickstart'}, run.name {run.run.name}")], run
+
+
+def look_at_run(run: Run, topology: str | None, offline: bool, plan: str) -> list[Row]:
+    """The rows of everything but the run file, each part on its own. plan: the command that plans this run."""
+    rows, design = _looked("layout", lambda: _layout(run, topology))
+    if design:
+        rows += _looked("memory and speed", lambda: _price(design, topology, plan))[0]
+        rows += _looked("weights", lambda: _weights(run, design))[0]
+    rows += _looked("data", lambda: _data(run, offline))[0]
+    rows += _looked("places", lambda: _places(run, offline))[0]
+    return rows + _looked("extras", lambda: _extras(run))[0]
+
+
+def _looked(part: str, look: Callable[[], Iterator[Row | Design]]) -> tuple[list[Row], Design | None]:
+    """(the rows of a part, what it made), up to its first mistake."""
+    rows, made = [], None
+    try:
+        with config.user_errors():
+            for found in look():
+                if isinstance(found, Row):
+                    rows.append(found)
+                else:
+                    made = found
+    except ConfigError as error:
+        rows += [Row(part, WRONG, message) for message in error.messages]
+    except FileSystemError as error:
+        rows.append(Row(part, FAULT, str(error)))
+    return rows, made
+
+
+def _layout(run: Run, topology: str | None) -> Iterator[Row | Design]:
+    """Mesh and rules, and the choices that the run leaves open."""
+    if topology is None and run.mesh.simulated_devices:
+        config.mesh_sizes(run, run.mesh.simulated_devices)
+    spec, platform, gpu = inspect_command.placed_on(run, topology)
+    made = assembly.design(run, spec, platform, gpu)
+    on = f"{spec.num_devices} × {gpu.name}" if gpu else f"{spec.num_devices} devices of {platform}"
+    schedule = f", {made.choice.schedule.name}" if made.choice else ""
+    yield Row("layout", OK, f"{spec} on {on}, {run.sharding.rules}{schedule}")
+    for note in made.notes:
+        yield Row("layout", NOTE, note)
+    yield made
+
+
+def _price(made: Design, topology: str | None, plan: str) -> Iterator[Row]:
+    """Memory of a device, and the step's time where the GPU's speed is known."""
+    run, num_devices = made.run, made.mesh_spec.num_devices
+    _, platform, gpu = inspect_command.placed_on(run, topology)
+    known = gpu is not None and gpu.hbm_bytes_per_s is not None
+    if not known and not run.mesh.simulated_devices:
+        yield Row("memory", LEFT, "of which GPUs? add e.g. --topology h100:8")
+        return
+    rated = rates.Rates(gpu if known else hardware.get("h100"), assumptions.Assumptions(gpu.name if known else "h100"))
+    schedule = made.choice and made.choice.schedule
+    pipelined = dict(schedule=schedule.name, chunks=schedule.num_chunks) if schedule else {}
+    options = Options.of(run, gpu.name if gpu else "", attended=rates.attended(run, made.layout, rated.assumed),
+                         optimizer_bytes=state.optimizer_bytes(made.model, run.optimizer, run.training.steps),
+                         **pipelined)
+    held = footprint.memory(made.placed, options)
+    most = max((name for name in held if name != "total"), key=held.get)
+    if known:
+        needed, has, where = held["total"], hardware.usable_bytes(gpu), f"what a run may fill of {gpu.name}"
+        remedy = f"{plan} --gpus {num_devices} --gpu {gpu.name} finds layouts that fit"
+    else:
+        needed, has, where = num_devices * held["total"], devices.machine_bytes(), "this machine, by all its devices"
+        remedy = "take a smaller model or batch"
+    told = f"{size(needed)} of {size(has)}, {where}"
+    yield Row("memory", OK, told) if needed <= has else Row(
+        "memory", UNFIT, f"{told}; the most are {most}, {size(held[most])} a device; {remedy}")
+    if known:
+        one = price.price(made.placed, rated, options)
+        yield Row("speed", OK, f"{one.step_s:.3g} s a step, {one.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
+                               f"{one.mfu:.1%} MFU by the formulas; inspect tells it of the compiled step")
+
+
+def _weights(run: Run, made: Design) -> Iterator[Row]:
+    """What checkpoint.init_from names: a model folder with every tensor of the model, or a run with checkpoints, whose
+    bytes the start verifies."""
+    source, step = run.checkpoint.init_from, run.checkpoint.step
+    if not source:
+        yield Row("weights", OK, "random, as checkpoint.init_from names none")
+    elif addresses.is_remote(source):       # a model of the hub has gigabytes
+        yield Row("weights", LEFT, f"{source}: the start reads it")
+    elif folder.is_one(source):
+        _, rows = pretrained.opened(run, made.model)
+        yield Row("weights", OK, f"{source}: a model folder with the {len(rows)} tensors of the model")
+    else:
+        saved = Path(source) / contents.CHECKPOINTS
+        steps = sorted(int(name) for name in os.listdir(saved) if name.isdecimal()) if saved.is_dir() else []
+        if not steps or step and step not in steps:
+            has = f"; it has {', '.join(map(str, steps))}" if steps else ""
+            raise ConfigError(f"checkpoint.init_from={source} holds no checkpoint{f' of step {step}' if step else ''}"
+                              f"{has}; name the run.dir of a run that has saved one")
+        yield Row("weights", OK, f"step {step or steps[-1]} of {source}")
+
+
+def _data(run: Run, offline: bool) -> Iterator[Row]:
+    """The tokenizer, the files, and the ids of the beginning of each source."""
+    data, vocab = run.data, run.model.vocab_size
+    train.check_source(run)
+    folders = [] if offline and addresses.is_remote(run.run.dir) else folder.companions_of(
+        run.run.dir, "" if offline and addresses.is_remote(run.checkpoint.init_from) else run.checkpoint.init_from)
+    if data.source == "prompts":
+        corpus, found = prompts.open_prompts(data, vocab_size=vocab, seed=run.run.seed,
+                                             longest=data.seq_len - run.rl.max_tokens + 1, folders=folders)
+        yield from _tokenizer(corpus.tokenizer, vocab)
+        yield Row("data", OK, f"{len(found.prompts)} prompts, {len(found.held)} held out, of up to {found.longest} "
+                              "tokens")
+        return
+    described = sources.describe(data, vocab_size=vocab, folders=folders)
+    yield from _tokenizer(described.tokenizer, vocab)
+    for one in described.components:
+        ids, of = sources.sample(described, one), f"{one.where}: {one.source}, {len(one.paths)} files"
+        if not len(ids):
+            yield Row("data", LEFT, f"{of}, of which nothing was read")
+            continue
+        shown = described.tokenizer.decode(ids[:12])
+        yield Row("data", OK, f"{of}, beginning {shown!r}" if shown else f"{of}, ids up to {int(ids.max())}")
+
+
+def _tokenizer(reader, vocab_size: int) -> Iterator[Row]:
+    yield Row("tokenizer", OK, f"{reader.vocab_size} ids of model.vocab_size={vocab_size}")
+    for note in sources.notes(reader, vocab_size):
+        yield Row("tokenizer", NOTE, note)
+
+
+def _places(run: Run, offline: bool) -> Iterator[Row]:
+    """Whether run.dir is free, or a run of ours that may go on so, and whether what the run writes can be written."""
+    name = run.run.dir
+    if addresses.is_remote(name):
+        if not offline:
+            stores.children(addresses.parse(name))
+        yield Row("run.dir", LEFT, f"{name}: whether it takes files is seen at the start")
+    else:
+        yield _run_dir(run, Path(name))
+    for key, directory in (("data.cache", run.data.cache), ("checkpoint.local_dir", run.checkpoint.local_dir)):
+        if directory:
+            _check_writable(key, Path(directory).expanduser())
+            yield Row(key, OK, directory)
+
+
+def _run_dir(run: Run, directory: Path) -> Row:
+    """Raises: ConfigError."""
+    existing = files.status(directory)
+    if existing and not stat.S_ISDIR(existing.st_mode):
+        raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
+    _check_writable("run.dir", directory)
+    names, saved = set(os.listdir(directory)) if existing else set(), directory / contents.CHECKPOINTS
+    rundir.check_contents(run, str(directory), names, has_checkpoints=saved.is_dir() and any(saved.iterdir()))
+    if (owner := rundir.at_work(directory)) is not None:
+        raise ConfigError(f"run.dir={directory} is in use by another run{rundir.by(owner)}; wait for it or give "
+                          f"another run.name")
+    checkpoints = resume.checkpoints_of(str(directory)) if saved.is_dir() else None
+    steps = checkpoints.steps() if checkpoints else []
+    if run.checkpoint.step and run.checkpoint.step not in steps and not run.checkpoint.init_from:
+        raise ConfigError(f"checkpoint.step={run.checkpoint.step}: {directory} has no checkpoint of that step; use one "
+                          f"of {', '.join(map(str, steps)) or 'a run that has some'}")
+    if not steps:
+        return Row("run.dir", OK, f"{directory}: free")
+    step = run.checkpoint.step if run.checkpoint.step in steps else steps[-1]
+    changed = [key for key, *_ in resume.changes_of(run, checkpoints.open(step), None)]
+    return Row("run.dir", OK, f"{directory}: a run of ours, to go on after step {step}"
+                              + (f", with other values of {', '.join(changed)}" if changed else ""))
+
+
+def _check_writable(key: str, directory: Path) -> None:
+    """Makes an empty directory there and removes it again. Raises: ConfigError."""
+    def attempt() -> None:
+        with contextlib.suppress(FileNotFoundError):        # but not a name that is too long
+            os.stat(directory)
+        existing = next(path for path in (directory, *directory.absolute().parents) if files.status(path))
+        with tempfile.TemporaryDirectory(prefix=".check-", dir=existing):
+            pass
+    files.attempted(attempt, f"{key}={directory} cannot be written", "give a directory that can", ConfigError)
+
+
+def _extras(run: Run) -> Iterator[Row]:
+    """What else the run asks for: trackers, a reward."""
+    trackers.check(run)
+    if run.rl.reward:
+        workers.digest(run.rl.reward)
+        yield Row("reward", OK, run.rl.reward)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What people read: a line for each row, and the verdict."""
+    width = max(len(row.part) for row in rows)
+    lines = [f"{MARKS[row.verdict]} {row.part:<{width}}  {row.text}" for row in rows]
+    counts = {kind: sum(row.verdict == kind for row in rows) for kind in (WRONG, UNFIT, FAULT)}
+    wrong = [f"{count} {kind}" for kind, count in counts.items() if count]
+    return "\n".join([*lines, "", ", ".join(wrong) if wrong else "nothing is wrong that can be known before the start"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
