@@ -14,6 +14,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -242,10 +243,15 @@ def replace(path: Path, content: str | bytes, *, shared: bool = False) -> None:
         sync(path.parent)
 
 
+def free_name(name: str, is_taken: Callable[[str], bool]) -> str:
+    """The first of NAME, NAME-2, NAME-3, … that is free."""
+    names = (f"{name}-{i}" if i > 1 else name for i in itertools.count(1))
+    return next(one for one in names if not is_taken(one))
+
+
 def set_aside(path: Path, suffix: str) -> str:
     """Renames a file or directory to NAME.suffix, or NAME.suffix-2 where that is taken; returns the new name."""
-    names = (f"{path.name}.{suffix}{more}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
-    kept = next(name for name in names if not path.with_name(name).exists())
+    kept = free_name(f"{path.name}.{suffix}", lambda name: path.with_name(name).exists())
     path.rename(path.with_name(kept))
     return kept
 

@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import xxhash
 
 from meshtrain import files
-from meshtrain.checkpoint import pieces
-from meshtrain.checkpoint.commit import NotHandedOver
-from meshtrain.checkpoint.pieces import Piece
+from meshtrain.checkpoint import commit, pieces
 from meshtrain.checkpoint.shared import PARAMS, CheckpointError, SharedCheckpoints
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
@@ -44,7 +42,6 @@ class BucketCheckpoints(SharedCheckpoints):
     start: of this start of the run alone, in all its processes; names its saves. before_commit: called by process 0
     before a checkpoint is committed; what it raises fails the save.
     """
-    _whole_place = "them all"
     borne_s = SERVER_FAILS_S
 
     def __init__(self, place: Address, *, start: str = "", before_commit: Callable[[], None] = lambda: None, **keys):
@@ -53,35 +50,27 @@ class BucketCheckpoints(SharedCheckpoints):
         self._folders: dict[str, str] = {}              # object -> the folder that it refers to
         super().__init__(place, **keys)
 
-    def named(self, step: int) -> str:
-        return str(self.place.below(str(step)))
-
     def _open(self) -> None:
         with _judged(f"{self.place} cannot hold checkpoints"):
             self._clean()
 
-    def _names(self) -> tuple[list[str], list[str]]:
+    def _names(self) -> list[str]:
+        return self._children()[0]
+
+    def _children(self) -> tuple[list[str], list[str]]:
+        """Names of objects and of folders."""
         with _judged(f"{self.place} cannot be read"):
             return stores.children(self.place)
 
-    def _steps(self) -> list[int]:
-        return [int(name) for name in self._names()[0] if name.isdecimal()]
+    def _rename(self, step: int, name: str) -> None:
+        stores.write(self.place.below(name), stores.read(self.place.below(str(step))))
+        self._remove([step])
 
-    def _exists(self, step: int) -> bool:
-        return step in self._steps()
-
-    def _damaged(self) -> set[str]:
-        return {name for name in self._names()[0] if ".damaged" in name}
-
-    def _set_aside(self, step: int, kind: str) -> str:
-        taken, marker = self._names()[0], self.place.below(str(step))
-        name = next(name for more in ("", *(f"-{i}" for i in range(2, 1000)))
-                    if (name := f"{step}.{kind}{more}") not in taken)
-        stores.write(self.place.below(name), stores.read(marker))
-        stores.remove([marker])
+    def _remove(self, steps: Sequence[int]) -> None:
+        stores.remove([self.place.below(str(step)) for step in steps])
         self._known = (-1, {})
-        self._folders.pop(str(step), None)
-        return name
+        for step in steps:
+            self._folders.pop(str(step), None)
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -90,58 +79,39 @@ class BucketCheckpoints(SharedCheckpoints):
 
     def _copied(self, step: int, state: dict) -> Callable[[], None]:
         folder, me = self._folder(step), jax.process_index()
-        arrays = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in trees.leaves_of(state).items()}
-        own = list(pieces.own(state))
+        index, own = pieces.begin_index(state), list(pieces.own(state))
 
-        def write():
-            objects, where = {}, []
+        def put(numbers: range) -> None:
+            name = f"{me}-{numbers.start}"
+            stores.write(folder.below(name), b"".join(pieces.lay_out(index, name, own[numbers.start:numbers.stop])))
 
-            def put(numbers: range) -> None:
-                name, offset, content = f"{me}-{numbers.start}", 0, []
-                for array, region, data in own[numbers.start:numbers.stop]:
-                    content.append(pieces.as_bytes(data))
-                    where.append([array, region, name, offset, xxhash.xxh3_64_hexdigest(content[-1])])
-                    offset += len(content[-1])
-                stores.write(folder.below(name), b"".join(content))
-                objects[name] = offset
+        def write() -> None:
             _all_at_once(put, pieces.batched([data.nbytes for *_, data in own]))
-            stores.write(folder.below(f"{me}.json"), json.dumps(
-                {"arrays": arrays, "objects": objects, "pieces": where}).encode())
+            stores.write(folder.below(f"{me}.json"), json.dumps(index).encode())
         return write
 
     def _commit(self, step: int, document: str, reason: Callable[[int], str]) -> None:
         folder = self._folder(step)
-        index = {"metadata": json.loads(document), "folder": folder.path.rpartition("/")[2], "arrays": {},
-                 "objects": {}, "pieces": []}
 
         def read(process: int) -> dict | None:
-            return None if reason(process) else _read_or_none(folder.below(f"{process}.json"))
-        found = dict(enumerate(_all_at_once(read, range(jax.process_count()))))
-        if missing := [process for process, one in found.items() if one is None]:
-            raise NotHandedOver("; ".join(
-                f"process {process}: {reason(process) or 'did not write its part (its output says why)'}"
-                for process in missing[:8]) + f"; and {len(missing) - 8} more processes" * (len(missing) > 8))
-        for one in found.values():
-            index["arrays"], index["objects"] = one["arrays"], index["objects"] | one["objects"]
-            index["pieces"] += one["pieces"]
+            with contextlib.suppress(stores.Missing):
+                return None if reason(process) else _read(folder.below(f"{process}.json"))
+        found = commit.collect(jax.process_count(), read, reason)
+        index = {"metadata": json.loads(document), "folder": folder.path.rpartition("/")[2],
+                 "arrays": found[0]["arrays"],
+                 "objects": {name: size for one in found for name, size in one["objects"].items()},
+                 "pieces": [piece for one in found for piece in one["pieces"]]}
         self.before_commit()
         self.check_claim()
         text = json.dumps(index).encode()
         if stores.write_if(self.place.below(str(step)), text, None, patient=True) is None:
             raise CheckpointError("another start has saved this step")
         self._folders[str(step)] = index["folder"]
-        stores.remove([folder.below(f"{process}.json") for process in found])
-
-    def _retire(self, step: int) -> None:
-        retired = self.retired()
-        stores.remove([self.place.below(str(one)) for one in retired])
-        for one in retired:
-            self._folders.pop(str(one), None)
-        self._clean(step)
+        stores.remove([folder.below(f"{process}.json") for process in range(len(found))])
 
     def _clean(self, up_to: int | None = None) -> None:
-        """Removes folders to which nothing refers: of no later step, which other processes may be writing."""
-        markers, folders = self._names()
+        """Removes folders to which nothing refers."""
+        markers, folders = self._children()
         for name in folders:
             step, _, _ = name.partition(".")
             if not re.fullmatch(r"\d+\.[\w-]+", name) or up_to is not None and int(step) > up_to:
@@ -218,31 +188,27 @@ class BucketCheckpoints(SharedCheckpoints):
         return f"{folder}/{name}: its checksum differs at byte {wrong[0]:,}" if wrong else ""
 
     def arrays(self, step: int, *, only_params: bool = False) -> dict:
-        return trees.nested({name: form for name, form in self._forms(step).items()
+        return trees.nested({name: jax.ShapeDtypeStruct(*form)
+                             for name, form in pieces.forms_of(self._index(step)).items()
                              if not only_params or name.startswith(f"{PARAMS}/")})
-
-    def _forms(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
-        return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-                for name, (shape, dtype) in self._index(step)["arrays"].items()}
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
         index = self._index(step)
-        stored = {name: (form.shape, form.dtype) for name, form in self._forms(step).items()}
+        stored = pieces.forms_of(index)
         self._check(step, stored, wanted, part)
-        of: dict[str, list[Piece]] = {name: [] for name in index["arrays"]}
-        for name, region, *where in index["pieces"]:
-            of[name].append(Piece(tuple(map(tuple, region)), *where))
-        folder = self.place.below(index["folder"])
+
+        def read(name: str, start: int, stop: int) -> bytes:
+            return stores.read(self.place.below(f"{index['folder']}/{name}"), start, stop)
         with _judged(f"{self.named(step)} cannot be read"):
             try:
-                read = lambda name, *ends: stores.read(folder.below(name), *ends)
-                return pieces.restored(wanted, of, {name: dtype for name, (_, dtype) in stored.items()}, read, AT_ONCE)
+                dtypes = {name: dtype for name, (_, dtype) in stored.items()}
+                return pieces.restored(wanted, pieces.pieces_of(index), dtypes, read, AT_ONCE)
             except stores.Missing as error:
                 raise CheckpointError(f"{error}; the run that writes there may have removed it, for it keeps "
                                       f"checkpoint.keep of them: start again") from None
+            except StorageError:
+                raise
             except (pieces.DamagedPiece, ValueError) as error:
-                if isinstance(error, StorageError):
-                    raise
                 raise CheckpointError(f"{self.named(step)} is damaged ({files.said(error)}): start again, to go on "
                                       f"from the one before if the damage stays") from None
 
@@ -254,13 +220,6 @@ def _read(address: Address) -> dict:
     return json.loads(stores.read(address))
 
 
-def _read_or_none(address: Address) -> dict | None:
-    try:
-        return _read(address)
-    except stores.Missing:
-        return None
-
-
 def _all_at_once(act: Callable, values: Sequence) -> list:
     pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE)
     try:
@@ -269,19 +228,14 @@ def _all_at_once(act: Callable, values: Sequence) -> list:
         pool.shutdown(cancel_futures=True)
 
 
-class _judged:
-    """Context: what a bucket refuses is the user's mistake; a server that fails is none."""
-
-    def __init__(self, what: str):
-        self.what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, stores.Missing):
-            return
-        if isinstance(error, StorageError):
-            raise ConfigError(f"{self.what}: {error}") from None
-        if isinstance(error, files.FileSystemError) and not isinstance(error, CheckpointError):
-            raise CheckpointError(f"{self.what}: {error}") from None
+@contextlib.contextmanager
+def _judged(what: str) -> Iterator[None]:
+    """What a bucket refuses is the user's mistake; a server that fails is none."""
+    try:
+        yield
+    except (stores.Missing, CheckpointError):
+        raise
+    except StorageError as error:
+        raise ConfigError(f"{what}: {error}") from None
+    except files.FileSystemError as error:
+        raise CheckpointError(f"{what}: {error}") from None

@@ -30,7 +30,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,9 +62,6 @@ class Checkpoints(SharedCheckpoints):
         self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
         super().__init__(self.directory, **keys)
 
-    def named(self, step: int) -> str:
-        return str(self.directory / str(step))
-
     def _open(self) -> None:
         files.attempted(lambda: self.directory.mkdir(parents=True, exist_ok=True),
                         f"{self.directory} cannot hold checkpoints",
@@ -76,14 +73,16 @@ class Checkpoints(SharedCheckpoints):
                                f"{self.directory} cannot hold checkpoints: what a save left there cannot be renamed",
                                "give a directory that can be written", ConfigError) from None
 
-    def _exists(self, step: int) -> bool:
-        return (self.directory / str(step)).exists()
+    def _names(self) -> list[str]:
+        try:
+            return files.patiently(lambda: os.listdir(self.directory))
+        except FileNotFoundError:
+            return []
+        except OSError as error:  # not the same as no checkpoints
+            raise CheckpointError(f"{self.directory} cannot be read: {files.said(error)}") from error
 
-    def _set_aside(self, step: int, kind: str) -> str:
-        return files.set_aside(self.directory / str(step), kind)
-
-    def _damaged(self) -> set[str]:
-        return {path.name for path in self.directory.glob("*.damaged*")}
+    def _rename(self, step: int, name: str) -> None:
+        (self.directory / str(step)).rename(self.directory / name)
 
     def _metadata(self, step: int) -> dict:
         place = self.directory / str(step)
@@ -118,15 +117,6 @@ class Checkpoints(SharedCheckpoints):
             return {folder: jax.tree.map(form, self._arrays.metadata(folder).tree)
                     for folder in (epath.Path(place / name) for name in folders[:1 if only_params else None])}
 
-    def _steps(self) -> list[int]:
-        try:
-            names = files.patiently(lambda: os.listdir(self.directory))
-        except FileNotFoundError:
-            return []
-        except OSError as error:  # not the same as no checkpoints
-            raise CheckpointError(f"{self.directory} cannot be read: {files.said(error)}") from error
-        return [int(name) for name in names if name.isdecimal()]
-
     def _saving(self, step: int) -> pathlib.Path:
         # tensorstore may still write to a failed save's directory: the next has its own.
         return self.directory / f".{step}.saving{f'-{self._saves}' if self._after_failure else ''}"
@@ -160,14 +150,16 @@ class Checkpoints(SharedCheckpoints):
             place.rename(self.directory / str(step))
             files.sync(self.directory)
 
-    def _retire(self, step: int) -> None:
-        for one in self.retired():
-            self._rename_for_removal(self.directory / str(one), one)
+    def _remove(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            self._rename_for_removal(self.directory / str(step), step)
+
+    def _clean(self, up_to: int | None = None) -> None:
         until = time.monotonic() + WRITERS_END_S
-        while self._clean(step) and self._failed and time.monotonic() < until:
+        while self._clean_once(up_to) and self._failed and time.monotonic() < until:
             time.sleep(WRITERS_END_S / 20)
 
-    def _clean(self, up_to: int | None = None) -> bool:
+    def _clean_once(self, up_to: int | None) -> bool:
         """Remove partially written checkpoints (of no later step, which other processes may be writing) and partially
         deleted ones. Returns whether there was one.
 

@@ -68,23 +68,27 @@ def _handed_over(place: Path, count: int, reason: Callable[[int], str]) -> dict[
         present = set(files.patiently(lambda: os.listdir(records)))
     except FileNotFoundError:
         present = set()
-    reasons = {index: text for index in range(count) if str(index) not in present and (text := reason(index))}
 
-    def read(index):
+    def read(index: int) -> dict | None:
+        if str(index) not in present and reason(index):
+            return None
         try:
             return json.loads(files.patiently((records / str(index)).read_text, missing=True))
         except FileNotFoundError:
             return None
+    return {name: entry for one in collect(count, read, reason) for name, entry in one.items()}
 
+
+def collect(count: int, read: Callable[[int], dict | None], reason: Callable[[int], str]) -> list[dict]:
+    """What each process has handed over. read: process -> its record; None if there is none. Raises: NotHandedOver."""
     with concurrent.futures.ThreadPoolExecutor(READERS) as threads:
-        found = threads.map(lambda index: None if index in reasons else read(index), range(count))
-        sums = dict(enumerate(found))
-    if missing := [index for index, one in sums.items() if one is None]:
-        causes = [f"process {index}: {reasons.get(index, 'did not write its part (its output says why)')}"
+        found = list(threads.map(read, range(count)))
+    if missing := [index for index, one in enumerate(found) if one is None]:
+        causes = [f"process {index}: {reason(index) or 'did not write its part (its output says why)'}"
                   for index in missing[:8]]
         more = f"; and {len(missing) - 8} more processes" if len(missing) > 8 else ""
         raise NotHandedOver("; ".join(causes) + more)
-    return {name: entry for one in sums.values() for name, entry in one.items()}
+    return found
 
 
 def _refuse(error: OSError) -> None:

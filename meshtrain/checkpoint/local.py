@@ -1,6 +1,6 @@
 """Local (per-host) checkpoints: every few steps each process saves its own shards on its host, on disk or in memory.
 
-    <local_dir>/<run>/process-<index>/<step>/   shards: concatenated bytes; index.json: run, offsets, checksum
+    <local_dir>/<run>/process-<index>/<step>/   shards: bytes of `pieces`; index.json: run and index, with a checksum
     <local_dir>/<run>/process-<index>/.saving/  being written
 
 Of several hosts each also has the files of another (`partner`), from which a host that was replaced gets its own back.
@@ -14,8 +14,8 @@ A run in a bucket saves here, too, while the bucket takes no checkpoint (`Shared
 """
 from __future__ import annotations
 
+import collections
 import contextlib
-import dataclasses
 import json
 import os
 import secrets
@@ -23,35 +23,31 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import xxhash
 
 from meshtrain import files, jax_private
-from meshtrain.checkpoint import partner
-from meshtrain.checkpoint.pieces import Region, intersection, region_of, slices, volume
-from meshtrain.checkpoint.shared import FORMAT, Saved, tell_widened, widens
+from meshtrain.checkpoint import partner, pieces
+from meshtrain.checkpoint.pieces import DamagedPiece, Piece
+from meshtrain.checkpoint.shared import FORMAT, Saved, forms, tell_widened, widens
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import say, trees
 
 LINEAGE, INDEX, SHARDS = "local.json", "index.json", "shards"
+LOCAL_FORMAT = 2        # of the index; others are refused: local checkpoints outlast no update
+AT_ONCE = 4             # threads that read pieces
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """One process's local checkpoint of a step. pieces: (array, region) -> offset in the file. sum: [bytes, xxh3-128].
-    """
-    place: Path
-    metadata: dict
-    arrays: dict
-    pieces: dict[tuple[str, Region], int]
-    sum: list
+class _Part(NamedTuple):
+    """One process's files of a step, on this host. index: what index.json has."""
+    process: int
+    step: int
+    index: dict
 
 
 class LocalCheckpoints:
@@ -67,13 +63,13 @@ class LocalCheckpoints:
         self._lineage_file = Path(run_dir) / LINEAGE
         self._root = Path(local_dir).absolute() if local_dir else fallback
         self._lineage = agree.on_first(self._read_lineage)
-        self._start = ""
         self._thread: threading.Thread | None = None
         self._failure, self._reported = "", ""
         # last step whose save began; last step complete in every process
         self._started, self._whole = 0, 0
         agree.everywhere(self._check_writable)
-        self._used: dict[int, list[_Part]] = {}     # step -> the parts that `newest` has verified
+        # step -> (array -> the pieces that `newest` has verified, array -> its form)
+        self._used: dict[int, tuple[dict[str, list[Piece]], dict[str, tuple]]] = {}
         self._exchange, self._partner, self._without = None, None, ""
         if self.every and jax.process_count() > 1:
             self._meet()
@@ -84,7 +80,8 @@ class LocalCheckpoints:
         if (other := partner.partner_of(hosts, jax.process_index())) is None:
             return
         secret = agree.on_first(lambda: secrets.token_hex(partner.SECRET_BYTES))
-        self._exchange = partner.Exchange(self._place, (SHARDS, INDEX), secret, jax_private.coordinator_host())
+        self._exchange = partner.Exchange(self._place, (SHARDS, INDEX), secret, jax_private.coordinator_host(),
+                                          self.tell)
         self._at = agree.exchange(self._exchange.at)
         self._partner = other
 
@@ -96,14 +93,15 @@ class LocalCheckpoints:
         jax.ShapeDtypeStruct with shardings. Every process reads its pieces; all return the same decision."""
         self._join()
         self._fetch_missing(after)
-        found = self._parts()
-        steps = agree.exchange(sorted(step for step in found if step > after))
-        for step in sorted({step for one in steps for step in one}, reverse=True):
-            fault = self._fault(step, found[step], wanted) if step in found else "it has no part of it"
-            faults = agree.exchange([socket.gethostname(), fault])
+        found = collections.defaultdict(list)
+        for part in self._parts():
+            found[part.step].append(part)
+        steps = agree.exchange([step for step in found if step > after])
+        for step in sorted({step for some in steps for step in some}, reverse=True):
+            faults = agree.exchange([socket.gethostname(), self._fault(step, found[step], wanted)])
             bad = [f"process {index} on {host}: {fault}" for index, (host, fault) in enumerate(faults) if fault]
             if not bad:
-                return Saved(self, step, agree.on_first(lambda: found[step][0].metadata))
+                return Saved(self, step, agree.on_first(lambda: found[step][0].index["metadata"]))
             if jax.process_index() == 0:
                 more = f" and {len(bad) - 1} more" * (len(bad) > 1)
                 self.tell(f"{self.name}: step {step} is not used ({bad[0]}{more}); going on from an older "
@@ -114,7 +112,7 @@ class LocalCheckpoints:
         """Gets this process's files of the newest step that all processes' files exist of, on whatever host."""
         if agree.exchange(self._exchange is None)[0]:
             return
-        held = agree.exchange([[process, step] for process, step in self._held() if step > after])
+        held = agree.exchange([[part.process, part.step] for part in self._parts() if part.step > after])
         where = {(process, step): index for index, some in reversed(list(enumerate(held))) for process, step in some}
         me, everyone = jax.process_index(), range(jax.process_count())
         whole = [step for step in {step for _, step in where} if all((process, step) in where for process in everyone)]
@@ -131,40 +129,21 @@ class LocalCheckpoints:
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
         """Restore arrays of a step found by `newest` to the shardings of `wanted`, which may be a part of them."""
-        if not (parts := self._used.get(step)):
-            raise files.FileSystemError(f"{self.name}: step {step} in {self._home()}, whose checksums have "
-                                        f"just held, cannot be read any more; see to the file system and start again")
-        where = {piece: (part, offset) for part in parts for piece, offset in part.pieces.items()}
-        maps = {part.place: np.memmap(part.place / SHARDS, np.uint8, "r") for part in parts}
-        if wider := [name for name, leaf in trees.leaves_of(wanted).items()
-                     if widens(parts[0].arrays[name], [list(leaf.shape), leaf.dtype])]:
-            tell_widened(f"step {step} in {self._home()}", wider)
-
-        def array(path, leaf):
-            name = trees.name(path)
-            mine = {region: at for (other, region), at in where.items() if other == name}
-
-            def region(index):
-                asked = region_of(index, leaf.shape)
-                whole = np.empty([hi - lo for lo, hi in asked], leaf.dtype)
-                for held, (part, offset) in mine.items():
-                    if (common := intersection(held, asked)) is not None:
-                        shape = [hi - lo for lo, hi in held]
-                        dtype = jnp.dtype(part.arrays[name][1])
-                        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-                        piece = maps[part.place][offset:offset + size].view(dtype).reshape(shape)
-                        whole[slices(common, asked)] = piece[slices(common, held)]
-                return whole
-
-            return jax.make_array_from_callback(leaf.shape, leaf.sharding, region)
-
-        return jax.tree.map_with_path(array, wanted)
+        try:
+            used, stored = self._used[step]
+            if wider := [name for name, form in forms(wanted).items() if widens(stored[name], form)]:
+                tell_widened(f"step {step} in {self._home()}", wider)
+            dtypes = {name: dtype for name, (_, dtype) in stored.items()}
+            return pieces.restored(wanted, used, dtypes, self._read, AT_ONCE)
+        except (KeyError, OSError, DamagedPiece, ValueError):
+            raise files.FileSystemError(f"{self.name}: step {step} in {self._home()}, whose checksums have just held, "
+                                        f"cannot be read any more; see to the file system and start again") from None
 
     def begin(self, step: int, used: bool) -> None:
         """Training is about to continue after `step`: from now on only this start's checkpoints are valid and, if
         `used`, the one it resumed from. All others of this run are removed."""
         self._join()
-        lineage, self._start = self._lineage, secrets.token_hex(8)
+        lineage = self._lineage
         if lineage is None and self._root is None:
             return
         at = str(self._lineage_file.parent.resolve())
@@ -174,19 +153,18 @@ class LocalCheckpoints:
             since = [lineage["start"], step] if lineage and used else None
             if since and lineage["from"] and lineage["from"][1] == step:
                 since = lineage["from"]
-            new = {"run": run, "at": at, "start": self._start, "from": since}
+            new = {"run": run, "at": at, "start": secrets.token_hex(8), "from": since}
             files.attempted(lambda: files.replace(self._lineage_file, json.dumps(new)),
                             f"{self._lineage_file} cannot be written",
                             "give a run.dir that can", ConfigError)
             return new
 
         self._lineage = agree.on_first(write)
-        self._start, self._started, self._whole = self._lineage["start"], step, step if used else 0
+        self._started, self._whole = step, step if used else 0
         self._failure = ""
         self._remove(lambda other: not used or other != step)
-        if self._root is not None:
-            for place in self._home().glob("process-*/.coming-*"):
-                files.remove(place)
+        for place in self._places(".coming-*"):
+            files.remove(place)
         if self._fallback is not None:      # of runs that had this place before
             for place in self._fallback.glob("*"):
                 if place != self._home():
@@ -199,17 +177,10 @@ class LocalCheckpoints:
         began = time.perf_counter()
         self._settle()
         self._started = step
-        arrays, pieces = {}, []
-        for name, leaf in trees.leaves_of(state).items():
-            arrays[name] = [list(leaf.shape), str(leaf.dtype)]
-            held = {region_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
-            pieces += [(name, region, data) for region, data in held.items()]
-        for *_, data in pieces:
-            data.copy_to_host_async()
-        # the next step may donate the buffers
-        copies = [(name, region, np.array(data)) for name, region, data in pieces]
-        document = {"start": self._start, "metadata": {"format": FORMAT, **metadata}, "arrays": arrays}
-        self._thread = threading.Thread(target=self._write, args=(step, document, copies))
+        index = {"format": LOCAL_FORMAT, "start": self._lineage["start"], "metadata": {"format": FORMAT, **metadata}}
+        own = list(pieces.own(state, copies=True))
+        index |= pieces.begin_index(state)
+        self._thread = threading.Thread(target=self._write, args=(step, index, own))
         self._thread.start()
         return time.perf_counter() - began
 
@@ -242,21 +213,16 @@ class LocalCheckpoints:
         self._reported, self._failure = message, ""
         self._remove(lambda step: step == self._started)
 
-    def _write(self, step, document, copies) -> None:
+    def _write(self, step, index, own) -> None:
         place = self._own() / ".saving"
         try:
             files.remove(place)
             place.mkdir(parents=True)
-            digest, offset, where = xxhash.xxh3_128(), 0, []
             with open(place / SHARDS, "wb", buffering=0) as file:
-                for name, region, data in copies:
-                    left = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
-                    digest.update(left)
-                    where.append([name, region, offset])
-                    offset += len(left)
+                for left in pieces.lay_out(index, SHARDS, own):
                     while left:
                         left = left[file.write(left[:files.CHUNK_BYTES]):]
-            text = json.dumps(document | {"pieces": where, "sum": [offset, digest.hexdigest()]})
+            text = json.dumps(index)
             (place / INDEX).write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}", encoding="utf-8")
             _delete(self._own() / str(step))
             place.rename(self._own() / str(step))
@@ -312,69 +278,62 @@ class LocalCheckpoints:
                         "give a directory that every host has and can write, e.g. below /dev/shm or on its own disk",
                         ConfigError)
 
-    def _parts(self) -> dict[int, list[_Part]]:
-        """Step -> local checkpoints of this run's valid start on this host. Unreadable ones are ignored."""
-        found: dict[int, list[_Part]] = {}
-        if self._root is None or self._lineage is None:
-            return found
-        for place in self._home().glob("process-*/*"):
-            if not place.name.isdecimal():
-                continue
+    def _places(self, pattern: str) -> Iterator[Path]:
+        """What this host has of the run, of any process."""
+        return iter(()) if self._root is None or self._lineage is None else self._home().glob(f"process-*/{pattern}")
+
+    def _parts(self) -> list[_Part]:
+        """What this host has of the valid start. Unreadable parts are ignored."""
+        found = []
+        for place in self._places("*"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                process, step = int(place.parent.name.removeprefix("process-")), int(place.name)
                 digest, text = files.patiently(lambda: (place / INDEX).read_text(encoding="utf-8")).split("\n")
-                document, step = json.loads(text), int(place.name)
-                start = document["start"]
+                start = (index := json.loads(text))["start"]
                 is_valid = start == self._lineage["start"] or [start, step] == self._lineage["from"]
                 if is_valid and digest == xxhash.xxh3_128_hexdigest(text.encode()):
-                    pieces = {(name, tuple(map(tuple, region))): offset for name, region, offset in document["pieces"]}
-                    found.setdefault(step, []).append(
-                        _Part(place, document["metadata"], document["arrays"], pieces, document["sum"]))
+                    found.append(_Part(process, step, index))
         return found
 
-    def _held(self) -> list[tuple[int, int]]:
-        """(process, step) of the parts on this host."""
-        return [(int(part.place.parent.name.removeprefix("process-")), step)
-                for step, some in self._parts().items() for part in some]
+    def _read(self, name: str, start: int, stop: int) -> bytes:
+        with open(self._home() / name, "rb", buffering=0) as file:
+            return files.patiently(lambda: os.pread(file.fileno(), stop - start, start))
 
-    def _fault(self, step: int, parts: list[_Part], abstract: Any) -> str:
-        """Why this process cannot restore from the pieces on its host; empty if it can. Reads its own part, and those
-        of others as far as it needs them."""
-        own, used, damaged = self._place(jax.process_index(), step), [], ""
-        for part in sorted(parts, key=lambda part: part.place != own):
-            if used and not self._missing(used, abstract):
-                break
-            try:
-                text = files.difference(files.checksums(part.place, [part.place / SHARDS])[SHARDS], part.sum)
-                damaged = damaged or text and f"{part.place / SHARDS}: {text}"
-            except OSError as error:
-                text = damaged = damaged or files.said(error)
-            used += [part] if not text else []
-        self._used[step] = used
-        missing = self._missing(used, abstract)
-        return missing and (damaged or missing)
-
-    @staticmethod
-    def _missing(parts: list[_Part], abstract: Any) -> str:
-        """What of the arrays is in none of the parts; empty if nothing."""
-        held = {piece for part in parts for piece in part.pieces}
-        for name, leaf in trees.leaves_of(abstract).items():
-            form = [list(leaf.shape), str(jnp.dtype(leaf.dtype))]
-            if any(part.arrays.get(name) != form and not widens(part.arrays.get(name), form) for part in parts):
-                return f"its {name} has another form"
-            regions = [region for other, region in held if other == name]
-            for wanted in {region_of(index, leaf.shape)
-                           for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}:
-                # Pieces of one step are equal or disjoint, so the volumes of intersections add up.
-                if sum(volume(intersection(region, wanted)) for region in regions) != volume(wanted):
-                    return f"not all of {name} that it needs is on its host"
+    def _fault(self, step: int, parts: list[_Part], wanted: Any) -> str:
+        """Why this process cannot restore from the pieces on its host; empty if it can. Reads the pieces that it needs:
+        its own, and those of others that it lacks."""
+        if not parts:
+            return "it has no part of it"
+        used, damaged = {}, ""
+        for part in sorted(parts, key=lambda part: part.process != jax.process_index()):
+            if part.index.get("format") != LOCAL_FORMAT:
+                return "another version of meshtrain has written it"
+            stored, held = pieces.forms_of(part.index), pieces.pieces_of(part.index, f"process-{part.process}/{step}/")
+            for name, form in forms(wanted).items():
+                if stored.get(name) != form and not widens(stored.get(name), form):
+                    return f"its {name} has another form"
+            for name, leaf in trees.leaves_of(wanted).items():
+                of, asked = used.setdefault(name, {}), pieces.asked_of(leaf)
+                for piece in held[name]:    # those of one step are equal or disjoint
+                    if piece.region not in of and any(
+                            pieces.intersection(piece.region, one) is not None for one in asked):
+                        try:
+                            pieces.fetch(piece, stored[name][1], self._read)
+                            of[piece.region] = piece
+                        except (OSError, DamagedPiece) as error:
+                            damaged = damaged or files.said(error)
+        for name, leaf in trees.leaves_of(wanted).items():
+            for asked in pieces.asked_of(leaf):
+                if sum(pieces.volume(pieces.intersection(one, asked)) for one in used[name]) != pieces.volume(asked):
+                    return damaged or f"not all of {name} that it needs is on its host"
+        self._used[step] = {name: list(of.values()) for name, of in used.items()}, stored
         return ""
 
     def _remove(self, doomed: Callable[[int], bool]) -> None:
         """Remove steps of this run on this host, of any process."""
-        if self._root is not None:
-            for place in self._home().glob("process-*/*"):
-                if place.name.isdecimal() and doomed(int(place.name)):
-                    _delete(place)
+        for place in self._places("*"):
+            if place.name.isdecimal() and doomed(int(place.name)):
+                _delete(place)
 
 
 def _delete(place: Path) -> None:

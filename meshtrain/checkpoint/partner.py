@@ -19,12 +19,15 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshtrain import files
+from meshtrain.run import say
 
 SILENCE_S = 30.0        # of the other side, after which a transfer is given up
+PAUSE_S = 1.0           # after an answer that could not begin
 SECRET_BYTES = 32
 LENGTH = struct.Struct(">Q")
 MOST_HEADER_BYTES = 1 << 16
@@ -107,11 +110,14 @@ def _of_interfaces() -> list[str]:
 class Exchange:
     """Takes and gives files of local checkpoints. place: (process, step) -> the directory of its files on this host.
     names: of the files in it, in the order in which they are written: the last makes it whole. secret: of this start.
-    first: the host of process 0. at: [address, port] by which others reach it.
+    first: the host of process 0. tell: gets each reason why an answer failed, once. at: [address, port] by which others
+    reach it.
     """
 
-    def __init__(self, place: Callable[[int, int], Path], names: Sequence[str], secret: str, first: str = ""):
-        self.place, self.names, self.secret = place, names, bytes.fromhex(secret)
+    def __init__(self, place: Callable[[int, int], Path], names: Sequence[str], secret: str, first: str = "",
+                 tell: Callable[[str], None] = say.err):
+        self.place, self.names, self.secret, self.tell = place, names, bytes.fromhex(secret), tell
+        self._told: set[str] = set()
         both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
         self._listening = socket.create_server(("", 0), **both)
         self.at = [[address, self._listening.getsockname()[1]] for address in own_addresses(first)]
@@ -123,11 +129,7 @@ class Exchange:
         """Sends the files of this host's `process` to where they are kept, too. at: of the other side. Raises:
         TransferError."""
         with self._asked(at, {"does": "keep", "process": process, "step": step}) as link:
-            place = self.place(process, step)
-            for name in self.names:
-                with open(place / name, "rb") as file:
-                    link.sendall(LENGTH.pack(os.fstat(file.fileno()).st_size))
-                    link.sendfile(file)
+            self._send(link, process, step)
             if _exactly(link, 1) != b"\1":
                 raise OSError("it could not keep them")
 
@@ -161,32 +163,47 @@ class Exchange:
     # ---- answering ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while True:
+        while self._listening.fileno() >= 0:
             try:
                 link, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(link,), daemon=True, name="partner").start()
+                threading.Thread(target=self._answer, args=(link,), daemon=True, name="partner").start()
+            except Exception as error:      # too many files or threads are open
+                self._report(error)
+                time.sleep(PAUSE_S)
 
     def _answer(self, link: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), link:
-            link.settimeout(SILENCE_S)
-            if not hmac.compare_digest(_exactly(link, SECRET_BYTES), self.secret):
-                return
-            (size,) = LENGTH.unpack(_exactly(link, LENGTH.size))
-            if size > MOST_HEADER_BYTES:
-                return
-            asked = json.loads(_exactly(link, size))
-            process, step = int(asked["process"]), int(asked["step"])
-            link.sendall(self.secret[::-1])
-            if asked["does"] == "keep":
-                self._receive(link, process, step)
-                link.sendall(b"\1")
-            else:
-                for name in self.names:
-                    with open(self.place(process, step) / name, "rb") as file:
-                        link.sendall(LENGTH.pack(os.fstat(file.fileno()).st_size))
-                        link.sendfile(file)
+        try:
+            with link:
+                link.settimeout(SILENCE_S)
+                if not hmac.compare_digest(_exactly(link, SECRET_BYTES), self.secret):
+                    return
+                (size,) = LENGTH.unpack(_exactly(link, LENGTH.size))
+                if size > MOST_HEADER_BYTES:
+                    return
+                asked = json.loads(_exactly(link, size))
+                process, step = int(asked["process"]), int(asked["step"])
+                link.sendall(self.secret[::-1])
+                if asked["does"] == "keep":
+                    self._receive(link, process, step)
+                    link.sendall(b"\1")
+                else:
+                    self._send(link, process, step)
+        except (ConnectionError, TimeoutError):     # the other side tells it, or is a stranger
+            pass
+        except Exception as error:
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        """Tell a reason once; none after `close`."""
+        if (reason := files.said(error)) not in self._told and self._listening.fileno() >= 0:
+            self._told.add(reason)
+            self.tell(f"a copy of a local checkpoint is not exchanged with another host: {reason}; training goes on")
+
+    def _send(self, link: socket.socket, process: int, step: int) -> None:
+        for name in self.names:
+            with open(self.place(process, step) / name, "rb") as file:
+                link.sendall(LENGTH.pack(os.fstat(file.fileno()).st_size))
+                link.sendfile(file)
 
     def _receive(self, link: socket.socket, process: int, step: int) -> None:
         place = self.place(process, step)
@@ -200,13 +217,13 @@ class Exchange:
                     while left:
                         count = link.recv_into(buffer[:min(left, len(buffer))])
                         if not count:
-                            raise OSError("the connection ended early")
+                            raise ConnectionError("the connection ended early")
                         view, left = buffer[:count], left - count
                         while view:
                             view = view[file.write(view):]
             files.remove(place)
             made.rename(place)
-        except OSError:
+        except BaseException:
             shutil.rmtree(made, ignore_errors=True)
             raise
 
@@ -219,6 +236,6 @@ def _exactly(link: socket.socket, count: int) -> bytes:
     while len(found) < count:
         more = link.recv(count - len(found))
         if not more:
-            raise OSError("the connection ended early")
+            raise ConnectionError("the connection ended early")
         found += more
     return found

@@ -1,7 +1,12 @@
 """Arrays cut into pieces: which process writes which, and arrays of any sharding put together from them again.
 
 A piece is a region of one array, cut along its first dims into at most PIECE_BYTES, so that another mesh reads little
-that it does not need. Of copies on several processes each writes a part. This module knows no file and no bucket.
+that it does not need. Pieces lie behind each other in objects: files, or what a bucket holds. An index, JSON, says
+where each is, with its checksum:
+
+    {"arrays": {name: [shape, dtype]}, "objects": {name: bytes}, "pieces": [[array, region, object, offset, xxh3-64]]}
+
+This module knows no file and no bucket.
 """
 from __future__ import annotations
 
@@ -10,10 +15,11 @@ import concurrent.futures
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import xxhash
 
@@ -22,6 +28,7 @@ from meshtrain.run import trees
 PIECE_BYTES = 64 << 20
 AHEAD_BYTES = 2 << 30       # read, or being read, before the arrays they are for
 Region = tuple[tuple[int, int], ...]        # [start, stop) along each dim; of a scalar: none
+Read = Callable[[str, int, int], bytes]     # (object, start, stop)
 
 
 class Piece(NamedTuple):
@@ -74,9 +81,9 @@ def cut(region: Region, itemsize: int, most: int = PIECE_BYTES) -> list[Region]:
     return [((at, min(at + rows, stop)), *rest) for at in range(start, stop, rows)]
 
 
-def own(state: Any) -> Iterator[tuple[str, Region, np.ndarray]]:
+def own(state: Any, *, copies: bool = False) -> Iterator[tuple[str, Region, np.ndarray]]:
     """(array, region, data on the host) of the pieces that this process writes of a pytree of jax arrays. All processes
-    together have each element once."""
+    together have each element once; with `copies` each has all that lies on its devices."""
     me = jax.process_index()
     arrays = []
     for name, leaf in trees.leaves_of(state).items():
@@ -86,7 +93,7 @@ def own(state: Any) -> Iterator[tuple[str, Region, np.ndarray]]:
         shards = {region_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
         first = zlib.crc32(name.encode())      # small arrays have one piece: not all of them are process 0's
         for region, data in shards.items():
-            among = sorted(holders[region])
+            among = [me] if copies else sorted(holders[region])
             mine = [piece for number, piece in enumerate(cut(region, leaf.dtype.itemsize))
                     if among[(first + number) % len(among)] == me]
             if mine:
@@ -97,11 +104,57 @@ def own(state: Any) -> Iterator[tuple[str, Region, np.ndarray]]:
         yield from ((name, piece, whole[slices(piece, region)]) for piece in mine)
 
 
+def begin_index(state: Any) -> dict:
+    """The index of a pytree of arrays, without objects."""
+    arrays = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in trees.leaves_of(state).items()}
+    return {"arrays": arrays, "objects": {}, "pieces": []}
+
+
+def lay_out(index: dict, name: str, some: Iterable[tuple[str, Region, np.ndarray]]) -> list[memoryview]:
+    """Add an object with these pieces of `own` to the index; return its bytes. Threads may share the index."""
+    content, offset = [], 0
+    for array, region, data in some:
+        content.append(as_bytes(data))
+        index["pieces"].append([array, region, name, offset, xxhash.xxh3_64_hexdigest(content[-1])])
+        offset += len(content[-1])
+    index["objects"][name] = offset
+    return content
+
+
+def forms_of(index: dict) -> dict[str, tuple]:
+    """Array -> (shape, dtype)."""
+    return {name: (tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype) in index["arrays"].items()}
+
+
+def pieces_of(index: dict, folder: str = "") -> dict[str, list[Piece]]:
+    """Array -> its pieces. folder: put before the names of objects."""
+    found: dict[str, list[Piece]] = {name: [] for name in index["arrays"]}
+    for name, region, *where, sum in index["pieces"]:
+        found[name].append(Piece(tuple(map(tuple, region)), f"{folder}{where[0]}", where[1], sum))
+    return found
+
+
+def asked_of(leaf: jax.ShapeDtypeStruct) -> set[Region]:
+    """The regions of an array that lie on this process's devices."""
+    return {region_of(index, leaf.shape)
+            for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
+
+
+def fetch(piece: Piece, dtype: np.dtype, read: Read) -> np.ndarray:
+    """Raises: DamagedPiece; what `read` raises."""
+    size = volume(piece.region) * dtype.itemsize
+    for _ in range(2):      # once more where it was damaged on its way
+        data = read(piece.object, piece.offset, piece.offset + size)
+        if len(data) == size and xxhash.xxh3_64_hexdigest(data) == piece.sum:
+            return np.frombuffer(data, dtype).reshape(shape_of(piece.region))
+    raise DamagedPiece(f"{piece.object}: its checksum differs at byte {piece.offset:,}")
+
+
 def restored(wanted: Any, pieces: Mapping[str, Sequence[Piece]], dtypes: Mapping[str, np.dtype],
-             read: Callable[[str, int, int], bytes], at_once: int) -> Any:
+             read: Read, at_once: int) -> Any:
     """Arrays with the shardings and dtypes of `wanted`, a pytree of jax.ShapeDtypeStruct. dtypes: in which they are
-    stored. read(object, start, stop): bytes, in several threads. Raises: DamagedPiece; ValueError where elements are
-    missing; what `read` raises."""
+    stored. read: is called in several threads. Raises: DamagedPiece; ValueError where elements are missing; what `read`
+    raises."""
     leaves = [(trees.name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)]
     arrays = []
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
@@ -114,25 +167,16 @@ def restored(wanted: Any, pieces: Mapping[str, Sequence[Piece]], dtypes: Mapping
 
 def _arrays(leaves, pieces, dtypes, read, pool) -> Iterator[jax.Array]:
     """One array after the other, while the pieces of those behind it come."""
-    def fetch(piece: Piece, dtype) -> np.ndarray:
-        size = volume(piece.region) * dtype.itemsize
-        for _ in range(2):      # once more where it was damaged on its way
-            data = read(piece.object, piece.offset, piece.offset + size)
-            if len(data) == size and xxhash.xxh3_64_hexdigest(data) == piece.sum:
-                return np.frombuffer(data, dtype).reshape(shape_of(piece.region))
-        raise DamagedPiece(f"{piece.object}: its checksum differs at byte {piece.offset:,}")
-
     waiting, ahead, rest = collections.deque(), 0, iter(leaves)
     while True:
         while ahead < AHEAD_BYTES and (more := next(rest, None)):
             name, leaf = more
             dtype = np.dtype(dtypes[name])
-            asked = {region_of(index, leaf.shape)
-                     for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
+            asked = asked_of(leaf)
             needed = [piece for piece in pieces[name]
                       if any(intersection(piece.region, region) is not None for region in asked)]
             size = sum(volume(piece.region) for piece in needed) * dtype.itemsize
-            waiting.append((name, leaf, size, [(piece, pool.submit(fetch, piece, dtype)) for piece in needed]))
+            waiting.append((name, leaf, size, [(piece, pool.submit(fetch, piece, dtype, read)) for piece in needed]))
             ahead += size
         if not waiting:
             return

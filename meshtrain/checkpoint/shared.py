@@ -31,16 +31,6 @@ class CheckpointError(files.FileSystemError):
     """A checkpoint could not be saved or read. The message has the step, the place and the system's error."""
 
 
-class Fallback(Protocol):
-    """Keeps the state while the place takes no checkpoint: `LocalCheckpoints`. All processes make the same calls."""
-    name: str
-
-    def save(self, step: int, state: Any, metadata: dict) -> float: ...
-
-    def last(self) -> int:
-        """The newest step that it has from every process; 0: none."""
-
-
 class Store(Protocol):
     """Where a run saves its state: `SharedCheckpoints`, or `LocalCheckpoints` (per host). All processes make the same
     calls."""
@@ -53,6 +43,14 @@ class Store(Protocol):
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
         """Restore arrays of `step` to the shardings of `wanted`, a pytree of jax.ShapeDtypeStruct. part: only some of
         them."""
+
+
+class Fallback(Store, Protocol):
+    """Keeps the state while the place takes no checkpoint: `LocalCheckpoints`."""
+    name: str
+
+    def last(self) -> int:
+        """The newest step that it has from every process; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,20 +111,18 @@ class SharedCheckpoints(abc.ABC):
 
     # ---- the place ---------------------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def named(self, step: int) -> str:
         """Where a step is, for messages."""
+        return f"{self.place}/{step}"
 
     @abc.abstractmethod
     def _open(self) -> None:
         """In process 0: make the place, and remove what saves have left there."""
 
     @abc.abstractmethod
-    def _steps(self) -> list[int]:
-        """In process 0: the saved steps."""
-
-    @abc.abstractmethod
-    def _exists(self, step: int) -> bool: ...
+    def _names(self) -> list[str]:
+        """In process 0: what is there: <step>, <step>.damaged, <step>.aside, and names of others. Raises: OSError,
+        ValueError."""
 
     @abc.abstractmethod
     def _metadata(self, step: int) -> dict:
@@ -141,16 +137,16 @@ class SharedCheckpoints(abc.ABC):
         """In process 0, when all have written: make the step a checkpoint. reason: why a process has not."""
 
     @abc.abstractmethod
-    def _retire(self, step: int) -> None:
-        """In process 0: remove checkpoints beyond `keep`, and what failed saves up to `step` have left."""
+    def _remove(self, steps: Sequence[int]) -> None:
+        """In process 0. A kill in between leaves whole checkpoints, and what `_clean` removes."""
 
     @abc.abstractmethod
-    def _set_aside(self, step: int, kind: str) -> str:
-        """In process 0: keep a step under another name, which it returns. kind: aside or damaged. Raises: OSError."""
+    def _clean(self, up_to: int | None = None) -> None:
+        """In process 0: remove what saves and removals have left, of no later step, which others may be writing."""
 
     @abc.abstractmethod
-    def _damaged(self) -> set[str]:
-        """In process 0: names of what was set aside as damaged."""
+    def _rename(self, step: int, name: str) -> None:
+        """In process 0. Raises: OSError, ValueError."""
 
     @abc.abstractmethod
     def fault(self, step: int, *, only_params: bool = False) -> str:
@@ -198,7 +194,7 @@ class SharedCheckpoints(abc.ABC):
         if lost:
             self.wait()     # raises
         # A step set aside since (damaged, or the run went back) is saved again.
-        if step == self._step and not failed and agree.on_first(lambda: self._exists(step)):
+        if step == self._step and not failed and agree.on_first(lambda: step in self._steps()):
             return time.perf_counter() - start
         if failed and self.fallback:
             self.fallback.save(step, state, metadata)
@@ -248,32 +244,34 @@ class SharedCheckpoints(abc.ABC):
         if error is None:
             self._saved, self._saved_s = step if index == 0 else self._saved, time.monotonic()
         else:
-            self._claimed = self._is_claimed()
             since = f"nothing is saved since step {self._saved}" if self._saved else "nothing is saved yet"
             self._failure = f"checkpoint of step {step} not saved in {self.place}: {files.said(error)}; {since}"
-        if index == 0 and not self._claimed:  # before reporting: the log may be on the same full disk
-            try:
-                self.check_claim()
-                self._retire(step)
-            except (OSError, ValueError) as refused:
-                self._report_leftovers(refused)
-        if error is not None:
+        if error is not None or index == 0:
+            self._clean_after(step, index)
+        if error is not None:       # after the removal: the log may be on the same full disk
             self.tell(self._failure)
 
-    def _is_claimed(self) -> bool:
-        """Whether another start is known to have claimed the directory."""
+    def _clean_after(self, step: int, index: int) -> None:
+        """Find out whether another start has claimed the directory; if not, remove in process 0 what may go."""
         try:
             self.check_claim()
+            if index == 0:
+                self._retire(step)
         except rundir.LostClaimError:
-            return True
-        except (OSError, ValueError):
-            pass
-        return False
+            self._claimed = True
+        except (OSError, ValueError) as refused:
+            if index == 0:
+                self._report_leftovers(refused)
+
+    def _retire(self, step: int) -> None:
+        """In process 0: remove checkpoints beyond `keep`, and what failed saves up to `step` have left."""
+        self._remove(self.retired())
+        self._clean(step)
 
     def retired(self) -> list[int]:
         """The steps beyond `keep` that may be removed. Those still needed for exports stay: at most `keep`, and none
         after a failed save, which may need their space."""
-        old = [one for one in sorted(self._steps())[: -self.keep] if not self._is_kept(one)] if self.keep else []
+        old = [one for one in self._steps()[: -self.keep] if not self._is_kept(one)] if self.keep else []
         held = [] if self._failed else [one for one in old if self.is_needed(one)][-self.keep:]
         return [one for one in old if one not in held]
 
@@ -356,14 +354,13 @@ class SharedCheckpoints(abc.ABC):
             if jax.process_index() == 0:
                 self.tell(f"checkpoint {self.named(newest)} is damaged ({fault})"
                           f"{self._set_damaged_aside(newest)}; trying the one before")
-        damaged = agree.on_first(lambda: sorted(self._damaged() | set(map(str, self._steps()))))
+        damaged = agree.on_first(lambda: sorted(name for name in self._names()
+                                                if name.isdecimal() or ".damaged" in name))
         if damaged:
             raise agree.agreed(ConfigError(
                 f"{self.place} holds no whole checkpoint, only damaged ones ({', '.join(damaged)}); restore the files "
-                f"of one and give it its number as name again, or remove {self._whole_place} to start from step 1"))
+                f"of one and give it its number as name again, or remove them all to start from step 1"))
         return None
-
-    _whole_place = "the directory"
 
     def _set_damaged_aside(self, step: int) -> str:
         """Set a damaged checkpoint aside; describe the result."""
@@ -375,13 +372,23 @@ class SharedCheckpoints(abc.ABC):
     def steps(self) -> list[int]:
         """All saved steps in order, complete or damaged. Process 0 lists for all: renames on a shared file system are
         not visible everywhere at once."""
-        return agree.on_first(lambda: sorted(self._steps()))
+        return agree.on_first(self._steps)
+
+    def _steps(self) -> list[int]:
+        return sorted(int(name) for name in self._names() if name.isdecimal())
+
+    def _set_aside(self, step: int, kind: str) -> str:
+        """In process 0: keep a step under another name, which it returns. kind: aside or damaged."""
+        taken = self._names()
+        name = files.free_name(f"{step}.{kind}", lambda name: name in taken)
+        self._rename(step, name)
+        return name
 
     def set_aside_after(self, step: int) -> list[str]:
         """Rename all checkpoints later than `step`, so that no run resumes from them; return their new names."""
         self._saved = step
         def set_aside():
-            later = [one for one in sorted(self._steps()) if one > step]
+            later = [one for one in self._steps() if one > step]
             return [files.attempted(lambda: self._set_aside(one, "aside"), f"{self.named(one)} cannot be set aside",
                                     "give a directory that can be written", ConfigError) for one in later]
         return agree.on_first(set_aside)
