@@ -1,5 +1,6 @@
 """Local checkpoints: what every host still has comes back bit for bit; anything less, or of another run or start, is
 never used."""
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import xxhash
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import train
@@ -85,6 +87,29 @@ def test_a_damaged_step_is_told_or_not_there_and_the_one_before_is_used(tmp_path
     assert newest == (2, {"position": 2})
     if damage in ("bit", "cut", "no shards"):
         assert len(told) == 1 and "checkpoint.local_dir: step 4 is not used (process 0 on" in told[0], told
+
+
+def test_a_step_that_another_version_wrote_is_told_and_the_one_before_is_used(tmp_path):
+    tier, _ = kept(tmp_path, 2, 4)
+    path = tier._own() / "4" / "index.json"
+    index = json.loads(path.read_text().partition("\n")[2])
+    del index["format"], index["objects"]
+    index["pieces"] = [[name, region, offset] for name, region, _, offset, _ in index["pieces"]]
+    text = json.dumps(index)
+    path.write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")
+    _, newest, told = found(tmp_path)
+    assert newest == (2, {"position": 2})
+    assert len(told) == 1 and "step 4 is not used" in told[0] and "another version of meshtrain has written it" in told[0]
+
+
+def test_a_piece_that_is_damaged_in_one_process_is_read_from_another_that_has_it(tmp_path):
+    tier, _ = kept(tmp_path, 2)
+    shutil.copytree(tier._own(), tier._place(1, 2).parent)
+    flip(tier._own() / "2" / "shards", 77)
+    tier, newest, told = found(tmp_path)
+    assert newest == (2, {"position": 2}) and told == []
+    wanted = abstract(make_state(mesh(4, 2), P("a", "b")))
+    assert_same_bits(tier.restore(2, wanted), make_state(mesh(4, 2), P("a", "b"), seed=2))
 
 
 def test_another_start_another_run_and_a_copy_of_run_dir_find_nothing(tmp_path):

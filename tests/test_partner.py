@@ -1,11 +1,13 @@
 """Copies on another host: which process keeps whose, and what a stranger or a broken line can do."""
 import contextlib
+import errno
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,39 @@ def test_a_transfer_that_breaks_off_leaves_the_copy_before(two, monkeypatch):
     one.close()
     with pytest.raises(partner.TransferError):
         partner.Exchange(zero.place, zero.names, zero.secret.hex()).send([["127.0.0.1", 1]], 0, 4)
+
+
+@pytest.mark.parametrize("broken", ["answer", "thread", "accept"])
+def test_an_exchange_that_fails_here_is_told_once_and_the_next_is_answered(broken, two, monkeypatch):
+    home, (zero, one) = two
+    told, real = [], {"thread": threading.Thread.start, "accept": one._listening.accept}
+    one.tell = told.append
+    monkeypatch.setattr(partner, "PAUSE_S", 0.01)
+    with monkeypatch.context() as patched:
+        if broken == "answer":
+            patched.setattr(one, "_receive", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        elif broken == "thread":
+            def start(self):
+                if self.name == "partner":
+                    raise RuntimeError("can't start new thread")
+                return real["thread"](self)
+            patched.setattr(threading.Thread, "start", start)
+        else:
+            class Listening:
+                fileno = one._listening.fileno
+
+                def accept(self):
+                    if len(told) < 1:
+                        raise OSError(errno.EMFILE, "Too many open files")
+                    return real["accept"]()
+            patched.setattr(one, "_listening", Listening())
+        for _ in range(2):
+            with contextlib.suppress(partner.TransferError):
+                zero.send(one.at, 0, 4)
+    zero.send(one.at, 0, 4)
+    assert contents(home / "host1" / "process-0" / "4") == contents(home / "host0" / "process-0" / "4")
+    reason = {"answer": "No space left", "thread": "RuntimeError: can't start new thread", "accept": "Too many open files"}
+    assert told == [f"a copy of a local checkpoint is not exchanged with another host: {reason[broken]}; training goes on"]
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------

@@ -8,16 +8,15 @@ array and no run.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hmac
 import ipaddress
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ SECRET_BYTES = 32
 LENGTH = struct.Struct(">Q")
 MOST_HEADER_BYTES = 1 << 16
 MOST_ADDRESSES = 16     # of one host
-IFF_UP = 1
 
 
 class TransferError(OSError):
@@ -61,8 +59,7 @@ def own_addresses(first: str = "") -> list[str]:
     host `first`, of process 0; of the default route; of all other interfaces. Those of loopback only where there is no
     other: Debian gives a host's own name 127.0.1.1."""
     found = [address for host in (first, "192.0.2.1", "2001:db8::1") if host for address in _towards(host)]
-    with contextlib.suppress(OSError, AttributeError):      # a C library without it
-        found += _of_interfaces()
+    found += _of_interfaces()
     # IPv6's link-local addresses mean nothing without an interface of the other host's.
     usable = [address for address in dict.fromkeys(found) if not (":" in address and
                                                                   ipaddress.ip_address(address).is_link_local)]
@@ -81,30 +78,14 @@ def _towards(host: str) -> list[str]:
     return found
 
 
-class _Interface(ctypes.Structure):
-    """C's struct ifaddrs, as far as it is read."""
-
-
-_Interface._fields_ = [("next", ctypes.POINTER(_Interface)), ("name", ctypes.c_char_p), ("flags", ctypes.c_uint),
-                       ("address", ctypes.c_void_p)]
-
-
 def _of_interfaces() -> list[str]:
-    """The addresses of this host's interfaces that are up, those of IPv4 before those of IPv6. Linux only."""
-    library, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_Interface)()
-    if not sys.platform.startswith("linux") or library.getifaddrs(ctypes.byref(first)):
-        return []
-    found: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
-    at = first
-    while at:
-        if at.contents.address and at.contents.flags & IFF_UP:
-            family = ctypes.c_ushort.from_address(at.contents.address).value
-            if family in found:
-                start, size = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}[family]
-                found[family].append(socket.inet_ntop(family, ctypes.string_at(at.contents.address + start, size)))
-        at = at.contents.next
-    library.freeifaddrs(first)
-    return [*found[socket.AF_INET], *found[socket.AF_INET6]]
+    """The addresses of this host's interfaces, those of IPv4 before those of IPv6. Linux only."""
+    found = []
+    with contextlib.suppress(OSError):
+        found += re.findall(r"-- (\S+)\n.*/32 host LOCAL", Path("/proc/net/fib_trie").read_text())
+        found += [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
+                  for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    return list(dict.fromkeys(found))
 
 
 class Exchange:
@@ -164,12 +145,15 @@ class Exchange:
 
     def _serve(self) -> None:
         while self._listening.fileno() >= 0:
-            try:
-                link, _ = self._listening.accept()
-                threading.Thread(target=self._answer, args=(link,), daemon=True, name="partner").start()
-            except Exception as error:      # too many files or threads are open
-                self._report(error)
-                time.sleep(PAUSE_S)
+            with contextlib.ExitStack() as refused:
+                try:
+                    link, _ = self._listening.accept()
+                    refused.callback(link.close)
+                    threading.Thread(target=self._answer, args=(link,), daemon=True, name="partner").start()
+                    refused.pop_all()
+                except Exception as error:      # too many files or threads are open
+                    self._report(error)
+                    time.sleep(PAUSE_S)
 
     def _answer(self, link: socket.socket) -> None:
         try:

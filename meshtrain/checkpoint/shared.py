@@ -102,6 +102,7 @@ class SharedCheckpoints(abc.ABC):
         self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0
         self._passing = False               # the last save failed in this process because a server did
         self._saved, self._saved_s = 0, time.monotonic()    # last complete step, as process 0 knows it, and when
+        self._last: tuple[Any, dict] | None = None      # state and metadata of the last save, where there is a fallback
         self._promised: dict[int, int] = {}     # step -> keep_every of the start that saved it
         self._step, self._saves = -1, 0  # last step whose save began; number of saves
         self._after_failure = False         # the save before failed, and may still be written
@@ -198,6 +199,7 @@ class SharedCheckpoints(abc.ABC):
             return time.perf_counter() - start
         if failed and self.fallback:
             self.fallback.save(step, state, metadata)
+        self._last = (state, metadata) if self.fallback else None
         self._step, self._saves, self._after_failure = step, self._saves + 1, bool(failed)
         copied = threading.Event()
         self._thread = threading.Thread(target=self._save,
@@ -302,10 +304,17 @@ class SharedCheckpoints(abc.ABC):
         return "" if self._thread is not None and self._thread.is_alive() else self._failure
 
     def wait(self) -> None:
-        """Wait until no process is writing. Raises: CheckpointError if the last save failed."""
+        """Wait until no process is writing. If the last save failed, the fallback keeps its state, unless a later step
+        has taken its buffers. Raises: CheckpointError if it failed."""
         self._join()
-        if failure := agree.exchange(self._failure)[0]:
+        there = self._last is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._last[0]))
+        states = agree.exchange([self._failure, self._claimed, there])
+        failure, lost, _ = states[0]
+        if failure:
             kept = self.fallback and self.fallback.last()
+            if all(there for *_, there in states) and not lost and kept < self._step:
+                self.fallback.save(self._step, *self._last)
+                kept = self.fallback.last()
             raise agree.agreed(CheckpointError(
                 f"{failure}; a start on these hosts goes on from {self._resumed_from()}" if kept else failure))
 
