@@ -18,7 +18,6 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
     command.begin(platform="cpu")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -30,7 +29,6 @@ from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError
 from meshtrain.huggingface import folder
 from meshtrain.model import transformer
-from meshtrain.run import trees
 from meshtrain.storage import addresses, copies
 
 COMMAND = config.Command("meshtrain.convert", {
@@ -98,18 +96,13 @@ def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_fo
     with config.user_errors():
         shape = config.Model(**saved.run["model"])
     model = transformer.build(shape)
-    infos = {info.name: info for info in model.parameters()}
     mesh = Mesh(np.array(found), ("all",), axis_types=(AxisType.Auto,))
-
-    def leaf(path: str) -> jax.Array:
-        info = infos[path]
-        wanted = jax.ShapeDtypeStruct(info.shape, info.dtype,
-                                      sharding=NamedSharding(mesh, _spread(info.shape, mesh.size)))
-        return jax.tree.leaves(adapters.restore(saved, trees.nested({path: wanted}), dtype=jnp.float32))[0]
-
+    wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(
+        mesh, _spread(info.shape, mesh.size))) for info in model.parameters()}
     with config.user_errors():
-        size = export.write(out, model, leaf, dtype=dtype, shard_bytes=shard_bytes, data=saved.run["data"],
-                            ends=_ends(saved, run_dir), source=exports.kept(folder.local(run_dir)))
+        size = export.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=True), dtype=dtype,
+                            shard_bytes=shard_bytes, data=saved.run["data"], ends=_ends(saved, run_dir),
+                            source=exports.kept(folder.local(run_dir)))
     return f"{out}: the weights of step {saved.step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 
 
@@ -121,18 +114,12 @@ def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, ou
         if not section:
             raise ConfigError(f"--adapters: {run_dir} trained the whole model, without LoRA; leave it out")
         model = transformer.build(config.Model(**saved.run["model"]), config.Lora(**section))
-    infos, whole = {info.name: info for info in model.parameters()}, NamedSharding(Mesh(np.array(found), ("all",)), P())
-
-    def leaf(path: str) -> jax.Array | None:
-        if path not in infos:
-            return None
-        wanted = jax.ShapeDtypeStruct(infos[path].shape, infos[path].dtype, sharding=whole)
-        taken = saved.restore({"params": trees.nested({path: wanted})}, part=True)
-        return jax.tree.leaves(taken)[0]
-
+    whole = NamedSharding(Mesh(np.array(found), ("all",)), P())
+    wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=whole) for info in model.parameters()}
     with config.user_errors():
-        size = peft.write(out, model, leaf, dtype=dtype, base=saved.run["checkpoint"]["init_from"],
-                          source=exports.kept(folder.local(run_dir)), ends=_ends(saved, run_dir))
+        size = peft.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=False), dtype=dtype,
+                          base=saved.run["checkpoint"]["init_from"], source=exports.kept(folder.local(run_dir)),
+                          ends=_ends(saved, run_dir))
     return f"{out}: the adapters of step {saved.step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain.checkpoint.shared import Saved
+from meshtrain.cluster import agree
 from meshtrain.model import lora
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
@@ -66,6 +67,19 @@ def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[
         own = {name: leaves[name] for name in names if name in leaves}
         return _merged(own, scale, jnp.float32)[path]
     return of
+
+
+def leaf_of_saved(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct], *,
+                  merge: bool) -> Callable[[str], jax.Array | None]:
+    """Path -> the parameter, read from a checkpoint; None if `wanted` lacks it. wanted: path -> form, with a
+    NamedSharding. merge: adapters into their kernels, in float32."""
+    def read(path: str) -> jax.Array | None:
+        if path not in wanted:
+            return None
+        tree = nested({path: wanted[path]})
+        return leaves_of(agree.everywhere(lambda: restore(saved, tree, jnp.float32) if merge
+                                          else saved.restore({"params": tree}, part=True)["params"]))[path]
+    return read
 
 
 def _adapter_path(path: str, name: str) -> str:

@@ -45,6 +45,7 @@ from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import trees
 
+DAMAGED, MISSING, REFUSED = "damaged", "missing", "refused"
 WRITERS_END_S = 10.0    # within so long tensorstore's threads, which a failed save does not end, make no more files
 
 
@@ -63,15 +64,11 @@ class Checkpoints(SharedCheckpoints):
         super().__init__(self.directory, **keys)
 
     def _open(self) -> None:
-        files.attempted(lambda: self.directory.mkdir(parents=True, exist_ok=True),
-                        f"{self.directory} cannot hold checkpoints",
+        def make_and_clean() -> None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._clean()       # what cannot be renamed would be written into by the next save
+        files.attempted(make_and_clean, f"{self.directory} cannot hold checkpoints",
                         "give a directory that can be written", ConfigError)
-        try:
-            self._clean()
-        except OSError as error:    # it cannot be renamed: the next save would write into it
-            raise files.judged(error,
-                               f"{self.directory} cannot hold checkpoints: what a save left there cannot be renamed",
-                               "give a directory that can be written", ConfigError) from None
 
     def _names(self) -> list[str]:
         try:
@@ -193,37 +190,38 @@ class Checkpoints(SharedCheckpoints):
         place = self.directory / str(step)
         found = agree.exchange(self._check_share(place, only_params))
         # Process 0 decides on files that others miss.
-        missing = {name: index for index, one in reversed(list(enumerate(found))) if (name := one.get("missing"))}
-        there = agree.exchange(_visible(place, missing) if jax.process_index() == 0 else [])[0]
-        faults = {index: f"{one['file']}: {one['refused']}" for index, one in enumerate(found) if "refused" in one}
-        faults |= {missing[name]: f"{name}: process 0 sees it, this host does not" for name in there}
-        if faults:
-            of = {index: f"process {index} ({found[index]['host']}): " if len(found) > 1 else "" for index in faults}
+        seen = agree.on_first(lambda: [file for kind, file, _, _ in found
+                                       if kind == MISSING and _is_visible(place / file)])
+        refused = [(f"process {index} ({host}): " if len(found) > 1 else "") + file
+                   + (": process 0 sees it, this host does not" if kind == MISSING else text)
+                   for index, (kind, file, text, host) in enumerate(found) if kind == REFUSED or file in seen]
+        if refused:
             raise agree.agreed(CheckpointError(
-                f"{place} cannot be read, and nothing was changed: "
-                f"{'; '.join(of[i] + text for i, text in faults.items())}. See that the file system is there on every "
-                f"host, and that it may be read, and start again"))
-        gone = [f"{name} is missing" for name in missing]
-        return next((one["damaged"] for one in found if "damaged" in one), gone[0] if gone else "")
+                f"{place} cannot be read, and nothing was changed: {'; '.join(refused)}. See that the file system is "
+                f"there on every host, and that it may be read, and start again"))
+        return next((f"{file}{text}" for wanted in (DAMAGED, MISSING) for kind, file, text, _ in found
+                     if kind == wanted), "")
 
-    def _check_share(self, place: pathlib.Path, only_params: bool) -> dict:
-        """Faults in this process's share of the files: damaged, missing, refused (file system errors)."""
-        first, here = jax.process_index() == 0, {"host": socket.gethostname()}
+    def _check_share(self, place: pathlib.Path, only_params: bool) -> list[str]:
+        """The first fault in this process's share of the files: [kind, file, text, host]. Only REFUSED is of the file
+        system."""
+        kind, file, text, first = "", "", "", jax.process_index() == 0
         try:
             wanted = json.loads(files.patiently((place / CHECKSUMS).read_text, missing=not first))
             if only_params and any(name.startswith(f"{PARAMS}/") for name in wanted):
                 wanted = {name: entry for name, entry in wanted.items() if not name.startswith(f"{STATE}/")}
             names = sorted(wanted)[jax.process_index():: jax.process_count()]
             found = files.checksums(place, (place / name for name in names), missing=not first)
-            wrong = (f"{name}: {text}" for name in names if (text := files.difference(found[name], wanted[name])))
-            return here | {"damaged": text} if (text := next(wrong, "")) else here
+            if wrong := [name for name in names if files.difference(found[name], wanted[name])]:
+                kind, file, text = DAMAGED, wrong[0], f": {files.difference(found[wrong[0]], wanted[wrong[0]])}"
         except FileNotFoundError as error:
-            return here | {"missing": os.path.relpath(error.filename, place)}
+            kind, file, text = MISSING, os.path.relpath(error.filename, place), " is missing"
         except OSError as error:
             file = os.path.relpath(error.filename, place) if error.filename else CHECKSUMS
-            return here | {"refused": error.strerror or str(error), "file": file}
+            kind, text = REFUSED, f": {error.strerror or error}"
         except (ValueError, TypeError) as error:
-            return here | {"damaged": f"{CHECKSUMS}: {error}"}
+            kind, file, text = DAMAGED, CHECKSUMS, f": {error}"
+        return [kind, file, text, socket.gethostname()]
 
 
 class _Unraisable:
@@ -251,14 +249,9 @@ def _reading(place: pathlib.Path):
         raise CheckpointError(f"{place} cannot be read, and nothing was changed: {files.said(error)}") from error
 
 
-def _visible(place: pathlib.Path, names) -> list[str]:
-    """The files that this process sees, or cannot check."""
-    def there(name):
-        try:
-            files.patiently(lambda: os.stat(place / name))
-        except FileNotFoundError:
-            return False
-        except OSError:
-            pass
+def _is_visible(path: pathlib.Path) -> bool:
+    """Whether this process sees a file, or cannot check it."""
+    try:
+        return files.status(path) is not None
+    except (OSError, ValueError):
         return True
-    return [name for name in names if there(name)]

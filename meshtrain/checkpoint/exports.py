@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -16,7 +16,7 @@ import jax
 from meshtrain import files
 from meshtrain.checkpoint import adapters, ends, export, new_folder, peft
 from meshtrain.checkpoint.ends import Ends
-from meshtrain.checkpoint.shared import CheckpointError, Saved, SharedCheckpoints
+from meshtrain.checkpoint.shared import CheckpointError, SharedCheckpoints
 from meshtrain.checkpoint.pretrained import parameter_paths
 from meshtrain.cluster import agree
 from meshtrain.cluster.lost import PeerError
@@ -24,7 +24,7 @@ from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.huggingface import folder, settings
 from meshtrain.model.transformer import Transformer
 from meshtrain.run import contents, say
-from meshtrain.run.trees import leaves_of, nested
+from meshtrain.run.trees import leaves_of
 from meshtrain.storage import addresses, mirror, stores
 from meshtrain.storage.addresses import Address, StorageError
 
@@ -35,7 +35,7 @@ class Exports:
     def __init__(self, run: Run, transformer: Transformer, checkpoints: SharedCheckpoints, wanted: dict):
         self.run, self.transformer, self.checkpoints = run, transformer, checkpoints
         self.wanted, self.directory = leaves_of(wanted), mirror.directory(run.run.dir)
-        self.place = place_of(run.run.dir)
+        self.place, self._of_adapters = place_of(run.run.dir), run.lora.export == "adapters"
         self.failed: dict[int, str] = {}     # step -> reason, of exports not made yet
         with user_errors("run.dir: "):
             agree.on_first(self._clean)
@@ -54,7 +54,9 @@ class Exports:
         """Export the parameters of a step, then missing earlier ones; return no metrics. params: of the run's state,
         adapters included. of: what ends the run's answers."""
         if not self._is_exported(step):
-            self._try(step, lambda: self._write(step, leaves_of(params), self.run.data.model_dump(), of))
+            leaves = leaves_of(params)
+            leaf = leaves.get if self._of_adapters else adapters.leaf(self.transformer, leaves)
+            self._try(step, lambda: self._write(step, leaf, self.run.data.model_dump(), of))
         self._make_saved({one for one in (*self.failed, *self._due()) if one < step})
         return {}
 
@@ -63,7 +65,7 @@ class Exports:
         if self.run.checkpoint.export == "off":
             return ""
         self._make_saved({*self.failed, *self._due()})
-        return "; ".join(f"{self._place(step)} is not made: {why}" for step, why in sorted(self.failed.items()))
+        return "; ".join(f"{self.place / str(step)} is not made: {why}" for step, why in sorted(self.failed.items()))
 
     def _due(self) -> list[int]:
         """The saved steps that have an export, or need one."""
@@ -88,17 +90,17 @@ class Exports:
         companions = kept(self.directory)
         with user_errors():
             of = ends.together(lambda: ends.of_saved(saved, companions))
-        self._write(step, _Stored(saved, self.wanted), saved.run["data"], of)
+        leaf = adapters.leaf_of_saved(saved, self.wanted, merge=not self._of_adapters)
+        self._write(step, leaf, saved.run["data"], of)
 
-    def _write(self, step: int, leaves: Mapping[str, jax.Array], data: Mapping, of: Ends) -> None:
-        run, source = self.run, kept(self.directory)
+    def _write(self, step: int, leaf: Callable[[str], jax.Array | None], data: Mapping, of: Ends) -> None:
+        run, source, place = self.run, kept(self.directory), self.place / str(step)
         agree.on_first(lambda: self._discard_half(step))
-        if run.lora.export == "adapters":
-            peft.write(self._place(step), self.transformer, leaves.get, dtype="float32",
-                       base=run.checkpoint.init_from, source=source, ends=of)
+        if self._of_adapters:
+            peft.write(place, self.transformer, leaf, dtype="float32", base=run.checkpoint.init_from, source=source,
+                       ends=of)
         else:
-            export.write(self._place(step), self.transformer, adapters.leaf(self.transformer, leaves),
-                         dtype=run.model.compute_dtype,
+            export.write(place, self.transformer, leaf, dtype=run.model.compute_dtype,
                          shard_bytes=export.SHARD_BYTES, data=data, ends=of, source=source)
 
     def _try(self, step: int, write: Callable[[], None]) -> None:
@@ -115,10 +117,7 @@ class Exports:
 
     def _discard_half(self, step: int) -> None:
         with contextlib.suppress(OSError, StorageError):    # told by the write that follows
-            new_folder.discard_half(self._place(step))
-
-    def _place(self, step: int) -> new_folder.Target:
-        return child(self.place, str(step))
+            new_folder.discard_half(self.place / str(step))
 
     def _is_exported(self, step: int) -> bool:
         return agree.on_first(lambda: self._exists(step))
@@ -126,7 +125,7 @@ class Exports:
     def _exists(self, step: int) -> bool:
         """Whether the export exists; no if the file system fails, which the following write then reports."""
         try:
-            return new_folder.exists(self._place(step))
+            return new_folder.exists(self.place / str(step))
         except (OSError, StorageError):
             return False
 
@@ -134,7 +133,7 @@ class Exports:
         """Remove leftovers of killed starts; only this start uses the run's directory."""
         if isinstance(self.place, Address):
             for step in _steps(self.place):
-                new_folder.discard_half(self._place(step))
+                new_folder.discard_half(self.place / str(step))
         else:
             for path in self.place.glob(".*.saving"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -151,27 +150,6 @@ class Exports:
 GONE = "; and its checkpoint is no longer there"
 
 
-class _Stored(Mapping):
-    """Path -> parameter of a checkpoint, read on access and not kept."""
-
-    def __init__(self, saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct]):
-        self.saved, self.wanted = saved, wanted
-
-    def __getitem__(self, path: str) -> jax.Array:
-        wanted = {"params": nested({path: self.wanted[path]})}
-        taken = agree.everywhere(lambda: self.saved.restore(wanted, part=True))
-        return leaves_of(taken["params"])[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.wanted)
-
-    def __len__(self) -> int:
-        return len(self.wanted)
-
-    def __contains__(self, path: object) -> bool:
-        return path in self.wanted      # without reading it
-
-
 def kept(run_dir: Path) -> Path | None:
     """Companion files of the weights that a run started from."""
     companions = run_dir / folder.KEPT
@@ -180,11 +158,7 @@ def kept(run_dir: Path) -> Path | None:
 
 def place_of(run_dir: str) -> new_folder.Target:
     """Where a run's exports are."""
-    return child(addresses.parse(run_dir) if addresses.is_remote(run_dir) else Path(run_dir), contents.EXPORT)
-
-
-def child(place: new_folder.Target, name: str) -> new_folder.Target:
-    return place.below(name) if isinstance(place, Address) else place / name
+    return (addresses.parse(run_dir) if addresses.is_remote(run_dir) else Path(run_dir)) / contents.EXPORT
 
 
 def _steps(place: new_folder.Target) -> list[int]:
@@ -202,5 +176,5 @@ def set_aside_after(run_dir: str, step: int) -> list[str]:
     place = place_of(run_dir)
     with user_errors():
         return files.attempted(
-            lambda: [new_folder.set_aside(child(place, str(later))) for later in _steps(place) if later > step],
+            lambda: [new_folder.set_aside(place / str(later)) for later in _steps(place) if later > step],
             f"exports in {place} cannot be set aside", "see to its permissions", ConfigError)

@@ -21,7 +21,6 @@ import os
 import secrets
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +32,7 @@ import xxhash
 from meshtrain import files, jax_private
 from meshtrain.checkpoint import partner, pieces
 from meshtrain.checkpoint.pieces import DamagedPiece, Piece
-from meshtrain.checkpoint.shared import FORMAT, Saved, forms, tell_widened, widens
+from meshtrain.checkpoint.shared import FORMAT, Saved, Store, forms, tell_widened, widens
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import say, trees
@@ -50,20 +49,19 @@ class _Part(NamedTuple):
     index: dict
 
 
-class LocalCheckpoints:
+class LocalCheckpoints(Store):
     """The local checkpoints of one run. All processes make the same calls. Without a directory it saves and finds
     nothing. fallback: a directory of this run alone, used where there is no local_dir; nothing is due there. Raises:
     ConfigError, in every process, if one cannot write to local_dir."""
 
     def __init__(self, local_dir: str, every: int, run_dir: Path, tell: Callable[[str], None] = say.err,
                  fallback: Path | None = None):
-        self.every, self.tell = every if local_dir else 0, tell
+        super().__init__(every if local_dir else 0, tell)
         self.name = "checkpoint.local_dir" if local_dir else str(fallback)
         self._fallback = None if local_dir else fallback
         self._lineage_file = Path(run_dir) / LINEAGE
         self._root = Path(local_dir).absolute() if local_dir else fallback
         self._lineage = agree.on_first(self._read_lineage)
-        self._thread: threading.Thread | None = None
         self._failure, self._reported = "", ""
         # last step whose save began; last step complete in every process
         self._started, self._whole = 0, 0
@@ -84,9 +82,6 @@ class LocalCheckpoints:
                                           self.tell)
         self._at = agree.exchange(self._exchange.at)
         self._partner = other
-
-    def due(self, step: int) -> bool:
-        return self.every > 0 and step % self.every == 0
 
     def newest(self, after: int, wanted: Any) -> Saved | None:
         """The newest step after `after` that can be restored onto `wanted`; None if there is none. wanted: a pytree of
@@ -180,8 +175,7 @@ class LocalCheckpoints:
         index = {"format": LOCAL_FORMAT, "start": self._lineage["start"], "metadata": {"format": FORMAT, **metadata}}
         own = list(pieces.own(state, copies=True))
         index |= pieces.begin_index(state)
-        self._thread = threading.Thread(target=self._write, args=(step, index, own))
-        self._thread.start()
+        self._start(self._write, step, index, own)
         return time.perf_counter() - began
 
     def last(self) -> int:
@@ -237,11 +231,6 @@ class LocalCheckpoints:
                 self._without = files.said(error)
                 self.tell(f"{self.name}: process {self._partner} does not get the copies of process "
                           f"{jax.process_index()} any more ({self._without}); training goes on without them")
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
 
     def _home(self) -> Path:
         return self._root / self._lineage["run"]

@@ -97,9 +97,9 @@ def _in_bucket(target: Address) -> Iterator[Path]:
 
     on_first(target, claim)
     try:
-        _on_each(target, begin)
+        agree.everywhere(lambda: _judge(target, begin))
         yield scratch
-        sent = agree.exchange(_on_each(target, send))
+        sent = agree.exchange(agree.everywhere(lambda: _judge(target, send)))
         on_first(target, lambda: commit({name: etag for some in sent for name, etag in some.items()}))
     except Exception:
         if jax.process_index() == 0:
@@ -140,7 +140,7 @@ def set_aside(target: Target) -> str:
         return files.set_aside(target, "aside")
     parent, _, name = target.path.rpartition("/")
     taken = stores.children(target.at(parent))[1]
-    new = next(one for more in ("", *(f"-{i}" for i in range(2, 1000))) if (one := f"{name}.aside{more}") not in taken)
+    new = files.free_name(f"{name}.aside", lambda one: one in taken)
     found = sorted((one.address for one in stores.listed(target)), key=_is_mark)
     for one in found:       # the mark last, and first to be removed
         stores.copy(one, target.at(f"{parent}/{new}/{one.path.removeprefix(f'{target.path}/')}"))
@@ -153,31 +153,19 @@ def _is_mark(address: Address) -> bool:
     return address.path.rpartition("/")[2] in MARKS
 
 
-def on_first(target: Target, act: Callable[[], object]) -> None:
-    """Call act() in process 0. Raises, in every process: CheckpointError on an error of the file system, or of a bucket
-    that fails; ConfigError where the bucket refuses."""
-    def tried() -> str:
-        try:
-            act()
-        except OSError as error:
-            return files.said(error)
-        except StorageError as error:
-            raise ConfigError(str(error)) from None
-        return ""
-    if fault := agree.on_first(tried):
-        raise agree.agreed(CheckpointError(f"{target} could not be written: {fault}"))
+def on_first(target: Target, act: Callable[[], Value]) -> Value:
+    """Call act() in process 0; return its value in every process. Raises: CheckpointError on an error of the file
+    system, or of a bucket that fails (elsewhere PeerError); ConfigError where the bucket refuses."""
+    return agree.on_first(lambda: _judge(target, act))
 
 
-def _on_each(target: Address, act: Callable[[], Value]) -> Value:
-    """The same in all processes. Returns what act() returned in this one."""
-    def judge() -> Value:
-        try:
-            return act()
-        except OSError as error:
-            raise CheckpointError(f"{target} could not be written: {files.said(error)}") from error
-        except StorageError as error:
-            raise ConfigError(str(error)) from None
-    return agree.everywhere(judge)
+def _judge(target: Target, act: Callable[[], Value]) -> Value:
+    try:
+        return act()
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {files.said(error)}") from error
+    except StorageError as error:
+        raise ConfigError(str(error)) from None
 
 
 @contextlib.contextmanager

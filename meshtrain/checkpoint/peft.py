@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
 from meshtrain.checkpoint import export, new_folder
-from meshtrain.checkpoint.ends import Ends, generation_of
+from meshtrain.checkpoint.ends import Ends, write_ends
 from meshtrain.checkpoint.pretrained import parameter_paths, paths_of
 from meshtrain.cluster import agree
 from meshtrain.config import user_errors
@@ -69,8 +69,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
 
         def finish() -> None:
             files.write(place / CONFIG, json.dumps(config, indent=1))
-            if source and (generation := generation_of(source, ends)):
-                files.write(place / settings.GENERATION, json.dumps(generation, indent=1))
+            write_ends(place, source, ends)
         new_folder.on_first(target, finish)
     return written.size
 

@@ -150,9 +150,8 @@ def origin(run: Run) -> Saved | None:
     with user_errors():
         if not where or folder.is_one(where):
             return None
-        if not addresses.is_remote(where) and not files.is_dir(Path(where) / contents.CHECKPOINTS):
-            return None
-    checkpoints = checkpoints_of(where)
+    if (checkpoints := _checkpoints_there(where)) is None:
+        return None
     steps = checkpoints.steps()
     step = run.checkpoint.step or max(steps, default=0)
     try:
@@ -260,13 +259,18 @@ def checkpoints_of(run_dir: str, claim: rundir.Claim | None = None, **keys) -> S
     return BucketCheckpoints(addresses.parse(run_dir).below(contents.CHECKPOINTS), **keys)
 
 
+def _checkpoints_there(run_dir: str) -> SharedCheckpoints | None:
+    """Those of another run; None if its directory has none."""
+    with user_errors():
+        there = addresses.is_remote(run_dir) or files.is_dir(Path(run_dir) / contents.CHECKPOINTS)
+        return checkpoints_of(run_dir) if there else None
+
+
 def source(run_dir: str, step: int, name: str, option: str = "checkpoint.step=", *,
            only_params: bool = True) -> Saved:
     """The checkpoint of a run that provides weights: of a step, or the newest. name, option: of the two, for messages.
     only_params: read and verify nothing else. Raises: ConfigError if there is none."""
-    with user_errors():
-        there = addresses.is_remote(run_dir) or files.is_dir(Path(run_dir) / contents.CHECKPOINTS)
-        checkpoints = checkpoints_of(run_dir) if there else None
+    checkpoints = _checkpoints_there(run_dir)
     if checkpoints and step:
         return _verified(checkpoints, step, option, only_params=only_params)
     newest = checkpoints.newest(only_params=only_params) if checkpoints else None

@@ -31,23 +31,52 @@ class CheckpointError(files.FileSystemError):
     """A checkpoint could not be saved or read. The message has the step, the place and the system's error."""
 
 
-class Store(Protocol):
-    """Where a run saves its state: `SharedCheckpoints`, or `LocalCheckpoints` (per host). All processes make the same
-    calls."""
+class Store(abc.ABC):
+    """Where a run saves its state in the background: `SharedCheckpoints`, or `LocalCheckpoints` (per host). All
+    processes make the same calls. every: steps between regular saves; 0: none. tell: gets each failure at once, from
+    any thread."""
 
-    def due(self, step: int) -> bool: ...
+    def __init__(self, every: int, tell: Callable[[str], None]):
+        self.every, self.tell = every, tell
+        self._thread: threading.Thread | None = None
 
+    def due(self, step: int) -> bool:
+        """Whether a regular save follows this step."""
+        return self.every > 0 and step % self.every == 0
+
+    @abc.abstractmethod
     def save(self, step: int, state: Any, metadata: dict) -> float:
         """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON); return the seconds that it blocked."""
 
+    @abc.abstractmethod
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
-        """Restore arrays of `step` to the shardings of `wanted`, a pytree of jax.ShapeDtypeStruct. part: only some of
-        them."""
+        """Restore the state of `step` to the shardings of `wanted`.
+
+        wanted: a pytree of jax.ShapeDtypeStruct with shardings of any mesh; the result has its structure. part: it may
+        lack arrays of the checkpoint, e.g. have only {"params": …}.
+
+        An array that was stored in bfloat16 and is float32 now is read as float32, and told: norms, biases and routers
+        were once stored in model.param_dtype.
+
+        Raises: ValueError listing every array whose presence, shape or dtype differs else (no silent reshape or cast);
+        CheckpointError if they cannot be read.
+        """
+
+    def _start(self, act: Callable[..., None], *args: Any) -> None:
+        self._thread = threading.Thread(target=act, args=args)
+        self._thread.start()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
 
-class Fallback(Store, Protocol):
+class Fallback(Protocol):
     """Keeps the state while the place takes no checkpoint: `LocalCheckpoints`."""
     name: str
+
+    def save(self, step: int, state: Any, metadata: dict) -> float: ...
 
     def last(self) -> int:
         """The newest step that it has from every process; 0: none."""
@@ -73,7 +102,7 @@ class Saved:
         return self.store.restore(self.step, wanted, part=part)
 
 
-class SharedCheckpoints(abc.ABC):
+class SharedCheckpoints(Store):
     """The checkpoints in one place, named by step. All processes make the same calls. Use it in a `with` statement: an
     interpreter that exits during a save abandons it.
 
@@ -91,14 +120,12 @@ class SharedCheckpoints(abc.ABC):
 
     def __init__(self, place, *, every: int = 0, keep: int = 0, keep_every: int | None = None, read_only: bool = False,
                  tell: Callable[[str], None] | None = None, check_claim: Callable[[], None] = lambda: None):
-        self.place = place
-        self.every, self.keep, self.keep_every, self.read_only = every, keep, keep_every, read_only
-        self.tell = tell or say.err
+        super().__init__(every, tell or say.err)
+        self.place, self.keep, self.keep_every, self.read_only = place, keep, keep_every, read_only
         # whether a step is still needed, see `retired`
         self.is_needed: Callable[[int], bool] = lambda step: False
         self.fallback: Fallback | None = None   # what keeps the state after a save that has failed
         self.check_claim, self._claimed = check_claim, False
-        self._thread: threading.Thread | None = None
         self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0
         self._passing = False               # the last save failed in this process because a server did
         self._saved, self._saved_s = 0, time.monotonic()    # last complete step, as process 0 knows it, and when
@@ -158,25 +185,7 @@ class SharedCheckpoints(abc.ABC):
     def arrays(self, step: int, *, only_params: bool = False) -> dict:
         """Nested dicts of jax.ShapeDtypeStruct, without shardings, of a step or its params."""
 
-    @abc.abstractmethod
-    def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
-        """Restore the state of `step` to the shardings of `wanted`.
-
-        wanted: a pytree of jax.ShapeDtypeStruct with shardings of any mesh; the result has its structure. part: it may
-        lack arrays of the checkpoint, e.g. have only {"params": …}.
-
-        An array that was stored in bfloat16 and is float32 now is read as float32, and told: norms, biases and routers
-        were once stored in model.param_dtype.
-
-        Raises: ValueError listing every array whose presence, shape or dtype differs else (no silent reshape or cast);
-        CheckpointError if they cannot be read.
-        """
-
     # ---- saving ------------------------------------------------------------------------------------------------------
-
-    def due(self, step: int) -> bool:
-        """Whether a regular checkpoint follows this step."""
-        return self.every > 0 and step % self.every == 0
 
     def save(self, step: int, state: Any, metadata: dict) -> float:
         """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON) as `step`; return the seconds blocked:
@@ -202,9 +211,7 @@ class SharedCheckpoints(abc.ABC):
         self._last = (state, metadata) if self.fallback else None
         self._step, self._saves, self._after_failure = step, self._saves + 1, bool(failed)
         copied = threading.Event()
-        self._thread = threading.Thread(target=self._save,
-                                        args=(step, trees.nested(trees.leaves_of(state)), document, copied))
-        self._thread.start()
+        self._start(self._save, step, trees.nested(trees.leaves_of(state)), document, copied)
         copied.wait()
         if failed + 1 >= MOST_FAILED and (overdue or not any(passing for *_, passing in states)):
             self._join()
@@ -324,11 +331,6 @@ class SharedCheckpoints(abc.ABC):
     def __exit__(self, kind, *error):
         # After an exception the others may never reach the exchange in wait().
         self.wait() if kind is None else self._join()
-
-    def _join(self):
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,8 @@ class Address:
     def below(self, name: str) -> Address:
         return self.at(f"{self.path.rstrip('/')}/{name}".lstrip("/"))
 
+    __truediv__ = below     # as of a Path
+
 
 def is_remote(text: object) -> bool:
     """Whether a value is an address of any scheme, rather than a path."""
