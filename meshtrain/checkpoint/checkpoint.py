@@ -194,7 +194,8 @@ class Checkpoints(SharedCheckpoints):
                                        if kind == MISSING and _is_visible(place / file)])
         refused = [(f"process {index} ({host}): " if len(found) > 1 else "") + file
                    + (": process 0 sees it, this host does not" if kind == MISSING else text)
-                   for index, (kind, file, text, host) in enumerate(found) if kind == REFUSED or file in seen]
+                   for index, (kind, file, text, host) in enumerate(found)
+                   if kind == REFUSED or kind == MISSING and file in seen]
         if refused:
             raise agree.agreed(CheckpointError(
                 f"{place} cannot be read, and nothing was changed: {'; '.join(refused)}. See that the file system is "
