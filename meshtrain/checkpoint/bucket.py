@@ -201,8 +201,7 @@ class BucketCheckpoints(SharedCheckpoints):
             return stores.read(self.place.below(f"{index['folder']}/{name}"), start, stop)
         with _judged(f"{self.named(step)} cannot be read"):
             try:
-                dtypes = {name: dtype for name, (_, dtype) in stored.items()}
-                return pieces.restored(wanted, pieces.pieces_of(index), dtypes, read, AT_ONCE)
+                return pieces.restored(wanted, pieces.pieces_of(index), stored, read, AT_ONCE)
             except stores.Missing as error:
                 raise CheckpointError(f"{error}; the run that writes there may have removed it, for it keeps "
                                       f"checkpoint.keep of them: start again") from None

@@ -128,8 +128,7 @@ class LocalCheckpoints(Store):
             used, stored = self._used[step]
             if wider := [name for name, form in forms(wanted).items() if widens(stored[name], form)]:
                 tell_widened(f"step {step} in {self._home()}", wider)
-            dtypes = {name: dtype for name, (_, dtype) in stored.items()}
-            return pieces.restored(wanted, used, dtypes, self._read, AT_ONCE)
+            return pieces.restored(wanted, used, stored, self._read, AT_ONCE)
         except (KeyError, OSError, DamagedPiece, ValueError):
             raise files.FileSystemError(f"{self.name}: step {step} in {self._home()}, whose checksums have just held, "
                                         f"cannot be read any more; see to the file system and start again") from None
@@ -302,10 +301,9 @@ class LocalCheckpoints(Store):
                 if stored.get(name) != form and not widens(stored.get(name), form):
                     return f"its {name} has another form"
             for name, leaf in trees.leaves_of(wanted).items():
-                of, asked = used.setdefault(name, {}), pieces.asked_of(leaf)
-                for piece in held[name]:    # those of one step are equal or disjoint
-                    if piece.region not in of and any(
-                            pieces.intersection(piece.region, one) is not None for one in asked):
+                of = used.setdefault(name, {})
+                for piece in pieces.needed(held[name], leaf):       # those of one step are equal or disjoint
+                    if piece.region not in of:
                         try:
                             pieces.fetch(piece, stored[name][1], self._read)
                             of[piece.region] = piece

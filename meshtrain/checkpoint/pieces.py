@@ -140,6 +140,13 @@ def asked_of(leaf: jax.ShapeDtypeStruct) -> set[Region]:
             for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
 
 
+def needed(some: Iterable[Piece], leaf: jax.ShapeDtypeStruct) -> list[Piece]:
+    """The pieces of an array that this process's devices need."""
+    asked = asked_of(leaf)
+    return [piece for piece in some
+            if any(intersection(piece.region, region) is not None for region in asked)]
+
+
 def fetch(piece: Piece, dtype: np.dtype, read: Read) -> np.ndarray:
     """Raises: DamagedPiece; what `read` raises."""
     size = volume(piece.region) * dtype.itemsize
@@ -150,33 +157,31 @@ def fetch(piece: Piece, dtype: np.dtype, read: Read) -> np.ndarray:
     raise DamagedPiece(f"{piece.object}: its checksum differs at byte {piece.offset:,}")
 
 
-def restored(wanted: Any, pieces: Mapping[str, Sequence[Piece]], dtypes: Mapping[str, np.dtype],
-             read: Read, at_once: int) -> Any:
-    """Arrays with the shardings and dtypes of `wanted`, a pytree of jax.ShapeDtypeStruct. dtypes: in which they are
+def restored(wanted: Any, pieces: Mapping[str, Sequence[Piece]], forms: Mapping[str, tuple], read: Read,
+             at_once: int) -> Any:
+    """Arrays with the shardings and dtypes of `wanted`, a pytree of jax.ShapeDtypeStruct. forms: in which they are
     stored. read: is called in several threads. Raises: DamagedPiece; ValueError where elements are missing; what `read`
     raises."""
     leaves = [(trees.name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)]
     arrays = []
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         try:
-            arrays.extend(_arrays(leaves, pieces, dtypes, read, pool))
+            arrays.extend(_arrays(leaves, pieces, forms, read, pool))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return jax.tree.unflatten(jax.tree.structure(wanted), arrays)
 
 
-def _arrays(leaves, pieces, dtypes, read, pool) -> Iterator[jax.Array]:
+def _arrays(leaves, pieces, forms, read, pool) -> Iterator[jax.Array]:
     """One array after the other, while the pieces of those behind it come."""
     waiting, ahead, rest = collections.deque(), 0, iter(leaves)
     while True:
         while ahead < AHEAD_BYTES and (more := next(rest, None)):
             name, leaf = more
-            dtype = np.dtype(dtypes[name])
-            asked = asked_of(leaf)
-            needed = [piece for piece in pieces[name]
-                      if any(intersection(piece.region, region) is not None for region in asked)]
-            size = sum(volume(piece.region) for piece in needed) * dtype.itemsize
-            waiting.append((name, leaf, size, [(piece, pool.submit(fetch, piece, dtype, read)) for piece in needed]))
+            dtype = forms[name][1]
+            some = needed(pieces[name], leaf)
+            size = sum(volume(piece.region) for piece in some) * dtype.itemsize
+            waiting.append((name, leaf, size, [(piece, pool.submit(fetch, piece, dtype, read)) for piece in some]))
             ahead += size
         if not waiting:
             return
