@@ -211,10 +211,8 @@ class LocalCheckpoints(Store):
         try:
             files.remove(place)
             place.mkdir(parents=True)
-            with open(place / SHARDS, "wb", buffering=0) as file:
-                for left in pieces.lay_out(index, SHARDS, own):
-                    while left:
-                        left = left[file.write(left[:files.CHUNK_BYTES]):]
+            with open(place / SHARDS, "wb") as file:
+                file.writelines(pieces.lay_out(index, SHARDS, own))
             text = json.dumps(index)
             (place / INDEX).write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}", encoding="utf-8")
             _delete(self._own() / str(step))

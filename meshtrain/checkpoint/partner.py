@@ -197,14 +197,12 @@ class Exchange:
             buffer = memoryview(bytearray(files.CHUNK_BYTES))
             for name in self.names:
                 (left,) = LENGTH.unpack(_exactly(link, LENGTH.size))
-                with open(made / name, "wb", buffering=0) as file:
+                with open(made / name, "wb") as file:
                     while left:
                         count = link.recv_into(buffer[:min(left, len(buffer))])
                         if not count:
                             raise ConnectionError("the connection ended early")
-                        view, left = buffer[:count], left - count
-                        while view:
-                            view = view[file.write(view):]
+                        left -= file.write(buffer[:count])
             files.remove(place)
             made.rename(place)
         except BaseException:
