@@ -82,9 +82,9 @@ def _of_interfaces() -> list[str]:
     """The addresses of this host's interfaces, those of IPv4 before those of IPv6. Linux only."""
     found = []
     with contextlib.suppress(OSError):
-        found += re.findall(r"-- (\S+)\n.*/32 host LOCAL", Path("/proc/net/fib_trie").read_text())
+        found += re.findall(r"-- (\S+)\n.*/32 host LOCAL", Path("/proc/net/fib_trie").read_text(encoding="ascii"))
         found += [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
-                  for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+                  for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()]
     return list(dict.fromkeys(found))
 
 
