@@ -96,6 +96,7 @@ class LocalCheckpoints(Store):
             faults = agree.exchange([socket.gethostname(), self._fault(step, found[step], wanted)])
             bad = [f"process {index} on {host}: {fault}" for index, (host, fault) in enumerate(faults) if fault]
             if not bad:
+                self._whole = step
                 return Saved(self, step, agree.on_first(lambda: found[step][0].index["metadata"]))
             if jax.process_index() == 0:
                 more = f" and {len(bad) - 1} more" * (len(bad) > 1)
@@ -178,7 +179,8 @@ class LocalCheckpoints(Store):
         return time.perf_counter() - began
 
     def last(self) -> int:
-        """The newest step that every process has kept since `begin`; 0: none. Waits for a save in progress."""
+        """The newest step that every process has kept, or that `newest` has found; 0: none. Waits for a save in
+        progress."""
         self._settle()
         return self._whole
 
