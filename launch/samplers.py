@@ -102,8 +102,8 @@ def _run(argv: Sequence[str], environs: Sequence[Mapping[str, str]], first: int)
             failures[index] = 1 if time.monotonic() - began[index] > LASTED_S else failures[index] + 1
             wait_s = restart.pause_s(failures[index])
             begins[index] = time.monotonic() + wait_s
-            say.err(f"sampler {first + index} (pid {pid}) {_ending(code)}; it is started again in {wait_s:g} s, and others "
-                    f"draw what it had begun")
+            say.err(f"sampler {first + index} (pid {pid}) {_ending(code)}; it is started again in {wait_s:g} s, and "
+                    f"others draw what it had begun")
         time.sleep(LOOK_S)
     end(running.values(), ENDS_S)
     return stops.STOPPED if asked_by else max(codes.values(), default=stops.DONE)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshtrain import config
-from meshtrain.config import older, sections
+from meshtrain.config import elsewhere, older, sections
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_FILES = sorted((ROOT / "configs").glob("*.toml"))
@@ -638,3 +638,12 @@ def test_the_settings_of_a_checkpoint_of_an_earlier_version_are_those_of_this_on
     was = tomllib.loads(OLDER) | {"pipeline": {"uneven": "refuse"}, "data": {"prefetch": 9}}
     run = config.Run(**older.translated(was, saved=True))
     assert run.model.qk_norm == "all_heads" and run.training.loss_spike == "warn"
+
+
+def test_words_of_other_trainers_mean_keys_that_there_are_and_none_of_ours():
+    keys = {f"{section}.{key}" for section, cls in config.SECTIONS.items() for key in cls.model_fields}
+    words = [word for words in elsewhere.WORDS.values() for word in words.split()]
+    assert set(elsewhere.WORDS) <= keys and len(words) == len(set(words)) > 150
+    taken = {key.partition(".")[2]: key for key in keys}
+    assert {word: elsewhere.find_key(word) for word in words if word in taken} == {}
+    assert elsewhere.find_key("Tensor-Parallel-Degree") == "mesh.tensor" and elsewhere.find_key("steps") == ""

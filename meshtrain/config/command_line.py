@@ -8,7 +8,7 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
-from meshtrain.config.messages import SECTIONS, ConfigError, join
+from meshtrain.config.messages import ConfigError, join, keys_of
 
 HELP_COLUMN = 29
 MOST = 1 << 40
@@ -181,6 +181,6 @@ class Command:
         return f"see python -m {self.module} --help"
 
     def _remedy(self, name: str) -> str:
-        homes = [f"--{section}.{name}" for section, cls in SECTIONS.items() if name in cls.model_fields] * self.keys
+        homes = [f"--{key}" for key in keys_of(name)] * self.keys
         near = [f"--{one}" for one in difflib.get_close_matches(name, self.options, n=1)]
         return f"did you mean {join(near or homes, 'or')}?" if near or homes else self._see

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from meshtrain import files
+from meshtrain.config.elsewhere import find_key
 from meshtrain.config.sections import Component, Run
 from meshtrain.storage.addresses import Refused
 
@@ -127,18 +128,23 @@ def unknown_name(name: str, value: str, known) -> str:
 
 def unknown_section(name: str, value) -> str:
     near = difflib.get_close_matches(name, SECTIONS, n=1)
-    homes = [section for section, cls in SECTIONS.items() if name in cls.model_fields]
-    if homes and not isinstance(value, dict):
-        return f"{name}={toml(value)} stands outside a section; did you mean {homes[0]}.{name}?"
+    if (keys := keys_of(name)) and not isinstance(value, dict):
+        return f"{name}={toml(value)} stands outside a section; did you mean {keys[0]}?"
     remedy = f"did you mean [{near[0]}]?" if near else f"the sections are {join(SECTIONS, 'and')}"
     return f"there is no section [{name}]; {remedy}"
 
 
+def keys_of(word: str) -> list[str]:
+    """Each section.key whose key is the word, or for which other trainers have it."""
+    homes = [f"{section}.{word}" for section, cls in SECTIONS.items() if word in cls.model_fields]
+    return homes or [key for key in [find_key(word)] if key]
+
+
 def unknown_key(section: str, key: str, value, cls=None) -> str:
     keys = (cls or SECTIONS[section]).model_fields
-    homes = [f"{other}.{key}" for other, cls in SECTIONS.items() if key in cls.model_fields]
     near = [f"{section}.{name}" for name in difflib.get_close_matches(key, keys, n=1)]
-    guesses = near or homes
+    elsewhere = find_key(key)
+    guesses = [elsewhere] if elsewhere else near or keys_of(key)
     remedy = f"did you mean {guesses[0]}?" if guesses else f"its keys are {join(keys, 'and')}"
     return f"{section}.{key}={toml(value)} is not a key of [{section}]; {remedy}"
 

@@ -21,7 +21,8 @@ from meshtrain import pattern
 from meshtrain.config import older
 from meshtrain.config.checks import problems
 from meshtrain.config.messages import (
-    SECTIONS, ConfigError, join, kind_of, toml, unknown_key, unknown_name, unknown_section, user_errors, wrong_value,
+    SECTIONS, ConfigError, join, keys_of, kind_of, toml, unknown_key, unknown_name, unknown_section, user_errors,
+    wrong_value,
 )  # fmt: skip
 from meshtrain.config.sections import Model, Run, Sharding, at_home
 from meshtrain.huggingface import folder, weight_files
@@ -123,7 +124,7 @@ def _arguments(argv):
         if not equals:
             text = rest.pop(0) if rest and not rest[0].startswith("--") else None
         if not arg.startswith("--") or name.count(".") != 1:
-            homes = [f"--{section}.{name}" for section, cls in SECTIONS.items() if name in cls.model_fields]
+            homes = [f"--{key}" for key in keys_of(name)]
             remedy = f"did you mean {join(homes, 'or')}?" if homes else "options are --section.key value"
             faults.append(f"{arg} is not an option; {remedy}")
         elif text is None:
