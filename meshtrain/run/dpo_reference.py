@@ -13,7 +13,6 @@ import json
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from meshtrain import files
