@@ -16,7 +16,8 @@ WORDS = {
     "mesh.context": "cp cp_size context_parallel context_parallel_size context_parallel_degree sp_size "
                     "ici_context_parallelism",
     "sharding.rules": "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree "
-                      "expert_model_parallel_size zero_stage zero sequence_parallel use_distributed_optimizer sharding_strategy fsdp_strategy",
+                      "expert_model_parallel_size zero_stage zero sequence_parallel use_distributed_optimizer "
+                      "sharding_strategy fsdp_strategy",
     "pipeline.schedule": "pipeline_parallel_schedule pp_schedule",
     "pipeline.chunks": "num_virtual_stages_per_pipeline_rank virtual_pipeline_model_parallel_size",
     "model.embed_dim": "hidden_size d_model dim n_embd base_emb_dim emb_dim",
