@@ -433,12 +433,12 @@ class Life:
         from stores import Fault
         if fault == "200 kB/s":
             self.server.bytes_s = 200_000
-            self.wait_for(lambda: False, draw.uniform(2, 6))
+            self.wait_for(lambda: False, draw.uniform(1, 3))
             self.server.bytes_s = 0
             return None
         keys, mark = SERVER[fault], len(self.said())
         path = f"{self.name}/{contents.CHECKPOINTS}/" if moment in ("saving", "compiling") else self.name
-        lasts = fault in REFUSALS and draw.random() < 0.2
+        lasts = fault in REFUSALS and draw.random() < 0.1
         times = 10**6 if lasts else draw.randint(1, 6)
         done = Fault(path, times, **(keys | {"seconds": draw.uniform(0.5, keys["seconds"])} if "seconds" in keys
                                      else keys))
