@@ -187,7 +187,7 @@ def torment(home: pathlib.Path, setting: Setting, faults: list[str], seed: int, 
     AssertionError, without `keep`."""
     draw, met, finished = random.Random(seed), [], 0
     prepare(home, setting.steps)
-    undisturbed = Life(home, "undisturbed", setting)
+    undisturbed = Life(home, "undisturbed", dataclasses.replace(setting, limited=False))
     assert undisturbed.end() == 0, undisturbed.said()
     wanted = rows(undisturbed.place), state(undisturbed.place) | exports(undisturbed.place)
     faults = list(faults)
