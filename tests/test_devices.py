@@ -13,6 +13,7 @@ import pytest
 import meshtrain as mt
 from meshtrain import assembly, config, devices, flags, inspect, plan, train
 from meshtrain.cluster import watch
+from meshtrain.inspection import memory
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = [one for one in devices.ON_GPUS if one.name.startswith("--")]
@@ -325,4 +326,8 @@ def test_a_model_beyond_the_memory_of_the_machine_is_refused_before_it_is_made(m
     with pytest.raises(config.ConfigError,
                        match="the weights and the optimizer's state take .* on 8 simulated devices of this machine, "
                              "which has 1.0 MiB"):
+        train.check_memory(made)
+    weights = 8 * memory.formula(made)["params"]        # which fit, and the optimizer's state beside them does not
+    monkeypatch.setattr(devices, "memory_bytes", lambda found: weights + 1)
+    with pytest.raises(config.ConfigError, match="the weights and the optimizer's state take"):
         train.check_memory(made)

@@ -1,20 +1,41 @@
 """The list of planted faults is alive, and every fault in it is caught by the test that it names."""
+import ast
 from pathlib import Path
 
 import faults
 import pytest
+import test_house
 
-ROOMS = {path.parent.name for path in (Path(faults.ROOT) / "meshtrain").glob("*/*.py") if path.stat().st_size > 500}
+LEAST_LINES = 60        # of code: what makes a module beside the rooms one of them
 
 
 def test_every_planted_fault_has_its_place_and_its_test():
     known = faults.load()
-    assert len(known) >= 48
+    assert len(known) >= 400
     assert [problem for fault in known for problem in faults.problems(fault)] == []
 
 
+def rooms_without_faults(known: list[faults.Fault]) -> set[str]:
+    large = {path.stem for path in (faults.ROOT / "meshtrain").glob("*.py") if lines_of_code(path) > LEAST_LINES}
+    planted = {test_house.room(".".join(fault.file.with_suffix("").parts)) for fault in known
+               if fault.file.parts[0] == "meshtrain"}
+    return {*test_house.OPEN_TO, *large} - planted
+
+
+def lines_of_code(path: Path) -> int:
+    """Lines of a file without empty ones, comments and docstrings: ast leaves the last two out."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return len(ast.unparse(tree).splitlines())
+
+
 def test_every_room_has_planted_faults():
-    assert ROOMS - {fault.file.parts[1] for fault in faults.load()} == set()
+    known = faults.load()
+    assert rooms_without_faults(known) == set()
+    for room, place in (("data/files", "meshtrain/data/files/"), ("plan", "meshtrain/plan.py")):
+        assert rooms_without_faults([one for one in known if not one.place.startswith(place)]) == {room}
 
 
 def test_a_fault_is_pinned_by_its_function_and_its_words():

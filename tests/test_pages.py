@@ -135,6 +135,14 @@ def test_a_rack_is_drawn_by_its_hosts_and_told_by_its_links():
     assert "10 hosts of 4 more" in read.words and "NVLink reaches 72 GPUs, 18 hosts" in read.words
 
 
+def test_a_group_over_two_axes_is_told_by_its_hosts_and_cards():
+    links = {"data": {"size": 8, "inside": 2}, "tensor": {"size": 4, "inside": 4}}
+    mesh = {"links": links, "simulated": False, "gpu": "h100"}
+    assert layout.over(mesh, "data") == "network: 4 hosts, 2 cards each"
+    assert layout.over(mesh, "data+tensor") == "network: 4 hosts, 8 cards each"
+    assert layout.over(mesh, "tensor") == "NVLink" and layout.over(mesh, "fsdp") == ""
+
+
 @pytest.mark.parametrize("name, p, m, v", [("1f1b", 4, 6, 1), ("interleaved_zero_bubble", 4, 64, 2),
                                            ("1f1b", 64, 128, 1)])
 def test_a_schedule_is_drawn_with_every_op_of_its_lines(name, p, m, v):

@@ -19,7 +19,8 @@ LINE = {"answer": "The train takes 1,200 s.\n#### 1,200", "pattern": r"(yes|no)\
     ("1200, I mean 7", False), ("#### 1200 (not 7)\n", False), ("7 #### 1200", True), (r"7 \boxed{1200} 8", True),
     ("-1200", False), ("−1200", False), ("12 00", False), ("1.200", False), ("", False), ("none", False), ("1200/0", False),
     (".", False), ("1200%", True), ("$1,200.00", True), (r"\boxed{\frac{2400}{2}} m", True),
-    (r"\boxed{\text{1200 s}} or 7", True), (r"1199\frac{2}{2}", True), (r"1200\frac{1}{2}", False), ("m/1200", True), ("3/7/1200", True), ("-/7", False), ("9" * 5000, False)])
+    (r"\boxed{\text{1200 s}} or 7", True),
+    (r"\boxed{7}, no, \boxed{1200}", True), (r"\boxed{1200}, no, \boxed{7}", False), (r"1199\frac{2}{2}", True), (r"1200\frac{1}{2}", False), ("m/1200", True), ("3/7/1200", True), ("-/7", False), ("9" * 5000, False)])
 def test_numbers_are_compared_exactly(answer, right):
     assert builtin.number("", answer, LINE) == right
 

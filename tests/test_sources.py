@@ -110,7 +110,8 @@ def test_the_fingerprint_tells_lengths_sources_and_tokenizers_apart_and_no_weigh
 
     assert fingerprint(section([a])) == fingerprint(section([same])) == fingerprint(section([b, c]))
     assert fingerprint(mixture(1, 2)) == fingerprint(mixture(2, 1))
-    different = [section([a]), section([b]), section([a], tokenizer=bpe), mixture(1, 2)]
+    other = write(tmp_path / "e.jsonl", ["one", "seventeen"])
+    different = [section([a]), section([b]), section([other]), section([a], tokenizer=bpe), mixture(1, 2)]
     assert len({fingerprint(data) for data in different}) == len(different)
 
 
