@@ -11,9 +11,8 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from launch import elastic, restart, samplers, supervise
 from meshtrain import config
@@ -38,7 +37,10 @@ def main(given: config.Arguments) -> int:
     slots = Slots(rest, count, given["min-processes"], simulated or len(gpus.visible(environ)), bool(simulated),
                   run.mesh.full_devices)
     failures = restart.Failures(run, given["max-restarts"], restart.newest(run))
-    with _beside([sys.executable, *samplers.words(drawing, each, rest)] if drawing else None, theirs):
+    with contextlib.ExitStack() as stack:
+        if drawing:
+            beside = supervise.begin([sys.executable, *samplers.words(drawing, each, rest)], theirs)
+            stack.callback(samplers.end, [beside], 2 * samplers.ENDS_S)
         return _supervised(run, rest, slots, environs, failures)
 
 
@@ -55,20 +57,6 @@ def _supervised(run: Run, rest: Sequence[str], slots: Slots, environs: Sequence[
             return outcome.code
         slots.after(outcome.culprit, first=len(failures.said) == 1)
         restart.wait(wait_s)
-
-
-@contextlib.contextmanager
-def _beside(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Iterator[None]:
-    """Meanwhile the samplers run, if there are any."""
-    if argv is None:
-        yield
-        return
-    process = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
-                               preexec_fn=supervise.die_with(os.getpid()))
-    try:
-        yield
-    finally:
-        samplers.end([process], 2 * samplers.ENDS_S)
 
 
 @dataclasses.dataclass

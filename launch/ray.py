@@ -68,11 +68,8 @@ class Process:
 
     def run(self, words: Sequence[str], environ: dict[str, str], folder: str) -> int:
         """Run python with these words until it ends; return its code, as of subprocess."""
-        # A new session, so that signals to Ray's processes do not reach the run. Dies with this thread.
-        self.child = subprocess.Popen(
-            [sys.executable, *words], env=os.environ | environ, cwd=folder if Path(folder).is_dir() else None,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            preexec_fn=supervise.die_with(os.getpid()))
+        self.child = supervise.begin([sys.executable, *words], os.environ | environ, stdout=subprocess.PIPE,
+                                     stderr=subprocess.PIPE, cwd=folder if Path(folder).is_dir() else None)
         readers = [threading.Thread(target=self._read, args=(number, stream), daemon=True)
                    for number, stream in ((1, self.child.stdout), (2, self.child.stderr))]
         for reader in readers:
@@ -95,10 +92,7 @@ class Process:
 
     def about(self) -> tuple[int, bool]:
         """(pid, whether it is stopped (SIGSTOP))."""
-        with contextlib.suppress(OSError, IndexError, AttributeError):
-            stat = Path(f"/proc/{self.child.pid}/stat").read_text(encoding="utf-8")
-            return self.child.pid, stat.rpartition(")")[2].split()[0] in "Tt"
-        return 0, False
+        return (self.child.pid, supervise.is_stopped(self.child.pid)) if self.child else (0, False)
 
     def send(self, number: int) -> None:
         if self.child is not None and self.child.poll() is None:

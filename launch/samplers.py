@@ -91,9 +91,8 @@ def _run(argv: Sequence[str], environs: Sequence[Mapping[str, str]], first: int)
         for index in [index for index, at in begins.items() if time.monotonic() >= at]:
             del begins[index]
             began[index], starts[index] = time.monotonic(), starts[index] + 1
-            running[index] = subprocess.Popen(argv, env={**environs[index], "MESHTRAIN_START": str(starts[index])},
-                                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                              start_new_session=True, preexec_fn=supervise.die_with(os.getpid()))
+            running[index] = supervise.begin(argv, {**environs[index], "MESHTRAIN_START": str(starts[index])},
+                                             stdout=subprocess.DEVNULL)
         for index in [index for index, one in running.items() if one.poll() is not None]:
             pid, code = running[index].pid, running.pop(index).returncode
             if code in restart.ENDS:

@@ -165,9 +165,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
         for index, (argv, environ) in enumerate(zip(argvs, environs, strict=True)):
             captured = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if index else {
                 "stderr": subprocess.PIPE}
-            # A new session: Ctrl-C reaches the launcher alone, which forwards it once.
-            process = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
-                                       preexec_fn=die_with(os.getpid()), **captured)
+            process = begin(argv, environ, **captured)
             children.append(Child(index, process, os.pidfd_open(process.pid), called=called))
             stack.callback(os.close, children[-1].pidfd)
         for number in early:
@@ -179,6 +177,13 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
     return dataclasses.replace(outcome, asked=bool(asked))
 
 
+def begin(argv: Sequence[str], environ: Mapping[str, str], **options: object) -> subprocess.Popen:
+    """Start a process that the kernel kills when the thread that calls this is gone, however it died. Its session is
+    its own: Ctrl-C reaches the launcher alone, which forwards it once. options: of Popen."""
+    return subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
+                            preexec_fn=die_with(os.getpid()), **options)
+
+
 def die_with(parent: int) -> Callable[[], None]:
     """preexec_fn: the kernel kills the child when the launcher is gone, however it died."""
     prctl = ctypes.CDLL(None).prctl
@@ -188,6 +193,14 @@ def die_with(parent: int) -> Callable[[], None]:
         if os.getppid() != parent:
             os._exit(1)
     return apply
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped now (SIGSTOP, a debugger), according to the kernel."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        return re.search(r"^State:\s+[Tt] ", status, re.MULTILINE) is not None
+    return False
 
 
 def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], start: float, grace_s: float,

@@ -6,6 +6,7 @@ signature, is refused, and the message hides it. Globs are those of Python's glo
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import re
 import urllib.parse
 
@@ -97,26 +98,17 @@ def folder_of(path: str) -> str:
     return MAGIC.split(path)[0].rpartition("/")[0]
 
 
-def glob_regex(pattern: str) -> re.Pattern:
-    """Matches the paths that glob.glob(pattern, recursive=True) would find: * and ? within a name, ** for any folders;
-    a name that begins with a dot only where the pattern's does."""
-    folders = r"(?:(?!\.)[^/]+/)*"
-    *parts, last = pattern.split("/")
-    made = [folders if part == "**" else f"{_part(part)}/" for part in parts]
-    return re.compile("".join(made) + (rf"{folders}(?!\.)[^/]+" if last == "**" else _part(last)), re.DOTALL)
+def is_match(path: str, pattern: str) -> bool:
+    """Whether glob.glob(pattern, recursive=True) would find the path: * and ? match within a name, ** any folders; a
+    name that begins with a dot matches only where the pattern's does."""
+    return _match(path.split("/"), pattern.split("/"))
 
 
-def _part(part: str) -> str:
-    """The regular expression of one name of a glob."""
-    made = "" if part.startswith(".") else r"(?!\.)"
-    for token in re.split(r"(\*+|\?|\[!?\]?[^\]]*\])", part):
-        if token.startswith("*"):
-            made += "[^/]*"
-        elif token == "?":
-            made += "[^/]"
-        elif token.startswith("[") and token.endswith("]") and len(token) > 2:
-            inside = re.sub(r"([\\\[&|~])", r"\\\1", token[1:-1])
-            made += f"(?!/)[{'^' + inside[1:] if inside.startswith('!') else inside}]"
-        else:
-            made += re.escape(token)
-    return made
+def _match(names: list[str], parts: list[str]) -> bool:
+    if not names or not parts:
+        return not names and not parts
+    is_hidden = names[0].startswith(".") and not parts[0].startswith(".")
+    if parts[0] != "**":
+        return not is_hidden and fnmatch.fnmatchcase(names[0], parts[0]) and _match(names[1:], parts[1:])
+    return (_match(names, parts[1:]) or not is_hidden and (
+        _match(names[1:], parts) or parts == ["**"] and len(names) == 1))

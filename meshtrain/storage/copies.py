@@ -89,8 +89,7 @@ def matched(pattern: str) -> list[str]:
     else:
         there = _listing(wanted.at(addresses.folder_of(wanted.path)))
         literal = [one for one in there if one.address.path == wanted.path]
-        regex = addresses.glob_regex(wanted.path)
-        found = literal or [one for one in there if regex.fullmatch(one.address.path)]
+        found = literal or [one for one in there if addresses.is_match(one.address.path, wanted.path)]
     if not found:
         hint = "https:// has no globs; name each file" if wanted.scheme in WEB else \
             f"name files, or a glob of them, e.g. {wanted.below('**/*') if not MAGIC.search(pattern) else pattern}"

@@ -170,7 +170,7 @@ class Mirror(contextlib.AbstractContextManager):
         self._forgotten, self._gone = set[str](), set[str]()
         self._sent = _read_sent(source) or {}
         self._sent_at: dict[str, float] = {}
-        self._failed: dict[str, Exception] = {}     # in the last send
+        self._failed = set[str]()       # in the last send
         self._lock, self._done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_sending, daemon=True, name="mirror")
         self._thread.start()
@@ -221,7 +221,7 @@ class Mirror(contextlib.AbstractContextManager):
                 with contextlib.suppress(OSError):      # the next start then takes what the bucket has
                     _write_sent(self.source, self._sent)
             self._tell({name: error for name, error in failed.items() if name not in self._failed})
-            self._failed = failed
+            self._failed = failed.keys() | self._gone
         return failed
 
     def _is_needed(self, name: str) -> bool:
@@ -268,7 +268,7 @@ class Mirror(contextlib.AbstractContextManager):
         if self in _at_work:
             _at_work.remove(self)
         self._done.set()
-        self._thread.join()
+        self._thread.join()     # nothing is sent after it
 
     def __exit__(self, kind, *_) -> None:
         """Send the rest. Raises: FileSystemError where the bucket does not have it then; not while an error passes."""
