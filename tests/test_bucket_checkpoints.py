@@ -296,9 +296,9 @@ def test_a_server_that_fails_for_longer_than_the_limit_stops_the_run(place, serv
     state, told = make_state(mesh(1, 1), P()), []
     monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
     monkeypatch.setattr(BucketCheckpoints, "borne_s", 0.5)
+    began = time.monotonic()
     checkpoints = BucketCheckpoints(place, start="a", tell=told.append)
     server.faults += [Fault(".a-", 10**6, 503)]
-    began = time.monotonic()
     with pytest.raises(CheckpointError, match="503.*; nothing is saved yet; .* saves in a row"):
         for step in range(1, 1000):
             checkpoints.save(step, state, {})
