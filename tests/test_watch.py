@@ -237,6 +237,24 @@ def test_nobody_waits_any_longer_once_the_first_has_seen_all_stacks(index, tmp_p
     assert child.returncode == 1 and stacks.read(tmp_path)[index].state.state == ("hangs" if index else "ends")
 
 
+NOTES_LATE = """
+from pathlib import Path
+import time
+from meshtrain.cluster import stacks, watch
+watch.LOOK_S, watch.WINDOW_S, watch.NOTED_S = 0.1, 4, 2
+stacks.begin = lambda directory: "a"
+with watch.on(watch.PhaseLimits(save=0.5), 1, 2, lambda text: None) as watchdog, watchdog.kept_in(Path({directory!r})):
+    with watch.phase("save after step 3", "save"):
+        watch.progress()
+        time.sleep(100)
+"""
+
+
+def test_what_a_watchdog_has_left_is_not_overwritten_by_what_its_process_did_before(tmp_path):
+    child = subprocess.run([sys.executable, "-c", NOTES_LATE.format(directory=str(tmp_path))], cwd=ROOT, timeout=50)
+    assert child.returncode == 1 and stacks.read(tmp_path)[1].state.state == "hangs"
+
+
 # On a busy machine a process may wait a second for its turn, which is no hang.
 WORKING = ALONE.replace("save=0.5", "save=3").replace("watch.LOOK_S = 0.1", "watch.LOOK_S, watch.LOCK_HELD_S = 0.1, 1")
 

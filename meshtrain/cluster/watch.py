@@ -84,7 +84,7 @@ class Watchdog:
         self._directory, self._attempt = None, ""
         self._others: frozenset[int] = frozenset()      # processes on hosts with directories of their own
         self._steps_s: collections.deque[float] = collections.deque(maxlen=64)
-        self._in_step = False
+        self._in_step = self._fired = False
         self._closed, self._firing = threading.Event(), threading.RLock()
         self._clock, self._monitor = Clock(LOOK_S), Monitor(stacks.HEAD, tell)
         self._now = self._noted = _Now("start", "start", self._limit_s("start"), self._clock.now(), time.time(), 0)
@@ -260,6 +260,7 @@ class Watchdog:
 
     def _fire(self, now: _Now, lasted_s: float) -> None:
         """Report and exit; both are limited to some seconds."""
+        self._fired = True      # what is written from here on says that it hangs
         self._await(_window_s(now) + 3 * STUCK_S + 5, "hangs, also while it leaves its stacks")
         words = f"{lasted_s:.0f} s are more than {KEYS[now.kind]} allows ({now.limit_s:g} s)"
         text = self._stacks()
@@ -322,9 +323,9 @@ class Watchdog:
             self.tell(f"error: all processes wait for each other ({self._now.phase}); see {self._directory}")
 
     def _note(self) -> None:
-        """Write the state into the file, unless it is there."""
+        """Write the state into the file, unless it is there, or the watchdog has fired."""
         before, self._noted = self._noted, self._now
-        if before is not self._now:
+        if before is not self._now and not self._fired:
             with contextlib.suppress(OSError, AttributeError):      # no file, or closed
                 os.pwrite(self._file.fileno(), self._state().head(), 0)
 
