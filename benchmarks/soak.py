@@ -52,7 +52,7 @@ MOMENTS = {"save": "saving", "local": "saving", "export": "exporting", "export l
 CALLS = {"kill": "kill", "stop": "terminate", "full": "ENOSPC from then on", "stale": "ESTALE", "io": "EIO",
          "gone": "ESTALE from then on"}
 TOLD = {"compiling": "restoring, compiling"}
-SAID = re.compile(r"^error: |not saved|failed|cannot be|asked again|could not|is not used|^stopp", re.MULTILINE)
+SAID = re.compile(r"^error: |not saved|not kept|failed|cannot be|asked again|could not|is not used|^stopp", re.MULTILINE)
 
 
 @dataclasses.dataclass
