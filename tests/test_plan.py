@@ -115,6 +115,10 @@ def test_where_full_remat_does_not_fit_layers_inputs_wait_on_the_host():
     assert code == 2 and 'training.remat="offload" cannot stand beside mesh.stage=8' in err
 
 
+def test_what_a_gpu_may_hold_is_in_gibibytes():
+    assert question("llama3-8b --gpus 8 --gpu h100 --max-memory 34")[1].usable_bytes == 34 * 2**30
+
+
 def test_float8_is_priced_and_refused_where_a_gpu_has_none(tmp_path):
     words = ("llama3-8b", "--gpus", 8, "--global-batch", 64, "--model.matmul_dtype", "float8")
     plain, fast = (json.loads(call(*some, "--gpu", "h100", "--json")[1])["plans"][0] for some in (words[:5], words))
