@@ -27,7 +27,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Callable
 

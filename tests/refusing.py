@@ -13,7 +13,7 @@ import shutil
 
 from meshtrain import train
 from meshtrain.run import say, stops
-from meshtrain.storage import addresses, stores
+from meshtrain.storage import stores
 from tests import disturbed, soak, syscalls
 
 STEPS, EVERY, KEEP = 12, 2, 3

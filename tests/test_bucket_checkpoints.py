@@ -18,7 +18,6 @@ pytest.importorskip("moto", reason="the S3 server on loopback needs pip install 
 from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
 from test_buckets import sent  # noqa: E402
 
-from meshtrain import files  # noqa: E402
 from meshtrain.checkpoint import new_folder, pieces  # noqa: E402
 from meshtrain.checkpoint.bucket import BucketCheckpoints  # noqa: E402
 from meshtrain.checkpoint.shared import CheckpointError  # noqa: E402
