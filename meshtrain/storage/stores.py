@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
