@@ -1,4 +1,4 @@
-"""python .ci/types.py [--write]: mypy's errors by file may fall and not rise.
+"""python .ci/check_types.py [--write]: mypy's errors by file may fall and not rise.
 
 What it found when the table was last written is in .ci/types.json. Packages are taken as untyped, so that the count is
 the same in every environment.
