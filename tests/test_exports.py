@@ -9,9 +9,10 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 from folders import contents
 
-from meshtrain import convert, files, train
+from meshtrain import config, convert, files, train
 from meshtrain.checkpoint import checkpoint, export, exports, new_folder, pretrained
 from meshtrain.config import ConfigError
+from meshtrain.storage import addresses
 
 
 def full(*_):
@@ -211,3 +212,13 @@ def test_a_companion_that_links_out_of_the_folder_is_refused_and_the_hub_s_links
                            match="added_tokens.json is a link to .*secret, outside the folder, and is not copied"):
             pretrained.copy_companions(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_credentials_that_a_bucket_refuses_an_export_are_a_mistake_but_at_a_restart(tmp_path):
+    def refuse():
+        raise addresses.Refused("s3://b/out is refused with 403 (AccessDenied); give credentials")
+
+    with pytest.raises(ConfigError, match="is refused with 403"):
+        new_folder.on_first(tmp_path, refuse)
+    with config.restarting(), pytest.raises(files.FileSystemError, match="is refused with 403"):
+        new_folder.on_first(tmp_path, refuse)

@@ -15,7 +15,7 @@ import jax
 from meshtrain import files
 from meshtrain.checkpoint.shared import CheckpointError
 from meshtrain.cluster import agree
-from meshtrain.config import ConfigError
+from meshtrain.config import ConfigError, user_errors
 from meshtrain.huggingface import settings
 from meshtrain.run.rundir import NO_LOCKS
 from meshtrain.storage import copies, stores
@@ -165,7 +165,8 @@ def _judge(target: Target, act: Callable[[], Value]) -> Value:
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {files.said(error)}") from error
     except StorageError as error:
-        raise ConfigError(str(error)) from None
+        with user_errors():     # credentials that are refused at a restart are no mistake
+            raise error
 
 
 @contextlib.contextmanager
