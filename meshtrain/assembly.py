@@ -25,7 +25,7 @@ from meshtrain.run import say
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Tensor
-from meshtrain.shipped import found
+from meshtrain.shipped import rule_file
 from meshtrain.training import accumulate, state, step
 
 
@@ -144,7 +144,7 @@ def _unserved(run: Run, layout: Layout, model: transformer.Transformer, platform
     """Why engines that the run names, or the sampler of its answers, cannot serve this layout on these devices,
     whatever is installed; empty if they can."""
     def sampler() -> None:
-        given = rules.load(found(run.rl.rules), "rl.rules") if run.rl.rules else None
+        given = rules.load(rule_file(run.rl.rules), "rl.rules") if run.rl.rules else None
         if faults := dispatch.problems(run, placement.beside(model, layout, given)):
             raise ValueError("\n".join(faults))
 

@@ -40,7 +40,7 @@ from meshtrain.parallel.pipeline.schedules import NAMES
 from meshtrain.run import apart
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.shipped import found, names
+from meshtrain.shipped import names, rule_file
 from meshtrain.training import state
 
 MOST_GPUS = 1 << 17
@@ -241,7 +241,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name, dict(options["assume"])))
         paths = [*options["rules"], *(f"sharding_rules/{stem}.toml"
                                       for stem in sorted(names("sharding_rules"), key=len))]
-        rule_files = tuple(dataclasses.replace(rules.load(found(path)), path=path) for path in paths)
+        rule_files = tuple(dataclasses.replace(rules.load(rule_file(path)), path=path) for path in paths)
     if not run.model.num_experts:
         rule_files = tuple(one for one in rule_files if "expert" not in one.tables["params"])
     if run.model.matmul_dtype == "float8" and hardware.lacks_float8(gpu):
@@ -253,7 +253,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         model = transformer.build(run.model, run.lora)
 
     def checked(asked: Run, sizes, loaded: rules.Rules):
-        faults = config.problems(asked.replaced(sharding={"rules": str(found(loaded.path))}))
+        faults = config.problems(asked.replaced(sharding={"rules": str(rule_file(loaded.path))}))
         layout, _, others = assembly.lay_out(asked, sizes, loaded, model, "gpu", gpu)
         return layout, faults or others
 
@@ -294,7 +294,7 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
     gpu, given = question.rated.gpu, question.rated.assumed.given
     with config.user_errors(), say.without_noise():
         devices = gpu_compile.topology(f"{gpu.name}:{question.num_gpus}")
-    made = assembly.assemble(laid_out(run, plan).replaced(sharding={"rules": str(found(plan.rules.path))}), devices)
+    made = assembly.assemble(laid_out(run, plan).replaced(sharding={"rules": str(rule_file(plan.rules.path))}), devices)
     with gpu_compile.naming_faults("a plan's step"):
         executable = assembly.compile_step(made)
     step = Inspected(made, executable,
@@ -337,7 +337,7 @@ def sampled(run: Run, question: search.Question, plan: search.Plan) -> dict:
         return sampled_apart(run, question)
     rl, model, layout = run.rl, transformer.build(run.model, run.lora), plan.placed.layout
     with config.user_errors():
-        given = rules.load(found(rl.rules)) if rl.rules else None
+        given = rules.load(rule_file(rl.rules)) if rl.rules else None
     read = placement.beside(model, layout, given)
     room, shards = cache.rounded_room(run.data.seq_len), read.num_shards(read.batch_axes)
     placed = place(question.rows, run.model, read, plan.placed.mesh)

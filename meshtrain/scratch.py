@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, shipped
 from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources
 from meshtrain.data.batches import opened
@@ -20,7 +20,6 @@ from meshtrain.data.cache import parts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.run import dpo_reference
 from meshtrain.sharding.rules import Rules
-from meshtrain.shipped import names
 
 
 @functools.cache
@@ -39,7 +38,7 @@ def rule_file(given: Rules | str | Path) -> str:
         path = directory() / f"rules-{hashlib.sha256(given.encode()).hexdigest()[:8]}.toml"
         path.write_text(given, encoding="utf-8")
         return str(path)
-    return f"sharding_rules/{given}.toml" if str(given) in names("sharding_rules") else str(given)
+    return str(shipped.rule_file(given))
 
 
 def batches(run: Run, start: Callable[[], tuple[assembly.Assembly, dict]]) -> Batches:

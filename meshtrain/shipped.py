@@ -23,6 +23,12 @@ def found(path: str | Path) -> str | Path:
     return shipped(path) if not os.path.exists(path) and os.path.isfile(shipped(path)) else path
 
 
+def rule_file(name: str | Path) -> str | Path:
+    """A rule file by its path, as `found`, or a shipped one by its bare name: zero3."""
+    is_bare = os.sep not in str(name) and not os.path.exists(name) and str(name) in names("sharding_rules")
+    return found(f"sharding_rules/{name}.toml" if is_bare else name)
+
+
 def names(folder: str) -> dict[str, Path]:
     """The shipped TOML files of a folder, by stem."""
     return {file.stem: file for file in sorted(shipped(folder).glob("*.toml"))}

@@ -165,7 +165,7 @@ def _named_files(made: assembly.Assembly) -> dict[str, str]:
     rl, found = made.run.rl, {"sharding.rules": made.layout.rules.text}
     if rl.rules:
         with config.user_errors():
-            found["rl.rules"] = rules.load(shipped.found(rl.rules), "rl.rules").text
+            found["rl.rules"] = rules.load(shipped.rule_file(rl.rules), "rl.rules").text
     if digest := workers.digest(rl.reward):
         found["rl.reward"] = f"{digest} {rl.reward.rpartition(':')[2]}"
     return agree.on_first(lambda: found)

@@ -271,7 +271,7 @@ def beside(made: assembly.Assembly, longest: int = 0) -> Sampler:
     data.seq_len. Raises: ConfigError with every fault of rl.rules, or where nothing fits."""
     rl = made.run.rl
     with config.user_errors():
-        given = rules.load(shipped.found(rl.rules), "rl.rules") if rl.rules else None
+        given = rules.load(shipped.rule_file(rl.rules), "rl.rules") if rl.rules else None
         layout = placement.beside(made.model, made.layout, given)
     if faults := dispatch.problems(made.run, layout):
         raise ConfigError(*faults)

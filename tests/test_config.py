@@ -142,6 +142,10 @@ def test_shipped_files_are_found_from_any_directory_and_paths_mean_the_current_o
     (tmp_path / "sharding_rules").mkdir()
     (tmp_path / "sharding_rules" / "ddp.toml").write_text("")
     assert config.load(["--sharding.rules", "sharding_rules/ddp.toml"]).sharding.rules == "sharding_rules/ddp.toml"
+    assert config.load(["--sharding.rules", "ddp"]).sharding.rules == "sharding_rules/ddp.toml"
+    assert Path(config.load(["--sharding.rules", "zero3"]).sharding.rules) == ROOT / "sharding_rules" / "zero3.toml"
+    (tmp_path / "zero3").write_text("")
+    assert config.load(["--sharding.rules", "zero3"]).sharding.rules == "zero3", "a file of one's own comes first"
 
 
 def test_importing_config_imports_no_jax():

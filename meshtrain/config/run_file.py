@@ -26,7 +26,7 @@ from meshtrain.config.messages import (
 )  # fmt: skip
 from meshtrain.config.sections import Model, Run, Sharding, at_home
 from meshtrain.huggingface import folder, weight_files
-from meshtrain.shipped import found, names, shipped
+from meshtrain.shipped import found, names, rule_file, shipped
 from meshtrain.storage import addresses, copies
 from meshtrain.storage.addresses import StorageError
 
@@ -235,7 +235,7 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
             faulty += [f"{name}.{key}" for key in wrong]
             sections[name] = cls(**{key: value for key, value in table.items() if key not in wrong})
     run = Run(**sections)
-    run = run.model_copy(update={"sharding": Sharding(rules=str(found(run.sharding.rules)))})
+    run = run.model_copy(update={"sharding": Sharding(rules=str(rule_file(run.sharding.rules)))})
     faulty += ["model"] if "model.preset" in faulty else []
     return run, faults, re.compile("|".join(rf"\b{re.escape(name)}\b" for name in faulty) or "$^")
 

@@ -10,13 +10,13 @@ from meshtrain.config import Run
 from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.sharding import rules
-from meshtrain.shipped import shipped
+from meshtrain.shipped import rule_file, shipped
 
 
 def checked(small: Run, path: str) -> tuple[list[str], list[str]]:
     """(findings, notes) of a rule file beside a shrunk run. Raises: ConfigError for a file that cannot be read."""
     with config.user_errors():
-        loaded = rules.load(path, "--rules")
+        loaded = rules.load(rule_file(path), "--rules")
     model = transformer.build(small.model, small.lora)
     used = {axis for table in loaded.tables.values() for axes in table.values() for axis in axes}
     own = {axis for axis in AXES if getattr(small.mesh, axis) > 1}
