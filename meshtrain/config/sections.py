@@ -94,8 +94,8 @@ class Mesh(Section):
 class Sharding(Section):
     """[sharding]: which dimension lies along which axis."""
 
-    rules: PathKey = key("sharding_rules/ddp.toml", "rule file; looked for from here, then among the shipped ones, also by "
-                                                     "its bare name: zero3")
+    rules: PathKey = key("sharding_rules/ddp.toml", "rule file; looked for from here, then among the shipped ones, "
+                                                    "also by its bare name: zero3")
 
 
 class RopeScaling(Section):
