@@ -5,9 +5,12 @@ hash; the summary names them. `-m slow --slow-minutes N` takes slow tests in an 
 is up.
 """
 import contextlib
+import gc
 import importlib.metadata
 import os
 import signal
+import sys
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The default CPU scheduler can deadlock programs whose collectives are independent of one another.
@@ -46,7 +49,9 @@ LONG = [f"test_{name}.py" for name in (
     "parity", "gpu_program", "rl", "generate", "several_processes", "context", "gpu_pipeline", "stops", "advised",
     "experts", "pipeline", "samplers", "recurrence_pallas", "gpu_experts", "fuzz", "commands", "recurrence_context",
     "search", "layouts", "first_light", "dpo_runs", "fault_table", "beside", "float8", "collective_order")]
-MOST_WORKERS = 8        # one needs up to 0.8 GB
+MOST_WORKERS = 8
+# Of a worker, beyond which it forgets the programs of the files before: they take gigabytes by the end of the suite.
+MOST_BYTES = 2 << 30
 
 
 def pytest_addoption(parser):
@@ -92,3 +97,15 @@ def pytest_report_header():
 def pytest_collection_modifyitems(items):
     # A file goes to one worker: what takes minutes begins first.
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is not None and nextitem.path != item.path and "jax" in sys.modules and resident_bytes() > MOST_BYTES:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds; 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import tiers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
+@settings(max_examples=25)
 @given(st.sets(st.text(max_size=3)), st.integers(1, 20))
 def test_parts_hold_each_test_once_and_differ_by_one_test_at_most(names, count):
     parts = [tiers.take_part(sorted(names), number, count) for number in range(count)]
@@ -39,7 +40,7 @@ def pytest_addoption(parser):
     tiers.add_options(parser)
 
 def pytest_configure(config):
-    tiers.read_table = lambda: {"test_a": {"test_b", "test_c[1]"}}
+    tiers.read_table = lambda: tiers.Table({"test_a": {"test_b", "test_c[1]"}}, {"test_d": {"test_e"}})
     config.pluginmanager.register(tiers.Selection(config))
 """
 TESTS = """
@@ -62,13 +63,14 @@ def run_tests(folder, *options: str) -> str:
 
 
 @pytest.mark.parametrize("options, told", [
-    ([], ["1 passed, 1 skipped, 2 deselected", "skipped: 1 (it needs a GPU)",
-          "not run: 1 tests of full, run by `pytest --full`", "not run: 1 tests of long, run by `pytest --long`"]),
-    (["--full", "--long", "--part", "1/2"], ["1 passed, 3 deselected", "not run: 1 tests of other parts",
-                                             "not run: 2 tests of core, run by `pytest`"]),
+    ([], ["2 passed, 1 skipped, 3 deselected", "skipped: 1 (it needs a GPU)",
+          "not run: 2 tests of full, run by `pytest --full`", "not run: 1 tests of long, run by `pytest --long`"]),
+    (["--full", "--long", "--part", "1/2"], ["1 passed, 5 deselected", "not run: 2 tests of other parts",
+                                             "not run: 3 tests of core, run by `pytest`"]),
     (["test_a.py::test_c"], ["3 passed"])])
 def test_a_table_chooses_the_core_of_a_file_and_the_end_says_what_did_not_run(tmp_path, options, told):
     (tmp_path / "test_a.py").write_text(TESTS)
+    (tmp_path / "test_d.py").write_text("def test_e(): pass\n\ndef test_f(): pass\n")
     said = run_tests(tmp_path, *options)
     assert [line for line in told if line not in said] == [], said
 

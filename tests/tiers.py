@@ -1,7 +1,7 @@
 """Three tiers of tests, and parts of them by number.
 
 core    every claim of README.md once. What `pytest` runs
-full    `pytest.mark.full`, or named as full by tests/tiers.toml: the other tests that end within seconds. `pytest --full`
+full    `pytest.mark.full`, or full by tests/tiers.toml: the other tests that end within seconds. `pytest --full`
 long    `pytest.mark.long`: minutes, or one of very many cells (`pytest.mark.cell`, too). `pytest --long`
 
 `--part I/N` takes every N-th test of what is chosen, by its position in the list sorted by name: N parts are all of it,
@@ -9,6 +9,7 @@ each test once. A test file that is named runs its core and full tests; a test t
 """
 import argparse
 import collections
+import dataclasses
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,15 +41,28 @@ def take_part(names: Sequence[str], number: int, count: int) -> set[str]:
     return set(sorted(names)[number::count])
 
 
-def read_table() -> dict[str, set[str]]:
-    """File that is full, without its suffix -> those of its tests that are core all the same."""
-    return {name: set(tests) for name, tests in tomllib.loads(TABLE.read_text())["full"].items()}
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """tests/tiers.toml. Files stand without their suffix. full: file -> those of its tests that are core all the same;
+    core: file -> those of its tests that are full."""
+    full: Mapping[str, set[str]]
+    core: Mapping[str, set[str]]
+
+    def tier(self, item) -> str:
+        file, names = item.path.stem, names_of(item)
+        if file in self.full:
+            return "core" if names & self.full[file] else "full"
+        return "full" if names & self.core.get(file, set()) else "core"
 
 
-def tier_of(item, full: Mapping[str, set[str]]) -> str:
+def read_table() -> Table:
+    return Table(**{tier: {file: set(tests) for file, tests in files.items()}
+                    for tier, files in tomllib.loads(TABLE.read_text()).items()})
+
+
+def tier_of(item, table: Table) -> str:
     """By the test's marks, else by the table."""
-    marked = next((mark.name for mark in item.iter_markers() if mark.name in TIERS), None)
-    return marked or ("core" if item.path.stem not in full or names_of(item) & full[item.path.stem] else "full")
+    return next((mark.name for mark in item.iter_markers() if mark.name in TIERS), None) or table.tier(item)
 
 
 def names_of(item) -> set[str]:
@@ -56,12 +70,13 @@ def names_of(item) -> set[str]:
     return {item.name, item.name.partition("[")[0]}
 
 
-def find_stale(items: Iterable, full: Mapping[str, set[str]]) -> list[str]:
+def find_stale(items: Iterable, table: Table) -> list[str]:
     """Tests of the table that are not in their file. items: whole files."""
+    named = {**table.full, **table.core}
     there: dict[str, set[str]] = collections.defaultdict(set)
     for item in items:
         there[item.path.stem] |= names_of(item)
-    return [f"{file}: {name}" for file in sorted(full) if file in there for name in sorted(full[file] - there[file])]
+    return [f"{file}: {name}" for file in sorted(named) if file in there for name in sorted(named[file] - there[file])]
 
 
 def choose_tiers(args: Sequence[str], full: bool, long: bool) -> set[str]:
