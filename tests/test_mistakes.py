@@ -607,9 +607,12 @@ def test_a_mistake_is_one_message_and_writes_nothing(command, words, parts, worl
 AT_THE_START = ("--data.seq_len 100000", "--json", "''")
 
 
-@pytest.mark.parametrize("words, parts", [(words, parts) for command, words, parts in CASES
-                                          if command == "train" and not words.startswith(AT_THE_START)],
-                         ids=lambda value: str(value)[:90])
+CHECKED = [(words, parts) for command, words, parts in CASES
+           if command == "train" and not words.startswith(AT_THE_START)]
+
+
+@pytest.mark.parametrize("words, parts", [pytest.param(*case, marks=[pytest.mark.full] * (number % 3 > 0))
+                                          for number, case in enumerate(CHECKED)], ids=lambda value: str(value)[:90])
 def test_check_tells_what_training_refuses(words, parts, world, monkeypatch):
     monkeypatch.chdir(world)
     before = standing(world)
