@@ -116,6 +116,9 @@ def _tests(path: Path) -> set[str]:
     return named | {node.name for node in tree if isinstance(node, ast.FunctionDef) and not long(node)}
 
 
+NOT_LONG = "-m 'not long'"       # of a whole test; a cell that is named runs in any case
+
+
 def plant(fault: Fault) -> tuple[bool, str, float]:
     """(caught, what happened, seconds): the fault's test, in a copy of the tree that has the fault."""
     if faults := problems(fault):
@@ -130,7 +133,8 @@ def plant(fault: Fault) -> tuple[bool, str, float]:
         target.write_text(fault.planted(target.read_text())[0])
         report, start = copy / "report.xml", time.monotonic()
         # In this process's child alone, without the suite's workers: one test is all there is.
-        command = [sys.executable, "-m", "pytest", "-o", "addopts=-q -m 'not long'", "-x", "-p", "no:cacheprovider",
+        options = f"addopts=-q {'' if '[' in fault.test else NOT_LONG}"
+        command = [sys.executable, "-m", "pytest", "-o", options, "-x", "-p", "no:cacheprovider",
                    f"--junitxml={report}", fault.test]
         environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
