@@ -91,12 +91,12 @@ class Monitor:
             before, self._target = self._target, target
             with contextlib.suppress(OSError):
                 os.close(before)
+            self._send()        # lies in the pipe: what hangs while the monitor starts is seen, too
             with os.fdopen(source):
                 passed = [source, self._stacks.fileno(), _exit_pipe()[0]]
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", __file__, *map(str, (os.getpid(), *passed, self.head))],
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=passed, start_new_session=True)
-            self._send()
         except OSError as error:        # no process is to be had
             self._target = None
             self.tell(f"warning: no process can be started that watches this one ({error}): a hang that holds the "
