@@ -72,7 +72,7 @@ def main() -> int:
         if words[0] == "completion":
             say.answer(completion(words[1:]))
             return DONE
-        module, rest = chosen(words)
+        module, rest = choose(words)
     except ConfigError as error:
         say.err(f"error: {error}")
         return USER_ERROR
@@ -90,7 +90,7 @@ def usage() -> str:
                       "them."])
 
 
-def chosen(words: Sequence[str]) -> tuple[str, list[str]]:
+def choose(words: Sequence[str]) -> tuple[str, list[str]]:
     """(the module of a command, its arguments). Raises: ConfigError for a word that names none."""
     table, prefix, rest = (LAUNCHERS, "launch", list(words[1:])) if words[0] == "launch" else (
         COMMANDS, "meshtrain", list(words))

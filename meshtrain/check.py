@@ -1,9 +1,9 @@
 """What can be known of a run before it starts: python -m meshtrain.check RUN.toml --topology h100:64.
 
 Looks at the run file, the rules on the mesh, the data's beginning, the tokenizer and the template, the weights and the
-run's directory, and prices the step by formulas: memory, seconds, MFU. Compiles nothing, trains nothing, writes
-nothing. Every part is looked at, whatever the others have shown. Exit codes: 0 · 2 mistakes, each with its remedy ·
-3 the run does not fit into the memory · 1 a file system or server that fails · 75 stopped on request.
+run's directory, and prices the step by formulas: memory, seconds, MFU. Compiles nothing, trains nothing, leaves nothing
+behind. Every part is looked at, whatever the others have shown. Exit codes: 0 · 2 mistakes, each with its remedy · 3
+the run does not fit into the memory · 1 a file system or server that fails · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ COMMAND = config.Command("meshtrain.check", {
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Finding:
     """What was found of a part. verdict: a key of MARKS."""
     part: str
     verdict: str
@@ -78,64 +78,63 @@ def main(own: config.Arguments) -> int:
     return USER_ERROR if WRONG in found else DOES_NOT_FIT if UNFIT in found else FAILED if FAULT in found else DONE
 
 
-def look_at_file(own: config.Arguments) -> tuple[list[Row], Run | None]:
+def look_at_file(own: config.Arguments) -> tuple[list[Finding], Run | None]:
     """(rows of the run file, the run; None where the file has mistakes)."""
     try:
         run = config.load(own.names + own.keys)
     except ConfigError as error:
-        return [Row("run file", WRONG, message) for message in error.messages], None
-    return [Row("run file", OK, f"{own.names[0] if own.names else 'the quickstart'}, run.name {run.run.name}")], run
+        return [Finding("run file", WRONG, message) for message in error.messages], None
+    return [Finding("run file", OK, f"{own.names[0] if own.names else 'the quickstart'}, run.name {run.run.name}")], run
 
 
-def look_at_run(run: Run, topology: str | None, offline: bool, plan: str) -> list[Row]:
+def look_at_run(run: Run, topology: str | None, offline: bool, plan: str) -> list[Finding]:
     """The rows of everything but the run file, each part on its own. plan: the command that plans this run."""
-    rows, design = _looked("layout", lambda: _layout(run, topology))
-    if design:
-        rows += _looked("memory and speed", lambda: _price(design, topology, plan))[0]
-        rows += _looked("weights", lambda: _weights(run, design))[0]
-    rows += _looked("data", lambda: _data(run, offline))[0]
-    rows += _looked("places", lambda: _places(run, offline))[0]
-    return rows + _looked("extras", lambda: _extras(run))[0]
+    rows, made = _look_at("layout", lambda: _layout(run, topology))
+    if made:
+        rows += _look_at("memory and speed", lambda: _price(*made, plan))[0]
+        rows += _look_at("weights", lambda: _weights(run, made[0]))[0]
+    rows += _look_at("data", lambda: _data(run, offline))[0]
+    rows += _look_at("places", lambda: _places(run, offline))[0]
+    return rows + _look_at("extras", lambda: _extras(run))[0]
 
 
-def _looked(part: str, look: Callable[[], Iterator[Row | Design]]) -> tuple[list[Row], Design | None]:
+def _look_at(part: str, look: Callable[[], Iterator[Finding | tuple]]) -> tuple[list[Finding], tuple | None]:
     """(the rows of a part, what it made), up to its first mistake."""
     rows, made = [], None
     try:
         with config.user_errors():
             for found in look():
-                if isinstance(found, Row):
+                if isinstance(found, Finding):
                     rows.append(found)
                 else:
                     made = found
     except ConfigError as error:
-        rows += [Row(part, WRONG, message) for message in error.messages]
+        rows += [Finding(part, WRONG, message) for message in error.messages]
     except FileSystemError as error:
-        rows.append(Row(part, FAULT, str(error)))
+        rows.append(Finding(part, FAULT, str(error)))
     return rows, made
 
 
-def _layout(run: Run, topology: str | None) -> Iterator[Row | Design]:
-    """Mesh and rules, and the choices that the run leaves open."""
+def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, hardware.Gpu | None]]:
+    """Mesh and rules, and the choices that the run leaves open; at last the design and the GPU."""
     if topology is None and run.mesh.simulated_devices:
         config.mesh_sizes(run, run.mesh.simulated_devices)
     spec, platform, gpu = inspect_command.placed_on(run, topology)
     made = assembly.design(run, spec, platform, gpu)
     on = f"{spec.num_devices} × {gpu.name}" if gpu else f"{spec.num_devices} devices of {platform}"
     schedule = f", {made.choice.schedule.name}" if made.choice else ""
-    yield Row("layout", OK, f"{spec} on {on}, {run.sharding.rules}{schedule}")
+    yield Finding("layout", OK, f"{spec} on {on}, {run.sharding.rules}{schedule}")
     for note in made.notes:
-        yield Row("layout", NOTE, note)
-    yield made
+        yield Finding("layout", NOTE, note)
+    yield made, gpu
 
 
-def _price(made: Design, topology: str | None, plan: str) -> Iterator[Row]:
+def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Finding]:
     """Memory of a device, and the step's time where the GPU's speed is known."""
     run, num_devices = made.run, made.mesh_spec.num_devices
-    _, platform, gpu = inspect_command.placed_on(run, topology)
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     if not known and not run.mesh.simulated_devices:
-        yield Row("memory", LEFT, "of which GPUs? add e.g. --topology h100:8")
+        yield Finding("memory", LEFT, "of which GPUs? add e.g. --topology h100:8")
         return
     rated = rates.Rates(gpu if known else hardware.get("h100"), assumptions.Assumptions(gpu.name if known else "h100"))
     schedule = made.choice and made.choice.schedule
@@ -152,25 +151,25 @@ def _price(made: Design, topology: str | None, plan: str) -> Iterator[Row]:
         needed, has, where = num_devices * held["total"], devices.machine_bytes(), "this machine, by all its devices"
         remedy = "take a smaller model or batch"
     told = f"{size(needed)} of {size(has)}, {where}"
-    yield Row("memory", OK, told) if needed <= has else Row(
+    yield Finding("memory", OK, told) if needed <= has else Finding(
         "memory", UNFIT, f"{told}; the most are {most}, {size(held[most])} a device; {remedy}")
     if known:
         one = price.price(made.placed, rated, options)
-        yield Row("speed", OK, f"{one.step_s:.3g} s a step, {one.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
+        yield Finding("speed", OK, f"{one.step_s:.3g} s a step, {one.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
                                f"{one.mfu:.1%} MFU by the formulas; inspect tells it of the compiled step")
 
 
-def _weights(run: Run, made: Design) -> Iterator[Row]:
+def _weights(run: Run, made: Design) -> Iterator[Finding]:
     """What checkpoint.init_from names: a model folder with every tensor of the model, or a run with checkpoints, whose
     bytes the start verifies."""
     source, step = run.checkpoint.init_from, run.checkpoint.step
     if not source:
-        yield Row("weights", OK, "random, as checkpoint.init_from names none")
+        yield Finding("weights", OK, "random, as checkpoint.init_from names none")
     elif addresses.is_remote(source):       # a model of the hub has gigabytes
-        yield Row("weights", LEFT, f"{source}: the start reads it")
+        yield Finding("weights", LEFT, f"{source}: the start reads it")
     elif folder.is_one(source):
         _, rows = pretrained.opened(run, made.model)
-        yield Row("weights", OK, f"{source}: a model folder with the {len(rows)} tensors of the model")
+        yield Finding("weights", OK, f"{source}: a model folder with the {len(rows)} tensors of the model")
     else:
         saved = Path(source) / contents.CHECKPOINTS
         steps = sorted(int(name) for name in os.listdir(saved) if name.isdecimal()) if saved.is_dir() else []
@@ -178,20 +177,23 @@ def _weights(run: Run, made: Design) -> Iterator[Row]:
             has = f"; it has {', '.join(map(str, steps))}" if steps else ""
             raise ConfigError(f"checkpoint.init_from={source} holds no checkpoint{f' of step {step}' if step else ''}"
                               f"{has}; name the run.dir of a run that has saved one")
-        yield Row("weights", OK, f"step {step or steps[-1]} of {source}")
+        yield Finding("weights", OK, f"step {step or steps[-1]} of {source}")
 
 
-def _data(run: Run, offline: bool) -> Iterator[Row]:
+def _data(run: Run, offline: bool) -> Iterator[Finding]:
     """The tokenizer, the files, and the ids of the beginning of each source."""
     data, vocab = run.data, run.model.vocab_size
     train.check_source(run)
+    if offline and (asked := [name for name in _names(data) if addresses.is_remote(name) and not _on_hub(name)]):
+        yield Finding("data", LEFT, f"{asked[0]}: --offline")
+        return
     folders = [] if offline and addresses.is_remote(run.run.dir) else folder.companions_of(
         run.run.dir, "" if offline and addresses.is_remote(run.checkpoint.init_from) else run.checkpoint.init_from)
     if data.source == "prompts":
         corpus, found = prompts.open_prompts(data, vocab_size=vocab, seed=run.run.seed,
                                              longest=data.seq_len - run.rl.max_tokens + 1, folders=folders)
         yield from _tokenizer(corpus.tokenizer, vocab)
-        yield Row("data", OK, f"{len(found.prompts)} prompts, {len(found.held)} held out, of up to {found.longest} "
+        yield Finding("data", OK, f"{len(found.prompts)} prompts, {len(found.held)} held out, of up to {found.longest} "
                               "tokens")
         return
     described = sources.describe(data, vocab_size=vocab, folders=folders)
@@ -199,34 +201,46 @@ def _data(run: Run, offline: bool) -> Iterator[Row]:
     for one in described.components:
         ids, of = sources.sample(described, one), f"{one.where}: {one.source}, {len(one.paths)} files"
         if not len(ids):
-            yield Row("data", LEFT, f"{of}, of which nothing was read")
+            yield Finding("data", LEFT, f"{of}, of which nothing was read")
             continue
         shown = described.tokenizer.decode(ids[:12])
-        yield Row("data", OK, f"{of}, beginning {shown!r}" if shown else f"{of}, ids up to {int(ids.max())}")
+        yield Finding("data", OK, f"{of}, beginning {shown!r}" if shown else f"{of}, ids up to {int(ids.max())}")
 
 
-def _tokenizer(reader, vocab_size: int) -> Iterator[Row]:
-    yield Row("tokenizer", OK, f"{reader.vocab_size} ids of model.vocab_size={vocab_size}")
+def _names(data: config.Data) -> list[str]:
+    """What the section names that may lie at an address."""
+    sections = (data, *data.mixture, *data.validation_sources)
+    paths = [path for one in sections for key in ("paths", "validation_paths") for path in getattr(one, key, ())]
+    return [*paths, data.tokenizer, data.chat_template]
+
+
+def _on_hub(name: str) -> bool:
+    """Whether HF_HUB_OFFLINE keeps it from being asked for."""
+    return addresses.parse(name).scheme == addresses.HUB
+
+
+def _tokenizer(reader, vocab_size: int) -> Iterator[Finding]:
+    yield Finding("tokenizer", OK, f"{reader.vocab_size} ids of model.vocab_size={vocab_size}")
     for note in sources.notes(reader, vocab_size):
-        yield Row("tokenizer", NOTE, note)
+        yield Finding("tokenizer", NOTE, note)
 
 
-def _places(run: Run, offline: bool) -> Iterator[Row]:
+def _places(run: Run, offline: bool) -> Iterator[Finding]:
     """Whether run.dir is free, or a run of ours that may go on so, and whether what the run writes can be written."""
     name = run.run.dir
     if addresses.is_remote(name):
         if not offline:
             stores.children(addresses.parse(name))
-        yield Row("run.dir", LEFT, f"{name}: whether it takes files is seen at the start")
+        yield Finding("run.dir", LEFT, f"{name}: whether it takes files is seen at the start")
     else:
         yield _run_dir(run, Path(name))
     for key, directory in (("data.cache", run.data.cache), ("checkpoint.local_dir", run.checkpoint.local_dir)):
         if directory:
             _check_writable(key, Path(directory).expanduser())
-            yield Row(key, OK, directory)
+            yield Finding(key, OK, directory)
 
 
-def _run_dir(run: Run, directory: Path) -> Row:
+def _run_dir(run: Run, directory: Path) -> Finding:
     """Raises: ConfigError."""
     existing = files.status(directory)
     if existing and not stat.S_ISDIR(existing.st_mode):
@@ -243,10 +257,10 @@ def _run_dir(run: Run, directory: Path) -> Row:
         raise ConfigError(f"checkpoint.step={run.checkpoint.step}: {directory} has no checkpoint of that step; use one "
                           f"of {', '.join(map(str, steps)) or 'a run that has some'}")
     if not steps:
-        return Row("run.dir", OK, f"{directory}: free")
+        return Finding("run.dir", OK, f"{directory}: free")
     step = run.checkpoint.step if run.checkpoint.step in steps else steps[-1]
     changed = [key for key, *_ in resume.changes_of(run, checkpoints.open(step), None)]
-    return Row("run.dir", OK, f"{directory}: a run of ours, to go on after step {step}"
+    return Finding("run.dir", OK, f"{directory}: a run of ours, to go on after step {step}"
                               + (f", with other values of {', '.join(changed)}" if changed else ""))
 
 
@@ -261,15 +275,15 @@ def _check_writable(key: str, directory: Path) -> None:
     files.attempted(attempt, f"{key}={directory} cannot be written", "give a directory that can", ConfigError)
 
 
-def _extras(run: Run) -> Iterator[Row]:
+def _extras(run: Run) -> Iterator[Finding]:
     """What else the run asks for: trackers, a reward."""
     trackers.check(run)
     if run.rl.reward:
         workers.digest(run.rl.reward)
-        yield Row("reward", OK, run.rl.reward)
+        yield Finding("reward", OK, run.rl.reward)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Finding]) -> str:
     """What people read: a line for each row, and the verdict."""
     width = max(len(row.part) for row in rows)
     lines = [f"{MARKS[row.verdict]} {row.part:<{width}}  {row.text}" for row in rows]

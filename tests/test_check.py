@@ -9,6 +9,7 @@ import pytest
 from commands import call, home, tiny  # noqa: F401
 
 from meshtrain import check, config, plan, train
+from meshtrain.storage import stores
 from meshtrain.units import size
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,3 +100,17 @@ def test_its_price_is_the_planners(tmp_path):
     texts = {row["part"]: row["text"] for row in told}
     assert texts["memory"].startswith(f"{size(found.best.price.memory_bytes['total'])} of ")
     assert texts["speed"].startswith(f"{found.best.price.step_s:.3g} s a step, ")
+
+
+@pytest.mark.parametrize("words", [
+    ("--data.source", "text", "--data.paths", '["s3://nowhere/*.txt"]'), ("--data.tokenizer", "gs://nowhere/tokenizer.json"),
+    ("--data.source", "mixture", "--data.mixture", '[{source = "text", paths = ["https://nowhere.invalid/a.txt"]}]')])
+def test_offline_no_server_is_asked(words, monkeypatch):
+    def refuse(*args, **keys):
+        raise AssertionError("a server is asked")
+    monkeypatch.setattr(stores, "listed", refuse)
+    monkeypatch.setattr(stores, "looked_up", refuse)
+    monkeypatch.setattr(stores, "children", refuse)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    code, found = rows("--offline", "--run.dir", "s3://nowhere/run", *words)
+    assert code == 0 and verdicts(found)["data"] == verdicts(found)["run.dir"] == check.LEFT

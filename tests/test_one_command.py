@@ -27,8 +27,8 @@ def test_every_module_that_is_a_command_is_listed(room, table):
 def test_a_command_by_its_name_is_its_module():
     said = call("report", "--help")
     assert said.returncode == 0 and said.stdout.startswith("usage: python -m meshtrain.report")
-    assert one.chosen(["launch", "local", "--processes", "2"]) == ("launch.local", ["--processes", "2"])
-    assert one.chosen(["train", "a.toml"]) == ("meshtrain.train", ["a.toml"])
+    assert one.choose(["launch", "local", "--processes", "2"]) == ("launch.local", ["--processes", "2"])
+    assert one.choose(["train", "a.toml"]) == ("meshtrain.train", ["a.toml"])
 
 
 def test_a_mistake_of_a_command_keeps_its_exit_code():
@@ -47,7 +47,7 @@ def test_the_version_and_the_list_are_answers():
     (["launch", "train"], "train is no launcher; use one of local")])
 def test_a_word_that_names_no_command_is_one_message(words, told):
     with pytest.raises(ConfigError) as error:
-        one.chosen(words)
+        one.choose(words)
     assert told in str(error.value)
 
 

@@ -51,7 +51,7 @@ class BucketCheckpoints(SharedCheckpoints):
         super().__init__(place, **keys)
 
     def _open(self) -> None:
-        with _judged(f"{self.place} cannot hold checkpoints"):
+        with _judge_errors(f"{self.place} cannot hold checkpoints"):
             self._clean()
 
     def _names(self) -> list[str]:
@@ -59,7 +59,7 @@ class BucketCheckpoints(SharedCheckpoints):
 
     def _children(self) -> tuple[list[str], list[str]]:
         """Names of objects and of folders."""
-        with _judged(f"{self.place} cannot be read"):
+        with _judge_errors(f"{self.place} cannot be read"):
             return stores.children(self.place)
 
     def _rename(self, step: int, name: str) -> None:
@@ -136,7 +136,7 @@ class BucketCheckpoints(SharedCheckpoints):
         """Of a step that is complete: in every process."""
         known = self._known      # a save in the background may replace it
         if known[0] != step:
-            with _judged(f"{self.named(step)} cannot be read"):
+            with _judge_errors(f"{self.named(step)} cannot be read"):
                 try:
                     known = self._known = step, _read(self.place.below(str(step)))
                 except stores.Missing:
@@ -170,7 +170,7 @@ class BucketCheckpoints(SharedCheckpoints):
                 return "it is gone"
 
         def ask() -> str:
-            with _judged(f"{self.named(step)} cannot be read"):
+            with _judge_errors(f"{self.named(step)} cannot be read"):
                 return found() and found()      # once more: it may have been damaged on its way
         return next(filter(None, agree.exchange(agree.everywhere(ask))), "")
 
@@ -199,9 +199,9 @@ class BucketCheckpoints(SharedCheckpoints):
 
         def read(name: str, start: int, stop: int) -> bytes:
             return stores.read(self.place.below(f"{index['folder']}/{name}"), start, stop)
-        with _judged(f"{self.named(step)} cannot be read"):
+        with _judge_errors(f"{self.named(step)} cannot be read"):
             try:
-                return pieces.restored(wanted, pieces.pieces_of(index), stored, read, AT_ONCE)
+                return pieces.restore(wanted, pieces.pieces_of(index), stored, read, AT_ONCE)
             except stores.Missing as error:
                 raise CheckpointError(f"{error}; the run that writes there may have removed it, for it keeps "
                                       f"checkpoint.keep of them: start again") from None
@@ -228,7 +228,7 @@ def _all_at_once(act: Callable, values: Sequence) -> list:
 
 
 @contextlib.contextmanager
-def _judged(what: str) -> Iterator[None]:
+def _judge_errors(what: str) -> Iterator[None]:
     """What a bucket refuses is the user's mistake; a server that fails is none."""
     try:
         yield

@@ -129,7 +129,7 @@ class LocalCheckpoints(Store):
             used, stored = self._used[step]
             if wider := [name for name, form in forms(wanted).items() if widens(stored[name], form)]:
                 tell_widened(f"step {step} in {self._home()}", wider)
-            return pieces.restored(wanted, used, stored, self._read, AT_ONCE)
+            return pieces.restore(wanted, used, stored, self._read, AT_ONCE)
         except (KeyError, OSError, DamagedPiece, ValueError):
             raise files.FileSystemError(f"{self.name}: step {step} in {self._home()}, whose checksums have just held, "
                                         f"cannot be read any more; see to the file system and start again") from None
@@ -302,7 +302,7 @@ class LocalCheckpoints(Store):
                     return f"its {name} has another form"
             for name, leaf in trees.leaves_of(wanted).items():
                 of = used.setdefault(name, {})
-                for piece in pieces.needed(held[name], leaf):       # those of one step are equal or disjoint
+                for piece in pieces.select_needed(held[name], leaf):       # those of one step are equal or disjoint
                     if piece.region not in of:
                         try:
                             pieces.fetch(piece, stored[name][1], self._read)

@@ -140,7 +140,7 @@ def asked_of(leaf: jax.ShapeDtypeStruct) -> set[Region]:
             for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
 
 
-def needed(some: Iterable[Piece], leaf: jax.ShapeDtypeStruct) -> list[Piece]:
+def select_needed(some: Iterable[Piece], leaf: jax.ShapeDtypeStruct) -> list[Piece]:
     """The pieces of an array that this process's devices need."""
     asked = asked_of(leaf)
     return [piece for piece in some
@@ -157,7 +157,7 @@ def fetch(piece: Piece, dtype: np.dtype, read: Read) -> np.ndarray:
     raise DamagedPiece(f"{piece.object}: its checksum differs at byte {piece.offset:,}")
 
 
-def restored(wanted: Any, pieces: Mapping[str, Sequence[Piece]], forms: Mapping[str, tuple], read: Read,
+def restore(wanted: Any, pieces: Mapping[str, Sequence[Piece]], forms: Mapping[str, tuple], read: Read,
              at_once: int) -> Any:
     """Arrays with the shardings and dtypes of `wanted`, a pytree of jax.ShapeDtypeStruct. forms: in which they are
     stored. read: is called in several threads. Raises: DamagedPiece; ValueError where elements are missing; what `read`
@@ -179,7 +179,7 @@ def _arrays(leaves, pieces, forms, read, pool) -> Iterator[jax.Array]:
         while ahead < AHEAD_BYTES and (more := next(rest, None)):
             name, leaf = more
             dtype = forms[name][1]
-            some = needed(pieces[name], leaf)
+            some = select_needed(pieces[name], leaf)
             size = sum(volume(piece.region) for piece in some) * dtype.itemsize
             waiting.append((name, leaf, size, [(piece, pool.submit(fetch, piece, dtype, read)) for piece in some]))
             ahead += size
