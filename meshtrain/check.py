@@ -256,7 +256,7 @@ def _run_dir(run: Run, directory: Path) -> Finding:
     if run.checkpoint.step and run.checkpoint.step not in steps and not run.checkpoint.init_from:
         raise ConfigError(f"checkpoint.step={run.checkpoint.step}: {directory} has no checkpoint of that step; use one "
                           f"of {', '.join(map(str, steps)) or 'a run that has some'}")
-    if not steps:
+    if not checkpoints or not steps:
         return Finding("run.dir", OK, f"{directory}: free")
     step = run.checkpoint.step if run.checkpoint.step in steps else steps[-1]
     changed = [key for key, *_ in resume.changes_of(run, checkpoints.open(step), None)]
