@@ -268,7 +268,7 @@ def test_a_driver_that_hangs_at_the_start_is_watched(monkeypatch, tmp_path, caps
 
 
 def test_the_page_has_the_table_of_the_environment():
-    text = (ROOT / "docs" / "pods.md").read_text()
+    text = (ROOT / "docs" / "gpus.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| `(\S+)` \| (.+) \|$", text, re.MULTILINE)
     assert rows == [(one.name, one.value, one.why) for one in devices.ON_GPUS]
 

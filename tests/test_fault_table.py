@@ -1,5 +1,5 @@
 """What a run does when something fails: each fault for real, who is named, with which code it ends, and that it takes
-no longer than a minute. docs/pods.md has the seconds.
+no longer than a minute. docs/pods.md lists the seconds.
 
 A GPU's own faults cannot be had here: a process that hangs does so in Python or C, on the host.
 """

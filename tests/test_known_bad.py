@@ -87,7 +87,7 @@ def test_a_run_on_gpus_is_told_before_they_are_started(monkeypatch, capsys):
 
 
 def test_the_page_has_the_table():
-    text = (ROOT / "docs" / "pods.md").read_text()
+    text = (ROOT / "docs" / "gpus.md").read_text()
     for row in known_bad.TABLE:
         assert f"| {row.component} `{row.bad}` |" in text and row.source in text, row
     assert len(re.findall(r"^\| \w+ `[<>]", text, re.MULTILINE)) == len(known_bad.TABLE)
