@@ -219,7 +219,7 @@ def calls(home: Path, count: int, seed: int, table: Table) -> int:
                 done, runs = done + 1, runs + 1
                 named = None if cell.fault == "kill" or not SAID.search(harness.first.said) else True
                 table["calls", CALLS[cell.fault]].add(
-                    MOMENTS[cell.place], named, harness.to_the_end_s if real else None, harness.first.seconds,
+                    MOMENTS[cell.place], named, harness.to_the_end_s if real else None, harness.first.silent_s,
                     bool(wrong))
                 table.write()
                 print(f"{done}, {'the command' if real else 'stand-in'}: {cell}: {'; '.join(wrong) or 'held'}"

@@ -244,6 +244,7 @@ class Ran:
     met: bool
     calls: list[tuple[str, str, int]]
     seconds: float
+    silent_s: float
 
 
 class Harness:
@@ -308,7 +309,7 @@ class Harness:
         place, words = PLACES[name], self.words(home, PLACES[name])
         counted, counts = re.compile(place.files), collections.Counter()
         fault = FAULTS[cell.fault] if cell else None
-        ran = Ran(None, "", False, [], 0.0)
+        ran = Ran(None, "", False, [], 0.0, 0.0)
         phases = [] if not self.real else ["cell"]
 
         def decide(call: syscalls.Call) -> int:
@@ -343,7 +344,8 @@ class Harness:
                 assert syscalls.run(lambda: write_sums(home), log, lambda call: 0).code == 0, log.read_text()
         else:
             ended = syscalls.run(command(home, words), log, decide, limit_s=60)
-        ran.code, ran.said, ran.seconds = ended.code, log.read_text(errors="replace"), ended.seconds
+        ran.code, ran.seconds, ran.silent_s = ended.code, ended.seconds, ended.silent_s
+        ran.said = log.read_text(errors="replace")
         return ran
 
     def cells(self, places: list[str], faults: list[str]) -> list[Cell]:

@@ -72,7 +72,7 @@ class Harness:
             return code
         log = home / f"log{len(list(home.glob('log*')))}"
         ended = syscalls.run(body, log, lambda call: 0, limit_s=soak.MOST_SILENT_S)
-        self.seconds, self.said = ended.seconds, log.read_text(errors="replace")
+        self.seconds, self.silent_s, self.said = ended.seconds, ended.silent_s, log.read_text(errors="replace")
         return ended.code, self.said
 
     def _outcome(self, name: str) -> dict:
@@ -103,11 +103,11 @@ class Harness:
         self.server.faults.clear()
         self.server.bytes_s = 0
         met = done is None or done.times < times
-        starts, silent_s, all_said = 1, self.seconds, said
+        starts, silent_s, all_said = 1, self.silent_s, said
         wrong += self._judge(code, said)
         while code != stops.DONE and starts < 4:
             code, said = self._run(name)
-            starts, silent_s, all_said = starts + 1, max(silent_s, self.seconds), all_said + said
+            starts, silent_s, all_said = starts + 1, max(silent_s, self.silent_s), all_said + said
             wrong += self._judge(code, said)
         named = True if NAMED.search(all_said) else None
         if fault == "damaged for good" and not re.search(rf"checkpoints/{begun} is damaged", all_said):

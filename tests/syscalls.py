@@ -67,9 +67,25 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """code: the exit code, negative for a signal; None: it was killed because it did not end in time."""
+    """code: the exit code, negative for a signal; None: it was killed because it did not end in time. silent_s: the
+    longest time in which its output did not grow, to a second."""
     code: int | None
     seconds: float
+    silent_s: float
+
+
+class Silence:
+    """The longest time in which a file did not grow, looked at once a second."""
+
+    def __init__(self, path: Path):
+        self.path, self.bytes, self.longest_s = path, 0, 0.0
+        self.grown = self.looked = time.monotonic()
+
+    def look(self, now: float) -> None:
+        self.looked = now
+        if (size := os.stat(self.path).st_size if self.path.exists() else 0) != self.bytes:
+            self.bytes, self.grown = size, now
+        self.longest_s = max(self.longest_s, now - self.grown)
 
 
 def run(body: Callable[[], int] | list[str], log: Path, decide: Callable[[Call], int],
@@ -89,14 +105,16 @@ def run(body: Callable[[], int] | list[str], log: Path, decide: Callable[[Call],
     theirs.close()
     _, (listener, *_), _, _ = socket.recv_fds(ours, 1, 1)
     ours.close()
+    silence = Silence(log)
     try:
-        in_time = _serve(listener, child, decide, began + limit_s)
+        in_time = _serve(listener, child, decide, began + limit_s, silence)
     finally:
         os.close(listener)
     if not in_time:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    return Ended(os.waitstatus_to_exitcode(status) if in_time else None, time.monotonic() - began)
+    silence.look(ended := time.monotonic())
+    return Ended(os.waitstatus_to_exitcode(status) if in_time else None, ended - began, silence.longest_s)
 
 
 def _child(body, log: Path, ours: socket.socket, theirs: socket.socket, environ=None, cwd=None) -> None:
@@ -141,11 +159,13 @@ def _install() -> int:
     raise OSError(ctypes.get_errno(), "seccomp: no user notification; Linux 5.5 has it, and containers must allow it")
 
 
-def _serve(listener: int, child: int, decide: Callable[[Call], int], deadline: float) -> bool:
+def _serve(listener: int, child: int, decide: Callable[[Call], int], deadline: float, silence: Silence) -> bool:
     """Answers until nobody is left who could ask; False: the deadline came first."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
-    while (left_s := deadline - time.monotonic()) > 0:
+    while (left_s := deadline - (now := time.monotonic())) > 0:
+        if now - silence.looked >= 1.0:
+            silence.look(now)
         events = poll.poll(min(left_s, 1.0) * 1000)
         if not events:
             continue

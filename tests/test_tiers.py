@@ -1,5 +1,6 @@
 """Which tests run: each is in one tier, parts cover a tier without overlap, and a command chooses what it names."""
 import argparse
+import collections
 import os
 import subprocess
 import sys
@@ -73,6 +74,22 @@ def test_a_table_chooses_the_core_of_a_file_and_the_end_says_what_did_not_run(tm
     (tmp_path / "test_d.py").write_text("def test_e(): pass\n\ndef test_f(): pass\n")
     said = run_tests(tmp_path, *options)
     assert [line for line in told if line not in said] == [], said
+
+
+@pytest.mark.parametrize("sizes", [{"full": 9, "cell": 40, "long": 130}, {"full": 3, "cell": 0, "long": 1}])
+def test_landings_run_each_test_as_often_as_their_count_says(sizes):
+    groups = {f"{group} {number}": group for group, count in sizes.items() for number in range(count)}
+    runs = collections.Counter(name for number in range(7, 247) for name in tiers.take_landing(groups, number))
+    assert runs == {name: 240 // tiers.LANDINGS[group] for name, group in groups.items()}
+
+
+def test_a_landing_takes_its_parts_and_says_so(tmp_path):
+    (tmp_path / "test_a.py").write_text(TESTS)
+    (tmp_path / "test_d.py").write_text("def test_e(): pass\n\ndef test_f(): pass\n")
+    for number, line in ((60, "2 passed"), (57, "1 passed"), (57, "landing 57: full 1/4, cell 9/16, long 57/60"),
+                         (57, "not run: 2 tests of other parts")):
+        assert line in (said := run_tests(tmp_path, "--landing", str(number))), said
+    assert "--landing chooses the tiers" in run_tests(tmp_path, "--landing", "1", "--full")
 
 
 def test_a_test_of_the_table_that_is_not_there_is_told(tmp_path):

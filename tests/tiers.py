@@ -5,7 +5,8 @@ full    `pytest.mark.full`, or full by tests/tiers.toml: the other tests that en
 long    `pytest.mark.long`: minutes, or one of very many cells (`pytest.mark.cell`, too). `pytest --long`
 
 `--part I/N` takes every N-th test of what is chosen, by its position in the list sorted by name: N parts are all of it,
-each test once. A test file that is named runs its core and full tests; a test that is named by `::` runs in any case.
+each test once. `--landing N` takes such parts of all tests but the core's, LANDINGS of which are all. A test file that is
+named runs its core and full tests; a test that is named by `::` runs in any case.
 """
 import argparse
 import collections
@@ -20,12 +21,15 @@ import pytest
 TIERS = ("core", "full", "long")
 TABLE = Path(__file__).with_suffix(".toml")
 OPTIONS = {"core": "pytest", "full": "pytest --full", "long": "pytest --long"}
+LANDINGS = {"full": 4, "cell": 16, "long": 60}      # parts of the full tests, of cells, of the other long tests
 
 
 def add_options(parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--full", action="store_true", help="the tests of tier full instead of the core")
     group.addoption("--long", action="store_true", help="the tests of tier long instead of the core")
+    group.addoption("--landing", type=int, metavar="N", help="the parts of the full and long tests that landing N runs: "
+                    + ", ".join(f"{name} N mod {count}" for name, count in LANDINGS.items()))
     group.addoption("--part", type=read_part, metavar="I/N", help="every N-th of the chosen tests, from number I, 0 to N-1")
 
 
@@ -39,6 +43,12 @@ def read_part(text: str) -> tuple[int, int]:
 def take_part(names: Sequence[str], number: int, count: int) -> set[str]:
     """Every `count`-th name, by its position in the sorted list: `count` parts differ by one name at most."""
     return set(sorted(names)[number::count])
+
+
+def take_landing(groups: Mapping[str, str], number: int) -> set[str]:
+    """The tests that a landing runs. groups: name of a test -> its key of LANDINGS."""
+    return set().union(*(take_part([name for name, of in groups.items() if of == group], number % count, count)
+                         for group, count in LANDINGS.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +103,11 @@ class Selection:
     """
 
     def __init__(self, config):
-        self._tiers = choose_tiers(config.args, config.option.full, config.option.long)
-        self._part = config.option.part
+        self._part, self._landing = config.option.part, config.option.landing
+        if self._landing is not None and (config.option.full or config.option.long or self._part):
+            raise pytest.UsageError("--landing chooses the tiers and their parts; leave --full, --long and --part out")
+        self._tiers = ({"full", "long"} if self._landing is not None else
+                       choose_tiers(config.args, config.option.full, config.option.long))
         self._table = read_table()
         self._left: dict[str, int] = {}
 
@@ -107,8 +120,10 @@ class Selection:
         kept = {name for name, tier in tiers.items() if tier in self._tiers}
         counts = collections.Counter(tiers.values())
         self._left = {tier: counts[tier] for tier in TIERS if tier not in self._tiers and counts[tier]}
-        if self._part:
-            taken = take_part(kept, *self._part)
+        if self._part or self._landing is not None:
+            groups = {item.nodeid: "cell" if item.get_closest_marker("cell") else tiers[item.nodeid]
+                      for item in items if item.nodeid in kept}
+            taken = take_part(kept, *self._part) if self._part else take_landing(groups, self._landing)
             self._left["other parts"] = len(kept) - len(taken)
             kept = taken
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
@@ -126,6 +141,9 @@ class Selection:
                                       if isinstance(report.longrepr, tuple))
         for reason, count in sorted(reasons.items()):
             terminalreporter.write_line(f"skipped: {count} ({reason})")
+        if self._landing is not None:
+            terminalreporter.write_line(f"landing {self._landing}: " + ", ".join(
+                f"{name} {self._landing % count}/{count}" for name, count in LANDINGS.items()))
         for name, count in self._left.items():
-            how = f"run by `{OPTIONS[name]}`" if name in OPTIONS else "run with another --part"
+            how = f"run by `{OPTIONS[name]}`" if name in OPTIONS else "run with another number"
             terminalreporter.write_line(f"not run: {count:,} tests of {name}, {how}")
