@@ -17,7 +17,8 @@ sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from benchmarks import machine, words
-from meshtrain import assembly, plan
+from meshtrain import assembly
+from meshtrain.commands import plan
 from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import rates

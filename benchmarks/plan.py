@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from benchmarks import machine, published_2026, words
-from meshtrain import plan
+from meshtrain.commands import plan
 from meshtrain.cost.planner import search
 
 REPEATS = 3

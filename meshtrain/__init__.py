@@ -1,32 +1,45 @@
 """meshtrain: decoder-only language models on a five-axis device mesh.
 
 `import meshtrain as mt` gives the Python interface (`meshtrain.interface`, docs/python.md): `mt.Experiment`,
-`mt.Rules`, `mt.compare`, `mt.plan`, `mt.schedule`, `mt.prove`. It imports nothing before one of them is used, starts
-no backend and sets no flag.
+`mt.compare`, `mt.plan`, `mt.inspect` and what else `dir(mt)` lists. It imports nothing before one of them is used,
+starts no backend and sets no flag.
 """
 import importlib
+import sys
 import types
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshtrain.interface import (
+        ConfigError, Experiment, Rules, bars, compare, curves, inspect, mesh, plan, prove, schedule, shards, simulate,
+        size,
+    )  # fmt: skip
 
 __version__ = "0.1.0"
-
-_INTERFACE = ("Experiment", "Rules", "compare", "schedule")
-_COMMANDS = ("plan", "prove")       # functions of the interface, and modules of commands
-
-
-class CommandModule(types.ModuleType):
-    """The module of a command that is also a function: `mt.plan("llama3-8b", gpus=64, gpu="h100")`."""
-
-    def __call__(self, *args, **keys):
-        return getattr(importlib.import_module("meshtrain.interface"), self.__name__.rpartition(".")[2])(*args, **keys)
+__all__ = [
+    "ConfigError", "Experiment", "Rules", "bars", "compare", "curves", "inspect", "mesh", "plan", "prove", "schedule",
+    "shards", "simulate", "size",
+]  # fmt: skip
 
 
-def __getattr__(name: str):
-    if name in _COMMANDS:
-        return importlib.import_module(f"meshtrain.{name}")
-    if name in _INTERFACE:
-        return getattr(importlib.import_module("meshtrain.interface"), name)
-    raise AttributeError(f"module 'meshtrain' has no attribute {name!r}")
+class _Package(types.ModuleType):
+    """This package. The first import of a submodule binds it to its name in the package; a function of the interface
+    keeps its name: after `import meshtrain.plan` too, `mt.plan` is the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in __all__ and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'meshtrain' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module("meshtrain.interface"), name)
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_INTERFACE, *_COMMANDS])
+    return [*__all__, "__version__"]

@@ -23,7 +23,7 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
     command.begin(platform="cpu")
 
 from meshtrain import assembly, config, devices, files, hardware, train
-from meshtrain import inspect as inspect_command
+from meshtrain.commands import inspect as inspect_command
 from meshtrain.assembly import Design
 from meshtrain.checkpoint import pretrained, resume
 from meshtrain.config import ConfigError, Run

@@ -22,6 +22,7 @@ from meshtrain.names import AXES, PRNG
 from meshtrain.run import say
 
 KEPT_PROGRAM_BYTES = 8 << 30     # of run.compilation_cache
+MOST_SIMULATED = 1024
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # A flag as XLA reads it, --name="a value" or up to the next space; or a comment.
 FLAG = re.compile(r"""-[\w-]*=("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|-\S*|#[^\n]*""", re.ASCII | re.DOTALL)
@@ -139,22 +140,10 @@ def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) 
         raise ConfigError(f"mesh.simulated_devices={total} is the total over all processes and cannot be shared out "
                           f"among {num_processes}; use a multiple of {num_processes}")
     count = total // num_processes
-    if count or not gpus_expected():
+    if not count and not gpus_expected():
         _set(os.environ, ON_CPUS)
     if count:
-        known = xla_flags.known_flags([one.name for one in COMPILED_CHEAPLY]) if cheaply else ()
-        _set(os.environ, [*SIMULATED, *(one for one in COMPILED_CHEAPLY if one.name in known)])
-        others = [flag for flag in flags_in(os.environ) if flag.partition("=")[0] != DEVICE_COUNT_FLAG]
-        os.environ["XLA_FLAGS"] = " ".join([*others, f"{DEVICE_COUNT_FLAG}={count}"])
-        counted = jax.config.jax_num_cpu_devices
-        if counted not in (-1, count) and not jax_private.backends_are_initialized():
-            overruled.append(f"jax_num_cpu_devices={counted} (JAX_NUM_CPU_DEVICES) is not taken: this run has "
-                             f"mesh.simulated_devices={total}")
-            jax.config.update("jax_num_cpu_devices", -1)        # else it wins over the flag
-        # A collective that waits for its peers blocks a thread of the CPU client's pool, and a device may have several
-        # under way: with one thread a device (the default) all of them can end up waiting for one that cannot start.
-        os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
-        jax.config.update("jax_platforms", "cpu")
+        overruled += _set_simulated(count, cheaply)
     elif gpus_expected():
         for line in known_bad.check(known_bad.facts_of(run, num_processes)):
             if not cluster or cluster.index == 0:
@@ -181,14 +170,58 @@ def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) 
         jax.config.update("jax_compilation_cache_dir", None)
     compare_settings(overruled)
     if total and len(devices) != total:
-        variable = "JAX_NUM_CPU_DEVICES"
-        by = f" ({variable}={os.environ[variable]})" if variable in os.environ else ""
-        cell = ["import os", 'os.environ["JAX_PLATFORMS"] = "cpu"', *[f'del os.environ["{variable}"]'] * bool(by),
-                f'os.environ["XLA_FLAGS"] = "{os.environ["XLA_FLAGS"]}"']
-        raise ConfigError(f"mesh.simulated_devices={total}, but this process already runs jax with {len(devices)} "
-                          f"devices{by}; start a new process. In a notebook restart the kernel, and begin with this "
-                          f"cell:\n    " + "\n    ".join(cell))
+        raise ConfigError(f"mesh.simulated_devices={total}, but {_other_devices(total)}")
     return devices
+
+
+def simulate(count: int) -> None:
+    """Start jax in this process with `count` simulated CPU devices, as a run on them does. Raises: ConfigError where
+    jax has already started with others."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_SIMULATED:
+        raise ConfigError(f"simulate({count!r}) takes a whole number of devices from 1 to {MOST_SIMULATED}, e.g. 8")
+    if not jax_private.backends_are_initialized():
+        for line in _set_simulated(count, cheaply=True):
+            say.err(f"warning: {line}")
+        refuse_unknown_flags(os.environ)
+    with say.without_noise():
+        found = jax.devices()
+    if found[0].platform != "cpu" or len(found) != count:
+        raise ConfigError(f"simulate({count}): {_other_devices(count)}")
+
+
+def num_simulated() -> int:
+    """The number of CPU devices that jax simulates in this process, or will by XLA_FLAGS; 8 where neither says."""
+    if jax_private.backends_are_initialized() and jax.default_backend() == "cpu" and jax.device_count() > 1:
+        return jax.device_count()
+    given = dict(flag.partition("=")[::2] for flag in flags_in(os.environ))
+    count = given.get(DEVICE_COUNT_FLAG, "")
+    return int(count) if count.isdecimal() else 8
+
+
+def _other_devices(count: int) -> str:
+    found = jax.device_count()
+    return (f"this process already runs jax with {found} device{'s' * (found > 1)}; start a new process, in a notebook "
+            f"by restarting the kernel, and begin with:\n    import meshtrain as mt\n    mt.simulate({count})")
+
+
+def _set_simulated(count: int, cheaply: bool) -> list[str]:
+    """Set flags and settings for `count` simulated devices of this process. cheaply: as of `start`. Returns a line for
+    a setting of the environment that is not taken."""
+    overruled = []
+    known = xla_flags.known_flags([one.name for one in COMPILED_CHEAPLY]) if cheaply else ()
+    _set(os.environ, [*ON_CPUS, *SIMULATED, *(one for one in COMPILED_CHEAPLY if one.name in known)])
+    others = [flag for flag in flags_in(os.environ) if flag.partition("=")[0] != DEVICE_COUNT_FLAG]
+    os.environ["XLA_FLAGS"] = " ".join([*others, f"{DEVICE_COUNT_FLAG}={count}"])
+    counted = jax.config.jax_num_cpu_devices
+    if counted not in (-1, count) and not jax_private.backends_are_initialized():
+        overruled.append(f"jax_num_cpu_devices={counted} (JAX_NUM_CPU_DEVICES) is not taken: this process simulates "
+                         f"{count} devices")
+        jax.config.update("jax_num_cpu_devices", -1)        # else it wins over the flag
+    # A collective that waits for its peers blocks a thread of the CPU client's pool, and a device may have several
+    # under way: with one thread a device (the default) all of them can end up waiting for one that cannot start.
+    os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
+    jax.config.update("jax_platforms", "cpu")
+    return overruled
 
 
 def own_settings(environ: Mapping[str, str]) -> list[str]:

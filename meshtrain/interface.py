@@ -5,12 +5,16 @@ no arithmetic of its own. What it returns is the JSON of a command, which prints
 """
 from __future__ import annotations
 
+import contextlib
+import difflib
 import functools
 import math
 import os
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from meshtrain.run import say
 
@@ -19,14 +23,17 @@ with say.without_noise():       # of a CUDA plugin that finds no GPU
     import jax
 import numpy as np
 
-from meshtrain import assembly, config, elastic, inspect, parity, scratch, shown, train, trained
-from meshtrain import devices as local_devices, plan as plan_command
+from meshtrain import assembly, config, elastic, given, parity, scratch, shown, train, trained
+from meshtrain import devices as local_devices
 from meshtrain.checkpoint import ends, pretrained, resume
+from meshtrain.commands import inspect as inspect_command, plan as plan_command
 from meshtrain.checkpoint.shared import Saved
-from meshtrain.config import Run
-from meshtrain.cost.formulas import simulate
+from meshtrain.config import ConfigError, Run
+from meshtrain.config.messages import keys_of
+from meshtrain.cost.formulas import simulate as pipeline_times
 from meshtrain.data import sources
 from meshtrain.data.documents import contracts
+from meshtrain.drawn import bars, curves, mesh, shards
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
@@ -35,16 +42,53 @@ from meshtrain.inspection.inspected import Inspected
 from meshtrain.names import AXES, PRNG
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules as rule_files
-from meshtrain.shown import DrawnSchedule, JsonTable, Rows, StepCosts
+from meshtrain.shown import DrawnSchedule, JsonTable, ProgramCosts, Rows, StepCosts
 from meshtrain.training.state import State
+from meshtrain.units import size
+
+__all__ = ["ConfigError", "Experiment", "Rules", "bars", "compare", "curves", "inspect", "mesh", "plan", "prove",
+           "schedule", "shards", "simulate", "size"]
 
 DRAWN_EVERY_S = 0.5     # of the curve while `Experiment.train` runs
 
 
-def Rules(text: str) -> rule_files.Rules:
-    """A rule file from its text, checked, in a file that lasts as long as the process. Raises: ConfigError.
+# What rules are given as: what `Rules` returns, a dict of tables, a shipped name, a path, or a rule file's text.
+GivenRules = rule_files.Rules | Mapping[str, object] | str | Path
+# Options of `python -m meshtrain.plan`, with _ for -.
+PlanOptions = TypedDict("PlanOptions", {
+    "seq_len": int, "global_batch": int, **dict.fromkeys(AXES, int), "schedule": str, "chunks": int,
+    "microbatches": int, "remat": str, "compute_dtype": str, "rules": Sequence[str] | str, "max_memory": float,
+    "gpus_per_host": int, "tokens": float, "budget_hours": float, "assume": Sequence[str] | str, "verify": int},
+    total=False)
+
+
+@contextlib.contextmanager
+def _told_as_python() -> Iterator[None]:
+    """Context: options that a message names are spelled as in Python: --seq-len is seq_len."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*(re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), message)
+                            for message in error.messages)) from None
+
+
+def simulate(devices: int) -> None:
+    """Simulate so many CPU devices in this process: the first line of a notebook, before jax starts.
+
+    Raises: ConfigError where jax already runs with others; then restart the kernel.
+
+    >>> mt.simulate(8)
+    """
+    local_devices.simulate(devices)
+
+
+def Rules(text: str | Mapping[str, object]) -> rule_files.Rules:
+    """A rule file from its text, or from a dict of its tables, checked, in a file that lasts as long as the process.
+    Raises: ConfigError.
 
     >>> mt.Rules('extends = "ddp"\\n[params]\\nembed = "fsdp"').mesh_axes("grads", "embed")
+    ('fsdp',)
+    >>> mt.Rules({"extends": "ddp", "params": {"embed": "fsdp"}}).mesh_axes("grads", "embed")
     ('fsdp',)
     """
     with config.user_errors():
@@ -54,23 +98,32 @@ def Rules(text: str) -> rule_files.Rules:
 class Experiment:
     """A run on a mesh of simulated devices, or on this machine's (simulated_devices=0).
 
-    run_file: default configs/quickstart.toml, on a mesh of its own where `settings` name an axis. settings: keys of the
-    run file. rules: a shipped name, a path, or a rule file's text. Devices start with the first method that computes;
-    all experiments of a process share them, and one takes as many as its mesh has. Raises: ConfigError.
+    run_file: settings and mesh change single keys of it. Without one: the quickstart's model on one device, or on the
+    mesh that is given; axes that are not named are 1. settings: keys of the run file, {"model.num_layers": 2} or
+    {"model": {"num_layers": 2}}. rules: a shipped name, a path, the text of a rule file or a dict of its tables; else
+    those of the run file. mesh: sizes of axes. simulated_devices: default those of `simulate`, else 8.
 
-    >>> run = mt.Experiment(settings={"mesh.fsdp": 4, "model.num_layers": 2}, rules="zero3")
+    Devices start with the first method that computes; all experiments of a process share them, and one takes as many as
+    its mesh has. Raises: ConfigError.
+
+    >>> run = mt.Experiment(mesh={"fsdp": 4}, settings={"model.num_layers": 2}, rules="zero3")
     >>> run.layout
     'fsdp=4, zero3'
     """
 
     def __init__(self, run_file: str | Path | None = None, settings: Mapping[str, object] | None = None,
-                 rules: rule_files.Rules | str | Path | None = None, simulated_devices: int = 8):
-        keys = dict(settings or {})
-        if run_file is None and any(f"mesh.{axis}" in keys for axis in AXES):
-            keys = {f"mesh.{axis}": 1 for axis in AXES} | keys
-        keys |= {"mesh.simulated_devices": simulated_devices}
-        keys |= {"sharding.rules": scratch.rule_file(rules)} if rules is not None else {}
-        self.run = config.load([*([str(run_file)] if run_file else []), *config.words(keys)])
+                 rules: GivenRules | None = None, simulated_devices: int | None = None, *,
+                 mesh: Mapping[str, int] | None = None):
+        words = config.words({} if settings is None else settings)
+        if mesh is not None:
+            words += _mesh_words(mesh, words)
+        if rules is not None:
+            if any(word.startswith("--sharding.rules=") for word in words):
+                raise ConfigError("sharding.rules is given twice, in settings and as rules; give it once")
+            words += config.words({"sharding.rules": scratch.rule_file(rules)})
+        count = local_devices.num_simulated() if simulated_devices is None else simulated_devices
+        first = [str(run_file)] if run_file else [f"--mesh.{axis}=1" for axis in AXES]
+        self.run = config.load([*first, *words, *config.words({"mesh.simulated_devices": count})])
         self._state, self.history = None, shown.history([])
 
     def __repr__(self) -> str:
@@ -90,11 +143,14 @@ class Experiment:
         """
         if topology is None:
             return StepCosts(self._inspected)
+        if not isinstance(topology, str):
+            raise ConfigError(f'topology={topology!r} is no text; give a GPU and how many, e.g. "h100:8"')
         if self.run.mesh.simulated_devices:     # else jax starts with one CPU device, and nothing can compute then
             local_devices.start(self.run, cheaply=True)
         run = self.run.replaced(mesh={"simulated_devices": 0})
-        devices = inspect.topology_devices(run, topology)
-        return StepCosts(inspect.inspected(assembly.assemble(elastic.fitted(run, len(devices))[0], devices)))
+        with _told_as_python():
+            devices = inspect_command.topology_devices(run, topology)
+        return StepCosts(inspect_command.inspected(assembly.assemble(elastic.fitted(run, len(devices))[0], devices)))
 
     def parameters(self) -> Rows:
         """Each parameter: name, shape, mesh axes that split it as it is read and as it is stored, bytes of a device.
@@ -115,7 +171,13 @@ class Experiment:
     def _made(self) -> assembly.Assembly:
         found = local_devices.start(self.run, cheaply=True)
         wanted = math.prod(getattr(self.run.mesh, axis) for axis in AXES)
-        return assembly.assemble(self.run, found[:wanted] if 0 < wanted < len(found) else found)
+        try:
+            return assembly.assemble(self.run, found[:wanted] if 0 < wanted < len(found) else found)
+        except ConfigError as error:
+            if wanted <= len(found) or not self.run.mesh.simulated_devices:
+                raise
+            raise ConfigError(*error.messages, f"for {wanted} simulated devices restart the process, in a notebook its "
+                                               f"kernel, and begin with mt.simulate({wanted})") from None
 
     @property
     def state(self) -> State:
@@ -134,8 +196,11 @@ class Experiment:
 
     @state.setter
     def state(self, state: State) -> None:
-        self._state = jax.tree.map(lambda x, leaf: jax.device_put(np.asarray(x), leaf.sharding), state,
-                                   self.made.state_shapes)
+        shapes = self.made.state_shapes
+        if jax.tree.map(np.shape, state) != jax.tree.map(np.shape, shapes):
+            raise ConfigError("this state is of another model or optimizer; take that of an experiment with the same "
+                              "[model] and [optimizer]")
+        self._state = jax.tree.map(lambda x, leaf: jax.device_put(np.asarray(x), leaf.sharding), state, shapes)
 
     def batch(self, n: int | None = None) -> dict[str, np.ndarray]:
         """Batch n of the run's data, by default the next step's: int32 arrays [B, T] of `data.documents.contracts`.
@@ -152,6 +217,8 @@ class Experiment:
         >>> sorted(run.step())
         ['grad_norm', 'learning_rate', 'loss', 'skipped', 'tokens']
         """
+        if n < 1:
+            raise ConfigError(f"step({n}) takes no step; use 1 or more")
         for _ in range(n):
             self.history.append(self._advance(batch))
         self.history = shown.history(self.history)
@@ -196,8 +263,9 @@ class Experiment:
         >>> run.logits([[1, 2, 3]]).shape
         (1, 3, 512)
         """
+        tokens = given.check_tokens(tokens, self.run.model.vocab_size)
         with jax.set_mesh(self.made.mesh):
-            return trained.within(self.made, self.state.params).scorer().logits(np.asarray(tokens))
+            return trained.within(self.made, self.state.params).scorer().logits(tokens)
 
     def generate(self, prompt: str | Sequence[int] = "", max_tokens: int = 50, temperature: float = 0.0,
                  seed: int = 0) -> str:
@@ -206,12 +274,13 @@ class Experiment:
         >>> isinstance(run.generate("def ", max_tokens=4), str)
         True
         """
+        prompt = given.check_prompt(prompt, self.run.model.vocab_size)
         with config.user_errors():
             run, origin = self._with_documents_end
             reader, _ = sources.reader_of(run.data, vocab_size=run.model.vocab_size)
             found = ends.of_run(run, origin)
         words = Words(reader.decode, found.stops, found.ids)
-        ids = [reader.bos, *map(int, reader.encode([prompt])[0])] if isinstance(prompt, str) else list(prompt)
+        ids = [reader.bos, *map(int, reader.encode([prompt])[0])] if isinstance(prompt, str) else prompt
         limits = GenerationLimits(max_tokens, words.stop_ids, self.run.data.seq_len, words.at_string)
         with jax.set_mesh(self.made.mesh):
             generator = trained.within(self.made, self.state.params).generator()
@@ -220,7 +289,7 @@ class Experiment:
 
     @functools.cached_property
     def _inspected(self) -> Inspected:
-        return inspect.inspected(self.made)
+        return inspect_command.inspected(self.made)
 
     @functools.cached_property
     def _batches(self) -> contracts.Batches:
@@ -247,7 +316,10 @@ class Experiment:
                                 self.made.state_shapes.params, program.step.batch)
 
     def _place(self, batch: Mapping[str, np.ndarray] | None) -> dict[str, jax.Array]:
-        return self.made.program.place(dict(batch) if batch is not None else self.batch())
+        program = self.made.program
+        if batch is None:
+            return program.place(self.batch())
+        return program.place(given.check_batch(batch, program.step.batch, self.run.model.vocab_size))
 
     def _advance(self, batch: Mapping[str, np.ndarray] | None) -> dict[str, float]:
         placed, program, began = self._place(batch), self.made.program, time.perf_counter()
@@ -265,8 +337,13 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
     >>> [row["name"] for row in mt.compare({"whole": run, "again": run}, steps=1)]
     ['whole', 'again']
     """
-    rows, costs = [], {}
-    for name, one in shown.named(experiments).items():
+    given_ones = experiments.values() if isinstance(experiments, Mapping) else experiments
+    if wrong := [one for one in given_ones if not isinstance(one, Experiment)]:
+        raise ConfigError(f"{wrong[0]!r} is no experiment; write e.g. mt.compare({{\"a\": mt.Experiment(…)}})")
+    rows, costs, named = [], {}, shown.named(experiments)
+    if steps < 1:
+        raise ConfigError(f"steps={steps} takes no step; use 1 or more")
+    for name, one in named.items():
         kept, one._state, costs[name] = one._state, None, one.inspect(topology)
         try:
             passed = [one._advance(None) for _ in range(steps)]
@@ -276,17 +353,43 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
     return shown.comparison(rows, costs, steps)
 
 
+def inspect(step: Experiment | str | Path | Callable, *args, topology: str | None = None) -> ProgramCosts:
+    """What a compiled step holds, sends and takes: of an experiment, of a run file, or of a jitted function of yours.
+
+    args: of the function; arrays on a mesh, or what its shardings place there. topology: as of `Experiment.inspect`.
+    Of a function the answer has its collectives alone. Raises: ConfigError.
+
+    >>> mt.inspect(run).sent_bytes["all-gather"] > 0
+    True
+    """
+    if isinstance(step, (str, Path)):
+        step = Experiment(step)
+    if isinstance(step, Experiment):
+        return step.inspect(topology)
+    if not hasattr(step, "lower") or topology is not None:
+        raise ConfigError("inspect takes an Experiment, a run file, or a function that jax.jit returned, which is "
+                          "compiled for the devices of this process, without topology")
+    with say.without_noise():
+        return shown.program_costs(step.lower(*args).compile())
+
+
 def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mapping[str, object] | None = None,
-         **options) -> Rows:
-    """The layouts of a model or run file, best first, by the options of `python -m meshtrain.plan`, with _ for -.
+         **options: Unpack[PlanOptions]) -> Rows:
+    """The layouts of a model that fit, best first, by the options of `python -m meshtrain.plan`, with _ for -.
+
+    model: a preset ("llama3-8b"), a run file, a model folder, or "hf://org/name" on the Hugging Face hub. gpus: how
+    many; several: the best plan of each. gpu: their kind. Raises: ConfigError.
 
     >>> mt.plan("llama3-8b", gpus=8, gpu="h100", stage=1, context=1)[0]["fits"]
     True
     """
-    counts = ",".join(map(str, gpus)) if isinstance(gpus, Sequence) else str(gpus)
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in {"gpus": counts, "gpu": gpu, **options}.items()]
-    found = plan_command.planned(plan_command.COMMAND.read([str(model), *words, *config.words(settings or {})]))
-    return shown.planned(found)
+    counts = ",".join(map(str, gpus)) if isinstance(gpus, Sequence) and not isinstance(gpus, str) else gpus
+    given_options = {"gpus": counts, "gpu": gpu, **options}
+    if unknown := sorted({"html", "write"} & set(options)):
+        raise ConfigError(f"{unknown[0]} is of the command line, where it writes a file; here write what plan returns")
+    with _told_as_python():
+        read = plan_command.COMMAND.of([str(model)], given_options, config.words({} if settings is None else settings))
+        return shown.planned(plan_command.planned(read))
 
 
 def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1) -> DrawnSchedule:
@@ -301,11 +404,12 @@ def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1
     written = "\n" in table or " " in table
     with config.user_errors():
         of = schedules.parse(table) if written else schedules.make(table, stages, microbatches, chunks)
-    return DrawnSchedule(of, simulate.simulate(of))
+    return DrawnSchedule(of, pipeline_times.simulate(of))
 
 
-def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | None = None, rules=(),
-          cells: int | None = None, model: Callable | None = None, parameters: Mapping | None = None) -> JsonTable:
+def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | None = None,
+          rules: GivenRules | Sequence[GivenRules] = (), cells: int | None = None, model: Callable | None = None,
+          parameters: Mapping[str, tuple] | None = None) -> JsonTable:
     """Whether a run computes on every layout what one device computes, as `python -m meshtrain.prove` finds it.
 
     rules: one's own, as of `Experiment`, or a list of them; else the shipped ones. cells: so many layouts at most.
@@ -314,7 +418,22 @@ def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | N
     >>> mt.prove(model=lambda w, x: x @ w["out"], parameters={"out": ((32, 32), ("mlp", "embed"))}, cells=3)["failed"]
     False
     """
-    run, one = Experiment(run_file, settings).run, isinstance(rules, (str, Path, rule_files.Rules))
+    run, one = Experiment(run_file, settings).run, isinstance(rules, (str, Path, Mapping, rule_files.Rules))
     files, devices = [*map(scratch.rule_file, [rules] if one else rules)], local_devices.start(run, cheaply=True)
-    return shown.proved(parity.prove_layer(model, parameters or {}, files, devices, cells) if model else
-                        parity.prove(run, files, devices, cells))
+    with _told_as_python():
+        return shown.proved(parity.prove_layer(model, parameters or {}, files, devices, cells) if model else
+                            parity.prove(run, files, devices, cells))
+
+
+def _mesh_words(mesh: Mapping[str, int], words: Sequence[str]) -> list[str]:
+    """Sizes of axes as words of a command line. words: those of settings. Raises: ConfigError."""
+    if not isinstance(mesh, Mapping):
+        raise ConfigError(f'mesh={mesh!r} is not a dict; write e.g. mesh={{"fsdp": 8}}')
+    if other := [name for name in mesh if name not in AXES]:
+        homes = [key.removeprefix("mesh.") for key in keys_of(str(other[0])) if key.startswith("mesh.")]
+        near = homes or difflib.get_close_matches(str(other[0]), AXES, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else f"the axes are {', '.join(AXES)}"
+        raise ConfigError(f"mesh has no axis {other[0]!r}; {remedy}")
+    if twice := [axis for axis in mesh if any(word.startswith(f"--mesh.{axis}=") for word in words)]:
+        raise ConfigError(f"mesh.{twice[0]} is given twice, in settings and in mesh; give it once")
+    return config.words({f"mesh.{axis}": n for axis, n in mesh.items()})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from meshtrain.data.batches import opened
 from meshtrain.data.cache import parts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.run import dpo_reference
+from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Rules
 
 
@@ -30,15 +32,24 @@ def directory() -> Path:
     return found
 
 
-def rule_file(given: Rules | str | Path) -> str:
-    """The path of rules that were read, of a rule file's text, of a shipped name, or the path itself."""
+def rule_file(given: Rules | Mapping[str, object] | str | Path) -> str:
+    """The path of rules that were read, of a dict of a rule file's tables, of its text, of a shipped name, or the path
+    itself. A text may extend a file of the current directory. Raises: ConfigError."""
     if isinstance(given, Rules):
         return given.path
-    if isinstance(given, str) and ("\n" in given or "=" in given):
-        path = directory() / f"rules-{hashlib.sha256(given.encode()).hexdigest()[:8]}.toml"
-        path.write_text(given, encoding="utf-8")
-        return str(path)
-    return str(shipped.rule_file(given))
+    if not isinstance(given, (Mapping, str, os.PathLike)):
+        raise ConfigError(f'rules={given!r} are no rules; give a shipped name ("zero3"), a path, the text of a rule '
+                          f'file, or a dict, {{"params": {{"embed": "fsdp"}}}}')
+    text = given
+    if isinstance(given, Mapping):
+        with config.user_errors():
+            text = rules.text_of(given)
+    elif not isinstance(given, str) or "\n" not in given and "=" not in given:
+        return str(shipped.rule_file(given))
+    path = directory() / f"rules-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
+    with config.user_errors():
+        path.write_text(rules.parse(text, "rules").text, encoding="utf-8")
+    return str(path)
 
 
 def batches(run: Run, start: Callable[[], tuple[assembly.Assembly, dict]]) -> Batches:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from meshtrain import parity, plan, prove
+import jax
+
+from meshtrain import parity
+from meshtrain.commands import plan, prove
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import simulate
+from meshtrain.cost.program import audit
 from meshtrain.inspection import chart, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, plans, proofs, skin
@@ -56,25 +60,16 @@ class Rows(Shown, list):
     __str__ = Shown.__repr__
 
 
-class StepCosts(JsonTable):
-    """What a compiled step costs: the JSON of `python -m meshtrain.inspect --json`, which prints as that command does.
+class ProgramCosts(JsonTable):
+    """What a compiled program sends, of any function: mt.inspect(jitted, *args).
 
-    >>> mt.Experiment(settings={"mesh.data": 2}).inspect().collectives["compiled"][0]["axes"]
+    >>> mt.Experiment(mesh={"data": 2}).inspect().collectives["compiled"][0]["axes"]
     ['data']
     """
 
-    def __init__(self, step: Inspected):
-        data = report.as_json(step)
-        super().__init__(data, report.text(step), layout.memory_drawing(data, legend=True))
-        self.memory_bytes = JsonTable(data["memory_bytes"], report.memory_table(step), self.picture)
-        self.collectives = JsonTable(data["collectives"], report.collectives_table(step), layout.traffic_drawing(
-            data, legend=True) if data["collectives"]["compiled"] else "")
-        line, choice = data["roofline"], step.made.choice
-        # None: of no GPU of known speed
-        self.roofline = line and JsonTable(line, report.roofline_table(step.roofline, step.made.mesh_spec),
-                                       layout.time_drawing(line, legend=True))
-        # None: no pipeline
-        self.schedule = choice and DrawnSchedule(choice.schedule, choice.outcome)
+    def __init__(self, data: dict, text: str, picture: str, collectives: JsonTable):
+        super().__init__(data, text, picture)
+        self.collectives = collectives
 
     @property
     def sent_bytes(self) -> dict[str, int]:
@@ -83,6 +78,44 @@ class StepCosts(JsonTable):
         for row in self.collectives["compiled"]:
             found[row["kind"]] = found.get(row["kind"], 0) + row["bytes"]
         return found
+
+
+class StepCosts(ProgramCosts):
+    """What a compiled step costs: the JSON of `python -m meshtrain.inspect --json`, which prints as that command does.
+
+    >>> mt.Experiment(mesh={"data": 2}).inspect().memory_bytes["compiled"]["params"] > 0
+    True
+    """
+
+    def __init__(self, step: Inspected):
+        data = report.as_json(step)
+        sent = layout.traffic_drawing(data, legend=True) if data["collectives"]["compiled"] else ""
+        super().__init__(data, report.text(step), layout.memory_drawing(data, legend=True),
+                         JsonTable(data["collectives"], report.collectives_table(step), sent))
+        self.memory_bytes = JsonTable(data["memory_bytes"], report.memory_table(step), self.picture)
+        line, choice = data["roofline"], step.made.choice
+        # None: of no GPU of known speed
+        self.roofline = line and JsonTable(line, report.roofline_table(step.roofline, step.made.mesh_spec),
+                                       layout.time_drawing(line, legend=True))
+        # None: no pipeline
+        self.schedule = choice and DrawnSchedule(choice.schedule, choice.outcome)
+
+
+def program_costs(compiled: jax.stages.Compiled) -> ProgramCosts:
+    """Of a program on any mesh. Raises: ConfigError where its arrays are on none."""
+    shardings = jax.tree.leaves([compiled.input_shardings, compiled.output_shardings])
+    meshes = [one.mesh for one in shardings if isinstance(one, jax.sharding.NamedSharding)]
+    if not meshes:
+        raise ConfigError("no argument or result of this function is on a mesh, so it has no collectives; give it "
+                          "arrays with a NamedSharding, or shardings by jax.jit or jax.shard_map")
+    rows = audit.summarize(audit.read(compiled.as_text(), meshes[0]).collectives)
+    lines = [f"{row['kind']} over {' × '.join(row['axes'])}: {row['count']} × {row['dtype']}, {size(row['bytes'])} "
+             f"sent by a device" for row in rows]
+    bars = [Bar(" × ".join(row["axes"]), [(k % pictures.COLORS, row["kind"], row["bytes"])])
+            for k, row in enumerate(rows)]
+    sent = JsonTable({"compiled": rows}, "\n".join(lines) or "no collectives",
+                     pictures.bars(bars, size, "bytes that a device sends", legend=True) if bars else "")
+    return ProgramCosts({"collectives": sent}, sent.text, sent.picture, sent)
 
 
 class DrawnSchedule(JsonTable):

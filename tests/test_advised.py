@@ -12,7 +12,7 @@ import re
 import pytest
 import sampling
 
-from meshtrain import plan
+from meshtrain.commands import plan
 from meshtrain.config import shipped
 from meshtrain.cost.formulas import simulate
 from meshtrain.cost.formulas.price import Options

@@ -17,7 +17,8 @@ from commands import (  # noqa: F401
     ROOT, RULES, SIX, Ran, call, home, in_a_directory_of_its_own, process, ran, refused, tiny,
 )
 
-from meshtrain import inspect, train
+from meshtrain import train
+from meshtrain.commands import inspect
 from meshtrain.run import metrics
 
 TIMES = ("step_time_s", "tokens_per_s", "mfu", "data_wait_s", "checkpoint_wait_s", "time", "elapsed_s", "goodput")

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import test_commands
 
-from meshtrain import inspect, train
+from meshtrain import train
+from meshtrain.commands import inspect
 from meshtrain.parallel.context import attention
 
 RULES = Path(__file__).resolve().parent.parent / "sharding_rules"

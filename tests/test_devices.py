@@ -11,7 +11,8 @@ import jax
 import pytest
 
 import meshtrain as mt
-from meshtrain import assembly, config, devices, flags, inspect, plan, train
+from meshtrain import assembly, config, devices, flags, train
+from meshtrain.commands import inspect, plan
 from meshtrain.cluster import watch
 from meshtrain.inspection import memory
 

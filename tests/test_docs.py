@@ -11,7 +11,8 @@ import jax
 import pytest
 
 from launch import elastic, local, pod, restart, samplers
-from meshtrain import assembly, check, config, convert, evaluate, generate, inspect, plan, prove, report, sample, tokenize
+from meshtrain import assembly, check, config, convert, evaluate, generate, report, sample, tokenize
+from meshtrain.commands import inspect, plan, prove
 from meshtrain.checkpoint import resume
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.kernels import blockwise

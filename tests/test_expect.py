@@ -5,7 +5,7 @@ import tomllib
 import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 
-from meshtrain import inspect
+from meshtrain.commands import inspect
 from meshtrain.inspection.expect import Expected, ExpectedRow
 from meshtrain.inspection import expect
 

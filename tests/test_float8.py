@@ -13,7 +13,8 @@ import pytest
 import sampling
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain import assembly, config, inspect
+from meshtrain import assembly, config
+from meshtrain.commands import inspect
 from meshtrain import hardware
 from meshtrain.cost.program import compile as gpu_compile, roofline
 from meshtrain.model import float8, layers

@@ -4,7 +4,7 @@ import json
 import pytest
 from commands import ROOT, call, home, in_a_directory_of_its_own, process, refused, tiny  # noqa: F401
 
-from meshtrain import inspect
+from meshtrain.commands import inspect
 
 MEMORY = {"params", "grads", "optimizer", "activations", "total"}
 ROW = {"kind": str, "axes": list, "count": int, "bytes": int, "dtype": str, "source": str}

@@ -22,7 +22,8 @@ from folders import GOLDENS
 from launch import elastic as launch_elastic
 from launch import local, pod, restart
 from launch import ray as launch_ray
-from meshtrain import check, convert, evaluate, generate, inspect, plan, report, tokenize, train
+from meshtrain import check, convert, evaluate, generate, report, tokenize, train
+from meshtrain.commands import inspect, plan
 
 LIMIT_S = 20        # a mistake is told within milliseconds, on a loaded machine within a second or two
 MAINS = {"train": train.main, "generate": generate.main, "evaluate": evaluate.main, "convert": convert.main,

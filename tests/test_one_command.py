@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshtrain import __main__ as one
-from meshtrain import __version__, config, plan
+from meshtrain import __version__, config
+from meshtrain.commands import plan
 from meshtrain.config import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,7 +10,7 @@ import pages_samples
 import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 
-from meshtrain import inspect, plan
+from meshtrain.commands import inspect, plan
 from meshtrain.cost.formulas import simulate
 from meshtrain.inspection import chart
 from meshtrain.pages import layout, pictures, plans, skin

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from meshtrain import assembly, config, plan
+from meshtrain import assembly, config
+from meshtrain.commands import plan
 from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
 from meshtrain.cost.planner import search

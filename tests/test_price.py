@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import published
-from meshtrain import assembly, plan
+from meshtrain import assembly
+from meshtrain.commands import plan
 from meshtrain import hardware
 from meshtrain.config import run_file, shipped
 from meshtrain.config.sections import Model

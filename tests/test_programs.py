@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import assembly, config, flags, inspect, plan, train, trained
+from meshtrain import assembly, config, flags, train, trained
+from meshtrain.commands import inspect, plan
 from meshtrain.cost.program import audit, compile
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import pages_samples
 import planted
-from meshtrain import assembly, config, parity, prove
+from meshtrain import assembly, config, parity
+from meshtrain.commands import prove
 from meshtrain.cost.program.audit import Collective, ProgramAudit
 from meshtrain.pages import proofs
 from meshtrain.parity import cells, compare, program, rule_files, shrink, smallest

@@ -80,7 +80,7 @@ def test_the_load_of_experts_is_drawn_over_layers_and_steps(run_dir):
 
 
 def test_train_writes_down_what_inspect_says_of_its_step(trained, tiny):  # noqa: F811
-    from meshtrain import inspect
+    from meshtrain.commands import inspect
     told = json.loads(call(inspect.main, *tiny, "--training.steps", 6, "--validation.every",
                            2, "--run.dir", trained, "--json").out)
     written = json.loads((trained / "cost.json").read_text())

@@ -8,7 +8,8 @@ import json
 
 import pytest
 
-from meshtrain import assembly, config, plan
+from meshtrain import assembly, config
+from meshtrain.commands import plan
 from meshtrain.cost.formulas import routed, traffic
 from meshtrain.cost.formulas.placed import Options, place
 from meshtrain.cost.planner import search

@@ -10,7 +10,8 @@ from commands import call, home, in_a_directory_of_its_own  # noqa: F401
 from jax.sharding import PartitionSpec as P
 from test_weight_sync import BY_FSDP, EXPERTS, MODEL, assembled
 
-from meshtrain import assembly, config, hardware, inspect, plan, trained
+from meshtrain import assembly, config, hardware, trained
+from meshtrain.commands import inspect, plan
 from meshtrain.cost.formulas import decode, traffic
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas.placed import place

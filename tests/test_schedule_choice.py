@@ -12,7 +12,8 @@ import parity
 import pytest
 import sampling
 
-from meshtrain import assembly, config, inspect, train
+from meshtrain import assembly, config, train
+from meshtrain.commands import inspect
 from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
 from meshtrain.cost.formulas.placed import Options

@@ -12,7 +12,8 @@ import schedule_check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtrain import config, inspect
+from meshtrain import config
+from meshtrain.commands import inspect
 from meshtrain.cost.formulas import simulate
 from meshtrain.cost.formulas.simulate import Costs
 from meshtrain.inspection import chart

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sampling
-from meshtrain import assembly, config, plan
+from meshtrain import assembly, config
+from meshtrain.commands import plan
 from meshtrain.cost.formulas import footprint
 from meshtrain.cost.formulas.placed import Options, place
 from meshtrain.cost.planner import search

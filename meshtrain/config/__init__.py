@@ -2,9 +2,10 @@
 
 from meshtrain.config.checks import SIZE_KEYS, is_address, mesh_sizes, notes, problems
 from meshtrain.config.command_line import Command, Arguments, Option, number, one_of, whole
+from meshtrain.config.from_python import words
 from meshtrain.config.messages import SECTIONS, ConfigError, restarting, user_errors
 from meshtrain.config.run_file import (
-    QUICKSTART, dump, help_text, load, names_mesh, presets, resolve, shape_table, words,
+    QUICKSTART, dump, help_text, load, names_mesh, presets, resolve, shape_table,
 )  # fmt: skip
 from meshtrain.config.sections import (
     Checkpoint, Component, Context, Data, Distributed, Identity, Lora, Mesh, Metrics,

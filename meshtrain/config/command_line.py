@@ -176,6 +176,36 @@ class Command:
         given.given = {*texts, *(name for name, option in self.options.items() if not option.value and given[name])}
         return given
 
+    def of(self, names: Sequence[str], options: Mapping[str, object], keys: Sequence[str] = ()) -> Arguments:
+        """The arguments of a call in Python. options: values by name, with _ for -; None: not given; a list repeats.
+
+        keys: as of `Arguments`. Raises: ConfigError with every fault, told as Python.
+        """
+        known = {name.replace("-", "_"): name for name, option in self.options.items() if option.value}
+        given = Arguments({name: [] if option.many else option.default for name, option in self.options.items()},
+                          names=list(names), keys=list(keys))
+        faults = []
+        for spelled, value in options.items():
+            if value is None:
+                continue
+            if spelled not in known:
+                near = difflib.get_close_matches(spelled, known, n=1)
+                remedy = f"did you mean {near[0]}?" if near else f"options are {join(known, 'and')}"
+                faults.append(f"{spelled}={value!r} is not an option; {remedy}")
+                continue
+            name, option = known[spelled], self.options[known[spelled]]
+            for one in value if option.many and isinstance(value, (list, tuple)) else [value]:
+                try:
+                    parsed = option.parse(str(one))
+                    given.values[name] = [*given[name], parsed] if option.many else parsed
+                except ValueError as error:
+                    remedy = "" if ";" in str(error) else f"; use e.g. {spelled}={option.example}"
+                    faults.append(f"{spelled}={one!r} {error}{remedy}")
+            given.given.add(name)
+        if faults:
+            raise ConfigError(*faults)
+        return given
+
     @property
     def _see(self) -> str:
         return f"see python -m {self.module} --help"

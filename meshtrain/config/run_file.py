@@ -98,11 +98,6 @@ def _model_folder():
             raise error from None
 
 
-def words(keys: typing.Mapping[str, object]) -> list[str]:
-    """Keys of a run file, "section.key", as the command line gives them."""
-    return [f"--{key}={value if isinstance(value, (str, Path)) else toml(value)}" for key, value in keys.items()]
-
-
 def names_mesh(argv: typing.Sequence[str]) -> bool:
     """Whether `argv` asks for a mesh: by a run file, at any position, or by a key of [mesh]."""
     path, overrides, _ = _arguments(argv)

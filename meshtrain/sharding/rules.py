@@ -66,6 +66,30 @@ def parse(text: str, path: str = "<rules>") -> Rules:
     return Rules(tables, _written(given, path) if EXTENDS in tomllib.loads(text.removeprefix(BOM)) else text, path)
 
 
+def text_of(tables: Mapping[str, object]) -> str:
+    """The text of a rule file from a dict, {"extends": "ddp", "params": {"embed": "fsdp"}}, for `parse`. Raises:
+    ValueError for values that a rule file cannot have."""
+    faults, lines = [], []
+    for name, table in tables.items():
+        if name == EXTENDS and isinstance(table, str):
+            lines.insert(0, f"{EXTENDS} = {json.dumps(table)}")
+        elif name == EXTENDS:
+            faults.append(f'rules: {EXTENDS}={table!r}: must name one rule file, e.g. "ddp"')
+        elif not isinstance(table, Mapping):
+            faults.append(f"rules[{name!r}]={table!r} is not a dict; write e.g. {{'params': {{'embed': 'fsdp'}}}}")
+        else:
+            lines.append(f"[{json.dumps(str(name))}]")
+            for logical, axes in table.items():
+                axes = list(axes) if isinstance(axes, tuple) else axes
+                if isinstance(axes, str) or isinstance(axes, list) and all(isinstance(axis, str) for axis in axes):
+                    lines.append(f"{json.dumps(str(logical))} = {json.dumps(axes)}")
+                else:
+                    faults += [f"rules [{name}] {fault}" for fault in _entry_faults(name, logical, axes)]
+    if faults:
+        raise ValueError("\n".join(faults))
+    return "\n".join(lines) + "\n"
+
+
 def _read(path: Path, prefix: str) -> str:
     try:
         return path.read_text(encoding="utf-8")

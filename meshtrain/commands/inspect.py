@@ -1,0 +1,237 @@
+"""What a run costs: python -m meshtrain.inspect RUN.toml.
+
+Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
+here, and priced kernel by kernel. Exit codes: 0 · 2 the
+user's mistake, one message · 75 stopped on request · 1 a program that XLA cannot compile, that would compute wrong
+numbers, or that --expect did not expect.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from meshtrain import assembly, config, elastic
+from meshtrain import devices as local_devices
+from meshtrain import hardware, trained
+from meshtrain.config import ConfigError
+from meshtrain.cost.formulas import assumptions, simulate
+from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.cost.program import roofline
+from meshtrain.inspection import chart, expect, report
+from meshtrain.inspection.inspected import Inspected
+from meshtrain.pages import layout, pictures, skin
+from meshtrain.run import command, say
+from meshtrain.sharding.mesh import MeshSpec
+
+COMMAND = config.Command("meshtrain.inspect", {
+    "topology": config.Option("compile for N of these GPUs, which need not be here", "GPU:N", "h100:64"),
+    "assume": config.Option("change a number that the roofline assumes", "NAME=NUMBER", "matmul.best=0.7",
+                            assumptions.parse, many=True),
+    "schedule": config.Option("draw the pipeline instead (before, with --json): as text, and into "
+                              "<run.name>-schedule.svg"),
+    "json": config.Option("print JSON alone"),
+    "html": config.Option("write a page for a browser, too: one file that loads nothing", "FILE", "cost.html"),
+    "expect": config.Option("tell only what differs from what FILE says of collectives and memory",
+                            "FILE", "step.toml"),
+    "update": config.Option("write the file of --expect"),
+}, "[RUN.toml]", (0, 1))
+
+
+@command.entry(COMMAND, __doc__, (gpu_compile.NotCompiledError, assembly.BrokenProgramError))
+def main(own: config.Arguments) -> int:
+    with config.user_errors():
+        hardware.memory_share()         # what fits is measured against it
+    as_json, given = own["json"], _assumed(own)
+    run = config.load(own.names + own.keys)
+    if own["html"]:
+        with config.user_errors():
+            skin.check_free("--html", own["html"])
+    if own["update"]:
+        _check_writable(own["expect"])
+    before = _expected(own["expect"]) if own["expect"] and not own["update"] else None
+    if own["schedule"]:
+        _show_schedule(run, own["topology"])
+        if not as_json:
+            return 0
+    devices = _devices(run, own["topology"])
+    run, fewer = elastic.fitted(run, len(devices))
+    if fewer:
+        say.out(fewer)
+    made = assembly.assemble(run, devices)
+    if given and not roofline.gpu_of(made):
+        raise ConfigError("--assume changes the roofline, and there is none without a GPU of known speed; "
+                          "add e.g. --topology h100:8")
+    step = inspected(made, given)
+    now = expect.of(made, step.program, step.held)
+    if own["update"]:
+        _write(own["expect"], expect.dumps(
+            now, f"python -m meshtrain.inspect {shlex.join(word for word in own.words if word != '--update')}"))
+    if as_json or own["html"] or not own["expect"]:
+        _tell(step, own)
+    return 1 if step.program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
+
+
+def inspected(made: assembly.Assembly, given: Mapping[str, float] = MappingProxyType({})) -> Inspected:
+    """Compile the step of a run and what it samples with. given: assumptions of the roofline to replace, by name.
+
+    Raises: gpu_compile.NotCompiledError, assembly.BrokenProgramError.
+    """
+    logged: list[str] = []
+    with say.without_noise(logged), gpu_compile.naming_faults(f"the programs of {made.run.run.name}"):
+        executable = assembly.compile_unchecked(made)       # a broken one is shown, not refused
+        sampling = _sampling(made) if made.run.training.objective == "rl" else None
+    return Inspected(made, executable, given, logged, sampling)
+
+
+def _tell(step: Inspected, own: config.Arguments) -> None:
+    """Raises: ConfigError where the page cannot be written."""
+    data = report.as_json(step)
+    if own["html"]:
+        with config.user_errors():
+            skin.write("--html", own["html"], layout.page(data))
+    if own["json"]:
+        say.answer(json.dumps(data))
+        for note in step.made.notes:
+            say.err(f"note: {note}")
+    elif not own["expect"]:
+        say.out(report.text(step))
+    if own["html"]:
+        say.err(f"written: {own['html']}")
+
+
+def _sampling(made: assembly.Assembly):
+    """Of `Inspected`. Raises: ConfigError for rl.rules, assembly.BrokenProgramError."""
+    sampler = trained.beside(made)
+    return sampler.costs, sampler.programs()
+
+
+def _assumed(own: config.Arguments) -> dict[str, float]:
+    """What --assume changes. Raises: ConfigError for what cannot be assumed, and for options that contradict."""
+    given = dict(own["assume"])
+    with config.user_errors():
+        assumptions.Assumptions("", given)
+    if foreign := [name for name in given if assumptions.TABLE[name].formula]:
+        raise ConfigError(f"--assume {foreign[0]} changes the formulas of `python -m meshtrain.plan` alone: a compiled "
+                          f"step shows what hides behind what; leave it out")
+    if own["update"] and not own["expect"]:
+        raise ConfigError("--update says nothing alone; name the file, --expect FILE --update")
+    for option in ("expect", "html"):
+        if own[option] and own["schedule"] and not own["json"]:
+            raise ConfigError(f"--schedule compiles nothing, so there is nothing for --{option}; leave one of them out")
+    return given
+
+
+# ---- what was expected -----------------------------------------------------------------------------------------------
+
+
+def _expected(path: str) -> expect.Expected:
+    """Raises: ConfigError."""
+    try:
+        return expect.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--expect={path}: there is no such file; --expect {path} --update writes it") from None
+    except OSError as error:
+        raise ConfigError(f"--expect={path} cannot be read: {error.strerror}; name a file that can") from None
+    except ValueError as error:
+        message = f"--expect={path} is not what --update writes: {error}; write it anew with --update"
+        raise ConfigError(message) from None
+
+
+def _check_writable(path: str) -> None:
+    """Before anything is compiled; touches nothing. Raises: ConfigError."""
+    parent = Path(path).parent
+    fault = ("it is a directory" if os.path.isdir(path) else f"there is no directory {parent}"
+             if not os.path.isdir(parent) else
+             "" if os.access(path if os.path.exists(path) else parent, os.W_OK) else "that is not permitted")
+    if fault:
+        raise ConfigError(f"--expect={path} cannot be written: {fault}; name a file that can")
+
+
+def _write(path: str, text: str) -> None:
+    """Raises: ConfigError."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--expect={path} cannot be written: {error.strerror}; name a file that can") from None
+    say.err(f"written: {path}")
+
+
+def _differs(before: expect.Expected, now: expect.Expected, path: str) -> bool:
+    """Tells every difference."""
+    lines, causes = expect.differences(before, now), expect.causes(before, now)
+    for line in lines + causes:
+        say.err(line)
+    if lines:
+        say.err(f"not as {path} says: {len(lines)} difference(s); where they are meant, add --update")
+    else:
+        sent = sum(row.bytes for row in now.collectives.values())
+        say.err(f"as {path} says: {len(now.collectives)} kinds of collectives, {sent:,} bytes sent, "
+                f"{now.memory_bytes['total']:,} bytes held")
+    return bool(lines)
+
+
+def _devices(run, topology: str | None):
+    if topology is not None:
+        return topology_devices(run, topology)
+    if run.mesh.simulated_devices:      # before they are started, which takes threads and memory for each
+        elastic.check(run, run.mesh.simulated_devices)
+    return local_devices.start(run)
+
+
+def topology_devices(run: config.Run, topology: str):
+    """The devices of `GPU:N`, which need not be here, to compile for. Raises: ConfigError."""
+    local_devices.own_flags(os.environ)
+    local_devices.own_settings_told(os.environ)
+    with config.user_errors(), say.without_noise():
+        _topology_sizes(run, topology)
+        return gpu_compile.topology(topology)
+
+
+def _topology_sizes(run, topology: str) -> dict[str, int]:
+    name, count = gpu_compile.parse_topology(topology)
+    return config.mesh_sizes(run, count, enough=f"--topology {name}:{{}}")
+
+
+def _show_schedule(run, topology: str | None) -> None:
+    """Text and picture of the run's pipeline; compiles nothing, and needs no more devices than it takes to count
+    them."""
+    choice = _schedule(run, topology)
+    if choice is None:      # a run that `plan` wrote may have stages or none
+        say.out("mesh.stage=1: the run has no pipeline, so there is no schedule to draw; a pipeline has e.g. "
+                "--mesh.stage 4")
+        return
+    heading = chart.title(choice.schedule, choice.outcome, choice.memory_bytes)
+    say.out(f"{heading}\n{choice.why}\n{chart.text(choice.schedule)}")
+    path = Path(f"{run.run.name}-schedule.svg")
+    try:
+        path.write_text(skin.alone(pictures.schedule(chart.as_json(choice), heading)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}; go to a directory that can be "
+                          f"written") from None
+    say.out(f"drawn: {path}")
+
+
+def _schedule(run, topology: str | None) -> simulate.Choice | None:
+    """What `train` would choose on these GPUs; on this machine's where there is no --topology. None without stages."""
+    spec, platform, gpu = placed_on(run, topology)
+    return assembly.design(run, spec, platform, gpu).choice
+
+
+def placed_on(run: config.Run, topology: str | None) -> tuple[MeshSpec, str, hardware.Gpu | None]:
+    """(the mesh, jax's name of the platform, the GPU) that a run would have on `GPU:N`, or on this machine. Starts
+    devices only where their number is asked for. Raises: ConfigError."""
+    asked = {axis: getattr(run.mesh, axis) for axis in config.AXES}
+    platform, gpu, sizes = "cpu", None, asked
+    with config.user_errors():
+        if topology is not None:
+            platform, gpu = "gpu", hardware.get(gpu_compile.parse_topology(topology)[0])
+            sizes = _topology_sizes(run, topology)
+        elif -1 in asked.values() or not run.mesh.simulated_devices and local_devices.gpus_expected():
+            devices = local_devices.start(run)
+            platform, gpu = devices[0].platform, hardware.from_device_kind(devices[0].device_kind)
+            sizes = config.mesh_sizes(run, len(devices)) if -1 in asked.values() else asked
+    return MeshSpec(sizes, run.mesh.placement), platform, gpu

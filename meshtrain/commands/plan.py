@@ -1,0 +1,364 @@
+"""Which layout to take: python -m meshtrain.plan llama3-8b --gpus 64 --gpu h100.
+
+Prices every layout that the model and the hosts allow by closed formulas, and ranks what fits; nothing is compiled, and
+nothing but rule files is read. MODEL is a preset, a model folder or hf://org/name on the Hugging Face hub, changed by
+--model.key value if need be. Exit codes: 0, also where nothing fits · 2 the user's mistake, one message · 75 stopped on
+request · 1 a program that XLA cannot compile or that would compute wrong numbers.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import shlex
+
+from meshtrain import assembly, config
+from meshtrain import devices as local_devices
+from meshtrain import hardware
+from meshtrain.config import ConfigError, Run
+from meshtrain.cost.formulas import assumptions, decode, rates
+from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.planner import gap, search
+from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.inference import cache, placement
+from meshtrain.inspection import plans as texts
+from meshtrain.inspection.inspected import Inspected
+from meshtrain.model import transformer
+from meshtrain.names import AXES
+from meshtrain.pages import plans, skin
+from meshtrain.parallel.pipeline.schedules import NAMES
+from meshtrain.run import apart
+from meshtrain.run import command, say
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.shipped import names, rule_file
+from meshtrain.training import state
+
+MOST_GPUS = 1 << 17
+HUB_NAME = re.compile(r"[\w-]+/[\w.-]+(?<!\.toml)")      # organization/model
+
+
+def _gpus(text: str) -> list[int]:
+    return [config.whole(1, MOST_GPUS)(part) for part in text.split(",")]
+
+
+def _fixed(help: str) -> config.Option:
+    return config.Option(help, "N", "8", config.whole(1))
+
+
+COMMAND = config.Command("meshtrain.plan", {
+    "gpus": config.Option("number of GPUs; 64,128,256 shows the best plan of each", "N", "64", _gpus, (),
+                          required="which layout is best depends on it"),
+    "gpu": config.Option(f"the kind of GPU: {', '.join(hardware.priced())}", "NAME", "h100",
+                         config.one_of(*hardware.priced()), required="which layout is best depends on it"),
+    "seq-len": config.Option("tokens of a sequence", "S", "8192", config.whole(1)),
+    "global-batch": config.Option("sequences of a step (default: about 4 million tokens)", "B", "512", config.whole(1)),
+    **{axis: _fixed(f"fixes mesh.{axis}") for axis in AXES},
+    "schedule": config.Option("fixes the schedule of pipelines", "NAME", "1f1b", config.one_of(*NAMES)),
+    "chunks": _fixed("fixes the chunks of layers of each stage"),
+    "microbatches": _fixed("fixes the number of microbatches"),
+    "remat": config.Option("fixes what is recomputed", "POLICY", "selective",
+                           config.one_of(*search.REMAT, search.OFFLOAD)),
+    "compute-dtype": config.Option("fixes model.compute_dtype", "D", "bfloat16", config.one_of("bfloat16", "float32")),
+    "rules": config.Option("adds a rule file of your own", "FILE", "my_rules.toml", many=True),
+    "max-memory": config.Option("what a GPU may hold", "GiB", "70", config.number("a number of GiB", positive=True)),
+    "gpus-per-host": _fixed("GPUs of a host, where it is not the usual one"),
+    "tokens": config.Option("tells in how many days the run trains these tokens", "T", "1e12",
+                            config.number("a number of tokens", positive=True)),
+    "budget-hours": config.Option("tells how many tokens these GPU hours train", "H", "100000",
+                                  config.number("a number of GPU hours", positive=True)),
+    "assume": config.Option("changes a number that the formulas assume", "NAME=NUMBER", "matmul.best=0.7",
+                            assumptions.parse, many=True),
+    "json": config.Option("print JSON alone"),
+    "html": config.Option("write a page for a browser, too: one file that loads nothing", "FILE", "plans.html"),
+    "write": config.Option("write the best plan as a run file", "RUN.toml", "best.toml"),
+    "verify": config.Option("compile the best K plans for these GPUs and show formula beside compiled", "K", "3",
+                            config.whole(1), 0),
+}, "MODEL|RUN.toml", (0, 1))
+TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million, as runs of billions of parameters take
+MOST_FAULTS = 5
+TOLD, OTHERS = 20, 400      # plans in the answer; more of them in JSON as points alone
+
+
+@command.entry(COMMAND, __doc__, (gpu_compile.NotCompiledError, assembly.BrokenProgramError))
+def main(options: config.Arguments) -> None:
+    with config.user_errors():
+        for option in ("html", "write"):
+            if option in options:
+                skin.check_free(f"--{option}", options[option])
+    found = planned(options)
+    with config.user_errors():
+        if "html" in options:
+            skin.write("--html", options["html"], plans.page(found.as_json()))
+        if "write" in options and found.best:
+            skin.write("--write", options["write"], run_file(found.run, found.best, options["write"]))
+    say.answer(json.dumps(found.as_json()) if options["json"] else found.text())
+    if "html" in options:
+        say.err(f"written: {options['html']}")
+    if "write" in options:
+        say.err(f"written: {options['write']}" if found.best else "nothing fits, so nothing is written")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Planned:
+    """The answer to a command line. answers: for each number of GPUs. compiled: of --verify, of the best plans. behind:
+    how far the fixed layout is behind the best one, if anything is fixed."""
+    run: Run
+    answers: list[tuple[search.Question, search.Answer]]
+    length: texts.Length
+    compiled: list[dict]
+    behind: gap.Gap | None
+
+    @property
+    def best(self) -> search.Plan | None:
+        return next(iter(self.answers[0][1].plans), None)
+
+    def text(self) -> str:
+        """What the command prints."""
+        (question, answer), several = self.answers[0], len(self.answers) > 1
+        parts = [texts.scaling(self.answers, self.length) if several else
+                 texts.page(question, answer, TOLD, self.length, self.behind)]
+        if self.run.training.objective == "rl" and not several and answer.plans:
+            parts.append(texts.sampling(sampled(self.run, question, answer.plans[0])))
+        if self.compiled:
+            parts.append(texts.verified_table(question, answer.plans, self.compiled))
+        return "\n\n".join(parts)
+
+    def as_json(self) -> dict:
+        """The output of `--json`: for one number of GPUs the best plans and near misses, for several the best plan of
+        each."""
+        (question, answer), several, length = self.answers[0], len(self.answers) > 1, self.length
+        of_each = [(q, plan) for q, a in self.answers
+                   for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
+        learns = self.run.training.objective == "rl"
+        found = [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
+                 | ({"sampling": sampled(self.run, q, plan)} if learns else {})
+                 | ({"compiled": self.compiled[k]} if k < len(self.compiled) else {})
+                 for k, (q, plan) in enumerate(of_each)]
+        others = [] if several else answer.plans[TOLD:][:OTHERS]
+        return {"plans": found, "model": self.run.model.model_dump(), "name": self.run.run.name,
+                "num_params": sum(info.size for info in question.rows),
+                "gpus": [q.num_gpus for q, _ in self.answers] if several else question.num_gpus,
+                "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
+                "seq_len": question.options.seq_len, "global_batch": question.options.global_batch,
+                "tried": sum(a.tried for _, a in self.answers), "attention": texts.attended(question, answer).engine,
+                "behind": self.behind and self.behind.as_json(),
+                "first": None if several else texts.first(question, answer, self.behind),
+                "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "step_time_s": plan.price.step_s,
+                            "memory_bytes": plan.price.memory_bytes["total"]} for plan in others],
+                "caveats": texts.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True)}
+
+
+def planned(options: config.Arguments) -> Planned:
+    """Raises: ConfigError where no layout is allowed, or options contradict each other."""
+    if alone := [option for option in ("write", "verify") if option in options and len(options["gpus"]) > 1]:
+        raise ConfigError(f"--{alone[0]} takes the best plans of one number of GPUs; give --gpus one")
+    run = asked(options)
+    answers = [answered(run, options, count) for count in options["gpus"]]
+    question, answer = answers[0]
+    free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
+    return Planned(run, answers, texts.Length(options["tokens"], options["budget-hours"]),
+                   [verified(run, question, plan) for plan in answer.plans[:options["verify"]]],
+                   gap.of(question, answer.plans[0], free) if free else None)
+
+
+def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search.Question, search.Answer]:
+    """Raises: ConfigError where no layout is allowed."""
+    question = question_of(run, options, num_gpus)
+    answer = search.search(question)
+    if not answer.plans and not answer.misses:
+        fixed = " ".join(f"--{axis} {options[axis]}" for axis in AXES if axis in options)
+        none = (f"{fixed}: no mesh of {num_gpus} GPUs has the sizes that are fixed; their product must divide the "
+                f"number of GPUs, and heads and layers must allow them")
+        refused = [f"{fault} (so {number} of {answer.laid} meshes with a rule file)"
+                   for fault, number in answer.faults.most_common(MOST_FAULTS)]
+        raise ConfigError(*(refused or [none]))
+    return question, answer
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def asked(options: config.Arguments) -> Run:
+    """The run file to plan for, without a layout."""
+    given = {"training.microbatches": 1, "pipeline.schedule": "auto", "pipeline.chunks": 1, "mesh.simulated_devices": 0,
+             "mesh.full_devices": 0}
+    given |= {f"mesh.{axis}": 1 for axis in AXES} | {"sharding.rules": "sharding_rules/ddp.toml"}
+    if not options.names:
+        raise ConfigError(f"plan for what? Name a run file or a model: {', '.join(config.presets())}")
+    (name,) = options.names
+    if "compute-dtype" in options:
+        given["model.compute_dtype"] = options["compute-dtype"]
+    preset = name in config.presets() and not os.path.exists(name)
+    folder = not preset and (os.path.isdir(name) or name.startswith("hf://") and not name.endswith(".toml"))
+    if preset or folder:
+        stem = name.rstrip("/").rpartition("/")[2]
+        given |= {"checkpoint.init_from" if folder else "model.preset": name,
+                  "run.name": f"{stem}-{options['gpus'][0]}-{options['gpu']}",
+                  "run.sample_tokens": 0, "data.source": "text", "data.paths": '["data/*.txt"]',
+                  "training.steps": 10000, "optimizer.learning_rate": 3e-4, "optimizer.warmup_steps": 1000,
+                  "validation.every": 500, "data.global_batch": 1, "checkpoint.every": 500}
+        given.setdefault("model.compute_dtype", "bfloat16")
+    elif not os.path.exists(name) and HUB_NAME.fullmatch(name):
+        raise ConfigError(f"{name} is no run file here; for the model of that name on the Hugging Face hub write "
+                          f"hf://{name}")
+    elif not os.path.exists(name) and "." not in name:
+        raise ConfigError(f"{name} is no run file and no model; models: {', '.join(config.presets())}")
+    if "seq-len" in options:
+        given["data.seq_len"] = options["seq-len"]
+    elif preset or folder:
+        given["data.seq_len"] = 2048 if name.startswith("gpt") else 4096 if name.startswith("llama2") else 8192
+    if "global-batch" in options:
+        given["data.global_batch"] = options["global-batch"]
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    run = config.load([*([] if preset or folder else [name]), *words, *options.keys])
+    batch_is_given = "global-batch" in options or any("data.global_batch" in word for word in options.keys)
+    if (preset or folder) and not batch_is_given:
+        batch = max(1, TOKENS // run.data.seq_len, max(options["gpus"]) // 8)
+        together = math.lcm(*options["gpus"])
+        even = together & -together
+        odd = together // even                  # 3 of 96 GPUs, 125 of 1,000
+        while even > 1 and odd * even > batch:
+            even //= 2
+        batch = max(1, round(batch / (odd * even))) * odd * even
+        run = run.replaced(data={"global_batch": batch})
+    return run
+
+
+# ---- from a run to a question and back -------------------------------------------------------------------------------
+
+
+def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Question:
+    """Raises: ConfigError."""
+    with config.user_errors():
+        gpu = hardware.get(options["gpu"])
+        if count := options["gpus-per-host"]:
+            rack = gpu.gpus_per_link_domain > gpu.gpus_per_host
+            gpu = dataclasses.replace(gpu, gpus_per_host=count,
+                                      gpus_per_link_domain=gpu.gpus_per_link_domain if rack else count)
+        usable = hardware.usable_bytes(gpu)
+        rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name, dict(options["assume"])))
+        paths = [*options["rules"], *(f"sharding_rules/{stem}.toml"
+                                      for stem in sorted(names("sharding_rules"), key=len))]
+        rule_files = tuple(dataclasses.replace(rules.load(rule_file(path)), path=path) for path in paths)
+    if not run.model.num_experts:
+        rule_files = tuple(one for one in rule_files if "expert" not in one.tables["params"])
+    if run.model.matmul_dtype == "float8" and hardware.lacks_float8(gpu):
+        raise ConfigError(f'model.matmul_dtype="float8": {gpu.name} has no float8 matmuls; use '
+                          f'model.matmul_dtype="auto", or e.g. --gpu h100')
+    if "max-memory" in options:
+        usable = int(options["max-memory"] * 2**30)
+    with config.user_errors():
+        model = transformer.build(run.model, run.lora)
+
+    def checked(asked: Run, sizes, loaded: rules.Rules):
+        faults = config.problems(asked.replaced(sharding={"rules": str(rule_file(loaded.path))}))
+        layout, _, others = assembly.lay_out(asked, sizes, loaded, model, "gpu", gpu)
+        return layout, faults or others
+
+    def lay(sizes, loaded: rules.Rules, method: str):
+        return checked(run.replaced(
+            mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},
+            training={"remat": options["remat"] or "none", "microbatches": options["microbatches"] or 1}),
+            sizes, loaded)
+
+    def refused(plan: search.Plan) -> list[str]:
+        return checked(laid_out(run, plan), plan.sizes, plan.rules)[1]
+
+    def attended(layout: rules.Layout, method: str) -> rates.Attended:
+        return rates.attended(run.replaced(context={"method": method}), layout, rated.assumed)
+    fixed = {name: options[name] for name in search.FIXABLE if name in options}
+    optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
+    options_of_run = Options.of(run, gpu.name, optimizer_bytes=optimizer_bytes)
+    return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
+                           attended, lay, refused)
+
+
+def laid_out(run: Run, plan: search.Plan) -> Run:
+    """The run with a plan's layout."""
+    options, pipelined, split = plan.options, plan.sizes["stage"] > 1, plan.sizes["context"] > 1
+    return run.replaced(
+        mesh={**plan.sizes, "placement": tuple(plan.placed.mesh.placement)}, sharding={"rules": plan.rules.path},
+        context={"method": options.method if split else "ring"},
+        training={"microbatches": options.microbatches, "remat": options.remat},
+        pipeline={"schedule": options.schedule if pipelined else "auto", "chunks": options.chunks})
+
+
+def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
+    """Compiles a plan's program: what it holds [bytes per GPU], sends [bytes per GPU and step, by mesh axes] and takes
+    by the roofline [s]. Raises: ConfigError where nothing can be compiled for these GPUs here,
+    gpu_compile.NotCompiledError, assembly.BrokenProgramError."""
+    local_devices.own_flags(os.environ)
+    local_devices.own_settings_told(os.environ)
+    gpu, given = question.rated.gpu, question.rated.assumed.given
+    with config.user_errors(), say.without_noise():
+        devices = gpu_compile.topology(f"{gpu.name}:{question.num_gpus}")
+    made = assembly.assemble(laid_out(run, plan).replaced(sharding={"rules": str(rule_file(plan.rules.path))}), devices)
+    with gpu_compile.naming_faults("a plan's step"):
+        executable = assembly.compile_step(made)
+    step = Inspected(made, executable,
+                     {name: value for name, value in given.items() if not assumptions.TABLE[name].formula})
+    sent: dict[str, int] = {}
+    for row in step.program.collectives:
+        axes = "+".join(row.axes)
+        sent[axes] = sent.get(axes, 0) + row.bytes
+    return {"memory_bytes": step.held, "traffic_bytes": sent, "step_time_s": step.roofline.step_s}
+
+
+def sampled_apart(run: Run, question: search.Question) -> dict:
+    """Price a sampler apart (rl.lag) on the GPUs of one host; keys as of `sampled`. weights_bytes: of a GPU.
+    file_bytes: of each version of the weights, written and read through the file system."""
+    rl, model, gpus = run.rl, transformer.build(run.model, run.lora), question.rated.gpu.gpus_per_host
+    for tensor in (n for n in range(gpus, 0, -1) if gpus % n == 0):
+        sizes = {axis: {"tensor": tensor, "data": gpus // tensor}.get(axis, 1) for axis in AXES}
+        with contextlib.suppress(ValueError):
+            read = placement.command(model, sizes)
+            break
+    room, shards = cache.rounded_room(run.data.seq_len), gpus // tensor
+    placed = place(question.rows, run.model, read, MeshSpec(sizes))
+    asked = apart.prompts_of_part(rl) * rl.samples
+    costs = decode.Sampling(placed, read, -(-asked // shards) * shards, room,
+                            functools.partial(cache.places, room=room))
+    held = sum(map(costs.read_bytes, question.rows))
+    fits = costs.fitting((1 - decode.SPARE) * question.usable_bytes - held)
+    token_s = sum(costs.token_s(question.rated, room).values())
+    return {"gpus": gpus, "tensor": tensor, "slots": costs.slots, "slots_that_fit": fits, "weights_bytes": round(held),
+            "cache_bytes": round(costs.cache_bytes), "token_s": token_s,
+            "file_bytes": round(sum(info.size * costs.itemsize(info) for info in question.rows if info.trainable)),
+            "tokens_per_s_per_gpu": costs.slots / token_s / gpus,
+            "batch_s_at_most": -(-rl.prompts * rl.samples // asked) * rl.max_tokens * token_s}
+
+
+def sampled(run: Run, question: search.Question, plan: search.Plan) -> dict:
+    """What the sampler of a run with [rl] costs under a plan, seconds and slots of data.seq_len tokens. Raises:
+    ConfigError where rl.rules cannot be read."""
+    if run.rl.lag:
+        return sampled_apart(run, question)
+    rl, model, layout = run.rl, transformer.build(run.model, run.lora), plan.placed.layout
+    with config.user_errors():
+        given = rules.load(rule_file(rl.rules)) if rl.rules else None
+    read = placement.beside(model, layout, given)
+    room, shards = cache.rounded_room(run.data.seq_len), read.num_shards(read.batch_axes)
+    placed = place(question.rows, run.model, read, plan.placed.mesh)
+    asked = rl.slots or rl.prompts * rl.samples
+    costs = decode.Sampling(placed, layout, -(-asked // shards) * shards, room,
+                            functools.partial(cache.places, room=room))
+    state = plan.price.memory_bytes["params"] + plan.price.memory_bytes["optimizer"]
+    fits = costs.fitting_beside(state, question.usable_bytes)
+    if not rl.slots and 0 < fits < costs.slots:
+        costs = dataclasses.replace(costs, slots=fits)
+    token_s = sum(costs.token_s(question.rated, room).values())
+    return {"slots": costs.slots, "slots_that_fit": fits, "weights_bytes": round(costs.copied_bytes()),
+            "cache_bytes": round(costs.cache_bytes), "sync_s": costs.sync_s(question.rated), "token_s": token_s,
+            "tokens_per_s_per_gpu": costs.slots / token_s / question.num_gpus,
+            "batch_s_at_most": -(-rl.prompts * rl.samples // costs.slots) * rl.max_tokens * token_s}
+
+
+def run_file(run: Run, plan: search.Plan, path: str) -> str:
+    """The text of a plan's run file, which needs no preset. path: where it will be written."""
+    _, *lines = config.dump(laid_out(run, plan)).splitlines()
+    return "\n".join([f"# python -m meshtrain.train {shlex.quote(path)}", *lines]) + "\n"

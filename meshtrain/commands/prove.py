@@ -1,0 +1,74 @@
+"""Whether a run computes on every layout what one device computes: python -m meshtrain.prove RUN.toml.
+
+The run's model is made small, with the same kinds of layers, experts, windows, adapters, objective and masks. On
+simulated devices, in float32, loss, every gradient leaf and three steps are compared with those of one device, on
+layouts that hold every pair of meshes, rule files, pipeline schedules, context methods, microbatches and remat that the
+run allows. Reads no data and trains nothing. Exit codes: 0 · 1 a layout differs, or a fault of the GPU program or of a
+rule file was found · 2 the user's mistake, one message · 75 stopped on request.
+"""
+from __future__ import annotations
+
+import json
+
+from meshtrain import config, parity
+from meshtrain.pages import proofs, skin
+from meshtrain.parity import smallest
+from meshtrain import devices as local_devices
+from meshtrain.run import command, say
+
+MOST_DEVICES = 64
+COMMAND = config.Command("meshtrain.prove", {
+    "rules": config.Option("prove this rule file, in place of the run's and the shipped ones", "FILE", "my_rules.toml",
+                           many=True),
+    "devices": config.Option("simulate so many devices", "N", "8", config.whole(2, MOST_DEVICES), 8),
+    "cells": config.Option("at most so many layouts, the most telling ones; else every pair of choices", "N", "10",
+                           config.whole(1)),
+    "json": config.Option("print JSON alone"),
+    "html": config.Option("write a page for a browser, too: one file that loads nothing", "FILE", "proof.html"),
+}, "[RUN.toml]", (0, 1))
+
+
+@command.entry(COMMAND, __doc__)
+def main(own: config.Arguments) -> int:
+    run = config.load(own.names + own.keys)
+    if own["html"]:
+        with config.user_errors():
+            skin.check_free("--html", own["html"])
+    devices = local_devices.start(run.replaced(mesh={"simulated_devices": own["devices"]}), cheaply=True)
+    with say.without_noise([]):     # what XLA warns of while it compiles for CPUs concerns nobody
+        begun = say.live if say.on_terminal() and not own["json"] else lambda line: None
+        proof = parity.prove(run, own["rules"], devices, own["cells"], say.out, begun)
+        file = _written(proof, run, devices)
+    data = proof.as_json() | {"smallest": file}
+    if own["html"]:
+        with config.user_errors():
+            skin.write("--html", own["html"], proofs.page(data))
+        say.err(f"written: {own['html']}")
+    if own["json"]:
+        say.answer(json.dumps(data))
+    else:
+        for note in proof.notes:
+            say.out(f"note: {note}")
+        say.out(summary(proof))
+    return 1 if proof.failed else 0
+
+
+def _written(proof: parity.Proof, run: config.Run, devices) -> str | None:
+    """The smallest run file that shows the first difference, written; None without one."""
+    if (cell := proof.first_wrong) is None:
+        return None
+    say.out("looking for the smallest run file that shows it …")
+    found = smallest.of(cell, devices, say.out)
+    if found.keys == smallest.keys_of(run):
+        say.out("no key of this run file can be left out: it is the smallest that shows it")
+        return None
+    path = smallest.written(found, run.run.name)
+    say.out(f"written: {path}, {len(found.keys)} keys; python -m meshtrain.prove {path} shows it again")
+    return str(path)
+
+
+def summary(proof: parity.Proof) -> str:
+    """What the command prints at its end."""
+    equal, total = sum(not cell.differs for cell in proof.cells), len(proof.cells)
+    return (f"{proof.name}: {equal} of {total} layouts compute what one device computes, findings: "
+            f"{len(proof.findings)}; {proof.seconds:.0f} s, {proof.seconds / max(1, total):.1f} s a layout")

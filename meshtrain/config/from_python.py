@@ -1,0 +1,90 @@
+"""Settings as Python gives them, turned into words of a command line; their mistakes are told as Python."""
+from __future__ import annotations
+
+import os
+import typing
+
+from meshtrain.config.messages import SECTIONS, ConfigError, join, keys_of, kind_of, toml, type_of
+
+EXAMPLE = '{"model.num_layers": 2} or {"model": {"num_layers": 2}}'
+
+
+def words(settings: typing.Mapping[str, object]) -> list[str]:
+    """Settings as `--section.key=value`, for `load`.
+
+    settings: keys of a run file, "section.key", or a dict for each section. A list of strings may be given as one
+    string. Raises: ConfigError with every fault that is one of Python; `load` finds those of the run file.
+    """
+    if not isinstance(settings, typing.Mapping):
+        raise ConfigError(f"settings={_short(settings)} is not a dict; write e.g. {EXAMPLE}")
+    faults: list[str] = []
+    found: dict[str, str] = {}
+    for name, value in _flat(settings, faults):
+        if name in found:
+            faults.append(f"{name} is given twice in settings; give it once")
+        found[name] = f"--{name}={_text(name, value, faults)}"
+    if faults:
+        raise ConfigError(*faults)
+    return list(found.values())
+
+
+def _flat(settings: typing.Mapping, faults: list[str]) -> typing.Iterator[tuple[str, object]]:
+    """Each ("section.key", value); other names go to faults."""
+    for name, value in settings.items():
+        if isinstance(name, str) and "." not in name and isinstance(value, typing.Mapping):
+            inner = {f"{name}.{key}": one for key, one in value.items()}
+        else:
+            inner = {name: value}
+        for key, one in inner.items():
+            if isinstance(key, str) and key.count(".") == 1 and not key.startswith("-"):
+                yield key, one
+            else:
+                faults.append(f"settings[{_short(key)}]={_short(one)}: {_remedy(key)}")
+
+
+def _remedy(name: object) -> str:
+    bare = name.lstrip("-") if isinstance(name, str) else ""
+    if bare in SECTIONS:
+        return f"{bare} is a section, and its value a dict; write e.g. {{{bare!r}: {{{_first_key(bare)!r}: …}}}}"
+    homes = [bare] if bare.count(".") == 1 else keys_of(bare)
+    return f"did you mean {join(map(repr, homes), 'or')}?" if homes else f'keys are "section.key"; write e.g. {EXAMPLE}'
+
+
+def _first_key(section: str) -> str:
+    return next(iter(SECTIONS[section].model_fields))
+
+
+def _text(name: str, value: object, faults: list[str]) -> str:
+    """The value as the command line has it: of string keys as it is, else TOML."""
+    section, key = name.split(".")
+    field = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
+    value = _plain(value)
+    if value is None:
+        faults.append(f"{name}=None: leave it out, and it has its default")
+    if isinstance(value, str):
+        if field is None or kind_of(field) in ("string", "choice"):
+            return value
+        return toml([value] if _is_list_of_strings(field) else value)
+    return toml(value)
+
+
+def _is_list_of_strings(field) -> bool:
+    of = typing.get_args(type_of(field))
+    return typing.get_origin(type_of(field)) is tuple and (typing.get_args(of[0]) or of)[0] is str
+
+
+def _plain(value: object) -> object:
+    """The value without numpy, jax and paths."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, typing.Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return value
+
+
+def _short(value: object) -> str:
+    return text if len(text := repr(value)) <= 60 else f"{text[:57]}..."

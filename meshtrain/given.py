@@ -1,0 +1,84 @@
+"""What Python code gives to an experiment, checked: batches and token ids. Every mistake is a ConfigError."""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from meshtrain.config import ConfigError
+from meshtrain.config.messages import join
+from meshtrain.names import NO_TARGET
+
+
+def check_batch(batch: object, expected: Mapping[str, jax.ShapeDtypeStruct], vocab_size: int) -> dict[str, np.ndarray]:
+    """The arrays of a batch that a step reads. expected: `Step.batch`, [microbatches, replicas, sequences, …]. Raises:
+    ConfigError with every fault and what is expected."""
+    shapes = {name: (math.prod(one.shape[:3]), *one.shape[3:]) for name, one in expected.items()}
+    arrays = [f"{name} {_described(shapes[name], one.dtype)}" for name, one in expected.items()]
+    wanted = f"a batch is a dict of {', '.join(arrays)}"
+    remedy = "`batch()` of the experiment makes one"
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"batch={_short(batch)} is a {type(batch).__name__}; {wanted}; {remedy}")
+    faults, found = [], {}
+    if missing := [name for name in expected if name not in batch]:
+        others = [repr(key) for key in batch if key not in expected]
+        more = f"; it has {join(others, 'and')}" if others else ""
+        faults.append(f"batch has no {join(missing, 'and')}{more}")
+    for name, one in expected.items():
+        if name in missing:
+            continue
+        try:
+            found[name] = array = np.asarray(batch[name])
+        except ValueError:
+            faults.append(f"batch[{name!r}] has rows of different lengths")
+            continue
+        kinds = "iu" if np.issubdtype(one.dtype, np.integer) else "iuf"
+        if array.dtype.kind not in kinds or array.shape != shapes[name]:
+            faults.append(f"batch[{name!r}] is {_described(array.shape, array.dtype)}, and this run takes "
+                          f"{_described(shapes[name], one.dtype)}")
+        elif name in ("tokens", "targets") and (outside := _outside(array, vocab_size, name == "targets")):
+            faults.append(f"batch[{name!r}] has {outside}")
+    if faults:
+        raise ConfigError(*faults, f"{wanted}; {remedy}")
+    return {name: array.astype(expected[name].dtype) for name, array in found.items()}
+
+
+def check_tokens(tokens: object, vocab_size: int, name: str = "tokens") -> np.ndarray:
+    """Token ids [B, T], int32. name: for messages. Raises: ConfigError."""
+    try:
+        array = np.asarray(tokens)
+    except ValueError:
+        raise ConfigError(f"{name} has rows of different lengths; give token ids [B, T], e.g. [[1, 2, 3]]") from None
+    if array.ndim != 2 or array.dtype.kind not in "iu" or 0 in array.shape:
+        raise ConfigError(f"{name} is {_described(array.shape, array.dtype)}; give integers [B, T] with a row for each "
+                          f"sequence, e.g. [[1, 2, 3]]")
+    if outside := _outside(array, vocab_size, False):
+        raise ConfigError(f"{name} has {outside}")
+    return array.astype(np.int32)
+
+
+def check_prompt(prompt: object, vocab_size: int) -> str | list[int]:
+    """A prompt: text, or token ids as a list. Raises: ConfigError."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, (Sequence, np.ndarray)) or not len(prompt):
+        raise ConfigError(f"prompt={_short(prompt)} is neither a text nor token ids; give e.g. \"def \" or [1, 2, 3]")
+    return check_tokens([list(prompt)], vocab_size, "prompt")[0].tolist()
+
+
+def _outside(array: np.ndarray, vocab_size: int, targets: bool) -> str:
+    """Words for ids that are no tokens; "" where there are none."""
+    wrong = (array < 0) | (array >= vocab_size)
+    wrong &= array != NO_TARGET if targets else True
+    more = f", or {NO_TARGET} where there is no target" if targets else ""
+    return f"{array[wrong][0]}, and token ids are 0 to {vocab_size - 1}{more}" if wrong.any() else ""
+
+
+def _described(shape: Sequence[int], dtype: object) -> str:
+    return f"{np.dtype(dtype).name if not str(dtype).startswith('<U') else 'text'} [{', '.join(map(str, shape))}]"
+
+
+def _short(value: object) -> str:
+    return text if len(text := repr(value)) <= 60 else f"{text[:57]}..."
