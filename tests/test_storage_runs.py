@@ -21,6 +21,7 @@ from stores import BUCKET, SECRET, TOKEN, Fault, server, surroundings  # noqa: E
 
 from meshtrain import config, convert, generate, train  # noqa: E402
 from meshtrain.checkpoint import peft  # noqa: E402
+from meshtrain.commands import plan  # noqa: E402
 from meshtrain.data.documents import chat, tokenizer  # noqa: E402
 from meshtrain.huggingface import folder, safetensors  # noqa: E402
 from meshtrain.storage import copies, stores  # noqa: E402
@@ -165,6 +166,16 @@ def test_generate_and_convert_read_a_model_by_name(server, tmp_path):
     assert there.code == 0 and there.out.partition("\n")[2] == here.out.partition("\n")[2]
     refused(call(convert.main, "s3://bucket/run", "out"), "s3://bucket/run holds no whole checkpoint", "name the run.dir")
     refused(call(generate.main, "hf://owner/none", *words), "hf://owner/none is not there")
+
+
+def test_a_model_of_the_hub_is_planned_for_by_its_name(server):
+    server.hub["models/owner/name"] = GOLDENS / "qwen3"
+    words = ("--gpus", "8", "--gpu", "h100", "--seq-len", "64", "--data.source", "tokens", "--data.tokenizer", "bytes",
+             "--json", "--run.name", "a")
+    here, there = (call(plan.main, name, *words) for name in (GOLDENS / "qwen3", "hf://owner/name"))
+    assert (there.code, json.loads(there.out)) == (0, json.loads(here.out)), there.err
+    refused(call(plan.main, "hf://owner/none", *words), "hf://owner/none is not there")
+    refused(call(plan.main, "owner/none", *words), "on the Hugging Face hub write hf://owner/none")
 
 
 @pytest.mark.parametrize(("words", "fault", "parts"), [

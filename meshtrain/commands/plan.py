@@ -24,6 +24,7 @@ from meshtrain.cost.formulas import assumptions, decode, rates
 from meshtrain.cost.formulas.placed import Options, place
 from meshtrain.cost.planner import gap, search
 from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.huggingface import folder as model_folder
 from meshtrain.inference import cache, placement
 from meshtrain.inspection import plans as texts
 from meshtrain.inspection.inspected import Inspected
@@ -194,7 +195,8 @@ def asked(options: config.Arguments) -> Run:
     if "compute-dtype" in options:
         given["model.compute_dtype"] = options["compute-dtype"]
     preset = name in config.presets() and not os.path.exists(name)
-    folder = not preset and (os.path.isdir(name) or name.startswith("hf://") and not name.endswith(".toml"))
+    with config.user_errors():
+        folder = not preset and not name.endswith(".toml") and model_folder.is_one(name)
     if preset or folder:
         stem = name.rstrip("/").rpartition("/")[2]
         given |= {"checkpoint.init_from" if folder else "model.preset": name,
