@@ -42,13 +42,13 @@ class Setting:
 # What the compiled programs are given is elsewhere: `flags` has those options.
 ON_GPUS = (
     Setting(hardware.MEMORY_VARIABLES[0], str(hardware.MEMORY_SHARE),
-            "the share of a GPU's memory that a run takes; jax alone takes 0.75"),
-    Setting("NCCL_DEBUG", "WARN", "NCCL says why it has failed; unless told it says nothing"),
+            "share of a GPU's memory that a run uses; jax's default is 0.75"),
+    Setting("NCCL_DEBUG", "WARN", "NCCL prints the reason of a failure; by default it prints nothing"),
     Setting("--xla_gpu_execution_terminate_timeout", "30m",
-            "a program that is stuck on the GPU, in a collective whose peer hangs, ends its process, which it else "
-            "never does"),
+            "ends a process whose GPU program is stuck, e.g. in a collective whose peer hangs; by default it never "
+            "ends"),
     Setting("--xla_gpu_nccl_termination_timeout_seconds", "1800",
-            "so does NCCL where not all processes come to set up a group of GPUs"),
+            "ends a process if not all processes join the setup of a group of GPUs"),
 )
 # Fixed in jax 0.12: https://github.com/jax-ml/jax/issues/39257 and 39103. YNNPACK keeps single products, right up
 # to 7 dimensions: with XLA's own kernels the bits of a row depend on the other rows.
@@ -77,32 +77,32 @@ class JaxSetting:
     why: str
 
 
-GUARDED, CHECKED = "a run moves small arrays itself", "a step that is not finite is skipped and told anyway"
+GUARDED, CHECKED = "a run moves small arrays itself", "a step that is not finite is skipped and reported anyway"
 # jax's own defaults of what changes numbers or ends a trace. What else changes a program (levels of optimization) is
 # the user's, and compared between processes.
 OF_JAX = (
-    JaxSetting("jax_default_prng_impl", PRNG, "initialization is its; the bits of `rbg` depend on the layout"),
-    JaxSetting("jax_threefry_partitionable", True, "its bits then depend on no layout"),
-    JaxSetting("jax_random_seed_offset", 0, "it is added to `run.seed`"),
-    JaxSetting("jax_default_matmul_precision", None, "each product has its own"),
-    JaxSetting("jax_allow_f16_reductions", True, "sums that need float32 ask for it"),
+    JaxSetting("jax_default_prng_impl", PRNG, "used by initialization; the bits of `rbg` depend on the layout"),
+    JaxSetting("jax_threefry_partitionable", True, "makes its bits independent of the layout"),
+    JaxSetting("jax_random_seed_offset", 0, "would be added to `run.seed`"),
+    JaxSetting("jax_default_matmul_precision", None, "each product sets its own precision"),
+    JaxSetting("jax_allow_f16_reductions", True, "sums that need float32 request it"),
     JaxSetting("jax_enable_x64", False, "dtypes are those of the run file"),
-    JaxSetting("jax_numpy_dtype_promotion", "standard", "`strict` refuses products of two dtypes"),
-    JaxSetting("jax_numpy_rank_promotion", "allow", "`raise` refuses to broadcast"),
-    JaxSetting("jax_use_shardy_partitioner", True, "layouts are tested with Shardy alone"),
-    JaxSetting("jax_scan3", False, "experimental: gradients of a step are NaN with it"),
+    JaxSetting("jax_numpy_dtype_promotion", "standard", "`strict` forbids products of two dtypes"),
+    JaxSetting("jax_numpy_rank_promotion", "allow", "`raise` forbids broadcasting"),
+    JaxSetting("jax_use_shardy_partitioner", True, "layouts are tested only with Shardy"),
+    JaxSetting("jax_scan3", False, "experimental: makes the gradients of a step NaN"),
     JaxSetting("jax_remat3", False, "experimental"),
     JaxSetting("jax_custom_jvp3", False, "experimental"),
-    JaxSetting("jax_custom_vjp3", False, "experimental: no step can be traced with it"),
+    JaxSetting("jax_custom_vjp3", False, "experimental: prevents tracing a step"),
     JaxSetting("jax_disable_jit", False, "programs are compiled before they run"),
     JaxSetting("jax_no_tracing", False, "as above"),
     JaxSetting("jax_no_execution", False, "a run would compute nothing"),
-    JaxSetting("jax_check_tracer_leaks", False, "`generate` fails with it"),
+    JaxSetting("jax_check_tracer_leaks", False, "makes `generate` fail"),
     JaxSetting("jax_debug_nans", False, f"NaN marks layers without experts; {CHECKED}"),
     JaxSetting("jax_debug_infs", False, f"infinity masks scores; {CHECKED}"),
     JaxSetting("jax_error_checking_behavior_nan", "ignore", CHECKED),
     JaxSetting("jax_error_checking_behavior_divide", "ignore", CHECKED),
-    JaxSetting("jax_error_checking_behavior_oob", "ignore", "programs for it do not compile ahead of time"),
+    JaxSetting("jax_error_checking_behavior_oob", "ignore", "its programs cannot be compiled ahead of time"),
     JaxSetting("jax_transfer_guard", None, GUARDED),
     JaxSetting("jax_transfer_guard_host_to_device", None, GUARDED),
     JaxSetting("jax_transfer_guard_device_to_device", None, GUARDED),

@@ -45,10 +45,10 @@ TABLE = (
     KnownBad("ptxas", "<12.9.86", frozenset({GPUS, MOSAIC}), "causal masks of Mosaic kernels are miscompiled",
         'install CUDA 12.9.1 or newer (nvidia-cuda-nvcc-cu12>=12.9.86), and see that no older ptxas is on PATH, or set '
         'model.attention = "pallas", and leave model.mlp out',
-        "jax's own attention_mgpu.py refuses them", True),
+        "jax's own attention_mgpu.py rejects them", True),
     KnownBad("NCCL", "<2.29.3", frozenset({GPUS, PROCESSES, "aarch64"}),
-        "its proxy loses slots, and a run hangs in silence with all GPUs busy, until training.step_timeout_s ends it",
-        'install it anew, behind torch, which pins an older one: pip install "nvidia-nccl-cu13>=2.29.3" (cu12 beside '
+        "its proxy loses slots: a run hangs with all GPUs busy until training.step_timeout_s ends it",
+        'reinstall it after torch, which pins an older one: pip install "nvidia-nccl-cu13>=2.29.3" (cu12 beside '
         'CUDA 12)',
         "marin-community/marin#7344", False),
 )

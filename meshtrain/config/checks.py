@@ -66,7 +66,7 @@ def _text_problems(run: Run):
                 if name not in PATHS:
                     continue
                 if "\0" in text:
-                    yield f"{name}={toml(text)} has a null character, which no name of a file can; take it out"
+                    yield f"{name}={toml(text)} has a null character, which file names cannot contain; remove it"
                     continue
                 try:
                     os.fsencode(text)
@@ -74,8 +74,8 @@ def _text_problems(run: Run):
                     yield (f"{name}={ascii(text)} cannot be the name of a file in this locale "
                            f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
                 if text.startswith("~") and name != "run.compilation_cache" and not os.path.exists(text):
-                    yield (f"{name}={toml(text)} names a home directory that is not known (HOME is not set, or no such "
-                           f"user); write it in full")
+                    yield (f"{name}={toml(text)} has an unknown home directory (HOME is not set, or there is no such "
+                           f"user); write the full path")
 
 
 # Keys that name files and directories.
@@ -97,8 +97,8 @@ def _address_problems(run: Run):
             name = f"{section}.{key}"
             for text in filter(addresses.is_remote, _strings(value) if name in READ + WRITTEN else ()):
                 if name in WRITTEN:
-                    yield (f"{name}={toml(addresses.shown(text))} is an address, and only directories can be written; "
-                           f"mount it, or name a directory of a file system that all hosts have")
+                    yield (f"{name}={toml(addresses.shown(text))} is an address, but must be a directory; "
+                           f"mount it, or name a directory that all hosts have")
                     continue
                 try:
                     if addresses.parse(text).scheme not in addresses.BUCKETS and name == "run.dir":
@@ -114,48 +114,48 @@ def _run_problems(run: Run):
         yield f"run.name={toml(name)} is not a plain name; use letters, digits, - and _, and run.dir for a path"
     if addresses.is_remote(run.run.dir):
         if run.rl.lag:
-            yield (f"rl.lag={run.rl.lag}: samplers apart meet the run in a directory that all hosts share, and "
+            yield (f"rl.lag={run.rl.lag}: separate samplers need a directory that all hosts share, but "
                    f"run.dir={toml(run.run.dir)} is an address; give a directory, or rl.lag=0")
     if (keep_every := run.checkpoint.keep_every) and (not (every := run.checkpoint.every) or keep_every % every):
-        yield (f"checkpoint.keep_every={keep_every} keeps a checkpoint every {keep_every} steps, and those are saved "
+        yield (f"checkpoint.keep_every={keep_every} needs a checkpoint every {keep_every} steps, but they are saved "
                f"every checkpoint.every={every} steps" + (f"; use a multiple of {every}, e.g. "
                f"{-(-keep_every // every) * every}" if every else " (0: only the last); give both, e.g. both "
                f"{keep_every}"))
     local_dir, every = run.checkpoint.local_dir, run.checkpoint.local_every
     if bool(local_dir) != bool(every):
-        yield (f'checkpoint.local_every={every} and checkpoint.local_dir={toml(local_dir)} are one thing, how often '
-               'and where; give both, e.g. 20 and "/dev/shm/meshtrain", or neither')
+        yield (f'checkpoint.local_every={every} and checkpoint.local_dir={toml(local_dir)} belong together (how often '
+               'and where); give both, e.g. 20 and "/dev/shm/meshtrain", or neither')
     elif local_dir and Path(local_dir).resolve().is_relative_to(Path(run.run.dir).resolve()):
         yield (f"checkpoint.local_dir={toml(local_dir)} is in run.dir={toml(run.run.dir)}, which all hosts share; give "
-               f"a directory of each host's own, e.g. /dev/shm/meshtrain")
+               f"a directory on each host, e.g. /dev/shm/meshtrain")
     if run.checkpoint.init_optimizer and not source:
-        yield ("checkpoint.init_optimizer=true takes the optimizer's state of another run, and checkpoint.init_from "
-               "names none; name its run.dir, or leave init_optimizer out")
+        yield ("checkpoint.init_optimizer=true loads the optimizer's state of another run, but checkpoint.init_from "
+               "is empty; give its run.dir, or leave init_optimizer out")
     if not source:
         return
     if addresses.is_remote(source):
         if source.rstrip("/") == run.run.dir.rstrip("/"):
             yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir; give the new run another one, or "
-                   f"leave init_from out to go on with the old run")
+                   f"leave init_from out to resume the old run")
         elif copies.is_run(source):
             return
         elif not folder.is_one(source):
-            yield (f"checkpoint.init_from={toml(source)} has neither config.json nor config.toml: it is no model "
-                   f"folder and no run's directory; name one of the two")
+            yield (f"checkpoint.init_from={toml(source)} has neither config.json nor config.toml: it is neither a "
+                   f"model folder nor a run directory; give one of them")
         elif run.checkpoint.init_optimizer:
             yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has "
                    f"no optimizer's state; leave init_optimizer out")
     elif not os.path.isdir(source):
         if Path(source).parts[:1] == ("runs",):     # one that is still to be made; train looks for its checkpoint
             return
-        yield (f"checkpoint.init_from={toml(source)} is not a directory; name the run.dir, or the model folder, whose "
-               f"weights to start from")
+        yield (f"checkpoint.init_from={toml(source)} is not a directory; give the run.dir or the model folder to "
+               f"start from")
     elif run.checkpoint.init_optimizer and folder.is_one(source):
         yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has no "
                f"optimizer's state; leave init_optimizer out")
     elif Path(source).resolve() == Path(run.run.dir).resolve():
         yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir={toml(run.run.dir)}; "
-               "give the new run another run.name, or leave init_from out to go on with the old run")
+               "give the new run another run.name, or leave init_from out to resume the old run")
 
 
 def _mesh_problems(run: Run):
@@ -168,8 +168,8 @@ def _mesh_problems(run: Run):
         if size == 0:
             yield f"mesh.{axis}=0 leaves no device; use 1, or -1 for the devices that are left"
     if mesh.full_devices and not rest:
-        yield (f"mesh.full_devices={mesh.full_devices} is for an axis that shrinks where fewer devices are there, and "
-               f"none is -1; use mesh.data=-1 or mesh.fsdp=-1, or leave full_devices out")
+        yield (f"mesh.full_devices={mesh.full_devices} needs an axis that can shrink (-1), but "
+               f"there is none; use mesh.data=-1 or mesh.fsdp=-1, or leave full_devices out")
     if sorted(mesh.placement) != sorted(AXES):
         yield f"mesh.placement={toml(mesh.placement)} must name each axis once; use e.g. {toml(Mesh().placement)}"
     rules = run.sharding.rules
@@ -187,8 +187,8 @@ def _model_problems(run: Run):
                "shorten the sequences or lengthen the table")
     yield from _layer_problems(model)
     if model.matmul_dtype == "bfloat16" != model.compute_dtype:
-        yield (f'model.matmul_dtype="bfloat16" is not model.compute_dtype={toml(model.compute_dtype)}, in which '
-               f'whatever is not float8 is multiplied; use model.compute_dtype="bfloat16", or "auto"')
+        yield (f'model.matmul_dtype="bfloat16" differs from model.compute_dtype={toml(model.compute_dtype)}, the dtype '
+               f'of all matmuls except float8; use model.compute_dtype="bfloat16", or "auto"')
     if model.vocab_size < BYTE_VOCAB and _reads_bytes(run):
         yield (f"model.vocab_size={model.vocab_size} is too small for data.source={toml(run.data.source)}, "
                f"which has 256 bytes and a separator; use at least {BYTE_VOCAB}")
@@ -214,13 +214,13 @@ def _layer_problems(model):
     kinds = pattern.kinds(model)
     present = [letter for letter in MIXERS if any(kind.mixer == letter for kind in kinds)]
     if ("..") in map("".join, kinds):
-        yield (f"model.mixers={toml(model.mixers)} and model.mlps={toml(model.mlps)} leave a layer without mixer and "
-               f"MLP; use fewer model.num_layers")
+        yield (f"model.mixers={toml(model.mixers)} and model.mlps={toml(model.mlps)} give a layer neither a mixer nor "
+               f"an MLP; use fewer model.num_layers")
     of = {letter: model.of(letter) for letter in present}
     windowed = [letter for letter in present if letter in pattern.WINDOWED]
     if idle := [letter for letter, _ in model.kinds if letter not in present]:
-        yield (f"model.kinds has {join(map(toml, idle), 'and')}, and no layer of model.mixers={toml(model.mixers)} is "
-               f"of that kind; leave it out")
+        yield (f"model.kinds has {join(map(toml, idle), 'and')}, but no layer of model.mixers={toml(model.mixers)} uses "
+               f"it; leave it out")
     for letter, keys in model.kinds:
         reads = _kind_keys(letter)
         if unread := [key for key, _ in keys if key not in reads]:
@@ -230,8 +230,8 @@ def _layer_problems(model):
         yield (f"model.mixers={toml(model.mixers)} has layers with a window ({join(windowed, 'and')}) and no "
                f"model.window; give one, or use F and N")
     if model.window and not windowed:
-        yield (f"model.window={model.window} is of no layer of model.mixers={toml(model.mixers)}; use W or V in the "
-               f"pattern, or leave the window out")
+        yield (f"model.window={model.window} is used by no layer of model.mixers={toml(model.mixers)}; use W or V in "
+               f"the pattern, or leave the window out")
     yield from rope_scaling.problems(model)
     for letter in present:
         if letter in pattern.ATTENTION:
@@ -239,11 +239,11 @@ def _layer_problems(model):
     if recurrent := [letter for letter in present if letter in pattern.RECURRENT]:
         yield from _recurrent_problems(model, recurrent)
     elif model.linear != type(model.linear)():
-        yield (f"model.linear={toml(model.linear)} is of no layer of model.mixers={toml(model.mixers)}; use G, K or M "
-               f"in the pattern, or leave it out")
+        yield (f"model.linear={toml(model.linear)} is used by no layer of model.mixers={toml(model.mixers)}; use G, K "
+               f"or M in the pattern, or leave it out")
     experts = any(kind.mlp == "e" for kind in kinds)
     if experts and not model.num_experts:
-        yield (f"model.mlps={toml(model.mlps)} has layers with experts, and model.num_experts=0; give them, e.g. 8, or "
+        yield (f"model.mlps={toml(model.mlps)} has layers with experts, but model.num_experts=0; set it, e.g. 8, or "
                f"use d")
     if model.num_experts and not experts:
         yield (f"model.num_experts={model.num_experts}: no layer of model.mlps={toml(model.mlps)} has experts; use e "
@@ -357,18 +357,18 @@ def notes(run: Run) -> list[str]:
     """Warnings about valid settings that are rarely intended, logged once before the run starts."""
     found = unused.messages(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "data", "training", "optimizer")):
-        found.append("the run file gives no key of [model], [data], [training] and [optimizer]: what is trained are "
-                     "the defaults")
+        found.append("the run file has no key of [model], [data], [training] and [optimizer]: the run trains the "
+                     "default model")
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
         found.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
                      "give data.tokenizer the path of the model's tokenizer.json")
     if run.data.packing == "stream" and "chat" in {one.source for one in run.data.mixture or [run.data]}:
-        found.append('data.packing="stream" cuts conversations where sequences end, and answers are learned without '
-                     'their question; data.packing="whole" keeps them together')
+        found.append('data.packing="stream" cuts conversations at the end of sequences, so some answers have '
+                     'no question; data.packing="whole" keeps them together')
     if (source := run.checkpoint.init_from) and not addresses.is_remote(source) and not os.path.isdir(source):
         found.append(f"checkpoint.init_from={toml(source)} is not there yet; train it first")
     if run.lora.rank and not run.checkpoint.init_from:
-        found.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes weights that nobody has trained")
+        found.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes random weights")
     if run.lora.rank and run.experts.bias_rate:
         found.append(f"experts.bias_rate={run.experts.bias_rate} moves no bias: lora.rank={run.lora.rank} freezes "
                      f"the routers, too")
@@ -386,7 +386,7 @@ def _data_problems(run: Run):
                    'data.mixture=[{source="jsonl", paths=["a.jsonl"], weight=0.7}, {source="stdlib", weight=0.3}]')
         names = [one.name or str(i) for i, one in enumerate(data.mixture)]
         for name in sorted({name for name in names if names.count(name) > 1}):
-            yield f'data.mixture names two sources {toml(name)}; give each a name of its own'
+            yield f'data.mixture has two sources named {toml(name)}; give each its own name'
         for key in ("paths", "field", "validation_paths"):
             if getattr(data, key) != Data.model_fields[key].default:
                 yield (f'data.{key}={toml(getattr(data, key))} is not read by data.source="mixture"; '
@@ -395,15 +395,15 @@ def _data_problems(run: Run):
         yield f'data.mixture is not read by data.source={toml(data.source)}; use data.source="mixture", or leave it out'
     names = [one.name or str(i) for i, one in enumerate(data.validation_sources)]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f'data.validation_sources names two sources {toml(name)}; give each a name of its own'
+        yield f'data.validation_sources has two sources named {toml(name)}; give each its own name'
     if data.validation_sources and any(one.validation_paths for one in [data, *data.mixture, *data.validation_sources]):
-        yield ("data.validation_sources stands beside validation_paths, and both say what to validate on; put those "
+        yield ("data.validation_sources and validation_paths both say what to validate on; move those "
                "files into a table of data.validation_sources")
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
     for key in ("chat_template", "loss_on"):
         if getattr(data, key) != Data.model_fields[key].default and "chat" not in {one.source for _, one in named} and (
                 key == "loss_on" or data.source not in ("preferences", "prompts")):
-            yield (f'data.{key}={toml(getattr(data, key))} is read for conversations alone; use data.source="chat", or '
+            yield (f'data.{key}={toml(getattr(data, key))} applies only to conversations; use data.source="chat", or '
                    f'leave it out')
     named += [(f"data.validation_sources[{i}]", one) for i, one in enumerate(data.validation_sources)]
     for where, one in named:
@@ -421,7 +421,7 @@ def _preference_problems(run: Run):
     data, training = run.data, run.training
     dpo, pairs = training.objective == "dpo", data.source == "preferences"
     if dpo and not pairs:
-        yield (f'training.objective="dpo" learns from pairs of answers, and data.source={toml(data.source)} has none; '
+        yield (f'training.objective="dpo" trains on pairs of answers, but data.source={toml(data.source)} has none; '
                f'use data.source="preferences"')
     if training.dpo_beta != type(training).model_fields["dpo_beta"].default and not dpo:
         yield (f'training.dpo_beta={training.dpo_beta} has no use with training.objective={toml(training.objective)}; '
@@ -443,15 +443,15 @@ def _rl_problems(run: Run):
     data, training, rl = run.data, run.training, run.rl
     learns, prompts = training.objective == "rl", data.source == "prompts"
     if learns != prompts:
-        yield (f'training.objective={toml(training.objective)} and data.source={toml(data.source)}: from rewards of '
-               f'answers to prompts learns training.objective="rl" with data.source="prompts"; give both, or neither')
+        yield (f'training.objective={toml(training.objective)} and data.source={toml(data.source)}: '
+               f'training.objective="rl" and data.source="prompts" need each other; set both, or neither')
     if not learns:
         if given := [f"rl.{key}={toml(value)}" for key, value in rl if value != type(rl).model_fields[key].default]:
             yield (f"{join(given, 'and')}: [rl] is not read by training.objective={toml(training.objective)}; use "
                    f'"rl", or leave it out')
         return
     if not rl.reward:
-        yield ('rl.reward is empty, and training.objective="rl" learns from nothing else; use "exact", "number", '
+        yield ('rl.reward is empty, but training.objective="rl" needs a reward; use "exact", "number", '
                '"choice" or "regex", or a function of your own, "rewards.py:score"')
     if rl.max_tokens > data.seq_len:
         yield (f"rl.max_tokens={rl.max_tokens} leaves no room for a prompt in data.seq_len={data.seq_len}; use a "
@@ -459,43 +459,43 @@ def _rl_problems(run: Run):
     if "" in rl.stop:
         yield 'rl.stop has an empty string, which ends every answer before it begins; leave it out'
     if rl.samples == 1:
-        yield (f"rl.samples=1: an advantage is the reward less that of the group (rl.advantage={toml(rl.advantage)}), "
-               "and one answer is none; use e.g. 8")
+        yield (f"rl.samples=1: an advantage compares the answers of a group (rl.advantage={toml(rl.advantage)}), "
+               "so a group needs at least two; use e.g. 8")
     if rl.prompts % rl.updates:
-        yield (f"rl.updates={rl.updates} does not divide rl.prompts={rl.prompts}, of which each learns from a part; "
+        yield (f"rl.updates={rl.updates} does not divide rl.prompts={rl.prompts}: each update uses an equal part; "
                f"use rl.prompts={next_multiple(rl.prompts, rl.updates)}")
     if rl.ratio == "cispo" and rl.dual_clip:
         yield f'rl.dual_clip={rl.dual_clip:g} is not part of rl.ratio="cispo", which clips no loss; leave it out'
     if rl.old == "sampler" and rl.correction != "none":
-        yield (f'rl.correction={toml(rl.correction)} weighs old log-probabilities by the sampler\'s, and '
-               f'rl.old="sampler" takes these for old ones; use rl.old="trainer", or no correction')
+        yield (f'rl.correction={toml(rl.correction)} compares old log-probabilities with the sampler\'s, but '
+               f'rl.old="sampler" uses the same for both; use rl.old="trainer", or no correction')
     if run.model.matmul_dtype == "float8" and rl.correction == "none":
-        yield ('model.matmul_dtype="float8" is of the step alone: its scales are those of all rows, on which no answer '
-               'may depend, so answers are drawn without, and log-probabilities differ by 0.25 a token; use '
+        yield ('model.matmul_dtype="float8" applies only to the training step, because its scales depend on all rows: '
+               'answers are generated without it, and log-probabilities differ by 0.25 per token; use '
                'rl.correction="token_truncate", or model.matmul_dtype="auto"')
     if rl.lag and rl.filter != "none":
-        yield (f'rl.lag={rl.lag} orders prompts before the rewards of earlier ones are known, and '
-               f'rl.filter={toml(rl.filter)} draws more in place of some; use rl.filter="none", or rl.lag=0')
+        yield (f'rl.lag={rl.lag} chooses prompts before the rewards of earlier ones are known, so '
+               f'rl.filter={toml(rl.filter)} cannot replace groups; use rl.filter="none", or rl.lag=0')
     if rl.lag and rl.rules:
-        yield (f"rl.lag={rl.lag}: answers are drawn by processes apart, on meshes of their own, and "
-               f"rl.rules={toml(rl.rules)} is of the trainer's; leave it out, or use rl.lag=0")
+        yield (f"rl.lag={rl.lag}: separate processes generate answers on their own meshes, but "
+               f"rl.rules={toml(rl.rules)} is for the trainer's mesh; leave it out, or use rl.lag=0")
     if rl.kl and not run.checkpoint.init_from:
-        yield (f"rl.kl={rl.kl:g} is a divergence from the weights that the run starts from, and these are random; give "
+        yield (f"rl.kl={rl.kl:g} is a divergence from the initial weights, which are random here; give "
                f"checkpoint.init_from, or leave rl.kl out")
     for key in ("embedding_dropout", "residual_dropout"):
         if getattr(run.model, key):
-            yield (f'model.{key}={getattr(run.model, key):g}: answers are drawn without dropout, and '
-                   f'training.objective="rl" learns from what is drawn; use 0')
+            yield (f'model.{key}={getattr(run.model, key):g}: training.objective="rl" '
+                   f'generates answers without dropout and trains on them; use 0')
     if training.z_loss:
         yield f'training.z_loss={training.z_loss} is not part of training.objective="rl"; use 0'
     if run.experts.bias_warmup:
-        yield (f"experts.bias_warmup={run.experts.bias_warmup} reads batches before the first step, and those of "
-               f'training.objective="rl" are drawn; use 0')
+        yield (f"experts.bias_warmup={run.experts.bias_warmup} reads batches before the first step, but "
+               f'training.objective="rl" has none yet; use 0')
     if training.loss_spike in ("skip", "rollback"):
-        yield (f'training.loss_spike={toml(training.loss_spike)}: the loss of training.objective="rl" is around 0, '
-               f'whatever is learned; leave it out')
+        yield (f'training.loss_spike={toml(training.loss_spike)}: the loss of training.objective="rl" is always '
+               f'around 0; leave it out')
     if not data.document_mask:
-        yield ('data.document_mask=false would let an answer see others (data.source="prompts"); leave it out')
+        yield ('data.document_mask=false would let answers see each other (data.source="prompts"); leave it out')
     for key in ("skip_batches", "validation_sources", "packing"):
         if getattr(data, key) != Data.model_fields[key].default:
             yield f'data.{key}={toml(getattr(data, key))} is not read by data.source="prompts"; leave it out'
@@ -509,13 +509,13 @@ def _training_problems(run: Run):
                f"{next_multiple(data.global_batch, training.microbatches)}")
     separate = data.validation_sources or any(one.validation_paths for one in [data, *data.mixture])
     if run.validation.every and not data.validation_fraction and not separate:
-        yield (f"validation.every={run.validation.every} has no data, since data.validation_fraction=0 holds none out; "
-               "use e.g. data.validation_fraction=0.02, or validation.every=0")
+        yield (f"validation.every={run.validation.every} has no data, because data.validation_fraction=0 holds none "
+               "out; use e.g. data.validation_fraction=0.02, or validation.every=0")
     if training.loss_spike == "rollback" and data.source == "preferences":
-        yield ('training.loss_spike="rollback" leaves batches out, and data.source="preferences" cannot; use "skip" or '
-               '"warn"')
+        yield ('training.loss_spike="rollback" skips batches, which data.source="preferences" does not support; use '
+               '"skip" or "warn"')
     if run.optimizer.schedule == "wsd" and not run.optimizer.decay_steps:
-        yield ('optimizer.schedule="wsd" ends with a decay, and optimizer.decay_steps=0 gives it no steps; '
+        yield ('optimizer.schedule="wsd" ends with a decay, but optimizer.decay_steps=0; '
                f"use e.g. {max(1, training.steps // 10)}")
 
 
@@ -526,16 +526,16 @@ def _clip_problems(run: Run):
     present = {kind.mixer for kind in pattern.kinds(model)} & {*pattern.ATTENTION}
     normed = sorted(mixer for mixer in present if model.of(mixer).qk_norm != "off")
     if not present:
-        yield f"{key} clips attention's scores, and model.mixers={toml(model.mixers)} has no attention; leave it out"
+        yield f"{key} clips attention scores, but model.mixers={toml(model.mixers)} has no attention; leave it out"
     elif normed:
-        yield (f"{key} scales the weights of queries and keys, and model.qk_norm={toml(model.of(normed[0]).qk_norm)} "
-               f"divides by their length: it would do nothing; leave one of them out")
+        yield (f"{key} scales the weights of queries and keys, but model.qk_norm={toml(model.of(normed[0]).qk_norm)} "
+               f"divides by their length, so it has no effect; leave one of them out")
     if model.score_softcap:
-        yield f"{key}: scores are bounded already by model.score_softcap={model.score_softcap:g}; leave one of them out"
+        yield f"{key}: model.score_softcap={model.score_softcap:g} already bounds the scores; leave one of them out"
     if run.lora.rank:
         yield f"{key} scales weights that lora.rank={run.lora.rank} freezes; leave one of them out"
     if run.mesh.stage != 1:
-        yield (f"{key} needs the largest score of all microbatches, which the stages of a pipeline do not keep; use "
+        yield (f"{key} needs the largest score of all microbatches, which a pipeline does not store; use "
                f"mesh.stage=1, or leave qk_clip out")
 
 
@@ -547,7 +547,7 @@ def _lora_problems(run: Run):
         if lora.targets.count(name) > 1:
             yield f"lora.targets={toml(lora.targets)} names {toml(name)} twice; name it once"
     if not lora.rank and lora.export == "adapters":
-        yield 'lora.export="adapters" has none to write with lora.rank=0; give a rank, or leave it out'
+        yield 'lora.export="adapters" needs adapters, but lora.rank=0; set a rank, or leave it out'
     if not lora.rank and lora.targets:
         yield (f"lora.targets={toml(lora.targets)} has no use with lora.rank=0, which trains the whole model; give a "
                f"rank, e.g. 16, or leave the targets out")
@@ -567,7 +567,7 @@ def _distributed_problems(run: Run):
                "use e.g. node1:12345, with a port that is free on that host")
     if bool(count) != (index >= 0) or count and not address:
         yield (f"distributed.num_processes={count}, distributed.process_id={index} and distributed.coordinator_address="
-               f"{toml(address)} describe one process together; give all three, or none where a launcher tells it")
+               f"{toml(address)} belong together; give all three, or none if a launcher sets them")
     elif index >= count > 0:
         yield (f"distributed.process_id={index} is not one of distributed.num_processes={count} processes; "
                f"they are counted from 0 to {count - 1}")

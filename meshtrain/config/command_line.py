@@ -135,7 +135,7 @@ class Command:
             if not word:
                 faults.append(f"'' names nothing; {self._see}")
             elif self.launcher and (len(given.names) == self.num_places[1] and not word.startswith("-") or "." in name):
-                faults.append(f"{word} is no option of the launcher; the run file and its keys stand behind --, e.g. "
+                faults.append(f"{word} is not an option of the launcher; put the run file and its keys after --, e.g. "
                               f"python -m {self.module} --processes 2 -- {' '.join([word, *words])}")
                 break
             elif not word.startswith("-"):

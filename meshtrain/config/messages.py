@@ -129,7 +129,7 @@ def unknown_name(name: str, value: str, known) -> str:
 def unknown_section(name: str, value) -> str:
     near = difflib.get_close_matches(name, SECTIONS, n=1)
     if (keys := keys_of(name)) and not isinstance(value, dict):
-        return f"{name}={toml(value)} stands outside a section; did you mean {keys[0]}?"
+        return f"{name}={toml(value)} is outside a section; did you mean {keys[0]}?"
     remedy = f"did you mean [{near[0]}]?" if near else f"the sections are {join(SECTIONS, 'and')}"
     return f"there is no section [{name}]; {remedy}"
 

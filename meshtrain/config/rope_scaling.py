@@ -37,8 +37,8 @@ def _of_scaling(rope: RopeScaling) -> Iterator[str]:
 def _of_width(cfg: Model, key: str) -> Iterator[str]:
     rope, dims = cfg.rope_scaling, pattern.rotated_width(cfg)
     if cfg.latent.kv_dim and rope.partial_rotary_factor != 1:
-        yield (f"model.rope_scaling.partial_rotary_factor={rope.partial_rotary_factor} is of whole heads, and with "
-               f"latents model.latent.rope_dim={dims} is rotated; leave it out")
+        yield (f"model.rope_scaling.partial_rotary_factor={rope.partial_rotary_factor} applies to whole heads, but "
+               f"with latents model.latent.rope_dim={dims} is rotated; leave it out")
     elif cfg.head_dim and (dims % 2 or dims < 2):
         given, width_of = f"{key}={cfg.head_dim} (model.embed_dim={cfg.embed_dim}, model.num_heads={cfg.num_heads})", ""
         if cfg.latent.kv_dim:

@@ -69,10 +69,10 @@ def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[
     """
     path, overrides, faults = _arguments(words)
     if path is not None:
-        faults.append(f"{path} is one name too many; {command} takes one directory")
+        faults.append(f"{path} is an extra name; {command} takes one directory")
     given = frozenset(name for name, _ in overrides)
     known = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields]
-    faults += [f"{name} changes nothing here; {command} reads "
+    faults += [f"{name} has no effect here; {command} reads "
                f"{join([one + '*' * one.endswith('.') for one in allowed], 'and')}"
                for name in sorted(given) if name in known and not name.startswith(tuple(allowed))]
     tables = {section: dict(table) for section, table in tables.items()}

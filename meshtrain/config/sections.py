@@ -61,7 +61,7 @@ class Identity(Section):
     dir: PathKey = key("", "directory of the run's files, or s3://… or gs://…; empty = runs/<name>")
     seed: int = key(0, "seed of the initialization, the data order and dropout", ge=0, lt=2**32)
     compilation_cache: str = key(
-        "~/.cache/meshtrain", "directory of compiled programs, reused by later runs, 8 GiB of them; empty = off")
+        "~/.cache/meshtrain", "cache of compiled programs for later runs, up to 8 GiB; empty = off")
     sample_tokens: int = key(0, "tokens of text to generate after the last step; 0 = none", ge=0)
 
     @model_validator(mode="after")
@@ -75,7 +75,7 @@ class Mesh(Section):
     """[mesh]: how many devices lie along each axis."""
 
     data: int = key(1, "replicas that see different sequences; -1 = the devices that are left", ge=-1)
-    fsdp: int = key(1, "devices that also share out the states (ZeRO); -1 = the devices that are left", ge=-1)
+    fsdp: int = key(1, "devices that also shard the states (ZeRO); -1 = the devices that are left", ge=-1)
     tensor: int = key(1, "devices that share each matrix product; -1 = the devices that are left", ge=-1)
     stage: int = key(1, "pipeline stages; -1 = the devices that are left", ge=-1)
     context: int = key(1, "devices that share each sequence; -1 = the devices that are left", ge=-1)
@@ -94,8 +94,7 @@ class Mesh(Section):
 class Sharding(Section):
     """[sharding]: which dimension lies along which axis."""
 
-    rules: PathKey = key("sharding_rules/ddp.toml", "rule file; looked for from here, then among the shipped ones, "
-                                                    "also by its bare name: zero3")
+    rules: PathKey = key("sharding_rules/ddp.toml", "rule file: a path, or the name of a shipped one, e.g. zero3")
 
 
 class RopeScaling(Section):
@@ -105,7 +104,7 @@ class RopeScaling(Section):
     rope_type: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = key(
         "default", "which frequencies are scaled: none, all, the low ones, each by its own number; proportional: none, "
                    "of a part as wide as the whole head's")
-    partial_rotary_factor: float = key(1.0, "share of the head that is rotated, from its start", gt=0, le=1)
+    partial_rotary_factor: float = key(1.0, "fraction of each head that is rotated, from its start", gt=0, le=1)
     factor: float = key(1.0, "frequencies are divided by this; longrope: the longest sequence over the original", ge=1)
     low_freq_factor: float = key(1.0, "llama3: wavelengths beyond the original length / this are scaled in full", gt=0)
     high_freq_factor: float = key(4.0, "llama3: wavelengths below the original length / this stay as they are", gt=0)
@@ -191,7 +190,7 @@ class LinearKeys(Table):
     value_dim: int = key(128, "width of values", ge=1)
     conv_width: int = key(4, "tokens that the short convolution sees", ge=1)
     conv_bias: bool = key(False, "biases of the convolution")
-    beta_scale: float = key(1.0, "update rates are within this; at 2 eigenvalues may be negative", gt=0, le=2)
+    beta_scale: float = key(1.0, "upper bound of the update rates; with 2, eigenvalues may be negative", gt=0, le=2)
     norm_eps: float = key(0.0, "of the norm of the output; 0 = model.norm_eps", ge=0)
     step_min: float = key(0.0, "M: smallest time step", ge=0)
     step_max: float = key(0.0, "M: largest time step; 0 = no bound", ge=0)
@@ -203,7 +202,7 @@ class LatentKeys(Table):
 
     kv_dim: int = key(0, "width of the latent of keys and values; 0 = plain attention", ge=0)
     query_dim: int = key(0, "width of the latent of queries; 0 = none", ge=0)
-    rope_dim: int = key(0, "width of the rotated part, of which all heads share one key", ge=0)
+    rope_dim: int = key(0, "width of the rotated part, whose key all heads share", ge=0)
     value_dim: int = key(0, "width of a value; 0 = head_dim", ge=0)
 
 
@@ -211,7 +210,7 @@ class Multipliers(Table):
     """model.multipliers: constants that activations are multiplied by."""
 
     embedding: float = key(1.0, "the embedding", gt=0)
-    residual: float = key(1.0, "what mixer and MLP add to the residual stream", gt=0)
+    residual: float = key(1.0, "outputs of mixer and MLP", gt=0)
     score: float = key(0.0, "products of queries and keys; 0 = 1 / root of head_dim", ge=0)
     logits: float = key(1.0, "the logits", gt=0)
 
@@ -219,7 +218,7 @@ class Multipliers(Table):
 class Model(Section):
     """[model]: the shape of the transformer; Llama-like unless told otherwise."""
 
-    preset: str = key("", "a shape of configs/models/; keys given beside it win")
+    preset: str = key("", "a shape of configs/models/; other model keys override its values")
     vocab_size: int = key(512, "rows of the embedding (bytes and one separator need 257)", ge=2, le=2**30)
     embed_dim: int = key(256, "width of the residual stream", ge=1)
     num_layers: int = key(4, "transformer layers", ge=1, le=10_000)
@@ -242,10 +241,10 @@ class Model(Section):
     activation: Literal["swiglu", "geglu", "swiglu_clamped", "gelu", "relu2"] = key(
         "swiglu", "swiglu, geglu and swiglu_clamped have three matrices, gelu and relu2 two")
     multipliers: Multipliers = key(Multipliers(), "constant factors, e.g. {residual = 0.22, logits = 0.1}")
-    layer_scale: bool = key(False, "each layer's output times a number of its own, which is not trained")
+    layer_scale: bool = key(False, "multiply each layer's output by a fixed number of its own")
     embedding_std: float = key(0.02,
-                               "deviation of the embedding's initial weights; 1 with experts and untied: their routers "
-                               "then see tokens", gt=0)
+                               "standard deviation of the embedding's initial weights; use 1 with experts and an "
+                               "untied head", gt=0)
     position: Literal["rope", "learned"] = key("rope", "rotated queries and keys, or a learned table")
     max_seq_len: int = key(
         0, "rows of the table of learned positions, or the length that longrope is for; 0 = data.seq_len", ge=0)
@@ -254,37 +253,37 @@ class Model(Section):
         RopeScaling(), 'scaled frequencies, as config.json has them, e.g. {rope_type = "yarn", factor = 4.0}')
     qk_norm: Literal["off", "head", "all_heads", "head_and_values"] = key(
         "off", "norm of queries and keys, over each head or over all heads together; or of values, too, without weight")
-    window: int = key(0, "tokens that attention looks back on, the token itself among them; 0 = all", ge=0)
-    score_softcap: float = key(0.0, "scores stay within this, by tanh; 0 = off", ge=0)
-    logit_softcap: float = key(0.0, "logits of the head stay within this, by tanh; 0 = off", ge=0)
+    window: int = key(0, "tokens that attention sees, including the current one; 0 = all", ge=0)
+    score_softcap: float = key(0.0, "bound of the attention scores (softcap, by tanh); 0 = off", ge=0)
+    logit_softcap: float = key(0.0, "bound of the head's logits (softcap, by tanh); 0 = off", ge=0)
     attention_bias: Literal["none", "qkv", "all"] = key(
         "none", "biases of queries, keys and values, or of the output too")
-    attention_gate: bool = key(False, "attention's output times a sigmoid of a projection of the layer's input")
-    attention_sinks: bool = key(False, "a learned score a head that takes part in the softmax and adds nothing")
+    attention_gate: bool = key(False, "multiply attention's output by a sigmoid of a projection of the layer's input")
+    attention_sinks: bool = key(False, "a learned score per head in the softmax's denominator")
     tie_values: bool = key(False, "values are the projected keys, before norm and rope")
     latent: LatentKeys = key(
         LatentKeys(), "attention by latents (MLA), e.g. {kv_dim = 512, rope_dim = 64, value_dim = 128}")
     linear: LinearKeys = key(LinearKeys(), "the recurrent mixers, e.g. {key_heads = 16, value_heads = 32}")
     mlp_bias: bool = key(False, "biases of the MLP and of experts")
-    num_experts: int = key(0, "experts of a layer, in place of its MLP; 0 = a dense model", ge=0)
-    experts_per_token: int = key(0, "experts that a token goes to; 0 = 2 of them, where there are experts", ge=0)
+    num_experts: int = key(0, "experts per layer, instead of its MLP; 0 = a dense model", ge=0)
+    experts_per_token: int = key(0, "experts per token; 0 = 2, if there are experts", ge=0)
     expert_mlp_dim: int = key(0, "width of an expert; 0 = mlp_dim", ge=0)
-    shared_expert_dim: int = key(0, "width of an MLP beside the experts that all tokens go through; 0 = none", ge=0)
-    shared_expert_gate: bool = key(False, "the shared MLP's output times a sigmoid of a projection of its input")
+    shared_expert_dim: int = key(0, "width of an additional MLP for all tokens; 0 = none", ge=0)
+    shared_expert_gate: bool = key(False, "multiply the shared MLP's output by a sigmoid of a projection of its input")
     router_score: Literal["softmax", "sigmoid"] = key(
-        "softmax", "scores of the experts, over all of them or each by itself")
+        "softmax", "scores of the experts: over all of them, or each alone")
     router_normalize: bool = key(
-        True, "weights of the chosen experts sum to 1; with softmax: as a softmax of the chosen alone")
-    router_scale: float = key(1.0, "the weights times this", gt=0)
+        True, "weights of the chosen experts sum to 1 (with softmax: a softmax over the chosen ones)")
+    router_scale: float = key(1.0, "factor of the weights", gt=0)
     router_groups: tuple[int, ...] = key(
         (), "[groups of experts, groups that a token may use], groups ranked by their two best experts; empty = none",
         strict=False)
     router_bias: Literal["none", "choice", "logits"] = key(
-        "none", "biases that take part in the choice alone (experts.bias_rate turns them on, and moves them), or "
-                "trained ones of the logits")
+        "none", "choice: biases that affect only the choice (experts.bias_rate enables and moves them); logits: "
+                "trained biases")
     tie_embeddings: bool = key(False, "the head is the transposed embedding")
     embedding_dropout: float = key(0.0, "dropout after the embedding", ge=0, lt=1)
-    residual_dropout: float = key(0.0, "dropout of what attention and MLP add to the residual stream", ge=0, lt=1)
+    residual_dropout: float = key(0.0, "dropout of the outputs of attention and MLP", ge=0, lt=1)
     attention: Literal["auto", "blockwise", "cudnn", "mosaic", "pallas"] = key(
         "auto",
         "engine of attention: by GPU and shape; blockwise: XLA, anywhere; cudnn: whole rows; pallas: packed documents; "
@@ -332,7 +331,7 @@ class Component(Section):
         description="as data.source")
     paths: tuple[PathKey, ...] = key((), "as data.paths", strict=False)
     field: str = key("text", "as data.field")
-    weight: float = key(1.0, "share of the tokens, on any scale", gt=0)
+    weight: float = key(1.0, "share of the tokens, relative to the other weights", gt=0)
     name: str = key("", "of its loss in the metrics, val_loss/NAME; empty = its place in data.mixture, from 0")
     validation_paths: tuple[PathKey, ...] = key((), "as data.validation_paths", strict=False)
 
@@ -352,7 +351,7 @@ class Data(Section):
     )
     field: str = key("text", "key (jsonl) or column (parquet, arrow) of a document's text")
     split_at: str = key(
-        "", "text at which documents of text, jsonl, parquet and arrow are divided, e.g. <|endoftext|>; it is removed")
+        "", "marker that splits text, jsonl, parquet and arrow into documents, e.g. <|endoftext|>; it is removed")
     mixture: tuple[Component, ...] = key(
         (), 'several sources: [{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]; weight: share of tokens',
         strict=False
@@ -366,63 +365,63 @@ class Data(Section):
     chat_template: PathKey = key(
         "", "of chat: a template's file, or a model folder; empty = beside the tokenizer, or in run.dir/hf")
     loss_on: Literal["assistant", "all"] = key(
-        "assistant", "what is learned of chat: what the assistant says, or all of it")
+        "assistant", "loss targets of chat: the assistant's tokens, or all")
     cache: PathKey = key(
         "", "directory of the token cache and of copies of files at addresses; empty = .meshtrain beside the first "
         "file, or in run.dir, and ~/.cache/meshtrain-files")
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
-    validation_paths: tuple[PathKey, ...] = key((), "files to validate on, in place of a held-out share", strict=False)
+    validation_paths: tuple[PathKey, ...] = key((), "files to validate on, instead of a held-out share", strict=False)
     validation_sources: tuple[Component, ...] = key(
         (),
-        'several to validate on, each with its own curve, in place of a held-out share: tables as those of '
+        'sources to validate on, each with its own curve, instead of a held-out share: tables as in '
         'data.mixture', strict=False
     )
     packing: Literal["stream", "whole"] = key(
-        "stream", "documents end to end, cut into sequences, or only whole ones in a sequence, its rest padded"
+        "stream", "stream: concatenate documents and cut them into sequences; whole: never cut a document, pad the rest"
     )
-    document_mask: bool = key(True, "attention does not look across documents packed in one sequence")
-    skip_batches: int = key(0, "training batches to leave out, once, where the run starts or goes on", ge=0, le=10**9)
+    document_mask: bool = key(True, "attention stays within each document of a packed sequence")
+    skip_batches: int = key(0, "training batches to skip once, at the start or resume", ge=0, le=10**9)
 
 
 class Training(Section):
     """[training]: the step."""
 
     steps: int = key(100, "optimizer steps", ge=1, lt=2**31)
-    microbatches: int = key(1, "parts a step's batch is worked through in", ge=1)
+    microbatches: int = key(1, "microbatches per step", ge=1)
     remat: Literal["none", "selective", "full", "offload"] = key(
         "none",
-        "what the backward pass recomputes instead of keeping; offload: as full, layers' inputs wait on the host"
+        "what the backward recomputes instead of storing; offload: as full, with layers' inputs in host memory"
     )
     grad_clip: float = key(1.0, "largest global norm of the gradient; 0 = off", ge=0)
     objective: Literal["next_token", "dpo", "rl"] = key(
-        "next_token", "what is learned: the next token, preferences of pairs (DPO), or from rewards of samples ([rl])")
-    dpo_beta: float = key(0.1, "how much departing from the reference weighs against the preferences (DPO)", gt=0)
-    z_loss: float = key(0.0, "weight of the squared log-partition, which keeps logits small; 0 = off", ge=0)
+        "next_token", "the next token, preferences (DPO), or rewards of sampled answers ([rl])")
+    dpo_beta: float = key(0.1, "DPO's beta: weight of the divergence from the reference", gt=0)
+    z_loss: float = key(0.0, "weight of the z-loss (squared log-partition), which keeps logits small; 0 = off", ge=0)
     loss_chunk: int = key(
-        2048, "tokens whose logits are held at once; below it the head waits for memory on GPUs", ge=1)
+        2048, "tokens whose logits are in memory at once; fewer are slower on GPUs", ge=1)
     deterministic: bool = key(
-        False, "the same bits in every run on the same GPUs, at some speed; CPUs give them anyway")
+        False, "the same bits in every run on the same GPUs, but slower; CPUs always give the same bits")
     check_replicas_every: int = key(
         0, "steps between checks that replicas have the same bits, also before each save; 0 = none", ge=0)
     max_skipped_steps: int = key(
-        10, "steps in a row that are skipped, as without a finite gradient, before the run stops", ge=1)
+        10, "skipped steps in a row (for example without a finite gradient) that end the run", ge=1)
     loss_spike: Literal["off", "warn", "skip", "rollback"] = key(
         "warn",
-        "a loss far above those before: warn, do not apply the step, or go back to a checkpoint and leave the batches "
-        "out"
+        "reaction to a loss far above earlier ones: warn, skip the step, or roll back to a checkpoint and skip the "
+        "batches"
     )
     spike_threshold: float = key(
-        10.0, "a spike is so many times the spread of the last 128 losses above their median", ge=1)
+        10.0, "a spike exceeds the median of the last 128 losses by this many times their spread", ge=1)
     step_timeout_s: int = key(
-        0, "seconds after which a step hangs, and the run ends; 0 = 10 times the median step, 60 at least; -1 = never",
+        0, "time limit of a step in seconds; 0 = 10 times the median step, at least 60; -1 = no limit",
         ge=-1
     )
     phase_timeout_s: int = key(
         3600,
-        "the same of compiling, of reading or initializing the state, of saving, and of each batch of a validation; -1 "
-        "= never", ge=-1
+        "time limit in seconds of compiling, restoring or initializing, saving, and each batch of a validation; -1 = "
+        "no limit", ge=-1
     )
 
 
@@ -448,12 +447,12 @@ class Lora(Section):
     """[lora]: adapters are trained, and the model is frozen."""
 
     rank: int = key(0, "inner width of the adapters; 0 = none, the whole model is trained", ge=0)
-    alpha: float = key(16.0, "what an adapter adds is multiplied by alpha / rank", gt=0)
+    alpha: float = key(16.0, "an adapter's output is multiplied by alpha / rank", gt=0)
     targets: tuple[str, ...] = key(
         (), f"projections with an adapter, of {', '.join(LORA_TARGETS)}; empty = all that the model has", strict=False
     )
     export: Literal["merged", "adapters"] = key(
-        "merged", "what checkpoint.export writes: the whole model, or a folder of PEFT's with the adapters alone"
+        "merged", "what checkpoint.export writes: the merged model, or the adapters in PEFT's format"
     )
 
 
@@ -469,23 +468,23 @@ class Pipeline(Section):
 class Context(Section):
     """[context]: how attention sees the whole sequence where mesh.context is larger than 1."""
 
-    method: Literal["ring", "gather", "ulysses"] = key("ring", "how keys and values travel")
+    method: Literal["ring", "gather", "ulysses"] = key("ring", "how keys and values are exchanged")
 
 
 class Experts(Section):
     """[experts]: how tokens reach their experts and what keeps these equally busy, where model.num_experts is not 0."""
 
     dispatch: Literal["auto", "gather", "all_to_all"] = key(
-        "auto", "tokens are gathered over the axes of experts, or each is sent to its own; auto: what sends less"
+        "auto", "gather all tokens over the axes of experts, or send each token to its experts; auto: what sends less"
     )
-    aux_loss: float = key(0.01, "weight of the balance loss, of each sequence by itself; 0 = off", ge=0)
+    aux_loss: float = key(0.01, "weight of the balance loss per sequence; 0 = off", ge=0)
     z_loss: float = key(0.0, "weight of the router's squared log-partition; 0 = off", ge=0)
     bias_rate: float = key(
-        0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = they stay", ge=0)
+        0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = off", ge=0)
     bias_rule: Literal["sign", "error"] = key(
-        "sign", "every step of a bias is bias_rate, or bias_rate times the share of the mean that its expert lacks"
+        "sign", "sign: a bias moves by bias_rate; error: by bias_rate times its expert's relative error"
     )
-    bias_warmup: int = key(0, "batches, the run's first, that move the biases alone before the first step", ge=0)
+    bias_warmup: int = key(0, "first batches of the run that move only the biases, before the first step", ge=0)
 
 
 class Rl(Section):
@@ -493,20 +492,21 @@ class Rl(Section):
 
     prompts: int = key(64, "prompts that are answered together, with the same weights", ge=1)
     samples: int = key(8, "answers to each prompt, a group", ge=1)
-    lag: int = key(0, "batch n is drawn with the weights of batch n - lag; from 1 on by processes apart", ge=0)
-    max_tokens: int = key(512, "tokens of an answer at most", ge=1)
-    temperature: float = key(1.0, "of the draws, and of the log-probabilities that are trained", ge=1e-6)
-    stop: tuple[str, ...] = key((), "strings that end an answer, beside the end tokens", strict=False)
-    slots: int = key(0, "answers that are drawn together on all devices; 0 = prompts × samples, or what fits", ge=0)
-    rules: PathKey = key("", "rule file of the weights while answers are drawn; empty = gathered, but for tensor")
+    lag: int = key(0, "sample batch n with the weights of batch n - lag; above 0, separate processes sample", ge=0)
+    max_tokens: int = key(512, "maximum tokens of an answer", ge=1)
+    temperature: float = key(1.0, "of sampling and of the trained log-probabilities", ge=1e-6)
+    stop: tuple[str, ...] = key((), "strings that end an answer, in addition to the end tokens", strict=False)
+    slots: int = key(
+        0, "answers that are generated together on all devices; 0 = prompts × samples, or as many as fit", ge=0)
+    rules: PathKey = key("", "rule file of the weights during sampling; empty = only tensor splits them")
     reward: PathKey = key(
         "", 'exact, number, choice or regex, against a column of the prompt\'s line; or a function, "rewards.py:score"')
-    reward_workers: int = key(0, "processes of each host that score answers; 0 = half of its cores", ge=0)
-    reward_timeout_s: float = key(10.0, "seconds after which a score has failed, and its process is killed", gt=0)
-    reward_memory_gb: float = key(2.0, "memory of such a process at most", gt=0)
+    reward_workers: int = key(0, "scoring processes per host; 0 = half of its cores", ge=0)
+    reward_timeout_s: float = key(10.0, "time limit of a score in seconds; its process is then killed", gt=0)
+    reward_memory_gb: float = key(2.0, "memory limit of a scoring process", gt=0)
     reward_failures: Literal["drop", "zero", "stop"] = key(
-        "drop", "an answer whose score failed is left out of its group, has reward 0, or ends the run")
-    reward_check: float = key(0.01, "share of the answers that are scored twice, to find rewards that differ", ge=0,
+        "drop", "an answer whose score failed: drop it from its group, give it reward 0, or end the run")
+    reward_check: float = key(0.01, "share of the answers that are scored twice, to find unstable rewards", ge=0,
                               le=1)
     advantage: Literal["group_std", "group", "loo", "batch_std"] = key(
         "group_std", "reward less the mean of its group; over its deviation, or that of all; or less the others' mean")
@@ -521,17 +521,17 @@ class Rl(Section):
     kl: float = key(0.0, "weight of the divergence from the weights that the run started from", ge=0)
     kl_form: Literal["k1", "k2", "k3", "k3_corrected"] = key(
         "k3", "its estimate, log-ratio, half its square, or exp(x) - x - 1, as it is or times the ratio")
-    entropy: float = key(0.0, "weight of the entropy of each token, which is added to the objective", ge=0)
-    updates: int = key(1, "steps that learn from the same answers, each from a part of them", ge=1)
+    entropy: float = key(0.0, "weight of the entropy bonus per token", ge=0)
+    updates: int = key(1, "steps per batch of answers, each on a part of it", ge=1)
     old: Literal["auto", "trainer", "sampler"] = key(
         "auto", "log-probabilities that ratios are to: computed anew (auto: with updates or a lag), or as drawn")
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = key(
         "none", "weight of what the sampler rounds otherwise than the trainer: ratios up to a limit, or 0 beyond")
     correction_limit: float = key(2.0, "the limit", gt=0)
     filter: Literal["none", "equal"] = key(
-        "none", "equal: groups with equal rewards, of which nothing is learned, are replaced by those of more prompts")
-    truncated: Literal["keep", "mask"] = key("keep", "answers that max_tokens ended: learned from, or left out")
-    keep: int = key(10, "batches of answers kept as text, the newest, in run.dir/rollouts", ge=1)
+        "none", "equal: replace groups with equal rewards, which teach nothing, by more prompts")
+    truncated: Literal["keep", "mask"] = key("keep", "answers that max_tokens cut off: train on them, or drop them")
+    keep: int = key(10, "newest batches of answers kept as text in run.dir/rollouts", ge=1)
 
 
 class Validation(Section):
@@ -545,22 +545,23 @@ class Checkpoint(Section):
     """[checkpoint]: what survives the run."""
 
     every: int = key(500, "steps between checkpoints; 0 = only after the last", ge=0)
-    keep: int = key(2, "checkpoints kept, the newest", ge=1)
-    keep_every: int = key(0, "steps between checkpoints kept for ever, besides; a multiple of every; 0 = none", ge=0)
-    resume: Literal["auto", "never"] = key("auto", "go on from run.dir's newest checkpoint, or refuse it")
+    keep: int = key(2, "number of newest checkpoints to keep", ge=1)
+    keep_every: int = key(0, "steps between additional checkpoints kept for ever; a multiple of every; 0 = none", ge=0)
+    resume: Literal["auto", "never"] = key(
+        "auto", "auto: resume from run.dir's newest checkpoint; never: raise an error if there is one")
     local_every: int = key(0,
-                           "steps between copies in local_dir, from which a crash goes on where all hosts still have "
-                           "theirs; 0 = none", ge=0)
-    local_dir: PathKey = key("", "where, on each host's own disk or in its memory, e.g. /dev/shm/meshtrain")
+                           "steps between copies in local_dir, used after a crash if all hosts still have them; "
+                           "0 = none", ge=0)
+    local_dir: PathKey = key("", "directory on each host's own disk or in its memory, e.g. /dev/shm/meshtrain")
     step: int = key(0,
-                    "saved step to go on from, later ones are set aside; of init_from's steps in a new run; 0 = newest",
+                    "saved step to go back to, later ones are set aside; in a new run a step of init_from; 0 = newest",
                     ge=0)
     init_from: PathKey = key("",
                              "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, "
                              "which decides [model]; or the address of either, e.g. hf://OWNER/NAME")
-    init_optimizer: bool = key(False, "init_from brings the optimizer's state along")
+    init_optimizer: bool = key(False, "also load the optimizer's state of init_from")
     export: Literal["off", "last", "every"] = key(
-        "off", "model folder of Hugging Face's in run.dir/export/STEP: after the last step, or with every checkpoint"
+        "off", "write Hugging Face folders run.dir/export/STEP: after the last step, or with every checkpoint"
     )
 
 
@@ -583,12 +584,12 @@ class Metrics(Section):
 class Distributed(Section):
     """[distributed]: one process among several; not needed under a launcher that tells it (docs/pods.md)."""
 
-    coordinator_address: str = key("", "HOST:PORT where process 0 is met, the port free there; empty = by the launcher")
-    num_processes: int = key(0, "processes of the run; 0 = by the launcher, else one", ge=0)
-    process_id: int = key(-1, "which of them this one is, from 0; -1 = by the launcher", ge=-1)
-    timeout_s: int = key(300, "seconds that processes wait at the start for those that come late", ge=1)
+    coordinator_address: str = key("", "HOST:PORT of process 0, with a free port; empty = given by the launcher")
+    num_processes: int = key(0, "number of processes; 0 = given by the launcher, else one", ge=0)
+    process_id: int = key(-1, "index of this process, from 0; -1 = given by the launcher", ge=-1)
+    timeout_s: int = key(300, "seconds that processes wait for each other at the start", ge=1)
     heartbeat_timeout_s: int = key(
-        30, "seconds that a process may stand still (a debugger, a live migration); half of them it always may", ge=10
+        30, "seconds without a heartbeat (a debugger, a live migration) before a process counts as lost", ge=10
     )
 
     def without_place(self) -> Distributed:

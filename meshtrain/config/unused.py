@@ -67,5 +67,5 @@ def messages(run: Run) -> list[str]:
         value = getattr(getattr(run, section), key)
         if value == SECTIONS[section].model_fields[key].default or effect.when(run) or by_folder and section == "model":
             continue
-        found.append(f"{effect.key}={toml(value)} has no effect here; what gives it one: {effect.remedy}")
+        found.append(f"{effect.key}={toml(value)} has no effect here; it needs {effect.remedy}")
     return found

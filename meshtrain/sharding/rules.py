@@ -164,7 +164,7 @@ def _entry_faults(table: str, logical: str, axes) -> list[str]:
         return [f"{logical} = {axes!r}: must be a mesh axis or a list of them, e.g. \"tensor\" or [\"data\", \"fsdp\"]"]
     faults = [f"{logical}: unknown mesh axis {axis!r}{_nearest(axis, AXES)}; the axes are {', '.join(AXES)}"
               for axis in axes if axis not in AXES]
-    faults += [f"{logical}: mesh axis {axis!r} stands twice; list it once" for axis in sorted(set(axes))
+    faults += [f"{logical}: mesh axis {axis!r} is listed twice; list it once" for axis in sorted(set(axes))
                if axes.count(axis) > 1]
     return faults
 
