@@ -1,7 +1,7 @@
 """python benchmarks/layouts.py: formula beside the roofline of the compiled step, layout by layout, in time and memory.
 
 Each step is compiled for H100s that are not here; nothing is measured. Writes tests/goldens/rooflines.toml, with which
-tests/test_orders.py compares the formulas of every commit, and benchmarks/layouts.md. Needs the extra gpu-compile.
+tests/cost/test_orders.py compares the formulas of every commit, and benchmarks/layouts.md. Needs the extra gpu-compile.
 """
 from __future__ import annotations
 

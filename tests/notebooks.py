@@ -3,7 +3,7 @@
     python tests/notebooks.py [notebooks/2_zero.ipynb …]
 
 What is saved is the same on each machine: pictures without the text beside them, text without the directories of
-files, no times and no versions. tests/test_notebooks.py executes them again and compares.
+files, no times and no versions. tests/whole/test_notebooks.py executes them again and compares.
 """
 import os
 import re

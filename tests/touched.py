@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent / folder) for folder in (".", "house")]
 import faults  # noqa: E402
 import test_house  # noqa: E402
 
@@ -27,9 +27,9 @@ def changed(commit: str) -> set[str]:
 
 
 def module_of(path: str) -> str:
-    """`meshtrain/run/say.py` -> meshtrain.run.say, `tests/tiny_run.py` -> tiny_run."""
+    """`meshtrain/run/say.py` -> meshtrain.run.say, `tests/run/test_say.py` -> test_say."""
     parts = Path(path).with_suffix("").parts
-    return ".".join(parts[1:] if parts[0] == "tests" else parts)
+    return parts[-1] if parts[0] == "tests" else ".".join(parts)
 
 
 def tests_of(paths: set[str]) -> set[str]:
@@ -55,7 +55,7 @@ def tests_of(paths: set[str]) -> set[str]:
 def read_imports() -> dict[str, set[str]]:
     """File of tests/ -> the names that it imports."""
     return {path.name: {name.removeprefix("tests.") for name in test_house.imported_modules(path)}
-            for path in TESTS.glob("*.py")}
+            for path in TESTS.rglob("*.py")}
 
 
 @functools.cache
@@ -77,7 +77,8 @@ def reaches(names: set[str], modules: Collection[str]) -> bool:
 
 def main() -> int:
     found = tests_of(changed(sys.argv[1] if len(sys.argv) > 1 else "main"))
-    print("python -m pytest " + " ".join(f"tests/{name}" for name in sorted(found) if (TESTS / name).is_file()))
+    paths = sorted(str(path.relative_to(ROOT)) for path in TESTS.rglob("test_*.py") if path.name in found)
+    print("python -m pytest " + " ".join(paths))
     return 0
 
 

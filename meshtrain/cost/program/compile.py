@@ -21,7 +21,7 @@ import jax
 from meshtrain import jax_private
 from meshtrain import hardware
 
-TRIED = "0.10.2, 0.11.2 and 0.12"     # tests/test_versions.py
+TRIED = "0.10.2, 0.11.2 and 0.12"     # tests/run/test_versions.py
 FAULT_CHARACTERS = 300      # of XLA's message, which may have the whole instruction twice
 MAX_GPUS = 65536  # assumption: beyond what anyone inspects; 16,384 was compiled
 

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: each stage's ops, microbatches and buffer slots in every tick.
 
 `make` builds a schedule, `cost.formulas.simulate` estimates its time, and the executor `pipeline` runs it.
-tests/test_schedules.py verifies all schedules of up to 8 stages with tests/schedule_check.py. Knows numpy only: no jax,
+tests/layouts/test_schedules.py verifies all schedules of up to 8 stages with tests/schedule_check.py. Knows numpy only: no jax,
 no model, no devices.
 
 Legend: P stages, M microbatches, V chunks (consecutive layers; a stage has V of them), T ticks. Virtual stage g = chunk

@@ -1,0 +1,202 @@
+"""The pages say what is so: their commands parse, their links and files exist, their keys are keys."""
+import fnmatch
+import json
+import math
+import re
+import shlex
+import traceback
+from pathlib import Path
+
+import jax
+import pytest
+
+from launch import elastic, local, pod, restart, samplers
+from meshtrain import assembly, check, config, convert, evaluate, generate, report, sample, tokenize
+from meshtrain.commands import inspect, plan, prove
+from meshtrain.checkpoint import resume
+from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.kernels import blockwise
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+COMMANDS = {door.COMMAND.module: door for door in (check, convert, evaluate, generate, inspect,
+                                                   plan, prove, report, sample, tokenize, elastic,
+                                                   local, pod, restart, samplers)}
+
+
+# As published with the model: the shipped run file of this shape must not contradict it.
+LLAMA_1B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": True,
+    "rope_theta": 500000.0, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                                             "original_max_position_embeddings": 8192, "rope_type": "llama3"}}
+
+
+def commands(page: Path) -> list[str]:
+    """What a reader would paste: the lines of the blocks of bash, those that end in \\ joined with the next, and the
+    commands that stand whole in the text."""
+    text = page.read_text()
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    inline = re.findall(r"`(python -m [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [part.strip() for line in [*blocks.splitlines(), *inline] for part in line.split("&&") if part.strip()]
+
+
+@pytest.fixture
+def as_a_user(tmp_path, monkeypatch):
+    """A directory with what the pages take for given: a finished run, a rule file of one's own, a model folder."""
+    monkeypatch.chdir(tmp_path)
+    for run in ("quickstart", "sft", "quickstart-rl-sft"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+    for name in ("my_rules.toml", "RUN.toml"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "Llama-3.2-1B").mkdir()
+    (tmp_path / "Llama-3.2-1B" / "config.json").write_text(json.dumps(LLAMA_1B))
+
+
+@EACH
+def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_user, capsys):
+    for line in commands(page):
+        module, *argv = (shlex.split(line, comments=True)[2:] if re.search(r"\bpython -m ", line) else [""])
+        if module in COMMANDS and argv and "--help" not in argv:
+            asked = COMMANDS[module].COMMAND.read(argv)
+            if module == "meshtrain.plan":
+                assert plan.asked(asked).mesh.data == 1
+            elif module in ("meshtrain.check", "meshtrain.inspect", "meshtrain.prove", "meshtrain.tokenize") or module.startswith("launch."):
+                config.load([*asked.names, *asked.keys, *asked.run])
+            if asked.values.get("topology"):
+                assert gpu_compile.parse_topology(asked["topology"])
+        elif module == "meshtrain.train" and "--help" not in argv:
+            if not (argv and argv[0].startswith("s3://")):      # a run's own file in its bucket
+                config.load(argv)
+        else:
+            assert module in ("", "pytest") or (ROOT / f"{module.replace('.', '/')}.py").is_file(), line
+
+
+@EACH
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+@EACH
+def test_shipped_files_that_are_named_exist(page):
+    named = re.findall(r"\b(?:configs|sharding_rules|launch|benchmarks|notebooks|tests|meshtrain)/[\w./-]*\w",
+                       page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@EACH
+def test_keys_that_are_named_are_keys(page):
+    sections = "|".join(config.SECTIONS)
+    found = re.findall(rf"(?:`|--)({sections})\.(\w+)", page.read_text())
+    assert [f"{section}.{key}" for section, key in found
+            if key not in config.SECTIONS[section].model_fields and key not in ("py", "jsonl", "aside")] == []
+
+
+def test_every_page_is_on_the_map_and_the_first_page_is_short():
+    text, guide = PAGES[0].read_text(), (ROOT / "docs" / "README.md").read_text()
+    assert len(text.splitlines()) <= 120 and "(docs/README.md)" in text
+    pages = [page.name for page in PAGES[1:] if page.name != "README.md"]
+    assert [name for name in pages if f"]({name})" not in guide] == []
+
+
+def test_the_table_of_layouts_has_every_rule_file():
+    text = PAGES[0].read_text()
+    shipped = {path.stem for path in (ROOT / "sharding_rules").glob("*.toml")}
+    named = set(re.findall(r"`(\w+)`",
+                           "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))))
+    assert named - {"context", "stage"} == shipped      # `tensor` is a rule file and an axis
+
+
+def test_what_may_change_on_resume_is_what_the_page_says():
+    table = [line.split("|")[1:3] for line in (ROOT / "docs" / "resume.md").read_text().splitlines()
+             if line.startswith("| `")]
+    words = {resume.STAYS: "another run", resume.CONTENT: "compared by content",
+             resume.RECORDED: "used from the next step on",
+             resume.FREE: "used, and not recorded"}
+    told = {}
+    for keys, meaning in table:
+        (kind,) = [kind for kind, start in words.items() if meaning.strip().startswith(start)]
+        told |= dict.fromkeys(re.findall(r"`(\w+\.[\w*]+)`", keys), kind)
+
+    def narrowest(key):
+        return told[max((pattern for pattern in told if fnmatch.fnmatchcase(key, pattern)), key=len)]
+
+    names = [f"{section}.{key}" for section, cls in config.SECTIONS.items() for key in cls.model_fields]
+    assert {name: resume.rule(name) for name in names if narrowest(name) != resume.rule(name)} == {} and len(table) == 4
+
+
+def test_the_command_of_ci_is_that_of_the_first_page():
+    block = PAGES[0].read_text().split("<!-- test-command -->")[1].split("```")[1]
+    assert block.startswith("bash\n") and block.count("\n") == 2 and "pytest" in block and ".venv/" in block
+
+
+def test_the_page_of_the_code_leads_to_the_scores_by_the_files_that_the_call_passes(monkeypatch):
+    stacks, scores = [], blockwise._scores
+    monkeypatch.setattr(blockwise, "_scores", lambda *args, **words: stacks.append(traceback.extract_stack())
+                        or scores(*args, **words))
+    run = config.Run(model=dict(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16),
+                     data=dict(seq_len=16, global_batch=1))
+    made = assembly.assemble(run, jax.devices()[:1])
+    with jax.set_mesh(made.mesh):
+        assembly.compile_evaluation(made)
+    package = ROOT / "meshtrain"
+    passed = dict.fromkeys(str(Path(frame.filename).relative_to(package))
+                           for frame in stacks[0] if frame.filename.startswith(f"{package}/"))
+    listed = re.findall(r"^\d+\. \[meshtrain/(\S+)\]", (ROOT / "docs" / "code.md").read_text(), re.MULTILINE)
+    assert listed == ["train.py", *passed] and len(listed) <= 8
+
+
+def test_the_page_of_the_code_names_functions_that_its_files_have():
+    page = (ROOT / "docs" / "code.md").read_text()
+    named = re.findall(r"^\d+\. \[meshtrain/(\S+)\](.*(?:\n   .*)*)", page, re.MULTILINE)
+    wrong = {(path, name) for path, text in named for name in re.findall(r"`(\w+)`", text)
+             if not re.search(rf"(def|class) {name}\b", (ROOT / "meshtrain" / path).read_text())}
+    assert len(named) == 8 and wrong <= {("model/layers.py", "choose")}    # of the next file
+
+
+# ---- what a command printed is what it prints ------------------------------------------------------------------------
+
+
+def quoted(page: Path) -> list[tuple[str, list[str]]]:
+    """(command, lines) of the blocks that begin with "$ python -m meshtrain.plan"; lines with … for what is left out.
+    """
+    blocks = re.findall(r"```(?:text)?\n\$ (python -m meshtrain\.plan .*)\n((?:.*\n)*?)```", page.read_text())
+    return [(command, lines.splitlines()) for command, lines in blocks]
+
+
+QUOTED = [(page, command, lines) for page in PAGES for command, lines in quoted(page)]
+
+
+@pytest.mark.parametrize("page, command, lines", QUOTED, ids=[page.stem for page, *_ in QUOTED])
+def test_what_plan_printed_is_what_it_prints(page, command, lines, capsys):
+    assert plan.main(shlex.split(command)[3:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    for line in filter(str.strip, lines):
+        form = ".*".join(map(re.escape, line.split("…")))
+        assert any(re.fullmatch(form, found) for found in printed), f"{page.name}: {line}"
+
+
+def test_a_search_takes_as_long_as_its_benchmark_took():
+    rows = re.findall(r"^\| \S+ \| ([\d,]+) \| [\d,]+ \| [\d,]+ \| [\d,]+ \| ([\d.]+) \|$",
+                      (ROOT / "benchmarks" / "plan.md").read_text(), re.MULTILINE)
+    gpus = [int(count.replace(",", "")) for count, _ in rows]
+    seconds = [float(taken) for _, taken in rows]
+    said = (f"{math.ceil(min(seconds))} to {math.ceil(max(seconds))} CPU seconds, for {min(gpus):,} GPUs to "
+            f"{max(gpus):,}")
+    assert said in (ROOT / "docs" / "plan.md").read_text(), said
+
+
+def test_plan_is_quoted():
+    assert any(page.stem == "plan" and len(lines) > 1 for page, _, lines in QUOTED)
+
+
+def test_every_line_of_trust_names_tests_that_exist():
+    named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", (ROOT / "docs/security.md").read_text())
+    assert len(named) > 5
+    for file, name in named:
+        (path,) = (ROOT / "tests").rglob(file)
+        assert not name or f"def {name}(" in path.read_text(), name

@@ -1,0 +1,155 @@
+"""The house keeps its floors: rooms import downward only, and what a reader must hold in mind is counted."""
+import ast
+import collections
+from pathlib import Path
+
+from meshtrain import config
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# Which rooms each room may import, besides itself; the doors (files of meshtrain/ itself) and UNBOUND may import
+# everything; names, units and jax_private belong to all.
+OPEN_TO = {
+    "sharding": set(), "storage": set(), "huggingface": {"storage"}, "kernels": set(), "pages": set(), "rewards": set(),
+    "config": {"huggingface", "storage"},
+    "cluster": {"config"},
+    "data/documents": {"storage"},
+    "data/files": {"data/documents"},
+    "data/cache": {"data", "data/documents", "data/files"},
+    "data": {"data/cache", "data/documents", "data/files", "storage"},
+    "data/batches": {"data", "data/documents"},
+    "parallel/context": {"kernels", "sharding"},
+    "parallel/experts": {"kernels", "sharding"},
+    "parallel/pipeline": {"sharding"},
+    "model": {"kernels", "sharding"},
+    "cost/formulas": {"kernels", "model", "parallel/context", "parallel/experts", "parallel/pipeline", "sharding"},
+    "cost/program": {"cost/formulas", "kernels", "parallel/pipeline", "sharding"},
+    "cost/planner": {"cost/formulas", "parallel/pipeline", "sharding"},
+    "training": {"kernels", "model", "parallel/context", "parallel/experts", "parallel/pipeline", "sharding"},
+    "inference": {"kernels", "model", "parallel/context", "sharding"},
+    "run": {"cluster", "config", "data", "data/batches", "data/documents", "data/files", "inference", "model", "rewards",
+            "storage", "training"},
+    "inspection": {"assembly", "cost/formulas", "cost/planner", "cost/program", "parallel/pipeline", "run", "sharding"},
+    "parity": {"assembly", "config", "cost/program", "inspection", "model", "parallel/pipeline", "run",
+               "sharding", "training"},
+    "checkpoint": {"cluster", "config", "data", "data/documents", "huggingface", "model", "run", "storage",
+                   "training"},
+}
+UNBOUND = {"commands"}
+EVERYONE = {"names", "pattern", "shipped", "jax_private", "units", "files", "panics", "hardware", "flags",
+            "environment"}
+
+
+def room(name: str) -> str:
+    """The room of a module, the longest that begins its path, or the file at the top: `meshtrain.data.sources.open` ->
+    data."""
+    parts = name.split(".")[1:]
+    return next((there for i in (2, 1) if (there := "/".join(parts[:i])) in {*OPEN_TO, *UNBOUND}), parts[0])
+
+
+def imported(path: Path) -> set[str]:
+    """The rooms that a file imports: `from meshtrain.sharding import mesh` -> sharding."""
+    return {room(name) for name in imported_modules(path) if name.startswith("meshtrain.")}
+
+
+def imported_modules(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports name the module in full"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_imports_point_downward():
+    rooms = {path: path.parent.relative_to(ROOT / "meshtrain").as_posix()
+             for path in (ROOT / "meshtrain").glob("*/**/*.py")}
+    assert set(rooms.values()) - {"cost", "parallel"} == {*OPEN_TO, *UNBOUND}, "a new room needs its line in OPEN_TO"
+    wrong = {str(path.relative_to(ROOT)): extra for path, here in sorted(rooms.items())
+             if here not in UNBOUND and (extra := imported(path) - OPEN_TO.get(here, set()) - {here} - EVERYONE)}
+    assert wrong == {}
+
+
+def test_rooms_that_need_no_jax_import_none():
+    wrong = [str(path.relative_to(ROOT)) for here in ("data", "config", "huggingface", "rewards", "storage")
+             for path in (ROOT / "meshtrain" / here).rglob("*.py")
+             if any(name.split(".")[0] in ("jax", "flax", "optax", "orbax") for name in imported_modules(path))]
+    assert wrong == []
+
+
+def test_the_import_test_sees_an_import(tmp_path):
+    (tmp_path / "a.py").write_text("from meshtrain import cost\ndef f():\n    import meshtrain.training.step\n")
+    assert imported(tmp_path / "a.py") == {"cost", "training"}
+
+
+# ---- concepts --------------------------------------------------------------------------------------------------------
+
+# The 177th key is data.split_at: corpora of one file have their documents' ends in the text, where no other key sees them.
+MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 178, 9
+
+
+def concepts(*packages: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Functions with too many parameters (kernels and `self` apart), classes with too many fields, names of several
+    classes."""
+    parameters, fields, names = {}, {}, collections.Counter()
+    for package, path in [(root, path) for root in packages for path in sorted(root.rglob("*.py"))]:
+        here = path.relative_to(package).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not here.startswith("kernels/"):
+                words = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = len(words) - (words[:1] != [] and words[0].arg in ("self", "cls"))
+                if count > MOST_PARAMETERS:
+                    parameters[f"{here}:{node.name}"] = max(count, parameters.get(f"{here}:{node.name}", 0))
+            elif isinstance(node, ast.ClassDef):
+                names[node.name] += 1
+                count = sum(isinstance(child, ast.AnnAssign) for child in node.body)
+                if count > MOST_FIELDS and here != "config/sections.py":      # keys are counted together
+                    fields[f"{here}:{node.name}"] = count
+    return parameters, fields, {name: count for name, count in names.items() if count > 1}
+
+
+def test_functions_have_few_parameters_classes_few_fields_and_names_of_their_own():
+    assert concepts(ROOT / "meshtrain", ROOT / "launch") == ({}, {}, {})
+
+
+def test_lines_of_the_program_end_at_120_columns():
+    wide = [f"{path.relative_to(ROOT)}:{number}" for here in ("meshtrain", "launch")
+            for path in (ROOT / here).rglob("*.py")
+            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1) if len(line) > 120]
+    assert wide == []
+
+
+def test_keys_and_rule_files_are_few():
+    keys = sum(len(section.model_fields) for section in config.SECTIONS.values())
+    assert keys <= MOST_KEYS, "a new key replaces one, or MOST_KEYS is raised in a commit that says why both are needed"
+    assert len(list((ROOT / "sharding_rules").glob("*.toml"))) <= MOST_RULE_FILES
+
+
+def test_the_caps_see_parameters_fields_and_names(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    wide = "def f(a, b, c, d, e, g, h, /, i, *, j): pass\n"
+    (tmp_path / "a.py").write_text(wide + "class A:\n    def f(self, a, b, c, d, e, g, h, i): pass\n")
+    (tmp_path / "kernels" / "b.py").write_text(wide + "class A:\n" + "".join(f"    x{n}: int\n" for n in range(13)))
+    assert concepts(tmp_path) == ({"a.py:f": 9}, {"kernels/b.py:A": 13}, {"A": 2})
+
+
+def without_encoding(text: str) -> list[int]:
+    """Lines that read or write text in the encoding of the locale."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and "encoding" not in {word.arg for word in node.keywords}:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            mode = [word.value for word in node.args[1:2] if isinstance(word, ast.Constant)]
+            if name in ("read_text", "write_text") or isinstance(node.func, ast.Name) and name == "open" and not (
+                    mode and "b" in str(mode[0])):
+                found.append(node.lineno)
+    return found
+
+
+def test_no_file_is_read_or_written_in_the_encoding_of_a_locale():
+    files = [path for room in ("meshtrain", "launch") for path in sorted((ROOT / room).rglob("*.py"))]
+    assert {str(path.relative_to(ROOT)): lines for path in files if (lines := without_encoding(path.read_text()))} == {}
+    assert without_encoding("p.read_text()\nopen(p)\nopen(p, 'rb')\nopen(p, 'w', "
+                            "encoding='utf-8')\np.write_text('x')") == [1, 2, 5]

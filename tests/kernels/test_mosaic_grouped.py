@@ -1,0 +1,123 @@
+"""The grouped kernel for Hopper: its numbers and races by jax's interpreter of GPU kernels, when it is taken, and what
+the GPU's compiler makes of it."""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from meshtrain import hardware
+from meshtrain.cost.program import compile
+from meshtrain.kernels import grouped, mosaic, mosaic_grouped
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+needs_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="this jax does not interpret GPU kernels with transposed operands")
+BLOCK = 128
+
+
+def drawn(sizes, K: int, N: int, dims: str, pairs: int, spare: int = 1):
+    """(groups, [(x, w)], the rows' groups, -1 where there is none) of bfloat16; one block is left over."""
+    count, rng = sum(-(-size // BLOCK) for size in sizes) + spare, np.random.default_rng(len(sizes) + K)
+    groups = grouped.groups_of(jnp.array(sizes, jnp.int32), count, BLOCK)
+    owner = np.full(count * BLOCK, -1)
+    for group, size in enumerate(sizes):
+        owner[int(groups.first[group]) * BLOCK:][:size] = group
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    of = [(jnp.where(owner[:, None] >= 0, draw(len(owner), K), 0),
+           draw(len(sizes), K, N).transpose(["gkn".index(letter) for letter in dims])) for _ in range(pairs)]
+    return groups, of, owner
+
+
+def plain(of, owner, dims: str):
+    """In float64."""
+    found = 0
+    for x, w in of:
+        w = np.asarray(w, np.float64).transpose([dims.index(letter) for letter in "gkn"])
+        found = found + np.stack([row @ w[max(group, 0)] for row, group in zip(np.asarray(x, np.float64), owner)])
+    return found
+
+
+# One program and several; widths of every tile; a group without rows, one with a whole block, less than a block each.
+CASES = {"256 columns, two tiles": ([200, 0, 128], 128, 512, "gkn", 1, 3),
+         "192 columns, two products, turned": ([1, 130], 64, 192, "ngk", 2, 2),
+         "128 columns, more programs than tiles": ([5], 192, 128, "kgn", 1, 7),
+         "256 columns, two products, one program": ([129, 60, 1], 64, 256, "gnk", 2, 1)}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("sizes, K, N, dims, pairs, programs", CASES.values(), ids=list(CASES))
+def test_rows_in_order_are_multiplied_with_their_groups_matrix_without_a_race(sizes, K, N, dims, pairs, programs):
+    groups, of, owner = drawn(sizes, K, N, dims, pairs)
+    found = np.asarray(mosaic_grouped.rows(of, dims, groups.owner, groups.count, programs,
+                                           plgpu.InterpretGPUParams(detect_races=True)), np.float64)
+    wanted = plain(of, owner, dims)
+    used = owner >= 0
+    # a rounding of the result, and sums of exact products in float32
+    assert np.abs(found - wanted)[used].max() <= 2 ** -8 * np.abs(wanted[used]).max()
+
+
+@pytest.mark.parametrize("what, taken", [
+    ("rows in order", True), ("rows by number", False), ("something beside", False), ("float32", False),
+    ("columns that no tile divides", False), ("sums that no step divides", False), ("two orders of dims", False)])
+def test_the_engine_for_hopper_takes_it_where_rows_lie_in_order_and_tiles_are_whole(what, taken, monkeypatch):
+    calls = []
+    monkeypatch.setattr(mosaic_grouped, "rows", lambda pairs, dims, *rest: calls.append(dims) or jnp.zeros((
+        pairs[0][0].shape[0], pairs[0][1].shape[dims.index("n")]), jnp.bfloat16))
+    monkeypatch.setattr(grouped, "_triton_rows", lambda *args, **kw: ["Triton"])
+    K, N = {"columns that no tile divides": (128, 96), "sums that no step divides": (96, 128)}.get(what, (128, 128))
+    groups, ((x, w),), _ = drawn([200, 10], K, N, "gkn", 1)
+    x, w = (a.astype(jnp.float32) for a in (x, w)) if what == "float32" else (x, w)
+    engine = grouped.kernels(programs=132)
+    one = grouped.GroupedOperands(engine.take(x, jnp.zeros(len(x), jnp.int32)) if what == "rows by number" else x, w,
+                                  "gkn")
+    pairs = [one, grouped.GroupedOperands(x, w.swapaxes(1, 2), "gnk")] if what == "two orders of dims" else [one]
+    more = [lambda y, b: (y * b,), [jnp.ones((len(x), 1))]] if what == "something beside" else []
+    found, = engine.rows(pairs, groups, *more)
+    assert (calls == ["gkn"]) == taken and (isinstance(found, str)) != taken
+
+
+def test_hopper_takes_mosaic_kernels_unasked_from_the_jax_on_that_a_gpu_has_compared():
+    of = lambda name: mosaic.is_taken_on(hardware.GPUS[name])
+    compared = jax.__version_info__ >= mosaic.AUTO_SINCE
+    assert [of(name) for name in ("h100", "h200", "a100-80gb", "b200")] == [compared, compared, False, False]
+    assert not mosaic.is_taken_on(None)
+
+
+@pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
+def test_compiled_for_hopper_it_spills_nothing(tmp_path):
+    """Of Qwen3 30B-A3B: outward, the gradient of x, and the tiles of 192 and 128. In a process of its own: jax reads
+    where to write the compiler's report when it is imported."""
+    environ = os.environ | {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "MOSAIC_GPU_DUMP_PTXAS": "1", "PYTHONPATH": str(ROOT)}
+    environ.pop("XLA_FLAGS", None)
+    code = """
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from meshtrain.cost.program import compile
+from meshtrain.kernels import mosaic_grouped
+from meshtrain.sharding.mesh import MeshSpec
+mesh = MeshSpec({}).build(compile.topology("h100:1"))
+array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P()))
+R, G = 4096, 8
+for dims, K, N, pairs in (("gkn", 768, 2048, 1), ("ngk", 768, 2048, 2), ("gkn", 768, 576, 1), ("gnk", 768, 640, 1)):
+    of = {"g": G, "k": K, "n": N}
+    given = [(array(jnp.bfloat16, R, K), array(jnp.bfloat16, *(of[letter] for letter in dims)))] * pairs
+    def call(given, owner, count):
+        return mosaic_grouped.rows(given, dims, owner, count, 132)
+    with jax.set_mesh(mesh):
+        jax.jit(jax.shard_map(call, in_specs=P(), out_specs=P(), check_vma=False)).lower(
+            given, array(jnp.int32, R // 128), array(jnp.int32, 1)).compile()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    said = {path.name: path.read_text() for path in tmp_path.glob("*.ptxas")}
+    assert len(said) == 4
+    for name, text in said.items():
+        assert set(re.findall(r"(\d+) bytes spill stores", text)) == {"0"} and "serialized" not in text, (name, text)
+        assert re.findall(r"Used (\d+) registers", text) == ["168"], name

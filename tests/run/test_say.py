@@ -1,0 +1,230 @@
+"""What is said never ends what says it: readers that die, full disks, closed streams, terminals of other encodings."""
+import io
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshtrain.run import say
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TALK = """
+import sys
+from meshtrain.run import say
+say.begin()
+for i in range(20_000):
+    say.out(f"line {i} of what nobody reads")
+    say.err(f"line {i} of what nobody reads")
+print("not guarded, left in the buffer")
+open(sys.argv[1], "w").write("done")
+sys.exit(75)
+"""
+
+
+def talk(tmp_path, redirection: str, **environ) -> tuple[int, str, bool]:
+    """(exit code of the speaker, what came on the stderr that is left, whether it came to its end)."""
+    done = tmp_path / "done"
+    # bash tells the speaker's own exit code, whatever it is piped into.
+    line = f'"$PYTHON" -c "$TALK" {done} {redirection}; exit ${{PIPESTATUS[0]}}'
+    ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, cwd=ROOT,
+                         env=os.environ | {"PYTHON": sys.executable, "TALK": TALK, "PYTHONPATH": str(ROOT)} | environ)
+    return ran.returncode, ran.stdout + ran.stderr, done.exists()
+
+
+@pytest.mark.parametrize("redirection", [
+    "2>/dev/null | true", "2>&1 | true", "2>&1 | head -3 >/dev/null", "> /dev/full 2>/dev/null", "> /dev/full 2>&1",
+    ">&- 2>/dev/null", ">/dev/null 2>&-", ">&- 2>&- <&-"])
+def test_a_stream_that_fails_ends_nothing_and_changes_no_exit_code(redirection, tmp_path):
+    code, left, finished = talk(tmp_path, redirection)
+    assert (code, finished) == (75, True)
+    assert "Exception ignored" not in left and "Traceback" not in left and "Error" not in left, left[-500:]
+
+
+def test_what_a_stream_that_works_gets_is_whole_where_the_other_fails(tmp_path):
+    code, left, _ = talk(tmp_path, "2>/dev/full")
+    assert code == 75 and left.count("line ") == 20_000 and left.endswith("not guarded, left in the buffer\n")
+
+
+def test_a_closed_stream_lends_its_number_to_no_file(tmp_path):
+    """Else what C++ reports on descriptor 2 is written into a checkpoint."""
+    code = ("import os, sys\nfrom meshtrain.run import say\nsay.begin()\n"
+            f"file = open({str(tmp_path / 'checkpoint')!r}, 'w')\nos.write(2, b'reported by "
+            f"C++')\nsys.exit(file.fileno() < 3)")
+    assert subprocess.run(["bash", "-c", '"$0" -c "$1" <&- 2>&-', sys.executable, code], cwd=ROOT).returncode == 0
+    assert (tmp_path / "checkpoint").read_text() == ""
+
+
+def test_what_a_terminal_cannot_show_is_replaced(tmp_path):
+    code = 'from meshtrain.run import say\nsay.out("8 × 32 tokens …")\nsay.out("on")'
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, timeout=60,
+                         env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)})
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"8 ? 32 tokens ?\non\n", b"")
+
+
+def test_a_stream_that_raises_anything_at_all_is_survived(monkeypatch):
+    class Broken(io.StringIO):
+        def write(self, text):
+            raise RuntimeError("a notebook's stream after its kernel is gone")
+    monkeypatch.setattr(sys, "stdout", Broken())
+    say.out("a line")
+    say.end()
+    assert not say.on_terminal()
+
+
+def test_a_terminal_is_shown_what_it_would_obey_and_a_pipe_gets_every_byte(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+    for kind, shown in ((Terminal, "\\x1b]0;owned\\x07a\tb\n\\x9b2J\\x0d×\n"),
+                        (io.StringIO, "\x1b]0;owned\x07a\tb\n\x9b2J\r×\n")):
+        for name, tell in (("stdout", say.out), ("stderr", say.err), ("stdout", lambda text: say.part(text + "\n"))):
+            monkeypatch.setattr(sys, name, kind())
+            tell("\x1b]0;owned\x07a\tb\n\x9b2J\r×")
+            assert getattr(sys, name).getvalue() == shown
+
+
+def test_a_live_line_is_replaced_ended_by_lines_and_never_longer_than_the_terminal():
+    code = ("import sys\nfrom meshtrain.run import say\nassert say.on_terminal()\nsay.begin()\n"
+            "say.live('step 1 of a long run')\nsay.live('step 2')\nsay.err('careful')\nsay.live('y' * "
+            "200)\nsay.out('told')\nsay.live('step 3')")
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, cwd=ROOT,
+                             env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"})
+    os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 4096):
+            shown += piece
+    except OSError:     # the terminal's other end is closed
+        pass
+    os.close(ours)
+    assert child.wait(60) == 0
+    pieces = shown.decode().replace("\r\n", "\n").split("\r")
+    assert pieces == ["", "step 1 of a long run", "step 2".ljust(20) + "\ncareful\n", "y" * 79,
+                      "told".ljust(79) + "\n", "step 3\n"]
+
+
+@pytest.mark.parametrize("reader", ["true", "head -1 >/dev/null"])
+def test_help_may_be_read_in_part(reader):
+    line = f'"$PYTHON" -m meshtrain.tokenize --help 2>&1 | {reader}; exit ${{PIPESTATUS[0]}}'
+    ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, cwd=ROOT,
+                         env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)})
+    assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
+
+
+def spoken(body: str, end: str) -> str:
+    code = (f"import os, sys\nfrom meshtrain.run import say\nwith "
+            f"say.without_noise({'kept := []' if 'kept' in body else ''}):\n{body}\n{end}")
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60).stderr
+
+
+@pytest.mark.parametrize("death", ["os.abort()", "os._exit(1)", "os.kill(os.getpid(), 9)"])
+def test_what_is_said_before_an_abort_is_told_and_noise_is_not(death):
+    """As XLA says that it does not know a flag: in C++, which holds the interpreter's lock until the process is
+    gone."""
+    body = ("    import ctypes\n    lib = ctypes.PyDLL(None)\n    os.write(2, b'I0000 cudart_stub.cc:31] no "
+            f"drivers\\n')\n    lib.perror(b'F1123 Unknown flag in XLA_FLAGS: --xla_bogus=1')\n    {death}")
+    said = spoken(body, "")
+    assert said.startswith("F1123 Unknown flag in XLA_FLAGS: --xla_bogus=1") and "cudart_stub" not in said
+
+
+def test_warnings_of_cpp_are_handed_over_and_all_else_is_passed_on_in_order():
+    body = "    os.write(2, b'W1123 10:00:00.1 slow.cc:1] slow\\nfirst\\n')\n    print('second', file=sys.stderr)"
+    assert spoken(body + "  # kept", "print('third', len(kept), kept[0].strip(), file=sys.stderr)") == \
+        "first\nsecond\nthird 1 W1123 10:00:00.1 slow.cc:1] slow\n"
+    assert spoken(body, "") == "W1123 10:00:00.1 slow.cc:1] slow\nfirst\nsecond\n"
+
+
+def test_warnings_are_told_where_nobody_is_left_to_take_them():
+    assert spoken("    os.write(2, b'W1123 10:00:00.1 slow.cc:1] slow\\n')\n    os.abort()  # kept",
+                  "") == "W1123 10:00:00.1 slow.cc:1] slow\n"
+
+
+def test_a_process_that_was_started_meanwhile_and_lives_on_holds_up_nothing(monkeypatch):
+    monkeypatch.setattr(say, "DRAINED_S", 0.3)
+    began = time.monotonic()
+    with say.without_noise():
+        child = subprocess.Popen(["sleep", "60"])
+    took_s = time.monotonic() - began
+    child.kill()
+    child.wait()
+    assert took_s < 10
+
+
+# ---- stdout that is kept for JSON ------------------------------------------------------------------------------------
+
+ASKED = """
+import os, subprocess, sys, threading
+from meshtrain.config import Command, Option
+from meshtrain.run import command, say
+sys.argv = ["asked", *sys.argv[1:]]
+command.begin()
+@command.entry(Command("asked", {"json": Option("JSON alone")}, "NAME", (0, 1)), "about")
+def main(options):
+    say.out("a note")
+    say.part("a part")
+    say.live("a live line")
+    print("a reward function of the user's")
+    subprocess.run(["echo", "a child"])
+    os.write(1, b"C++\\n")
+    if options.names:
+        os.kill(os.getpid(), 15)
+        threading.Event().wait()
+    say.answer('{"answer": 1}')
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def asked(*words) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", ASKED, *words], capture_output=True, text=True, timeout=120, cwd=ROOT,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+NOTES = ("a note", "a part", "a live line", "a reward function", "a child", "C++")
+
+
+def test_with_json_stdout_has_the_answer_alone():
+    done = asked("--json")
+    assert (done.returncode, done.stdout) == (0, '{"answer": 1}\n') and all(note in done.stderr for note in NOTES)
+
+
+def test_a_command_that_is_stopped_with_json_leaves_stdout_empty():
+    done = asked("--json", "forever")
+    assert (done.returncode, done.stdout) == (75, "") and "SIGTERM: stopped" in done.stderr, done.stderr
+    assert "SIGTERM: stopped" in asked("forever").stdout
+
+
+def test_every_command_with_json_prints_it_by_answer_alone():
+    for path in (ROOT / "meshtrain").glob("*.py"):
+        if '"json": config.Option' in (text := path.read_text()):
+            assert "say.out(json.dumps" not in text and "say.answer(json.dumps" in text, path.name
+
+
+def test_in_a_process_that_calls_a_command_stdout_is_kept_while_it_runs(capsys):
+    with say.kept_stdout():
+        say.out("a note")
+        print("a reward function of the user's")
+        say.answer("{}")
+    print("after")
+    found = capsys.readouterr()
+    assert found.out == "{}\nafter\n" and "a note" in found.err and "a reward function" in found.err
+
+
+def test_a_thread_that_ends_by_an_error_is_told_whatever_kind_of_error():
+    code = """
+import threading
+from meshtrain.run import say
+say.begin()
+
+def work():
+    raise SystemExit("no matter what")
+thread = threading.Thread(target=work, name="worker")
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0 and "the thread worker has ended: SystemExit: no matter what" in done.stderr, done
