@@ -185,6 +185,14 @@ def test_text_that_is_no_utf8_is_refused_by_a_tokenizer_and_taken_as_bytes(tmp_p
     assert Opened(section([path]), tmp_path).ids() == [list(b"one\r\ntwo\n\nfour \xe9\n")]
 
 
+@pytest.mark.parametrize("pack, suffix", [(gzip.compress, ".gz"), (zstandard.compress, ".zst")])
+def test_bytes_of_a_compressed_text_are_those_of_the_text(pack, suffix, tmp_path):
+    (tmp_path / f"a.txt{suffix}").write_bytes(pack("one\ntwo é\n".encode()))
+    (tmp_path / "b.txt").write_bytes(b"three")
+    opened = Opened(section([tmp_path / f"a.txt{suffix}", tmp_path / "b.txt"]), tmp_path)
+    assert opened.ids() == [list("one\ntwo é\n".encode()), list(b"three")]
+
+
 @pytest.mark.parametrize("first", ["", "x" * 1_000_000], ids=["a small row first", "equal rows"])
 @pytest.mark.parametrize("column", ["text", "meta.text", "rows"])
 def test_a_parquet_file_takes_the_memory_of_some_rows_however_small_it_is(first, column, tmp_path):

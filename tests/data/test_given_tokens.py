@@ -39,6 +39,15 @@ def test_a_wrong_token_file_is_told(tokens, ends, part, tmp_path):
     assert part in fault(section([tmp_path / "a.tokens.npy"], bos_token="1"), tmp_path)
 
 
+@pytest.mark.parametrize("largest", [510, 511, 512])
+def test_the_first_id_beyond_the_vocabulary_is_its_size(largest, tmp_path):
+    data = section([write_tokens(tmp_path / "a.tokens.npy", [[1, 2], [largest]], np.uint32)], bos_token="0")
+    if largest < 512:
+        assert Opened(data, tmp_path, vocab_size=512).ids() == [[1, 2], [largest]]
+    else:
+        assert "document 1 (from 0) holds the id 512" in fault(data, tmp_path, 512)
+
+
 def test_an_id_beyond_the_vocabulary_is_told_with_file_document_and_id_and_the_scan_remembered(tmp_path, monkeypatch):
     path = write_tokens(tmp_path / "a.tokens.npy", [[1, 2], [], [3, 600, 700]], np.uint32)
     data = section([path], bos_token="0")

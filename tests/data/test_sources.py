@@ -124,6 +124,14 @@ def test_text_and_the_standard_library_as_bytes_need_no_cache(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
 
 
+def test_files_come_by_their_names_in_whatever_order_they_are_given_or_found(tmp_path):
+    for name in ("c", "a", "d", "b"):
+        write(tmp_path / f"{name}.txt", [name])
+    for patterns in (["d.txt", "[bc].txt", "a.txt"], ["*.txt"], ["b.txt", "*.txt"]):
+        opened = Opened(section([tmp_path / pattern for pattern in patterns]), tmp_path)
+        assert opened.texts() == ["a", "b", "c", "d"]
+
+
 def test_an_empty_file_among_others_is_told_and_empty_texts_are_documents(tmp_path, bpe):
     full, empty = write(tmp_path / "a.jsonl", ["x", ""]), tmp_path / "b.jsonl"
     empty.write_bytes(b"\n")

@@ -401,3 +401,16 @@ def test_float8_weights_without_the_scales_that_they_need_are_refused(tmp_path, 
     config["quantization_config"] |= change
     (quantized / "config.json").write_text(json.dumps(config))
     refused(call(convert.main, quantized), said)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 1000, 1 << 20])
+def test_tensors_are_copied_byte_for_byte_in_whatever_chunks(chunk_bytes, tmp_path, monkeypatch):
+    entries = safetensors.read_header(WHOLE / "model.safetensors")
+    some = dict(sorted(entries.items(), key=lambda pair: pair[1].stop - pair[1].start)[:3])
+    monkeypatch.setattr(safetensors.files, "CHUNK_BYTES", chunk_bytes)
+    safetensors.copy(some, tmp_path / "copy.safetensors")
+    content, copy = (WHOLE / "model.safetensors").read_bytes(), (tmp_path / "copy.safetensors").read_bytes()
+    tensors = {name: content[entry.start:entry.stop] for name, entry in some.items()}
+    assert copy.endswith(b"".join(tensors.values()))
+    copied = safetensors.read_header(tmp_path / "copy.safetensors")
+    assert {name: copy[entry.start:entry.stop] for name, entry in copied.items()} == tensors

@@ -15,6 +15,7 @@ from meshtrain import config, evaluate, train, trained
 from meshtrain.data.batches import packing
 from meshtrain.data.cache import token_cache
 from meshtrain.data.documents import text_bytes, tokenizer
+from meshtrain.inference import score
 from meshtrain.names import NO_TARGET
 
 MIXTURE = '[{source="text", paths=["%s"], weight=3, name="squares"}, {source="text", paths=["%s"], name="cubes"}]'
@@ -322,3 +323,12 @@ def test_sequences_longer_than_the_model_was_made_for_are_noted(tmp_path):
     assert ran.code == 0 and "note: data.seq_len=600 is more than the 512 tokens" in ran.err
     assert json.loads(ran.out)["loss"] > 0
     assert call(evaluate.main, *words, 512).err == ""
+
+
+@pytest.mark.parametrize("segments, positions, lengths", [
+    ([1, 1, 1, 2, 2, 0], [0, 1, 2, 0, 1, 0], [3, 3, 3, 2, 2, 1]),
+    ([3, 3, 1, 1], [5, 6, 0, 1], [7, 7, 2, 2]),         # the first began in the row before
+    ([1, 2, 3], [0, 0, 0], [1, 1, 1])])
+def test_a_token_knows_the_tokens_of_its_document(segments, positions, lengths):
+    found = score._lengths(np.array([segments, segments[::-1]]), np.array([positions, positions[::-1]]))
+    assert found.tolist() == [lengths, lengths[::-1]]
