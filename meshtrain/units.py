@@ -26,3 +26,10 @@ def duration(value: float) -> str:
 def many(count: int) -> str:
     """Of parameters or tokens: 70.6B, 2.2M, 8,192."""
     return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M" if count >= 1e6 else f"{count:,}"
+
+
+def flop(count: float) -> str:
+    """Floating-point operations: 234.5 TFLOP, 4.1 GFLOP below 0.1 TFLOP, 0.3 MFLOP below 0.1 GFLOP."""
+    unit, scale = next(((unit, scale) for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+                        if count >= 0.1 * scale), ("FLOP", 1))
+    return f"{count / scale:,.{1 if scale > 1 else 0}f} {unit}"

@@ -18,14 +18,14 @@ def found() -> str | None:
 needed = pytest.mark.skipif(found() is None, reason="no Chromium here; apt-get install chromium")
 
 
-def visit(page: str, directory: Path, script: str = "", dark: bool = False) -> tuple[str, list[str]]:
+def visit(page: str, directory: Path, script: str = "", dark: bool = False, width: int = 800) -> tuple[str, list[str]]:
     """(the document as it stands once loaded, with the test's script run last, the console's lines)."""
     path = directory / "visited.html"
     path.write_text(page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
     done = subprocess.run(
         [found(), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
          "--enable-logging=stderr", f"--user-data-dir={directory / 'profile'}",
-         f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom",
+         f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--window-size={width},900", "--dump-dom",
          path.as_uri()], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, re.findall(r"CONSOLE[^\]]*\] (.*)", done.stderr)

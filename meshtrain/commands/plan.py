@@ -151,7 +151,8 @@ class Planned:
                 "first": None if several else texts.first(question, answer, self.behind),
                 "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "step_time_s": plan.price.step_s,
                             "memory_bytes": plan.price.memory_bytes["total"]} for plan in others],
-                "caveats": texts.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True)}
+                "caveats": texts.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True),
+                "reasons": question.rated.assumed.reasons(formula=True), "median_error": assumptions.MEDIAN_ERROR}
 
 
 def planned(options: config.Arguments) -> Planned:

@@ -24,6 +24,7 @@ COST = "cost.json"          # what `inspect --json` prints of the step, written 
 PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops",
           "differences", "roofline", "schedule", "notes", "warnings", "broken_permutes", "recomputed_by_xla"}
 MOST_ROWS = 3000            # of metrics in the answer
+SMOOTHED = ("loss", "reward", "tokens_per_s", "grad_norm")      # over a fortieth of the rows, where these are many
 MOST_STRETCHES = 60         # of steps, for numbers of every layer
 CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "grad_norm", "learning_rate", "data_wait_s",
           "expert_load_max", "expert_load_entropy", "reward", "val_reward", "answer_tokens", "entropy", "mismatch_max")
@@ -59,7 +60,9 @@ def of(run_dir: str) -> dict:
     done = metrics.last.get("step", 0)
     return {"name": name, "dir": run_dir, "steps": steps, "tokens_per_step": per_step, "step": done,
             "tokens": metrics.last.get("tokens", done * per_step), "state": _state(directory, attempts, done, steps),
-            "skipped": metrics.skipped, "loss": metrics.loss(), "speed": metrics.speed(),
+            "objective": run["training"].get("objective", ""),
+            "skipped": metrics.skipped, "loss": metrics.loss(), "reward": metrics.trend("reward"),
+            "speed": metrics.speed(),
             "time_s": _spent(metrics, attempts), "goodput": _goodput(attempts), "starts": attempts,
             "changes": changes,
             "checkpoints": contents.steps(run_dir),
@@ -92,9 +95,17 @@ class _Metrics:
         steps, values = np.asarray(self.columns["step"]), np.asarray(self.columns[key])
         return steps[~np.isnan(values)], values[~np.isnan(values)]
 
+    def trend(self, key: str) -> dict | None:
+        """Means of the first and the last tenth of the rows that have the key; None without any."""
+        values = self.known(key)[1]
+        tenth = max(1, values.size // 10)
+        return {"count": int(values.size), "begins": float(values[:tenth].mean()),
+                "ends": float(values[-tenth:].mean())} if values.size else None
+
     def loss(self) -> dict:
         (_, losses), (steps, validated) = self.known("loss"), self.known("val_loss")
-        return {"first": float(losses[0]) if losses.size else None, "last": float(losses[-1]) if losses.size else None,
+        return {"trend": self.trend("loss"), "finite": bool(self.last.get("loss") is not None or not self.last),
+                "first": float(losses[0]) if losses.size else None, "last": float(losses[-1]) if losses.size else None,
                 "validation": float(validated[-1]) if validated.size else None,
                 "validation_step": int(steps[-1]) if steps.size else None,
                 "validation_best": float(validated.min()) if validated.size else None}
@@ -145,8 +156,23 @@ def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, list]:
                           key=lambda k: 0.0 if math.isnan(losses[k]) else losses[k])
             chosen |= {part[0], part[-1], *(k for k in part if not all(math.isnan(values[k]) for values in validated))}
         kept = sorted(chosen)
-    found = {key: [None if math.isnan(columns[key][k]) else columns[key][k] for k in kept] for key in CURVES}
-    return found | {"step": [int(step) for step in found["step"]]}
+    plain = lambda values: [None if math.isnan(value) else float(value) for value in values]
+    found = {key: plain(columns[key][k] for k in kept) for key in CURVES}
+    window = count // 40 | 1
+    smoothed = {key: plain(_smoothed(np.asarray(columns[key]), window)[list(kept)]) for key in SMOOTHED} if (
+        window > 1) else {}
+    return found | {"step": [int(step) for step in found["step"]], "window": window, "smoothed": smoothed}
+
+
+def _smoothed(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of the `window` values around each, without those that are none; none where the value itself is."""
+    there = ~np.isnan(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(there, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(there)])
+    at = np.arange(values.size)
+    low, high = np.maximum(at - window // 2, 0), np.minimum(at + window // 2 + 1, values.size)
+    means = (sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1)
+    return np.where(there, means, np.nan)
 
 
 def _has_experts(row: Mapping) -> bool:

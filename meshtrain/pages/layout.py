@@ -1,13 +1,14 @@
 """The page of `inspect --html`: a run's model, memory, communication and step time, from the dict of `--json`."""
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
-from meshtrain.pages import pictures, skin
+from meshtrain.pages import kernels, pictures, skin
 from meshtrain.pages.pictures import Bar
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_bytes, of_count, of_seconds, of_share
-from meshtrain.units import many, seconds, size
+from meshtrain.units import flop, many, seconds, size
 
 # Part of the memory → (name in the bar, name in the table).
 MEMORY = {"params": ("weights", "weights, as they are stored"), "grads": ("gradients", "gradient accumulators"),
@@ -25,10 +26,30 @@ def page(data: dict) -> str:
     wrong = [f"THIS PROGRAM WOULD COMPUTE WRONG NUMBERS, and train refuses it: a permute leaves devices with zeros: "
              f"{permute}" for permute in data["broken_permutes"]]
     top = skin.tiles(tiles(data)) + skin.bullets([*wrong, *data["warnings"]], "warn")
-    return skin.document("what a run costs", data["run"]["name"], lead(data), top, sections(data), data)
+    head = skin.Head("what a run costs", data["run"]["name"], verdict(data), lead(data), top)
+    return skin.document(head, sections(data), data)
+
+
+def verdict(data: dict) -> str:
+    """Whether the step may run, whether it fits, and how fast it is."""
+    if data["broken_permutes"]:
+        return "This program would compute wrong numbers, and train refuses it."
+    held, usable, line = data["memory_bytes"]["compiled"]["total"], data["memory_bytes"]["usable"], data["roofline"]
+    if usable is None:
+        fits = f"The step compiles and takes {size(held)} on each of {data['mesh']['num_devices']:,} devices"
+    elif held <= usable:
+        fits = f"It fits: {size(held)} of the {size(usable)} that a GPU has to use"
+    else:
+        fits = f"It does not fit: {size(held)}, and a GPU has {size(usable)} to use"
+    if not line:
+        return f"{fits}. Nothing is said of its time, without a GPU of known speed."
+    slow, share = max(_shares(line), key=lambda row: row[2])[1:]
+    return (f"{fits}. By the roofline a step takes {seconds(line['step_time_s'])}, {line['mfu']:.1%} of the peak "
+            f"(MFU); {share:.0%} of it is {slow}.")
 
 
 def sections(data: dict) -> list[PageSection]:
+    """Those that say something of this run have a body."""
     return [PageSection("mesh", "The mesh on its hosts", mesh(data["mesh"])),
             PageSection("memory", "Memory of a device", memory(data)),
             PageSection("traffic", "What is sent", traffic(data)),
@@ -86,7 +107,10 @@ def mesh(data: dict) -> str:
                Column("its collectives go over")]
     rows = [(axis, of_count(link["size"]), of_count(link["inside"]), over(data, axis))
             for axis, link in data["links"].items()]
-    return skin.figure(pictures.mesh(data), caption if order else "") + skin.table(columns, rows, "axes")
+    drawn = skin.figure(functools.partial(pictures.mesh, data), caption) if len(data["links"]) > 1 else ""
+    alone = skin.paragraph(f"{pictures.mesh_words(data)}: the devices are on this axis in their order.", "small") if (
+        len(data["links"]) == 1) else ""
+    return drawn + alone + skin.table(columns, rows, "axes")
 
 
 def over(mesh: dict, axes: str) -> str:
@@ -116,7 +140,7 @@ def memory(data: dict) -> str:
     again = data["recomputed_by_xla"]
     note = skin.paragraph(f"XLA recomputes {again} values by itself, since the step came near to its limit of memory.",
                           "warn")
-    return skin.figure(memory_drawing(data), key=key) + (note if again else "") + table
+    return skin.figure(lambda width: memory_drawing(data, width=width), key=key) + (note if again else "") + table
 
 
 def memory_bars(data: dict) -> list[Bar]:
@@ -125,10 +149,10 @@ def memory_bars(data: dict) -> list[Bar]:
             Bar("by formulas" if held["formula"].get("total") else "by the rules", stack(held["formula"]))]
 
 
-def memory_drawing(data: dict, legend: bool = False) -> str:
+def memory_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH) -> str:
     usable, hbm = data["memory_bytes"]["usable"], data["mesh"]["hbm_bytes"]
     marks = [(usable, f"usable {size(usable)}"), (hbm, f"HBM {size(hbm)}")] if hbm else []
-    return pictures.bars(memory_bars(data), size, "memory of a device", marks, legend=legend)
+    return pictures.bars(memory_bars(data), size, "memory of a device", marks, legend=legend, width=width)
 
 
 def stack(held: dict) -> list[tuple[int, str, float]]:
@@ -143,15 +167,15 @@ def stack(held: dict) -> list[tuple[int, str, float]]:
 def traffic(data: dict) -> str:
     rows, mesh, formula = data["collectives"]["compiled"], data["mesh"], data["collectives"]["formula"] or []
     if not rows and not formula:
-        return skin.paragraph("The compiled step has no collectives.")
+        return skin.paragraph("The compiled step has no collectives.") if mesh["num_devices"] > 1 else ""
     color, compiled = _colors(data), _by_axes(rows)
     key = skin.key((color[kind], kind, size(sum(sent.get(kind, 0) for sent in compiled.values()))) for kind in color)
-    drawn = skin.figure(traffic_drawing(data), "What one device sends in a step, "
+    drawn = skin.figure(lambda width: traffic_drawing(data, width=width), "What one device sends in a step, "
                         "in rings, by the mesh axes of a group and the links between its members.", key)
-    return drawn + _collectives(rows, formula, mesh)
+    return drawn + _collectives(data)
 
 
-def traffic_drawing(data: dict, legend: bool = False) -> str:
+def traffic_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH) -> str:
     """data: with at least one collective."""
     compiled, priced = (_by_axes(data["collectives"][which] or []) for which in ("compiled", "formula"))
     color = _colors(data)
@@ -162,7 +186,7 @@ def traffic_drawing(data: dict, legend: bool = False) -> str:
                         over(data["mesh"], axes).removeprefix("network: ")))
         if axes in priced:
             bars.append(Bar("by formulas", stacked(priced[axes])))
-    return pictures.bars(bars, size, "bytes that a device sends in a step", legend=legend)
+    return pictures.bars(bars, size, "bytes that a device sends in a step", legend=legend, width=width)
 
 
 def _colors(data: dict) -> dict[str, int]:
@@ -180,17 +204,19 @@ def _by_axes(rows: Sequence[dict]) -> dict[str, dict[str, int]]:
     return found
 
 
-def _collectives(rows: Sequence[dict], formula: Sequence[dict], mesh: dict) -> str:
+def _collectives(data: dict) -> str:
     """A row for each kind, axes and dtype, by formulas and compiled."""
+    rows, mesh, formula = data["collectives"]["compiled"], data["mesh"], data["collectives"]["formula"] or []
+    named = kernels.weights(data["parameters"])
     at = lambda row: (row["kind"], tuple(row["axes"]), row["dtype"])
     compiled, priced = {at(row): row for row in rows}, {at(row): row for row in formula}
     sent = lambda found, key: of_bytes(found[key]["bytes"] if key in found else None)
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("dtype"), Column("count", "n"),
                Column("sent by a device", "n"), *([Column("by formulas", "n")] if formula else []),
-               Column("over", "keep"), Column("from", "code")]
+               Column("over", "keep"), Column("from", "some")]
+    source = lambda row: Cell(kernels.described(row, named), title=row["source"]) if row and row["source"] else ""
     cells = [(kind, " × ".join(axes), dtype, of_count(compiled.get(key, {}).get("count")), sent(compiled, key),
-              *([sent(priced, key)] if formula else []), over(mesh, "+".join(axes)),
-              compiled.get(key, {}).get("source") or "")
+              *([sent(priced, key)] if formula else []), over(mesh, "+".join(axes)), source(compiled.get(key)))
              for key in dict.fromkeys([*compiled, *priced]) for kind, axes, dtype in [key]]
     return skin.table(columns, cells, "collectives", search="collective, axis or operation")
 
@@ -198,8 +224,10 @@ def _collectives(rows: Sequence[dict], formula: Sequence[dict], mesh: dict) -> s
 def differences(data: dict) -> str:
     """Differences between the compiled step and the formulas."""
     flops = data["matmul_flops"]
-    by_formulas = "" if flops["formula"] is None else f", {flops['formula'] / 1e12:,.1f} by formulas"
-    said = skin.paragraph(f"A device computes {flops['compiled'] / 1e12:,.1f} TFLOP of matmuls in a step{by_formulas}.")
+    if not flops["compiled"]:
+        return skin.bullets(data["differences"])
+    by_formulas = "" if flops["formula"] is None else f", {flop(flops['formula'])} by formulas"
+    said = skin.paragraph(f"A device computes {flop(flops['compiled'])} of matmuls in a step{by_formulas}.")
     return said + skin.bullets(data["differences"])
 
 
@@ -215,28 +243,26 @@ def schedule(data: dict) -> str:
     caption = (f"{found['name']}: {found['num_stages']} stages{chunks}, {found['num_microbatches']} microbatches. "
                f"Bubble {found['bubble']:.1%} of the step in model time; at most the activations of "
                f"{found['peak_live']:g} microbatches on a stage{held}.")
-    return skin.figure(pictures.schedule(found), caption,
+    return skin.figure(lambda width: pictures.schedule(found, width=width), caption,
                        skin.key((color, name, "") for color, name in pictures.kinds(found).values()))
 
 
 def time(data: dict) -> str:
     line = data["roofline"]
     if not line:
-        return skin.paragraph("Compiled for no GPU of known speed, so nothing is said of time: add e.g. --topology "
-                              "h100:8.")
+        return ""
     percent, shares = "{:.1%}".format, _shares(line)
     caption = (f"{seconds(line['step_time_s'])} a step: {seconds(line['compute_s'])} of kernels and "
                f"{seconds(line['exposed_s'])} of waiting for links; {seconds(line['hidden_s'])} of collectives hide "
                f"under kernels, and {seconds(line['free_matmul_s'])} of matmuls have none beside them.")
-    drawn = skin.figure(time_drawing(line), caption,
+    drawn = skin.figure(lambda width: time_drawing(line, width=width), caption,
                         skin.key((k, name, percent(share)) for k, name, share in shares))
-    assumed = ", ".join(f"{name} {value:g}" for name, value in line["assumed"].items())
-    return (drawn + _exposed(line) + "<h3>Kernels, costliest first</h3>" + _kernels(line)
+    return (drawn + _exposed(line) + "<h3>Kernels, costliest first</h3>" + _kernels(line, data["parameters"])
             + skin.bullets(f"warning: counted once, its length is unknown: loop {name}"
                            for name in line["unknown_loops"])
             + skin.bullets(f"warning: counted by its bytes alone: {name}" for name in line["uncounted"])
-            + skin.paragraph("Nothing is measured: hardware peaks at assumed shares of them. Assumed (--assume "
-                             f"NAME=VALUE sets another): {assumed}.", "small"))
+            + skin.paragraph("Nothing is measured: hardware peaks at assumed shares of them.", "small")
+            + skin.assumptions(line["assumed"], line.get("reasons", {})))
 
 
 def _shares(line: dict) -> list[tuple[int, str, float]]:
@@ -244,10 +270,10 @@ def _shares(line: dict) -> list[tuple[int, str, float]]:
     return [(k, name, shares[name]) for k, name in enumerate(SHARES) if name in shares]
 
 
-def time_drawing(line: dict, legend: bool = False) -> str:
+def time_drawing(line: dict, legend: bool = False, width: int = skin.WIDTH) -> str:
     """line: a roofline."""
     bar = Bar("of the step", [share for share in _shares(line) if share[2] > 0], seconds(line["step_time_s"]))
-    return pictures.bars([bar], "{:.1%}".format, "shares of the step", most=1.0, legend=legend)
+    return pictures.bars([bar], "{:.1%}".format, "shares of the step", most=1.0, legend=legend, width=width)
 
 
 def _exposed(line: dict) -> str:
@@ -260,14 +286,18 @@ def _exposed(line: dict) -> str:
     return "<h3>Collectives, and what they hide under</h3>" + skin.table(columns, rows, "exposed") if rows else ""
 
 
-def _kernels(line: dict) -> str:
-    columns = [Column("part"), Column("runs", "n"), Column("time", "n"), Column("of step", "n"), Column("bound"),
-               Column("TFLOP", "n"), Column("HBM", "n"), Column("line", "keep"), Column("from", "code")]
-    rows = [(row["part"], of_count(row["count"]), of_seconds(row["time_s"]),
-             of_share(row["time_s"] / line["step_time_s"]), row["bound"],
-             Cell(f"{row['flops'] / 1e12:,.1f}", row["flops"]), of_bytes(row["bytes"]), row["line"], row["source"])
+def _kernels(line: dict, parameters: Sequence[dict]) -> str:
+    columns = [Column("kernel", "some"), Column("part"), Column("runs", "n"), Column("time", "n"),
+               Column("of step", "n"), Column("bound", "keep"), Column("computes", "n"), Column("HBM", "n"),
+               Column("line", "keep")]
+    named = kernels.weights(parameters)
+    rows = [(Cell(kernels.described(row, named), title=f"{row['source']} ({row['name']})"), row["part"],
+             of_count(row["count"]), of_seconds(row["time_s"]), of_share(row["time_s"] / line["step_time_s"]),
+             row["bound"], number(flop, row["flops"]) if row["flops"] else Cell("–", 0), of_bytes(row["bytes"]),
+             row["line"])
             for row in line["kernels"]]
-    return skin.table(columns, rows, "kernels", search="part, line or operation of a kernel", brief=True)
+    return skin.table(columns, rows, "kernels", search="kernel, part or line", brief=True) + skin.paragraph(
+        "A kernel's title, below the pointer, is its path in JAX and its name in a profile.", "small")
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
@@ -276,8 +306,9 @@ def _kernels(line: dict) -> str:
 def params(data: dict) -> str:
     split = lambda dims: "(" + ", ".join("+".join(axes) or "·" for axes in dims) + ")"
     counted = lambda count: number(many, count)
-    columns = [Column("parameter", "code"), Column("shape", "keep"), Column("logical axes"), Column("dtype"),
-               Column("size", "n"), Column("read, by [params]"), Column("stored, by [optimizer]"),
+    columns = [Column("parameter", "keep code"), Column("shape", "keep"), Column("logical axes", "some"),
+               Column("dtype"), Column("size", "n"), Column("read, by [params]", "some"),
+               Column("stored, by [optimizer]", "some"),
                Column("stored bytes", "n"), Column("gradient", "n")]
     rows = [(row["name"], " × ".join(f"{n:,}" for n in row["shape"]), " ".join(axis or "·" for axis in row["axes"]),
              row["dtype"], counted(row["size"]), split(row["read"]), split(row["stored"]),

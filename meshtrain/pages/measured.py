@@ -1,17 +1,20 @@
 """The page of `report --html`: measured beside predicted figures, from the dict of `meshtrain.inspection.measured`."""
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import time
 from collections.abc import Sequence
 
 from meshtrain.pages import layout, pictures, skin
-from meshtrain.pages.pictures import Bar, PlotAxis, PlotCurve
+from meshtrain.pages.pictures import Bar, Plot, PlotAxis, PlotCurve
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_count, of_share
 from meshtrain.units import duration, many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
 MOST_MARKS, MOST_TIMES = 40, 2.0      # attempts marked; speeds drawn up to this multiple of the median
+LOG = 30.0          # an axis is logarithmic where its largest value is so many times its smallest one
 SPEED = {"step_time_s": ("a step", seconds), "tokens_per_s": ("tokens/s", "{:,.0f}".format),
          "mfu": ("MFU", "{:.1%}".format)}
 
@@ -25,17 +28,79 @@ def page(data: dict) -> str:
              PageSection("starts", "Starts and stops", starts(data)),
              PageSection("more", "Gradients and learning rate", more(data))]
     if data["priced"]:
-        found += [section._replace(heading=f"Priced: {section.heading[0].lower()}{section.heading[1:]}")
-                  for section in layout.sections(data["priced"])]
-    else:
-        found += [PageSection("priced", "Priced", skin.paragraph(
-            "This run directory holds no cost.json, so no price stands beside what was measured; train writes one when "
-            "it starts."))]
-    return skin.document("what a run did", data["name"], lead(data), skin.tiles(tiles(data)), found, data)
+        parts = [f"<h3>{skin.esc(section.heading)}</h3>{section.body}" for section in layout.sections(data["priced"])
+                 if section.body]
+        found += [PageSection("priced", "Priced before the run", "".join(parts))]
+    head = skin.Head("what a run did", data["name"], verdict(data), lead(data), skin.tiles(tiles(data)))
+    return skin.document(head, found, data)
 
 
 def lead(data: dict) -> str:
-    return f"{data['dir']}: step {data['step']:,} of {data['steps']:,}; {data['state']}."
+    price = "" if data["priced"] else (
+        " It has no cost.json, so no price stands beside what was measured; train writes one when it starts.")
+    return f"{data['dir']}: step {data['step']:,} of {data['steps']:,}; {data['state']}.{price}"
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+FEW, LEVEL = 5, 0.01        # values too few to judge a trend; the share by which a trend is none
+OVERFITTED = 0.02           # share by which validation stands above its best
+MOST_SKIPPED = 0.01
+OFTEN = 0.1                 # share of the time from which a part is named
+
+
+def verdict(data: dict) -> str:
+    """One sentence: whether the run is healthy, what it learned, where its time went."""
+    if not data["step"]:
+        return f"No step is finished yet: {data['state']}."
+    judged, learned = _learned(data)
+    said = [learned]
+    if data["skipped"]:
+        said += [f"{data['skipped']:,} step{'s' * (data['skipped'] > 1)} skipped"]
+        judged = "to be looked at" if data["skipped"] > MOST_SKIPPED * data["step"] and judged == "healthy" else judged
+    validated, best = data["loss"]["validation"], data["loss"]["validation_best"]
+    if validated is not None and validated - best > OVERFITTED * abs(best):
+        judged = "to be looked at" if judged == "healthy" else judged
+        said += [f"validation at {validated:.3f}, above its best of {best:.3f}"]
+    if data["goodput"] is not None:
+        total = sum(data["time_s"].values())
+        name, spent_s = max(((name, spent_s) for name, spent_s in data["time_s"].items() if name != "steps"),
+                            key=lambda part: part[1], default=("", 0.0))
+        often = f", {name} took {spent_s / total:.0%}" if spent_s > OFTEN * total else ""
+        said += [f"{data['goodput']:.0%} of {duration(total)} in steps that count{often}"]
+    if (count := len(data["starts"])) > 1:
+        again = sum(one["steps_again"] for one in data["starts"])
+        said += [f"{count} starts, {again:,} step{'s' * (again != 1)} taken again"]
+    return f"{_state_words(data, judged)}: {', '.join(said)}."
+
+
+def _state_words(data: dict, judged: str) -> str:
+    where = f"step {data['step']:,} of {data['steps']:,}"
+    if data["state"].startswith("finished"):
+        return judged[0].upper() + judged[1:]
+    if data["state"].startswith("at work"):
+        return f"At work at {where}, {judged}"
+    if data["state"].startswith("stopped on request"):
+        return f"Stopped on request after {where}, {judged}"
+    killed = "Ended without a word" if data["state"].startswith("ended without a word") else "Failed"
+    return f"{killed} after {where}, {judged} until then"
+
+
+def _learned(data: dict) -> tuple[str, str]:
+    """(a word of judgement, what the loss did; where there are rewards, what they did)."""
+    if not data["loss"]["finite"]:
+        return "diverged", "the loss of the last step is not finite"
+    name, found = ("reward", data["reward"]) if data["reward"] else ("loss", data["loss"]["trend"])
+    if found is None:
+        return "diverged", "no step has a finite loss"
+    begins, ends = found["begins"], found["ends"]
+    if found["count"] < FEW:
+        return "too short to judge", f"{name} {ends:.4g} after {found['count']} step{'s' * (found['count'] > 1)}"
+    change = ends - begins
+    if abs(change) <= LEVEL * max(abs(begins), abs(ends)):
+        return "steady", f"{name} level at {ends:.4g}"
+    words = f"{name} {'rose' if change > 0 else 'fell'} from {begins:.4g} to {ends:.4g}"
+    return "healthy" if (change > 0) == (name == "reward") else "getting worse", words
 
 
 def tiles(data: dict) -> list[Tile]:
@@ -76,42 +141,66 @@ def _points(data: dict, key: str) -> list[tuple[float, float]]:
 
 
 def _curve(data: dict, key: str, axis: PlotAxis, *, color: int = 0, levels: Sequence[tuple[float, str]] = (),
-           height: int = 240, more: tuple[PlotCurve, ...] = (), most: float = math.inf) -> str:
-    """A curve over steps, with lines where the run resumed. most: larger values are clipped to it."""
-    points = [(step, min(value, most)) for step, value in _points(data, key)]
+           height: int = 240, more: tuple[PlotCurve, ...] = (), most: float = math.inf) -> Plot:
+    """A curve over steps, with lines where the run resumed; where there are many, also their mean. most: larger values
+    are clipped to it."""
+    clipped = lambda values: [(step, min(value, most)) for step, value in zip(data["rows"]["step"], values)
+                              if value is not None]
+    curves = [PlotCurve(color, axis.name, clipped(data["rows"][key]))]
+    if smoothed := data["rows"]["smoothed"].get(key):
+        mean = PlotCurve(color, f"mean of {data['rows']['window']:,}", clipped(smoothed))
+        curves = [curves[0]._replace(pale=True), mean]
+    values = [value for row in (*curves, *more) for _, value in row.points]
+    if not axis.zero and min(values) > 0 and max(values) > LOG * min(values):
+        axis = axis._replace(log=True, name=f"{axis.name} (logarithmic)")
     went_on = [(one["from_step"], "") for one in data["starts"] if one["from_step"]][-MOST_MARKS:]
-    return pictures.curves([PlotCurve(color, axis.name, points), *more], PlotAxis("step", "{:,.0f}".format), axis,
-                           axis.name, height=height, verticals=went_on, levels=levels)
+    return Plot([*curves, *more], PlotAxis("step", "{:,.0f}".format), axis, axis.name, height=height,
+                verticals=went_on, levels=levels)
+
+
+def _means(data: dict, key: str) -> str:
+    """How the curve of a key is to be read."""
+    return (f" Pale: each row; bold: the mean of the {data['rows']['window']:,} rows around it."
+            if data["rows"]["smoothed"].get(key) else "")
 
 
 def loss(data: dict) -> str:
     if not data["rows"]["step"]:
         return skin.paragraph(f"No step is written yet: {data['state']}.")
-    validated = _points(data, "val_loss")
+    validated, drawn = _points(data, "val_loss"), ""
     more = (PlotCurve(1, "validation", validated, dots=True),) if validated else ()
-    drawn = _curve(data, "loss", PlotAxis("loss, nats a token", "{:.3g}".format), height=340,
-                   more=more) if _points(data, "loss") else ""
-    key = skin.key([(0, "training", ""), *([(1, "validation", "")] if more else [])])
+    if points := _points(data, "loss"):
+        unit = "a pair" if data["objective"] == "dpo" else "nats a token"
+        plot = _curve(data, "loss", PlotAxis(f"loss, {unit}", "{:.3g}".format), height=340, more=more)
+        key = skin.key([(0, "training", ""), *([(1, "validation", "")] if more else [])])
+        again = " Lines across: the run went on here." * (len(data["starts"]) > 1)
+        caption = f"Mean loss, {unit}.{_means(data, 'loss')}{again}"
+        drawn = skin.figure(plot.drawn, caption, key)
+        if points[0][0] > 0 and points[-1][0] > LOG * points[0][0]:
+            over_log = dataclasses.replace(plot, x_axis=plot.x_axis._replace(log=True), verticals=[
+                line for line in plot.verticals if line[0] > 0])
+            drawn += skin.folded("The same over the logarithm of steps", skin.figure(over_log.drawn))
     columns = [Column("validated after step", "n"), Column("loss", "n"), Column("perplexity", "n")]
     rows = [(of_count(step), Cell(f"{value:.4f}", value), Cell(f"{math.exp(min(value, 700)):,.2f}"))
             for step, value in validated]
-    caption = "Mean nats a target token." + " Lines across: the run went on here." * (len(data["starts"]) > 1)
-    return (skin.figure(drawn, caption, key) if drawn else "") + skin.table(columns, rows, "validation")
+    return drawn + skin.table(columns, rows, "validation", brief=True)
 
 
 def rewards(data: dict) -> str:
     """Of a run that learns from rewards: their curve, and the newest answers."""
     validated = _points(data, "val_reward")
     more = (PlotCurve(1, "validation", validated, dots=True),) if validated else ()
-    drawn = _curve(data, "reward", PlotAxis("reward", "{:.3g}".format), height=340, more=more)
     key = skin.key([(0, "of the answers that are learned from, mean of a batch", ""),
                     *([(1, "of an answer to each held-out prompt", "")] if more else [])])
-    columns = [Column("prompt"), Column("answer"), Column("reward", "n"), Column("tokens", "n"), Column("ended by")]
+    drawn = skin.figure(_curve(data, "reward", PlotAxis("reward", "{:.3g}".format), height=340, more=more).drawn,
+                        _means(data, "reward").strip(), key) if _points(data, "reward") else ""
+    columns = [Column("prompt", "long"), Column("answer", "long"), Column("reward", "n"), Column("tokens", "n"),
+               Column("ended by")]
     rows = [(_short(line["prompt"]), _short(line["answer"]), number("{:.3g}".format, line["reward"]),
              of_count(line["tokens"]), line.get("failure") or {"stop": "an end token or string",
                                                                "length": "rl.max_tokens"}[line["stopped"]])
             for line in data["answers"]["lines"]]
-    return (skin.figure(drawn, "", key) + _small(data, "answer_tokens", "tokens of an answer, mean of a batch", 2)
+    return (drawn + _small(data, "answer_tokens", "tokens of an answer, mean of a batch", 2)
             + _small(data, "entropy", "entropy of a token, nats", 3)
             + _small(data, "mismatch_max", "log-probability of a token, sampler against trainer, largest difference", 4)
             + skin.paragraph(f"Answers of batch {data['answers']['batch']:,}, the newest:", "small")
@@ -134,12 +223,14 @@ def speed(data: dict) -> str:
         if key != "step_time_s":
             most = MOST_TIMES * max(measured, one or 0.0)
             above = sum(value > most for _, value in _points(data, key))
-            drawn += skin.figure(
-                _curve(data, key, PlotAxis(name, show, zero=True), color=len(rows),
-                       levels=[(one, f"priced {show(one)}")] if one else [], most=most),
-                f"{above} steps that are above stand at the top: they ended while the clock stood." if above else "")
+            plot = _curve(data, key, PlotAxis(name, show, zero=True), color=len(rows),
+                          levels=[(one, f"priced {show(one)}")] if one else [], most=most)
+            clipped = f" {above} steps that are above stand at the top: they ended while the clock stood."
+            drawn += skin.figure(plot.drawn, (_means(data, key) + clipped * bool(above)).strip())
     columns = [Column("median of all steps"), Column("measured", "n"), Column("priced, by the roofline", "n"),
                Column("measured of it", "n")]
+    if priced(data, "step_time_s") is None:
+        columns, rows = columns[:2], [row[:2] for row in rows]
     return drawn + skin.table(columns, rows, "measured")
 
 
@@ -156,7 +247,8 @@ def spent(data: dict) -> str:
     words = "Of steps alone: this directory has no history.jsonl." if data["goodput"] is None else (
         f"All the time since the first start; goodput, the share of steps that counted, is {data['goodput']:.1%}.")
     key = skin.key((color, name, f"{spent_s / total:.1%}") for color, name, spent_s in rows)
-    return skin.figure(pictures.bars([bar], duration, "where the time went", most=total), words, key) + table
+    return skin.figure(functools.partial(pictures.bars, [bar], duration, "where the time went", most=total),
+                       words, key) + table
 
 
 def starts(data: dict) -> str:
@@ -166,7 +258,8 @@ def starts(data: dict) -> str:
              number(duration, one["run_s"]), of_count(one["steps_again"]), how(k, one),
              one["on"]) for k, one in enumerate(data["starts"], 1)]
     columns = [Column("start", "n"), Column("began", "keep"), Column("after step", "n"), Column("to step", "n"),
-               Column("lasted", "n"), Column("steps taken again", "n"), Column("how it ended"), Column("on")]
+               Column("lasted", "n"), Column("steps taken again", "n"), Column("how it ended", "long"),
+               Column("on", "some")]
     changed = [f"from step {row['step'] + 1:,} on: {row['key']} = {row['to']!r} (was {row['from']!r})"
                for row in data["changes"]]
     saved = ", ".join(f"{step:,}" for step in data["checkpoints"])
@@ -181,9 +274,9 @@ def experts(data: dict) -> str:
             for layer, *values in zip(found["layers"], busiest, idlest, entropy)]
     columns = [Column("layer", "n"), Column("busiest expert, of the mean", "n"), Column("idlest, of the mean", "n"),
                Column("entropy", "n")]
-    drawn = pictures.heat([(f"layer {layer}", [column[k] for column in found["max"]])
-                           for k, layer in enumerate(found["layers"])],
-                          found["steps"], "tokens of each layer's busiest expert by step, relative to the mean")
+    drawn = functools.partial(pictures.heat, [(f"layer {layer}", [column[k] for column in found["max"]])
+                                              for k, layer in enumerate(found["layers"])],
+                              found["steps"], "tokens of each layer's busiest expert by step, relative to the mean")
     worst = max((value for column in found["max"] for value in column if value is not None), default=1.0)
     caption = (f"Tokens of each layer's busiest expert relative to the mean of its experts: pale at 1, full at "
                f"{max(worst, 2):.2f}. Steps to the right, of several steps the worst; the table has the last of them. "
@@ -199,5 +292,7 @@ def more(data: dict) -> str:
 
 
 def _small(data: dict, key: str, name: str, color: int) -> str:
-    drawn = _points(data, key) and _curve(data, key, PlotAxis(name, "{:.3g}".format), color=color, height=200)
-    return skin.figure(drawn) if drawn else ""
+    if not _points(data, key):
+        return ""
+    plot = _curve(data, key, PlotAxis(name, "{:.3g}".format), color=color, height=200)
+    return skin.figure(plot.drawn, _means(data, key).strip())

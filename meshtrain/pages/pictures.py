@@ -1,25 +1,28 @@
 """SVG pictures of a page: a mesh on its hosts, stacked bars, curves, points, a pipeline's schedule.
 
-Colours are classes of the skin (`c0` … `c7`), so that a picture follows light and dark. A drawing is 960 units wide.
+Colours are classes of the skin (`c0` … `c7`), so that a picture follows light and dark. A drawing is WIDTH units
+wide. Each picture of a page is laid out a second time, PHONE units wide, for screens on which the text of the first
+would be too small to read.
 """
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from meshtrain.names import AXES
-from meshtrain.pages.skin import esc
+from meshtrain.pages.skin import PHONE, WIDTH, esc
 
-WIDTH = 960
 COLORS = 8
 AXIS_COLOR = {axis: k for k, axis in enumerate(AXES)}
 
 
-def drawing(height: float, parts: Iterable[str], label: str) -> str:
-    return (f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{esc(label)}" '
-            f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>')
+def drawing(height: float, parts: Iterable[str], label: str, width: int = WIDTH, more: str = "") -> str:
+    """more: attributes of the element, as HTML."""
+    return (f'<svg viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{esc(label)}" '
+            f'xmlns="http://www.w3.org/2000/svg"{more}>{"".join(parts)}</svg>')
 
 
 def below(drawings: Sequence[str]) -> str:
@@ -52,34 +55,35 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 # ---- the mesh on its hosts -------------------------------------------------------------------------------------------
 
-MOST_HOSTS = 8              # drawn; else the first and last four
+MOST_HOSTS = {WIDTH: 8, PHONE: 4}       # drawn; else the first and last half of them
 CELL, GAP, LABEL, ROW = 26, 14, 66, 19
 
 
-def mesh(data: dict) -> str:
+def mesh(data: dict, width: int = WIDTH) -> str:
     """Hosts side by side: each GPU with its coordinate on every axis larger than 1, slowest link at the top."""
     count, per_host = data["num_devices"], min(data["gpus_per_host"], data["num_devices"])
     hosts, order = -(-count // per_host), [axis for axis in data["placement"] if data["sizes"][axis] > 1]
-    shown = list(range(hosts)) if hosts <= MOST_HOSTS else [*range(4), *range(hosts - 4, hosts)]
-    width = per_host * CELL + GAP
-    a_line = max(1, (WIDTH - LABEL) // width)
+    half = MOST_HOSTS[width] // 2
+    shown = list(range(hosts)) if hosts <= 2 * half else [*range(half), *range(hosts - half, hosts)]
+    cell = min(CELL, (width - LABEL) / per_host)
+    a_line = max(1, int((width - LABEL) // (per_host * cell + GAP)))
     lines = [shown[k:k + a_line] for k in range(0, len(shown), a_line)]
-    if hosts > MOST_HOSTS:
-        lines = [part[k:k + a_line] for part in (shown[:4], shown[4:]) for k in range(0, 4, a_line)]
+    if hosts > 2 * half:
+        lines = [part[k:k + a_line] for part in (shown[:half], shown[half:]) for k in range(0, half, a_line)]
     parts, y = [], 0.0
     for number, these in enumerate(lines):
         if number and these[0] != lines[number - 1][-1] + 1:
             left_out = these[0] - lines[number - 1][-1] - 1
             parts += [line(LABEL, y + 10, LABEL + 40, y + 10, "rule"),
-                      text(LABEL + 50, y + 14, f"{left_out:,} hosts of {per_host} more, in the same order",
-                           12, kind="soft")]
+                      text(LABEL + 50, y + 14, f"{left_out:,} hosts of {per_host} more" + ", in the same order" * (
+                          width == WIDTH), 12, kind="soft")]
             y += 34
         parts += [text(LABEL - 10, y + 40 + ROW * k + 12, axis, 12, "end") for k, axis in enumerate(order)]
         parts += [text(LABEL - 10, y + 32, "GPU", 11, "end", "soft")]
         for k, host in enumerate(these):
-            parts += _host(data, order, host, per_host, LABEL + k * width, y)
+            parts += _host(data, order, host, cell, (LABEL + k * (per_host * cell + GAP), y))
         y += 42 + ROW * max(1, len(order)) + 20
-    return drawing(y - 8, parts, f"{mesh_words(data)} on {hosts:,} hosts of {per_host}")
+    return drawing(y - 8, parts, f"{mesh_words(data)} on {hosts:,} hosts of {per_host}", width)
 
 
 def mesh_words(data: dict) -> str:
@@ -87,23 +91,25 @@ def mesh_words(data: dict) -> str:
                       if data["sizes"][axis] > 1) or "one device"
 
 
-def _host(data: dict, order: Sequence[str], host: int, per_host: int, x: float, y: float) -> list[str]:
+def _host(data: dict, order: Sequence[str], host: int, cell: float, at: tuple[float, float]) -> list[str]:
+    per_host, (x, y) = min(data["gpus_per_host"], data["num_devices"]), at
     ids = range(host * per_host, min((host + 1) * per_host, data["num_devices"]))
-    parts = [text(x, y + 12, f"host {host:,}", 12), line(x, y + 18, x + CELL * len(ids) - 2, y + 18, "rule")]
-    small = lambda word: 11 if len(word) < 4 else 8.5 if len(word) < 6 else 7
-    if ids[-1] < 10_000:
-        parts += [text(x + CELL * (k + 0.5) - 1, y + 32, i, small(str(i)), "middle", "soft") for k, i in enumerate(ids)]
+    parts = [text(x, y + 12, f"host {host:,}", 12), line(x, y + 18, x + cell * len(ids) - 2, y + 18, "rule")]
+    small = lambda word: min(11, 1.6 * cell / len(word))
+    if len(str(ids[-1])) * 7 <= 1.35 * cell:
+        parts += [text(x + cell * (k + 0.5) - 1, y + 32, i, small(str(i)), "middle", "soft") for k, i in enumerate(ids)]
     else:
-        parts += [text(x + CELL * len(ids) / 2, y + 32, f"{ids[0]:,} … {ids[-1]:,}", 11, "middle", "soft")]
+        parts += [text(x + cell * len(ids) / 2, y + 32, f"{ids[0]:,} … {ids[-1]:,}", 11, "middle", "soft")]
     for row, axis in enumerate(order):
         top, places = y + 40 + ROW * row, [coordinate(data, axis, i) for i in ids]
         start = 0
         for k in range(1, len(places) + 1):
             if k == len(places) or places[k] != places[start]:
-                shade = 0.2 + 0.5 * places[start] / (data["sizes"][axis] - 1)
-                parts += [rect(x + CELL * start, top, CELL * (k - start) - 2, ROW - 3, f"c{AXIS_COLOR[axis]}", shade),
-                          text(x + CELL * (start + k) / 2 - 1, top + 12, places[start],
-                               small(str(places[start])), "middle")]
+                shade, word = 0.2 + 0.5 * places[start] / (data["sizes"][axis] - 1), str(places[start])
+                parts += [rect(x + cell * start, top, cell * (k - start) - 2, ROW - 3, f"c{AXIS_COLOR[axis]}", shade)]
+                if small(word) * (k - start) >= 6.5:
+                    parts += [text(x + cell * (start + k) / 2 - 1, top + 12, word, min(11, small(word) * (k - start)),
+                                   "middle")]
                 start = k
     return parts
 
@@ -127,35 +133,44 @@ class Bar(NamedTuple):
 
 
 def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: Sequence[tuple[float, str]] = (),
-         most: float | None = None, legend: bool = False) -> str:
+         most: float | None = None, legend: bool = False, width: int = WIDTH) -> str:
     """Stacked bars on one scale. show: formats a value. marks: (value, name) of lines across all bars. legend: names
-    the colours below the bars, for a drawing that stands alone."""
-    left, right, height = max(max(110, 7.2 * len(row.label) + 14, 5.8 * len(row.note) + 14)
-                              for row in rows), WIDTH - 92, 30
+    the colours below the bars, for a drawing that stands alone. On a phone a bar's label is above it."""
+    beside = width == WIDTH
+    left, right, height = (max(max(110, 7.2 * len(row.label) + 14, 5.8 * len(row.note) + 14)
+                               for row in rows), WIDTH - 92, 30) if beside else (1, width - 1, 22)
     most = most or max([sum(part[2] for part in row.parts) for row in rows] + [value for value, _ in marks]) or 1.0
     scale = (right - left) / most
-    parts, y = [], 28.0 if marks else 4.0
+    above = (8.0 if beside else 16.0 * len(marks)) + 20 if marks else 4.0
+    parts, y, tops = [], above, []
     for row in rows:
         x, total = left, sum(part[2] for part in row.parts) if row.total is None else row.total
-        parts += [text(left - 12, y + (14 if row.note else 20), row.label, 12.5, "end")]
-        parts += [text(left - 12, y + 28, row.note, 10.5, "end", "soft")] if row.note else []
+        if beside:
+            parts += [text(left - 12, y + (14 if row.note else 20), row.label, 12.5, "end")]
+            parts += [text(left - 12, y + 28, row.note, 10.5, "end", "soft")] if row.note else []
+        else:
+            words = f"{row.label} · {row.note}" if row.note else row.label
+            parts += [text(left, y + 11, words, 12), text(right, y + 11, show(total), 12, "end")]
+            y += 17
+        tops.append(y)
         parts += [rect(left, y, (right - left) if marks else 0, height, "box")] if marks else []
         for color, name, value in row.parts:
-            width = value * scale
-            parts += [rect(x, y, width, height, f"c{color} gap", title=f"{name}: {show(value)}")]
-            if words := [words for words in (f"{name} {show(value)}", name) if width > 6.4 * len(words) + 8]:
-                parts += [text(x + width / 2, y + 19.5, words[0], 11.5, "middle", "on")]
-            x += width
-        parts += [text(right + 8 if marks else x + 8, y + 20, show(total), 12)]
+            long = value * scale
+            parts += [rect(x, y, long, height, f"c{color} gap", title=f"{name}: {show(value)}")]
+            if words := [words for words in (f"{name} {show(value)}", name) if long > 6.4 * len(words) + 8]:
+                parts += [text(x + long / 2, y + height / 2 + 4.5, words[0], 11.5, "middle", "on")]
+            x += long
+        parts += [text(right + 8 if marks else x + 8, y + 20, show(total), 12)] if beside else []
         y += height + 14
     for k, (value, words) in enumerate(marks):
-        x = left + value * scale
-        parts += [line(x, 20, x, y - 10, "edge"),
-                  text(x + (4 if k else -4), 15, words, 11, "start" if k else "end", "soft")]
+        x, top = left + value * scale, 20 if beside else 16 * (k + 1) + 2
+        stretches = [(top, y - 10)] if beside else [(top, above), *((bar, bar + height) for bar in tops)]
+        parts += [*(line(x, begin, x, end, "edge") for begin, end in stretches),
+                  text(x + (4 if k and beside else -4), top - 5, words, 11, "start" if k and beside else "end", "soft")]
     if legend:
         parts += _legend([(color, name) for color, name in sorted({part[:2] for row in rows for part in row.parts})], y)
         y += 20
-    return drawing(y - 4, parts, label)
+    return drawing(y - 4, parts, label, width)
 
 
 def legend(names: Sequence[tuple[int, str]]) -> str:
@@ -176,102 +191,200 @@ def _legend(names: Sequence[tuple[int, str]], y: float, x: float = 74) -> list[s
 
 
 class PlotCurve(NamedTuple):
-    """points: (x, y). dots: points are marked and not joined."""
+    """points: (x, y). dots: points are marked and not joined. names: beside the first dots. pale: a thin, faint line,
+    behind the smoothed one of the same numbers."""
     color: int
     name: str
     points: Sequence[tuple[float, float]]
     dots: bool = False
+    names: Sequence[str] = ()
+    pale: bool = False
 
 
 class PlotAxis(NamedTuple):
-    """name: at its end. show: formats a value. zero: begins at 0. unit: ticks are its round multiples."""
+    """name: at its end. show: formats a value. zero: begins at 0. unit: ticks are its round multiples. log:
+    logarithmic, for positive values only."""
     name: str
     show: Callable[[float], str]
     zero: bool = False
     unit: float = 1.0
+    log: bool = False
 
 
-def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label: str, *,
-           verticals: Sequence[tuple[float, str]] = (), levels: Sequence[tuple[float, str]] = (), height: int = 300,
-           title: Callable[[int, int], str] | None = None) -> str:
-    """Curves in one frame. verticals, levels: (value, name) of lines. title: (curve, point) → its tooltip."""
-    zero, unit = y_axis.zero, y_axis.unit
-    points = [point for row in rows for point in row.points]
-    xs, ys = [x for x, _ in points] + [x for x, _ in verticals], [y for _, y in points] + [y for y, _ in levels]
-    low_x, high_x = min(xs), max(xs)
-    low_y, high_y = 0.0 if zero else min(ys), max(ys)
-    high_x, high_y = high_x if high_x > low_x else low_x + 1, high_y if high_y > low_y else low_y + (abs(low_y) or 1)
-    spare = 0.06 * (high_y - low_y)
-    low_y, high_y = low_y if zero else low_y - spare, high_y + spare
-    left, right, top, bottom = 74, WIDTH - 24, 22, height - 40
-    at_x = lambda x: left + (x - low_x) / (high_x - low_x) * (right - left)
-    at_y = lambda y: bottom - (y - low_y) / (high_y - low_y) * (bottom - top)
-    parts = [text(left, 11, y_axis.name, 11, kind="soft"), text(right, height - 4, x_axis.name, 11, "end", "soft")]
-    for y in (unit * tick for tick in ticks(low_y / unit, high_y / unit)):
-        parts += [line(left, at_y(y), right, at_y(y), "rule"),
-                  text(left - 8, at_y(y) + 4, y_axis.show(y), 11, "end", "soft")]
-    parts += [text(at_x(x), bottom + 18, x_axis.show(x), 11, "middle", "soft") for x in ticks(low_x, high_x)]
-    for value, words in levels:
-        parts += [line(left, at_y(value), right, at_y(value), "edge"),
-                  text(right, at_y(value) - 5, words, 11, "end", "soft")]
-    for value, words in verticals:
-        parts += [line(at_x(value), top, at_x(value), bottom, "mark"),
-                  text(at_x(value) + 4, top + 8, words, 10.5, kind="soft")]
-    for k, row in enumerate(rows):
-        if row.dots:
-            parts += [f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="4.5" class="c{row.color} gap">'
-                      f'{f"<title>{esc(title(k, i))}</title>" if title else ""}</circle>'
-                      for i, (x, y) in enumerate(row.points)]
-        else:
-            path = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in thinned(row.points))
-            parts += [f'<path d="M{path}" class="curve s{row.color}"/>']
-    return drawing(height, parts, label)
+def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label: str, **more) -> str:
+    """The drawing of a `Plot`."""
+    return Plot(rows, x_axis, y_axis, label, **more).drawn()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """Curves in one frame. verticals, levels: (value, name) of lines. height: in units, of the wide layout. title:
+    (curve, point) → its tooltip."""
+    rows: Sequence[PlotCurve]
+    x_axis: PlotAxis
+    y_axis: PlotAxis
+    label: str
+    verticals: Sequence[tuple[float, str]] = ()
+    levels: Sequence[tuple[float, str]] = ()
+    height: int = 300
+    title: Callable[[int, int], str] | None = None
+
+    def drawn(self, width: int = WIDTH) -> str:
+        wide = width == WIDTH
+        height = self.height if wide else min(self.height, 260)
+        x_axis, y_axis = self.x_axis, self.y_axis
+        left = 74 if wide else 14 + 6.4 * max(len(y_axis.show(y)) for y in self._ticks(y_axis, self._y_range(), 6))
+        at_x = Scale(x_axis, self._x_range(), (left, width - (24 if wide else 12)))
+        at_y = Scale(y_axis, self._y_range(), (height - 40, 22))
+        right, top, bottom = at_x.end, at_y.end, at_y.start
+        parts = [text(left if wide else 2, 11, y_axis.name, 11, kind="soft"),
+                 text(right, height - 4, x_axis.name, 11, "end", "soft")]
+        for y in self._ticks(y_axis, self._y_range(), 6):
+            parts += [line(left, at_y(y), right, at_y(y), "rule"),
+                      text(left - 8, at_y(y) + 4, y_axis.show(y), 11, "end", "soft")]
+        parts += [text(at_x(x), bottom + 18, x_axis.show(x), 11, "middle", "soft")
+                  for x in self._ticks(x_axis, self._x_range(), 6 if wide else 3)]
+        for value, words in self.levels:
+            parts += [line(left, at_y(value), right, at_y(value), "edge"),
+                      text(right, at_y(value) - 5, words, 11, "end", "soft")]
+        for value, words in self.verticals:
+            parts += [line(at_x(value), top, at_x(value), bottom, "mark"),
+                      text(at_x(value) + 4, top + 8, words, 10.5, kind="soft")]
+        taken: list[tuple[float, float]] = []
+        for k, row in enumerate(self.rows):
+            if row.dots:
+                said = self.title if wide else None
+                parts += [f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="{4.5 if wide else 3.5}" '
+                          f'class="c{row.color} gap">{f"<title>{esc(said(k, i))}</title>" if said else ""}</circle>'
+                          for i, (x, y) in enumerate(row.points)]
+                parts += [_beside(at_x(x), at_y(y), name, taken) for (x, y), name in zip(row.points, row.names)]
+            elif row.points:
+                path = "L".join(f"{at_x(x):.1f} {at_y(y):.2f}"
+                                for x, y in thinned(row.points, MOST_POINTS if wide else MOST_POINTS // 3))
+                name = "" if row.pale else f' data-name="{esc(row.name)}"'
+                parts += [f'<path d="M{path}" class="curve {"pale " * row.pale}s{row.color}"{name}/>']
+        return drawing(height, parts, self.label, width, _for_hover(at_x, at_y, y_axis))
+
+    def _x_range(self) -> tuple[float, float]:
+        found = [x for row in self.rows for x, _ in row.points] + [x for x, _ in self.verticals]
+        low, high = min(found), max(found)
+        return (low, high) if high > low else (low, low * 2 if self.x_axis.log else low + 1)
+
+    def _y_range(self) -> tuple[float, float]:
+        found = [y for row in self.rows for _, y in row.points] + [y for y, _ in self.levels]
+        low, high = 0.0 if self.y_axis.zero else min(found), max(found)
+        if self.y_axis.log:
+            return low / 1.1, max(high, low * 1.1) * 1.1
+        high = high if high > low else low + (abs(low) or 1)
+        spare = 0.06 * (high - low)
+        return low if self.y_axis.zero else low - spare, high + spare
+
+    @staticmethod
+    def _ticks(axis: PlotAxis, within: tuple[float, float], most: int) -> list[float]:
+        if axis.log:
+            return log_ticks(*within, most)
+        return [axis.unit * tick for tick in ticks(within[0] / axis.unit, within[1] / axis.unit, most)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """From a value to its place in a drawing."""
+    axis: PlotAxis
+    values: tuple[float, float]
+    places: tuple[float, float]
+
+    def __call__(self, value: float) -> float:
+        (low, high), (start, end) = self.values, self.places
+        if self.axis.log:
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        return start + (value - low) / (high - low) * (end - start)
+
+    @property
+    def start(self) -> float:
+        return self.places[0]
+
+    @property
+    def end(self) -> float:
+        return self.places[1]
+
+
+def _for_hover(at_x: Scale, at_y: Scale, y_axis: PlotAxis) -> str:
+    """Attributes from which skin.js finds the values of curves below the pointer."""
+    words = lambda scale: " ".join(f"{value:.9g}" for value in (*scale.values, *scale.places, scale.axis.log))
+    percent = ' data-percent=""' if y_axis.show(1.0).endswith("%") else ""
+    return f' data-x="{words(at_x)}" data-y="{words(at_y)}" data-of="{esc(at_x.axis.name)}"{percent}'
+
+
+def _beside(x: float, y: float, name: str, taken: list[tuple[float, float]]) -> str:
+    """A dot's name, where no other one is. taken: the places of earlier names; gets this one's."""
+    around = [(dx, dy) for far in (1, 2, 3, 4) for dx, dy in ((11, 4), (-11, 4), (0, -8), (0, 16), (9, -5), (-9, -5),
+                                                               (9, 13), (-9, 13)) for dx, dy in [(dx * far, dy * far)]]
+    free = [(x + dx, y + dy) for dx, dy in around
+            if all(abs(x + dx - a) > 15 or abs(y + dy - b) > 10 for a, b in taken)]
+    to_x, to_y = (free or [(x + 11, y + 4)])[0]
+    taken.append((to_x, to_y))
+    far = "" if math.hypot(to_x - x, to_y - 4 - y) < 16 else line(x, y, to_x, to_y - 4, "rule")
+    return far + text(to_x, to_y, name, 11, "middle")
 
 
 MOST_POINTS = 1600
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
     """The minimum and maximum of each stretch of too many points, so that spikes remain."""
-    if len(points) <= MOST_POINTS:
+    if len(points) <= most:
         return list(points)
-    step, kept = 2 * len(points) / MOST_POINTS, []
-    for k in range(MOST_POINTS // 2):
+    step, kept = 2 * len(points) / most, []
+    for k in range(most // 2):
         part = points[int(k * step):max(int((k + 1) * step), int(k * step) + 1)]
         kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
     return kept
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two, about six: 1, 2 or 5 times a power of ten apart."""
-    rough = (high - low) / 6
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers between two, about `most`: 1, 2 or 5 times a power of ten apart."""
+    rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough)
     first = math.ceil(low / step - 1e-9)
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers between two positive ones: powers of ten, with 2 and 5 times them where these are few."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    within = lambda of, every=1: [k * 10.0 ** power for power in powers if power % every == 0 for k in of
+                                  if low <= k * 10.0 ** power <= high]
+    for of in ((1, 2, 5), (1, 3), (1,)):
+        if 2 <= len(found := within(of)) <= most + 1:
+            return found
+    if len(found) > most:
+        return within((1,), -(-len(found) // most))
+    return ticks(low, high, most)
+
+
 # ---- heat ------------------------------------------------------------------------------------------------------------
 
 
-def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[int], label: str) -> str:
+def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[int], label: str,
+         width: int = WIDTH) -> str:
     """A cell for each row and column. Values begin at 1 (pale); the largest, at least 2, is full. columns: their
     numbers."""
-    left, right, most = 74, WIDTH - 24, max([
+    left, right, most = 74, width - (24 if width == WIDTH else 8), max([
         2.0, *(value for _, values in rows for value in values if value is not None)])
-    tall, width = max(4.0, min(18.0, 480 / len(rows))), (right - left) / len(columns)
+    tall, wide = max(4.0, min(18.0, 480 / len(rows))), (right - left) / len(columns)
     every, parts = math.ceil(11 / tall), []
     for k, (name, values) in enumerate(rows):
         parts += [text(left - 8, 4 + tall * (k + 0.5) + 4, name, 11, "end", "soft")] if k % every == 0 else []
-        parts += [rect(left + width * i, 4 + tall * k, width - 1, tall - 1, "c1",
+        parts += [rect(left + wide * i, 4 + tall * k, wide - min(1, wide / 4), tall - 1, "c1",
                        0.06 + 0.93 * (value - 1) / (most - 1),
-                       f"{name}, step {columns[i]:,}: {value:.2f}")
+                       f"{name}, step {columns[i]:,}: {value:.2f}" if width == WIDTH else "")
                        for i, value in enumerate(values) if value is not None]
     bottom = 4 + tall * len(rows)
-    marked = sorted({0, len(columns) - 1, *range(0, len(columns), max(1, len(columns) // 6))})
+    marked = sorted({0, len(columns) - 1, *range(0, len(columns), max(1, len(columns) // (width // 120)))})
     marked = [i for i in marked if i in (0, len(columns) - 1) or len(columns) - 1 - i >= len(columns) / 8]
-    parts += [text(left + width * (i + 0.5), bottom + 16, f"{columns[i]:,}", 11, "middle", "soft") for i in marked]
-    return drawing(bottom + 34, [*parts, text(right, bottom + 31, "step", 11, "end", "soft")], label)
+    parts += [text(left + wide * (i + 0.5), bottom + 16, f"{columns[i]:,}", 11, "middle", "soft") for i in marked]
+    return drawing(bottom + 34, [*parts, text(right, bottom + 31, "step", 11, "end", "soft")], label, width)
 
 
 # ---- a schedule ------------------------------------------------------------------------------------------------------
@@ -286,12 +399,13 @@ def kinds(data: dict) -> dict[str, tuple[int, str]]:
     return found if data["split"] or "B" not in found else found | {"B": (found["B"][0], "both gradients")}
 
 
-def schedule(data: dict, heading: str = "") -> str:
+def schedule(data: dict, heading: str = "", width: int = WIDTH) -> str:
     """A row for each stage over model time; later chunks are lighter. data: of `inspection.chart.as_json`. heading: of
     a standalone drawing, which also has a legend."""
-    left, tall = 74, 22 if data["num_stages"] <= 16 else 13
+    left, named, tall = (74, "stage ", 22 if data["num_stages"] <= 16 else 13) if width == WIDTH else (
+        36, "", 18 if data["num_stages"] <= 16 else 13)
     longest = max(part["end"] - part["begin"] for part in data["lines"])
-    scale, y = (WIDTH - left - 20) / longest, 24.0 if heading else 4.0
+    scale, y = (width - left - 20) / longest, 24.0 if heading else 4.0
     parts = [text(4, 13, heading, 11)] if heading else []
     for part in data["lines"]:
         if part["heading"]:
@@ -299,14 +413,14 @@ def schedule(data: dict, heading: str = "") -> str:
             y += 17
         start, stop = part["begin"], part["end"]
         for s in range(data["num_stages"]):
-            parts += [text(left - 10, y + tall * s + tall / 2 + 3, f"stage {s}", 11, "end", "soft"),
+            parts += [text(left - 10, y + tall * s + tall / 2 + 3, f"{named}{s}", 11, "end", "soft"),
                       rect(left, y + tall * s, (stop - start) * scale, tall - 2, "box")]
         for s, kind, microbatch, chunk, begin, end in part["ops"]:
-            x, width = left + (max(begin, start) - start) * scale, (min(end, stop) - max(begin, start)) * scale
+            x, long = left + (max(begin, start) - start) * scale, (min(end, stop) - max(begin, start)) * scale
             shade = 1 - 0.45 * chunk / max(1, data["num_chunks"] - 1)
-            parts += [rect(x, y + tall * s, width, tall - 2, f"c{KINDS[kind][0]} gap", shade)]
-            if microbatch >= 0 and width > 6 * len(str(microbatch)) + 2 and begin >= start and end <= stop + 1e-6:
-                parts += [text(x + width / 2, y + tall * s + tall / 2 + 3, microbatch, min(10.5, tall - 4), "middle",
+            parts += [rect(x, y + tall * s, long, tall - 2, f"c{KINDS[kind][0]} gap", shade)]
+            if microbatch >= 0 and long > 6 * len(str(microbatch)) + 2 and begin >= start and end <= stop + 1e-6:
+                parts += [text(x + long / 2, y + tall * s + tall / 2 + 3, microbatch, min(10.5, tall - 4), "middle",
                                "on" if shade > 0.8 else "")]
         middle = y + tall * data["num_stages"] / 2 + 4
         parts += [text(left - 4, middle, "…", 14, "end")] if part["more_before"] and not part["heading"] else []
@@ -316,4 +430,5 @@ def schedule(data: dict, heading: str = "") -> str:
         lighter = " (later chunks lighter)" if data["num_chunks"] > 1 else ""
         parts += _legend([(color, name + lighter * (kind == "F")) for kind, (color, name) in kinds(data).items()], y)
         y += 20
-    return drawing(y, parts, f"{data['name']}: {data['num_stages']} stages, {data['num_microbatches']} microbatches")
+    return drawing(y, parts, f"{data['name']}: {data['num_stages']} stages, {data['num_microbatches']} microbatches",
+                   width)

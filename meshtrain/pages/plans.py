@@ -1,21 +1,23 @@
 """The page of `plan --html`: the ranked plans, from the dict that `--json` prints."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from meshtrain.names import AXES
 from meshtrain.pages import layout, pictures, skin
-from meshtrain.pages.pictures import Bar, PlotAxis, PlotCurve
+from meshtrain.pages.pictures import Bar, Plot, PlotAxis, PlotCurve
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_bytes, of_count, of_seconds, of_share
 from meshtrain.units import many, seconds, size
 
 STACKED = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
-COLUMNS = (Column("mesh", "some"), Column("rules", "some"), Column("schedule"),
+COLUMNS = (Column("mesh", "keep"), Column("rules", "keep"), Column("schedule", "keep"),
            Column("micro\N{SOFT HYPHEN}batches", "n"),     # the widest heading over the narrowest numbers
            Column("remat"), Column("memory", "n"), Column("step", "n"), Column("tokens/s a GPU", "n"))
 LENGTH = {"days": ("days", "{:,.1f}".format), "gpu_hours": ("GPU hours", "{:,.0f}".format),
           "tokens_for_budget": ("tokens for it", "{:,.0f}".format)}
-DRAWN = 10          # plans with a memory bar
+DRAWN = 10          # plans with a memory bar, and with a number in the drawing of the best
+NEAR, FAR = 1.1, 4.0    # step times relative to the first plan's: of the drawing of the best plans, and of all of them
 
 
 def page(data: dict) -> str:
@@ -29,16 +31,51 @@ def page(data: dict) -> str:
         PageSection("misses", "What does not fit", misses(data)),
         PageSection("compiled", "Formula beside compiled", compiled(data))]
     assumed = PageSection("numbers", "What the numbers are", skin.bullets(data["caveats"]) + _assumed(data))
-    return skin.document("which layout", data["name"], lead(data), skin.tiles(tiles(data)) if data["first"] else "",
-                         [*found, assumed], data)
+    top = skin.tiles(tiles(data)) if data["first"] else ""
+    head = skin.Head("which layout", data["name"], verdict(data), lead(data), top)
+    return skin.document(head, [*found, assumed], data)
+
+
+def verdict(data: dict) -> str:
+    plans, several = data["plans"], isinstance(data["gpus"], list)
+    if several and plans:
+        one, last = plans[0], plans[-1]
+        if one is last:
+            return f"Only on {one['gpus']:,} GPUs a layout fits: {_mesh(one)} with {_rules(one)}."
+        kept = last["tokens_per_s_per_gpu"] / one["tokens_per_s_per_gpu"]
+        return (f"From {one['gpus']:,} to {last['gpus']:,} GPUs a GPU keeps {kept:.0%} of its speed, each time with "
+                f"the best layout.")
+    if several or not data["first"]:
+        return "No layout fits."
+    best, equal = plans[0], _equal(data)
+    said = (f"{_mesh(best)} with {_rules(best)}: {seconds(best['step_time_s'])} a step, MFU {best['mfu']:.1%}, "
+            f"{size(best['memory_bytes']['total'])} of the {size(data['usable_bytes'])} that a GPU has to use.")
+    if len(equal) < 2:
+        return said
+    simplest = _simplest(equal)
+    which = "this is the simplest of them" if simplest is best else (
+        f"the simplest of them is number {plans.index(simplest) + 1}, {_mesh(simplest)} with {_rules(simplest)}")
+    return (f"{said} The first {len(equal)} plans are equal within the formulas' error of {data['median_error']:.0%}; "
+            f"{which}.")
+
+
+def _equal(data: dict) -> list[dict]:
+    """The plans of the table that are as fast as the first within the error of the formulas."""
+    plans = _fitting(data)
+    return [plan for plan in plans if plan["step_time_s"] <= (1 + data["median_error"]) * plans[0]["step_time_s"]]
+
+
+def _simplest(plans: Sequence[dict]) -> dict:
+    """The one with the fewest mesh axes, without stages, with memory to spare; of several such the fastest."""
+    return min(plans, key=lambda plan: (sum(n > 1 for n in plan["mesh"].values()), plan["mesh"]["stage"] > 1,
+                                        bool(plan["reason"])))
 
 
 def lead(data: dict) -> str:
     gpus = ", ".join(f"{count:,}" for count in (data["gpus"] if isinstance(data["gpus"], list) else [data["gpus"]]))
-    best = f" First of them: {_mesh(data['plans'][0])}, {_rules(data['plans'][0])}." if data["first"] else ""
     return (f"{many(data['num_params'])} parameters, {data['global_batch']:,} × {data['seq_len']:,} tokens a step on "
             f"{gpus} × {data['gpu']}, {size(data['usable_bytes'])} usable on each; {data['tried']:,} layouts "
-            f"tried.{best}")
+            f"tried.")
 
 
 def tiles(data: dict) -> list[Tile]:
@@ -80,7 +117,8 @@ def first(data: dict) -> str:
     step_s = data["plans"][0]["step_time_s"]
     spent = {name: spent_s for name, spent_s in found["time_s"].items() if spent_s > layout.LEAST_SHARE * step_s}
     shares = [(k % pictures.COLORS, name, spent_s) for k, (name, spent_s) in enumerate(spent.items())]
-    drawing = pictures.bars([Bar("a step", shares, total=step_s)], seconds, "what the step consists of")
+    drawing = functools.partial(pictures.bars, [Bar("a step", shares, total=step_s)], seconds,
+                                "what the step consists of")
     key = skin.key((color, name, f"{spent_s / step_s:.1%}") for color, name, spent_s in shares)
     stands, *why = found["standing"].split("\n  - ")
     sentences = [*found["sentences"], stands] if stands else found["sentences"]
@@ -94,7 +132,12 @@ def ranked(data: dict) -> str:
     rows = [(of_count(k), *_cells(plan), of_share(plan["mfu"]), of_share(plan["bubble"]), *_length(plan))
             for k, plan in enumerate(plans, 1)]
     unsure = sorted({plan["reason"] for plan in plans} - {""})
-    return skin.table(columns, rows, "ranked", search="axis, rule file, schedule …", marks=["first"]) + "".join(
+    equal, groups = len(_equal(data)), {}
+    if equal > 1:
+        groups[0] = f"equal within the formulas' error of {data['median_error']:.0%}: take the simplest"
+        groups |= {equal: "slower"} if equal < len(plans) else {}
+    return skin.table(columns, rows, "ranked", search="axis, rule file, schedule …", marks=["first"],
+                      groups=groups) + "".join(
         skin.paragraph(f"* {reason}.", "small") for reason in unsure)
 
 
@@ -117,38 +160,49 @@ def _length(plan: dict) -> list[Cell]:
 def trade(data: dict) -> str:
     if not _fitting(data):
         return ""
-    rows, drawn = _points(data)
+    rows, drawn = _points(data, FAR)
+    near = _points(data, NEAR)[1]
     left_out = sum(len(row.points) for row in rows) - sum(len(row.points) for row in drawn)
     caption = "Each point is the best plan of a mesh and a rule file; left and low is better." + (
         f" {left_out} plans that take more than four times as long as the best are left out." if left_out else "")
-    return skin.figure(trade_drawing(data), caption, skin.key((row.color, row.name, str(len(row.points)))
-                                                              for row in drawn if row.points))
+    key = skin.key((row.color, row.name, str(len(row.points))) for row in drawn if row.points)
+    zoomed = ""
+    if sum(len(row.points) for row in near) < sum(len(row.points) for row in drawn):
+        numbered = min(DRAWN, len(_fitting(data)))
+        zoomed = skin.figure(functools.partial(trade_drawing, data, near=True),
+                             f"The plans that take at most {NEAR - 1:.0%} longer than the first; the {numbered} best "
+                             f"have their numbers.")
+    return zoomed + skin.figure(functools.partial(trade_drawing, data), caption, key)
 
 
-def _points(data: dict) -> tuple[list[PlotCurve], list[PlotCurve]]:
-    """(all plans as points, those not much slower than the best: others would compress the scale)."""
+def _points(data: dict, most: float) -> tuple[list[PlotCurve], list[PlotCurve]]:
+    """(all plans as points, those that take at most `most` times as long as the first: others would compress the
+    scale)."""
     plans, missed = _fitting(data), [plan for plan in data["plans"] if not plan["fits"]]
     point = lambda plan: (plan["step_time_s"], plan["memory_bytes"]["total"])
     others = [(plan["step_time_s"], plan["memory_bytes"]) for plan in data["others"]]
     rows = [PlotCurve(7, "other plans that fit", others, dots=True),
             PlotCurve(4, "plans that do not fit", [point(plan) for plan in missed], dots=True),
             PlotCurve(0, "plans that fit, best in the table", [point(plan) for plan in plans], dots=True)]
-    most = 4 * plans[0]["step_time_s"]
+    most *= plans[0]["step_time_s"]
     return rows, [row._replace(points=[place for place in row.points if place[0] <= most]) for row in rows]
 
 
-def trade_drawing(data: dict, legend: bool = False) -> str:
-    """data: with a plan that fits. legend: for a drawing that stands alone."""
-    rows, drawn = _points(data)
+def trade_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH, *, near: bool = False) -> str:
+    """data: with a plan that fits. legend: for a drawing that stands alone. near: the best plans alone, with their
+    numbers, on a scale of their own."""
+    rows, drawn = _points(data, NEAR if near else FAR)
     known = [data["others"], [plan for plan in data["plans"] if not plan["fits"]], _fitting(data)]
     said = [{place: f"{_mesh(plan)}, {_rules(plan)}" for place, plan in zip(row.points, of)}
             for row, of in zip(rows, known)]
-    picture = pictures.curves(drawn, PlotAxis("step", "{:g} s".format),
-                              PlotAxis("memory of a GPU", size, zero=True, unit=2**30), "memory against step time",
-                              height=380, levels=[(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")],
-                              title=lambda k, i: said[k][drawn[k].points[i]])
+    if near:
+        drawn[-1] = drawn[-1]._replace(names=[str(k) for k in range(1, min(DRAWN, len(drawn[-1].points)) + 1)])
+    steps = PlotAxis("step" if near else "step (logarithmic)", "{:.4g} s".format, log=not near)
+    plot = Plot(drawn, steps, PlotAxis("memory of a GPU", size, zero=not near, unit=2**30), "memory against step time",
+                height=380, levels=[(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")],
+                title=lambda k, i: said[k][drawn[k].points[i]])
     names = [(row.color, row.name) for row in drawn if row.points]
-    return pictures.below([picture, pictures.legend(names)]) if legend else picture
+    return pictures.below([plot.drawn(), pictures.legend(names)]) if legend else plot.drawn(width)
 
 
 def memory(data: dict) -> str:
@@ -156,11 +210,11 @@ def memory(data: dict) -> str:
     if not plans:
         return ""
     parts = lambda plan: [(color, STACKED[part], plan["memory_bytes"][part]) for color, part in enumerate(STACKED)]
-    drawing = pictures.bars([Bar(f"{k}", parts(plan)) for k, plan in enumerate(plans, 1)],
-                            size, "memory of the best plans",
-                            [(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")])
+    drawing = functools.partial(pictures.bars, [Bar(f"{k}", parts(plan)) for k, plan in enumerate(plans, 1)], size,
+                                "memory of the best plans",
+                                [(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")])
     columns = [Column("", "n"), *(Column(name, "n") for name in STACKED.values()), Column("in all", "n"),
-               Column("sent by a GPU, by mesh axes")]
+               Column("sent by a GPU, by mesh axes", "long")]
     sent = lambda plan: ", ".join(f"{axes} {size(count)}" for axes, count in sorted(plan["traffic_bytes"].items())
                                   if count >= 2**20) or "–"
     rows = [(of_count(k), *(of_bytes(plan["memory_bytes"][part]) for part in (*STACKED, "total")), sent(plan))
@@ -170,8 +224,8 @@ def memory(data: dict) -> str:
 
 
 def misses(data: dict) -> str:
-    columns = [Column("mesh", "some"), Column("rules", "some"), Column("memory", "n"),
-               Column("step", "n"), Column("why")]
+    columns = [Column("mesh", "keep"), Column("rules", "keep"), Column("memory", "n"),
+               Column("step", "n"), Column("why", "long")]
     rows = [(_mesh(plan), _rules(plan), of_bytes(plan["memory_bytes"]["total"]), of_seconds(plan["step_time_s"]),
              plan["reason"]) for plan in data["plans"] if not plan["fits"]]
     return skin.table(columns, rows, "near-misses")
@@ -199,14 +253,14 @@ def scaling(data: dict) -> str:
     none = [f"{count:,}" for count in data["gpus"] if count not in {plan["gpus"] for plan in plans}]
     note = skin.paragraph(f"On {', '.join(none)} GPUs nothing fits.", "warn") if none else ""
     curve = PlotCurve(0, "kept", [(plan["gpus"], kept) for plan, kept in zip(plans, speed)])
-    drawn = skin.figure(pictures.curves(
+    drawn = skin.figure(Plot(
         [curve, curve._replace(dots=True)], PlotAxis("GPUs", "{:,.0f}".format),
         PlotAxis("of a GPU's tokens/s on the first of them, kept", "{:.0%}".format, zero=True), "how speed scales",
-        height=260),
+        height=260).drawn,
         "With the same batch a step.") if len(plans) > 1 else ""
     return drawn + note + skin.table(columns, rows, "best")
 
 
 def _assumed(data: dict) -> str:
-    assumed = ", ".join(f"{name} {value:g}" for name, value in data["assumed"].items())
-    return skin.paragraph(f"Attention by {data['attention']}. All that is assumed: {assumed}.", "small")
+    return skin.paragraph(f"Attention by {data['attention']}.", "small") + skin.assumptions(
+        data["assumed"], data["reasons"])

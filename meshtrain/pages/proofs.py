@@ -1,6 +1,7 @@
 """The page of `prove --html`: each layout beside one device, from the dict that `--json` prints."""
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number
 from meshtrain.units import duration
 
 LEAST = 1e-8            # a relative difference that float32 cannot have, the palest of the picture
-LABEL, ROW, HEAD = 54, 16, 18
+LABEL, ROW, HEAD, NAME = 54, 16, 18, 15
 SHOWN = (
     "Each layout's compiled training step is run for three steps from the same weights and batches as that of one "
     "device: loss, gradient norm, the gradient of every parameter as the optimizer's state has it, and three losses.",
@@ -26,13 +27,27 @@ def page(data: dict) -> str:
                 PageSection("leaves", "Each layout's gradients, parameter by parameter", heat(data)),
                 PageSection("cells", "The layouts", table(data)),
                 PageSection("shown", "What this shows, and what not", skin.bullets([*SHOWN, *data["notes"]]))]
-    return skin.document("the same on every layout?", data["name"], lead(data), skin.tiles(tiles(data)), sections, data)
+    head = skin.Head("the same on every layout?", data["name"], verdict(data), lead(data), skin.tiles(tiles(data)))
+    return skin.document(head, sections, data)
+
+
+def verdict(data: dict) -> str:
+    cells, wrong = len(data["cells"]), sum(cell["differs"] for cell in data["cells"])
+    findings = f"{len(data['findings'])} finding{'s' * (len(data['findings']) > 1)} beside" if data["findings"] else ""
+    if not cells:
+        return "No layout was compared" + (f"; {findings}." if findings else ".")
+    several = "layout" if cells == 1 else "layouts"
+    if wrong:
+        said = (f"No: {wrong} of {cells} {several} {'computes' if wrong == 1 else 'compute'} something else than one "
+                f"device")
+        return said + (f", and {findings}." if findings else ".")
+    said = ("Yes: the one layout computes what one device computes" if cells == 1 else
+            f"Yes: all {cells} layouts compute what one device computes")
+    return said + (f"; but {findings}." if findings else ".")
 
 
 def lead(data: dict) -> str:
-    wrong = sum(cell["differs"] for cell in data["cells"])
-    said = f"{len(data['cells']) - wrong} of {len(data['cells'])} layouts compute what one device computes"
-    return f"{said}, findings: {len(data['findings'])}. On {data['devices']} devices, in {duration(data['seconds'])}."
+    return f"{data['devices']} devices, float32, {duration(data['seconds'])}."
 
 
 def worst(cell: dict) -> tuple[str, float | None]:
@@ -60,7 +75,7 @@ def differing(data: dict) -> str:
 
 def table(data: dict) -> str:
     show = "{:.1e}".format
-    columns = [Column("", "n"), Column("layout", "some"), Column("loss", "n"), Column("gradient norm", "n"),
+    columns = [Column("", "n"), Column("layout", "long"), Column("loss", "n"), Column("gradient norm", "n"),
                Column("worst gradient of", "some"), Column("differs by", "n"), Column("three losses", "n"),
                Column("s", "n"), Column("")]
     rows: list[Sequence[Cell | str]] = []
@@ -75,30 +90,69 @@ def table(data: dict) -> str:
 
 
 def heat(data: dict) -> str:
-    drawing = heat_drawing(data)
     key = skin.key([(0, "tolerated", f"up to {data['tolerance']['state']:.0e}"), (4, "differs", "beyond")])
-    return drawing and skin.figure(drawing, "Largest difference over the gradient's largest element. Hover for layout "
-                                            "and parameter.", key)
+    caption = ("Largest difference over the gradient's largest element, darker where it is larger. Layouts have the "
+               "numbers of the table below.")
+    return skin.figure(functools.partial(heat_drawing, data), caption, key) if _names(data) else ""
 
 
-def heat_drawing(data: dict) -> str:
-    """A row for each layout, a column for each parameter; darker: a larger difference. Empty without a gradient."""
-    names = list(dict.fromkeys(name for cell in data["cells"] for name in cell["leaves"]))
+def _names(data: dict) -> list[str]:
+    """Of parameters with a gradient. What is of no parameter (a step count of the optimizer) is left out if it is equal
+    everywhere."""
+    found: dict[str, float] = {}
+    for cell in data["cells"]:
+        for name, off in cell["leaves"].items():
+            found[name] = max(found.get(name, 0.0), math.inf if off is None else off)
+    return [name for name, off in found.items() if off or not name.startswith("[")]
+
+
+def heat_drawing(data: dict, width: int = skin.WIDTH) -> str:
+    """A row for each layout, a column for each parameter; on a phone the other way round. Darker: a larger difference.
+    Empty without a gradient."""
+    names, cells = _names(data), data["cells"]
     if not names:
         return ""
-    width, most = (pictures.WIDTH - LABEL) / len(names), data["tolerance"]["state"]
-    parts = []
-    for row, cell in enumerate(data["cells"]):
-        y = HEAD + row * ROW
-        parts.append(pictures.text(LABEL - 8, y + 12, row + 1, 11, "end", "soft"))
+    turned, longest = width < skin.WIDTH, max(map(len, names))
+    if turned:
+        left, head = min(width / 2, 5.6 * longest + 10), HEAD
+        wide, tall = (width - left) / len(cells), NAME
+    else:
+        wide, tall = min(40.0, (width - LABEL - 4.2 * longest) / len(names)), ROW
+        left, head = LABEL, 4.2 * longest + 14
+    parts = _labels(names, [str(k) for k in range(1, len(cells) + 1)], turned, (left, head, wide, tall))
+    for row, cell in enumerate(cells):
         for column, name in enumerate(names):
             if name not in cell["leaves"]:
                 continue
-            off = cell["leaves"][name]
-            wrong = off is None or off > most
-            share = 1.0 if wrong else math.log(max(off, LEAST) / LEAST) / math.log(most / LEAST)
-            said = "not finite" if off is None else f"{off:.1e}"
-            parts.append(pictures.rect(LABEL + column * width, y, width - 1, ROW - 1, "c4" if wrong else "c0",
-                                       0.08 + 0.8 * share, f"{cell['title']} · {name}: {said}"))
-    parts.append(pictures.text(LABEL, 11, f"{names[0]} … {names[-1]}", 11, kind="soft"))
-    return pictures.drawing(HEAD + len(data["cells"]) * ROW + 4, parts, "differences of gradients by layout")
+            x, y = (row, column) if turned else (column, row)
+            shade, kind, said = _shade(cell["leaves"][name], data["tolerance"]["state"])
+            parts.append(pictures.rect(left + x * wide, head + y * tall, wide - min(1, wide / 4), tall - 1, kind, shade,
+                                       "" if turned else f"{cell['title']} · {name}: {said}"))
+    return pictures.drawing(head + (len(names) if turned else len(cells)) * tall + 4, parts,
+                            "differences of gradients by layout", width)
+
+
+def _shade(off: float | None, most: float) -> tuple[float, str, str]:
+    """(opacity, class, words) of a difference; None: not finite."""
+    if off is None or off > most:
+        return 0.88, "c4", "not finite" if off is None else f"{off:.1e}"
+    return 0.08 + 0.8 * math.log(max(off, LEAST) / LEAST) / math.log(most / LEAST), "c0", f"{off:.1e}"
+
+
+def _labels(names: Sequence[str], numbers: Sequence[str], turned: bool,
+            at: tuple[float, float, float, float]) -> list[str]:
+    """Names of columns and rows, as many as there is room for. at: left, top, width and height of a cell."""
+    left, head, wide, tall = at
+    some = lambda words, room: [(k, word) for k, word in enumerate(words) if k % max(1, math.ceil(room)) == 0]
+    if turned:
+        most = int((left - 8) / 5.6)
+        cut = [name if len(name) <= most else f"…{name[1 - most:]}" for name in names]
+        return [*(pictures.text(left - 8, head + k * tall + 11, name, 10.5, "end", "soft")
+                  for k, name in enumerate(cut)),
+                *(pictures.text(left + (k + 0.5) * wide, 11, word, 11, "middle", "soft")
+                  for k, word in some(numbers, 20 / wide))]
+    up = lambda x, word: (f'<text transform="translate({x:.1f} {head - 6:.1f}) rotate(-45)" font-size="11" '
+                          f'class="soft">{skin.esc(word)}</text>')
+    return [*(up(left + (k + 0.6) * wide, name) for k, name in some(names, 13 / wide)),
+            *(pictures.text(left - 8, head + k * tall + 12, word, 11, "end", "soft")
+              for k, word in enumerate(numbers))]

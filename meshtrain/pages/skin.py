@@ -1,26 +1,35 @@
 """The template of every page: one HTML file that needs no server, no network and no script to be read.
 
 All numbers come from the command's JSON dict, which the page embeds. Text of run files, paths or programs is always
-escaped with `esc`. Scripts only sort and search tables.
+escaped with `esc`. Scripts only sort and search tables, and show values below the pointer.
 """
 from __future__ import annotations
 
 import functools
 import html
+import importlib.metadata
 import json
-from collections.abc import Callable, Iterable, Sequence
+import os
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+import meshtrain
 from meshtrain import files
 from meshtrain.units import seconds, size
 
 ON_PAPER = 25       # as skin.css has it
 HERE = Path(__file__).parent
+WIDTH, PHONE = 960, 360     # units of a drawing, and of its second layout, where text of the first would be too small
 # Nothing is loaded, whatever the page's text contains.
 POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
           "form-action 'none'; base-uri 'none'")
-FOOT = ("Written by meshtrain. One file: it loads nothing and sends nothing. The JSON that its numbers come from "
+FOOT = ("One file: it loads nothing and sends nothing. The JSON that its numbers come from "
         "stands in it, in the element with the id data.")
 
 
@@ -31,9 +40,11 @@ class PageSection(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """text: as shown. exact: the JSON's number, for sorting and hovering; None: not a number."""
+    """text: as shown. exact: the JSON's number, for sorting and hovering; None: not a number. title: shown on hovering
+    in its place."""
     text: str
     exact: float | int | None = None
+    title: str = ""
 
 
 class Tile(NamedTuple):
@@ -45,7 +56,8 @@ class Tile(NamedTuple):
 
 
 class Column(NamedTuple):
-    """kind: "" text, "n" numbers, "code", "keep" text without line breaks, "some" text that is broken late."""
+    """kind: "" words, "n" numbers, "some" text of a few words, "long" sentences, "code" paths, "keep" text without line
+    breaks."""
     heading: str
     kind: str = ""
 
@@ -62,8 +74,18 @@ def esc(value) -> str:
     return html.escape(str(value), quote=True)
 
 
-def document(kind: str, title: str, lead: str, top: str, sections: Sequence[PageSection], data: dict) -> str:
-    """A page. kind, title, lead: text. top: HTML below the title. data: the embedded JSON."""
+class Head(NamedTuple):
+    """What stands above a page's sections. kind: of the page, above its title. verdict: the answer in one sentence.
+    lead: what it is about. top: HTML below."""
+    kind: str
+    title: str
+    verdict: str
+    lead: str
+    top: str
+
+
+def document(head: Head, sections: Sequence[PageSection], data: dict) -> str:
+    """A page; sections without a body are left out. data: the embedded JSON."""
     sections = [section for section in sections if section.body]
     links = "".join(f'<a href="#{esc(s.name)}">{esc(s.heading)}</a>' for s in sections)
     bodies = "\n".join(f'<section id="{esc(s.name)}">\n<h2>{esc(s.heading)}</h2>\n{s.body}\n</section>'
@@ -78,7 +100,7 @@ def document(kind: str, title: str, lead: str, top: str, sections: Sequence[Page
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="generator" content="meshtrain">
-<title>{esc(title)} · {esc(kind)}</title>
+<title>{esc(head.title)} · {esc(head.kind)}</title>
 <link rel="icon" href="data:,">
 <style>
 {_held("drawing.css")}{_held("skin.css")}</style>
@@ -86,22 +108,48 @@ def document(kind: str, title: str, lead: str, top: str, sections: Sequence[Page
 </head>
 <body>
 <header>
-<p class="kind">{esc(kind)}</p>
-<h1>{esc(title)}</h1>
-<p class="lead">{esc(lead)}</p>
-{top}
+<p class="kind">{esc(head.kind)}</p>
+<h1>{esc(head.title)}</h1>
+<p class="verdict">{esc(head.verdict)}</p>
+<p class="lead">{esc(head.lead)}</p>
+{head.top}
 <nav aria-label="sections">{links}</nav>
 </header>
 <main>
 {bodies}
 </main>
-<footer><p>{esc(FOOT)}</p></footer>
+<footer><p>{esc(made_with())}</p><p>{esc(FOOT)}</p></footer>
 <script type="application/json" id="data">{embedded}</script>
 <script>
 {_held("skin.js")}</script>
 </body>
 </html>
 """
+
+
+def made_with() -> str:
+    """When, where and with which versions a page is written."""
+    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    commit = f" (commit {found})" if (found := _commit()) else ""
+    return (f"Written {now} by meshtrain {meshtrain.__version__}{commit}, jax {importlib.metadata.version('jax')}, "
+            f"Python {platform.python_version()}, on {socket.gethostname()}: {platform.system()} {platform.machine()}, "
+            f"{os.cpu_count()} CPUs.")
+
+
+@functools.cache
+def _commit() -> str:
+    """Of the checkout that the program runs from, with a + where it has changes; "" outside of one."""
+    git = ["git", "-C", str(HERE), "--no-optional-locks"]
+    try:
+        inside, *_ = _lines([*git, "ls-files", "--error-unmatch", __file__])
+        commit, *_ = _lines([*git, "rev-parse", "--short", "HEAD"])
+        return commit + "+" * bool(inside and _lines([*git, "status", "--porcelain", "-uno", "--", str(HERE.parent)]))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""
+
+
+def _lines(command: Sequence[str]) -> list[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.splitlines()
 
 
 def alone(drawing: str) -> str:
@@ -129,10 +177,24 @@ def bullets(texts: Iterable[str], kind: str = "") -> str:
     return f"<ul{_class(kind)}>{items}</ul>" if items else ""
 
 
-def figure(drawing: str, caption: str = "", key: str = "") -> str:
-    """drawing, key: HTML. caption: text."""
+def figure(draw: Callable[..., str], caption: str = "", key: str = "") -> str:
+    """draw: gives the drawing of a width, as HTML. key: HTML. caption: text."""
     figcaption = f"<figcaption>{esc(caption)}</figcaption>" if caption else ""
-    return f'<figure><div class="wide">{drawing}</div>{key}{figcaption}</figure>'
+    return (f'<figure><div class="wide">{draw(width=WIDTH)}</div><div class="phone">{draw(width=PHONE)}</div>'
+            f"{key}{figcaption}</figure>")
+
+
+def folded(summary: str, body: str) -> str:
+    """Opened by a click. summary: text. body: HTML; "" gives nothing."""
+    return f"<details><summary>{esc(summary)}</summary>{body}</details>" if body else ""
+
+
+def assumptions(assumed: Mapping[str, float], reasons: Mapping[str, str]) -> str:
+    """A folded table. reasons: by name; of a JSON of another version perhaps not all."""
+    columns = [Column("assumed", "keep"), Column("value", "n"), Column("why", "long")]
+    rows = [(name, number("{:g}".format, value), reasons.get(name, "")) for name, value in assumed.items()]
+    return folded(f"The {len(rows)} numbers that are assumed, each with its reason (--assume NAME=VALUE sets another)",
+                  table(columns, rows, "assumed"))
 
 
 def key(rows: Iterable[tuple[int, str, str]]) -> str:
@@ -143,14 +205,18 @@ def key(rows: Iterable[tuple[int, str, str]]) -> str:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name: str, *, search: str = "",
-          total: Sequence[Cell | str] = (), marks: Sequence[str] = (), brief: bool = False) -> str:
+          total: Sequence[Cell | str] = (), marks: Sequence[str] = (), brief: bool = False,
+          groups: Mapping[int, str] = MappingProxyType({})) -> str:
     """A sortable table. name: its id. search: label of the filter field; "" for none. marks: a class per row. brief:
-    print only the first ON_PAPER rows."""
+    print only the first ON_PAPER rows. groups: headings above rows, by the row's number; sorting drops them."""
     if not rows:
         return ""
     marks = [*marks, *[""] * (len(rows) - len(marks))]
     heads = "".join(f'<th scope="col"{_class(column.kind)}>{esc(column.heading)}</th>' for column in columns)
-    body = "\n".join(f"<tr{_class(mark)}>{_row(columns, row)}</tr>" for row, mark in zip(rows, marks))
+    heading = lambda k: (f'<tr class="group"><td colspan="{len(columns)}">{esc(groups[k])}</td></tr>\n'
+                         if k in groups else "")
+    body = "\n".join(f"{heading(k)}<tr{_class(mark)}>{_row(columns, row)}</tr>"
+                     for k, (row, mark) in enumerate(zip(rows, marks)))
     foot = f"<tfoot><tr>{_row(columns, total)}</tr></tfoot>" if total else ""
     field = (f'<div class="search"><input type="search" data-table="{name}" placeholder="{esc(search)}" '
              f'aria-label="{esc(search)}" autocomplete="off" spellcheck="false"><output>{len(rows)}</output></div>')
@@ -164,7 +230,8 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name:
 
 def _row(columns: Sequence[Column], row: Sequence[Cell | str]) -> str:
     cells = (cell if isinstance(cell, Cell) else Cell(cell) for cell in row)
-    return "".join(f"<td{_class(column.kind)}{_exact(cell)}>{esc(cell.text).replace('_', '_<wbr>')}</td>"
+    broken = lambda column, text: esc(text) if "keep" in column.kind else esc(text).replace("_", "_<wbr>")
+    return "".join(f"<td{_class(column.kind)}{_exact(cell)}>{broken(column, cell.text)}</td>"
                    for column, cell in zip(columns, cells, strict=True))
 
 
@@ -173,7 +240,9 @@ def _class(name: str) -> str:
 
 
 def _exact(cell: Cell) -> str:
-    return "" if cell.exact is None else f' data-v="{esc(cell.exact)}" title="{esc(cell.exact)}"'
+    exact = "" if cell.exact is None else f' data-v="{esc(cell.exact)}"'
+    title = cell.title or cell.exact
+    return exact if title is None or title == "" else f'{exact} title="{esc(title)}"'
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 import json
 import math
 import os
+import re
 import shutil
 import socket
+import time
 from pathlib import Path
 
 import browser
 import jax
+import numpy as np
 import pages_samples
 import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
@@ -93,7 +96,7 @@ def test_the_page_has_what_was_measured_and_what_was_priced(trained, tmp_path):
     assert (ran.code, "written: report.html" in ran.err) == (0, True), ran
     page, told = (tmp_path / "report.html").read_text(), measured.of(trained)
     read = standing_alone(page)
-    assert embedded(page) == told and "Priced: memory of a device" in read.words
+    assert embedded(page) == told and "Priced before the run" in read.words
     assert "step 6 of 6; finished" in read.words
     cells = [told["speed"]["tokens_per_s"], *told["time_s"].values(),
              *(value for value in told["rows"]["val_loss"] if value)]
@@ -153,6 +156,79 @@ def test_lines_that_are_no_rows_are_left_out_of_the_report_and_counted(tmp_path)
     ran = call(report.main, "run")
     assert (ran.code, ran.err) == (0, "2 lines of run/metrics.jsonl are no rows of metrics; they are left out\n")
     assert "x: step 1 of 3, 8 tokens" in ran.out and "2.5000 now" in ran.out
+
+
+CONFIG = "[run]\nname = 'x'\n[training]\nsteps = 100\nobjective = '{}'\n[data]\nglobal_batch = 2\nseq_len = 4\n"
+
+
+def written(directory, losses, how="finished", objective="", starts=1, **columns) -> dict:
+    """What a run with these losses measured. how: its last try ended. columns: more of each row."""
+    directory.mkdir(parents=True)
+    (directory / "config.toml").write_text(CONFIG.format(objective))
+    lines = [{"step": step, "loss": loss} | {key: values[step - 1] for key, values in columns.items()}
+             for step, loss in enumerate(losses, 1)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = []
+    for k in range(starts):
+        of_all = {"time": 1000.0 * (k + 1), "run_s": 100.0, "step": len(losses), "counted_s": 40.0}
+        spent = {"spent_s": {"steps": 40.0, "compile": 50.0, "start": 10.0}}
+        found += [{"event": "start", **of_all, "time": 1000.0 * k + 900, "run_s": 0.0, "step": 0, "elapsed_s": 0.0, "down_s": 0.0,
+                   "again_s": 0.0, "steps_again": 2 * (k > 0), "uptime_s": 1.0, "boot": "b", "on": "here", "cause": "",
+                   **spent, "counted_s": 0.0},
+                  {"event": "end", **of_all, "how": how if k == starts - 1 else "killed", **spent}]
+    (directory / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+    return measured.of(directory)
+
+
+FALLING = [6.0 - 0.03 * k for k in range(100)]
+
+
+@pytest.mark.parametrize("losses, more, said", [
+    (FALLING, {}, r"Healthy: loss fell from 5.865 to 3.165, 40% of 100.0 s in steps that count, compile took 50%\."),
+    ([*FALLING[:50]], {"how": "stopped on request"}, r"Stopped on request after step 50 of 100, healthy: loss fell"),
+    ([*FALLING[:50]], {"how": "RuntimeError: no"}, r"Failed after step 50 of 100, healthy until then: loss fell"),
+    ([*FALLING[:50]], {"how": ""}, r"Ended without a word after step 50 of 100, healthy until then"),
+    ([*FALLING[:99], None], {}, r"Diverged: the loss of the last step is not finite"),
+    ([None] * 100, {}, r"Diverged: the loss of the last step is not finite"),
+    ([6.0], {"how": "stopped on request"}, r"Stopped on request after step 1 of 100, too short to judge: loss 6 after 1 step,"),
+    (FALLING[::-1], {}, r"Getting worse: loss rose from 3.165 to 5.865"),
+    ([2.5] * 100, {}, r"Steady: loss level at 2.5"),
+    (FALLING, {"skipped": [k % 10 == 3 for k in range(100)]}, r"To be looked at: loss fell .*, 10 steps skipped"),
+    (FALLING, {"val_loss": [None] * 98 + [3.0, 4.0]}, r"To be looked at: .* validation at 4.000, above its best of 3.000"),
+    (FALLING, {"starts": 10}, r"Healthy: .*, 10 starts, 18 steps taken again\."),
+    ([0.1] * 100, {"objective": "rl", "reward": [k / 100 for k in range(100)]},
+     r"Healthy: reward rose from 0.045 to 0.945"),
+    ([0.1] * 100, {"objective": "rl", "reward": [1 - k / 100 for k in range(100)]}, r"Getting worse: reward fell"),
+    ([0.693 - 0.005 * k for k in range(100)], {"objective": "dpo"}, r"Healthy: loss fell from 0.6705 to 0.2205"),
+    ([], {"how": "ValueError: no data"}, r"No step is finished yet: ValueError: no data\."),
+])
+def test_the_verdict_of_a_run_is_one_sentence_that_is_right(losses, more, said, tmp_path):
+    told = written(tmp_path / "run", losses, **more)
+    assert re.match(said, pages.verdict(told)), pages.verdict(told)
+    read = standing_alone(pages.page(told))
+    assert pages.verdict(told) in read.words
+    assert ("loss, a pair" in read.words) == (more.get("objective") == "dpo")
+
+
+def test_a_curve_of_many_rows_has_its_mean_and_a_wide_one_is_logarithmic(tmp_path):
+    noise = [3.0 + (k % 2) for k in range(400)]
+    told = written(tmp_path / "run", noise, grad_norm=[1.0] * 399 + [1e6])
+    rows = told["rows"]
+    assert rows["window"] == 11 and all(3.4 < value < 3.6 for value in rows["smoothed"]["loss"])
+    page = pages.page(told)
+    assert "the mean of the 11 rows around it" in page and "gradient norm (logarithmic)" in page
+    assert "The same over the logarithm of steps" in page
+    few = written(tmp_path / "few", noise[:20])
+    assert few["rows"]["smoothed"] == {} and "rows around it" not in pages.page(few)
+    holes = measured._smoothed(np.array([1.0, np.nan, 3.0]), 3)
+    assert holes[0] == 1 and np.isnan(holes[1]) and holes[2] == 3
+
+
+def test_the_page_of_a_run_of_100000_steps_is_small_and_fast(tmp_path):
+    began = time.process_time()
+    page = pages.page(written(tmp_path / "run", [2.0 + 1 / k for k in range(1, 100_001)],
+                              grad_norm=[1.0 + k % 5 for k in range(100_000)]))
+    assert len(page) < 1_200_000 and time.process_time() - began < 10
 
 
 def test_a_long_run_keeps_its_spikes_and_its_validations():

@@ -1,7 +1,10 @@
 """The pages: whole without script, server or network; every number of the JSON is on them; nobody's name is markup."""
+import datetime
 import html.parser
+import importlib.metadata
 import json
 import re
+import time
 from xml.etree import ElementTree
 
 import browser
@@ -10,10 +13,12 @@ import pages_samples
 import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 
+import meshtrain
+from meshtrain import units
 from meshtrain.commands import inspect, plan
 from meshtrain.cost.formulas import simulate
 from meshtrain.inspection import chart
-from meshtrain.pages import layout, pictures, plans, skin
+from meshtrain.pages import kernels, layout, pictures, plans, proofs, skin
 from meshtrain.parallel.pipeline import schedules
 
 VOID = {"meta", "link", "input", "img", "wbr"}
@@ -107,7 +112,7 @@ def test_every_number_of_the_json_is_on_the_page():
     assert {str(number) for number in numbers(told)} - read.exact == set()
     for part in ("1.2B", "1,234,567,891", "262,144", "2.500 s", "13,107", "43.2%", "matmul 60.0%",
                  "72.8 GiB", "79.1 GiB",
-                 "234.5 TFLOP", "123.0 by formulas", "matmuls differ: a run", "gathered in a loop: a run",
+                 "234.5 TFLOP", "123.0 TFLOP by formulas", "matmuls differ: a run", "gathered in a loop: a run",
                  "WRONG NUMBERS", "no zeros, please: a run"):
         assert part in read.words, part
 
@@ -176,6 +181,158 @@ def test_a_drawing_alone_is_an_svg_file_with_its_own_colours():
         assert root.tag == "{http://www.w3.org/2000/svg}svg" and "prefers-color-scheme: dark" in root[0].text
         used = {name for element in root.iter() for name in element.get("class", "").split()}
         assert {name for name in used if f".{name} " not in root[0].text} == set()
+
+
+# ---- what a page says ------------------------------------------------------------------------------------------------
+
+
+def test_a_page_says_when_where_and_with_which_versions_it_was_made():
+    read = Read(layout.page(pages_samples.inspected()))
+    found = re.search(r"Written (\d{4}-\d\d-\d\d \d\d:\d\d) UTC by meshtrain (\S+)( \(commit [0-9a-f]{7,}\+?\))?, "
+                      r"jax (\S+), Python 3\.\d+\.\d+, on (.+?): \w+ \w+, \d+ CPUs\.", read.words)
+    assert found and found[2] == meshtrain.__version__ and found[4] == importlib.metadata.version("jax")
+    assert abs(datetime.datetime.strptime(found[1] + "+0000", "%Y-%m-%d %H:%M%z").timestamp() - time.time()) < 120
+
+
+def test_a_page_outside_of_a_checkout_names_no_commit(monkeypatch, tmp_path):
+    monkeypatch.setattr(skin, "HERE", tmp_path)
+    skin._commit.cache_clear()
+    assert "commit" not in skin.made_with()
+    skin._commit.cache_clear()
+
+
+@pytest.mark.parametrize("more, said", [
+    ({}, "This program would compute wrong numbers"),
+    ({"broken_permutes": []}, "It fits: "),
+    ({"broken_permutes": [], "memory_bytes": {"usable": 2**30}}, "It does not fit: "),
+    ({"broken_permutes": [], "memory_bytes": {"usable": None}, "roofline": None, "mesh": {"hbm_bytes": None}},
+     "on each of 8 devices. Nothing is said of its time")])
+def test_the_verdict_of_a_step_is_whether_it_is_right_fits_and_how_fast_it_is(more, said):
+    told = pages_samples.inspected()
+    for key, value in more.items():
+        told[key] = told[key] | value if isinstance(value, dict) else value
+    assert said in layout.verdict(told) and Read(layout.page(told)).words.count(layout.verdict(told)) == 1
+
+
+def test_sections_that_say_nothing_of_a_run_are_left_out():
+    told = pages_samples.inspected({"data": 1}, gpu=None) | {"differences": [], "notes": []}
+    told["matmul_flops"] = {"formula": 3_265_265_664, "compiled": 4_146_069_504}
+    read = Read(layout.page(told))
+    assert "4.1 GFLOP of matmuls in a step, 3.3 GFLOP by formulas" in read.words
+    assert "Where the time goes" not in read.words and "What is sent" not in read.words and "Notes" not in read.words
+    told["matmul_flops"] = {"formula": 0, "compiled": 0}
+    assert "Matmuls" not in Read(layout.page(told)).words
+
+
+@pytest.mark.parametrize("count, said", [(0, "0 FLOP"), (12, "12 FLOP"), (123_456, "0.1 MFLOP"), (4.1e9, "4.1 GFLOP"),
+                                         (0.099e12, "99.0 GFLOP"), (0.1e12, "0.1 TFLOP"), (1.96e15, "1,960.0 TFLOP")])
+def test_operations_are_told_in_a_unit_that_has_digits(count, said):
+    assert units.flop(count) == said
+
+
+WEIGHTS = [("embedding/table", ["vocab", "embed"]), ("head/kernel", ["embed", "vocab"]),
+           ("layers/mlp/gate/kernel", ["layers", "embed", "mlp"]), ("layers/mlp/up/kernel", ["layers", "embed", "mlp"]),
+           ("layers/mlp/down/kernel", ["layers", "mlp", "embed"]), ("layers/mlp/up/bias", ["layers", "mlp"]),
+           ("layers/attention/out/kernel", ["layers", "heads", "head_dim", "embed"]),
+           ("layers/attention/key/kernel", ["layers", None, "heads", "head_dim"]),
+           ("layers/mlp/experts/up/kernel", ["layers", "expert", "embed", "mlp"])]
+
+
+@pytest.mark.parametrize("source, line, said", [
+    ("jvp(BTD,DF->BTF)/dot_general", "model/layers.py:170", "forward, mlp/gate and mlp/up"),
+    ("transpose(jvp(jvp()))/BTD,FD->BTF/dot_general", "model/layers.py:170", "backward, input gradient of mlp/down"),
+    ("transpose(jvp(jvp()))/BTF,BTD->FD/dot_general", "", "backward, weight gradient of mlp/down"),
+    ("transpose(jvp(jvp()))/remat/BTF,FD->BTD/dot_general", "", "recomputed, mlp/down"),
+    ("transpose(jvp(jvp()))/BTD,NHD->BTNH/dot_general", "", "backward, input gradient of attention/out"),
+    ("jvp(BTC,CNH->BTNH)/dot_general", "", "forward, attention/key"),
+    ("branch_1_fun/nrsD,DV->nrsV/dot_general", "model/loss.py:222", "forward, head"),
+    ("branch_1_fun/nrsV,DV->nrsD/dot_general", "model/loss.py:246", "backward, input gradient of head"),
+    ("branch_1_fun/nrsD,nrsV->nDV/dot_general", "model/loss.py:249", "backward, weight gradient of head"),
+    ("nrsD,VD->nrsV/dot_general", "model/loss.py:222", "forward, embedding/table, as the head"),
+    ("jvp(xyz,zw->xyw)/dot_general", "model/mine.py:3", "forward, xyz × zw -> xyw, model"),
+    ("dynamic_update_slice", "parallel/pipeline/layer_vjp.py:327", "write of a slice, pipeline"),
+    ("transpose(jvp(jvp()))/remat/mul", "kernels/activations.py:18", "recomputed, product, activation function"),
+    ("copy.506", "", "copy"), ("", "", ""), (pages_samples.HOSTILE, "", None)])
+def test_a_kernel_is_named_by_what_it_computes(source, line, said):
+    names = kernels.weights([{"name": name, "axes": axes} for name, axes in WEIGHTS])
+    found = kernels.described({"source": source, "line": line, "part": "matmul"}, names)
+    assert found == said or said is None
+
+
+def test_the_path_of_a_kernel_is_its_title_and_assumptions_are_folded_with_their_reasons():
+    told = pages_samples.inspected()
+    told["roofline"]["kernels"][0] |= {"source": "jvp(BTD,DF->BTF)/dot_general"}
+    told["roofline"] |= {"assumed": {"matmul.best": 0.8, "new.one": 1.0}, "reasons": {"matmul.best": "because <i>"}}
+    page = layout.page(told)
+    assert 'title="jvp(BTD,DF-&gt;BTF)/dot_general (gemm)"' in page
+    folded = page.split("<details>")[1].split("</details>")[0]
+    assert "The 2 numbers that are assumed" in folded and "because &lt;i&gt;" in folded and "new.one" in folded
+
+
+def proved(wrong: int = 0, count: int = 3, names: int = 13, findings: int = 0) -> dict:
+    """Of `prove --json`."""
+    leaves = {"[0].count": 0.0} | {f"layers/part_{k}/kernel": 1e-6 for k in range(names)}
+    cells = [{"title": f"zero3 · data {k}", "settings": {}, "loss": 1e-8, "grad_norm": 1e-7,
+              "leaves": leaves, "losses": [1e-8], "wrong": ["loss: 1"] if k < wrong else [], "seconds": 1.0,
+              "differs": k < wrong} for k in range(count)]
+    return {"name": "a run", "devices": 8, "failed": bool(wrong), "tolerance": {"state": 2e-4}, "cells": cells,
+            "findings": ["one"] * findings, "notes": [], "seconds": 3.0, "smallest": None}
+
+
+@pytest.mark.parametrize("told, said", [
+    ((0, 3), "Yes: all 3 layouts compute what one device computes."),
+    ((0, 1), "Yes: the one layout computes what one device computes."),
+    ((1, 3), "No: 1 of 3 layouts computes something else than one device."),
+    ((2, 3, 13, 1), "No: 2 of 3 layouts compute something else than one device, and 1 finding beside."),
+    ((0, 2, 13, 2), "Yes: all 2 layouts compute what one device computes; but 2 findings beside."),
+    ((0, 0), "No layout was compared.")])
+def test_the_verdict_of_a_proof_is_yes_or_no(told, said):
+    assert proofs.verdict(proved(*told)) == said
+    standing_alone(proofs.page(proved(*told)))
+
+
+@pytest.mark.parametrize("names, count", [(1, 1), (13, 32), (300, 60)])
+def test_the_columns_of_the_heat_of_gradients_have_their_names_as_far_as_there_is_room(names, count):
+    told = proved(0, count, names)
+    wide, phone = proofs.heat_drawing(told), proofs.heat_drawing(told, skin.PHONE)
+    assert "count" not in wide and "layers/part_0/kernel" in wide
+    assert phone.count("part_") == names and min(names, 50) <= wide.count('class="soft">layers/part_') <= names
+    told["cells"][0]["leaves"] = told["cells"][0]["leaves"] | {"[0].count": 1.0}
+    assert "[0].count" in proofs.heat_drawing(told), "one that differs is shown"
+
+
+def test_plans_that_are_equal_within_the_formulas_error_are_one_group(planned):
+    told, page = planned[0]
+    equal = [one for one in told["plans"] if one["fits"] and
+             one["step_time_s"] <= (1 + told["median_error"]) * told["plans"][0]["step_time_s"]]
+    assert page.count('<tr class="group">') == 2 and 1 < len(equal) < 20
+    assert f"The first {len(equal)} plans are equal within the formulas' error of 4%" in Read(page).words
+    assert "to be equal" not in page and "slower" in Read(page).words
+    alone = told | {"plans": told["plans"][:1]}
+    assert "plans are equal" not in plans.verdict(alone) and 'class="group"' not in plans.page(alone)
+
+
+def test_a_mesh_of_one_axis_is_told_and_not_drawn():
+    one, two = (pages_samples.inspected(sizes) for sizes in ({"fsdp": 64}, {"fsdp": 8, "data": 8}))
+    assert ">host 0<" not in layout.mesh(one["mesh"]) and "fsdp 64" in layout.mesh(one["mesh"])
+    assert ">host 0<" in layout.mesh(two["mesh"])
+
+
+@pytest.mark.parametrize("points", [[(1, 1e-300)], [(1, 3e38), (2, 1e-38)], [(0, -5.0), (1, 5.0)], [(1, 0.0), (2, 0.0)],
+                                    [(k, k % 7) for k in range(100_000)]])
+@pytest.mark.parametrize("width", [skin.WIDTH, skin.PHONE])
+def test_a_plot_of_any_numbers_is_finite_and_small(points, width):
+    curve = pictures.PlotCurve(0, "x", points)
+    axis = pictures.PlotAxis("y", "{:.3g}".format, log=all(y > 0 for _, y in points))
+    drawn = pictures.Plot([curve], pictures.PlotAxis("step", "{:g}".format), axis, "y").drawn(width)
+    assert "nan" not in drawn and "inf" not in drawn and len(drawn) < 60_000
+    ElementTree.fromstring(drawn)
+
+
+@pytest.mark.parametrize("low, high", [(1, 10), (6.58, 9.2), (1e-9, 1e9), (2.1, 2.3), (0.5, 60)])
+def test_logarithmic_ticks_are_few_and_lie_within(low, high):
+    found = pictures.log_ticks(low, high)
+    assert 2 <= len(found) <= 12 and all(low - 1e-12 <= tick <= high * (1 + 1e-9) for tick in found)
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (3.2, 3.3), (0, 16384), (-5, 5), (1e-9, 3e-9)])
@@ -247,7 +404,8 @@ def test_plan_writes_the_page_of_what_it_prints(planned):
                  *(one["reason"] for one in told["plans"] if not one["fits"])]:
         assert " ".join(part.split()) in read.words, part
     near = [one for one in told["plans"] + told["others"] if one["step_time_s"] <= 4 * told["plans"][0]["step_time_s"]]
-    assert page.count("<circle") == len(near) > 20
+    whole, phone = re.findall(r'<div class="(?:wide|phone)">(.*?)</div>', page.split('id="trade"')[1].split("<section")[0])[-2:]
+    assert whole.count("<circle") == phone.count("<circle") == len(near) > 20
 
 
 def test_what_a_step_consists_of_adds_up_to_it(planned):
@@ -329,6 +487,50 @@ def test_in_a_browser_a_page_is_quiet_searches_sorts_and_follows_the_colour_sche
     assert all(seen["drawings"]) and len(seen["drawings"]) == 4 and seen["width"]
     paper, ink = luminance(seen["paper"]), luminance(seen["ink"])
     assert (paper < 0.2 and ink > 0.8) if dark else (paper > 0.9 and ink < 0.2)
+
+
+ON_PHONE = """
+const visible = [...document.querySelectorAll("figure svg")].filter(svg => svg.getBoundingClientRect().width > 30);
+const smallest = svg => Math.min(...[...svg.querySelectorAll("text")].map(text => Number(text.getAttribute("font-size"))))
+  * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+const inside = svg => { const box = svg.getBBox(), all = svg.viewBox.baseVal;
+  return box.x >= -1 && box.x + box.width <= all.width + 1; };
+document.body.replaceChildren(JSON.stringify({width: document.documentElement.scrollWidth <= innerWidth,
+  phone: visible.every(svg => svg.parentElement.className === "phone"), drawings: visible.length,
+  cut: visible.filter(svg => !inside(svg)).map(svg => svg.getAttribute("aria-label")),
+  smallest: Math.min(...visible.map(smallest)),
+  tallest: Math.max(...[...document.querySelectorAll("tbody tr")].map(row => row.getBoundingClientRect().height))}));
+"""
+
+
+@browser.needed
+@pytest.mark.parametrize("page", [
+    lambda planned: layout.page(pages_samples.inspected({"data": 64, "fsdp": 2, "tensor": 8, "stage": 16}, 100)),
+    lambda planned: planned[0][1], lambda planned: planned[1][1], lambda planned: proofs.page(proved())],
+    ids=["inspect", "plan", "plans of several numbers", "prove"])
+def test_on_a_phone_figures_fit_their_words_are_readable_and_no_row_is_a_column_of_letters(page, planned, tmp_path):
+    dom, console = browser.visit(page(planned), tmp_path, ON_PHONE, width=500)
+    seen = json.loads(html.unescape(re.search(r"<body>(.*?)</body>", dom, re.DOTALL)[1]))
+    assert console == [] and seen["width"] and seen["phone"] and seen["drawings"] >= 1, seen
+    assert seen["cut"] == [] and seen["smallest"] >= 7 and seen["tallest"] < 160, seen
+
+
+HOVERED = """
+const svg = document.querySelector("svg[data-x]"), frame = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove", {clientX: frame.left + frame.width / 2, clientY: frame.top + 20}));
+document.body.replaceChildren(JSON.stringify(svg.parentElement.querySelector(".value").textContent));
+"""
+
+
+@browser.needed
+def test_in_a_browser_the_value_below_the_pointer_is_told(tmp_path):
+    curve = pictures.PlotCurve(0, "<b>loss</b>", [(step, 10.0 / step) for step in range(1, 102)])
+    plot = pictures.Plot([curve], pictures.PlotAxis("step", "{:,.0f}".format), pictures.PlotAxis("loss", "{:g}".format), "loss")
+    page = skin.document(skin.Head("a", "b", "c", "d", ""), [skin.PageSection("e", "f", skin.figure(plot.drawn))], {})
+    dom, console = browser.visit(page, tmp_path, HOVERED)
+    step, told = re.search(r"step ([0-9]+)<b>loss</b> ([0-9.]+)", json.loads(
+        html.unescape(re.search(r"<body>(.*?)</body>", dom, re.DOTALL)[1]))).groups()
+    assert console == [] and 40 < int(step) < 60 and float(told) == pytest.approx(10 / int(step), rel=0.02)
 
 
 SORTED = """

@@ -13,6 +13,8 @@ import difflib
 import functools
 from collections.abc import Mapping
 
+MEDIAN_ERROR = 0.04     # of a predicted step time, as above
+
 _MAMF = ("largest matmul rate found by search over shapes, share of the dense bf16 peak (stas00/ml-engineering, MAMF "
          "table)")
 _HOT = ("a step is hot: power and clocks; from published runs, Blackwell's from the dense ones of 2026 (.64 to .72 fit "
@@ -189,6 +191,10 @@ class Assumptions:
     @functools.cached_property
     def _values(self) -> dict[str, float]:
         return {name: self.given.get(name, row.of(self.gpu_name)) for name, row in TABLE.items()}
+
+    def reasons(self, formula: bool = False) -> dict[str, str]:
+        """Name → why, of the names of `as_dict`."""
+        return {name: TABLE[name].reason for name in self.as_dict(formula)}
 
     def as_dict(self, formula: bool = False) -> dict[str, float]:
         """Name → value; formula: include those of the closed formulas."""

@@ -143,7 +143,8 @@ class Roofline:
             "free_matmul_s": self.free_matmul_s, "share": share, "other": other,
             "traffic": [dataclasses.asdict(row) for row in self.traffic],
             "kernels": [row.as_json() for row in self.kernels], "unknown_loops": self.unknown_loops,
-            "uncounted": self.uncounted, "assumed": self.assumed.as_dict()}
+            "uncounted": self.uncounted, "assumed": self.assumed.as_dict(),
+            "reasons": self.assumed.reasons()}
 
     @property
     def exposed_by_axes(self) -> dict[str, float]:

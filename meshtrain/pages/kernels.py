@@ -1,0 +1,98 @@
+"""Names of kernels as people read them: "backward, weight gradient of mlp/gate" for an einsum inside JAX's transforms.
+
+A kernel's source is the shortened JAX path of its instruction. A projection is an einsum whose letters name dimensions,
+the same in the whole program: a weight is found by the letters of its logical axes.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+LETTERS = {"embed": "D", "mlp": "F", "heads": "N", "kv_heads": "K", "head_dim": "H", "vocab": "V", "expert": "E"}
+EINSUM = re.compile(r"(\w+),(\w+)->(\w+)")
+KERNELS = (("_dkv", "backward, gradients of keys and values"), ("_dq", "backward, gradient of queries"),
+           ("_forward", "forward"), ("_backward", "backward"))
+# The operation at the end of a path, and XLA's names of kernels without one, without their numbers.
+OPERATIONS = {"dynamic_slice": "read of a slice", "dynamic_update_slice": "write of a slice", "reduce_sum": "sum",
+              "add_any": "sum of gradients", "add": "addition", "sub": "subtraction", "mul": "product",
+              "div": "quotient", "neg": "negation", "convert_element_type": "conversion to another type",
+              "concatenate": "concatenation", "stack": "concatenation", "select_n": "selection",
+              "broadcast_in_dim": "fill", "broadcast": "fill", "loop_broadcast_fusion": "fill", "copy": "copy",
+              "wrapped_transpose": "transposition", "loop_transpose_fusion": "transposition",
+              "input_transpose_fusion": "transposition", "transpose": "transposition", "reshape": "change of shape",
+              "wrapped_slice": "slice", "slice": "slice", "wrapped_concatenate": "concatenation",
+              "reduce_max": "maximum", "reduce_min": "minimum", "reduce_or": "any", "scatter-add": "sum into rows",
+              "gather": "read of rows", "psum": "sum over devices", "rsqrt": "inverse square root",
+              "ppermute": "exchange with neighbours", "sharding_constraint": "change of sharding"}
+# What a file of the program computes: the longest beginning of its path counts.
+PLACES = {"model/loss.py": "head and loss", "model/rope.py": "rotary embedding", "model/layers.py": "layers",
+          "model/": "model", "kernels/activations.py": "activation function", "kernels/": "kernels",
+          "parallel/pipeline/": "pipeline", "parallel/context/": "attention", "parallel/experts/": "experts",
+          "training/optimizer.py": "optimizer", "training/": "training step"}
+
+
+def weights(parameters: Sequence[Mapping]) -> dict[str, str]:
+    """Letters of a weight -> its name; several of the same letters are named together. A dimension without a logical
+    axis is a dot. parameters: of the JSON of a layout, with name and axes."""
+    found: dict[str, list[str]] = {}
+    for row in parameters:
+        letters = "".join(LETTERS.get(axis, ".") for axis in row["axes"] if axis != "layers")
+        if len(letters.replace(".", "")) and len(letters) > 1 and not row["name"].endswith("bias"):
+            found.setdefault(letters, []).append(row["name"].removeprefix("layers/").removesuffix("/kernel"))
+    return {letters: " and ".join(sorted(set(names))) if len(set(names)) < 4 else f"{len(set(names))} weights"
+            for letters, names in found.items()}
+
+
+def described(row: Mapping, names: Mapping[str, str]) -> str:
+    """row: a kernel or a collective of the JSON. names: of weights, by letters."""
+    source, line = row["source"], row.get("line", "")
+    backward, again = "transpose(" in source, "/remat/" in f"/{source}/"
+    when = "recomputed, " if again else "backward, " if backward else ""
+    if product := EINSUM.search(source):
+        return _product(*product.groups(), "recomputed" if again else "backward" if backward else "", line, names)
+    if row.get("part") == "attention":
+        for ending, words in KERNELS:
+            if ending in source and "_attention" in source:
+                return f"attention, {words}"
+    if not source:
+        return ""
+    last = re.sub(r"[.\d]+$|(\.\d+)?\.remat\d*$", "", source.split(" (+")[0].split("/")[-1])
+    return f"{when}{OPERATIONS.get(last, last)}{_place(line, row)}"
+
+
+def _place(line: str, row: Mapping) -> str:
+    if row.get("part") in ("attention", "optimizer"):
+        return f", {row['part']}"
+    place = max((begin for begin in PLACES if line.startswith(begin)), key=len, default="")
+    return f", {PLACES[place]}" if place else ""
+
+
+def _product(one: str, other: str, out: str, when: str, line: str, names: Mapping[str, str]) -> str:
+    """A matmul by its letters. Forward, it contracts the first dimensions of a weight, backward its last ones."""
+    if grown := _weight(out, names):
+        return f"backward, weight gradient of {names[grown]}"
+    known, letters = next(((known, letters) for letters in (other, one) if (known := _weight(letters, names))),
+                          (None, ""))
+    if known is None:
+        return f"{when or 'forward'}, {one} × {other} -> {out}{_place(line, {})}"
+    weight = _plain(letters)
+    inner = "".join(letter for letter in weight if letter in one and letter in other and letter not in out)
+    is_table = weight == "VD"       # which is read by rows, and as the head contracted at its end
+    forward = bool(inner) and weight.startswith(inner) != is_table
+    named = names[known] + ", as the head" * (is_table and "loss.py" in line)
+    if forward:
+        return f"{'recomputed' if when else 'forward'}, {named}"
+    return f"backward, input gradient of {named}"
+
+
+def _weight(letters: str, names: Mapping[str, str]) -> str | None:
+    """The key of a weight with these letters, if there is one."""
+    plain = _plain(letters)
+    if plain in names:
+        return plain
+    return None if {"B", "T"} & set(plain) else next((known for known in names if re.fullmatch(known, plain)), None)
+
+
+def _plain(letters: str) -> str:
+    """Without dimensions of devices and pieces, which have small letters."""
+    return re.sub("[a-z]", "", letters)
