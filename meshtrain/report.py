@@ -1,4 +1,4 @@
-"""What a run has measured, beside what was priced before it began.
+"""What a run has measured, beside what was priced before it began; of several runs, what differs.
 
 Reads what the run's directory holds, during the run and after it, however it ended, and disturbs nothing; no GPU is
 needed.
@@ -16,7 +16,8 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
     command.begin()
 
 from meshtrain import config
-from meshtrain.inspection import measured
+from meshtrain.inspection import compared, measured
+from meshtrain.pages import compared as compared_pages
 from meshtrain.pages import measured as pages
 from meshtrain.pages import skin
 from meshtrain.run import goodput, rows
@@ -26,7 +27,7 @@ TRIES = 8       # the newest, each in a line
 COMMAND = config.Command("meshtrain.report", {
     "json": config.Option("print JSON alone, all that the page shows"),
     "html": config.Option("write a page for a browser, too: one file that loads nothing", "FILE", "report.html"),
-}, "RUN_DIR", (1, 1), keys=False)
+}, "RUN_DIR [RUN_DIR ...]", (1, compared.MOST_RUNS), keys=False)
 
 
 @command.entry(COMMAND, __doc__)
@@ -35,14 +36,24 @@ def main(asked: config.Arguments) -> None:
     with config.user_errors():
         if html:
             skin.check_free("--html", html)
-        data = _with_a_known_price(measured.of(*asked.names))
+        several = len(asked.names) > 1
+        data = _compared(asked.names) if several else _with_a_known_price(measured.of(*asked.names))
         if html:
-            skin.write("--html", html, pages.page(data))
-    if data["no_rows"]:
+            skin.write("--html", html, compared_pages.page(data, compared.verdict(data), compared.numbers(data))
+                       if several else pages.page(data))
+    if not several and data["no_rows"]:
         say.err(f"{data['no_rows']:,} lines of {data['dir']}/{rows.NAME} are no rows of metrics; they are left out")
-    say.answer(json.dumps(data) if asked["json"] else summary(data))
+    say.answer(json.dumps(data) if asked["json"] else compared.text(data) if several else summary(data))
     if html:
         say.err(f"written: {html}")
+
+
+def _compared(names: list[str]) -> dict:
+    """Raises: ConfigError with every mistake."""
+    try:
+        return compared.of(names)
+    except ValueError as error:
+        raise config.ConfigError(*str(error).split("\n")) from None
 
 
 def _with_a_known_price(data: dict) -> dict:

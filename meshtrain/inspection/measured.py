@@ -32,10 +32,9 @@ MOST_ANSWERS = 32           # of the newest batch, where the run learns from rew
 OF_ANSWER = {"prompt", "answer", "reward", "tokens", "stopped"}
 
 
-def of(run_dir: str) -> dict:
-    """Everything, as JSON. run_dir: of the run, a directory or an address. Raises: ValueError where there is no run,
-    or a broken file."""
-    directory = contents.opened(run_dir := str(run_dir))
+def run_file(run_dir: str) -> dict:
+    """The run file in a run's directory. Raises: ValueError where there is none, or one that cannot be read."""
+    directory = contents.opened(run_dir)
     if not files.is_dir(directory):
         raise ValueError(f"{run_dir} is no directory; name the run.dir of a run, e.g. runs/quickstart")
     if not files.is_file(directory / "config.toml"):
@@ -43,12 +42,20 @@ def of(run_dir: str) -> dict:
                          f"runs/quickstart")
     try:
         run = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
-        name, steps, batch, seq_len = (run["run"]["name"], run["training"]["steps"],
-                                       run["data"]["global_batch"], run["data"]["seq_len"])
-        steps, per_step = int(steps), int(batch) * int(seq_len)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        run["run"]["name"], run["training"].get("objective")
+        int(run["training"]["steps"]), int(run["data"]["global_batch"]) * int(run["data"]["seq_len"])
+        return run
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{directory / 'config.toml'} cannot be read as a run file ({type(error).__name__}: {error}); "
                          f"train writes one, the same command again") from None
+
+
+def of(run_dir: str) -> dict:
+    """Everything, as JSON. run_dir: of the run, a directory or an address. Raises: ValueError where there is no run,
+    or a broken file."""
+    run, directory = run_file(run_dir := str(run_dir)), contents.opened(run_dir)
+    name, steps = run["run"]["name"], int(run["training"]["steps"])
+    per_step = int(run["data"]["global_batch"]) * int(run["data"]["seq_len"])
     found = rows.MetricRows(directory / rows.NAME)
     try:
         metrics = _Metrics(found)

@@ -14,7 +14,6 @@ from meshtrain.units import duration, many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
 MOST_MARKS, MOST_TIMES = 40, 2.0      # attempts marked; speeds drawn up to this multiple of the median
-LOG = 30.0          # an axis is logarithmic where its largest value is so many times its smallest one
 SPEED = {"step_time_s": ("a step", seconds), "tokens_per_s": ("tokens/s", "{:,.0f}".format),
          "mfu": ("MFU", "{:.1%}".format)}
 
@@ -151,7 +150,7 @@ def _curve(data: dict, key: str, axis: PlotAxis, *, color: int = 0, levels: Sequ
         mean = PlotCurve(color, f"mean of {data['rows']['window']:,}", clipped(smoothed))
         curves = [curves[0]._replace(pale=True), mean]
     values = [value for row in (*curves, *more) for _, value in row.points]
-    if not axis.zero and min(values) > 0 and max(values) > LOG * min(values):
+    if not axis.zero and min(values) > 0 and max(values) > skin.LOG * min(values):
         axis = axis._replace(log=True, name=f"{axis.name} (logarithmic)")
     went_on = [(one["from_step"], "") for one in data["starts"] if one["from_step"]][-MOST_MARKS:]
     return Plot([*curves, *more], PlotAxis("step", "{:,.0f}".format), axis, axis.name, height=height,
@@ -176,7 +175,7 @@ def loss(data: dict) -> str:
         again = " Lines across: the run went on here." * (len(data["starts"]) > 1)
         caption = f"Mean loss, {unit}.{_means(data, 'loss')}{again}"
         drawn = skin.figure(plot.drawn, caption, key)
-        if points[0][0] > 0 and points[-1][0] > LOG * points[0][0]:
+        if points[0][0] > 0 and points[-1][0] > skin.LOG * points[0][0]:
             over_log = dataclasses.replace(plot, x_axis=plot.x_axis._replace(log=True), verticals=[
                 line for line in plot.verticals if line[0] > 0])
             drawn += skin.folded("The same over the logarithm of steps", skin.figure(over_log.drawn))

@@ -24,6 +24,7 @@ from meshtrain import files
 from meshtrain.units import seconds, size
 
 ON_PAPER = 25       # as skin.css has it
+LOG = 30.0          # an axis is logarithmic where its largest value is so many times its smallest one
 HERE = Path(__file__).parent
 WIDTH, PHONE = 960, 360     # units of a drawing, and of its second layout, where text of the first would be too small
 # Nothing is loaded, whatever the page's text contains.

@@ -17,7 +17,8 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from test_pages import Read, embedded, standing_alone
 
 from meshtrain import report, train
-from meshtrain.inspection import measured
+from meshtrain.inspection import compared, measured
+from meshtrain.pages import compared as compared_pages
 from meshtrain.pages import measured as pages
 from meshtrain.run import goodput, history, metrics, rows, rundir, say
 
@@ -210,6 +211,73 @@ def test_the_verdict_of_a_run_is_one_sentence_that_is_right(losses, more, said, 
     assert ("loss, a pair" in read.words) == (more.get("objective") == "dpo")
 
 
+# ---- several runs ----------------------------------------------------------------------------------------------------
+
+
+def two(tmp_path, **second) -> tuple[str, str]:
+    """Two runs, of which the second learns faster, or is another one."""
+    written(tmp_path / "a", FALLING, tokens_per_s=[100.0] * 100)
+    written(tmp_path / "b", **({"losses": [6.0 - 0.04 * k for k in range(100)], "tokens_per_s": [150.0] * 100} | second))
+    path = tmp_path / "b" / "config.toml"
+    path.write_text(path.read_text().replace("name = 'x'", "name = 'y'") + "[optimizer]\nlearning_rate = 0.02\n")
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+def test_two_runs_are_compared_in_text_json_and_a_page(tmp_path):
+    ran = call(report.main, *two(tmp_path), "--html", "both.html")
+    assert ran.code == 0 and "y has the lowest loss after 800 tokens, 2.0600 against 3.0450" in ran.out, ran
+    assert "y is 50% faster than the slowest" in ran.out and re.search(r"optimizer.learning_rate +– +0.02", ran.out)
+    assert "run.name" not in ran.out
+    told = json.loads(call(report.main, str(tmp_path / "a"), str(tmp_path / "b"), "--json").out)
+    assert [row["key"] for row in told["differs"]] == ["optimizer.learning_rate"] and told["notes"] == []
+    page = Path("both.html").read_text()
+    read = standing_alone(page)
+    assert embedded(page) == told and "y has the lowest loss" in read.words
+    assert page.split('id="loss"')[1].split("</div>")[0].count('class="curve ') == 2
+    assert {str(run["loss"]["last"]) for run in told["runs"]} <= read.exact
+    assert "Reward" not in read.words and "Validation loss" not in read.words
+
+
+@pytest.mark.parametrize("second, said", [
+    ({"objective": "rl", "reward": [0.5] * 100}, "the objectives differ: losses are not comparable"),
+    ({"losses": [None] * 100}, "y diverged"),
+    ({"losses": []}, "No run has taken as many steps"),
+    ({"losses": [5.0]}, "after 8 tokens"),
+    ({"losses": FALLING, "tokens_per_s": [100.0] * 100}, "are equal, 3.0450"),
+    ({"val_loss": [None] * 99 + [3.0]}, "validation loss, last")])
+def test_runs_that_cannot_be_compared_have_the_reason(second, said, tmp_path):
+    ran = call(report.main, *two(tmp_path, **second), "--html", "both.html")
+    assert ran.code == 0 and said in ran.out, ran
+    standing_alone(Path("both.html").read_text())
+
+
+def test_runs_with_one_name_are_told_by_their_directories_and_hostile_names_are_text(tmp_path):
+    first, second = two(tmp_path)
+    Path(second, "config.toml").write_text(Path(first, "config.toml").read_text())
+    told = compared.of([first, second])
+    assert [run["label"] for run in told["runs"]] == [first, second] and told["differs"] == []
+    assert "their run files are equal but for name and directory" in compared.text(told)
+    evil = f"\x1b]0;owned\x07{pages_samples.HOSTILE}\nnote: all is well"
+    Path(second, "config.toml").write_text(Path(first, "config.toml").read_text().replace("'x'", json.dumps(evil)))
+    ran = call(report.main, first, second, "--html", "both.html")
+    assert ran.code == 0 and not [one for one in ran.out if not one.isprintable() and one != "\n"]
+    assert "\nnote" not in ran.out
+    page = Path("both.html").read_text()
+    assert page.count("<script") == 2 and "<img" not in page and standing_alone(page)
+
+
+def test_runs_with_other_batches_are_compared_over_tokens_and_long_ones_are_thinned(tmp_path):
+    first, second = two(tmp_path, losses=[6.0 - 5e-5 * k for k in range(5000)],
+                        tokens_per_s=[1.0] * 5000)
+    path = Path(second, "config.toml")
+    path.write_text(path.read_text().replace("global_batch = 2", "global_batch = 4"))
+    told = compared.of([first, second])
+    assert told["common_tokens"] == 800 and told["runs"][1]["loss_at_common"] == pytest.approx(6.0 - 49 * 5e-5)
+    page = compared_pages.page(told, compared.verdict(told), compared.numbers(told))
+    assert ">tokens</text>" in page and len(page) < 400_000
+    assert all(len(points) <= 1.1 * compared.MOST_POINTS for run in told["runs"] for points in run["curves"].values())
+
+
 def test_a_curve_of_many_rows_has_its_mean_and_a_wide_one_is_logarithmic(tmp_path):
     noise = [3.0 + (k % 2) for k in range(400)]
     told = written(tmp_path / "run", noise, grad_norm=[1.0] * 399 + [1e6])
@@ -224,6 +292,7 @@ def test_a_curve_of_many_rows_has_its_mean_and_a_wide_one_is_logarithmic(tmp_pat
     assert holes[0] == 1 and np.isnan(holes[1]) and holes[2] == 3
 
 
+@pytest.mark.full
 def test_the_page_of_a_run_of_100000_steps_is_small_and_fast(tmp_path):
     began = time.process_time()
     page = pages.page(written(tmp_path / "run", [2.0 + 1 / k for k in range(1, 100_001)],

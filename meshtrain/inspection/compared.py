@@ -1,0 +1,159 @@
+"""Compares runs from their directories: curves, final numbers, and what differs in their run files.
+
+Losses are compared where the runs have a common objective and data; where they have not, a note says so.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from meshtrain import files
+from meshtrain.inspection import measured
+from meshtrain.inspection.report import columns
+from meshtrain.run import contents, rows, say
+from meshtrain.units import duration, many
+
+MOST_RUNS = 8               # of one comparison: the colours of a page
+MOST_POINTS = 1000          # of a curve
+LATEST = 0.02
+OF_RUN = ("name", "dir", "steps", "tokens_per_step", "step", "tokens", "state", "skipped", "objective", "loss",
+          "reward", "speed", "time_s", "goodput")
+CURVES = ("loss", "val_loss", "reward", "tokens_per_s")
+OWN = ("run.name", "run.dir")       # differ in all runs
+# Keys that losses depend on beside what a run learns, and why.
+CHANGE_THE_LOSS = {"training.objective": "objectives", "data.tokenizer": "tokenizers",
+                   "model.vocab_size": "vocabularies"}
+
+
+def of(run_dirs: Sequence[str]) -> dict:
+    """runs: of each what `measured.of` has, in the order asked, with a label of its own, its loss after the tokens that
+    all have, and its curves, {key: [(step, value)]}, the mean of rows where there are many. differs: the keys whose
+    values differ, one value a run. notes: why numbers are not comparable. Raises: ValueError with every mistake, a line
+    each."""
+    mistakes, told, run_files = _named_twice(run_dirs), [], []
+    for run_dir in dict.fromkeys(run_dirs):
+        try:
+            run_files.append(_flat(measured.run_file(run_dir)))
+            found = measured.of(run_dir)
+            told.append({key: found[key] for key in OF_RUN} | {"curves": {key: _curve(found["rows"], key)
+                                                                          for key in CURVES}})
+        except ValueError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    common = min(run["step"] * run["tokens_per_step"] for run in told)
+    for run in told:
+        alike = [other for other in told if other["name"] == run["name"]]
+        run |= {"label": run["name"] if len(alike) == 1 else run["dir"], "loss_at_common": _loss_at(run, common)}
+    differing = _differing(run_files)
+    return {"runs": told, "common_tokens": common, "differs": differing,
+            "notes": [f"the {CHANGE_THE_LOSS[row['key']]} differ: losses are not comparable" for row in differing
+                      if row["key"] in CHANGE_THE_LOSS]}
+
+
+def _named_twice(run_dirs: Sequence[str]) -> list[str]:
+    found, mistakes = {}, []
+    for run_dir in run_dirs:
+        directory = contents.opened(run_dir)
+        place = str(directory.resolve() if files.is_dir(directory) else directory)
+        if place in found:
+            also = "" if found[place] == run_dir else f" (as {found[place]}, too)"
+            mistakes.append(f"{run_dir} is given twice{also}; name different runs")
+        found.setdefault(place, run_dir)
+    return mistakes
+
+
+def _flat(table: Mapping, begin: str = "") -> dict[str, object]:
+    """Nested tables as {"section.key": value}."""
+    found: dict[str, object] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{begin}{key}.") if isinstance(value, dict) and value else {f"{begin}{key}": value}
+    return found
+
+
+def _differing(run_files: Sequence[Mapping[str, object]]) -> list[dict]:
+    keys = dict.fromkeys(key for one in run_files for key in one if key not in OWN)
+    values = lambda key: [json.dumps(one[key], ensure_ascii=False, default=str) if key in one else None
+                          for one in run_files]
+    return [{"key": key, "values": values(key)} for key in keys if len(set(values(key))) > 1]
+
+
+def _curve(found: Mapping, key: str) -> list[tuple[int, float]]:
+    """found: the rows of `measured.of`."""
+    values = found["smoothed"].get(key) or found[key]
+    points = [(step, value) for step, value in zip(found["step"], values) if value is not None]
+    every = -(-len(points) // MOST_POINTS)
+    return points if every < 2 else [*points[:-1:every], points[-1]]
+
+
+def _loss_at(run: Mapping, tokens: int) -> float | None:
+    """The mean loss of the last LATEST of the steps up to so many tokens."""
+    step = tokens // run["tokens_per_step"]
+    found = [line.row["loss"] for line in rows.MetricRows(contents.opened(run["dir"]) / rows.NAME).lines()
+             if line.row and (1 - LATEST) * step < line.row["step"] <= step and line.row.get("loss") is not None]
+    return sum(found) / len(found) if found else None
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def numbers(data: Mapping) -> list[tuple[str, list[tuple[str, float | None]]]]:
+    """What is told of each run: (name, [(text, exact number) of each]). Rows that no run has are left out."""
+    number = lambda show, value: ("–", None) if value is None else (show(value), value)
+    loss, share = "{:.4f}".format, "{:.1%}".format
+    found = [("state", [(run["state"], None) for run in data["runs"]]),
+             ("step", [(f"{run['step']:,} of {run['steps']:,}", run["step"]) for run in data["runs"]]),
+             ("tokens", [(many(run["tokens"]), run["tokens"]) for run in data["runs"]])]
+    of = {"loss at first": (loss, lambda run: run["loss"]["first"]),
+          "loss, last": (loss, lambda run: run["loss"]["last"]),
+          f"loss after {many(data['common_tokens'])} tokens": (loss, lambda run: run["loss_at_common"]),
+          "validation loss, last": (loss, lambda run: run["loss"]["validation"]),
+          "validation loss, best": (loss, lambda run: run["loss"]["validation_best"]),
+          "reward, last tenth": ("{:.4g}".format, lambda run: run["reward"] and run["reward"]["ends"]),
+          "steps skipped": ("{:,}".format, lambda run: run["skipped"] or None),
+          "tokens/s, median": ("{:,.0f}".format, lambda run: run["speed"]["tokens_per_s"]),
+          "MFU, median": (share, lambda run: run["speed"]["mfu"] or None),
+          "goodput": (share, lambda run: run["goodput"]),
+          "time in all": (duration, lambda run: sum(run["time_s"].values()) or None)}
+    found += [(name, [number(show, value(run)) for run in data["runs"]]) for name, (show, value) in of.items()]
+    return [row for row in found if any(text != "–" for text, _ in row[1])]
+
+
+def verdict(data: Mapping) -> str:
+    """Which run is best in one sentence, as far as they can be compared."""
+    runs, said = data["runs"], []
+    if all(run["reward"] for run in runs):
+        best = max(runs, key=lambda run: run["reward"]["ends"])
+        said.append(f"{best['label']} has the highest reward, {best['reward']['ends']:.4g}")
+    elif data["notes"]:
+        said.append(data["notes"][0])
+    elif losses := [(run["loss_at_common"], run["label"]) for run in runs if run["loss_at_common"] is not None]:
+        (low, label), *others = sorted(losses)
+        said.append(f"{label} has the lowest loss after {many(data['common_tokens'])} tokens, {low:.4f}" + (
+            f" against {others[0][0]:.4f}" if others else "") if not others or others[0][0] > low else
+                    f"the losses after {many(data['common_tokens'])} tokens are equal, {low:.4f}")
+    if failed := [run["label"] for run in runs if not run["loss"]["finite"]]:
+        said.append(f"{', '.join(failed)} diverged")
+    speeds = [(run["speed"]["tokens_per_s"], run["label"]) for run in runs if run["speed"]["tokens_per_s"]]
+    if len(speeds) > 1:
+        (slow, _), (fast, label) = min(speeds), max(speeds)
+        said.append(f"{label} is {fast / slow - 1:.0%} faster than the slowest" if fast > 1.01 * slow else
+                    "all are equally fast")
+    text = "; ".join(said) or "no run has taken as many steps as it takes to compare them"
+    return f"{text[0].upper() + text[1:] if not text.startswith(tuple(run['label'] for run in runs)) else text}."
+
+
+def text(data: Mapping) -> str:
+    """What `report A B` prints."""
+    labels = [run["label"] for run in data["runs"]]
+    table = [("", *labels), *((name, *(cell for cell, _ in cells)) for name, cells in numbers(data))]
+    table += [("", *[""] * len(labels)), ("what differs", *[""] * len(labels))] if data["differs"] else []
+    table += [(row["key"], *(shortened(value) for value in row["values"])) for row in data["differs"]]
+    ends = [] if data["differs"] else ["", "their run files are equal but for name and directory"]
+    words = columns([tuple(map(say.escape, row)) for row in table])
+    return "\n".join([words, *ends, "", say.escape(verdict(data)), *(f"note: {note}" for note in data["notes"])])
+
+
+def shortened(value: str | None, most: int = 60) -> str:
+    """A value of a run file as text; None: it has no such key."""
+    return "–" if value is None else value if len(value) <= most else f"{value[:most - 1]}…"

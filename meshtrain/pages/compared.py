@@ -1,0 +1,65 @@
+"""The page of `report A B --html`: runs beside each other, from the dict of `meshtrain.inspection.compared`."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshtrain.pages import skin
+from meshtrain.pages.pictures import COLORS, Plot, PlotAxis, PlotCurve
+from meshtrain.pages.skin import Cell, Column, PageSection
+from meshtrain.units import many
+
+LONG = 300      # of a value in the table
+
+
+def page(data: dict, verdict: str, rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]]) -> str:
+    """data: of `compared.of`. verdict, rows: its words."""
+    sections = [PageSection("loss", "Loss", overlaid(data, "loss", "loss", "{:.3g}".format) + notes(data)),
+                PageSection("validation", "Validation loss",
+                            overlaid(data, "val_loss", "validation loss", "{:.3g}".format)),
+                PageSection("reward", "Reward", overlaid(data, "reward", "reward", "{:.3g}".format)),
+                PageSection("numbers", "The runs", numbers(data, rows)),
+                PageSection("differs", "What differs in their run files", differs(data)),
+                PageSection("speed", "Speed", overlaid(data, "tokens_per_s", "tokens/s", "{:,.0f}".format))]
+    labels = ", ".join(run["label"] for run in data["runs"])
+    lead = "; ".join(f"{run['label']}: {run['dir']}" for run in data["runs"] if run["label"] != run["dir"])
+    return skin.document(skin.Head("runs compared", labels, verdict, lead, ""), sections, data)
+
+
+def notes(data: dict) -> str:
+    return skin.bullets(data["notes"], "warn")
+
+
+def overlaid(data: dict, key: str, name: str, show) -> str:
+    """The curves of all runs in one frame: over steps, or over tokens where their steps have different numbers of
+    them. show: formats a value."""
+    by_tokens = len({run["tokens_per_step"] for run in data["runs"]}) > 1
+    curves = []
+    for k, run in enumerate(data["runs"]):
+        each = run["tokens_per_step"] if by_tokens else 1
+        points = [(step * each, value) for step, value in run["curves"][key]]
+        curves.append(PlotCurve(k % COLORS, run["label"], points))
+    curves = [curve for curve in curves if curve.points]
+    if not curves:
+        return ""
+    curves += [curve._replace(dots=True) for curve in curves if key == "val_loss" or len(curve.points) == 1]
+    values = [value for curve in curves for _, value in curve.points]
+    axis = PlotAxis(name, show, zero=key == "tokens_per_s")
+    if not axis.zero and min(values) > 0 and max(values) > skin.LOG * min(values):
+        axis = axis._replace(name=f"{name} (logarithmic)", log=True)
+    steps = PlotAxis("tokens", lambda count: many(int(count))) if by_tokens else PlotAxis("step", "{:,.0f}".format)
+    return skin.figure(Plot(curves, steps, axis, name, height=340).drawn,
+                       "Each point is the mean of the rows around it, where a run has many.",
+                       skin.key((curve.color, curve.name, "") for curve in curves if not curve.dots))
+
+
+def numbers(data: dict, rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]]) -> str:
+    columns = [Column(""), *(Column(run["label"], "some n") for run in data["runs"])]
+    return skin.table(columns, [(name, *(Cell(*cell) for cell in cells)) for name, cells in rows], "of-runs")
+
+
+def differs(data: dict) -> str:
+    columns = [Column("key", "keep"), *(Column(run["label"], "some") for run in data["runs"])]
+    shown = lambda value: "–" if value is None else value if len(value) <= LONG else f"{value[:LONG]}…"
+    rows = [(row["key"], *map(shown, row["values"])) for row in data["differs"]]
+    return skin.table(columns, rows, "keys", search="section or key" if len(rows) > 10 else "") or skin.paragraph(
+        "Nothing but name and directory.")
