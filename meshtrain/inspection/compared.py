@@ -5,6 +5,7 @@ Losses are compared where the runs have a common objective and data; where they 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from meshtrain import files
@@ -101,7 +102,7 @@ def numbers(data: Mapping) -> list[tuple[str, list[tuple[str, float | None]]]]:
     """What is told of each run: (name, [(text, exact number) of each]). Rows that no run has are left out."""
     number = lambda show, value: ("–", None) if value is None else (show(value), value)
     loss, share = "{:.4f}".format, "{:.1%}".format
-    found = [("state", [(run["state"], None) for run in data["runs"]]),
+    found = [("state", [(re.split("[:;,]", run["state"])[0], None) for run in data["runs"]]),
              ("step", [(f"{run['step']:,} of {run['steps']:,}", run["step"]) for run in data["runs"]]),
              ("tokens", [(many(run["tokens"]), run["tokens"]) for run in data["runs"]])]
     of = {"loss at first": (loss, lambda run: run["loss"]["first"]),

@@ -47,18 +47,18 @@ def overlaid(data: dict, key: str, name: str, show) -> str:
     if not axis.zero and min(values) > 0 and max(values) > skin.LOG * min(values):
         axis = axis._replace(name=f"{name} (logarithmic)", log=True)
     steps = PlotAxis("tokens", lambda count: many(int(count))) if by_tokens else PlotAxis("step", "{:,.0f}".format)
-    return skin.figure(Plot(curves, steps, axis, name, height=340).drawn,
-                       "Each point is the mean of the rows around it, where a run has many.",
+    means = "Each point is the mean of the rows around it, where a run has many." if key != "val_loss" else ""
+    return skin.figure(Plot(curves, steps, axis, name, height=340).drawn, means,
                        skin.key((curve.color, curve.name, "") for curve in curves if not curve.dots))
 
 
 def numbers(data: dict, rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]]) -> str:
-    columns = [Column(""), *(Column(run["label"], "some n") for run in data["runs"])]
+    columns = [Column(""), *(Column(run["label"], "n") for run in data["runs"])]
     return skin.table(columns, [(name, *(Cell(*cell) for cell in cells)) for name, cells in rows], "of-runs")
 
 
 def differs(data: dict) -> str:
-    columns = [Column("key", "keep"), *(Column(run["label"], "some") for run in data["runs"])]
+    columns = [Column("key", "keep"), *(Column(run["label"]) for run in data["runs"])]
     shown = lambda value: "–" if value is None else value if len(value) <= LONG else f"{value[:LONG]}…"
     rows = [(row["key"], *map(shown, row["values"])) for row in data["differs"]]
     return skin.table(columns, rows, "keys", search="section or key" if len(rows) > 10 else "") or skin.paragraph(
