@@ -61,6 +61,7 @@ class Assembly(Design):
 
 def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     """Raises: ConfigError with every fault of mesh and rules."""
+    run = config.on_devices(run, len(devices))
     mesh_spec, device = MeshSpec(config.mesh_sizes(run, len(devices)), run.mesh.placement), devices[0]
     gpu = hardware.from_device_kind(device.device_kind)
     if gpu is None:

@@ -67,7 +67,8 @@ def main(own: config.Arguments) -> int:
     rows, run = look_at_file(own)
     if run:
         planned = " ".join(["python -m meshtrain.plan", *(own.names or ["RUN.toml"])])
-        rows += look_at_run(run, own["topology"], own["offline"], planned)
+        seen, run = look_at_run(run, own["topology"], own["offline"], planned)
+        rows += seen
     if own["json"]:
         say.answer(json.dumps([dataclasses.asdict(row) for row in rows]))
     else:
@@ -87,15 +88,17 @@ def look_at_file(own: config.Arguments) -> tuple[list[Finding], Run | None]:
     return [Finding("run file", OK, f"{own.names[0] if own.names else 'the quickstart'}, run.name {run.run.name}")], run
 
 
-def look_at_run(run: Run, topology: str | None, offline: bool, plan: str) -> list[Finding]:
-    """The rows of everything but the run file, each part on its own. plan: the command that plans this run."""
-    rows, made = _look_at("layout", lambda: _layout(run, topology))
+def look_at_run(given: Run, topology: str | None, offline: bool, plan: str) -> tuple[list[Finding], Run]:
+    """(the rows of everything but the run file, each part on its own; the run with its layout). plan: the command that
+    plans this run."""
+    rows, made = _look_at("layout", lambda: _layout(given, topology))
+    run = made[0].run if made else given
     if made:
         rows += _look_at("memory and speed", lambda: _price(*made, plan))[0]
         rows += _look_at("weights", lambda: _weights(run, made[0]))[0]
     rows += _look_at("data", lambda: _data(run, offline))[0]
     rows += _look_at("places", lambda: _places(run, offline))[0]
-    return rows + _look_at("extras", lambda: _extras(run))[0]
+    return rows + _look_at("extras", lambda: _extras(run))[0], run
 
 
 def _look_at(part: str, look: Callable[[], Iterator[Finding | tuple]]) -> tuple[list[Finding], tuple | None]:
@@ -119,7 +122,7 @@ def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, 
     """Mesh and rules, and the choices that the run leaves open; at last the design and the GPU."""
     if topology is None and run.mesh.simulated_devices:
         config.mesh_sizes(run, run.mesh.simulated_devices)
-    spec, platform, gpu = inspect_command.placed_on(run, topology)
+    run, spec, platform, gpu = inspect_command.placed_on(run, topology)
     made = assembly.design(run, spec, platform, gpu)
     on = f"{spec.num_devices} × {gpu.name}" if gpu else f"{spec.num_devices} devices of {platform}"
     schedule = f", {made.choice.schedule.name}" if made.choice else ""

@@ -16,17 +16,19 @@ from meshtrain.sharding.rules import Layout
 
 
 def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
-    """(the run adapted to these devices, mesh.full_devices resolved; a note for the user, empty where nothing changes).
+    """(the run adapted to these devices, its open layout and mesh.full_devices resolved; a note for the user, empty
+    where no device is missing).
 
     Raises: ConfigError where the batch cannot be split over so few.
     """
     full = run.mesh.full_devices
-    plain = run.replaced(mesh={"full_devices": 0})
+    plain = config.on_devices(run, num_devices)
+    plain = plain.model_copy(update={"mesh": plain.mesh.model_copy(update={"full_devices": 0})})
     if not full or num_devices >= full:
         return plain, ""
     sizes, wanted = config.mesh_sizes(run, num_devices), config.mesh_sizes(run, full)
     with config.user_errors():
-        loaded = rules.load(run.sharding.rules)
+        loaded = rules.load(config.on_devices(run, full).sharding.rules)
     (shrunk,) = (axis for axis in AXES if getattr(run.mesh, axis) == -1)
     batch_axes = loaded.mesh_axes("activations", "batch")
     if shrunk not in batch_axes:

@@ -132,8 +132,10 @@ class Experiment:
     @property
     def layout(self) -> str:
         """The mesh axes larger than 1 and the rule file's name."""
-        sizes = [f"{axis}={n}" for axis in AXES if (n := getattr(self.run.mesh, axis)) != 1]
-        return ", ".join([" ".join(sizes) or "one device", Path(self.run.sharding.rules).stem])
+        count = self.run.mesh.simulated_devices
+        run = config.on_devices(self.run, count) if count else self.run
+        sizes = [f"{axis}={n}" for axis in AXES if (n := getattr(run.mesh, axis)) != 1]
+        return ", ".join([" ".join(sizes) or "one device", Path(run.sharding.rules).stem])
 
     def inspect(self, topology: str | None = None) -> StepCosts:
         """What the compiled step holds, sends and takes. topology: compiled for GPUs that are not here, e.g. "h100:8".

@@ -8,6 +8,7 @@ numbers, or that --expect did not expect.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Mapping
@@ -217,21 +218,23 @@ def _show_schedule(run, topology: str | None) -> None:
 
 def _schedule(run, topology: str | None) -> simulate.Choice | None:
     """What `train` would choose on these GPUs; on this machine's where there is no --topology. None without stages."""
-    spec, platform, gpu = placed_on(run, topology)
+    run, spec, platform, gpu = placed_on(run, topology)
     return assembly.design(run, spec, platform, gpu).choice
 
 
-def placed_on(run: config.Run, topology: str | None) -> tuple[MeshSpec, str, hardware.Gpu | None]:
-    """(the mesh, jax's name of the platform, the GPU) that a run would have on `GPU:N`, or on this machine. Starts
-    devices only where their number is asked for. Raises: ConfigError."""
-    asked = {axis: getattr(run.mesh, axis) for axis in config.AXES}
-    platform, gpu, sizes = "cpu", None, asked
+def placed_on(run: config.Run, topology: str | None) -> tuple[config.Run, MeshSpec, str, hardware.Gpu | None]:
+    """(the run with its open layout resolved, the mesh, jax's name of the platform, the GPU) that a run would have on
+    `GPU:N`, or on this machine. Starts devices only where their number is asked for. Raises: ConfigError."""
+    platform, gpu = "cpu", None
+    sizes = asked = {axis: getattr(run.mesh, axis) for axis in config.AXES}
     with config.user_errors():
         if topology is not None:
             platform, gpu = "gpu", hardware.get(gpu_compile.parse_topology(topology)[0])
             sizes = _topology_sizes(run, topology)
+        elif run.mesh.simulated_devices and -1 in asked.values():
+            sizes = config.mesh_sizes(run, run.mesh.simulated_devices)
         elif -1 in asked.values() or not run.mesh.simulated_devices and local_devices.gpus_expected():
             devices = local_devices.start(run)
             platform, gpu = devices[0].platform, hardware.from_device_kind(devices[0].device_kind)
             sizes = config.mesh_sizes(run, len(devices)) if -1 in asked.values() else asked
-    return MeshSpec(sizes, run.mesh.placement), platform, gpu
+    return config.on_devices(run, math.prod(sizes.values())), MeshSpec(sizes, run.mesh.placement), platform, gpu

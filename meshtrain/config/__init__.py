@@ -3,6 +3,7 @@
 from meshtrain.config.checks import SIZE_KEYS, is_address, mesh_sizes, notes, problems
 from meshtrain.config.command_line import Command, Arguments, Option, number, one_of, whole
 from meshtrain.config.from_python import words
+from meshtrain.config.layouts import on_devices
 from meshtrain.config.messages import SECTIONS, ConfigError, restarting, user_errors
 from meshtrain.config.run_file import (
     QUICKSTART, dump, help_text, load, names_mesh, presets, resolve, shape_table,
@@ -18,7 +19,7 @@ from meshtrain.names import AXES
 __all__ = [
     "AXES", "ConfigError", "QUICKSTART", "SECTIONS", "SIZE_KEYS", "dump", "help_text",
     "is_address", "load", "mesh_sizes", "names_mesh",
-    "notes", "presets", "problems", "resolve", "restarting", "shape_table", "shipped", "user_errors",
+    "notes", "on_devices", "presets", "problems", "resolve", "restarting", "shape_table", "shipped", "user_errors",
     "words", "Command", "Arguments", "Option", "number", "one_of", "whole",
     "Checkpoint", "Component", "Context", "Data", "Distributed", "Identity", "Lora",
     "Mesh", "Metrics", "Model", "Optimizer",

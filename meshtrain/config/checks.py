@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from meshtrain import pattern
-from meshtrain.config import rope_scaling, unused
+from meshtrain.config import layouts, rope_scaling, unused
 from meshtrain.pattern import MIXERS, MLPS
-from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
-from meshtrain.config.sections import Component, Data, Mesh, MixerKeys, Run
+from meshtrain.config.messages import ConfigError, choices, join, next_multiple, toml, unknown_name
+from meshtrain.config.sections import Component, Data, Mesh, MixerKeys, Run, source_of
 from meshtrain.huggingface import folder
 from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.shipped import names
@@ -355,10 +355,9 @@ def _reads_bytes(run: Run) -> bool:
 
 def notes(run: Run) -> list[str]:
     """Warnings about valid settings that are rarely intended, logged once before the run starts."""
-    found = unused.messages(run)
-    if not any(getattr(run, section).model_fields_set for section in ("model", "data", "training", "optimizer")):
-        found.append("the run file has no key of [model], [data], [training] and [optimizer]: the run trains the "
-                     "default model")
+    found = layouts.notes(run) + unused.messages(run)
+    if not any(getattr(run, section).model_fields_set for section in ("model", "training", "optimizer")):
+        found.append("the run file has no key of [model], [training] and [optimizer]: the run trains the default model")
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
         found.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
                      "give data.tokenizer the path of the model's tokenizer.json")
@@ -410,17 +409,41 @@ def _data_problems(run: Run):
         if one.field != Data.model_fields["field"].default and one.source not in (*FIELD_SOURCES, "mixture"):
             yield (f"{where}.field={toml(one.field)} is not read by {where}.source={toml(one.source)}; use "
                    f"{join(map(toml, FIELD_SOURCES), 'or')}, or leave it out")
-        if one.source not in ("stdlib", "mixture") and not one.paths:
+        if not one.source:
+            yield from [_source_problem(where, one)] * bool(one.paths or one is not data)
+        elif one.source == "stdlib" and one.paths:
+            yield (f'{where}.paths={toml(one.paths)} is not read by {where}.source="stdlib"; leave {where}.source out, '
+                   f'or the paths')
+        elif one.source not in ("stdlib", "mixture") and not one.paths:
             example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl",
                        "preferences": "data/*.jsonl", "prompts": "data/*.jsonl"}.get(one.source, f"data/*.{one.source}")
             yield (f'{where}.source={toml(one.source)} has no {where}.paths to read; use e.g. '
                    f'{where}.paths=["{example}"]')
 
 
+def missing_data(run: Run) -> list[str]:
+    """The message for a run to train that names no data, which a trained model needs not."""
+    return [] if run.data.source or run.data.paths else [_source_problem("data", run.data)]
+
+
+def _source_problem(where: str, one: Data | Component) -> str:
+    """The message for a source that neither its key nor the suffixes of its files name."""
+    known = choices(type(one).model_fields["source"])
+    if not one.paths:
+        return (f'{where}.paths names no files; give some, e.g. ["data/*.jsonl"], or {where}.source="stdlib", which is '
+                f"Python's own library")
+    several = {source_of((path,)) for path in one.paths} - {""}
+    if len(several) > 1:
+        return (f"{where}.paths={toml(one.paths)} are files of {join(sorted(several), 'and')}, and a source is of one "
+                f"kind; make each a table of data.mixture")
+    return (f"{where}.paths={toml(one.paths)} does not tell by its suffix what it holds; give {where}.source, one of "
+            f"{join(map(toml, [name for name in known if name not in ('stdlib', 'mixture')]), 'and')}")
+
+
 def _preference_problems(run: Run):
     data, training = run.data, run.training
     dpo, pairs = training.objective == "dpo", data.source == "preferences"
-    if dpo and not pairs:
+    if dpo and not pairs and data.source:
         yield (f'training.objective="dpo" trains on pairs of answers, but data.source={toml(data.source)} has none; '
                f'use data.source="preferences"')
     if training.dpo_beta != type(training).model_fields["dpo_beta"].default and not dpo:
@@ -442,7 +465,7 @@ def _preference_problems(run: Run):
 def _rl_problems(run: Run):
     data, training, rl = run.data, run.training, run.rl
     learns, prompts = training.objective == "rl", data.source == "prompts"
-    if learns != prompts:
+    if learns != prompts and data.source:
         yield (f'training.objective={toml(training.objective)} and data.source={toml(data.source)}: '
                f'training.objective="rl" and data.source="prompts" need each other; set both, or neither')
     if not learns:

@@ -72,6 +72,11 @@ def kind_of(field) -> str:
     return {bool: "boolean", int: "integer", float: "number", str: "string"}.get(annotation, "list")
 
 
+def choices(field) -> list[str]:
+    """The values of a choice that a user may name."""
+    return [known for known in typing.get_args(field.annotation) if known]
+
+
 def wrong_value(section: str, cls, error) -> str:
     key, *index = error["loc"]
     if index and isinstance(index[0], str):     # a key of a table
@@ -88,7 +93,7 @@ def wrong_value(section: str, cls, error) -> str:
         kind = "table"
     example = type_of(field)(1) if field.default is None and kind in ("integer", "number") else field.default
     if error["type"] == "literal_error" and isinstance(value, str):
-        return unknown_name(name, value, [known for known in typing.get_args(field.annotation) if known])
+        return unknown_name(name, value, choices(field))
     bounds = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
     for limit, words in bounds.items():
         if limit in limits and error["type"] in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
@@ -100,7 +105,7 @@ def wrong_value(section: str, cls, error) -> str:
                     f"write e.g. {toml(1 if index else example)}, without quotes or a decimal point"),
         "number": ("a finite number", f"write e.g. {toml(example)}, without quotes"),
         "string": ("a string", "write it in quotes"),
-        "choice": ("a string", f"use {join(map(toml, typing.get_args(field.annotation)), 'or')}"),
+        "choice": ("a string", f"use {join(map(toml, choices(field)), 'or')}"),
         "list": (("a list of whole numbers", "write it as TOML, e.g. [1, 2]") if numbers else
                  ("a list of strings", 'write it as TOML, e.g. ["first", "second"]')),
         "components": ("a list of tables", 'write it as TOML, e.g. [{source="jsonl", paths=["a.jsonl"], weight=0.7}]'),
@@ -114,9 +119,6 @@ def wrong_in_table(name: str, cls, error) -> str:
     key = error["loc"][0]
     if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
         return unknown_key(name, key, error["input"], cls)
-    if error["type"] == "missing":
-        known = typing.get_args(cls.model_fields[key].annotation)
-        return f"{name} has no {key}; give one of {join(map(toml, known), 'or')}"
     return wrong_value(name, cls, error)
 
 

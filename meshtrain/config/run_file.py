@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 import shlex
 import tomllib
@@ -18,13 +19,13 @@ from pydantic import ValidationError
 
 from meshtrain import files
 from meshtrain import pattern
-from meshtrain.config import older
-from meshtrain.config.checks import problems
+from meshtrain.config import layouts, older
+from meshtrain.config.checks import missing_data, problems
 from meshtrain.config.messages import (
-    SECTIONS, ConfigError, join, keys_of, kind_of, toml, unknown_key, unknown_name, unknown_section, user_errors,
-    wrong_value,
+    SECTIONS, ConfigError, choices, join, keys_of, kind_of, toml, unknown_key, unknown_name, unknown_section,
+    user_errors, wrong_value,
 )  # fmt: skip
-from meshtrain.config.sections import Model, Run, Sharding, at_home
+from meshtrain.config.sections import Model, Run, at_home, filled
 from meshtrain.huggingface import folder, weight_files
 from meshtrain.shipped import found, names, rule_file, shipped
 from meshtrain.storage import addresses, copies
@@ -32,6 +33,7 @@ from meshtrain.storage.addresses import StorageError
 
 QUICKSTART = shipped("configs/quickstart.toml")
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
+EXTENDS = "run.extends"
 MOST_BYTES = 1 << 24  # limit of a run file's size: /dev/zero has no end
 NOT_SHAPE = ("_dtype", "_dropout")  # suffixes of model keys that presets do not set
 ENGINES = ("attention", "mlp")      # keys of [model] that say how it is computed
@@ -44,18 +46,23 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
     """
     copies.forget()
     path, overrides, faults = _arguments(argv)
-    tables, unreadable = _read(_local(path) if path else QUICKSTART)
+    given = dict(overrides).get(EXTENDS, "")
+    tables, origins, unreadable = _read_extended(path or QUICKSTART, (given, Path()) if given else None)
     with _model_folder():
         _override(tables, overrides, path is None)
         run, wrong, reported = _build(tables)
+    if not layouts.names_axis(run):
+        run = run.model_copy(update={"mesh": filled(run.mesh.model_copy(), fsdp=-1)})
     if {"--help", "-h"} & set(argv):
         with contextlib.suppress(OSError):      # `--help | head`
             print(help_text(run, usage), flush=True)
         raise SystemExit(0)
     # Where a file is unreadable or a key faulty, defaults stand in; contradictions with those are not reported.
-    contradictions = [] if unreadable else [message for message in problems(run) if not reported.search(message)]
+    contradictions = [] if unreadable else [message for message in problems(run) + missing_data(run)
+                                            if not reported.search(message)]
+    origins = {name: file for name, file in origins.items() if name not in dict(overrides)}
     if faults + unreadable + wrong + contradictions:
-        raise ConfigError(*faults, *unreadable, *wrong, *contradictions)
+        raise ConfigError(*faults, *unreadable, *(_with_origins(one, origins) for one in wrong + contradictions))
     return run
 
 
@@ -169,6 +176,66 @@ def _read(path: Path) -> tuple[dict, list[str]]:
         return {}, [f"{place}: {what}; in TOML strings take quotes, booleans are true or false, lists close with ]"]
 
 
+def _read_extended(file: str | Path, base: tuple[str, Path] | None, extending: tuple[str, ...] = ()
+                   ) -> tuple[dict, dict[str, str], list[str]]:
+    """(the tables of a run file, with the keys of the files that it extends where it has none; the file of each of
+    their keys, if it is another one; faults).
+
+    base: what it extends in place of its run.extends, and the file relative to which that is. extending: the files
+    that extend this one. Raises: ConfigError where an address cannot be read.
+    """
+    local = _local(file)
+    tables, faults = _read(local)
+    table = tables.get("run")
+    named = table.pop("extends", "") if isinstance(table, dict) else ""
+    named, beside = base or (named, file if addresses.is_remote(file) else local)
+    if faults or named == "":
+        return tables, {}, faults
+    chain = (*extending, os.path.realpath(local))
+    if not isinstance(named, str):
+        return tables, {}, [f'{file}: {EXTENDS}={toml(named)} is not the name of one run file; use e.g. "base.toml"']
+    other = _beside(named, beside)
+    if (there := os.path.realpath(_local(other))) in chain:
+        return tables, {}, [f"{file}: {EXTENDS}={toml(named)} leads back to {there}; a run file cannot extend itself"]
+    inherited, origins, faults = _read_extended(other, None, chain)
+    faults = [fault if EXTENDS in fault else f"{file}: {EXTENDS}={toml(named)}: {fault}" for fault in faults]
+    if isinstance(tables.get("model"), dict) and tables["model"].get("preset"):
+        _drop_shape(inherited)
+    origins = {f"{section}.{key}": origins.get(f"{section}.{key}", str(other)) for section, table in inherited.items()
+               for key in (table if isinstance(table, dict) else ())}
+    for section, table in tables.items():
+        both = isinstance(table, dict) and isinstance(inherited.get(section, {}), dict)
+        inherited[section] = inherited.get(section, {}) | table if both else table
+        for key in table if both else ():
+            origins.pop(f"{section}.{key}", None)
+    return inherited, origins, faults
+
+
+def _beside(named: str, file: str | Path) -> str | Path:
+    """The run file `named` in another one: relative to it, or a shipped one, also by its bare name."""
+    named = at_home(named)
+    if addresses.is_remote(named):
+        return named
+    if addresses.is_remote(file):
+        return f"{str(file).rpartition('/')[0]}/{named}"
+    path = Path(os.path.normpath(Path(file).parent / named))
+    if os.path.exists(path):
+        return path
+    return names("configs").get(named) or (shipped(named) if shipped(named).is_file() else path)
+
+
+def _with_origins(message: str, origins: typing.Mapping[str, str]) -> str:
+    """The message, with the file of each key in it that an extended file gives."""
+    found = [name for name in origins if re.search(rf"\b{re.escape(name)}\b", message)]
+    return f"{message} ({', '.join(f'{origins[name]} gives {name}' for name in found)})" if found else message
+
+
+def _drop_shape(tables: dict) -> None:
+    """Leave no shape in [model]: that of a preset replaces it."""
+    if isinstance(tables.get("model"), dict):
+        tables["model"] = {key: value for key, value in tables["model"].items() if key.endswith(NOT_SHAPE)}
+
+
 def _override(tables: dict, overrides, default: bool) -> None:
     """Write the command line's values into the tables: as text for string keys, else parsed as TOML.
 
@@ -176,12 +243,15 @@ def _override(tables: dict, overrides, default: bool) -> None:
     """
     given = dict(overrides)
     # A preset on the command line replaces the file's model shape; only keys on the command line are added to it.
-    # A model folder replaces the quickstart's shape, which the user did not write.
-    replaced = given.get("model.preset") or default and folder.is_one(at_home(given.get("checkpoint.init_from", "")))
-    if replaced and isinstance(tables.get("model"), dict):
-        tables["model"] = {key: value for key, value in tables["model"].items() if key.endswith(NOT_SHAPE)}
+    # A model folder replaces the quickstart's shape, which the user did not write; so do paths its source.
+    if given.get("model.preset") or default and folder.is_one(at_home(given.get("checkpoint.init_from", ""))):
+        _drop_shape(tables)
+    if default and {"data.paths", "data.mixture"} & given.keys() and isinstance(tables.get("data"), dict):
+        tables["data"].pop("source", None)
     for name, text in overrides:
         section, key = name.split(".")
+        if name == EXTENDS:
+            continue
         table = tables.setdefault(section, {})
         if not isinstance(table, dict):
             continue  # reported as a fault of the file
@@ -230,7 +300,8 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
             faulty += [f"{name}.{key}" for key in wrong]
             sections[name] = cls(**{key: value for key, value in table.items() if key not in wrong})
     run = Run(**sections)
-    run = run.model_copy(update={"sharding": Sharding(rules=str(rule_file(run.sharding.rules)))})
+    run = run.model_copy(update={"sharding": filled(run.sharding.model_copy(),
+                                                    rules=str(rule_file(run.sharding.rules)))})
     faulty += ["model"] if "model.preset" in faulty else []
     return run, faults, re.compile("|".join(rf"\b{re.escape(name)}\b" for name in faulty) or "$^")
 
@@ -293,6 +364,6 @@ def help_text(run: Run, usage: str = USAGE) -> str:
     for name, section in run:
         lines += ["", type(section).__doc__]
         for key, field in type(section).model_fields.items():
-            choices = f" ({', '.join(typing.get_args(field.annotation))})" if kind_of(field) == "choice" else ""
-            lines.append(f"  {f'--{name}.{key} {toml(getattr(section, key))}':<47} {field.description}{choices}")
+            named = f" ({', '.join(choices(field))})" if kind_of(field) == "choice" else ""
+            lines.append(f"  {f'--{name}.{key} {toml(getattr(section, key))}':<47} {field.description}{named}")
     return "\n".join(lines)

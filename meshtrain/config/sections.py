@@ -22,8 +22,9 @@ def key(default, description: str, **limits):
     return Field(default, description=description, **limits)
 
 
-def _filled(section, **values):
-    """Write derived values into a section under construction; pydantic's setter refuses frozen sections."""
+def filled(section, **values):
+    """Write derived values into a section under construction, or a copy; pydantic's setter refuses frozen sections.
+    They do not count as given: section.model_fields_set stays as it is."""
     section.__dict__.update(values)
     return section
 
@@ -59,6 +60,8 @@ class Identity(Section):
 
     name: str = key("run", "name of the run")
     dir: PathKey = key("", "directory of the run's files, or s3://… or gs://…; empty = runs/<name>")
+    extends: PathKey = key(
+        "", "another run file, beside this one or shipped, whose keys are taken where this one has none")
     seed: int = key(0, "seed of the initialization, the data order and dropout", ge=0, lt=2**32)
     compilation_cache: str = key(
         "~/.cache/meshtrain", "cache of compiled programs for later runs, up to 8 GiB; empty = off")
@@ -68,7 +71,7 @@ class Identity(Section):
     def _fill_in(self):
         # of an address the slashes at its end, but not those of its scheme: "s3:" would be a directory
         directory = re.sub(r"(?<![:/])/+$", "", self.dir) if "://" in self.dir else self.dir
-        return _filled(self, dir=directory or f"runs/{self.name}")
+        return filled(self, dir=directory or f"runs/{self.name}")
 
 
 class Mesh(Section):
@@ -303,14 +306,14 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _fill_in(self):
-        _filled(self, mixers=self.mixers or ("W" if self.window else "F"),
+        filled(self, mixers=self.mixers or ("W" if self.window else "F"),
                 mlps=self.mlps or ("e" if self.num_experts else "d"))
         # A head_dim that cannot be derived stays 0, which `problems` reports.
         if self.num_experts:
-            _filled(self, experts_per_token=self.experts_per_token or min(2, self.num_experts),
+            filled(self, experts_per_token=self.experts_per_token or min(2, self.num_experts),
                     expert_mlp_dim=self.expert_mlp_dim or self.mlp_dim)
         derived_head_dim = 0 if self.embed_dim % self.num_heads else self.embed_dim // self.num_heads
-        return _filled(self, num_kv_heads=self.num_kv_heads or self.num_heads,
+        return filled(self, num_kv_heads=self.num_kv_heads or self.num_heads,
                        head_dim=self.head_dim or derived_head_dim)
 
     @property
@@ -324,29 +327,49 @@ class Model(Section):
         return self.model_copy(update=given) if given else self
 
 
+# The source that files are of by their suffix, before which .gz and .zst do not count. A file without a suffix is of
+# tokens where X.bin is beside it, as Megatron names its data.
+SUFFIXES = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".npy": "tokens",
+            ".bin": "tokens", ".idx": "tokens"}
+
+
+def source_of(paths: tuple[str, ...]) -> str:
+    """The source of these files or globs by their suffixes; "" where these tell none, or several."""
+    found = set()
+    for path in paths:
+        path = at_home(path)
+        known = SUFFIXES.get(os.path.splitext(path.removesuffix(".gz").removesuffix(".zst"))[1].lower(), "")
+        found.add(known or ("tokens" if os.path.isfile(f"{path}.bin") else ""))
+    return found.pop() if len(found) == 1 else ""
+
+
 class Component(Section):
     """One source of data.mixture."""
 
-    source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens"] = Field(
-        description="as data.source")
+    source: Literal["", "stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens"] = key("", "as data.source")
     paths: tuple[PathKey, ...] = key((), "as data.paths", strict=False)
     field: str = key("text", "as data.field")
     weight: float = key(1.0, "share of the tokens, relative to the other weights", gt=0)
     name: str = key("", "of its loss in the metrics, val_loss/NAME; empty = its place in data.mixture, from 0")
     validation_paths: tuple[PathKey, ...] = key((), "as data.validation_paths", strict=False)
 
+    @model_validator(mode="after")
+    def _fill_in(self):
+        return filled(self, source=self.source or source_of(self.paths))
+
 
 class Data(Section):
     """[data]: what is read, and how much of it per step."""
 
-    source: Literal["stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "preferences", "prompts",
+    source: Literal["", "stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "preferences", "prompts",
                     "mixture"] = key(
-        "stdlib",
-        "Python's library sources, files of data.paths (chat: conversations in lines of JSON), or data.mixture"
+        "",
+        "Python's library sources, files of data.paths (chat: conversations in lines of JSON), or data.mixture; empty "
+        "= by the suffix of data.paths"
     )
     paths: tuple[PathKey, ...] = key(
         (), "files or globs, also at s3://, gs://, hf:// and https://; text and jsonl may end in .gz or .zst; tokens: "
-        "X.tokens.npy with X.ends.npy, or X.bin",
+        "X.tokens.npy with X.ends.npy, or X.bin, also as X",
         strict=False
     )
     field: str = key("text", "key (jsonl) or column (parquet, arrow) of a document's text")
@@ -383,6 +406,10 @@ class Data(Section):
     )
     document_mask: bool = key(True, "attention stays within each document of a packed sequence")
     skip_batches: int = key(0, "training batches to skip once, at the start or resume", ge=0, le=10**9)
+
+    @model_validator(mode="after")
+    def _fill_in(self):
+        return filled(self, source=self.source or ("mixture" if self.mixture else source_of(self.paths)))
 
 
 class Training(Section):
@@ -626,7 +653,10 @@ class Run(Section):
     def _fill_in(self):
         if self.model.max_seq_len == 0 and (self.model.position == "learned" or any(
                 self.model.of(mixer).rope_scaling.rope_type == "longrope" for mixer in MIXERS)):
-            _filled(self, model=self.model.model_copy(update={"max_seq_len": self.data.seq_len}))
+            filled(self, model=self.model.model_copy(update={"max_seq_len": self.data.seq_len}))
+        lines_of = {"dpo": "preferences", "rl": "prompts"}.get(self.training.objective)
+        if lines_of and self.data.source == "jsonl" and "source" not in self.data.model_fields_set:
+            filled(self, data=filled(self.data.model_copy(), source=lines_of))
         if self.model.num_experts and self.experts.bias_rate and self.model.router_bias == "none":
-            _filled(self, model=self.model.model_copy(update={"router_bias": "choice"}))
+            filled(self, model=self.model.model_copy(update={"router_bias": "choice"}))
         return self

@@ -408,9 +408,6 @@ def _fingerprint(opened: Sequence[Source], described: Description) -> str:
 def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
     """The files of the source `name`, in document order, each with its searched directory."""
     if name == "stdlib":
-        if paths:
-            raise ValueError(f"{where}.paths={list(paths)} is not read by {where}.source='stdlib'; "
-                             f"set {where}.source='text' or {where}.paths=[]")
         root = sysconfig.get_path("stdlib")
         return dict.fromkeys(list_stdlib(root), root)
     return match_globs(paths, name, where)
@@ -456,8 +453,9 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
     found, faults, real = {}, [], resolver()
     for pattern in patterns:
         if addresses.is_remote(pattern):
+            whole = name != "tokens" or pattern.endswith((".bin", token_files.TOKENS)) or glob.has_magic(pattern)
             try:
-                found |= {path: (path, "") for path in copies.matched(pattern)}
+                found |= {path: (path, "") for path in copies.matched(pattern if whole else f"{pattern}.bin")}
             except addresses.Refused as error:
                 raise addresses.Refused(f"{where}.{key}: {error}") from None
             except addresses.StorageError as error:
@@ -467,15 +465,22 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
         literal = files.status(wanted) is not None
         # A file under two names would count twice, perhaps in both training and validation.
         root = os.path.dirname(wanted if literal else re.split(r"[*?[]", wanted)[0]) or "."
-        some = False
+        matches = {}
         for path in [wanted] if literal else expanded(wanted):
             if (target := real(path)) is not None:
-                some, found[target] = True, (path, root)
+                matches[target] = path, root
+        if not matches:
+            prefixed = {real(path): (path, root) for path in expanded(f"{wanted}.bin")}
+            matches = prefixed if name == "tokens" else {}      # Megatron names X.bin and X.idx by X
+        found |= matches
+        if matches:
+            continue
         if files.is_dir(wanted):
             faults.append(f"{where}.{key}: {pattern!r} is a directory; name its files, e.g. "
                           f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES[name]))!r}")
-        elif not some:
-            faults.append(f"{where}.{key}: {pattern!r} matches no file (relative to {os.getcwd()})")
+        else:
+            near = "".join(f"; {path} exists, a file of {where}.source='tokens'" for path, _ in prefixed.values())
+            faults.append(f"{where}.{key}: {pattern!r} matches no file (relative to {os.getcwd()}){near}")
     if faults:
         raise ValueError("\n".join(faults))
     return dict(found[path] for path in sorted(found))

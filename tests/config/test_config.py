@@ -32,9 +32,13 @@ def faults(*argv: str) -> list[str]:
     return caught.value.messages
 
 
-def write(tmp_path, text: str) -> str:
-    path = tmp_path / "run.toml"
-    path.write_text(text)
+STDLIB = '\n[data]\nsource = "stdlib"\n'
+
+
+def write(tmp_path, text: str, encoding: str = "utf-8", name: str = "run.toml") -> str:
+    """A run file, with Python's library for its data where it names none."""
+    path = tmp_path / name
+    path.write_text(text if "[data]" in text else text + STDLIB, encoding=encoding)
     return str(path)
 
 
@@ -84,7 +88,7 @@ def test_dump_keeps_every_bit_of_a_number(learning_rate, steps):
 def test_overrides_take_every_type_in_both_spellings():
     run = config.load(
         "--run.name=8 --mesh.fsdp -1 --data.document_mask false --optimizer.learning_rate=1e-3 --training.grad_clip 1 "
-        "--optimizer.schedule linear --training.steps=5".split() + ["--data.paths", '["a b", "c=d"]']
+        "--optimizer.schedule linear --training.steps=5".split() + ["--data.source", "text", "--data.paths", '["a b", "c=d.txt"]']
     )
     assert run.run.name == "8"  # bare text, not a number
     assert run.mesh.fsdp == -1
@@ -92,7 +96,7 @@ def test_overrides_take_every_type_in_both_spellings():
     assert run.optimizer.learning_rate == 1e-3
     assert run.training.grad_clip == 1.0
     assert run.optimizer.schedule == "linear"
-    assert run.data.paths == ("a b", "c=d")
+    assert run.data.paths == ("a b", "c=d.txt")
 
 
 @given(st.lists(st.builds(
@@ -289,11 +293,11 @@ MISTAKES = [
     ("--data.source json", 'data.source="json"', 'did you mean "jsonl"?'),
     ("--data.source parquet", "data.paths", 'data.paths=["data/*.parquet"]'),
     ("--data.source mixture", 'data.source="mixture" has no data.mixture', 'data.mixture=[{source="jsonl"'),
-    ('--data.mixture [{source="stdlib"}]', 'is not read by data.source="stdlib"', 'data.source="mixture"'),
+    ('--data.source stdlib --data.mixture [{source="stdlib"}]', 'is not read by data.source="stdlib"', 'data.source="mixture"'),
     (f'{MIXTURE}="stdlib"}}] --data.paths ["a"]', 'data.paths=["a"] is not read', "sources of data.mixture"),
     (f'{MIXTURE}="stdlib"}}] --data.field body', 'data.field="body" is not read', "sources of data.mixture"),
     (f'{MIXTURE}="jsonl"}}]', "data.mixture[0].paths", 'data.mixture[0].paths=["data/*.jsonl"]'),
-    (f'{MIXTURE}="stdlib"}},{{weight=2}}]', "data.mixture[1] has no source", '"arrow" or "tokens"'),
+    (f'{MIXTURE}="stdlib"}},{{weight=2}}]', "data.mixture[1].paths names no files", 'data.mixture[1].source="stdlib"'),
     (f'{MIXTURE}="mixture"}}]', 'data.mixture[0].source="mixture"', '"arrow" or "tokens"'),
     (f'{MIXTURE}="stdlib",weight=0}}]', "data.mixture[0].weight=0", "more than 0"),
     (f'{MIXTURE}="stdlib",weight="1"}}]', 'data.mixture[0].weight="1"', "without quotes"),
@@ -391,7 +395,7 @@ def test_faults_of_a_missing_file_and_of_the_command_line_are_told_together():
 
 
 def test_a_wrong_value_brings_no_second_fault(tmp_path):
-    path = write(tmp_path, '[model]\nnum_heads = "8"\nnum_kv_heads = 3\nembed_dim = 100\n[data]\nglobal_batch = "x"\n')
+    path = write(tmp_path, '[model]\nnum_heads = "8"\nnum_kv_heads = 3\nembed_dim = 100\n[data]\nsource = "stdlib"\nglobal_batch = "x"\n')
     assert len(faults(path, "--training.microbatches", "3")) == 2
 
 
@@ -525,8 +529,7 @@ def test_a_locale_without_utf8_is_told_with_its_remedy(tmp_path):
 
 
 def test_a_byte_order_mark_is_no_part_of_a_run_file(tmp_path):
-    (tmp_path / "bom.toml").write_text("[training]\nsteps = 7\n", encoding="utf-8-sig")
-    assert config.load([str(tmp_path / "bom.toml")]).training.steps == 7
+    assert config.load([write(tmp_path, "[training]\nsteps = 7\n", "utf-8-sig")]).training.steps == 7
 
 
 def test_a_vocabulary_beyond_the_indices_is_refused():
@@ -574,11 +577,9 @@ def test_no_shipped_file_has_a_key_without_effect():
 
 
 def test_a_file_without_a_key_is_told(tmp_path):
-    (tmp_path / "empty.toml").write_text("")
-    assert any("the run file has no key" in note
-               for note in config.notes(config.load([str(tmp_path / "empty.toml")])))
-    assert not any("has no key" in note
-                   for note in config.notes(config.load([str(tmp_path / "empty.toml"), "--model.num_layers", "2"])))
+    empty = write(tmp_path, "")
+    assert any("the run file has no key" in note for note in config.notes(config.load([empty])))
+    assert not any("has no key" in note for note in config.notes(config.load([empty, "--model.num_layers", "2"])))
 
 
 # ---- files and checkpoints of earlier versions -----------------------------------------------------------------------
@@ -600,6 +601,7 @@ rope_low_freq_factor = 2.0
 rope_high_freq_factor = 32.0
 rope_original_seq_len = 64
 [data]
+source = "stdlib"
 prefetch = 4
 validation_tokens = 0
 [training]
@@ -618,8 +620,7 @@ wandb_project = "mine"
 
 
 def test_a_run_file_of_an_earlier_version_says_the_same(tmp_path):
-    (tmp_path / "run.toml").write_text(OLDER)
-    run = config.load([str(tmp_path / "run.toml")])
+    run = config.load([write(tmp_path, OLDER)])
     assert (run.model.qk_norm, run.model.attention_bias, run.model.router_groups) == ("all_heads", "all", (4, 2))
     assert dict(run.model.rope_scaling) == {
         "rope_type": "yarn", "factor": 4.0, "beta_slow": 2.0, "beta_fast": 32.0, "original_max_position_embeddings": 64}

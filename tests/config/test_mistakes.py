@@ -547,7 +547,7 @@ def world(home, tiny, tmp_path_factory) -> Path:
     files = {
         "empty.txt": "", "blank.txt": "\n \n", "batch.toml": RULES, "mine/rules.toml": RULES,
         "run_bare/config.toml": "[run]\nname = 'x'\n",
-        "folder/mine.txt": "mine", "sound.toml": "[training]\nsteps = 3\n",
+        "folder/mine.txt": "mine", "sound.toml": "[training]\nsteps = 3\n[data]\nsource = 'stdlib'\n",
         "half.toml": "[mesh]\ndata = [1,\n",
         "null.toml": '[run]\ndir = "a\\u0000b"\n', "far.toml": f'extends = "{LONG}"\n',
         "nul.toml": "[run]\nname = 'a\0b'\n", "list.json": "[1, 2]", "circle.toml": 'extends = "circle.toml"\n',

@@ -116,13 +116,9 @@ def text_file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("name, paths, message", [
-    ("stdlib", ["a.txt"], r"data.paths=.* is not read by data.source='stdlib'"),
-    ("text", [], "give at least one file or glob"),
-])
-def test_a_source_that_cannot_be_opened_is_refused_with_the_remedy(name, paths, message):
-    with pytest.raises(ValueError, match=message):
-        open_source(name, paths)
+def test_a_source_without_files_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match="give at least one file or glob"):
+        open_source("text", [])
 
 
 @pytest.mark.parametrize("changes, message", [

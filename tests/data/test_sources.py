@@ -120,7 +120,7 @@ def test_text_and_the_standard_library_as_bytes_need_no_cache(tmp_path):
     assert opened.ids() == [[0xC3, 0xA9, 13, 10]]
     assert (opened.corpus.weights, opened.corpus.tokenizer.bos, opened.corpus.tokenizer.vocab_size) == (
         (1.0,), 256, 257)
-    assert Opened(config.Data(), tmp_path / "fallback").corpus.sources[0].totals.sum() > 1e6
+    assert Opened(config.Data(source="stdlib"), tmp_path / "fallback").corpus.sources[0].totals.sum() > 1e6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
 
 
@@ -175,6 +175,6 @@ def test_the_standard_library_is_never_written_into(tmp_path, bpe, monkeypatch):
     library.mkdir()
     write(library / "a.txt", ["x = 1\n"]).rename(library / "a.py")
     monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(library))
-    opened = Opened(config.Data(tokenizer=bpe), tmp_path / "cache")
+    opened = Opened(config.Data(source="stdlib", tokenizer=bpe), tmp_path / "cache")
     assert opened.texts() == ["x = 1\n"]
     assert [path.name for path in library.iterdir()] == ["a.py"]

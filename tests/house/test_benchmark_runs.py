@@ -161,7 +161,7 @@ def test_a_layout_is_priced_by_formula_and_by_its_compiled_step(tmp_path, monkey
     from benchmarks import layouts
     run_file = tmp_path / "run.toml"
     run_file.write_text('[model]\nvocab_size = 512\nembed_dim = 256\nnum_layers = 2\nnum_heads = 4\nhead_dim = 64\n'
-                        'mlp_dim = 512\n[mesh]\nfsdp = 2\n')
+                        'mlp_dim = 512\n[mesh]\nfsdp = 2\n[data]\nsource = "stdlib"\n')
     monkeypatch.setattr(layouts, "SEQ_LEN", 256)
     case = layouts.Case(str(run_file), 8, "zero3", dict(fsdp=2), 2)
     line, row = layouts.measure(case)

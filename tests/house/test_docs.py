@@ -50,8 +50,8 @@ def as_a_user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for run in ("quickstart", "sft", "quickstart-rl-sft"):
         (tmp_path / "runs" / run).mkdir(parents=True)
-    for name in ("my_rules.toml", "RUN.toml"):
-        (tmp_path / name).write_text("")
+    (tmp_path / "my_rules.toml").touch()
+    (tmp_path / "RUN.toml").write_text('[data]\nsource = "stdlib"\n')
     (tmp_path / "Llama-3.2-1B").mkdir()
     (tmp_path / "Llama-3.2-1B" / "config.json").write_text(json.dumps(LLAMA_1B))
 

@@ -49,7 +49,7 @@ class Life:
         self.directory, self.clocks, self.every = directory, clocks, every
         directory.mkdir()
         (directory / "config.toml").write_text(
-            '[run]\nname = "x"\n[training]\nsteps = 100\n[data]\nglobal_batch = 2\nseq_len = 4\n')
+            '[run]\nname = "x"\n[training]\nsteps = 100\n[data]\nsource = "stdlib"\nglobal_batch = 2\nseq_len = 4\n')
         boot = directory / "boot"
         self.boot, history.BOOT_ID = boot, boot
 
