@@ -43,11 +43,13 @@ def bars(rows: Mapping[str, Mapping[str, float]], title: str = "", unit: str = "
 
 
 def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x: str = "", y: str = "", dots: Collection[str] = (),
-           marks: Mapping[str, float] | None = None, unit: str = "", log: bool = False) -> JsonTable:
+           marks: Mapping[str, float] | None = None, unit: str = "", log: bool = False,
+           hover: Mapping[str, Sequence[str]] | None = None) -> JsonTable:
     """Curves by name, each a list of (x, y), in one frame. x, y: names of the axes.
 
     dots: names of the curves whose points are marked and not joined. marks: values of x with a vertical line, by the
-    words beside it. unit: of y, as of `bars`. log: both axes are logarithmic.
+    words beside it. unit: of y, as of `bars`. log: both axes are logarithmic. hover: for a curve of dots the text of
+    each point.
 
     >>> mt.curves({"loss": [(1, 6.5), (2, 6.1)]}, "step", "loss")
     loss: 2 points, the last (2, 6.1)
@@ -62,12 +64,14 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x: str = "", y: s
              for k, (name, points) in enumerate(lines.items())]
     axes = [PlotAxis(words, lambda value, of=of: of(10 ** value if log else value))
             for words, of in ((x, "{:,.5g}".format), (y, show))]
+    titles = [list((hover or {}).get(name, [""] * len(points))) for name, points in lines.items()]
     last = {name: points[-1] for name, points in lines.items()}
     return JsonTable(
         {name: [list(point) for point in points] for name, points in lines.items()},
         "\n".join(f"{name}: {len(lines[name])} points, the last ({a:g}, {b:g})" for name, (a, b) in last.items()),
         pictures.below([pictures.legend([(curve.color, curve.name) for curve in drawn]), pictures.curves(
-            drawn, *axes, f"{y} by {x}", verticals=[(at(value), words) for words, value in (marks or {}).items()])]))
+            drawn, *axes, f"{y} by {x}", verticals=[(at(value), words) for words, value in (marks or {}).items()],
+            title=(lambda k, i: titles[k][i]) if hover else None)]))
 
 
 def mesh(sizes: Mapping[str, int], gpus_per_host: int = 8) -> JsonTable:
@@ -88,14 +92,15 @@ def mesh(sizes: Mapping[str, int], gpus_per_host: int = 8) -> JsonTable:
 
 
 def shards(states: Mapping[str, Sequence[Sequence[int | str | None]]], ring: bool = False) -> JsonTable:
-    """Who holds which piece of an array: for each state, e.g. "before" and "after", the pieces of each device.
+    """Who holds which piece of an array: for each state ("before", "→ after"), the pieces of each device. An arrow
+    leads to a state whose name begins with one.
 
     A piece is the number of the device that it came from (its colour), a text such as "Σ" for a sum, or None where the
     device holds nothing. ring: draw, too, how each device sends to its neighbour.
 
-    >>> mt.shards({"before": [[0, None], [None, 1]], "after all-gather": [[0, 1], [0, 1]]})
-    before            device 0: 0 ·, device 1: · 1
-    after all-gather  device 0: 0 1, device 1: 0 1
+    >>> mt.shards({"before": [[0, None], [None, 1]], "→ all-gather": [[0, 1], [0, 1]]})
+    before        device 0: 0 ·, device 1: · 1
+    → all-gather  device 0: 0 1, device 1: 0 1
     """
     counts = {len(rows) for rows in states.values()} if isinstance(states, Mapping) else set()
     if len(counts) != 1 or 0 in counts:

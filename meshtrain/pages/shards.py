@@ -10,25 +10,26 @@ LEFT, TOP, PIECE, BETWEEN, RING = 70, 24, 22, 56, 220      # RING: the width of 
 
 
 def draw_shards(states: Mapping[str, Sequence[Sequence[int | str | None]]], ring: bool) -> str:
-    """Grids side by side: a row for each device, a column for each piece. A number is the device of its colour."""
+    """Grids side by side: a row for each device, a column for each piece. A number is a device and its colour. An arrow
+    leads to a state whose name begins with one."""
     devices = len(next(iter(states.values())))
     columns = [max(map(len, rows)) for rows in states.values()]
     room = WIDTH - LEFT - 20 - RING * ring - BETWEEN * (len(states) - 1)
     piece = min(PIECE, room / max(1, sum(columns)))
     parts = [text(LEFT - 10, TOP + PIECE * d + 15, f"device {d}", 11, "end", "soft") for d in range(devices)]
     x = float(LEFT)
-    for k, ((name, rows), width) in enumerate(zip(states.items(), columns)):
-        if k:
+    for (name, rows), width in zip(states.items(), columns):
+        if name.startswith("→"):
             middle = TOP + PIECE * devices / 2
             parts += _arrow(x - BETWEEN + 14, middle, x - 14, middle)
-        parts += [text(x, TOP - 8, name, 12)]
+        parts += [text(x, TOP - 8, name.lstrip("→ "), 12)]
         for d, row in enumerate(rows):
             for p, value in enumerate(row):
                 parts += _piece(x + piece * p, TOP + PIECE * d, piece - 1, value)
         x += max(piece * width, 6.6 * len(name)) + BETWEEN
     if ring:
         tall = PIECE * devices
-        parts += draw_ring(devices, WIDTH - RING / 2 - 10, TOP + tall / 2, min(RING, tall) / 2 - 16)
+        parts += draw_ring(devices, x - BETWEEN + RING / 2, TOP + tall / 2, min(RING, tall) / 2 - 16)
     return drawing(TOP + PIECE * devices + 8, parts, f"pieces of {devices} devices: {', '.join(states)}")
 
 
@@ -51,7 +52,7 @@ def _piece(x: float, y: float, width: float, value: int | str | None) -> list[st
     if value is None:
         return [rect(x, y, width, PIECE - 2, "box")]
     if isinstance(value, str):
-        return [rect(x, y, width, PIECE - 2, "box"), text(x + width / 2, y + 14, value, 11, "middle")]
+        return [rect(x, y, width, PIECE - 2, "c7", 0.35), text(x + width / 2, y + 14, value, 11, "middle")]
     return [rect(x, y, width, PIECE - 2, f"c{value % COLORS}"),
             text(x + width / 2, y + 14, value, 10.5, "middle", "on")]
 

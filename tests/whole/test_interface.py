@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import meshtrain as mt
-from meshtrain import config, drawn, interface, shown
+from meshtrain import config, drawn, exercise, interface, shown
 from meshtrain.commands import plan
 from meshtrain.config import ConfigError
 from meshtrain.names import NO_TARGET
@@ -39,7 +39,7 @@ def stages():
 
 def test_every_example_of_a_docstring_holds():
     run = mt.Experiment(mesh={"fsdp": 4}, settings={"model.num_layers": 2}, rules="zero3")
-    for module in (interface, drawn, shown):
+    for module in (interface, drawn, exercise, shown):
         found = doctest.testmod(module, extraglobs={"mt": mt, "run": run, "JsonTable": shown.JsonTable,
                                                     "Rows": shown.Rows})
         assert found.attempted and not found.failed
@@ -139,6 +139,15 @@ def test_a_function_of_ones_own_is_inspected(split):
     costs = mt.inspect(total, np.zeros((8, 256), np.float32))
     assert costs.sent_bytes == {"all-reduce": 2 * 3 * 2 * 256 * 4 // 4} and "all-reduce over fsdp" in str(costs)
     assert mt.inspect(split).sent_bytes == split.inspect().sent_bytes
+
+
+def test_an_answer_is_checked_within_its_tolerance(capsys):
+    for answer, right in ((1.009, 1), (np.int32(7), 7.0), ("fsdp", "fsdp"), ([1, 2], [1, 2]), (..., 3)):
+        mt.check(answer, right, "hint")
+    assert capsys.readouterr().out.split("\n")[:4] == ["right"] * 4
+    for answer, right in ((1.02, 1), ("data", "fsdp"), ([1], [1, 2]), (None, 3)):
+        with pytest.raises(AssertionError, match="is not right. Hint: count again"):
+            mt.check(answer, right, "count again")
 
 
 def test_a_folder_of_a_model_is_planned_for():

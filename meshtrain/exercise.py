@@ -1,0 +1,25 @@
+"""Questions of the notebooks: the reader writes an answer, and a check says whether it is right."""
+from __future__ import annotations
+
+import math
+
+
+def check(answer: object, right: object, hint: str, tolerance: float = 0.01) -> None:
+    """Tell whether an answer is right; `...` is none yet.
+
+    Numbers may differ by the relative tolerance, all else must be equal. Raises: AssertionError with the hint.
+
+    >>> mt.check(..., 7 / 8, "a ring of 8 passes each piece on 7 times")
+    no answer yet: put yours in place of the dots, and run this cell again
+    >>> mt.check(0.875, 7 / 8, "a ring of 8 passes each piece on 7 times")
+    right
+    """
+    if answer is ...:
+        print("no answer yet: put yours in place of the dots, and run this cell again")
+        return
+    try:
+        correct = math.isclose(float(answer), float(right), rel_tol=tolerance)
+    except (TypeError, ValueError):
+        correct = answer == right
+    assert correct, f"{answer!r} is not right. Hint: {hint}"
+    print("right")
