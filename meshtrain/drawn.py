@@ -62,15 +62,17 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x: str = "", y: s
     at = math.log10 if log else float
     drawn = [PlotCurve(k % pictures.COLORS, name, [(at(a), at(b)) for a, b in points], name in dots)
              for k, (name, points) in enumerate(lines.items())]
-    axes = [PlotAxis(words, lambda value, of=of: of(10 ** value if log else value))
-            for words, of in ((x, "{:,.5g}".format), (y, show))]
+    def axis(words: str, of: Callable[[float], str]) -> PlotAxis:
+        return PlotAxis(words, lambda value: of(10 ** value if log else value))
+
     titles = [list((hover or {}).get(name, [""] * len(points))) for name, points in lines.items()]
     last = {name: points[-1] for name, points in lines.items()}
     return JsonTable(
         {name: [list(point) for point in points] for name, points in lines.items()},
         "\n".join(f"{name}: {len(lines[name])} points, the last ({a:g}, {b:g})" for name, (a, b) in last.items()),
         pictures.below([pictures.legend([(curve.color, curve.name) for curve in drawn]), pictures.curves(
-            drawn, *axes, f"{y} by {x}", verticals=[(at(value), words) for words, value in (marks or {}).items()],
+            drawn, axis(x, "{:,.5g}".format), axis(y, show), f"{y} by {x}",
+            verticals=[(at(value), words) for words, value in (marks or {}).items()],
             title=(lambda k, i: titles[k][i]) if hover else None)]))
 
 

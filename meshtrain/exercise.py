@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 
-def check(answer: object, right: object, hint: str, tolerance: float = 0.01) -> None:
+def check(answer: Any, right: Any, hint: str, tolerance: float = 0.01) -> None:
     """Tell whether an answer is right; `...` is none yet.
 
     Numbers may differ by the relative tolerance, all else must be equal. Raises: AssertionError with the hint.

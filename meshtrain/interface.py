@@ -57,10 +57,10 @@ DRAWN_EVERY_S = 0.5     # of the curve while `Experiment.train` runs
 GivenRules = rule_files.Rules | Mapping[str, object] | str | Path
 # Options of `python -m meshtrain.plan`, with _ for -.
 PlanOptions = TypedDict("PlanOptions", {
-    "seq_len": int, "global_batch": int, **dict.fromkeys(AXES, int), "schedule": str, "chunks": int,
-    "microbatches": int, "remat": str, "compute_dtype": str, "rules": Sequence[str] | str, "max_memory": float,
-    "gpus_per_host": int, "tokens": float, "budget_hours": float, "assume": Sequence[str] | str, "verify": int},
-    total=False)
+    "seq_len": int, "global_batch": int, "data": int, "fsdp": int, "tensor": int, "stage": int, "context": int,
+    "schedule": str, "chunks": int, "microbatches": int, "remat": str, "compute_dtype": str,
+    "rules": Sequence[str] | str, "max_memory": float, "gpus_per_host": int, "tokens": float, "budget_hours": float,
+    "assume": Sequence[str] | str, "verify": int}, total=False)
 
 
 @contextlib.contextmanager
@@ -369,11 +369,12 @@ def inspect(step: Experiment | str | Path | Callable, *args, topology: str | Non
         step = Experiment(step)
     if isinstance(step, Experiment):
         return step.inspect(topology)
-    if not hasattr(step, "lower") or topology is not None:
+    lower = getattr(step, "lower", None)
+    if lower is None or topology is not None:
         raise ConfigError("inspect takes an Experiment, a run file, or a function that jax.jit returned, which is "
                           "compiled for the devices of this process, without topology")
     with say.without_noise():
-        return shown.program_costs(step.lower(*args).compile())
+        return shown.program_costs(lower(*args).compile())
 
 
 def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mapping[str, object] | None = None,
@@ -421,8 +422,9 @@ def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | N
     >>> mt.prove(model=lambda w, x: x @ w["out"], parameters={"out": ((32, 32), ("mlp", "embed"))}, cells=3)["failed"]
     False
     """
-    run, one = Experiment(run_file, settings).run, isinstance(rules, (str, Path, Mapping, rule_files.Rules))
-    files, devices = [*map(scratch.rule_file, [rules] if one else rules)], local_devices.start(run, cheaply=True)
+    run = Experiment(run_file, settings).run
+    chosen: Sequence[GivenRules] = [rules] if isinstance(rules, (str, Path, Mapping, rule_files.Rules)) else rules
+    files, devices = [scratch.rule_file(one) for one in chosen], local_devices.start(run, cheaply=True)
     with _told_as_python():
         return shown.proved(parity.prove_layer(model, parameters or {}, files, devices, cells) if model else
                             parity.prove(run, files, devices, cells))

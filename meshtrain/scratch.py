@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -37,17 +36,14 @@ def rule_file(given: Rules | Mapping[str, object] | str | Path) -> str:
     itself. A text may extend a file of the current directory. Raises: ConfigError."""
     if isinstance(given, Rules):
         return given.path
-    if not isinstance(given, (Mapping, str, os.PathLike)):
+    if not isinstance(given, (Mapping, str, Path)):
         raise ConfigError(f'rules={given!r} are no rules; give a shipped name ("zero3"), a path, the text of a rule '
                           f'file, or a dict, {{"params": {{"embed": "fsdp"}}}}')
-    text = given
-    if isinstance(given, Mapping):
-        with config.user_errors():
-            text = rules.text_of(given)
-    elif not isinstance(given, str) or "\n" not in given and "=" not in given:
+    if isinstance(given, Path) or isinstance(given, str) and "\n" not in given and "=" not in given:
         return str(shipped.rule_file(given))
-    path = directory() / f"rules-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
     with config.user_errors():
+        text = given if isinstance(given, str) else rules.text_of(given)
+        path = directory() / f"rules-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
         path.write_text(rules.parse(text, "rules").text, encoding="utf-8")
     return str(path)
 

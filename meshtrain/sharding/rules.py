@@ -69,7 +69,8 @@ def parse(text: str, path: str = "<rules>") -> Rules:
 def text_of(tables: Mapping[str, object]) -> str:
     """The text of a rule file from a dict, {"extends": "ddp", "params": {"embed": "fsdp"}}, for `parse`. Raises:
     ValueError for values that a rule file cannot have."""
-    faults, lines = [], []
+    faults: list[str] = []
+    lines: list[str] = []
     for name, table in tables.items():
         if name == EXTENDS and isinstance(table, str):
             lines.insert(0, f"{EXTENDS} = {json.dumps(table)}")

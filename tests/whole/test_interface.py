@@ -1,8 +1,6 @@
 """The Python interface: the examples of its docstrings, its numbers on several layouts, and its mistakes."""
 import ast
 import doctest
-import importlib
-import inspect
 import os
 import re
 import subprocess
