@@ -5,14 +5,14 @@ import math
 from typing import Any
 
 
-def check(answer: Any, right: Any, hint: str, tolerance: float = 0.01) -> None:
+def check_answer(answer: Any, right: Any, hint: str, tolerance: float = 0.01) -> None:
     """Tell whether an answer is right; `...` is none yet.
 
     Numbers may differ by the relative tolerance, all else must be equal. Raises: AssertionError with the hint.
 
-    >>> mt.check(..., 7 / 8, "a ring of 8 passes each piece on 7 times")
+    >>> mt.check_answer(..., 7 / 8, "a ring of 8 passes each piece on 7 times")
     no answer yet: put yours in place of the dots, and run this cell again
-    >>> mt.check(0.875, 7 / 8, "a ring of 8 passes each piece on 7 times")
+    >>> mt.check_answer(0.875, 7 / 8, "a ring of 8 passes each piece on 7 times")
     right
     """
     if answer is ...:

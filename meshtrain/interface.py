@@ -34,7 +34,7 @@ from meshtrain.cost.formulas import simulate as pipeline_times
 from meshtrain.data import sources
 from meshtrain.data.documents import contracts
 from meshtrain.drawn import bars, curves, mesh, shards
-from meshtrain.exercise import check
+from meshtrain.exercise import check_answer
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
@@ -47,7 +47,7 @@ from meshtrain.shown import DrawnSchedule, JsonTable, ProgramCosts, Rows, StepCo
 from meshtrain.training.state import State
 from meshtrain.units import size
 
-__all__ = ["ConfigError", "Experiment", "Rules", "bars", "check", "compare", "curves", "inspect", "mesh", "plan",
+__all__ = ["ConfigError", "Experiment", "Rules", "bars", "check_answer", "compare", "curves", "inspect", "mesh", "plan",
            "prove", "schedule", "shards", "simulate", "size"]
 
 DRAWN_EVERY_S = 0.5     # of the curve while `Experiment.train` runs

@@ -141,11 +141,11 @@ def test_a_function_of_ones_own_is_inspected(split):
 
 def test_an_answer_is_checked_within_its_tolerance(capsys):
     for answer, right in ((1.009, 1), (np.int32(7), 7.0), ("fsdp", "fsdp"), ([1, 2], [1, 2]), (..., 3)):
-        mt.check(answer, right, "hint")
+        mt.check_answer(answer, right, "hint")
     assert capsys.readouterr().out.split("\n")[:4] == ["right"] * 4
     for answer, right in ((1.02, 1), ("data", "fsdp"), ([1], [1, 2]), (None, 3)):
         with pytest.raises(AssertionError, match="is not right. Hint: count again"):
-            mt.check(answer, right, "count again")
+            mt.check_answer(answer, right, "count again")
 
 
 def test_a_folder_of_a_model_is_planned_for():
