@@ -36,18 +36,30 @@ LLAMA_1B = {
 
 
 def commands(page: Path) -> list[str]:
-    """What a reader would paste: the lines of the blocks of bash, those that end in \\ joined with the next, and the
-    commands that stand whole in the text."""
+    """What a reader would paste: the lines of the blocks of bash, those that end in \\ joined with the next, the
+    commands that stand whole in the text, and those above what they printed; `meshtrain X` as `python -m meshtrain.X`."""
     text = page.read_text()
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
-    inline = re.findall(r"`(python -m [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    return [part.strip() for line in [*blocks.splitlines(), *inline] for part in line.split("&&") if part.strip()]
+    inline = re.findall(r"`((?:python -m|meshtrain [a-z]+) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    printed = re.findall(r"^\$ (meshtrain .*)\n(?!error:)", text, re.MULTILINE)
+    lines = [part.strip() for line in [*blocks.splitlines(), *inline, *printed] for part in line.split("&&")]
+    as_module = re.compile(r"^meshtrain (launch )?(\w+)")
+    return [as_module.sub(lambda found: f"python -m {'launch' if found[1] else 'meshtrain'}.{found[2]}", line)
+            for line in lines if line]
+
+
+def run_files(page: Path) -> dict[str, str]:
+    """Name -> text of the run files that a page shows whole: blocks of TOML that begin with their name."""
+    return dict(re.findall(r"```toml\n# ([\w-]+\.toml)\n(.*?)```", page.read_text(), re.DOTALL))
 
 
 @pytest.fixture
 def as_a_user(tmp_path, monkeypatch):
-    """A directory with what the pages take for given: a finished run, a rule file of one's own, a model folder."""
+    """A directory with what the pages take for given: a finished run, a rule file of one's own, a model folder, the run
+    files that a page shows."""
     monkeypatch.chdir(tmp_path)
+    for name, text in {name: text for page in PAGES for name, text in run_files(page).items()}.items():
+        (tmp_path / name).write_text(text)
     for run in ("quickstart", "sft", "quickstart-rl-sft"):
         (tmp_path / "runs" / run).mkdir(parents=True)
     (tmp_path / "my_rules.toml").touch()
