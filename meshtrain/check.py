@@ -27,20 +27,18 @@ from meshtrain.commands import inspect as inspect_command
 from meshtrain.assembly import Design
 from meshtrain.checkpoint import pretrained, resume
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost.formulas import assumptions, footprint, price, rates
-from meshtrain.cost.formulas.placed import Options
+from meshtrain.cost.formulas import footprint, price
 from meshtrain.data import sources
 from meshtrain.data.batches import prompts
 from meshtrain.files import FileSystemError
 from meshtrain.huggingface import folder
+from meshtrain.inspection import fitting
 from meshtrain.rewards import workers
 from meshtrain.run import contents, rundir, trackers
-from meshtrain.run.stops import DONE, FAILED, USER_ERROR
+from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED, USER_ERROR
 from meshtrain.storage import addresses, stores
-from meshtrain.training import state
 from meshtrain.units import size
 
-DOES_NOT_FIT = 3
 OK, NOTE, WRONG, UNFIT, FAULT, LEFT = "ok", "note", "wrong", "does not fit", "failed", "not looked at"
 MARKS = {OK: "✓", NOTE: "!", WRONG: "✗", UNFIT: "✗", FAULT: "✗", LEFT: "–"}
 
@@ -139,17 +137,15 @@ def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Findin
     if not known and not run.mesh.simulated_devices:
         yield Finding("memory", LEFT, "of which GPUs? add e.g. --topology h100:8")
         return
-    rated = rates.Rates(gpu if known else hardware.get("h100"), assumptions.Assumptions(gpu.name if known else "h100"))
-    schedule = made.choice and made.choice.schedule
-    pipelined = dict(schedule=schedule.name, chunks=schedule.num_chunks) if schedule else {}
-    options = Options.of(run, gpu.name if gpu else "", attended=rates.attended(run, made.layout, rated.assumed),
-                         optimizer_bytes=state.optimizer_bytes(made.model, run.optimizer, run.training.steps),
-                         **pipelined)
+    rated = fitting.rates_of(gpu if known else hardware.get("h100"))
+    options = fitting.options_of(made, gpu, rated)
     held = footprint.memory(made.placed, options)
     most = max((name for name in held if name != "total"), key=held.get)
     if known:
         needed, has, where = held["total"], hardware.usable_bytes(gpu), f"what a run may fill of {gpu.name}"
         remedy = f"{plan} --gpus {num_devices} --gpu {gpu.name} finds layouts that fit"
+        if needed > has and (change := fitting.remedy(made, gpu, needed)):
+            remedy = f"{change}; {remedy}"
     else:
         needed, has, where = num_devices * held["total"], devices.machine_bytes(), "this machine, by all its devices"
         remedy = "take a smaller model or batch"

@@ -1,9 +1,9 @@
 """What a run costs: python -m meshtrain.inspect RUN.toml.
 
 Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
-here, and priced kernel by kernel. Exit codes: 0 · 2 the
-user's mistake, one message · 75 stopped on request · 1 a program that XLA cannot compile, that would compute wrong
-numbers, or that --expect did not expect.
+here, and priced kernel by kernel. Exit codes: 0 · 2 the user's mistake, one message · 3 the step does not fit into a
+GPU's memory · 75 stopped on request · 1 a program that XLA cannot compile, that would compute wrong numbers, or that
+--expect did not expect.
 """
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions, simulate
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
-from meshtrain.inspection import chart, expect, report
+from meshtrain.inspection import chart, expect, fitting, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.run import command, say
+from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED
 from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.units import size
 
 COMMAND = config.Command("meshtrain.inspect", {
     "topology": config.Option("compile for N of these GPUs, which need not be here", "GPU:N", "h100:64"),
@@ -73,7 +75,15 @@ def main(own: config.Arguments) -> int:
             now, f"python -m meshtrain.inspect {shlex.join(word for word in own.words if word != '--update')}"))
     if as_json or own["html"] or not own["expect"]:
         _tell(step, own)
-    return 1 if step.program.broken_permutes or before and _differs(before, now, own["expect"]) else 0
+    if step.program.broken_permutes or before and _differs(before, now, own["expect"]):
+        return FAILED
+    if step.fits:
+        return DONE
+    gpu, plan = roofline.gpu_of(made), " ".join(["python -m meshtrain.plan", *(own.names or ["RUN.toml"])])
+    change = fitting.remedy(made, gpu, step.held["total"])
+    say.err(f"it does not fit: {size(step.held['total'])} of {size(hardware.usable_bytes(gpu))} on {gpu.name}; "
+            + f"{change}; " * bool(change) + f"{plan} --gpus {len(devices)} --gpu {gpu.name} finds layouts that fit")
+    return DOES_NOT_FIT
 
 
 def inspected(made: assembly.Assembly, given: Mapping[str, float] = MappingProxyType({})) -> Inspected:

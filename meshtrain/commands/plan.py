@@ -2,7 +2,7 @@
 
 Prices every layout that the model and the hosts allow by closed formulas, and ranks what fits; nothing is compiled, and
 nothing but rule files is read. MODEL is a preset, a model folder or hf://org/name on the Hugging Face hub, changed by
---model.key value if need be. Exit codes: 0, also where nothing fits · 2 the user's mistake, one message · 75 stopped on
+--model.key value if need be. Exit codes: 0 · 2 the user's mistake, one message · 3 nothing fits · 75 stopped on
 request · 1 a program that XLA cannot compile or that would compute wrong numbers.
 """
 from __future__ import annotations
@@ -34,6 +34,7 @@ from meshtrain.pages import plans, skin
 from meshtrain.parallel.pipeline.schedules import NAMES
 from meshtrain.run import apart
 from meshtrain.run import command, say
+from meshtrain.run.stops import DOES_NOT_FIT, DONE
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.shipped import names, rule_file
@@ -86,7 +87,7 @@ TOLD, OTHERS = 20, 400      # plans in the answer; more of them in JSON as point
 
 
 @command.entry(COMMAND, __doc__, (gpu_compile.NotCompiledError, assembly.BrokenProgramError))
-def main(options: config.Arguments) -> None:
+def main(options: config.Arguments) -> int:
     with config.user_errors():
         for option in ("html", "write"):
             if option in options:
@@ -102,6 +103,7 @@ def main(options: config.Arguments) -> None:
         say.err(f"written: {options['html']}")
     if "write" in options:
         say.err(f"written: {options['write']}" if found.best else "nothing fits, so nothing is written")
+    return DONE if any(answer.plans for _, answer in found.answers) else DOES_NOT_FIT
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

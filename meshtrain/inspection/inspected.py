@@ -7,6 +7,7 @@ from functools import cached_property
 
 import jax
 
+from meshtrain import hardware
 from meshtrain.assembly import Assembly
 from meshtrain.cost.formulas.decode import Sampling
 from meshtrain.cost.program import audit, roofline
@@ -43,6 +44,12 @@ class Inspected:
     def held(self) -> dict[str, int | None]:
         """Bytes of a device by kind."""
         return memory.held_by_program(self.made, self.executable, self.text)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device's memory is known to suffice, or not known."""
+        gpu = roofline.gpu_of(self.made)
+        return gpu is None or self.held["total"] <= hardware.usable_bytes(gpu)
 
     @cached_property
     def formulas(self) -> Formulas | None:

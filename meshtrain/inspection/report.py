@@ -155,7 +155,7 @@ def memory_table(step: Inspected) -> str:
     if gpu := roofline.gpu_of(made):
         usable = hardware.usable_bytes(gpu)
         lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {size(gpu.hbm_bytes)}: "
-                  f"{'it fits' if held['total'] <= usable else 'IT DOES NOT FIT'}"]
+                  f"{'it fits' if step.fits else 'IT DOES NOT FIT'}"]
     if again := audit.recomputed(step.text):
         lines += [f"note: XLA recomputes {again} values by itself, since the step came near to its limit of memory; "
                   "training.remat or more devices do it better"]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from meshtrain.run import say
 
-DONE, FAILED, USER_ERROR, STOPPED = 0, 1, 2, 75     # exit codes
+DONE, FAILED, USER_ERROR, DOES_NOT_FIT, STOPPED = 0, 1, 2, 3, 75     # exit codes
 # USR1 and USR2: schedulers warn by them of the time limit (sbatch --signal=USR1@120); Python alone dies of them
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # a terminal that closes sends SIGHUP twice, systemd SIGTERM and SIGHUP: that is no second request

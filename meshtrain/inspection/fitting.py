@@ -1,0 +1,77 @@
+"""Memory of a step on one GPU by the formulas, and the smallest change of a run that makes it fit."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshtrain import assembly, hardware
+from meshtrain.assembly import Design
+from meshtrain.config import ConfigError
+from meshtrain.cost.formulas import assumptions, footprint, rates
+from meshtrain.cost.formulas.placed import Options
+from meshtrain.cost.formulas.rates import Rates
+from meshtrain.hardware import Gpu
+from meshtrain.shipped import rule_file
+from meshtrain.training import state
+from meshtrain.units import size
+
+REPLICATING = ("ddp", "zero1", "zero2")     # shipped rules that leave weights or gradients whole on each device
+REMAT = ("none", "selective", "full")       # from the fastest to what holds least
+MOST_DOUBLINGS = 5
+
+
+def rates_of(gpu: Gpu) -> Rates:
+    return Rates(gpu, assumptions.Assumptions(gpu.name))
+
+
+def options_of(made: Design, gpu: Gpu | None, rated: Rates) -> Options:
+    """The run as the formulas take it. gpu: None for simulated devices."""
+    run, schedule = made.run, made.choice and made.choice.schedule
+    pipelined = {"schedule": schedule.name, "chunks": schedule.num_chunks} if schedule else {}
+    return Options.of(run, gpu.name if gpu else "", attended=rates.attended(run, made.layout, rated.assumed),
+                      optimizer_bytes=state.optimizer_bytes(made.model, run.optimizer, run.training.steps), **pipelined)
+
+
+def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:
+    """What makes a step of `total_bytes` fit, in words: the fewest keys of rules, remat and microbatches; "" where none
+    of them does. Takes the formulas, scaled to these bytes."""
+    rated, usable = rates_of(gpu), hardware.usable_bytes(gpu)
+    by_formula = footprint.memory(made.placed, options_of(made, gpu, rated))["total"]
+    for keys, changed in _changes(made, gpu):
+        held = footprint.memory(changed.placed, options_of(changed, gpu, rated))["total"]
+        if (needed := held * max(1.0, total_bytes / by_formula)) <= usable:
+            return f"{' with '.join(f'{key}={value}' for key, value in keys.items())} fits: {size(needed)}, by formulas"
+    return ""
+
+
+def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design]]:
+    """(keys that are changed, the design with them), the fewest first, and of these what costs least speed."""
+    run = made.run
+    rule_files = {"": made}
+    if Path(run.sharding.rules).stem in REPLICATING:
+        try:
+            rule_files["zero3"] = assembly.design(run.replaced(sharding={"rules": str(rule_file("zero3"))}),
+                                                  made.mesh_spec, "gpu", gpu)
+        except ConfigError:
+            pass        # the mesh or the model does not take it
+    remats = ["", *REMAT[REMAT.index(run.training.remat) + 1:]] if run.training.remat in REMAT else [""]
+    counts = [run.training.microbatches * 2**k for k in range(MOST_DOUBLINGS + 1 if not made.choice else 1)]
+    tried = itertools.product(rule_files, enumerate(remats), enumerate(counts))
+    for rules, (level, remat), (doublings, count) in sorted(
+            tried, key=lambda one: (bool(one[0]) + bool(one[1][0]) + bool(one[2][0]), not one[0], one[1][0], one[2][0])):
+        design = rule_files[rules]
+        shards = design.layout.num_shards(design.layout.rules.mesh_axes("activations", "batch"))
+        keys = ({"sharding.rules": rules} if rules else {}) | ({"training.remat": remat} if level else {}) | (
+            {"training.microbatches": count} if doublings else {})
+        if keys and run.data.global_batch % (count * shards) == 0:
+            training = {"remat": remat or run.training.remat, "microbatches": count}
+            yield keys, _with(design, training)
+
+
+def _with(made: Design, training: dict[str, object]) -> Design:
+    """The design with other keys of [training], which change no layout."""
+    changed = Design(**{name: getattr(made, name) for name in Design.__dataclass_fields__} | {
+        "run": made.run.replaced(training=training)})
+    vars(changed)["placed"] = made.placed
+    return changed
