@@ -10,7 +10,7 @@ from meshtrain.config import ConfigError, Option
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Of doors that have options of their own; train has the keys of a run file alone.
 COMMANDS = [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)).COMMAND
-            for folder in ("meshtrain", "launch") for path in sorted((ROOT / folder).glob("*.py"))
+            for folder in ("meshtrain", "meshtrain/commands", "launch") for path in sorted((ROOT / folder).glob("*.py"))
             if "COMMAND = " in path.read_text()]
 EXAMPLE = config.Command("example", {
     "steps": Option("how many", "N", "8", config.whole(1, 100), 5),
