@@ -26,7 +26,7 @@ from meshtrain import config
 PHASES = (      # (name, what a line says when it is over)
     ("noticing it, ending the others", r"starting again"),
     ("imports, meeting, run.dir, data", r"memory per device"),
-    ("restore", r"going on after step"),
+    ("restore", r"resuming after step"),
     ("programs", r"compiled in"),
     ("first step and its row", r"^step \d+/"))
 

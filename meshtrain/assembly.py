@@ -197,7 +197,7 @@ def _profile(made: Assembly, executable) -> str:
     try:
         return scheduling.profile(made, executable)
     except Exception as error:      # a program that cannot be priced is no reason to lose a run
-        say.err(f"note: XLA's own schedule of the step is kept, as its price is not known: {error!r}")
+        say.err(f"note: the step keeps XLA's own schedule, because its time cannot be predicted: {error!r}")
         return ""
 
 
@@ -236,7 +236,7 @@ def checked_program(mesh: jax.sharding.Mesh, name: str, executable):
         if broken := audit.broken_permutes(executable.as_text(), mesh):
             raise BrokenProgramError(
                 f"XLA compiled {name} to {len(broken)} collective permute(s) that leave devices with zeros, which "
-                f"would give wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh or rule "
+                f"gives wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh or rule "
                 f"file, or another version of jax")
     return executable
 

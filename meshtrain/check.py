@@ -43,9 +43,9 @@ OK, NOTE, WRONG, UNFIT, FAULT, LEFT = "ok", "note", "wrong", "does not fit", "fa
 MARKS = {OK: "✓", NOTE: "!", WRONG: "✗", UNFIT: "✗", FAULT: "✗", LEFT: "–"}
 
 COMMAND = config.Command("meshtrain.check", {
-    "topology": config.Option("for N of these GPUs, which need not be here", "GPU:N", "h100:64"),
-    "offline": config.Option("ask no server: files at addresses are taken from this host's copies, or left out"),
-    "print-config": config.Option("print the resolved run file, too"),
+    "topology": config.Option("for N of these GPUs, also on a machine without them", "GPU:N", "h100:64"),
+    "offline": config.Option("contact no server: use this host's copies of files at addresses, or skip them"),
+    "print-config": config.Option("also print the resolved run file"),
     "json": config.Option("print JSON alone"),
 }, "[RUN.toml]", (0, 8))        # a second one is told as such
 
@@ -135,27 +135,27 @@ def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Findin
     run, num_devices = made.run, made.mesh_spec.num_devices
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     if not known and not run.mesh.simulated_devices:
-        yield Finding("memory", LEFT, "of which GPUs? add e.g. --topology h100:8")
+        yield Finding("memory", LEFT, "for which GPUs? add e.g. --topology h100:8")
         return
     rated = fitting.rates_of(gpu if known else hardware.get("h100"))
     options = fitting.options_of(made, gpu, rated)
     held = footprint.memory(made.placed, options)
     most = max((name for name in held if name != "total"), key=held.get)
     if known:
-        needed, has, where = held["total"], hardware.usable_bytes(gpu), f"what a run may fill of {gpu.name}"
+        needed, has, where = held["total"], hardware.usable_bytes(gpu), f"the limit of {gpu.name}"
         remedy = f"{plan} --gpus {num_devices} --gpu {gpu.name} finds layouts that fit"
         if needed > has and (change := fitting.remedy(made, gpu, needed)):
             remedy = f"{change}; {remedy}"
     else:
-        needed, has, where = num_devices * held["total"], devices.machine_bytes(), "this machine, by all its devices"
+        needed, has, where = num_devices * held["total"], devices.machine_bytes(), "this machine, for all its devices"
         remedy = "take a smaller model or batch"
     told = f"{size(needed)} of {size(has)}, {where}"
     yield Finding("memory", OK, told) if needed <= has else Finding(
-        "memory", UNFIT, f"{told}; the most are {most}, {size(held[most])} a device; {remedy}")
+        "memory", UNFIT, f"{told}; the largest part is {most}, {size(held[most])} per device; {remedy}")
     if known:
         one = price.price(made.placed, rated, options)
         yield Finding("speed", OK, f"{one.step_s:.3g} s a step, {one.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
-                               f"{one.mfu:.1%} MFU by the formulas; inspect tells it of the compiled step")
+                               f"{one.mfu:.1%} MFU by the formulas; inspect predicts it from the compiled step")
 
 
 def _weights(run: Run, made: Design) -> Iterator[Finding]:
@@ -163,7 +163,7 @@ def _weights(run: Run, made: Design) -> Iterator[Finding]:
     bytes the start verifies."""
     source, step = run.checkpoint.init_from, run.checkpoint.step
     if not source:
-        yield Finding("weights", OK, "random, as checkpoint.init_from names none")
+        yield Finding("weights", OK, "random (no checkpoint.init_from)")
     elif addresses.is_remote(source):       # a model of the hub has gigabytes
         yield Finding("weights", LEFT, f"{source}: the start reads it")
     elif folder.is_one(source):
@@ -174,7 +174,7 @@ def _weights(run: Run, made: Design) -> Iterator[Finding]:
         steps = sorted(int(name) for name in os.listdir(saved) if name.isdecimal()) if saved.is_dir() else []
         if not steps or step and step not in steps:
             has = f"; it has {', '.join(map(str, steps))}" if steps else ""
-            raise ConfigError(f"checkpoint.init_from={source} holds no checkpoint{f' of step {step}' if step else ''}"
+            raise ConfigError(f"checkpoint.init_from={source} has no checkpoint{f' of step {step}' if step else ''}"
                               f"{has}; name the run.dir of a run that has saved one")
         yield Finding("weights", OK, f"step {step or steps[-1]} of {source}")
 
@@ -200,7 +200,7 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
     for one in described.components:
         ids, of = sources.sample(described, one), f"{one.where}: {one.source}, {len(one.paths)} files"
         if not len(ids):
-            yield Finding("data", LEFT, f"{of}, of which nothing was read")
+            yield Finding("data", LEFT, f"{of}, nothing was read")
             continue
         shown = described.tokenizer.decode(ids[:12])
         yield Finding("data", OK, f"{of}, beginning {shown!r}" if shown else f"{of}, ids up to {int(ids.max())}")
@@ -230,7 +230,7 @@ def _places(run: Run, offline: bool) -> Iterator[Finding]:
     if addresses.is_remote(name):
         if not offline:
             stores.children(addresses.parse(name))
-        yield Finding("run.dir", LEFT, f"{name}: whether it takes files is seen at the start")
+        yield Finding("run.dir", LEFT, f"{name}: checked at the start")
     else:
         yield _run_dir(run, Path(name))
     for key, directory in (("data.cache", run.data.cache), ("checkpoint.local_dir", run.checkpoint.local_dir)):
@@ -259,7 +259,7 @@ def _run_dir(run: Run, directory: Path) -> Finding:
         return Finding("run.dir", OK, f"{directory}: free")
     step = run.checkpoint.step if run.checkpoint.step in steps else steps[-1]
     changed = [key for key, *_ in resume.changes_of(run, checkpoints.open(step), None)]
-    return Finding("run.dir", OK, f"{directory}: a run of ours, to go on after step {step}"
+    return Finding("run.dir", OK, f"{directory}: a run that resumes after step {step}"
                               + (f", with other values of {', '.join(changed)}" if changed else ""))
 
 
@@ -288,7 +288,7 @@ def table(rows: Sequence[Finding]) -> str:
     lines = [f"{MARKS[row.verdict]} {row.part:<{width}}  {row.text}" for row in rows]
     counts = {kind: sum(row.verdict == kind for row in rows) for kind in (WRONG, UNFIT, FAULT)}
     wrong = [f"{count} {kind}" for kind, count in counts.items() if count]
-    return "\n".join([*lines, "", ", ".join(wrong) if wrong else "nothing is wrong that can be known before the start"])
+    return "\n".join([*lines, "", ", ".join(wrong) if wrong else "no problem found"])
 
 
 if __name__ == "__main__":

@@ -237,10 +237,10 @@ def own_settings(environ: Mapping[str, str]) -> list[str]:
         given, variable = f"{one.name}={_shown(one.name)}", one.name.upper()
         if variable in environ:
             jax.config.update(one.name, one.value)
-            overruled.append(f"{variable}={environ[variable]} is not taken: a run has {one.name}={_plain(one.value)} "
+            overruled.append(f"{variable}={environ[variable]} is ignored: a run needs {one.name}={_plain(one.value)} "
                              f"({one.why})")
         if _shown(one.name) != _plain(one.value):
-            refused.append(f"{given} was set in this process, and a run has {_plain(one.value)} ({one.why}); "
+            refused.append(f"{given} was set in this process, but a run needs {_plain(one.value)} ({one.why}); "
                            f'take it back by jax.config.update("{one.name}", {one.value!r}), and set it around code '
                            f"of your own alone")
     if refused:
@@ -368,7 +368,7 @@ def flags_in(environ: Mapping[str, str]) -> list[str]:
         text = text[found.end():].lstrip()
     if text:
         where = f"XLA_FLAGS={given[:200]}" if in_file else "XLA_FLAGS"
-        raise ConfigError(f"{where} has {text.split()[0][:100]}, which is no flag: XLA would ignore it and all that "
+        raise ConfigError(f"{where} has {text.split()[0][:100]}, which is not a flag: XLA would ignore it and all that "
                           f"follows. Write --name=value, with quotes around a value that has spaces")
     return flags
 

@@ -86,7 +86,7 @@ class Sums:
 def main(options: config.Arguments) -> None:
     if not options["tasks"] and (unused := options.given & {"num-fewshot", "limit", "add-bos"}):
         said = {name: f"--{name}" if options[name] is True else f"--{name} {options[name]}" for name in sorted(unused)}
-        raise ConfigError(*(f"{one} is of the harness's tasks, and none is asked for; add e.g. --tasks hellaswag, or "
+        raise ConfigError(*(f"{one} is an option of --tasks, which is missing; add e.g. --tasks hellaswag, or "
                             f"leave it out" for one in said.values()))
     found = trained.describe(*options.names, options["step"], options.keys, "evaluate", keys=("data.",))
     found = _with_tokenizer(found)
@@ -228,8 +228,8 @@ def _asked(found: trained.Trained, options: dict):
     prefix = next((one for one in (found.separator() if found.of_folder else text.of.bos,
                                    *stop_ids) if one is not None), None)
     if prefix is None:
-        raise ConfigError(f"--tasks: {found.directory} names neither bos_token_id nor eos_token_id, one of which "
-                          f"stands before a text; give its config.json one")
+        raise ConfigError(f"--tasks: {found.directory} has neither bos_token_id nor eos_token_id, and each text "
+                          f"begins with one of them; add one to its config.json")
     lead = [prefix] if options["add-bos"] else found.lead(text, prefix)
     length = found.longest() or found.run.data.seq_len
     if found.of_folder and not found.longest():

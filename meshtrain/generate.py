@@ -76,22 +76,22 @@ COMMAND = config.Command("meshtrain.generate", {
     "step": config.Option("a saved step; 0: the newest", "N", "100", config.whole(), 0),
     "prompt": config.Option("a text to continue", "TEXT", "'Once upon a time'", _text, many=True),
     "prompts": config.Option('a file with a prompt on each line, of .jsonl {"prompt": …}', "FILE", "prompts.txt"),
-    "prompt-ids": config.Option("token ids, for which no tokenizer is needed", "JSON", "'[[5, 6], [7]]'", _ids),
+    "prompt-ids": config.Option("token ids; needs no tokenizer", "JSON", "'[[5, 6], [7]]'", _ids),
     "chat": config.Option('a conversation by the chat template, a question on each line that you type; with --prompt '
                           'or --prompts, of .jsonl also {"messages": [...]}, each is a conversation of its own'),
-    "samples": config.Option("answers to each prompt; each draws for itself, and the prompt is read once", "N", "4",
+    "samples": config.Option("answers per prompt; the prompt is read once", "N", "4",
                              config.whole(1), 1),
-    "max-tokens": config.Option("tokens of an answer at most", "N", "256", config.whole(1, 10**7), 256),
-    "temperature": config.Option("0: the most likely token, else drawn (default 0, and 1 with one of the next three)",
+    "max-tokens": config.Option("maximum tokens of an answer", "N", "256", config.whole(1, 10**7), 256),
+    "temperature": config.Option("0: the most likely token; else sampled (default 0, or 1 with one of the next three)",
                                  "T", "0.8", _temperature),
-    "top-k": config.Option("draw from the K most likely tokens, as in transformers", "K", "50", config.whole(1), 0),
-    "top-p": config.Option("draw from the most likely tokens of together this probability", "P", "0.9",
+    "top-k": config.Option("sample from the K most likely tokens, as in transformers", "K", "50", config.whole(1), 0),
+    "top-p": config.Option("sample from the most likely tokens with this total probability", "P", "0.9",
                            config.number("a probability", 0, 1, positive=True), 1.0),
     "min-p": config.Option("draw from tokens of at least this share of the most likely one's probability", "P", "0.05",
                            config.number("a share", 0, 1), 0.0),
-    "seed": config.Option("the same seed draws the same answer to a prompt, whatever else is asked and on any mesh",
+    "seed": config.Option("the same seed gives the same answer to a prompt, with any other prompts and on any mesh",
                           "N", "1", config.whole(0, 2**32 - 1), 0),
-    "stop": config.Option("a text that ends an answer, beside the model's own end tokens", "TEXT", "END", _text,
+    "stop": config.Option("a text that ends an answer, in addition to the model's end tokens", "TEXT", "END", _text,
                           many=True),
     "json": config.Option('print JSON alone: {"completions": [{"prompt_ids", "token_ids", "text", "stopped": '
                           '"stop"|"length"}]}'),
@@ -283,7 +283,7 @@ def _prompts(found: trained.Trained, options: config.Arguments, talking: Talk | 
     prompts = []
     for number, one in enumerate(given):
         if not one:
-            raise ConfigError(f"prompt {number + 1} is empty; give the text that the model is to go on with")
+            raise ConfigError(f"prompt {number + 1} is empty; give a text that the model can continue")
         with config.user_errors(f"prompt {number + 1} "):
             if talking:
                 prompts.append(talking.prompt(*one) if isinstance(one, tuple) else
@@ -344,7 +344,7 @@ def _check_options(options: config.Arguments) -> None:
         raise ConfigError("--chat --json has no prompts; give --prompt TEXT or --prompts FILE, or leave --json out to "
                           "talk")
     if (samples := options["samples"]) > 1 and not kinds:
-        raise ConfigError(f"--samples {samples}: a talk has one answer to each question; give --prompt TEXT or "
+        raise ConfigError(f"--samples {samples}: --chat has one answer per question; give --prompt TEXT or "
                           f"--prompts FILE, or leave --samples out")
     if samples > 1 and _picking(options).temperature == 0:
         raise ConfigError(f"--samples {samples}: at temperature 0 all answers to a prompt are equal; give e.g. "

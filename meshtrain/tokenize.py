@@ -57,8 +57,8 @@ def main(asked: config.Arguments) -> int:
     except FileSystemError as error:
         raise FileSystemError(f"{error}; what is finished is kept") from error
     except parts.Stopped:
-        say.err(f"stopped by {signal.Signals(stop[0]).name}; what is finished is kept, the same command goes on from "
-                f"there")
+        say.err(f"stopped by {signal.Signals(stop[0]).name}; finished work is kept; run the same command again to "
+                f"resume")
         return stops.STOPPED
 
 

@@ -279,7 +279,7 @@ def _train(session: _Session, start: resume.Start) -> int:
         session.attempt.ended(listener.ending(done == run.training.steps), code=code)
     say.out(session.attempt.line())
     if done < run.training.steps:
-        say.out(f"stopped after step {done}, saved in {run.run.dir}; the same command goes on from there")
+        say.out(f"stopped after step {done}, saved in {run.run.dir}; run the same command again to resume")
         return STOPPED
     with watch.phase("sample of text", "compile"):
         _tell_the_end(session, state, val_loss, stop.agreed)
@@ -492,7 +492,7 @@ def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
         costs = report.as_json(Inspected(made, step))        # what XLA logs is for `inspect` to hear
         files.replace(directory / measured.COST, json.dumps(costs))
     except Exception as error:      # whatever it is, it is not worth a run
-        say.err(f"{directory / measured.COST} is not written ({files.said(error)}); training goes on, and the report "
+        say.err(f"{directory / measured.COST} is not written ({files.said(error)}); training continues, and the report "
                 f"has no price")
 
 
@@ -560,7 +560,7 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
         with config.user_errors():
             state = start.saved.restore(made.state_shapes)
         store = start.saved.store
-        say.out(f"going on after step {start.step}" + (f", kept in {store.name}" if isinstance(store, LocalCheckpoints)
+        say.out(f"resuming after step {start.step}" + (f", kept in {store.name}" if isinstance(store, LocalCheckpoints)
                                                        else ""))
         return state
     return with_weights(made, given, assembly.initialize(made))

@@ -393,7 +393,7 @@ class Harness:
         while ran.code != 0 and len(again) < 2 and not (again and again[-1].code):
             ran = self.run(home, cell.place)
             again.append(ran)
-            going_on = re.search(r"^going on after step (\d+)", ran.said, re.MULTILINE)
+            going_on = re.search(r"^resuming after step (\d+)", ran.said, re.MULTILINE)
             if ran.code == 0 and not (going_on
                                       or "is finished" in ran.said) and standing or going_on and int(going_on[1]) < standing:
                 wrong.append(f"step {standing} was saved, and the next start goes on after "

@@ -475,7 +475,7 @@ class Life:
                 done.times == times) else False
         told = "damaged" in self.said()[mark:]
         # a newer state that the host has kept is used without a look at it
-        newer = re.search(r"going on after step \d+, kept in", self.said()[mark:])
+        newer = re.search(r"resuming after step \d+, kept in", self.said()[mark:])
         assert not key or not self.reached("stepping") or told or newer, f"{key} is damaged:\n{self.said()}"
         return told or None
 

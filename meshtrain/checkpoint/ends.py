@@ -147,7 +147,8 @@ def of_saved(saved: Saved, companions: Path | None) -> Ends:
         return of_data(Data(**saved.run["data"]), saved.run["model"]["vocab_size"], before,
                        [companions] if companions else [])
     except ValueError as error:
-        return dataclasses.replace(before, bos=bos, note=f"what ended the documents of this run is unknown: {error}")
+        return dataclasses.replace(before, bos=bos, 
+                                   note=f"the token that ended documents in this run is unknown: {error}")
 
 
 def of_run(run: Run, saved: Saved | None) -> Ends:

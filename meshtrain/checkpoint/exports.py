@@ -65,7 +65,8 @@ class Exports:
         if self.run.checkpoint.export == "off":
             return ""
         self._make_saved({*self.failed, *self._due()})
-        return "; ".join(f"{self.place / str(step)} is not made: {why}" for step, why in sorted(self.failed.items()))
+        return "; ".join(f"{self.place / str(step)} cannot be written: {why}"
+                         for step, why in sorted(self.failed.items()))
 
     def _due(self) -> list[int]:
         """The saved steps that have an export, or need one."""
@@ -113,7 +114,8 @@ class Exports:
                 raise       # a process is lost, or the others do not know of the error
             self.failed[step] = files.said(error)
             if jax.process_index() == 0:
-                say.err(f"export of step {step} failed: {self.failed[step]}; training goes on, and it is tried again")
+                say.err(f"export of step {step} failed: {self.failed[step]}; training continues, and "
+                        "the export is tried again")
 
     def _discard_half(self, step: int) -> None:
         with contextlib.suppress(OSError, StorageError):    # told by the write that follows

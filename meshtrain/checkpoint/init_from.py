@@ -40,7 +40,7 @@ def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes
                 raise ValueError(f"{where} has no experts, whose state checkpoint.init_optimizer=true asks for; leave "
                                  f"it out")
             upcycled_params = upcycled(run, layout, mesh, source, fresh.params)
-            say.out(f"weights from step {source.step} of {where}, every expert as the MLP there")
+            say.out(f"weights from step {source.step} of {where}, every expert starts as its MLP")
             return State(fresh.step, upcycled_params, fresh.opt_state)
         if (source_lora or run.lora.rank) and config.Lora(**source_lora) != run.lora:
             if asks_state:
@@ -67,11 +67,11 @@ def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
     cfg, source_model = run.model, source.run["model"]
     width, activation = source_model["mlp_dim"], source_model.get("activation", cfg.activation)
     if activation != cfg.activation:
-        raise ValueError(f'model.activation="{cfg.activation}": the dense run has MLPs of "{activation}", as which '
-                         f'experts start; use it, too')
+        raise ValueError(f'model.activation="{cfg.activation}": the dense run has MLPs of "{activation}", with which '
+                         f'experts start; use it too')
     if source_model.get("mlp_bias"):
-        raise ValueError("the MLPs of the dense run have biases (model.mlp_bias=true), of which no experts are made; "
-                         "begin from a run without")
+        raise ValueError("the MLPs of the dense run have biases (model.mlp_bias=true), which experts cannot use; "
+                         "start from a run without them")
     wrong = [f"model.{key}={have}" for key, have in (("expert_mlp_dim", cfg.expert_mlp_dim), ("mlp_dim", cfg.mlp_dim))
              if have != width and (key == "expert_mlp_dim" or pattern.share(cfg, mlps="d"))]
     if wrong:
@@ -79,8 +79,8 @@ def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
                          f"start; use {width}")
     first = pattern.leading(cfg)
     if len(set(pattern.kinds(cfg))) > 1 + bool(first):
-        raise ValueError(f'model.mixers="{cfg.mixers}" and mlps="{cfg.mlps}": of layers of several kinds no experts '
-                         f"are made; leave the patterns out")
+        raise ValueError(f'model.mixers="{cfg.mixers}" and mlps="{cfg.mlps}": experts cannot start from layers of '
+                         f"several kinds; leave the patterns out")
     dense = transformer.build(cfg.model_copy(update=DENSE | {"mlp_dim": width}))
     wanted = state.stored(dense, layout, mesh)
     restored = leaves_of(adapters.restore(source, wanted))

@@ -100,7 +100,7 @@ class LocalCheckpoints(Store):
                 return Saved(self, step, agree.on_first(lambda: found[step][0].index["metadata"]))
             if jax.process_index() == 0:
                 more = f" and {len(bad) - 1} more" * (len(bad) > 1)
-                self.tell(f"{self.name}: step {step} is not used ({bad[0]}{more}); going on from an older "
+                self.tell(f"{self.name}: step {step} is not used ({bad[0]}{more}); resuming from an older "
                           f"checkpoint")
         return None
 
@@ -203,7 +203,7 @@ class LocalCheckpoints(Store):
             self._remove(lambda step: step < self._whole)
             return
         if (message := "; ".join(bad[:4])) != self._reported and jax.process_index() == 0:
-            self.tell(f"step {self._started} is not kept in {self.name} ({message}); training goes on, with "
+            self.tell(f"step {self._started} is not kept in {self.name} ({message}); training continues, with "
                       f"what was kept before")
         self._reported, self._failure = message, ""
         self._remove(lambda step: step == self._started)
@@ -229,7 +229,7 @@ class LocalCheckpoints(Store):
             except OSError as error:
                 self._without = files.said(error)
                 self.tell(f"{self.name}: process {self._partner} does not get the copies of process "
-                          f"{jax.process_index()} any more ({self._without}); training goes on without them")
+                          f"{jax.process_index()} any more ({self._without}); training continues without them")
 
     def _home(self) -> Path:
         return self._root / self._lineage["run"]

@@ -181,7 +181,7 @@ class Exchange:
         """Tell a reason once; none after `close`."""
         if (reason := files.said(error)) not in self._told and self._listening.fileno() >= 0:
             self._told.add(reason)
-            self.tell(f"a copy of a local checkpoint is not exchanged with another host: {reason}; training goes on")
+            self.tell(f"a copy of a local checkpoint is not exchanged with another host: {reason}; training continues")
 
     def _send(self, link: socket.socket, process: int, step: int) -> None:
         for name in self.names:

@@ -102,7 +102,7 @@ class Start:
         """Description for the history."""
         if self.saved is None:
             return "from the beginning"
-        return f"back to step {self.step}" if self.back else f"going on after step {self.step}"
+        return f"back to step {self.step}" if self.back else f"resuming after step {self.step}"
 
 
 def rule(key: str) -> str:
@@ -224,7 +224,7 @@ def begin(run: Run, start: Start, checkpoints: SharedCheckpoints, local: LocalCh
         later = checkpoints.set_aside_after(start.step)
         kept = [f"later checkpoints are kept as {', '.join(later)}"] * bool(later)
         kept += [f"later rows in {kept_rows}"] * bool(kept_rows)
-        messages += [f"back to step {start.step}: {', '.join(kept) or 'nothing lies behind it'}"]
+        messages += [f"back to step {start.step}: {', '.join(kept) or 'there are no later steps'}"]
     changes = list(start.changes)
     if start.skip_batches:
         changes.append(("data.skip_batches", 0, start.skip_batches))
@@ -275,7 +275,7 @@ def source(run_dir: str, step: int, name: str, option: str = "checkpoint.step=",
         return _verified(checkpoints, step, option, only_params=only_params)
     newest = checkpoints.newest(only_params=only_params) if checkpoints else None
     if newest is None:
-        raise ConfigError(f"{name} holds no whole checkpoint; name the run.dir of a run that has saved one")
+        raise ConfigError(f"{name} has no complete checkpoint; give the run.dir of a run that has saved one")
     return newest
 
 

@@ -191,7 +191,7 @@ class SharedCheckpoints(Store):
         """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON) as `step`; return the seconds blocked:
         for a save in progress and the copy to the host. A step that is already saved is kept.
 
-        A failed save is reported and leaves nothing behind; training goes on, and `wait` raises if it was the last.
+        A failed save is reported and leaves nothing behind; training continues, and `wait` raises if it was the last.
         Raises: CheckpointError if this is the last of MOST_FAILED consecutive failures; it waits for that one. While
         all of them are failures of the place's server, only if nothing was saved for `borne_s`.
         """
@@ -217,8 +217,8 @@ class SharedCheckpoints(Store):
             self._join()
             if failure := agree.exchange(self._failure)[0]:
                 raise agree.agreed(CheckpointError(
-                    f"{failure}; {failed + 1} saves in a row have failed, and the run stops before it loses more: see "
-                    f"to {self.place} and start again, it goes on from {self._resumed_from()}"))
+                    f"{failure}; {failed + 1} saves in a row have failed, so the run stops: check {self.place} and "
+                    f"start again; the run resumes from {self._resumed_from()}"))
         return time.perf_counter() - start
 
     def _resumed_from(self) -> str:
@@ -323,7 +323,7 @@ class SharedCheckpoints(Store):
                 self.fallback.save(self._step, *self._last)
                 kept = self.fallback.last()
             raise agree.agreed(CheckpointError(
-                f"{failure}; a start on these hosts goes on from {self._resumed_from()}" if kept else failure))
+                f"{failure}; a start on these hosts resumes from {self._resumed_from()}" if kept else failure))
 
     def __enter__(self) -> Self:
         return self
@@ -369,7 +369,7 @@ class SharedCheckpoints(Store):
                                                 if name.isdecimal() or ".damaged" in name))
         if damaged:
             raise agree.agreed(ConfigError(
-                f"{self.place} holds no whole checkpoint, only damaged ones ({', '.join(damaged)}); restore the files "
+                f"{self.place} has no intact checkpoint, only damaged ones ({', '.join(damaged)}); restore the files "
                 f"of one and give it its number as name again, or remove them all to start from step 1"))
         return None
 
@@ -443,7 +443,7 @@ def widens(stored: tuple | None, wanted: tuple | None) -> bool:
 
 def tell_widened(where: str, names: Sequence[str]) -> None:
     if jax.process_index() == 0:
-        say.out(f"{where} has arrays in bfloat16 that are float32 now, and they are read so: "
+        say.out(f"{where} has arrays in bfloat16 that are float32 in this version; they are read as float32: "
                 f"{', '.join(names[:3])}{' …' * (len(names) > 3)}")
 
 

@@ -137,7 +137,7 @@ def _gather() -> None:
         gone = lost.others(error)
         if not gone:
             raise
-        raise PeerError(f"{named(gone)} of {jax.process_count()} did not come to an agreement within {limit_s:.0f} s; "
+        raise PeerError(f"{named(gone)} of {jax.process_count()} did not answer within {limit_s:.0f} s; "
                         f"look at what {'it' if len(gone) == 1 else 'they'} said") from None
 
 

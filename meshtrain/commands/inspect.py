@@ -31,14 +31,14 @@ from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.units import size
 
 COMMAND = config.Command("meshtrain.inspect", {
-    "topology": config.Option("compile for N of these GPUs, which need not be here", "GPU:N", "h100:64"),
-    "assume": config.Option("change a number that the roofline assumes", "NAME=NUMBER", "matmul.best=0.7",
+    "topology": config.Option("compile for N of these GPUs, also on a machine without them", "GPU:N", "h100:64"),
+    "assume": config.Option("change an assumption of the roofline", "NAME=NUMBER", "matmul.best=0.7",
                             assumptions.parse, many=True),
-    "schedule": config.Option("draw the pipeline instead (before, with --json): as text, and into "
+    "schedule": config.Option("draw the pipeline schedule instead of compiling: as text, and as "
                               "<run.name>-schedule.svg"),
     "json": config.Option("print JSON alone"),
-    "html": config.Option("write a page for a browser, too: one file that loads nothing", "FILE", "cost.html"),
-    "expect": config.Option("tell only what differs from what FILE says of collectives and memory",
+    "html": config.Option("also write an HTML page: one file without external resources", "FILE", "cost.html"),
+    "expect": config.Option("print only differences of collectives and memory from FILE",
                             "FILE", "step.toml"),
     "update": config.Option("write the file of --expect"),
 }, "[RUN.toml]", (0, 1))
@@ -127,9 +127,9 @@ def _assumed(own: config.Arguments) -> dict[str, float]:
         assumptions.Assumptions("", given)
     if foreign := [name for name in given if assumptions.TABLE[name].formula]:
         raise ConfigError(f"--assume {foreign[0]} changes the formulas of `python -m meshtrain.plan` alone: a compiled "
-                          f"step shows what hides behind what; leave it out")
+                          f"step shows what overlaps; leave it out")
     if own["update"] and not own["expect"]:
-        raise ConfigError("--update says nothing alone; name the file, --expect FILE --update")
+        raise ConfigError("--update needs a file: --expect FILE --update")
     for option in ("expect", "html"):
         if own[option] and own["schedule"] and not own["json"]:
             raise ConfigError(f"--schedule compiles nothing, so there is nothing for --{option}; leave one of them out")
@@ -148,7 +148,7 @@ def _expected(path: str) -> expect.Expected:
     except OSError as error:
         raise ConfigError(f"--expect={path} cannot be read: {error.strerror}; name a file that can") from None
     except ValueError as error:
-        message = f"--expect={path} is not what --update writes: {error}; write it anew with --update"
+        message = f"--expect={path} is not what --update writes: {error}; write it again with --update"
         raise ConfigError(message) from None
 
 
@@ -177,7 +177,7 @@ def _differs(before: expect.Expected, now: expect.Expected, path: str) -> bool:
     for line in lines + causes:
         say.err(line)
     if lines:
-        say.err(f"not as {path} says: {len(lines)} difference(s); where they are meant, add --update")
+        say.err(f"not as {path} says: {len(lines)} difference(s); if they are intended, add --update")
     else:
         sent = sum(row.bytes for row in now.collectives.values())
         say.err(f"as {path} says: {len(now.collectives)} kinds of collectives, {sent:,} bytes sent, "

@@ -18,13 +18,13 @@ from meshtrain.run import command, say
 
 MOST_DEVICES = 64
 COMMAND = config.Command("meshtrain.prove", {
-    "rules": config.Option("prove this rule file, in place of the run's and the shipped ones", "FILE", "my_rules.toml",
+    "rules": config.Option("test this rule file instead of the run's and the shipped ones", "FILE", "my_rules.toml",
                            many=True),
-    "devices": config.Option("simulate so many devices", "N", "8", config.whole(2, MOST_DEVICES), 8),
-    "cells": config.Option("at most so many layouts, the most telling ones; else every pair of choices", "N", "10",
-                           config.whole(1)),
+    "devices": config.Option("number of simulated devices", "N", "8", config.whole(2, MOST_DEVICES), 8),
+    "cells": config.Option("test at most this many layouts, those that cover the most; default: every pair of choices",
+                           "N", "10", config.whole(1)),
     "json": config.Option("print JSON alone"),
-    "html": config.Option("write a page for a browser, too: one file that loads nothing", "FILE", "proof.html"),
+    "html": config.Option("also write an HTML page: one file without external resources", "FILE", "proof.html"),
 }, "[RUN.toml]", (0, 1))
 
 

@@ -219,8 +219,8 @@ def _layer_problems(model):
     of = {letter: model.of(letter) for letter in present}
     windowed = [letter for letter in present if letter in pattern.WINDOWED]
     if idle := [letter for letter, _ in model.kinds if letter not in present]:
-        yield (f"model.kinds has {join(map(toml, idle), 'and')}, but no layer of model.mixers={toml(model.mixers)} uses "
-               f"it; leave it out")
+        yield (f"model.kinds has {join(map(toml, idle), 'and')}, but no layer of model.mixers={toml(model.mixers)} "
+               f"uses it; leave it out")
     for letter, keys in model.kinds:
         reads = _kind_keys(letter)
         if unread := [key for key, _ in keys if key not in reads]:

@@ -214,7 +214,7 @@ def notes(reader: Tokenizer, vocab_size: int) -> list[str]:
     found = list(getattr(reader, "notes", ()))
     if reader.vocab_size > vocab_size:
         found.append(f"the tokenizer has ids up to {reader.vocab_size - 1}, and model.vocab_size={vocab_size} has 0 to "
-                     f"{vocab_size - 1}; a text with an id beyond them is refused")
+                     f"{vocab_size - 1}; a text with an id beyond them is an error")
     return found
 
 

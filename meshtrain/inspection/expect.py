@@ -166,8 +166,8 @@ def causes(expected: Expected, found: Expected) -> list[str]:
     for key in sorted({*expected.run, *found.run}):
         before, after = (side.run.get(key, "default") for side in (expected, found))
         if _toml(before) != _toml(after):
-            lines.append(f"the run is another: {key} {_toml(before)} → {_toml(after)}")
+            lines.append(f"the run differs: {key} {_toml(before)} → {_toml(after)}")
     versions = [" and ".join(f"{name} {value}" for name, value in side.compiler.items()) for side in (expected, found)]
     if versions[0] != versions[1]:
-        lines.append(f"the compiler is another: written with {versions[0]}, compiled here with {versions[1]}")
+        lines.append(f"the compiler differs: written with {versions[0]}, compiled here with {versions[1]}")
     return lines

@@ -132,7 +132,8 @@ def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
             "" if owner["seen"] else " (as its lock file says; that host cannot be seen from here)")
     if done >= steps or how == "finished":
         return "finished"
-    return how or ("ended without a word, perhaps killed; the same command goes on" if done else "has not taken a step")
+    return how or ("ended without a word, perhaps killed; run the same command again to resume"
+                   if done else "has not taken a step")
 
 
 def _spent(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:

@@ -246,4 +246,4 @@ def _quietly(write: Callable[[], None]) -> None:
     try:
         write()
     except OSError as error:
-        say.err(f"answers are not kept ({files.said(error)}); the run goes on without")
+        say.err(f"answers are not kept ({files.said(error)}); the run continues without")

@@ -116,7 +116,7 @@ class Try:
                 file.write(b"\n" * torn + _text(row))
                 return end + torn
         except OSError as error:
-            say.err(f"{self.path} cannot be written: {error.strerror}; training goes on")
+            say.err(f"{self.path} cannot be written: {error.strerror}; training continues")
             return 0
 
 

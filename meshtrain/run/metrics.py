@@ -2,7 +2,7 @@
 
 metrics.jsonl is the record. Floats are not rounded, so runs can be compared bit for bit; a non-finite number becomes
 null. A row reaches the kernel before the next step's, so a killed run loses at most the line being written. While the
-file system refuses writes, rows wait in memory and training goes on.
+file system refuses writes, rows wait in memory and training continues.
 """
 from __future__ import annotations
 

@@ -164,8 +164,8 @@ class Record:
         if self._step_time_s is not None and self.stragglers.step(late, self._step_time_s):
             process, late_s, share = self.stragglers.named
             host = f" on {self.hosts[process]}" if process < len(self.hosts) else ""
-            say.out(f"process {process}{host} holds the others up: its host comes {late_s:.3f} s late to a step, "
-                    f"{share:.0%} of it")
+            say.out(f"process {process}{host} delays the others: its host is {late_s:.3f} s late per step, "
+                    f"{share:.0%} of the step")
 
     def add(self, numbers: Mapping[str, float]) -> None:
         """Adds numbers to the next row to be written; seconds of WAITS are summed."""

@@ -68,9 +68,9 @@ class Replicas:
             named = "; ".join(f"{name}: {_words(groups, hosts)}" for name, groups in faults[:MOST_NAMED])
             more = f"; and {len(faults) - MOST_NAMED} arrays more" if len(faults) > MOST_NAMED else ""
             raise agree.agreed(ReplicasDiffer(
-                f"step {step}: replicas that must have the same bits differ in {named}{more}. A device has miscomputed "
-                f"or lost a bit: this state is not saved, and the same command goes on from the last checkpoint. Test "
-                f"the devices that are named, or leave them out"))
+                f"step {step}: replicas that must have the same bits differ in {named}{more}. A device computed "
+                f"wrongly or lost a bit: this state is not saved. Run the same command again to resume from the last "
+                f"checkpoint. Test these devices, or leave them out"))
 
     def faults(self, state) -> list[tuple[str, list[list[jax.Device]]]]:
         """(array, its devices grouped by the bits they hold, largest group first) of every shard whose replicas differ.

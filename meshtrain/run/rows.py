@@ -223,7 +223,7 @@ class Appended(contextlib.AbstractContextManager):
         except OSError as error:
             self._leave()
             if not self._warned:
-                say.err(f"{self.path} cannot be written: {error.strerror}; training goes on, and the rows wait in "
+                say.err(f"{self.path} cannot be written: {error.strerror}; training continues, and the rows wait in "
                         f"memory until it can")
             self._warned = True
 

@@ -30,7 +30,7 @@ from meshtrain.storage.mirror import LostClaimError
 NO_SIGN_S = 120.0  # of an owner at an address, by the clocks of two hosts, after which readers take it for dead
 LOOK_S = 1.0       # between two tries to get a lock
 REMEDY = "give a directory that can"
-NO_CONFIG = "{} has checkpoints and no config.toml: it is written anew from the newest of them"
+NO_CONFIG = "{} has checkpoints but no config.toml: config.toml is restored from the newest checkpoint"
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
 

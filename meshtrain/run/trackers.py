@@ -127,7 +127,7 @@ class WandB(contextlib.AbstractContextManager):
             except Exception as error:   # whatever W&B has against it: the run is worth more
                 say.err(f"W&B cannot be started {mode}: {error}; " + (
                     f"it is written to {self._kept.parent} instead, and `wandb sync` uploads it" if mode == "online"
-                    else "the run goes on without it, metrics.jsonl has every row"))
+                    else "the run continues without it, metrics.jsonl has every row"))
                 wandb.teardown()   # or the id would count as in use
 
     def _open(self, mode: str, identity: str, **more):
@@ -174,7 +174,7 @@ class WandB(contextlib.AbstractContextManager):
         try:
             self._run.log(dict(numbers), step=step, commit=True)
         except Exception as error:
-            say.err(f"W&B failed at step {step}: {error}; the run goes on without it, metrics.jsonl has every row")
+            say.err(f"W&B failed at step {step}: {error}; the run continues without it, metrics.jsonl has every row")
             self._run = None
 
     def __exit__(self, kind, *_):
@@ -318,7 +318,7 @@ class Prometheus(contextlib.AbstractContextManager):
         try:
             self._server = http.server.ThreadingHTTPServer(("", port), Handler)
         except OSError as error:
-            say.err(f"metrics.prometheus={port} cannot be served: {error.strerror or error}; the run goes on without "
+            say.err(f"metrics.prometheus={port} cannot be served: {error.strerror or error}; the run continues without "
                     f"it")
             return
         self._server.daemon_threads = True

@@ -116,7 +116,7 @@ say("left", sorted(os.listdir(directory)))
     full = "No space left on device; nothing is saved since step 3"
     missing = f"{failed}process 1: {full}"
     later = {n: missing.replace("step 4", f"step {n}") for n in (6, 7)}
-    stops = "; 3 saves in a row have failed, and the run stops before it loses more"
+    stops = "; 3 saves in a row have failed, so the run stops"
     assert zero == [damaged, "latest 1", "latest 3", f"told {missing}", f"raised {missing}", "quickly True",
                     # fmt: skip
                     *(f"told {text}" for text in later.values()), f"raised {later[7]}{stops}",

@@ -23,7 +23,7 @@ def test_a_run_goes_back_with_another_rate_and_batch_and_its_text_renamed_and_lo
             2, "--optimizer.learning_rate", 1e-4,
             "--data.seq_len", 16, "--data.global_batch", 16)
     ran = call(train.main, *back)
-    assert ran.code == 0 and "going on after step 4" in ran.out, ran
+    assert ran.code == 0 and "resuming after step 4" in ran.out, ran
     for line in ("back to step 4: later checkpoints are kept as 6.aside", "learning_rate=0.0001 (was 0.002)",
                  "data.seq_len=16 (was 32)", "data.skip_batches=2 (was 0)"):
         assert line in ran.out

@@ -167,8 +167,8 @@ def test_a_full_disk_is_told_once_and_what_was_kept_before_stays(small_disk):  #
     for step in (4, 6, 8):
         tier.save(step, large, {})
     tier._settle()
-    assert told == ["step 4 is not kept in checkpoint.local_dir (process 0: No space left on device); training goes "
-                    "on, with what was kept before"]
+    assert told == ["step 4 is not kept in checkpoint.local_dir (process 0: No space left on device); training "
+                    "continues, with what was kept before"]
     assert found(small_disk)[1] == (2, {"position": 2}) and names(tier._own()) == ["2"]
 
 
@@ -216,7 +216,7 @@ partner.Exchange.fetch = lambda *_: (_ for _ in ()).throw(partner.TransferError(
 say("lost", again().newest(0, forms()))
 """
     zero, one = run_processes(2, tmp_path, body)
-    full = ("told step 6 is not kept in checkpoint.local_dir (process 1: No space left on device); training goes on, "
+    full = ("told step 6 is not kept in checkpoint.local_dir (process 1: No space left on device); training continues, "
             "with what was kept before")
     same = ["kept ['4'] ['process-0', 'process-1']", "newest (4, {'format': 4, 'position': 4})", "same True"]
     assert zero[0] == full and zero[1:4] == same == one[:3]
@@ -260,7 +260,7 @@ def test_a_run_goes_on_from_the_fast_tier_as_if_nothing_had_happened(tiny, tmp_p
     assert names(tmp_path / "fast" / "checkpoints") == ["5"]
     crashing(0)
     ran = call(train.main, *command, *near, "--run.dir", "fast")
-    assert ran.code == 0 and "going on after step 8, kept in checkpoint.local_dir" in ran.out, ran
+    assert ran.code == 0 and "resuming after step 8, kept in checkpoint.local_dir" in ran.out, ran
     assert lasting(Path("fast")) == lasting(Path("plain"))
     assert_same_bits(state_of("fast", 10), state_of("plain", 10))
     assert names(tmp_path / "near") == []       # nothing is left behind where the shared one has it
@@ -281,7 +281,7 @@ def test_a_step_that_is_named_is_a_shared_one_and_the_fast_tier_is_dropped(tiny,
         call(train.main, *command, "--checkpoint.step", 3)
     crashing(0)
     ran = call(train.main, *command)
-    assert ran.code == 0 and "going on after step 4, kept" in ran.out, ran
+    assert ran.code == 0 and "resuming after step 4, kept" in ran.out, ran
 
 
 def test_a_fast_tier_that_cannot_be_is_refused(tiny, tmp_path):  # noqa: F811

@@ -123,7 +123,7 @@ def test_an_exchange_that_fails_here_is_told_once_and_the_next_is_answered(broke
     zero.send(one.at, 0, 4)
     assert contents(home / "host1" / "process-0" / "4") == contents(home / "host0" / "process-0" / "4")
     reason = {"answer": "No space left", "thread": "RuntimeError: can't start new thread", "accept": "Too many open files"}
-    assert told == [f"a copy of a local checkpoint is not exchanged with another host: {reason[broken]}; training goes on"]
+    assert told == [f"a copy of a local checkpoint is not exchanged with another host: {reason[broken]}; training continues"]
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_where_full_remat_does_not_fit_layers_inputs_wait_on_the_host():
     best = json.loads(out)["plans"][0]
     assert code == 0 and limits[1] < limits[0] and best["fits"] and best["remat"] == "offload"
     code, _, err = call(*words[:5], "--stage", 8, "--remat", "offload")
-    assert code == 2 and 'training.remat="offload" cannot stand beside mesh.stage=8' in err
+    assert code == 2 and 'training.remat="offload" cannot be combined with mesh.stage=8' in err
 
 
 def test_what_a_gpu_may_hold_is_in_gibibytes():
@@ -152,13 +152,13 @@ def test_a_step_too_short_for_formulas_has_no_time_on_the_page():
     words = ("llama3.2-1b", "--gpu", "h100", "--global-batch", 1024, "--seq-len", 2048)
     _, out, _ = call(*words, "--gpus", 1024)
     rows = [line for line in out.splitlines() if line[:2].strip().isdigit()]
-    assert rows and all("< 0.3 s" in row and " ms " not in row for row in rows) and "follows no formula" in out
+    assert rows and all("< 0.3 s" in row and " ms " not in row for row in rows) and "which no formula predicts" in out
     told = json.loads(call(*words, "--gpus", 1024, "--json")[1])["plans"]
-    assert all("follows no formula" in one["reason"] for one in told if one["step_time_s"] < 0.3)
+    assert all("which no formula predicts" in one["reason"] for one in told if one["step_time_s"] < 0.3)
     _, few, _ = call(*words, "--gpus", 64)
     assert "no formula" not in few and "< 0.3 s" not in few
     _, several, _ = call(*words, "--gpus", "64,1024")
-    assert several.count("< 0.3 s") == 2 and "follows no formula" in several
+    assert several.count("< 0.3 s") == 2 and "which no formula predicts" in several
 
 
 def test_people_read_a_table_and_what_bounds_the_first_plan():

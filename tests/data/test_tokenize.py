@@ -94,7 +94,7 @@ def test_a_signal_stops_it_with_75_keeps_what_is_finished_and_leaves_nothing_hal
         time.sleep(0.01)
     child.send_signal(number)
     _, err = child.communicate(timeout=60)
-    assert child.returncode == 75 and "the same command goes on from there" in err and "Traceback" not in err
+    assert child.returncode == 75 and "run the same command again to resume" in err and "Traceback" not in err
     names = [path.name for path in tmp_path.glob(".meshtrain/*/*")]
     finished = {name.split("-")[0] for name in names if name.endswith(".json")}
     assert 0 < len(finished) < 50

@@ -105,7 +105,7 @@ def test_a_step_that_cannot_be_priced_is_trained_all_the_same(monkeypatch, capfd
     once, _ = both()
     monkeypatch.setattr(scheduling.roofline, "of_run", lambda *_: 1 / 0)
     assert assembly.compile_step(made()).as_text() == once.as_text()
-    assert "XLA's own schedule of the step is kept" in capfd.readouterr().err
+    assert "the step keeps XLA's own schedule" in capfd.readouterr().err
 
 
 def test_a_profile_of_the_user_s_own_is_not_replaced():

@@ -240,7 +240,7 @@ def test_what_was_trained_is_exported_by_run_and_command_and_read_back(tiny, tmp
     refused(call(convert.main, tmp_path / "run", tmp_path / "out"), "is there already")
     refused(call(convert.main, tmp_path / "run", tmp_path / "new", "--step=7"), "--step 7 is not saved",
             "those of steps 2")
-    refused(call(convert.main, tmp_path, tmp_path / "new"), "holds no whole checkpoint")
+    refused(call(convert.main, tmp_path, tmp_path / "new"), "has no complete checkpoint")
     refused(call(convert.main, tmp_path / "run", tmp_path / "new", "--step=x", "--dtype=int8",
                  "--shard-gb=-1", "--fast"),
             "--step x", "--dtype int8", "--shard-gb -1", "--fast is not an option")

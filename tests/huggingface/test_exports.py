@@ -61,7 +61,7 @@ def test_an_export_that_fails_leaves_nothing_is_told_by_the_exit_code_and_made_b
         for _ in range(2):
             ran = again("--checkpoint.export=every")
             assert ran.code == 1 and names(tmp_path) == []
-            assert "export/2 is not made" in ran.err and "export/4 is not made" in ran.err
+            assert "export/2 cannot be written" in ran.err and "export/4 cannot be written" in ran.err
             assert "No space left on device" in ran.err
     assert again("--checkpoint.export=every").code == 0 and names(tmp_path) == ["2", "4"]
 
@@ -94,13 +94,13 @@ def test_a_file_system_that_does_not_answer_where_an_export_would_be_is_told_wit
     monkeypatch.setattr(os, "stat", stale)
     monkeypatch.setattr(files, "PAUSES_S", ())
     ran = again("--checkpoint.export=last")
-    assert ran.code == 1 and "export/4 is not made" in ran.err and "Stale file handle" in ran.err, ran
+    assert ran.code == 1 and "export/4 cannot be written" in ran.err and "Stale file handle" in ran.err, ran
 
 
 def test_a_run_whose_last_export_fails_has_its_steps_and_ends_with_1(words, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", full)
     ran = call(train.main, *words, "--run.dir", tmp_path / "run", "--checkpoint.export=last")
-    assert ran.code == 1 and "the run is finished, but" in ran.err and "export/4 is not made" in ran.err
+    assert ran.code == 1 and "the run is finished, but" in ran.err and "export/4 cannot be written" in ran.err
     assert names(tmp_path) == [] and (tmp_path / "run/checkpoints/4").is_dir()
 
 

@@ -180,7 +180,7 @@ def test_a_run_starts_from_a_folder_and_takes_its_config_along(tiny, tokens, tmp
     assert (kept / "config.json").read_bytes() == (GOLDENS / "qwen3" / "config.json").read_bytes()
     # It goes on from its own checkpoint: its config.toml names the folder and all that this decides.
     ran = call(train.main, tmp_path / "run" / "config.toml", "--training.steps=3")
-    assert (ran.code, ran.err) == (0, "") and "going on after step 2" in ran.out and "weights from" not in ran.out
+    assert (ran.code, ran.err) == (0, "") and "resuming after step 2" in ran.out and "weights from" not in ran.out
     # A run that starts from this one takes them on.
     third = config.Run(checkpoint=dict(init_from=str(tmp_path / "run")))
     (tmp_path / "third").mkdir()

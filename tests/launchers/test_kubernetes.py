@@ -351,7 +351,7 @@ def test_a_real_run_whose_process_is_killed_in_its_pod_goes_on_when_jobset_has_s
     assert "killed by SIGKILL (signal 9)" in said[0]
     assert re.search(r"starting again from step \d+ in 5 s \(failure 1 without a newer checkpoint; given up after 6\)",
                      said[0])
-    assert "going on after step" in said[0]
+    assert "resuming after step" in said[0]
     assert [row["step"] for row in soak.rows(directory)] == list(range(1, soak.STEPS + 1))
 
 

@@ -214,8 +214,8 @@ def add_node(cluster) -> None:
 def going_on(driver, before: int, said: str) -> int:
     """Waits until the next start has taken steps; the one that it has gone on from."""
     wait(lambda: driver.output[-3000:],
-         lambda: re.search(r"going on after step (\d+)\n", driver.output[before:]), START_S)
-    step = int(re.search(r"going on after step (\d+)\n", driver.output[before:])[1])
+         lambda: re.search(r"resuming after step (\d+)\n", driver.output[before:]), START_S)
+    step = int(re.search(r"resuming after step (\d+)\n", driver.output[before:])[1])
     wait(lambda: driver.output[-3000:], lambda: f"step {step + 1}/" in driver.output[before:], START_S)
     assert said in driver.output[before:], driver.output[before:]
     return step
@@ -254,7 +254,7 @@ def test_a_run_outlives_a_killed_process_and_a_killed_node_with_fewer_and_stops_
     driver.process.send_signal(signal.SIGTERM)
     assert driver.process.wait(120) == 75
     driver.reader.join(10)
-    assert "the same command goes on from there" in driver.output and driver.saved() == rows(driver.directory)[-1][
+    assert "run the same command again to resume" in driver.output and driver.saved() == rows(driver.directory)[-1][
         "step"]
     steps = [row["step"] for row in rows(driver.directory)]
     assert steps == list(range(1, steps[-1] + 1))

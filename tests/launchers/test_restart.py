@@ -288,5 +288,5 @@ def test_a_real_run_whose_process_is_killed_goes_on_by_itself_after_five_seconds
     assert child.returncode == 0, err
     assert f"process 1 (pid {victim}) failed first" in err and "killed by SIGKILL" in err
     again = int(re.search(r"starting again from step (\d+) in 5 s \(failure 1 ", err)[1])
-    assert f"going on after step {again}" in out
+    assert f"resuming after step {again}" in out
     assert [row["step"] for row in soak.rows(directory)] == list(range(1, soak.STEPS + 1))

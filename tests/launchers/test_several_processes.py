@@ -132,7 +132,7 @@ def test_one_process_writes_and_speaks_for_all(trained):
 def test_a_run_goes_on_with_another_number_of_processes(trained):
     shutil.copytree(trained / "2", trained / "shrinks")
     shutil.rmtree(trained / "shrinks" / "checkpoints" / "6")
-    assert "going on after step 3" in train(trained, 1, "shrinks")
+    assert "resuming after step 3" in train(trained, 1, "shrinks")
     np.testing.assert_allclose(losses(trained, "shrinks"), losses(trained, "1"), rtol=1e-6)
 
 

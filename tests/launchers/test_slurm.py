@@ -68,8 +68,8 @@ def goes_on(job):
     assert step > 0, job.output
     before = len(job.output)
     job.go_on()
-    real.wait(lambda: f"going on after step {step}: {job.told()}",
-              lambda: f"going on after step {step}\n" in job.output[before:], START_S)
+    real.wait(lambda: f"resuming after step {step}: {job.told()}",
+              lambda: f"resuming after step {step}\n" in job.output[before:], START_S)
     real.wait(lambda: f"step {step + 1}: {job.told()}", lambda: f"step {step + 1}/" in job.output[before:], START_S)
     stepping(job, step, 5)
     steps = [row["step"] for row in rows(trained(job.folder))]

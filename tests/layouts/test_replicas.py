@@ -171,7 +171,7 @@ def test_a_run_with_a_flipped_bit_ends_with_1_and_goes_on_from_the_last_good_che
             for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"], "the state of step 6 is not saved"
     assert "replicas" in measured.of(tmp_path / "run")["state"]
     again = call(train.main, *words)
-    assert again.code == 0 and "going on after step 3" in again.out, again
+    assert again.code == 0 and "resuming after step 3" in again.out, again
     assert [row["step"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 10))
 
 

@@ -32,7 +32,7 @@ def test_the_quickstart_is_in_order_and_nothing_is_written(tmp_path, monkeypatch
     assert code == 0 and set(verdicts(found).values()) == {check.OK}
     assert list(tmp_path.iterdir()) == []
     ran = call(check.main)
-    assert ran.out.endswith("nothing is wrong that can be known before the start\n") and "✗" not in ran.out
+    assert ran.out.endswith("no problem found\n") and "✗" not in ran.out
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.toml")))
@@ -81,7 +81,7 @@ def test_a_run_that_may_go_on_says_from_where_and_with_what(home, tiny, tmp_path
     assert call(train.main, *tiny, "--training.steps", 2, "--run.dir", run).code == 0
     code, found = rows(*tiny, "--training.steps", 4, "--run.dir", run, "--optimizer.weight_decay", 0.5)
     (there,) = [row for row in found if row["part"] == "run.dir"]
-    assert code == 0 and "to go on after step 2" in there["text"] and "optimizer.weight_decay" in there["text"]
+    assert code == 0 and "a run that resumes after step 2" in there["text"] and "optimizer.weight_decay" in there["text"]
     code, found = rows(*tiny, "--run.dir", run, "--run.seed", 7)
     assert code == 2 and any("run.seed=7" in row["text"] for row in found if row["verdict"] == check.WRONG)
 

@@ -237,12 +237,12 @@ def test_a_file_of_flags_that_cannot_be_read_and_words_that_are_no_flags_are_mis
     (tmp_path / "binary").write_bytes(b"--xla_a=\xff\xfe")
     (tmp_path / "words").write_text("--xla_gpu_autotune_level=0\nxla_dump_to=/x\n")
     for text, told in (("absent", "No such file"), ("", "Is a directory"), ("binary", "UTF-8"),
-                       ("words", "has xla_dump_to=/x, which is no flag")):
+                       ("words", "has xla_dump_to=/x, which is not a flag")):
         with pytest.raises(config.ConfigError, match=f"XLA_FLAGS={tmp_path}.*{told}"):
             devices.prepare_gpus({"XLA_FLAGS": f"{tmp_path}/{text}"})
     for text, word in (("--xla_dump_to /x --xla_gpu_autotune_level=0", "/x"), ("--a=1 # --b=2", "#"),
                        ('--a="b c" d', "d"), ("--a=b,--c=d e", "e")):
-        with pytest.raises(config.ConfigError, match=f"XLA_FLAGS has {word}, which is no flag"):
+        with pytest.raises(config.ConfigError, match=f"XLA_FLAGS has {word}, which is not a flag"):
             devices._set({"XLA_FLAGS": text}, ())
     with pytest.raises(config.ConfigError, match="XLA_FLAGS=\x00"):
         devices._set({"XLA_FLAGS": "\x00"}, ())

@@ -212,7 +212,7 @@ def test_a_full_disk_is_told_once_and_loses_no_row_when_there_is_room_again(tmp_
         writer.write({"step": 5})
         assert metrics.read(writer.path) == [{"step": step} for step in range(1, 6)]
     told = capsys.readouterr().err
-    assert told.count("cannot be written") == 1 and "m.jsonl" in told and "training goes on" in told
+    assert told.count("cannot be written") == 1 and "m.jsonl" in told and "training continues" in told
     assert "ends early" not in told
 
 

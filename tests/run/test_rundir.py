@@ -199,7 +199,7 @@ def test_checkpoints_with_the_run_file_make_a_run_of_ours_and_config_toml_is_wri
     assert left(directory) == ["checkpoints", "metrics.jsonl"]
     with rundir.claimed(run_in(directory)):
         assert (directory / "config.toml").read_text() == text
-    assert f"{directory} has checkpoints and no config.toml: it is written anew" in capfd.readouterr().err
+    assert f"{directory} has checkpoints but no config.toml: config.toml is restored" in capfd.readouterr().err
     with rundir.claimed(run_in(directory)):
         pass
     assert "written anew" not in capfd.readouterr().err

@@ -60,6 +60,6 @@ def test_a_process_that_is_a_second_slower_a_step_is_named(is_slow, tmp_path, mo
     assert run.wait(600) == 0, (tmp_path / "run.log").read_text()
     said, rows = (tmp_path / "run.log").read_text(), metrics.read(tmp_path / "run" / "metrics.jsonl")
     named = {row["step"]: (row["straggler"], row["straggler_s"]) for row in rows if "straggler" in row}
-    assert ("process 1 on " in said and "holds the others up" in said) == is_slow, said
+    assert ("process 1 on " in said and "delays the others" in said) == is_slow, said
     assert {index for index, _ in named.values()} == ({1} if is_slow else set()) and all(
         0.8 < late_s < 3 for _, late_s in named.values())

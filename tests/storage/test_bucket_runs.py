@@ -63,7 +63,7 @@ def test_a_run_in_a_bucket_has_the_curve_of_one_in_a_directory_and_goes_on_on_an
     another_machine()
     # the run file that it has written, another mesh
     done = ran(f"{there}/config.toml", "--training.steps", "6", "--mesh.data", "2", "--mesh.fsdp", "4")
-    assert "going on after step 4" in done.out and "mesh.fsdp=4 (was 1)" in done.out and f"written: {there}/" in done.out
+    assert "resuming after step 4" in done.out and "mesh.fsdp=4 (was 1)" in done.out and f"written: {there}/" in done.out
     losses = lambda found: [row["loss"] for row in found]
     assert kept_rows(there)[:4] == before
     assert losses(kept_rows(there)) == pytest.approx(losses(rows(tmp_path / "here")), rel=1e-5)
@@ -200,7 +200,7 @@ def test_while_a_bucket_takes_no_checkpoint_the_state_is_kept_on_the_host(ending
     assert contents.steps(there) == [2]
     server.faults.clear()
     again = ran(*words, "--run.dir", there)
-    assert f"going on after step {last}, kept in {copies.home()}" in again.out, again.out
+    assert f"resuming after step {last}, kept in {copies.home()}" in again.out, again.out
     ran(*words, "--run.dir", undisturbed)
     assert curve(kept_rows(there)) == curve(kept_rows(undisturbed)) and contents.steps(there)[-1] == 12
     assert [path for path in (copies.home() / "states").rglob("*") if path.is_file()] == []
@@ -218,7 +218,7 @@ def test_rows_that_a_bucket_refused_are_sent_by_the_next_start(server, tiny, mon
     server.faults.clear()
     assert done.code == 1 and step and len(kept_rows(there)) < int(step[1]), done.err
     again = ran(*words, "--run.dir", there)
-    assert f"going on after step {step[1]}, kept in {copies.home()}" in again.out
+    assert f"resuming after step {step[1]}, kept in {copies.home()}" in again.out
     assert f"{there} did not get the end of " in again.err and "metrics.jsonl" in again.err
     ran(*words, "--run.dir", undisturbed)
     assert curve(kept_rows(there)) == curve(kept_rows(undisturbed))
@@ -233,7 +233,7 @@ def test_a_last_step_that_the_bucket_refused_is_saved_by_the_next_start(server, 
     assert call(train.main, *words, "--run.dir", there).code == 1, "it is not finished before the bucket has it"
     server.faults.clear()
     again = ran(*words, "--run.dir", there)
-    assert f"going on after step 6, kept in {copies.home()}" in again.out and "is finished" in again.out
+    assert f"resuming after step 6, kept in {copies.home()}" in again.out and "is finished" in again.out
     ran(*words, "--run.dir", undisturbed)
     assert contents.steps(there)[-1] == 6 and curve(kept_rows(there)) == curve(kept_rows(undisturbed))
     assert soak.state(there) == soak.state(undisturbed)
@@ -248,7 +248,7 @@ def test_a_state_that_another_run_at_the_address_kept_is_not_taken(server, tiny)
     server.faults.clear()
     stores.remove([one.address for one in stores.listed(addresses.parse(there))])
     again = ran(*tiny, *SIX, "--run.dir", there)
-    assert "going on after" not in again.out and contents.steps(there) == [4, 6]
+    assert "resuming after" not in again.out and contents.steps(there) == [4, 6]
     assert [path for path in (copies.home() / "states").rglob("*") if path.is_file()] == []
 
 
@@ -283,8 +283,8 @@ def test_a_cache_that_is_emptied_under_a_run_takes_nothing_from_the_bucket(mend,
         gone = [name for name in keys(there) if not name.startswith("checkpoints")]
         stores.remove([addresses.parse(f"{there}/{name}") for name in gone])
     done = ran(*tiny, *SIX, "--run.dir", there, "--training.steps", "8")
-    assert "going on after step 6" in done.out and contents.steps(there)[-1] == 8
-    assert ("has checkpoints and no config.toml: it is written anew" in done.err) == (not mend)
+    assert "resuming after step 6" in done.out and contents.steps(there)[-1] == 8
+    assert ("has checkpoints but no config.toml: config.toml is restored" in done.err) == (not mend)
     assert [row["step"] for row in kept_rows(there)][-2:] == [7, 8] and "config.toml" in keys(there)
 
 
@@ -358,7 +358,7 @@ def test_a_second_start_is_refused_while_the_first_is_at_work_and_may_go_on_afte
     at = contents.steps(there)[-1]
     again = _started(tmp_path / "run.toml", "--training.steps", at + 3)
     said, _ = again.communicate(timeout=100)
-    assert again.returncode == 0 and f"going on after step {at}" in said and "is in use" not in said, said
+    assert again.returncode == 0 and f"resuming after step {at}" in said and "is in use" not in said, said
     assert "killed" in call(report.main, there).out
 
 
@@ -411,7 +411,7 @@ def ran_on(server, tmp_path):
 def test_hosts_that_share_only_the_bucket_train_and_go_on(ran_on, server, tmp_path):
     there, export = f"s3://{BUCKET}/hosts", ("--checkpoint.export", "every")
     ran_on(there, 4, *export)
-    assert "going on after step 4" in ran_on(there, 8, *export, homes=(1, 0))[0]
+    assert "resuming after step 4" in ran_on(there, 8, *export, homes=(1, 0))[0]
     assert [row["step"] for row in kept_rows(there)] == list(range(1, 9)) and contents.steps(there)[-1] == 8
     assert {name.split("/")[0] for name in exported(there)} == {"2", "4", "6", "8"}
     alone = injected.started(tmp_path, tmp_path / "alone", ["meshtrain.train"], ("--training.steps", 8), "",
@@ -427,12 +427,12 @@ def test_hosts_keep_their_parts_of_the_state_while_the_bucket_takes_none(ran_on,
     server.faults += [Fault(f"refused/checkpoints/{step}.", 10**6, 403) for step in (4, 6, 8)]
     assert "step 8, which these hosts have in" in ran_on(there, 12, codes=(1, 1))[0]
     server.faults.clear()
-    assert "going on after step 8, kept in" in ran_on(there, 12)[0]
+    assert "resuming after step 8, kept in" in ran_on(there, 12)[0]
     server.faults += [Fault(f"refused/checkpoints/{step}.", 10**6, 403) for step in (14, 16, 18)]
     ran_on(there, 20, codes=(1, 1))
     server.faults.clear()
     # a host that was replaced has no part, and all go on from the bucket
-    assert "going on after step 12" in (said := ran_on(there, 20, homes=(0, 2))[0]) and "is not used" in said
+    assert "resuming after step 12" in (said := ran_on(there, 20, homes=(0, 2))[0]) and "is not used" in said
     assert [row["step"] for row in kept_rows(there)] == list(range(1, 21)) and contents.steps(there)[-1] == 20
 
 
@@ -455,7 +455,7 @@ def test_what_the_reference_prefers_goes_to_all_hosts_and_only_some_may_have_kep
              conversations.folder(tmp_path, "chatml") / "tokenizer.json", "--data.bos_token", "<s>",
              "--model.vocab_size", 1024, "--data.seq_len", 96)
     ran_on(f"s3://{BUCKET}/pairs", 3, *words)
-    assert "going on after step 3" in ran_on(f"s3://{BUCKET}/pairs", 5, *words, homes=(1, 0))[0]
+    assert "resuming after step 3" in ran_on(f"s3://{BUCKET}/pairs", 5, *words, homes=(1, 0))[0]
     shutil.rmtree(tmp_path / "host1")
     ran_on(f"s3://{BUCKET}/again", 3, *words)
     assert [kept_rows(f"s3://{BUCKET}/again")[i]["loss"] for i in range(3)] == [

@@ -58,7 +58,7 @@ def test_two_steps_from_a_bucket_are_those_from_files_and_a_second_run_reads_non
     assert with_secrets(tmp_path) == [] and SECRET not in first.out + first.err
     # The run goes on by its own config.toml, with its copies gone.
     shutil.rmtree(copies.home())
-    assert "going on after step 2" in ran(tmp_path / "there" / "config.toml", "--training.steps", "3").out
+    assert "resuming after step 2" in ran(tmp_path / "there" / "config.toml", "--training.steps", "3").out
 
 
 def test_a_run_begins_from_the_hub_as_from_the_folder_and_offline_without_a_request(
@@ -164,7 +164,7 @@ def test_generate_and_convert_read_a_model_by_name(server, tmp_path):
     assert (there.code, there.out) == (0, here.out), there.err
     here, there = (call(convert.main, name) for name in (GOLDENS / "qwen3", "hf://owner/name"))
     assert there.code == 0 and there.out.partition("\n")[2] == here.out.partition("\n")[2]
-    refused(call(convert.main, "s3://bucket/run", "out"), "s3://bucket/run holds no whole checkpoint", "name the run.dir")
+    refused(call(convert.main, "s3://bucket/run", "out"), "s3://bucket/run has no complete checkpoint", "give the run.dir")
     refused(call(generate.main, "hf://owner/none", *words), "hf://owner/none is not there")
 
 

@@ -124,13 +124,13 @@ def test_a_run_that_is_stopped_goes_on_by_the_same_command_bit_for_bit(tiny, fin
     with monkeypatch.context() as patched:
         patched.setattr(metrics.MetricsWriter, "write", write_and_stop)
         ran = call(train.main, *command)
-    assert ran.code == 75 and "SIGTERM" in ran.out and "the same command goes on" in ran.out, ran
+    assert ran.code == 75 and "SIGTERM" in ran.out and "run the same command again" in ran.out, ran
     assert len(rows(tmp_path / "stopped")) == 3, "the step that ran when the signal came is finished"
     # What a killed run may have written after its last checkpoint is written again.
     with open(tmp_path / "stopped" / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')
     ran = call(train.main, *command)
-    assert ran.code == 0 and "going on after step 3" in ran.out, ran
+    assert ran.code == 0 and "resuming after step 3" in ran.out, ran
     assert lasting(tmp_path / "stopped") == lasting(finished)
     assert rows(tmp_path / "stopped")[-1]["val_loss"] == rows(finished)[-1]["val_loss"]
 
@@ -156,7 +156,7 @@ def test_other_documents_are_refused_on_resume(copied, tmp_path, home):
 def test_init_from_other_shapes_is_refused_and_the_directory_stays_usable(tiny, finished, tmp_path):
     command = (*tiny, *SIX, "--run.dir", tmp_path / "wide", "--model.mlp_dim", 32)
     refused(call(train.main, *command, "--checkpoint.init_from", finished), "init_from", "mlp")
-    refused(call(train.main, *command, "--checkpoint.init_from", tmp_path), "init_from", "no whole checkpoint")
+    refused(call(train.main, *command, "--checkpoint.init_from", tmp_path), "init_from", "no complete checkpoint")
     with train.rundir.claimed(train.config.load([str(word) for word in command])):
         pass
 
@@ -268,7 +268,7 @@ def test_a_failed_final_save_is_exit_1_and_a_failed_regular_one_is_told(tiny, tm
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     ran = call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run")
-    assert ran.code == 0 and "going on after step 4" in ran.out
+    assert ran.code == 0 and "resuming after step 4" in ran.out
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_used(tiny, tmp_path, finished):
@@ -277,7 +277,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_used(tiny, tmp_path, fi
     saved = tmp_path / "run" / "checkpoints"
     os.truncate(saved / "6" / "metadata.json", 5)
     ran = call(train.main, *tiny, *SIX, "--run.dir", tmp_path / "run")
-    assert ran.code == 0 and "going on after step 3" in ran.out
+    assert ran.code == 0 and "resuming after step 3" in ran.out
     assert "6 is damaged (metadata.json: 5 bytes, " in ran.err
     assert lasting(tmp_path / "run") == lasting(finished)
     for step in ("3", "6"):

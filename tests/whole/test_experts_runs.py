@@ -88,7 +88,7 @@ def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
     done = ran(*tiny, "--run.dir", str(tmp_path / "there"), *EXPERTS, "--training.steps",
                "3", "--mesh.data", "2", "--mesh.fsdp", "4",
                "--sharding.rules", str(RULES / "zero3_experts_fsdp.toml"))
-    assert "going on after step 2" in done.out and rows(tmp_path / "there")[-1]["step"] == 3
+    assert "resuming after step 2" in done.out and rows(tmp_path / "there")[-1]["step"] == 3
 
 
 @pytest.mark.parametrize("words, said", [

@@ -363,4 +363,4 @@ def test_checkpoints_that_have_become_read_only_are_told_and_the_run_ends_after_
     assert code == 1 and re.search(NOT_SAVED.format("Read-only file system"),
                                    said) and "3 saves in a row have failed" in said, said
     again = injected.ended(injected.launched(home, directory, 2, "--training.steps", saved(directory) + 5), directory)
-    assert again.code == 0 and "going on after step" in again.said, again.said
+    assert again.code == 0 and "resuming after step" in again.said, again.said

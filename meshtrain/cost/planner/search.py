@@ -41,9 +41,10 @@ MOST_MISSES = 5
 KIND_NAMES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states",
               "activations": "activations"}
 UNSURE = 0.95               # fraction of the memory above which a formula is not reliable
-NEAR_LIMIT = "within 5% of the memory there is: compile it before you rely on it"
+NEAR_LIMIT = "within 5% of the available memory: compile it before you rely on it"
 SHORT_S, MANY = 0.3, 100    # no formula holds for shorter steps on that many GPUs
-TOO_SHORT = "a step below 0.3 s on hundreds of GPUs follows no formula: latencies and stragglers set its time"
+TOO_SHORT = ("a step below 0.3 s on hundreds of GPUs: latencies and stragglers determine its time, which no formula "
+             "predicts")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

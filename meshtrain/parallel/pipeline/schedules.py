@@ -1,8 +1,8 @@
 """Pipeline schedules as data: each stage's ops, microbatches and buffer slots in every tick.
 
 `make` builds a schedule, `cost.formulas.simulate` estimates its time, and the executor `pipeline` runs it.
-tests/layouts/test_schedules.py verifies all schedules of up to 8 stages with tests/schedule_check.py. Knows numpy only: no jax,
-no model, no devices.
+tests/layouts/test_schedules.py verifies all schedules of up to 8 stages with tests/schedule_check.py. Knows numpy only:
+no jax, no model, no devices.
 
 Legend: P stages, M microbatches, V chunks (consecutive layers; a stage has V of them), T ticks. Virtual stage g = chunk
 · P + stage holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; if W is not split

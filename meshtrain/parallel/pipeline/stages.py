@@ -33,8 +33,8 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
         faults.append(f"pipeline.chunks={chunks} cuts {layers} on mesh.stage={num_stages} into chunks without a "
                       f"layer; use at most {most}")
     if run.training.remat == "offload":
-        faults.append(f'training.remat="offload" cannot stand beside mesh.stage={num_stages}: what waits for its '
-                      f'backward stays in the slots of the schedule, on the device; use training.remat="full"')
+        faults.append(f'training.remat="offload" cannot be combined with mesh.stage={num_stages}: a pipeline '
+                      f'keeps activations on the device; use training.remat="full"')
     missing = [f"[{table}]" for table in ("params", "grads", "optimizer")
                if loaded.mesh_axes(table, "layers") != ("stage",)]
     if missing:
