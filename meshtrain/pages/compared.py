@@ -44,7 +44,7 @@ def overlaid(data: dict, key: str, name: str, show) -> str:
     curves += [curve._replace(dots=True) for curve in curves if key == "val_loss" or len(curve.points) == 1]
     values = [value for curve in curves for _, value in curve.points]
     axis = PlotAxis(name, show, zero=key == "tokens_per_s")
-    if not axis.zero and min(values) > 0 and max(values) > skin.LOG * min(values):
+    if not axis.zero and skin.is_logarithmic(values):
         axis = axis._replace(name=f"{name} (logarithmic)", log=True)
     steps = PlotAxis("tokens", lambda count: many(int(count))) if by_tokens else PlotAxis("step", "{:,.0f}".format)
     means = "Each point is the mean of the rows around it, where a run has many." if key != "val_loss" else ""

@@ -14,6 +14,7 @@ from meshtrain.units import duration, many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
 MOST_MARKS, MOST_TIMES = 40, 2.0      # attempts marked; speeds drawn up to this multiple of the median
+LOSSES = {"dpo": "loss, a pair", "rl": "policy loss"}      # of objectives that are no likelihood
 SPEED = {"step_time_s": ("a step", seconds), "tokens_per_s": ("tokens/s", "{:,.0f}".format),
          "mfu": ("MFU", "{:.1%}".format)}
 
@@ -82,7 +83,7 @@ def _state_words(data: dict, judged: str) -> str:
     if data["state"].startswith("stopped on request"):
         return f"Stopped on request after {where}, {judged}"
     killed = "Ended without a word" if data["state"].startswith("ended without a word") else "Failed"
-    return f"{killed} after {where}, {judged} until then"
+    return f"{killed} after {where}, {judged}{'' if judged == 'diverged' else ' until then'}"
 
 
 def _learned(data: dict) -> tuple[str, str]:
@@ -150,7 +151,7 @@ def _curve(data: dict, key: str, axis: PlotAxis, *, color: int = 0, levels: Sequ
         mean = PlotCurve(color, f"mean of {data['rows']['window']:,}", clipped(smoothed))
         curves = [curves[0]._replace(pale=True), mean]
     values = [value for row in (*curves, *more) for _, value in row.points]
-    if not axis.zero and min(values) > 0 and max(values) > skin.LOG * min(values):
+    if not axis.zero and skin.is_logarithmic(values):
         axis = axis._replace(log=True, name=f"{axis.name} (logarithmic)")
     went_on = [(one["from_step"], "") for one in data["starts"] if one["from_step"]][-MOST_MARKS:]
     return Plot([*curves, *more], PlotAxis("step", "{:,.0f}".format), axis, axis.name, height=height,
@@ -169,12 +170,11 @@ def loss(data: dict) -> str:
     validated, drawn = _points(data, "val_loss"), ""
     more = (PlotCurve(1, "validation", validated, dots=True),) if validated else ()
     if points := _points(data, "loss"):
-        unit = "a pair" if data["objective"] == "dpo" else "nats a token"
-        plot = _curve(data, "loss", PlotAxis(f"loss, {unit}", "{:.3g}".format), height=340, more=more)
+        name = LOSSES.get(data["objective"], "loss, nats a token")
+        plot = _curve(data, "loss", PlotAxis(name, "{:.3g}".format), height=340, more=more)
         key = skin.key([(0, "training", ""), *([(1, "validation", "")] if more else [])])
         again = " Lines across: the run went on here." * (len(data["starts"]) > 1)
-        caption = f"Mean loss, {unit}.{_means(data, 'loss')}{again}"
-        drawn = skin.figure(plot.drawn, caption, key)
+        drawn = skin.figure(plot.drawn, f"{_means(data, 'loss')}{again}".strip(), key)
         if points[0][0] > 0 and points[-1][0] > skin.LOG * points[0][0]:
             over_log = dataclasses.replace(plot, x_axis=plot.x_axis._replace(log=True), verticals=[
                 line for line in plot.verticals if line[0] > 0])
@@ -182,6 +182,8 @@ def loss(data: dict) -> str:
     columns = [Column("validated after step", "n"), Column("loss", "n"), Column("perplexity", "n")]
     rows = [(of_count(step), Cell(f"{value:.4f}", value), Cell(f"{math.exp(min(value, 700)):,.2f}"))
             for step, value in validated]
+    if data["objective"] in LOSSES:
+        columns, rows = columns[:2], [row[:2] for row in rows]
     return drawn + skin.table(columns, rows, "validation", brief=True)
 
 

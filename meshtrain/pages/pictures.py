@@ -237,7 +237,8 @@ class Plot:
         at_x = Scale(x_axis, self._x_range(), (left, width - (24 if wide else 12)))
         at_y = Scale(y_axis, self._y_range(), (height - 40, 22))
         right, top, bottom = at_x.end, at_y.end, at_y.start
-        parts = [text(left if wide else 2, 11, y_axis.name, 11, kind="soft"),
+        named = min(11.0, 1.75 * width / max(1, len(y_axis.name)))
+        parts = [text(left if wide else 2, 11, y_axis.name, named, kind="soft"),
                  text(right, height - 4, x_axis.name, 11, "end", "soft")]
         for y in self._ticks(y_axis, self._y_range(), 6):
             parts += [line(left, at_y(y), right, at_y(y), "rule"),
@@ -252,7 +253,7 @@ class Plot:
                       text(at_x(value) + 4, top + 8, words, 10.5, kind="soft")]
         taken: list[tuple[float, float]] = []
         for k, row in enumerate(self.rows):
-            if row.dots:
+            if row.dots or len(row.points) == 1:
                 said = self.title if wide else None
                 parts += [f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="{4.5 if wide else 3.5}" '
                           f'class="c{row.color} gap">{f"<title>{esc(said(k, i))}</title>" if said else ""}</circle>'
@@ -268,22 +269,25 @@ class Plot:
     def _x_range(self) -> tuple[float, float]:
         found = [x for row in self.rows for x, _ in row.points] + [x for x, _ in self.verticals]
         low, high = min(found), max(found)
-        return (low, high) if high > low else (low, low * 2 if self.x_axis.log else low + 1)
+        return (low, high) if high > low else (low / 2, low * 2) if self.x_axis.log else (low - 1, low + 1)
 
     def _y_range(self) -> tuple[float, float]:
         found = [y for row in self.rows for _, y in row.points] + [y for y, _ in self.levels]
         low, high = 0.0 if self.y_axis.zero else min(found), max(found)
         if self.y_axis.log:
             return low / 1.1, max(high, low * 1.1) * 1.1
-        high = high if high > low else low + (abs(low) or 1)
+        if high - low <= FLAT * max(abs(low), abs(high)):      # what rounding leaves of a constant is no curve
+            middle, half = (low + high) / 2, 0.5 * max(abs(low), abs(high)) or 1.0
+            low, high = middle - half, middle + half
         spare = 0.06 * (high - low)
         return low if self.y_axis.zero else low - spare, high + spare
 
     @staticmethod
     def _ticks(axis: PlotAxis, within: tuple[float, float], most: int) -> list[float]:
-        if axis.log:
-            return log_ticks(*within, most)
-        return [axis.unit * tick for tick in ticks(within[0] / axis.unit, within[1] / axis.unit, most)]
+        """Those that look different."""
+        found = log_ticks(*within, most) if axis.log else [
+            axis.unit * tick for tick in ticks(within[0] / axis.unit, within[1] / axis.unit, most)]
+        return list({axis.show(tick): tick for tick in reversed(found)}.values())[::-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,6 +332,7 @@ def _beside(x: float, y: float, name: str, taken: list[tuple[float, float]]) -> 
 
 
 MOST_POINTS = 1600
+FLAT = 1e-6     # of its values, the range in which a curve is constant
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:

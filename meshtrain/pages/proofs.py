@@ -59,7 +59,7 @@ def tiles(data: dict) -> list[Tile]:
     cells, wrong = data["cells"], sum(cell["differs"] for cell in data["cells"])
     offs = [off for cell in cells for off in cell["leaves"].values() if off is not None]
     return [Tile("layouts", str(len(cells)), "compared with one device"),
-            Tile("differ", str(wrong), "", "warn" if wrong else ""),
+            Tile("differ", str(wrong), "from one device", "warn" if wrong else ""),
             Tile("largest difference", f"{max(offs, default=0):.0e}",
                  f"of a gradient; {data['tolerance']['state']:.0e} is tolerated"),
             Tile("findings", str(len(data["findings"])), "rule files, GPU program",
@@ -75,16 +75,17 @@ def differing(data: dict) -> str:
 
 def table(data: dict) -> str:
     show = "{:.1e}".format
-    columns = [Column("", "n"), Column("layout", "long"), Column("loss", "n"), Column("gradient norm", "n"),
-               Column("worst gradient of", "some"), Column("differs by", "n"), Column("three losses", "n"),
-               Column("s", "n"), Column("")]
+    columns = [Column("", "n"), Column("result", "keep"), Column("layout", "long"), Column("loss", "n"),
+               Column("gradient norm", "n"), Column("worst gradient of", "some"), Column("differs by", "n"), Column("three losses", "n"),
+               Column("s", "n")]
     rows: list[Sequence[Cell | str]] = []
     for place, cell in enumerate(data["cells"], 1):
         name, off = worst(cell)
         last = [loss for loss in cell["losses"] if loss is not None]
-        rows.append((number(str, place), cell["title"], number(show, cell["loss"]), number(show, cell["grad_norm"]),
+        rows.append((number(str, place), "DIFFERS" if cell["differs"] else "equal", cell["title"],
+                     number(show, cell["loss"]), number(show, cell["grad_norm"]),
                      name, number(show, off), number(show, max(last, default=None)),
-                     number("{:.1f}".format, cell["seconds"]), "DIFFERS" if cell["differs"] else "equal"))
+                     number("{:.1f}".format, cell["seconds"])))
     return skin.table(columns, rows, "layouts", search="axis, rule file, schedule …",
                       marks=["first" if cell["differs"] else "" for cell in data["cells"]])
 

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import socket
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from meshtrain import files
 from meshtrain.units import seconds, size
 
 ON_PAPER = 25       # as skin.css has it
-LOG = 30.0          # an axis is logarithmic where its largest value is so many times its smallest one
+LOG = 30.0          # an axis is logarithmic where its largest value is so many times the median
 HERE = Path(__file__).parent
 WIDTH, PHONE = 960, 360     # units of a drawing, and of its second layout, where text of the first would be too small
 # Nothing is loaded, whatever the page's text contains.
@@ -61,6 +62,11 @@ class Column(NamedTuple):
     breaks."""
     heading: str
     kind: str = ""
+
+
+def is_logarithmic(values: Sequence[float]) -> bool:
+    """Whether a linear axis would show these values as a spike and a line at its foot."""
+    return min(values) > 0 and max(values) > LOG * statistics.median(values)
 
 
 def number(show: Callable[[float], str], value: float | None) -> Cell:

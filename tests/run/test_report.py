@@ -190,6 +190,7 @@ FALLING = [6.0 - 0.03 * k for k in range(100)]
     ([*FALLING[:50]], {"how": "RuntimeError: no"}, r"Failed after step 50 of 100, healthy until then: loss fell"),
     ([*FALLING[:50]], {"how": ""}, r"Ended without a word after step 50 of 100, healthy until then"),
     ([*FALLING[:99], None], {}, r"Diverged: the loss of the last step is not finite"),
+    ([*FALLING[:50], None], {"how": "X: too many"}, r"Failed after step 51 of 100, diverged: the loss of the last step"),
     ([None] * 100, {}, r"Diverged: the loss of the last step is not finite"),
     ([6.0], {"how": "stopped on request"}, r"Stopped on request after step 1 of 100, too short to judge: loss 6 after 1 step,"),
     (FALLING[::-1], {}, r"Getting worse: loss rose from 3.165 to 5.865"),
@@ -290,6 +291,17 @@ def test_a_curve_of_many_rows_has_its_mean_and_a_wide_one_is_logarithmic(tmp_pat
     assert few["rows"]["smoothed"] == {} and "rows around it" not in pages.page(few)
     holes = measured._smoothed(np.array([1.0, np.nan, 3.0]), 3)
     assert holes[0] == 1 and np.isnan(holes[1]) and holes[2] == 3
+
+
+def test_an_axis_is_linear_where_only_noise_is_small_and_a_constant_is_no_curve(tmp_path):
+    noise = [0.1 * (1 + k % 3) if k != 70 else 1e-6 for k in range(100)]
+    told = written(tmp_path / "run", noise, objective="rl", grad_norm=[1e-12 * (1 + 1e-9 * (k % 2)) for k in range(100)])
+    page = pages.page(told)
+    assert "logarithmic)" not in page and "policy loss" in page and "nats a token" not in page
+    heights = set(re.findall(r"[ML][\d.]+ ([\d.]+)", re.search(r'path d="([^"]*)" class="curve pale s4"', page)[1]))
+    assert len(heights) == 1, "a constant is a level line"
+    one = pages.page(written(tmp_path / "one", [6.0]))
+    assert one.count("<circle") == 2 and one.count(">1</text>") == 2 * 1
 
 
 @pytest.mark.full
