@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("obstore", reason="buckets need pip install -e '.[storage]'")
-pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
+pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[ci]'")
 
 from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
 from test_buckets import sent  # noqa: E402

@@ -20,7 +20,7 @@ from test_storage_runs import with_secrets
 from tests import conversations, injected, soak, tiny_run
 
 pytest.importorskip("obstore", reason="buckets need pip install -e '.[storage]'")
-pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
+pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[ci]'")
 
 from stores import BUCKET, Fault, environment as stores_environment, server, surroundings  # noqa: E402, F401
 

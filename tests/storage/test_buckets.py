@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("obstore", reason="buckets need pip install -e '.[storage]'")
-pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
+pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[ci]'")
 
 from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
 

@@ -19,7 +19,7 @@ from corpora import TEXTS, Opened, bpe, fault, section, write, write_tokens  # n
 from folders import GOLDENS, ROOT
 
 pytest.importorskip("obstore", reason="files at s3:// and gs:// need pip install -e '.[storage]'")
-pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
+pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[ci]'")
 
 from stores import BUCKET, COMMIT, SECRET, TOKEN, Fault, SlowLine, server, surroundings  # noqa: E402, F401
 

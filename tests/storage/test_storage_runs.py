@@ -15,7 +15,7 @@ from test_weights import tokens, without_model  # noqa: F401
 from tests import conversations, tiny_run
 
 pytest.importorskip("obstore", reason="files at s3:// and gs:// need pip install -e '.[storage]'")
-pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[test]'")
+pytest.importorskip("moto", reason="the S3 server on loopback needs pip install -e '.[ci]'")
 
 from stores import BUCKET, SECRET, TOKEN, Fault, server, surroundings  # noqa: E402, F401
 

@@ -3,10 +3,11 @@ the saved outputs say.
 
 One of them in every run of the suite, by the commit's hash.
 """
-import nbformat
 import pytest
 import sampling
-from notebooks import NOTEBOOKS, executed, saved_form, shown
+
+nbformat = pytest.importorskip("nbformat", reason="notebooks need pip install -e '.[notebook]'")
+from notebooks import NOTEBOOKS, executed, saved_form, shown  # noqa: E402
 
 
 def code(notebook):
