@@ -76,8 +76,8 @@ def differing(data: dict) -> str:
 def table(data: dict) -> str:
     show = "{:.1e}".format
     columns = [Column("", "n"), Column("result", "keep"), Column("layout", "long"), Column("loss", "n"),
-               Column("gradient norm", "n"), Column("worst gradient of", "some"), Column("differs by", "n"), Column("three losses", "n"),
-               Column("s", "n")]
+               Column("gradient norm", "n"), Column("worst gradient of", "some"), Column("differs by", "n"),
+               Column("three losses", "n"), Column("s", "n")]
     rows: list[Sequence[Cell | str]] = []
     for place, cell in enumerate(data["cells"], 1):
         name, off = worst(cell)
