@@ -53,7 +53,8 @@ def of(run_dirs: Sequence[str]) -> dict:
 
 
 def _named_twice(run_dirs: Sequence[str]) -> list[str]:
-    found, mistakes = {}, []
+    found: dict[str, str] = {}
+    mistakes = []
     for run_dir in run_dirs:
         directory = contents.opened(run_dir)
         place = str(directory.resolve() if files.is_dir(directory) else directory)

@@ -13,6 +13,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -153,8 +154,9 @@ def _goodput(attempts: list[dict]) -> float | None:
     return spent[goodput.PARTS["steps"]] / total if (total := sum(spent.values())) else None
 
 
-def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, list]:
-    """Columns, thinned to the rows with the lowest and highest loss of each interval, and all validated ones."""
+def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Columns, thinned to the rows with the lowest and highest loss of each interval, and all validated ones. smoothed:
+    the means of `window` rows, where there are many."""
     count, losses, validated = len(columns["step"]), columns["loss"], (columns["val_loss"], columns["val_reward"])
     kept = range(count)
     if count > MOST_ROWS:
@@ -169,7 +171,7 @@ def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, list]:
     window = count // 40 | 1
     smoothed = {key: plain(_smoothed(np.asarray(columns[key]), window)[list(kept)]) for key in SMOOTHED} if (
         window > 1) else {}
-    return found | {"step": [int(step) for step in found["step"]], "window": window, "smoothed": smoothed}
+    return found | {"step": [int(columns["step"][k]) for k in kept], "window": window, "smoothed": smoothed}
 
 
 def _smoothed(values: np.ndarray, window: int) -> np.ndarray:

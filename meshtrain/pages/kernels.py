@@ -49,7 +49,7 @@ def described(row: Mapping, names: Mapping[str, str]) -> str:
     backward, again = "transpose(" in source, "/remat/" in f"/{source}/"
     when = "recomputed, " if again else "backward, " if backward else ""
     if product := EINSUM.search(source):
-        return _product(*product.groups(), "recomputed" if again else "backward" if backward else "", line, names)
+        return _product(product, "recomputed" if again else "backward" if backward else "", line, names)
     if row.get("part") == "attention":
         for ending, words in KERNELS:
             if ending in source and "_attention" in source:
@@ -67,8 +67,9 @@ def _place(line: str, row: Mapping) -> str:
     return f", {PLACES[place]}" if place else ""
 
 
-def _product(one: str, other: str, out: str, when: str, line: str, names: Mapping[str, str]) -> str:
+def _product(einsum: re.Match[str], when: str, line: str, names: Mapping[str, str]) -> str:
     """A matmul by its letters. Forward, it contracts the first dimensions of a weight, backward its last ones."""
+    one, other, out = einsum.groups()
     if grown := _weight(out, names):
         return f"backward, weight gradient of {names[grown]}"
     known, letters = next(((known, letters) for letters in (other, one) if (known := _weight(letters, names))),

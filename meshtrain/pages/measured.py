@@ -182,9 +182,8 @@ def loss(data: dict) -> str:
     columns = [Column("validated after step", "n"), Column("loss", "n"), Column("perplexity", "n")]
     rows = [(of_count(step), Cell(f"{value:.4f}", value), Cell(f"{math.exp(min(value, 700)):,.2f}"))
             for step, value in validated]
-    if data["objective"] in LOSSES:
-        columns, rows = columns[:2], [row[:2] for row in rows]
-    return drawn + skin.table(columns, rows, "validation", brief=True)
+    shown = 2 if data["objective"] in LOSSES else 3
+    return drawn + skin.table(columns[:shown], [row[:shown] for row in rows], "validation", brief=True)
 
 
 def rewards(data: dict) -> str:
@@ -230,9 +229,8 @@ def speed(data: dict) -> str:
             drawn += skin.figure(plot.drawn, (_means(data, key) + clipped * bool(above)).strip())
     columns = [Column("median of all steps"), Column("measured", "n"), Column("priced, by the roofline", "n"),
                Column("measured of it", "n")]
-    if priced(data, "step_time_s") is None:
-        columns, rows = columns[:2], [row[:2] for row in rows]
-    return drawn + skin.table(columns, rows, "measured")
+    shown = 2 if priced(data, "step_time_s") is None else 4
+    return drawn + skin.table(columns[:shown], [row[:shown] for row in rows], "measured")
 
 
 def spent(data: dict) -> str:

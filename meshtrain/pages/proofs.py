@@ -114,12 +114,11 @@ def heat_drawing(data: dict, width: int = skin.WIDTH) -> str:
     if not names:
         return ""
     turned, longest = width < skin.WIDTH, max(map(len, names))
+    left, head = (min(width / 2, 5.6 * longest + 10), HEAD) if turned else (LABEL, 4.2 * longest + 14)
     if turned:
-        left, head = min(width / 2, 5.6 * longest + 10), HEAD
         wide, tall = (width - left) / len(cells), NAME
     else:
         wide, tall = min(40.0, (width - LABEL - 4.2 * longest) / len(names)), ROW
-        left, head = LABEL, 4.2 * longest + 14
     parts = _labels(names, [str(k) for k in range(1, len(cells) + 1)], turned, (left, head, wide, tall))
     for row, cell in enumerate(cells):
         for column, name in enumerate(names):

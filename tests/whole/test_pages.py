@@ -432,7 +432,7 @@ def test_what_was_compiled_stands_beside_the_formulas(planned):
 def test_where_nothing_fits_the_page_says_so_and_why(tmp_path):
     ran = call(plan.main, "llama3-70b", "--gpus", 8, "--gpu", "a100-40gb", "--global-batch", 64, "--html", "none.html")
     read = standing_alone((tmp_path / "none.html").read_text())
-    assert ran.code == 0 and "No layout fits" in read.words and "What does not fit" in read.words
+    assert ran.code == 3 and "No layout fits" in read.words and "What does not fit" in read.words
     assert "needs" in read.words
 
 
