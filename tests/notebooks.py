@@ -19,16 +19,43 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TIMEOUT_S = 900                                     # of a cell
 # Where `mt.Rules` writes a text, and where shipped files are.
 PLACES = re.compile(rf"/\S*/meshtrain-\w+/|{re.escape(str(ROOT))}/")
+# What a reader may write in place of the dots of each "your turn" cell, in order.
+SOLUTIONS = {
+    "1_devices": ["2 * 3 / 4 * 4 * W"],
+    "2_zero": ["4 * ring * 4 * (of['layers'] + of['head'])", "{'extends': 'ddp', 'grads': {'embed': 'fsdp'}}"],
+    "3_tensor": ["4 * 2 * 7 / 8 * A"],
+    "4_context": ["(2 * 7 + 1) * kv / 2 + 7 * 2 * kv / 2"],
+    "5_pipelines": ["32", "'stage 0 F0 F1 B0 B1\\nstage 1 · F0+B0 F1+B1 ·'"],
+    "6_experts": ["1.25 * K * 4 * T * (5 * D * b + 20) * (n - 1) / n"],
+    "7_memory": ["12 * (16 * layer + 4 * 4 * B * S * D)"],
+    "8_which_layout": ["'fsdp'"],
+    "9_failures": ["sqrt(2 * 10 * MTBF / 4) / 60"],
+}
+NO_ANSWER = "no answer yet: put yours in place of the dots, and run this cell again\n"
+DOTS = re.compile(r"^(\w+) = \.\.\.", re.MULTILINE)
+
+
+def turns(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The cells in which the reader writes an answer."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code" and "mt.check_answer(" in cell.source]
 
 
 def executed(path: Path) -> nbformat.NotebookNode:
-    """The notebook after its last cell, run in an empty directory, in the form in which it is saved. Raises what
-    nbclient raises where a cell fails."""
+    """The notebook after its last cell, run in an empty directory, in the form in which it is saved. It runs with
+    SOLUTIONS, which must be right, and is saved with dots. Raises what nbclient raises where a cell fails."""
     notebook = nbformat.read(path, as_version=4)
+    asked = [cell.source for cell in turns(notebook)]
+    for cell, answer in zip(turns(notebook), SOLUTIONS[path.stem], strict=True):
+        cell.source, count = DOTS.subn(lambda found, answer=answer: f"{found[1]} = {answer}", cell.source)
+        assert count == 1, cell.source
     with tempfile.TemporaryDirectory() as empty:
         os.environ |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": empty, "TF_CPP_MIN_LOG_LEVEL": "3"}
         NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3",
                        resources={"metadata": {"path": empty}}).execute()
+    for cell, source in zip(turns(notebook), asked, strict=True):
+        told = "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+        assert told == "right\n", f"{cell.source}\n{told}"
+        cell.source, cell.outputs = source, [nbformat.v4.new_output("stream", name="stdout", text=NO_ANSWER)]
     return saved_form(notebook)
 
 
