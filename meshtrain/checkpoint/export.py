@@ -26,7 +26,7 @@ from meshtrain.checkpoint.shared import CheckpointError
 from meshtrain.checkpoint.pretrained import copy_companions, parameter_paths, paths_of
 from meshtrain.cluster import agree
 from meshtrain.config import user_errors
-from meshtrain.data.documents import tokenizer
+from meshtrain.data.documents import chat, tokenizer
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.model.transformer import Transformer
 
@@ -66,7 +66,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
 
         def finish() -> None:
-            _complete(place, parts, written.size, config, source, data["tokenizer"])
+            _complete(place, parts, written.size, config, source, data)
             write_ends(place, source, ends)
         new_folder.on_first(target, finish)
     return written.size
@@ -196,13 +196,18 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
     return dict(zip(names, files, strict=True))
 
 
-def _complete(place: Path, parts, size: int, config: dict, source: Path | None, named: str) -> None:
-    """Write the files that accompany the weights. named: data.tokenizer."""
+def _complete(place: Path, parts, size: int, config: dict, source: Path | None, data: Mapping) -> None:
+    """Write the files that accompany the weights: those of `source`, else the tokenizer of [data], and the chat template
+    that the run was trained with."""
+    home = None
     if source:
         copy_companions(source, place)
-    elif (path := tokenizer.local(named)).is_file():
+    elif (path := tokenizer.local(data["tokenizer"])).is_file():
+        home = path.parent
         for file in tokenizer.files_of(path):
             shutil.copyfile(file, place / (tokenizer.FILE if file == path else file.name))
+    if template := chat.template_text(data.get("chat_template", ""), home):
+        files.write(place / chat.TEMPLATE_FILE, template)
     if folder.SINGLE not in parts:
         weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
         if files.is_file(carried := place / folder.CARRIED):

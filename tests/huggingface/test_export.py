@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import sampling
 from checkpoints import assert_same_bits, run_processes
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
+from corpora import write_tokenizer
 from folders import EIGHT, GOLDENS, NAMES, ONE, ROOT, Loaded, contents
 
 from meshtrain import config, convert, files, train
@@ -22,11 +24,11 @@ WRITTEN_OTHERWISE = ("deepseek_v3_fp8", "gpt_oss_mxfp4", "kimi_linear", "olmo_hy
 LAYOUTS = [("zero3", dict(fsdp=8)), ("ddp", dict(data=2, tensor=4)), ("zero1", dict(fsdp=2, tensor=2, stage=2))]
 
 
-def write(loaded: Loaded, out, dtype="float32", shard_bytes=30_000, source=None) -> int:
+def write(loaded: Loaded, out, dtype="float32", shard_bytes=30_000, source=None, **data) -> int:
     leaves = trees.leaves_of(loaded.params)
     with jax.set_mesh(loaded.made.mesh):
         return export.write(out, loaded.made.model, leaves.__getitem__, dtype=dtype, shard_bytes=shard_bytes,
-                            data={"seq_len": 40, "tokenizer": "bytes"}, ends=Ends((1,), bos=1), source=source)
+                            data={"seq_len": 40, "tokenizer": "bytes"} | data, ends=Ends((1,), bos=1), source=source)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +153,22 @@ def test_the_settings_of_a_source_stay_and_ours_are_written_in_the_older_form(on
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}" and (tmp_path / "out"
                                                                           / "chat_template.jinja").is_file()
     assert not (tmp_path / "out" / "model.py").exists()
+
+
+@pytest.mark.parametrize(("given", "source", "written"), [
+    ("", None, "beside"), ("mine.jinja", None, "mine"), ("", "source", "theirs"), ("mine.jinja", "source", "mine"),
+    ("gone.jinja", None, None), ("gone.jinja", "source", "theirs")])
+def test_the_chat_template_of_an_export_is_that_of_the_training(given, source, written, one, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(GOLDENS / "phi3", "source")
+    Path("source/chat_template.jinja").write_text("theirs")
+    Path("data").mkdir()
+    Path("data/chat_template.jinja").write_text("beside")
+    Path("mine.jinja").write_text("mine")
+    words = write_tokenizer(Path("data/tokenizer.json"))
+    write(one, tmp_path / "out", source=source and Path(source), tokenizer=words, chat_template=given)
+    found = tmp_path / "out" / "chat_template.jinja"
+    assert (found.read_text() if found.is_file() else None) == written
 
 
 def test_a_kill_at_any_moment_leaves_nothing_under_the_name(one, tmp_path, monkeypatch):

@@ -146,6 +146,16 @@ def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path]
                      "name its file as data.chat_template")
 
 
+def template_text(given: str, home: Path | None) -> str:
+    """The text of data.chat_template, else of the template in the folder `home`; "" if there is none.
+
+    Raises: ValueError if it cannot be read.
+    """
+    place = _local(given) if given else home
+    found = _template_at(place, given) if place else None
+    return found[0] if found else ""
+
+
 def prompt(template: Template, messages: Sequence[dict], tools: list | None = None) -> np.ndarray:
     """int32 ids [T] of a conversation up to the assistant's answer. messages: [{"role": …, "content": …}, …].
 
