@@ -259,6 +259,11 @@ def test_a_kernel_is_named_by_what_it_computes(source, line, said):
     assert found == said or said is None
 
 
+def test_a_figure_has_a_layout_for_phones():
+    wide, phone = re.findall(r'viewBox="0 0 (\d+) ', skin.figure(lambda width: pictures.drawing(9, [], "x", width)))
+    assert (int(wide), int(phone)) == (skin.WIDTH, skin.PHONE)
+
+
 def test_the_path_of_a_kernel_is_its_title_and_assumptions_are_folded_with_their_reasons():
     told = pages_samples.inspected()
     told["roofline"]["kernels"][0] |= {"source": "jvp(BTD,DF->BTF)/dot_general"}
