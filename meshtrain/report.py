@@ -25,8 +25,8 @@ from meshtrain.units import duration
 
 TRIES = 8       # the newest, each in a line
 COMMAND = config.Command("meshtrain.report", {
-    "json": config.Option("print JSON alone, all that the page shows"),
-    "html": config.Option("write a page for a browser, too: one file that loads nothing", "FILE", "report.html"),
+    "json": config.Option("print only JSON, with everything that the page shows"),
+    "html": config.Option("also write an HTML page: one file without external resources", "FILE", "report.html"),
 }, "RUN_DIR [RUN_DIR ...]", (1, compared.MOST_RUNS), keys=False)
 
 
@@ -42,7 +42,7 @@ def main(asked: config.Arguments) -> None:
             skin.write("--html", html, compared_pages.page(data, compared.verdict(data), compared.numbers(data))
                        if several else pages.page(data))
     if not several and data["no_rows"]:
-        say.err(f"{data['no_rows']:,} lines of {data['dir']}/{rows.NAME} are no rows of metrics; they are left out")
+        say.err(f"{data['no_rows']:,} lines of {data['dir']}/{rows.NAME} are not rows of metrics and are ignored")
     say.answer(json.dumps(data) if asked["json"] else compared.text(data) if several else summary(data))
     if html:
         say.err(f"written: {html}")

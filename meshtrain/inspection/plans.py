@@ -95,7 +95,7 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
         notes = [*sentences(question, answer.plans), *([standing(gap)] if gap else [])]
         lines += [_table(question, answer.plans[:most], length), "", *notes, ""]
     else:
-        lines += ["no layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a microbatch would",
+        lines += ["no layout fits; use more GPUs, a larger mesh.context, or fewer tokens per microbatch",
                   ""]
     if answer.misses:
         lines += ["do not fit:", *(f"  {_short(plan)}, {plan.rules.path}: {plan.reason}" for plan in answer.misses), ""]
@@ -203,7 +203,7 @@ def standing(gap: Gap) -> str:
     """The rank of the first plan among all, and the cost of what was fixed."""
     fixed = ", ".join(f"{name} {value}" for name, value in gap.fixed.items())
     if gap.rank == 1:
-        return f"No other layout is faster: what is fixed ({fixed}) costs nothing."
+        return f"No other layout is faster: fixing {fixed} costs nothing."
     best, options = gap.best, gap.best.options
     lines = [f"With {fixed} fixed the first plan is number {gap.rank} of {gap.count} and takes "
              f"{gap.share:.1%} longer than the best: {_short(best)}, {_stem(best)}, {options.microbatches} "
@@ -232,9 +232,9 @@ def sentences(question: Question, plans: list[Plan]) -> list[str]:
     sentences = [f"{bound}; beside it {waits or 'nothing above 1%'}.",
                  f"A GPU holds {size(held['total'])} of {size(question.usable_bytes)}, "
                  f"most of it {largest} ({size(held[largest])})"
-                 + (", which is too near to the limit to be sure." if search.NEAR_LIMIT in plan.reason else ".")]
+                 + (", which is too close to the limit to be certain." if search.NEAR_LIMIT in plan.reason else ".")]
     if lost_s < 0.02 * one.step_s:
-        return [*sentences, "Nothing but faster matmuls or fewer tokens would help by more than 2%."]
+        return [*sentences, "Only faster matmuls or fewer tokens would help by more than 2%."]
     return [*sentences, f"What would help most: {remedy} ({share(lost_s)} of the step)."]
 
 
@@ -249,21 +249,20 @@ def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
     for name, lost_s in one.exposed.items():
         crossed = link(question, plan, (name,)) if name in AXES and sizes[name] > 1 else "its links"
         remedy = {
-            "tensor": f"a smaller tensor than {sizes['tensor']}: its collectives stand between the products and hide "
-                      "behind nothing",
-            "fsdp": "fewer microbatches or more tokens in each: weights are gathered for every one of them",
-            "context": "a smaller context, or more tokens of a sequence on each GPU",
-            "once a step": "more tokens a step: gradients and new weights are exchanged once in it",
-            "offload": "more tokens in each microbatch, or another remat: copies to the host outlast the layers beside "
-                       "them",
-            traffic.ROUTED: "experts split over fewer GPUs: tokens travel to all that share them",
-            traffic.EXPERTS: "fewer microbatches or more tokens in each: experts' weights are gathered for every one "
-                             "of them",
-            "scales": "more tokens in each microbatch: every layer's scales cost the same, however many there are",
+            "tensor": f"a smaller tensor than {sizes['tensor']}: its collectives do not overlap "
+                      "with compute",
+            "fsdp": "fewer microbatches with more tokens: weights are gathered in each",
+            "context": "a smaller context, or more tokens of a sequence per GPU",
+            "once a step": "more tokens per step: gradients and new weights are exchanged once per step",
+            "offload": "more tokens in each microbatch, or another remat: copies to the host take longer than the "
+                       "layers beside them",
+            traffic.ROUTED: "experts split over fewer GPUs: tokens are sent to all of them",
+            traffic.EXPERTS: "fewer microbatches with more tokens: experts' weights are gathered in each",
+            "scales": "more tokens in each microbatch: a layer's scales cost the same for any number of tokens",
         }.get(name, "fewer stages")
         found.append((f"{name} ({crossed})" if name in AXES else f"what is exchanged {name}", lost_s, remedy))
     if one.bubble_s:
         found.append(("the pipeline's bubble", one.bubble_s,
-                      "more microbatches, by a larger global batch or fewer replicas"))
+                      "more microbatches (a larger global batch, or fewer replicas)"))
     found.append(("the optimizer's update", one.update_s, "states split over more GPUs"))
     return found

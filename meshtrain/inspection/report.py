@@ -117,7 +117,7 @@ def collectives_table(step: Inspected) -> str:
     if not rows:
         return "collectives of the compiled step: none"
     lines = [columns([("sent per device", "axes", "dtype", "by formulas", "compiled", "count", "from"), *rows])]
-    lines += [f"warning: counted once, its length is unknown: loop {name}" for name in program.unknown_loops]
+    lines += [f"warning: loop of unknown length, counted once: {name}" for name in program.unknown_loops]
     if program.further_rounds:
         lines += [f"experts count as equally busy: {program.further_rounds} loop(s) of further rounds count as none"]
     lines += [f"error: a permute leaves devices with zeros: {text}" for text in program.broken_permutes]
@@ -128,7 +128,7 @@ def matmuls(program: audit.ProgramAudit, formulas: formula_vs_compiled.Formulas 
     """FLOPs of a step's matmuls on one device."""
     per_dtype = ", ".join(f"{dtype} {flops:.4g}" for dtype, flops in sorted(program.flops.items()))
     unsure = [kernel for kernel in program.uncounted if not re.search("meshtrain_(attention|mosaic)|fmha", kernel)]
-    apart = "; beside them attention's kernels" if len(unsure) < len(program.uncounted) else ""
+    apart = "; plus attention kernels" if len(unsure) < len(program.uncounted) else ""
     apart += f"; not counted: {', '.join(unsure)}" if unsure else ""
     priced = f"; by formulas {formulas.matmul_flops:.4g} without attention" if formulas else ""
     return f"matmul FLOPs per device and step: {per_dtype or 'none'}{apart}{priced}"
@@ -137,11 +137,11 @@ def matmuls(program: audit.ProgramAudit, formulas: formula_vs_compiled.Formulas 
 def differences(step: Inspected) -> str:
     """Compare the compiled step with the formulas."""
     if not step.formulas:
-        return "no formulas: none reaches float8 projections"
+        return "no formulas: there are none for float8 projections"
     if not step.for_gpus:
-        return ("the formulas are of the program for GPUs: simulated devices send more; compare by --topology, e.g. "
+        return ("the formulas describe GPU programs, and simulated devices send more; compare with --topology, e.g. "
                 "h100:8")
-    return "\n".join(f"warning: {line}" for line in step.differences) or "the compiled step is what the formulas say"
+    return "\n".join(f"warning: {line}" for line in step.differences) or "the compiled step agrees with the formulas"
 
 
 def memory_table(step: Inspected) -> str:
@@ -176,7 +176,7 @@ def sampling_table(data: dict) -> str:
     show = lambda value: "–" if value is None else size(value)
     fits = data["slots_that_fit"]
     lines = [f"sampling: {data['slots']:,} slots of {data['room']:,} tokens on all devices, {data['rules']}",
-             columns([("memory per device while answers are drawn", "by formulas", "compiled"),
+             columns([("memory per device during sampling", "by formulas", "compiled"),
                       *((part, show(priced), show(held["compiled"][part]))
                         for part, priced in held["formula"].items())]),
              f"peak of sampling and training: {size(data['peak_bytes'])}" + (
@@ -212,8 +212,8 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
              f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, MFU {percent(line.mfu)} of the "
              f"{line.mfu_dtype} peak",
              f"of the step: {shares}",
-             "communication: what kernels wait for; contention: by what they are slowed when it runs beside them; "
-             f"{seconds(line.free_matmul_s)} of matmuls have none beside them",
+             "communication = time spent waiting; contention = slowdown of kernels that overlap with communication; "
+             f"{seconds(line.free_matmul_s)} of matmuls overlap with no communication",
              f"links: {domains}"]
     if line.traffic:
         longest = lambda under: sorted(under.items(), key=lambda pair: -pair[1])
@@ -226,9 +226,9 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
             for kernel in line.kernels[:COSTLIEST]]
     lines += ["", columns([("costliest kernels", "runs", "time", "of step", "bound", "TFLOP",
                         "HBM", "line", "from"), *rows])]
-    lines += [f"warning: counted once, its length is unknown: loop {name}" for name in line.unknown_loops]
-    lines += [f"warning: counted by its bytes alone: {name}" for name in line.uncounted]
-    lines += ["", "assumed (--assume NAME=VALUE sets another; reasons: meshtrain/cost/formulas/assumptions.py): "
+    lines += [f"warning: loop of unknown length, counted once: {name}" for name in line.unknown_loops]
+    lines += [f"warning: only its bytes are counted: {name}" for name in line.uncounted]
+    lines += ["", "assumptions (change one with --assume NAME=VALUE; reasons: meshtrain/cost/formulas/assumptions.py): "
               + ", ".join(
         f"{name} {value:g}" for name, value in line.assumed.as_dict().items())]
     return "\n".join(lines)

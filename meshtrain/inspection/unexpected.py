@@ -42,7 +42,7 @@ def gathered_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[str]:
             if names and not any(set(row.axes) <= asked(name) for name in names):
                 found[" or ".join(names), row.axes, row.trips] += row.bytes // len(row.arrays)
     return [f"{name} is gathered over {' × '.join(axes)} {trips:,} times a step, {size(sent)}, inside a loop: [params] "
-            f"of {layout.rules.path} keeps it whole there, so once a step would do"
+            f"of {layout.rules.path} does not split it, so once per step would be enough"
             for (name, axes, trips), sent in found.items()]
 
 
@@ -60,5 +60,5 @@ def replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
             found[f"{array} of {where}", before, after] += 1
     return [f"XLA makes {what} whole on every device to get from sharding {before} to {after}"
             + (f", {count} times in the program" if count > 1 else "")
-            + "; a rule or constraint that splits both the same way avoids it"
+            + "; a rule or constraint that splits both in the same way avoids it"
             for (what, before, after), count in found.items()]

@@ -253,8 +253,8 @@ def time(data: dict) -> str:
         return ""
     percent, shares = "{:.1%}".format, _shares(line)
     caption = (f"{seconds(line['step_time_s'])} a step: {seconds(line['compute_s'])} of kernels and "
-               f"{seconds(line['exposed_s'])} of waiting for links; {seconds(line['hidden_s'])} of collectives hide "
-               f"under kernels, and {seconds(line['free_matmul_s'])} of matmuls have none beside them.")
+               f"{seconds(line['exposed_s'])} of waiting for links; {seconds(line['hidden_s'])} of collectives overlap "
+               f"with kernels, and {seconds(line['free_matmul_s'])} of matmuls overlap with no collective.")
     drawn = skin.figure(lambda width: time_drawing(line, width=width), caption,
                         skin.key((k, name, percent(share)) for k, name, share in shares))
     return (drawn + _exposed(line) + "<h3>Kernels, costliest first</h3>" + _kernels(line, data["parameters"])

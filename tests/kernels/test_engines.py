@@ -339,6 +339,6 @@ def test_inspect_tells_kernels_of_attention_from_kernels_that_nobody_counts():
              "fusion (__cudnn$fmhaSoftmax)", "x (cutlass) y"]
     line = lambda *uncounted: report.matmuls(SimpleNamespace(flops={"bf16": 5}, uncounted=uncounted))
     assert line() == "matmul FLOPs per device and step: bf16 5"
-    assert line(*calls[:2]) == line() + "; beside them attention's kernels"
+    assert line(*calls[:2]) == line() + "; plus attention kernels"
     assert line(*calls) == line(*calls[:2]) + "; not counted: x (cutlass) y" and line(calls[2]).endswith(
         "5; not counted: x (cutlass) y")

@@ -81,12 +81,12 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
     sizes, options = plan.sizes, plan.options
     axes = tuple(a for a in AXES if sizes[a] > 1)
     if name == "recomputed":
-        return (f"remat {options.remat} computes forward work again, where the best has room for remat "
+        return (f"remat {options.remat} recomputes the forward; the best plan has memory for remat "
                 f"{best.options.remat}")
     if name == "tensor":
         each, products = plan.price.exposed["tensor"] / _runs(plan), 3 * _products_s(question, plan)
         return (f"tensor {sizes['tensor']}: a layer's collectives take {_ms(each)} beside {_ms(products)} of products "
-                f"and hide behind nothing, {_runs(plan):,.0f} times a step; {link(question, plan, ('tensor',))}")
+                f"and do not overlap with them, {_runs(plan):,.0f} times a step; {link(question, plan, ('tensor',))}")
     if name == "fsdp":
         gathered, scattered = plan.placed.moving(GATHER, "layers"), plan.placed.moving(SCATTER, "layers")
         over = tuple(a for a in axes if any(a in group_axes for group_axes in gathered or scattered))
@@ -109,11 +109,11 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
         return (f"stage {sizes['stage']}: {options.schedule} of {options.microbatches} microbatches in "
                 f"{options.chunks} chunk(s) leaves {plan.price.bubble:.0%} of the step idle")
     if name == "offload":
-        return "remat offload: layers' inputs take longer to the host and back than the layers beside them"
+        return "remat offload: copying layers' inputs to the host and back takes longer than the layers beside them"
     if name == "scales":
         return f"float8: the largest values that all devices agree on, {_runs(plan):,.0f} layers' a step"
     if name == "stage":
-        return f"stage {sizes['stage']}: what stages send to each other, {link(question, plan, ('stage',))}"
+        return f"stage {sizes['stage']}: activations sent between stages, {link(question, plan, ('stage',))}"
     if name == "once a step":
         over = tuple(a for a in axes if a in ("data", "fsdp", "context"))
         return (f"gradients and new weights, exchanged once a step over {_sized(plan, over)}, "
