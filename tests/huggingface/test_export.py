@@ -268,7 +268,7 @@ def test_what_was_trained_is_exported_by_run_and_command_and_read_back(tiny, tmp
 
 
 TWO = r"""
-sys.path.insert(0, TESTS)
+sys.path[:0] = TESTS
 from pathlib import Path
 import folders, test_export
 from meshtrain.huggingface import safetensors
@@ -287,7 +287,7 @@ say("written")
 
 @pytest.mark.full
 def test_two_processes_read_half_of_every_file_each_and_write_what_one_would(tmp_path):
-    told = run_processes(2, tmp_path, TWO.replace("TESTS", repr(str(ROOT))))
+    told = run_processes(2, tmp_path, TWO.replace("TESTS", repr([str(ROOT), str(Path(__file__).parent)])))
     size = sum(len(content) for *_, content in contents(GOLDENS / "qwen3").values())
     assert [int(said[0]) for said in told] == [size // 2, size // 2]
     assert contents(tmp_path / "out") == contents(GOLDENS / "qwen3")
