@@ -54,7 +54,8 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x: str = "", y: s
     >>> mt.curves({"loss": [(1, 6.5), (2, 6.1)]}, "step", "loss")
     loss: 2 points, the last (2, 6.1)
     """
-    if not isinstance(lines, Mapping) or not lines or not all(len(points) for points in lines.values()):
+    if not isinstance(lines, Mapping) or not lines or not all(
+            len(points) and all(len(point) == 2 for point in points) for points in lines.values()):
         raise ConfigError('curves are a dict of lists of points, {name: [(x, y), …]}, e.g. {"loss": [(1, 6.5)]}')
     show = UNITS.get(unit) or "{:,g}".format
     if log and min(min(point) for points in lines.values() for point in points) <= 0:

@@ -12,6 +12,13 @@ from meshtrain.config.messages import join
 from meshtrain.names import NO_TARGET
 
 
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """A whole number of at least `least`. name: for messages. Raises: ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ConfigError(f"{name}={value!r} is not a whole number of at least {least}")
+    return int(value)
+
+
 def check_batch(batch: object, expected: Mapping[str, jax.ShapeDtypeStruct], vocab_size: int) -> dict[str, np.ndarray]:
     """The arrays of a batch that a step reads. expected: `Step.batch`, [microbatches, replicas, sequences, …]. Raises:
     ConfigError with every fault and what is expected."""

@@ -212,7 +212,7 @@ class Experiment:
         True
         """
         done = int(self.state.step) if self._state else 0
-        return self._batches.batch(done if n is None else n)
+        return self._batches.batch(done if n is None else given.check_count("n", n, 0))
 
     def step(self, n: int = 1, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, float]:
         """Train n steps, on the run's data or on one batch; the metrics of the last.
@@ -220,9 +220,7 @@ class Experiment:
         >>> sorted(run.step())
         ['grad_norm', 'learning_rate', 'loss', 'skipped', 'tokens']
         """
-        if n < 1:
-            raise ConfigError(f"step({n}) takes no step; use 1 or more")
-        for _ in range(n):
+        for _ in range(given.check_count("n", n)):
             self.history.append(self._advance(batch))
         self.history = shown.history(self.history)
         return {name: value for name, value in self.history[-1].items() if name not in ("step", "step_s")}
@@ -235,7 +233,7 @@ class Experiment:
         True
         """
         screen, drawn_s = shown.displayed(self.history), time.monotonic()
-        for n in range(steps):
+        for n in range(given.check_count("steps", steps, 0)):
             self.step()
             if screen and (n == steps - 1 or time.monotonic() > drawn_s + DRAWN_EVERY_S):
                 screen.update(self.history)
@@ -278,6 +276,7 @@ class Experiment:
         True
         """
         prompt = given.check_prompt(prompt, self.run.model.vocab_size)
+        max_tokens = given.check_count("max_tokens", max_tokens, 0)
         with config.user_errors():
             run, origin = self._with_documents_end
             reader, _ = sources.reader_of(run.data, vocab_size=run.model.vocab_size)
@@ -344,8 +343,7 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
     if wrong := [one for one in given_ones if not isinstance(one, Experiment)]:
         raise ConfigError(f"{wrong[0]!r} is no experiment; write e.g. mt.compare({{\"a\": mt.Experiment(…)}})")
     rows, costs, named = [], {}, shown.named(experiments)
-    if steps < 1:
-        raise ConfigError(f"steps={steps} takes no step; use 1 or more")
+    steps = given.check_count("steps", steps)
     for name, one in named.items():
         kept, one._state, costs[name] = one._state, None, one.inspect(topology)
         try:
@@ -406,6 +404,7 @@ def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1
     stage 1 ·  F0 F1 B0 B1 ·
     """
     written = "\n" in table or " " in table
+    stages, microbatches = (given.check_count(*one, 0) for one in (("stages", stages), ("microbatches", microbatches)))
     with config.user_errors():
         of = schedules.parse(table) if written else schedules.make(table, stages, microbatches, chunks)
     return DrawnSchedule(of, pipeline_times.simulate(of))
@@ -422,6 +421,7 @@ def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | N
     >>> mt.prove(model=lambda w, x: x @ w["out"], parameters={"out": ((32, 32), ("mlp", "embed"))}, cells=3)["failed"]
     False
     """
+    cells = None if cells is None else given.check_count("cells", cells)
     run = Experiment(run_file, settings).run
     chosen: Sequence[GivenRules] = [rules] if isinstance(rules, (str, Path, Mapping, rule_files.Rules)) else rules
     files, devices = [scratch.rule_file(one) for one in chosen], local_devices.start(run, cheaply=True)

@@ -293,6 +293,7 @@ assert 0 < one.step()["loss"] < 10
     (lambda: mt.bars({"a": 3}), "bars are a dict of dicts"),
     (lambda: mt.bars({"a": {"b": -1}}), "-1 is not a number of at least 0"),
     (lambda: mt.curves({"a": []}), "curves are a dict of lists of points"),
+    (lambda: mt.curves({"a": [(1,)]}), "curves are a dict of lists of points"),
     (lambda: mt.curves({"a": [(0, 1)]}, log=True), "log=True needs points above 0"),
     (lambda: mt.mesh({"tp": 8}), "the axes are data, fsdp"),
     (lambda: mt.shards({"before": [[0]], "after": [[0], [1]]}), "with the same devices in each state"),
@@ -331,7 +332,10 @@ def test_a_wrong_batch_is_one_error_that_says_what_is_expected(split, change, sa
     (lambda run: run.logits([[1, 2], [3]]), "rows of different lengths"), (lambda run: run.logits("abc"), "is text"),
     (lambda run: run.logits([[512]]), "tokens has 512, and token ids are 0 to 511"),
     (lambda run: run.generate([]), "neither a text nor token ids"), (lambda run: run.generate([-1]), "prompt has -1"),
-    (lambda run: run.step(0), "takes no step"), (lambda run: mt.compare([run], steps=0), "takes no step"),
+    (lambda run: run.step(0), "^n=0 is not a whole number of at least 1"), (lambda run: run.train(-1), "^steps=-1 is not"),
+    (lambda run: mt.compare([run], steps=0), "^steps=0 is not"), (lambda run: run.batch("a"), "^n='a' is not a whole"),
+    (lambda run: run.generate("a", max_tokens=-1), "^max_tokens=-1 is not a whole number of at least 0"),
+    (lambda run: mt.prove(cells=0), "^cells=0 is not"), (lambda run: mt.schedule("1f1b", stages="2"), "^stages='2' is"),
     (lambda run: setattr(run, "state", {"step": 1}), "this state is of another model"),
 ])
 def test_what_a_method_cannot_take_is_one_error(split, use, said):
