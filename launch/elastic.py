@@ -27,7 +27,7 @@ COMMAND = config.Command("launch.elastic", {
     "processes": dataclasses.replace(OPTIONS["processes"], help="that are there"),
     "min-processes": config.Option("fewer are not worth it", "K", "1", config.whole(1), 1),
     "devices": config.Option("of each process", "D", "8", config.whole(1), required="nothing says how many"),
-    "full": config.Option("devices that the run is meant for (default its mesh.full_devices; where that is 0 nothing "
+    "full": config.Option("devices for which the run file is written (default: its mesh.full_devices; 0 = nothing "
                           "shrinks)", "F", "64", config.whole(1)),
 }, launcher=True)
 LONGEST_S = 300.0       # limit of `most`, which takes seconds
@@ -62,7 +62,7 @@ def most(words: Sequence[str], processes: int, least: int, devices: int, full: i
             [sys.executable, "-m", "launch.elastic", f"--processes={processes}", f"--min-processes={least}",
              f"--devices={devices}", f"--full={full}", "--", *words], capture_output=True, text=True, timeout=LONGEST_S)
     except subprocess.TimeoutExpired:
-        return 0, f"whether fewer can train it was not found out within {LONGEST_S:g} s"
+        return 0, f"whether fewer can train it is unknown after {LONGEST_S:g} s"
     found = ran.stdout.split()
     if ran.returncode or not found or not found[0].isdecimal():
         return 0, (ran.stderr.strip().splitlines() or ["?"])[-1].removeprefix("error: ")

@@ -103,7 +103,7 @@ class Slots:
             return
         self.lost.add(slot)
         self.taken = there[:count]
-        say.err(f"process {slot} of {self.count} failed twice in a row: the next start is without it, in "
+        say.err(f"process {slot} of {self.count} failed twice in a row: the next start runs without it, in "
                 f"{len(self.taken)} processes")
 
 

@@ -60,7 +60,7 @@ def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
         _remove(run, lambda name: True, restart.KEPT)
         return 0.0
     code, said = _last_words(run, attempt - 1)
-    say.err(f"the start before ended: {said}")
+    say.err(f"the previous start ended: {said}")
     failures = restart.Failures(run, max_restarts, scheduled=True)
     wait_s = restart.count(failures, code, said, attempt)
     with contextlib.suppress(files.FileSystemError):        # the next start removes them
@@ -104,14 +104,14 @@ def _last_words(run: Run, attempt: int) -> tuple[int, str]:
             texts = [messages.read(run.run.dir, name) for name in messages.names(run.run.dir, LAST_WORDS)
                      if name.startswith(f"{LAST_WORDS}/{attempt}-")]
     except files.FileSystemError as error:
-        return stops.FAILED, f"how is not known: {error}"
+        return stops.FAILED, f"for an unknown reason: {error}"
     for text in texts:
         with contextlib.suppress(ValueError, KeyError, TypeError):      # truncated: its host was lost
             one = json.loads(text)
             left.append((bool(one["victim"]), one["code"] == stops.STOPPED, float(one["time"]), str(one["words"])))
     secondary, stopped, _, words = min(left, default=(True, False, 0.0, ""))
     if secondary:
-        return stops.FAILED, "no process failed of itself: a pod was killed, or its host is lost"
+        return stops.FAILED, "no process failed by itself: a pod was killed, or its host is lost"
     return (stops.STOPPED, "stopped on request") if stopped else (stops.FAILED, words)
 
 

@@ -39,7 +39,7 @@ COMMAND = config.Command("launch.ray", {
     **elastic.OPTIONS, **restart.OPTIONS,
     "gpus-per-process": config.Option("GPUs of each, at best all of a host (default 1; 0 with mesh.simulated_devices)",
                                       "G", "8", config.whole()),
-    "cpus-per-process": config.Option("cores that Ray reserves for each", "C", "4", config.whole(1), 1),
+    "cpus-per-process": config.Option("cores that Ray reserves per process", "C", "4", config.whole(1), 1),
     **samplers.OPTIONS,
 }, launcher=True)
 FIRST_PORT = 20_000
@@ -176,14 +176,14 @@ def main(given: config.Arguments) -> int:
     run, rest = elastic.run_of(given), given.run
     bundle, drawing = bundle_of(run, given), samplers.asked(run, given)
     if ray is None:
-        raise ConfigError("ray is not installed here; pip install '.[ray]' where this repository lies")
+        raise ConfigError("ray is not installed here; pip install '.[ray]' in the checkout of meshtrain")
     asked: list[int] = []
     for number in (signal.SIGUSR1, signal.SIGUSR2):     # Ray takes SIGINT and SIGTERM
         signal.signal(number, lambda number, frame: sys.exit(stops.STOPPED))
     try:
         ray.init(log_to_driver=False, logging_level="ERROR")
     except (KeyboardInterrupt, SystemExit):     # Ray's own handlers
-        say.err("stopped before the first step; the same command starts again")
+        say.err("stopped before the first step; run the same command again to start")
         return stops.STOPPED
     except ConnectionError as error:
         say.err(f"error: no Ray cluster at RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')} ({_first_line(error)}); "

@@ -32,12 +32,11 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, contents, say, stops
 from meshtrain.storage import messages
 
-OPTIONS = {"max-restarts": config.Option("a run that fails is started again from its newest checkpoint, so many times "
-                                         "in a row without a newer one", "R", "5", config.whole(), 0)}
+OPTIONS = {"max-restarts": config.Option("restarts in a row without a newer checkpoint", "R", "5", config.whole(), 0)}
 COMMAND = config.Command("launch.restart", {
     "max-restarts": dataclasses.replace(OPTIONS["max-restarts"], default=5),
-    "scheduled": config.Option("a scheduler stops the run to start it again: exit code 75 starts it again"),
-    "said": config.Option("what the run wrote to stderr, where its last words are", "FILE", "stderr.txt", Path),
+    "scheduled": config.Option("a scheduler stops the run and starts it again: exit code 75 also restarts"),
+    "said": config.Option("file with the run's stderr, for the report of a failure", "FILE", "stderr.txt", Path),
 }, "CODE", (1, 1), launcher=True)
 ENDS = (stops.DONE, stops.USER_ERROR, stops.STOPPED)
 FIRST_S, LONGEST_S = 5.0, 300.0
@@ -105,7 +104,7 @@ class Failures:
         except files.FileSystemError as error:
             if len(self.said) >= self.most:
                 raise
-            say.err(f"which checkpoint is the newest is not known: {error}")
+            say.err(f"the newest checkpoint is unknown: {error}")
         if reached > before:
             self.said = []
             if stopped:
@@ -142,7 +141,7 @@ def main(given: config.Arguments) -> int:
     try:
         code = int(*given.names)
     except ValueError:
-        raise ConfigError(f"{given.names[0]} is not an exit code; give the run's, e.g. 1") from None
+        raise ConfigError(f"{given.names[0]} is not an exit code; give that of the run, e.g. 1") from None
     run, most, scheduled = config.load(given.run), given["max-restarts"], bool(given["scheduled"])
     # Slurm sets it from the first restart on.
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1 if "SLURM_JOB_ID" in os.environ else None

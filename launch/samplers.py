@@ -20,12 +20,12 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, say, stops
 
 OPTIONS = {
-    "samplers": config.Option("processes that draw answers beside the trainer's (rl.lag)", "N", "2", config.whole(), 0),
-    "sampler-gpus": config.Option("GPUs of each of them (default 1; 0 with mesh.simulated_devices)", "G", "1",
+    "samplers": config.Option("separate processes that generate answers (rl.lag)", "N", "2", config.whole(), 0),
+    "sampler-gpus": config.Option("GPUs per sampler (default 1; 0 with mesh.simulated_devices)", "G", "1",
                                   config.whole()),
 }
 COMMAND = config.Command("launch.samplers", {**OPTIONS, "first": config.Option(
-    "number of the first of them, in messages", "I", "4", config.whole(), 0)}, launcher=True)
+    "number of the first sampler, in messages", "I", "4", config.whole(), 0)}, launcher=True)
 LOOK_S, ENDS_S, LASTED_S = 0.2, 10.0, 600.0
 
 
@@ -34,12 +34,12 @@ def asked(run: Run, given: config.Arguments) -> tuple[int, int]:
     count, simulated = given["samplers"], run.mesh.simulated_devices
     each = given["sampler-gpus"] if "sampler-gpus" in given else 0 if simulated else 1
     if count and not run.rl.lag:
-        raise ConfigError(f"--samplers {count}: with rl.lag=0 the trainer draws its answers itself; use rl.lag=1, or "
-                          f"leave it out")
+        raise ConfigError(f"--samplers {count}: with rl.lag=0 the trainer generates the answers itself; use rl.lag=1, "
+                          f"or leave it out")
     if run.rl.lag and simulated and each:
         raise ConfigError(f"--sampler-gpus {each}: mesh.simulated_devices={simulated} needs none; leave it out")
     if count and not simulated and not each:
-        raise ConfigError("--sampler-gpus 0 leaves samplers without devices; give each some")
+        raise ConfigError("--sampler-gpus 0 leaves the samplers without devices; use 1 or more")
     return count, each
 
 

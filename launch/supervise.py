@@ -272,7 +272,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
     found = stacks.culprit(left, since) if left else None
     first = _culprit(ended, found and found[0])
     if first is None:
-        words = "the processes do not agree on how the run ended"
+        words = "the processes ended in different ways"
         _tell(words, *(f"{child.name}: {child.ending}" for child in in_order))
         return LaunchOutcome(1, words=words)
     if first.stopped:
@@ -298,7 +298,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
     if any(lost.MISMATCHED in line for child in ended if child.failed for line in child.lines):
         _tell("gloo::EnforceNotMet: XLA started collectives of the simulated devices in another order in each "
               "process, and Gloo matches them by order; start one process, or use a pipeline.schedule that does not "
-              "split the backward, e.g. 1f1b (docs/limits.md). GPUs are not concerned")
+              "split the backward, e.g. 1f1b (docs/limits.md). GPUs are not affected")
     _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
     last = "" if first.secondary else next((_text(line) for line in reversed(first.lines) if line.strip()), "")
     return LaunchOutcome(stops.USER_ERROR if mistake else stops.FAILED, first.index,

@@ -87,7 +87,7 @@ def pause(seconds: float, place: str, reason: str) -> None:
     """Wait before a retry, and tell why: each reason once in TELL_AGAIN_S. place: what failed, for the message."""
     if time.monotonic() - _told_at.get(reason, -float("inf")) >= TELL_AGAIN_S:
         _told_at[reason] = time.monotonic()
-        tell(f"{place}: {reason}; it is asked again")
+        tell(f"{place}: {reason}; retrying")
     time.sleep(seconds)
 
 
@@ -98,7 +98,7 @@ def status(path: str | os.PathLike) -> os.stat_result | None:
         return patiently(lambda: os.stat(path))
     except OSError as error:
         if isinstance(error, PermissionError) or not is_mistake(error):
-            raise judged(error, f"{path} cannot be looked at", "give the permission, or name another") from None
+            raise judged(error, f"{path} cannot be accessed", "grant the permission, or give another path") from None
         return None
     except ValueError:      # a null in the name
         return None
@@ -293,7 +293,7 @@ class Beat:
                 pass
             except BaseException as error:      # of a library in Rust, too: its panics are no Exception
                 if not told:
-                    tell(f"{getattr(self._write, '__qualname__', self._write)}: {said(error)}; it is tried again")
+                    tell(f"{getattr(self._write, '__qualname__', self._write)}: {said(error)}; retrying")
                 told = True
 
     def close(self) -> None:

@@ -137,7 +137,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
                     checkpoints.save(start.step, _start_state(made, start, None), start.saved.metadata)
                     checkpoints.wait()
             say.out(f"{run.run.dir} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
-                    "raise training.steps to go on")
+                    "increase training.steps to continue")
             local.forget()      # what a crash left there, or a file system that failed at the end
             with watch.phase("export", "save"):
                 return _ended(exporting.finish())
@@ -413,8 +413,8 @@ def _replicas(made: assembly.Assembly) -> Replicas | None:
     every = made.run.training.check_replicas_every
     found = Replicas(made.state_shapes, made.mesh) if every else None
     if found and not found.any:
-        say.out(f"training.check_replicas_every={every}: nothing but scalars is replicated on this mesh, so there is "
-                f"nothing to compare, and it is off")
+        say.out(f"training.check_replicas_every={every}: only scalars are replicated on this mesh, so the check "
+                f"is off")
         return None
     return found and found.compile()
 

@@ -364,8 +364,8 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         raise ConfigError(f"{directory} is not a directory; name a run's directory, or a model folder of Hugging "
                           f"Face's")
     if not folder.is_one(path) and not of_run:
-        raise ConfigError(f"{directory} has neither config.json nor checkpoints/: it is no model folder of Hugging "
-                          f"Face's and no run's directory that has saved one; name one of the two")
+        raise ConfigError(f"{directory} has neither config.json nor checkpoints/: it is neither a Hugging "
+                          f"Face model folder nor the directory of a run with a checkpoint; give one of them")
     if folder.is_one(path):
         if step:
             raise ConfigError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")

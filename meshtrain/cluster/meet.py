@@ -161,7 +161,7 @@ def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | 
                 f"is left")
     if index == 0 or before is not None and _where(before) != _where(about):
         return (f"distributed.process_id={index} came twice: {_where(before or first)} and {_where(about)}; "
-                f"give each process its own, 0 to {cluster.count - 1}, and see that no older start is left")
+                f"give each process its own, 0 to {cluster.count - 1}, and check that no earlier start is running")
     return None
 
 
@@ -188,7 +188,7 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
                 raise PeerError(answer["fault"])
             if answer is not None:
                 return
-            why = "what listens there is no process of meshtrain" if line else "it was there and went away"
+            why = "another program listens there" if line else "the connection was lost"
         time.sleep(min(0.2, max(deadline - time.monotonic(), 0)))
     raise PeerError(f"process 0 of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s "
                     f"({why}); this is process {cluster.index} ({_where(_about(cluster))}). Look at what process 0 "

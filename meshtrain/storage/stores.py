@@ -363,7 +363,7 @@ def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
         code = re.search(r"<Code>([A-Za-z.]+)</Code>", text)
         return _refused(address, int(status[1]), code[1] if code else status[2].strip(), verb)
     if "kind: Timeout" in text:
-        return _Silence() if verb == "written" else _Moment("the server gave no sign in time")
+        return _Silence() if verb == "written" else _Moment("the server did not answer in time")
     first = re.sub(r"//[^/\s]*@", "//…@", re.sub(r"\?\S+", "?…", text.partition("\n")[0]))[:300]
     first = re.sub(r" in [\d.]+[nµm]?s\b", "", first)      # so that a reason is the same each time
     if kind == "InvalidPathError":

@@ -178,7 +178,7 @@ def test_a_run_with_a_flipped_bit_ends_with_1_and_goes_on_from_the_last_good_che
 def test_where_nothing_is_replicated_that_is_said_and_nothing_is_checked(capsys):
     run = run_of("zero3", dict(fsdp=8), training=dict(check_replicas_every=5))
     assert train._replicas(assembly.assemble(run, jax.devices()[:8])) is None
-    assert capsys.readouterr().out.count("training.check_replicas_every=5: nothing but scalars is replicated on this "
+    assert capsys.readouterr().out.count("training.check_replicas_every=5: only scalars are replicated on this "
                                          "mesh") == 1
     assert train._replicas(types.SimpleNamespace(run=run_of("ddp",
                                                             dict(fsdp=8)))) is None and capsys.readouterr().out == "", "off by default"

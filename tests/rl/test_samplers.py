@@ -487,7 +487,7 @@ def test_launchers_give_samplers_gpus_of_their_own(monkeypatch):
     assert mine["CUDA_VISIBLE_DEVICES"] == "0,1" and theirs["CUDA_VISIBLE_DEVICES"] == "2,3,4,5"
     with pytest.raises(config.ConfigError, match="leave none of 4 GPUs to the trainer"):
         samplers.divided(run, 2, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
-    with pytest.raises(config.ConfigError, match="with rl.lag=0 the trainer draws"):
+    with pytest.raises(config.ConfigError, match="with rl.lag=0 the trainer generates"):
         samplers.asked(run.replaced(rl={"lag": 0}), given)
 
 

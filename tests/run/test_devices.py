@@ -289,7 +289,7 @@ def test_compiled_programs_beyond_the_limit_are_removed_the_oldest_first(tmp_pat
 
 
 @pytest.mark.parametrize("mode, owner, words", [
-    (0o755, 0, ""), (0o775, 0, "may be written by others (mode 775; chmod 700"), (0o1777, 0, "may be written by others"),
+    (0o755, 0, ""), (0o775, 0, "can be written by others (mode 775; chmod 700"), (0o1777, 0, "can be written by others"),
     (0o700, 4711, "belongs to user 4711")])
 def test_programs_are_kept_only_where_no_other_user_can_put_one(mode, owner, words, tmp_path, monkeypatch, capfd):
     """They are machine code."""

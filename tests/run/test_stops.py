@@ -151,7 +151,7 @@ def test_a_process_that_is_stopped_alone_before_the_first_step_leaves_none_hangi
         assert child.wait(120) == 1     # the heartbeat's 30 s, and what compiling takes
     finally:
         child.kill()
-    assert "the processes do not agree" in said(directory) or "failed first" in said(directory)
+    assert "the processes ended in different ways" in said(directory) or "failed first" in said(directory)
 
 
 # ---- readers that die, disks that are full, streams that are closed --------------------------------------------------

@@ -183,8 +183,8 @@ def test_a_bucket_that_fails_is_told_and_ends_no_run(server, tiny, monkeypatch):
                       Fault("failing/checkpoints/4.", 1, 500)]
     done = ran(*tiny, *SIX, "--run.dir", there)
     assert "step 2 not saved" in done.err and "503" in done.err and lasts()
-    assert done.err.count("the server answers 503 (SlowDown); it is asked again") == 1      # in a minute
-    assert done.err.count("the server answers 500 (SlowDown); it is asked again") == 1
+    assert done.err.count("the server answers 503 (SlowDown); retrying") == 1      # in a minute
+    assert done.err.count("the server answers 500 (SlowDown); retrying") == 1
     assert [row["step"] for row in kept_rows(there)] == [1, 2, 3, 4, 5, 6] and contents.steps(there) == [4, 6]
 
 

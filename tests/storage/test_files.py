@@ -57,7 +57,7 @@ def test_what_is_asked_again_is_told_and_each_reason_once_in_a_while(monkeypatch
         files.attempted(refusing(code, times=2)[0], "x", "y")
     with pytest.raises(FileNotFoundError):      # another host's new file may not be seen yet: nothing has failed
         files.patiently(lambda: os.stat("nowhere"), missing=True)
-    assert said == [f"the file system: {os.strerror(code)}; it is asked again" for code in (errno.ESTALE, errno.EIO)]
+    assert said == [f"the file system: {os.strerror(code)}; retrying" for code in (errno.ESTALE, errno.EIO)]
     monkeypatch.setattr(files, "TELL_AGAIN_S", 0.0)
     files.attempted(refusing(errno.EIO, times=1)[0], "x", "y")
     assert len(said) == 3
