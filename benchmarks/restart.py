@@ -25,10 +25,10 @@ from meshtrain import config
 
 PHASES = (      # (name, what a line says when it is over)
     ("noticing it, ending the others", r"starting again"),
-    ("imports, meeting, run.dir, data", r"memory per device"),
+    ("imports, meeting, run.dir, data", r"planned: "),
     ("restore", r"resuming after step"),
     ("programs", r"compiled in"),
-    ("first step and its row", r"^step \d+/"))
+    ("first step and its row", r"\bstep \d+/"))
 
 
 def main() -> None:

@@ -49,7 +49,8 @@ def main(asked: config.Arguments) -> int:
         with config.user_errors():
             described = sources.describe(run.data, vocab_size=run.model.vocab_size,
                                          folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
-            job = parts.Job(say.out, lambda: bool(stop), asked["verify"], share)
+            job = parts.Job(say.out, lambda: bool(stop), asked["verify"], share,
+                            say.live if say.is_live() else None)
             opened = described.open(mirror.directory(run.run.dir) / sources.CACHE, job)
         for component, source in zip(described.components, opened):
             say.out(f"{component.where}: {_sum_up(source)}")

@@ -4,12 +4,14 @@ Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import json
 import math
 import os
+import shlex
 import socket
 import sys
 import time
@@ -17,13 +19,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshtrain.run import say, stops
+from meshtrain.run import phases, say, stops
 
 BEGAN = time.perf_counter() if __name__ == "__main__" else None     # a caller's process began earlier than the command
 # now, not in main: importing jax takes seconds, and its C++ reports what it does not find
 if __name__ == "__main__":
     say.begin()
     stops.listen()
+    phases.begin("starting")
     with say.without_noise():
         importlib.import_module("jax")
 
@@ -42,6 +45,7 @@ from meshtrain.cost.formulas import flops
 from meshtrain.data import sources
 from meshtrain.data.batches import opened, packing, preferences, prompts
 from meshtrain.data.cache import parts
+from meshtrain.data.documents import tokenizer as tokenizers
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.files import FileSystemError
 from meshtrain.huggingface import folder
@@ -54,8 +58,8 @@ from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import params as model_params
 from meshtrain.rewards import workers
 from meshtrain.run import (
-    apart, bias_warmup, bucket, contents, dpo_reference, goodput, history, loop, metrics, replicas, rollouts, rundir,
-    trackers,
+    apart, bias_warmup, bucket, contents, dpo_reference, goodput, history, loop, metrics, replicas, rollouts, rows,
+    rundir, trackers,
 )
 from meshtrain.run.apart import Orders, SentWeights
 from meshtrain.run.hooks import RewardValidation, Trace, ValidationHook
@@ -76,16 +80,23 @@ PEERS_STOP_S = 3.0      # within so long all processes of a run that is told to 
 def main(argv: Sequence[str]) -> int:
     account, files.tell = goodput.Account(BEGAN), say.err
     try:
-        run = config.load(argv)
+        try:
+            run = config.load(argv)
+        finally:
+            phases.end()
         trackers.check(run)
         cluster = find.cluster(run.distributed, os.environ)
         # Which process this is belongs to no run.
         run = run.model_copy(update={"distributed": run.distributed.without_place()})
         index, count = (cluster.index, cluster.count) if cluster else (0, 1)
+        say.format_lines(run.run.log_format, index, count)
+        if index:
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")      # process 0 speaks for all
         limits = watch.PhaseLimits(run.training.step_timeout_s, run.distributed.timeout_s,
                                    *[run.training.phase_timeout_s] * 3)
         with watch.on(limits, index, count, say.err) as watchdog:
-            found, run = _devices(run, argv, cluster)
+            with phases.phase(f"meeting {count} processes" if count > 1 else "starting the devices"):
+                found, run = _devices(run, argv, cluster)
             run, fewer = elastic.fitted(run, len(found))
             return _run(run, found, fewer, account, watchdog)
     except ConfigError as error:
@@ -106,12 +117,12 @@ def main(argv: Sequence[str]) -> int:
             return _fail(FAILED, "", error)
         _wait_for_stop(error)
         raise
+    finally:
+        say.format_lines("plain")
 
 
 def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Account, watchdog: watch.Watchdog) -> int:
     stops.end_together(agree.part)
-    if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")      # process 0 speaks for all
     if fewer:
         say.out(fewer)
     agree.same_everywhere("the run", config.dump(run))
@@ -246,18 +257,17 @@ def _train(session: _Session, start: resume.Start) -> int:
     """Trains from `start` to the end, with rollbacks of loss spikes if configured. Returns the exit code."""
     run, account = session.run, session.attempt.account
     given, batches = _open(session, start)
-    began = time.perf_counter()
     say.out(report.before(session.made))
     state = _begun(session, start, given)
     batches = _prepared(session, start, batches, state)
     _compile(session, batches)
-    say.out(report.compiled(session.step, session.made, time.perf_counter() - began))
     session.begin(start)
     if start.saved is None:
         pretrained.keep_companions(run, session.directory)
-    _write_cost(session.made, session.step, session.directory)
+    _price(session.made, session.step, session.directory)
     if start.saved is None and run.experts.bias_warmup:     # before stops are deferred: nothing of it is worth saving
-        with account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED):
+        with account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED), \
+                phases.phase("evening out the experts"):
             state = agree.everywhere(lambda: bias_warmup.balanced(
                 session.made.program, session.step, state, batches, run.experts.bias_warmup,
                 lambda: assembly.initialize(session.made)))
@@ -277,12 +287,15 @@ def _train(session: _Session, start: resume.Start) -> int:
             batches.orders.finish()
         code = STOPPED if done < run.training.steps else FAILED if missing else DONE
         session.attempt.ended(listener.ending(done == run.training.steps), code=code)
-    say.out(session.attempt.line())
     if done < run.training.steps:
+        say.out(session.attempt.line())
         say.out(f"stopped after step {done}, saved in {run.run.dir}; run the same command again to resume")
         return STOPPED
-    with watch.phase("sample of text", "compile"):
-        _tell_the_end(session, state, val_loss, stop.agreed)
+    if run.run.sample_tokens and not stop.agreed:
+        with watch.phase("sample of text", "compile"):
+            _tell_sample(session, state)
+    if jax.process_index() == 0:
+        say.out(_summary(session, val_loss))
     return _ended(missing)
 
 
@@ -291,7 +304,8 @@ def _open(session: _Session, start: resume.Start):
     batches from `start` on)."""
     run, made = session.run, session.made
     # tokenizing may take hours
-    with session.attempt.account.to("data"), watch.phase("opening the data", watch.UNLIMITED):
+    with session.attempt.account.to("data"), watch.phase("opening the data", watch.UNLIMITED), \
+            phases.phase("opening the data"):
         given = None if start.saved else agree.everywhere(lambda: pretrained.opened(run, made.model))
         session.corpus, batches = agree.everywhere(lambda: _open_data(run, session.directory, start))
         with config.user_errors():
@@ -307,7 +321,9 @@ def _open(session: _Session, start: resume.Start):
 def _begun(session: _Session, start: resume.Start, given) -> State:
     fresh = start.saved is None and not given and not session.run.checkpoint.init_from
     with session.attempt.account.to("start" if fresh else "restore"), \
-            watch.phase("restore" if start.saved else "initialization", "restore"):
+            watch.phase("restore" if start.saved else "initialization", "restore"), \
+            phases.phase(f"restoring step {start.step}" if start.saved else "initializing the weights" if fresh else
+                         "loading the weights"):
         return agree.everywhere(lambda: _start_state(session.made, start, given))
 
 
@@ -319,7 +335,8 @@ def _prepared(session: _Session, start: resume.Start, batches, state: State) -> 
     if session.run.training.objective != "dpo":
         return batches
     weights = None if start.saved else state.params
-    with session.attempt.account.to("data"), watch.phase("reference log-probabilities", watch.UNLIMITED):
+    with session.attempt.account.to("data"), watch.phase("reference log-probabilities", watch.UNLIMITED), \
+            phases.phase("computing the reference log-probabilities"):
         return agree.everywhere(lambda: dpo_reference.with_references(
             session.run, session.made.program, batches, session.corpus, session.directory, weights))
 
@@ -384,7 +401,8 @@ def _reference(made: assembly.Assembly, start: resume.Start, state: State, step:
 
 def _compile(session: _Session, batches: Batches) -> None:
     """Compiles the step, the evaluation if there are held-out documents, and the check of replicas."""
-    with session.attempt.account.to("compile"), watch.phase("compile", "compile"):
+    with session.attempt.account.to("compile"), watch.phase("compile", "compile"), \
+            phases.phase("compiling", "compiled in"):
         if batches.validation:
             session.made = agree.everywhere(lambda: assembly.compile_evaluation(session.made))
         session.step = agree.everywhere(lambda: assembly.compile_step(session.made))
@@ -393,7 +411,8 @@ def _compile(session: _Session, batches: Batches) -> None:
 
 def _saved(session: _Session, done: int) -> str:
     """Waits for the last checkpoint and writes missing exports. Returns a description of those that failed."""
-    with session.attempt.account.to("checkpoint"), watch.phase("last checkpoint", "save"):
+    with session.attempt.account.to("checkpoint"), watch.phase("last checkpoint", "save"), \
+            phases.phase("saving the last checkpoint"):
         session.checkpoints.wait()
         session.local.forget()
     with watch.phase("export", "save"):
@@ -438,11 +457,12 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
     validation = RewardValidation(run, batches, stop) if learns_of_rewards else ValidationHook(
         run, made.program, batches, stop)
     feed = batches if learns_of_rewards else loop.Stream(made.program, batches, start.step)
-    with (metrics.open_writers(run, directory, start.step, start.leaves_the_course) as writer,
+    with (metrics.open_writers(run, directory, start.step, start.leaves_the_course,
+                               made.mesh.local_devices) as writer,
+          Progress(run.training.steps, _memory(made, session.step)) as progress,
           Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace,
           account.to(goodput.LOOP)):
-        record = Record(run, writer, Progress(run.training.steps, _memory(made, session.step)), *_flops(made), account,
-                        spikes, agree.exchange(socket.gethostname()))
+        record = Record(run, writer, progress, *_flops(made), account, spikes, agree.exchange(socket.gethostname()))
         if learns_of_rewards:
             batches.begin(record, stop.reached)
         if start.rollbacks:
@@ -484,12 +504,19 @@ def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked:
     return new, state, batches
 
 
-def _write_cost(made: assembly.Assembly, step, directory: Path) -> None:
-    """Writes cost.json, the output of `inspect --json`, which `meshtrain.report` compares with measurements."""
+def _price(made: assembly.Assembly, step, directory: Path) -> None:
+    """Prints the memory of a device, and writes cost.json, the output of `inspect --json`, which `meshtrain.report`
+    compares with measurements."""
     if jax.process_index():
         return
     try:
-        costs = report.as_json(Inspected(made, step))        # what XLA logs is for `inspect` to hear
+        with phases.moving("pricing the step"):
+            priced = Inspected(made, step)        # what XLA logs is for `inspect` to hear
+            local = made.mesh.local_devices
+            shared = f"\n{len(local)} devices: {size(len(local) * priced.held['total'])} of this machine's " \
+                     f"{size(devices.memory_bytes(local))}" if local[0].platform == "cpu" else ""
+            say.out(report.memory_table(priced) + shared)
+            costs = report.as_json(priced)
         files.replace(directory / measured.COST, json.dumps(costs))
     except Exception as error:      # whatever it is, it is not worth a run
         say.err(f"{directory / measured.COST} is not written ({files.said(error)}); training continues, and the report "
@@ -542,7 +569,8 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
         described = sources.describe(d, vocab_size=run.model.vocab_size,
                                      folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
         resume.check_tokenizer(run, start, described.tokenizer)     # before it is tokenized with another for hours
-        corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(say.out)))
+        corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(
+            say.out, show=say.live if say.is_live() else None)))
         resume.check_data(run, start, corpus.fingerprint)
         for line in (preferences if d.source == "preferences" else packing).notes(d, corpus):
             say.out(line)
@@ -578,30 +606,47 @@ def with_weights(made: assembly.Assembly, given, state: State, **keys) -> State:
     return state
 
 
-def _tell_the_end(session: _Session, state: State, val_loss: float | None, stopped: bool) -> None:
-    run = session.run
-    if val_loss is not None and run.training.objective == "rl":
-        say.out(f"validation reward {val_loss:.4f}")
-    elif val_loss is not None:
-        say.out(f"validation loss {val_loss:.4f} a pair" if run.training.objective == "dpo" else
-                f"validation loss {val_loss:.4f} nats per token ({val_loss / math.log(2):.3f} bits)")
-    if run.run.sample_tokens and not stopped:
-        try:
-            say.out(_sample(session, state))
-        except Exception as error:
-            if jax.process_count() > 1:     # the others would wait for this one's part
-                raise
-            say.err(f"no sample of text: {type(error).__name__}: {error}")
-    say.out(f"written: {run.run.dir}/ with config.toml, rules.toml, metrics.jsonl, checkpoints/ and tensorboard/")
-
-
-def _sample(session: _Session, state: State) -> str:
+def _tell_sample(session: _Session, state: State) -> None:
     run, tokenizer = session.run, session.corpus.tokenizer
     words = Words(tokenizer.decode, session.ends.stops, session.ends.ids)
     limits = GenerationLimits(run.run.sample_tokens, words.stop_ids, run.data.seq_len, words.at_string)
-    generator = trained.within(session.made, state.params).generator()
-    (answer,) = generator.complete([[tokenizer.bos]], limits, Picking(temperature=0.8), run.run.seed)
-    return f"a sample:\n{words.text(answer.tokens)}\n"
+    try:
+        with phases.phase("drawing a sample"):
+            generator = trained.within(session.made, state.params).generator()
+            (answer,) = generator.complete([[tokenizer.bos]], limits, Picking(temperature=0.8), run.run.seed)
+    except Exception as error:
+        if jax.process_count() > 1:     # the others would wait for this one's part
+            raise
+        say.err(f"no sample of text: {type(error).__name__}: {error}")
+        return
+    say.out(f"a sample ({len(answer.tokens)} tokens, no prompt):\n{words.text(answer.tokens)}\n")
+
+
+def _summary(session: _Session, val_loss: float | None) -> str:
+    """The end of a run that has all its steps: what it has learned, where the time went, where things are, what may
+    come next."""
+    run, first, last = session.run, None, None
+    objective, place = run.training.objective, shlex.quote(run.run.dir)
+    column = "reward" if objective == "rl" else "loss"
+    unit = {"rl": "", "dpo": " a pair"}.get(objective, " nats per token")
+    with contextlib.suppress(OSError):
+        written = rows.MetricRows(session.directory / contents.METRICS)
+        first, last = (next(ordered, {}).get(column) for ordered in (iter(written), reversed(written)))
+    lines = [] if first is None or last is None else [
+        f"{column} {first:.4f} → {last:.4f}{unit} in {run.training.steps:,} steps"]
+    if val_loss is not None:
+        bits = f" ({val_loss / math.log(2):.3f} bits)" if unit == " nats per token" else ""
+        lines += [f"validation {column} {val_loss:.4f}{unit}{bits}"]
+    kept = [contents.CONFIG, contents.RULES, contents.METRICS, contents.HISTORY, measured.COST,
+            f"{contents.CHECKPOINTS}/", *[f"{contents.TENSORBOARD}/"] * run.metrics.tensorboard]
+    prompt = ("--prompt-ids '[[0]]'" if isinstance(session.corpus.tokenizer, tokenizers.Ids) else
+              f"--prompt '{'def ' if run.data.source == 'stdlib' else 'The '}'")
+    then = [f"python -m meshtrain.report {place}", f"python -m meshtrain.generate {place} {prompt}"]
+    if run.metrics.tensorboard and not addresses.is_remote(run.run.dir):
+        then += [f"tensorboard --logdir {place}"]
+    return "\n".join([*lines, *filter(None, [session.attempt.line()]),
+                      f"written: {run.run.dir}/ with {', '.join(kept[:-1])} and {kept[-1]}",
+                      "next:", *(f"  {words}" for words in then)])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,15 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def operations(count: float) -> str:
+    """Floating-point operations: 1.5e12 -> 1.5 TFLOP."""
+    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"):
+        if count < 1000:
+            return f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} EFLOP"
+
+
 def seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
 

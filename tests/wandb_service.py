@@ -17,7 +17,7 @@ class Service:
 
     def steps(self, name: str) -> list[tuple[int, float]]:
         rows = [json.loads(line) for line in self.runs[name]["history"]]
-        return [(row["_step"], row["train/loss"]) for row in rows]
+        return [(row["_step"], row["loss"]) for row in rows]
 
     def answer(self, query: str, given: dict) -> dict | None:
         name = given.get("name") or given.get("runName") or given.get("id")

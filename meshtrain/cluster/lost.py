@@ -46,6 +46,6 @@ UNHEARD = re.compile(rb"\bTask (\d+) heartbeat timeout|error: process (\d+) of \
 # Process 0's own, if jax's service, which goes by the wall clock, declares that process dead.
 CLOCK_SET = re.compile(rb"stopped sending heartbeats\):\s+(?:\S+\n)*?(?:\S*task:)?0\n")
 # Written by process 0: the reason for which all end.
-BLAMED = re.compile(rb"^error: .* not saved in .*?: process (\d+): ")
+BLAMED = re.compile(rb"\berror: .* not saved in .*?: process (\d+): ")
 NOT_SAVED = b" not saved in "       # one process's disk is full: the run goes on, and process 0 reports nothing
 MISMATCHED = b"gloo::EnforceNotMet"     # processes of one group called different collectives

@@ -13,10 +13,10 @@ from meshtrain.cost.program import audit, roofline
 from meshtrain.inspection import formula_vs_compiled, memory, summary
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.sharding import rules
-from meshtrain.units import seconds, size
+from meshtrain.units import operations, seconds, size
 
-LABELS = {"read": "weights as they are read", "host": "on the host", "loop_weights": "weights in the pipeline's loop",
-          "loop_grads": "gradients in it"}
+LABELS = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
+          "total": "total", "host": "on the host"}
 LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is worth a warning
 
 
@@ -33,10 +33,11 @@ def text(step: Inspected) -> str:
 
 
 def before(made: Assembly) -> str:
-    """Describe the run before it is compiled: its size, layout, and memory by the rules."""
+    """Describe the run before it is compiled: its size, what is planned, its layout."""
     run, table = made.run, made.model.parameters()
     count = sum(info.size for info in table)
-    held = memory.formula(made) | ({"read": memory.read_bytes(made)} if memory.read_bytes(made) else {})
+    tokens = run.training.steps * run.data.global_batch * run.data.seq_len
+    per_token = flops.model_flops_per_token(table, run.model, run.data.seq_len)
     kind = made.mesh.devices.flat[0].device_kind
     simulated = " (simulated)" if run.mesh.simulated_devices else ""
     used = sum(flops.active(info, run.model) for info in table)
@@ -44,24 +45,15 @@ def before(made: Assembly) -> str:
         f"{run.run.name}: {count:,} parameters{f' ({used:,} for each token)' if used != count else ''} in "
         f"{run.model.num_layers} layers, {run.training.steps} steps of "
         f"{run.data.global_batch} × {run.data.seq_len} tokens in {run.training.microbatches} microbatch(es)",
+        f"planned: {tokens:,} tokens, {operations(per_token)} a token, {operations(tokens * per_token)} in all",
         f"layout: {made.mesh_spec} on {made.mesh_spec.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
         f"remat {run.training.remat}, {_dtypes(run.model)}, {run.optimizer.name}",
-        "memory per device by the rules: " + ", ".join(
-            f"{LABELS.get(name, name)} {size(value)}" for name, value in held.items() if value is not None),
     ]
     return "\n".join(lines + [f"note: {note}" for note in made.notes])
 
 
 def _dtypes(cfg) -> str:
     return f"{cfg.compute_dtype} with float8 projections" if cfg.matmul_dtype == "float8" else cfg.compute_dtype
-
-
-def compiled(executable, made, seconds: float) -> str:
-    """Describe the compile time and the memory of the compiled step."""
-    held = memory.held_by_program(made, executable)
-    return (f"compiled in {seconds:.1f} s; compiled step per device: {size(held['total'])} "
-            f"(arguments {size(held['total'] - held['activations'] - (held['grads'] or 0))}, "
-            f"gradients and activations {size(held['activations'] + (held['grads'] or 0))})")
 
 
 def as_json(step: Inspected) -> dict:
@@ -91,7 +83,7 @@ def params_table(made: Assembly) -> str:
             replicated.append(f"warning: {row['name']} ({size(row['stored_bytes'])}) is stored whole on every device; "
                               f"a rule for {' or '.join(repr(a) for a in row['axes'] if a in rules.LOGICAL)} in "
                               f"[params] or [optimizer] would split it")
-    header = ("parameter", "logical axes", "[params] spec", "stored, by [optimizer]", "params", "grads")
+    header = ("parameter", "logical axes", "[params] spec", "stored, by [optimizer]", "weights", "gradients")
     totals = memory.formula(made)
     opt = f"optimizer state per device ({made.run.optimizer.name}): {size(totals['optimizer'])}"
     total = ("total per device", "", "", "", size(totals["params"]), size(totals["grads"]))
@@ -151,7 +143,9 @@ def memory_table(step: Inspected) -> str:
     show = lambda value: "–" if value is None else size(value)
     keys = [key for key in ("params", "grads", "optimizer", "activations", "total", "host") if key in held]
     rows = [(LABELS.get(key, key), show(priced[key]), show(held[key])) for key in keys]
-    lines = [columns([("memory per device", "by formulas", "compiled"), *rows])]
+    lines = [columns([("memory per device", "formulas", "compiled"), *rows])]
+    if held["grads"] is None:
+        lines += ["compiled gradients are within the activations: there is one microbatch"]
     if gpu := roofline.gpu_of(made):
         usable = hardware.usable_bytes(gpu)
         lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {size(gpu.hbm_bytes)}: "
@@ -161,10 +155,10 @@ def memory_table(step: Inspected) -> str:
                   "training.remat or more devices do it better"]
     if made.choice:
         lines += [f"inside the pipeline's loop: a full stage of weights in {made.run.model.compute_dtype}, "
-                  f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}. grads by "
-                  "formulas: outside of it, in no total; compiled: those of the loop"]
+                  f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}. Gradients "
+                  "by formulas: outside of it, in no total; compiled: those of the loop"]
     elif memory.read_bytes(made):
-        lines += [f"params: as they are stored, by [optimizer]. Beside them, in activations: "
+        lines += [f"weights: as they are stored, by [optimizer]. Beside them, in activations: "
                   f"{size(memory.read_bytes(made))} of weights as the loop over microbatches reads them, by [params], "
                   f"in {made.run.model.compute_dtype}, gathered once per step"]
     return "\n".join(lines)

@@ -23,6 +23,7 @@ PARTS = {"steps": "steps", "start": "start", "compile": "compile", "restore": "r
 # a try that lived on so long, and for so many of its steps, after its last one was stuck
 HANG_S, HANG_STEPS = 60.0, 10.0
 STEPPED_S = 2.0     # by which a wall clock differs from a steady one when it was set; slewing stays below
+SHORT_S = 600.0
 UNKNOWN = "ended without a word"
 
 
@@ -172,11 +173,15 @@ def spent_s(found: Sequence[Mapping]) -> dict[str, float]:
 
 
 def line(spent: Mapping[str, float]) -> str:
-    """The share of time in steps that counted, and where the rest went. spent: of `spent_s`."""
+    """The time in steps that counted, and where the rest went. spent: of `spent_s`. Below SHORT_S in seconds: the share
+    of a run that has begun just now looks bad whatever it does."""
     total = sum(spent.values())
     if not total:
         return ""
     others = sorted(((value, name) for name, value in spent.items() if name != PARTS["steps"]
                      and value >= 0.0005 * total), reverse=True)
+    if total < SHORT_S:
+        parts = ", ".join(f"{name} {duration(value)}" for value, name in others)
+        return f"of {duration(total)}, {duration(spent[PARTS['steps']])} were steps" + (f"; {parts}" if parts else "")
     shares = ", ".join(f"{name} {value / total:.1%}" for value, name in others)
     return f"goodput {spent[PARTS['steps']] / total:.1%} of {duration(total)}" + (f"; {shares}" if shares else "")

@@ -17,7 +17,7 @@ import jax
 from meshtrain.cluster import agree, watch
 from meshtrain.data.documents import contracts
 from meshtrain.data.documents.contracts import Batches
-from meshtrain.run import garbage, rundir
+from meshtrain.run import garbage, phases, rundir
 from meshtrain.run.record import Record
 from meshtrain.run.stops import Listener
 from meshtrain.training.state import State
@@ -118,7 +118,8 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
         for hook in hooks:
             if due(hook):       # a hook, too, may find that the loop is to stop
                 acted = True
-                with record.paused(hook.part), watch.phase(f"{hook.part} after step {done}", "save"):
+                doing = f"{hook.part} after step {done}"
+                with record.paused(hook.part), watch.phase(doing, "save"), phases.moving(doing.removeprefix("rest ")):
                     if hook.after_row:
                         record.settle()
                     record.add(hook.act(done, state))

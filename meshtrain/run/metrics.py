@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,22 +18,25 @@ import jax
 from meshtrain.config import Run
 from meshtrain.run import rows, trackers
 
-# Where a row's numbers stand at a tracker; any other key stands under its own name.
-TAGS = {"loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate",
-        "tokens": "train/tokens", "skipped": "train/skipped", "val_loss": "validation/loss",
+# A row's key -> its tag at a tracker; any other key is its own tag. TensorBoard sorts groups of tags by name.
+TAGS = {"grad_norm": "optimizer/grad_norm", "learning_rate": "optimizer/learning_rate",
+        "skipped": "optimizer/skipped", "tokens_per_s": "tokens_per_second", "val_loss": "validation/loss",
         "step_time_s": "time/step_s", "data_wait_s": "time/data_wait_s", "checkpoint_wait_s": "time/checkpoint_wait_s",
         "elapsed_s": "time/elapsed_s", "goodput": "time/goodput"}
 
 
 class Writers:
-    """Passes each row to all writers, in order; in every process but the first there are none."""
+    """Passes each row to all writers, in order, with the peak memory of these devices; in every process but the first
+    there are none."""
 
-    def __init__(self, record: "MetricsWriter | None" = None, own: tuple[trackers.Tracker, ...] = ()):
-        self.record, self.trackers = record, own
+    def __init__(self, record: "MetricsWriter | None" = None, own: tuple[trackers.Tracker, ...] = (),
+                 devices: Sequence[jax.Device] = ()):
+        self.record, self.trackers, self.devices = record, own, devices
 
     def write(self, row: dict[str, Any]) -> None:
         if self.record is None:
             return
+        row = row | ({"memory_bytes": held} if (held := peak_bytes(self.devices)) else {})
         self.record.write(row)
         numbers = _numbers(row)
         for tracker in self.trackers:
@@ -41,9 +44,10 @@ class Writers:
 
 
 @contextlib.contextmanager
-def open_writers(run: Run, directory: pathlib.Path, after: int, back: bool = False) -> Iterator[Writers]:
+def open_writers(run: Run, directory: pathlib.Path, after: int, back: bool = False,
+                 devices: Sequence[jax.Device] = ()) -> Iterator[Writers]:
     """The writers that the run file asks for, of a run that resumes after step `after` (0: a new run); closed on exit.
-    back: as in `trackers.asked`.
+    back: as in `trackers.asked`. devices: of this process.
 
     The rows after that step were dropped before (`rows.cut_after`).
     """
@@ -52,7 +56,7 @@ def open_writers(run: Run, directory: pathlib.Path, after: int, back: bool = Fal
         return
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(MetricsWriter(directory / rows.NAME))
-        yield Writers(record, tuple(map(stack.enter_context, trackers.asked(run, directory, after, back))))
+        yield Writers(record, tuple(map(stack.enter_context, trackers.asked(run, directory, after, back))), devices)
 
 
 class MetricsWriter(rows.Appended):
@@ -68,6 +72,12 @@ class MetricsWriter(rows.Appended):
         """Appends one row. Values: numbers (also scalars of numpy and jax), bools, strings, None; lists of them."""
         line = json.dumps({key: _finite(_plain(value)) for key, value in row.items()}, allow_nan=False)
         self.append(line.encode() + b"\n")
+
+
+def peak_bytes(devices: Sequence[jax.Device]) -> int:
+    """The most that one of these devices has held since its process began; 0 where the backend does not count, as on
+    CPUs."""
+    return max(((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices), default=0)
 
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ MOST_LINE_BYTES = 1 << 22       # of a row: those of experts, three numbers a la
 Row = dict[str, Any]
 # Keys that readers take for a number, or null, where a row has them.
 NUMBERS = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu",
-           "data_wait_s", "checkpoint_wait_s", "elapsed_s", "goodput", "time", "expert_load_max", "expert_load_entropy",
-           "reward", "val_reward", "answer_tokens", "entropy", "mismatch_max")
+           "data_wait_s", "checkpoint_wait_s", "elapsed_s", "goodput", "time", "memory_bytes", "expert_load_max",
+           "expert_load_entropy", "reward", "val_reward", "answer_tokens", "entropy", "mismatch_max")
 
 
 class Line(NamedTuple):

@@ -1,19 +1,24 @@
 """Output of commands: a closed reader, a full disk or a closed terminal never ends a run.
 
 A stream that fails once is replaced by /dev/null, also for what Python flushes at exit (otherwise it reports "Exception
-ignored … BrokenPipeError" and exits with 120).
+ignored … BrokenPipeError" and exits with 120). Lines on a terminal have colours, where NO_COLOR allows them; those of a
+file or pipe have them where FORCE_COLOR asks for them. Threads may print: one line is written at a time.
 """
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 
 # What C++ reports where a CUDA plugin is installed and no GPU is there, and the header of such lines.
 NOISE = re.compile(rb"cudart_stub|absl::InitializeLog\(\)")
@@ -21,22 +26,58 @@ NOISE = re.compile(rb"cudart_stub|absl::InitializeLog\(\)")
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 WARNING = re.compile(r"W\d{4} [\d:.]+ ")
 
+LEVEL = re.compile(r"(error|warning|note): ")
+COLOURS = {r"(?m)^error:": "red", r"(?m)^warning:": "yellow", r"(?m)^note:": "cyan",
+           r"\bloss -?\d+\.\d+( → -?\d+\.\d+)?": "green", r"\b(mfu|MFU) \d+\.\d+%": "magenta"}
+LOCK_S = 1.0        # a thread that waits for a reader must not keep the others from their own stream
+
+
+@dataclasses.dataclass(frozen=True)
+class LineFormat:
+    """What stands before each line of a run. kind: "time" or "json". process: the one that prints."""
+    kind: str
+    process: int
+
+    def dress(self, text: str, level: str) -> str:
+        """Lines that begin with time, process and level, or one JSON object. level: of a text that names none."""
+        found = LEVEL.match(text)
+        if self.kind == "json":
+            return json.dumps({"time": time.time(), "process": self.process, "level": found[1] if found else level,
+                               "text": text}, ensure_ascii=False)
+        lead, level = f"{time.strftime('%Y-%m-%d %H:%M:%S')} [{self.process}] ", found[1] if found else level
+        return "\n".join(f"{lead}{'' if LEVEL.match(line) else level + ': '}{line}" for line in text.split("\n"))
+
+
 _answers = None     # where `answer` prints while stdout is kept for it; None: on stdout, with all else
 _live = 0   # characters of the unfinished line that stands on the terminal
+_drawn_at = 0.0
+_passing = False    # whether that line is worth nothing once another is printed
+_ended = False      # the command ends: no more live lines
+_format: LineFormat | None = None
+_lock = threading.RLock()
+
+
+def format_lines(form: str, process: int = 0, count: int = 1) -> None:
+    """Set how lines begin from here on. form: `run.log_format`. process: the one that prints, of `count`."""
+    global _format
+    kind = form if form != "auto" else "time" if count > 1 and not on_terminal() else "plain"
+    _format = None if kind == "plain" else LineFormat(kind, process)
 
 
 def out(text: str) -> None:
     """Prints lines on stdout, in place of the live line if there is one."""
-    _send(sys.stdout, _over_live(_shown(sys.stdout, text)) + "\n")
+    with _in_turn():
+        _send(sys.stdout, _over_live(_shown(sys.stdout, _dressed(text, "info")), _coloured) + "\n")
 
 
 def answer(text: str) -> None:
-    """Prints the answer of a command: on stdout, also while it is kept for answers."""
-    if _answers is None:
-        out(text)
-    else:
-        end_live()
-        _send(_answers, _shown(_answers, text) + "\n")
+    """Prints the answer of a command, for a program to read: on stdout, also while it is kept for answers."""
+    with _in_turn():
+        if _answers is None:
+            _send(sys.stdout, _over_live(_shown(sys.stdout, text)) + "\n")
+        else:
+            end_live()
+            _send(_answers, _shown(_answers, text) + "\n")
 
 
 def keep_stdout() -> None:
@@ -69,22 +110,53 @@ def kept_stdout(kept: bool = True):
 
 def err(text: str) -> None:
     """Prints lines on stderr, below the live line if there is one."""
-    below = "\n" if _live else ""
-    _over_live("")
-    _send(sys.stderr, f"{below}{_shown(sys.stderr, text)}\n")
+    with _in_turn():
+        erase_passing()
+        below = "\n" if _live else ""
+        _over_live("")
+        _send(sys.stderr, f"{below}{_coloured(sys.stderr, _shown(sys.stderr, _dressed(text, 'warning')))}\n")
 
 
 def part(text: str) -> None:
     """Prints text on stdout without ending the line."""
-    _send(sys.stdout, _over_live(_shown(sys.stdout, text)))
+    with _in_turn():
+        _send(sys.stdout, _over_live(_shown(sys.stdout, text)))
 
 
-def live(text: str) -> None:
-    """Prints a line on a terminal that the next one replaces, cut to the terminal's width."""
+def live(text: str, passing: bool = False) -> None:
+    """Prints a line on a terminal that the next one replaces, cut to the terminal's width. passing: it is erased, too,
+    where a line on stderr follows or nothing does."""
+    global _live, _passing, _drawn_at
+    with _in_turn():
+        if _ended:
+            return
+        text = text[:width()]
+        _send(sys.stdout, "\r" + _coloured(sys.stdout, text.ljust(_live)))
+        _live, _passing, _drawn_at = len(text), passing, time.monotonic()
+
+
+def has_live(within_s: float) -> bool:
+    """Whether a live line that is no passing one was printed within these seconds, and stands."""
+    return bool(_live) and not _passing and time.monotonic() - _drawn_at < within_s
+
+
+def width() -> int:
+    """Characters of a live line."""
+    return max(shutil.get_terminal_size().columns - 1, 20)
+
+
+def is_live() -> bool:
+    """Whether stdout may have a live line: a terminal, whose lines begin with nothing."""
+    return _format is None and on_terminal()
+
+
+def erase_passing() -> None:
+    """Erase the live line if it is a passing one."""
     global _live
-    text = text[:max(shutil.get_terminal_size().columns - 1, 20)]
-    _send(sys.stdout, "\r" + text.ljust(_live))
-    _live = len(text)
+    with _in_turn():
+        if _live and _passing:
+            _send(sys.stdout, "\r" + " " * _live + "\r")
+            _live = 0
 
 
 def on_terminal(stream=None) -> bool:
@@ -102,6 +174,8 @@ def begin(level: int = 2) -> None:
     A closed standard stream is opened on /dev/null: else the next file opened, perhaps a checkpoint, would get its
     number and receive C++ logs.
     """
+    global _ended
+    _ended = False
     # read when jax's C++ is loaded; errors are still told
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", str(level))
     for number in (0, 1, 2):
@@ -187,15 +261,52 @@ def without_noise(warnings: list[str] | None = None):
 
 def end_live() -> None:
     """Ends the live line, if there is one."""
-    if _live:
-        out("")
+    with _in_turn():
+        erase_passing()
+        if _live:
+            _send(sys.stdout, _over_live("") + "\n")
 
 
 def end() -> None:
-    """Ends a live line and flushes both streams."""
-    end_live()
+    """Ends a live line, lets none begin, and flushes both streams."""
+    global _ended
+    with _in_turn():
+        end_live()
+        _ended = True
     for stream in (sys.stdout, sys.stderr):
         _send(stream, "")
+
+
+@contextlib.contextmanager
+def _in_turn():
+    """Context of writing. A thread that another keeps waiting writes after LOCK_S all the same."""
+    had = _lock.acquire(timeout=LOCK_S)
+    try:
+        yield
+    finally:
+        if had:
+            _lock.release()
+
+
+def _dressed(text: str, level: str) -> str:
+    return _format.dress(text, level) if _format else text
+
+
+def _coloured(stream, text: str) -> str:
+    """The text with colours, if the stream is to have them: rich knows the terminals, NO_COLOR and FORCE_COLOR."""
+    if not (on_terminal(stream) or os.environ.get("FORCE_COLOR")):
+        return text
+    with contextlib.suppress(Exception):    # while the interpreter ends nothing can be imported
+        from rich import console, text as texts
+        of_stream = console.Console(file=stream, force_jupyter=False)
+        if of_stream.color_system is None or of_stream.no_color:
+            return text
+        marked = texts.Text(text, end="")
+        for pattern, colour in COLOURS.items():
+            marked.highlight_regex(pattern, colour)
+        return "".join(segment.style.render(segment.text) if segment.style else segment.text
+                       for segment in marked.render(of_stream))
+    return text
 
 
 def _shown(stream, text: str) -> str:
@@ -209,14 +320,13 @@ def escape(text: str) -> str:
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def _over_live(text: str) -> str:
-    """The text as it is to be written where a live line stands."""
+def _over_live(text: str, colour: Callable[[object, str], str] = lambda stream, text: text) -> str:
+    """The text as it is to be written where a live line stands. colour: gives a text its colours."""
     global _live
     was, _live = _live, 0
-    if not was:
-        return text
     first, *rest = text.split("\n")
-    return "\n".join(["\r" + first.ljust(was) if first else "", *rest])
+    lead, first = ("\r", first.ljust(was)) if was and (first or _passing) else ("", first)
+    return lead + colour(sys.stdout, "\n".join([first, *rest]))
 
 
 def _send(stream, text: str) -> None:

@@ -19,11 +19,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from meshtrain import files
+from meshtrain import config, files
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import contents, rows, say
 from meshtrain.run.spikes import LossSpike
 
+DT_STRING = 7       # of TensorFlow's types
 NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file of ours
 WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
 UNREACHED = re.compile("deadline|retrying|dial tcp|timed out")      # of W&B's service: it has refused nothing
@@ -39,8 +40,8 @@ MLFLOW_ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_M
 
 
 class Tracker(contextlib.AbstractContextManager, Protocol):
-    """Opened before the first step, closed after the last; `log` gets each row's numbers, by tag (train/loss), in the
-    order of the steps. It returns at once and raises nothing: what fails is told once, on stderr."""
+    """Opened before the first step, closed after the last; `log` gets each row's numbers, by tag (validation/loss), in
+    the order of the steps. It returns at once and raises nothing: what fails is told once, on stderr."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
@@ -58,7 +59,7 @@ def asked(run: Run, directory: Path, after: int, back: bool = False) -> Iterator
     """Those that the run file asks for, of a run that resumes after step `after`. back: what they have of later steps
     is of another course, which the run has left; else these steps are repeated and give the same numbers."""
     if run.metrics.tensorboard:
-        yield TensorBoard(directory / contents.TENSORBOARD, after)
+        yield TensorBoard(directory / contents.TENSORBOARD, after, config.dump(run))
     if run.metrics.prometheus:
         yield Prometheus(run.metrics.prometheus, run.run.name)
     if run.metrics.mlflow:
@@ -69,12 +70,13 @@ def asked(run: Run, directory: Path, after: int, back: bool = False) -> Iterator
 
 class TensorBoard(rows.Appended):
     """Scalars by step, in a new event file of `directory` for each start of the run, which begins after step `after`.
+    settings: the run file, shown under Text.
 
     tensorboardX encodes the events; the file is ours, because its writer thread holds rows back for two minutes, dies
     on a full disk, and then blocks `close`.
     """
 
-    def __init__(self, directory: Path, after: int):
+    def __init__(self, directory: Path, after: int, settings: str = ""):
         from tensorboardX.proto import event_pb2   # here: commands that train nothing need no third of a second for it
         self._event = event_pb2.Event
         with contextlib.suppress(OSError):      # told when the first event cannot be written
@@ -87,6 +89,11 @@ class TensorBoard(rows.Appended):
         self._append_event(file_version="brain.Event:2")
         # SessionLog.START makes TensorBoard drop events of earlier files from this step on.
         self._append_event(step=after + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        if settings:
+            code = "\n".join(f"    {line}" for line in settings.splitlines())       # Markdown
+            text = {"dtype": DT_STRING, "string_val": [code.encode()], "tensor_shape": {"dim": [{"size": 1}]}}
+            self._append_event(step=after + 1, summary={"value": [
+                {"tag": "config", "metadata": {"plugin_data": {"plugin_name": "text"}}, "tensor": text}]})
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         values = [{"tag": tag, "simple_value": value} for tag, value in numbers.items()]

@@ -75,7 +75,7 @@ def one_run(tmp_path_factory):
 
 
 def sample_of(said: str) -> str:
-    return said.split("a sample:")[1].splitlines()[1]
+    return said.split("a sample (")[1].splitlines()[1]
 
 
 def check_end(got_said, got, said, rows):

@@ -20,7 +20,7 @@ def test_inspect_prints_tables_and_reads_no_data(tiny, tmp_path):
     ran = call(inspect.main, *tiny, "--data.paths", '["nowhere.txt"]')
     assert (ran.code, ran.err) == (0, ""), ran
     for part in ("logical axes", "[params] spec", "total per device", "optimizer state per device",
-                 "by the rules", "compiled",
+                 "planned: 61,440 tokens, ", "memory per device", "gradients", "formulas", "compiled",
                  "all-reduce", "data", "f32", "matmul FLOPs"):
         assert part in ran.out
     assert list(tmp_path.iterdir()) == [], "inspect writes nothing"

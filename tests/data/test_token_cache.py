@@ -369,7 +369,7 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(tmp_path, mo
     data = section([write(tmp_path / "a.jsonl", TEXTS)])
     opened = Opened(data, tmp_path)
     assert re.fullmatch(rf"token cache: tokenizing 1 file, 0.0 MB, into {tmp_path}/.meshtrain/jsonl-\w+", *opened.built)
-    assert any(re.fullmatch(r"tokenizing 1 file: 100%, [\d.]+ MB/s", line) for line in opened.told)
+    assert any(re.fullmatch(r"tokenizing 1 file: 100%, [\d.]+ MB/s, 0:00 left", line) for line in opened.told)
     assert Opened(data, tmp_path).built == []
 
 

@@ -124,7 +124,7 @@ def test_rewards_that_fail_in_one_process_are_told_once_and_end_all(home):
 
 def test_one_process_writes_and_speaks_for_all(trained):
     said = (trained / "2.said").read_text()
-    told_once = ("memory per device", "step 6/6", "a sample:")
+    told_once = ("memory per device", "step 6/6", "a sample (")
     assert [said.count(words) for words in told_once] == [1] * len(told_once), said
     assert {path.name for path in (trained / "2").iterdir()} == {path.name for path in (trained / "1").iterdir()}
 

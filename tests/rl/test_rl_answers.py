@@ -158,5 +158,5 @@ def test_the_parts_of_a_runs_time_add_up(place, home, more):  # noqa: F811
                         "steps": ("train_s",)}.items():
         assert spent[part] == pytest.approx(total(*names), abs=0.05), part
     for told in (done.out, call(report.main, directory).out):
-        assert re.search("goodput .*sampling", told) and re.search("goodput .*rewards", told), told
+        assert re.search(" were steps; .*sampling", told) and re.search(" were steps; .*rewards", told), told
     assert spent["rest"] < 0.2 * end["run_s"], "nothing of a batch of answers is left to the rest"

@@ -360,9 +360,15 @@ def test_rows_alone_tell_of_steps_and_name_no_share(life):
 def test_the_line_at_the_end_names_what_took_the_rest_largest_first(life):
     three_tries(life)
     words = goodput.line(life.told()["time_s"])
-    assert words.startswith("goodput 7.4% of 4.1 min; between tries 41.0%, compile 24.6%, start 12.3%, restore 6.1%, "
-                            "checkpoints 3.7%"), words
+    assert words.startswith("of 4.1 min, 18.0 s were steps; between tries 100.0 s, compile 60.0 s, start 30.0 s, restore "
+                            "15.0 s, checkpoints 9.0 s"), words
     assert words in report.summary(life.told()) and goodput.line({}) == ""
+
+
+def test_ten_minutes_and_more_have_a_share():
+    spent = dict.fromkeys(goodput.PARTS.values(), 0.0) | {"steps": 540.0, "compile": 59.0, "restore": 0.2}
+    assert goodput.line(spent) == "of 10.0 min, 9.0 min were steps; compile 59.0 s"
+    assert goodput.line(spent | {"compile": 60.0}) == "goodput 90.0% of 10.0 min; compile 10.0%"
 
 
 def test_other_processes_write_nothing(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
-"""What is said while a run trains: rare lines in a log file, always the last, and one live line on a terminal."""
+"""What is said while a run trains: rare lines, always the last, and a live line between them on a terminal."""
 import pytest
 
 from meshtrain.run import say
-from meshtrain.run.progress import INTERVALS_S, Progress
+from meshtrain.run.progress import INTERVALS_S, Progress, fitted
 
 
 def row(step: int, **more) -> dict:
@@ -38,20 +38,33 @@ def test_a_month_in_a_file_is_some_thousand_lines(monkeypatch):
     assert 4_000 < len(said) < 5_000
 
 
-@pytest.mark.parametrize("held, shown", [(None, None), (5 * 2**20, "5 MiB"), (36 * 2**30, "36.0 GiB")])
+@pytest.mark.parametrize("held, shown", [(None, None), (5 * 2**20, "5.0 MiB"), (36 * 2**30, "36.0 GiB")])
 def test_a_line_tells_loss_speed_mfu_memory_and_time_left(held, shown, monkeypatch):
     _, line = run_of(3, monkeypatch, memory=lambda: held, mfu=0.412)[0]
-    assert line == "  ".join(filter(None, ["step 1/3", "loss 2.0000", "1,000 tokens/s",
-                                           "mfu 41.2%", shown, "0:00:02 left"]))
+    assert line == "  ".join(filter(None, ["step 1/3", "loss 2.0000", "0:00:02 left", "1,000 tokens/s", "mfu 41.2%",
+                                           shown]))
 
 
-def test_on_a_terminal_the_line_is_live(monkeypatch):
-    lines, now = [], [0.0]
-    monkeypatch.setattr(say, "on_terminal", lambda: True)
-    monkeypatch.setattr(say, "live", lines.append)
-    monkeypatch.setattr(say, "out", lambda text: pytest.fail(f"a line of its own: {text}"))
-    progress = Progress(100, clock=lambda: now[0])
-    for step in range(1, 101):
-        now[0] += 0.125
+def test_a_terminal_keeps_the_lines_of_a_file_and_has_a_live_one_between_them(monkeypatch):
+    in_a_file, now = run_of(400, monkeypatch), [0.0]
+    kept, live = [], []
+    monkeypatch.setattr(say, "on_terminal", lambda stream=None: True)
+    monkeypatch.setattr(say, "live", lambda text, passing=False: live.append((int(now[0]), text)))
+    monkeypatch.setattr(say, "out", lambda text: kept.append((int(now[0]), text)))
+    progress = Progress(400, clock=lambda: now[0])
+    for step in range(1, 401):
+        now[0] = float(step)
         progress.step(row(step))
-    assert len(lines) == 50 and lines[-1].startswith("step 100/100")
+    assert kept == in_a_file and len(kept) + len(live) == 400 and {at for at, _ in kept}.isdisjoint(dict(live))
+    now[0] += 1
+    for _ in range(16):         # faster than anyone reads
+        progress.step(row(1))
+        now[0] += 0.125
+    assert len(kept) + len(live) - 400 == 8
+
+
+@pytest.mark.parametrize("width, shown", [(120, 6), (66, 5), (65, 4), (40, 3), (20, 1), (5, 1)])
+def test_a_narrow_window_shows_whole_parts(width, shown):
+    parts = ["step 400/400", "loss 2.0000", "0:00:02 left", "1,000 tokens/s", "mfu 41.2%", "36.0 GiB"]
+    line = fitted(parts, width)
+    assert line == "  ".join(parts[:shown]) and (len(line) <= width or shown == 1)

@@ -1,15 +1,20 @@
 """What is said never ends what says it: readers that die, full disks, closed streams, terminals of other encodings."""
+import contextlib
 import io
+import json
 import os
 import pty
+import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from meshtrain.run import say
+from meshtrain.cluster import lost
+from meshtrain.run import phases, say
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TALK = """
@@ -91,21 +96,204 @@ def test_a_live_line_is_replaced_ended_by_lines_and_never_longer_than_the_termin
     code = ("import sys\nfrom meshtrain.run import say\nassert say.on_terminal()\nsay.begin()\n"
             "say.live('step 1 of a long run')\nsay.live('step 2')\nsay.err('careful')\nsay.live('y' * "
             "200)\nsay.out('told')\nsay.live('step 3')")
-    ours, theirs = pty.openpty()
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, cwd=ROOT,
-                             env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"})
-    os.close(theirs)
-    shown = b""
-    try:
-        while piece := os.read(ours, 4096):
-            shown += piece
-    except OSError:     # the terminal's other end is closed
-        pass
-    os.close(ours)
-    assert child.wait(60) == 0
-    pieces = shown.decode().replace("\r\n", "\n").split("\r")
+    pieces = on_terminal(code).split("\r")
     assert pieces == ["", "step 1 of a long run", "step 2".ljust(20) + "\ncareful\n", "y" * 79,
                       "told".ljust(79) + "\n", "step 3\n"]
+
+
+def on_terminal(code: str, **environ: str) -> str:
+    """What a script prints on a terminal of 80 columns, stdout and stderr."""
+    ours, theirs = pty.openpty()
+    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "CI")}
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, cwd=ROOT,
+                             env=kept | {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "TERM": "xterm"} | environ)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):      # the terminal's other end is closed
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    assert child.wait(60) == 0, shown
+    return shown.decode().replace("\r\n", "\n")
+
+
+# ---- colours ---------------------------------------------------------------------------------------------------------
+
+COLOURED = """
+from meshtrain.run import say
+say.begin()
+say.err("error: a mistake\\nnote: a remedy of warning: none")
+say.out("warning: late")
+say.answer("note: loss 2.5 for a program")
+say.live("step 1/2  loss 2.5000  mfu 41.2%")
+say.out("loss 6.2618 → 3.7180 in 2 steps")
+"""
+PLAIN = ["error: a mistake", "note: a remedy of warning: none", "warning: late", "note: loss 2.5 for a program",
+         "step 1/2  loss 2.5000  mfu 41.2%", "loss 6.2618 → 3.7180 in 2 steps"]
+
+
+def test_a_terminal_has_colours_for_levels_loss_and_mfu_and_none_in_answers():
+    red, yellow, green, magenta, cyan, plain = (f"\x1b[{code}m" for code in (31, 33, 32, 35, 36, 0))
+    shown = on_terminal(COLOURED)
+    assert re.split("[\r\n]+", shown.strip()) == [
+        f"{red}error:{plain} a mistake", f"{cyan}note:{plain} a remedy of warning: none", f"{yellow}warning:{plain} late",
+        "note: loss 2.5 for a program", f"step 1/2  {green}loss 2.5000{plain}  {magenta}mfu 41.2%{plain}",
+        f"{green}loss 6.2618 → 3.7180{plain} in 2 steps"]
+
+
+@pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {"NO_COLOR": "1", "FORCE_COLOR": "1"}])
+def test_a_terminal_without_colours_gets_no_escape_code(environ):
+    shown = on_terminal(COLOURED, **environ)
+    assert "\x1b" not in shown and [line.rstrip() for line in re.split("[\r\n]+", shown.strip())] == PLAIN
+
+
+@pytest.mark.parametrize("environ, coloured", [({}, False), ({"FORCE_COLOR": "1", "TERM": "xterm"}, True)])
+def test_a_pipe_gets_no_escape_code_unless_it_is_asked_for(environ, coloured):
+    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    done = subprocess.run([sys.executable, "-c", COLOURED], capture_output=True, text=True, cwd=ROOT, timeout=60,
+                          env=kept | {"PYTHONPATH": str(ROOT)} | environ)
+    assert ("\x1b[32mloss" in done.stdout, "\x1b[31merror:" in done.stderr) == (coloured, coloured), done
+    assert "note: loss 2.5 for a program\n" in done.stdout and ("\x1b" in done.stdout + done.stderr) == coloured
+
+
+# ---- what stands before a line ---------------------------------------------------------------------------------------
+
+@pytest.fixture
+def plain_afterwards():
+    yield
+    say.format_lines("plain")
+
+
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+
+
+def test_lines_with_time_have_the_process_and_the_level_each(capsys, plain_afterwards):
+    say.format_lines("time", 3, 8)
+    say.out("compiled in 7.4 s\nmemory")
+    say.err("error: one\nmore")
+    say.err("the validation failed")
+    say.out("note: thinned")
+    say.answer("{}")
+    found = capsys.readouterr()
+    assert re.fullmatch(f"{STAMP} \\[3\\] info: compiled in 7.4 s\n{STAMP} \\[3\\] info: memory\n"
+                        f"{STAMP} \\[3\\] note: thinned\n{{}}\n", found.out), found
+    assert re.fullmatch(f"{STAMP} \\[3\\] error: one\n{STAMP} \\[3\\] error: more\n"
+                        f"{STAMP} \\[3\\] warning: the validation failed\n", found.err), found
+
+
+def test_lines_as_json_are_an_object_for_each_message(capsys, plain_afterwards):
+    say.format_lines("json", 1, 2)
+    say.out("a × b\nof two lines")
+    say.err("error: process 0: gone")
+    found = capsys.readouterr()
+    said, failed = json.loads(found.out), json.loads(found.err)
+    assert abs(said.pop("time") - time.time()) < 60
+    assert said == {"process": 1, "level": "info", "text": "a × b\nof two lines"}
+    assert (failed["level"], failed["text"]) == ("error", "error: process 0: gone") and "×" in found.out
+
+
+@pytest.mark.parametrize("form, count, terminal, prefixed", [
+    ("auto", 1, False, False), ("auto", 2, True, False), ("auto", 2, False, True), ("plain", 2, False, False),
+    ("time", 1, True, True), ("json", 1, False, True)])
+def test_by_itself_only_a_file_of_several_processes_has_prefixes(form, count, terminal, prefixed, monkeypatch, capsys,
+                                                                 plain_afterwards):
+    monkeypatch.setattr(say, "on_terminal", lambda stream=None: terminal)
+    say.format_lines(form, 0, count)
+    assert say.is_live() == (terminal and not prefixed)
+    monkeypatch.undo()
+    say.out("a line")
+    assert (capsys.readouterr().out == "a line\n") != prefixed
+
+
+@pytest.mark.parametrize("form", ["time", "json"])
+def test_launchers_find_in_lines_with_a_prefix_what_they_look_for(form, capsys, plain_afterwards):
+    say.format_lines(form, 3, 8)
+    say.err("error: step 5 not saved in runs/a/checkpoints: process 7: No space left; see to it")
+    say.err("error: process 3 of 8 did not come to the meeting")
+    blamed, missing = capsys.readouterr().err.encode().splitlines()
+    assert lost.BLAMED.search(blamed)[1] == b"7" and lost.SECONDARY.search(missing) and lost.UNHEARD.search(missing)[2]
+
+
+# ---- phases ----------------------------------------------------------------------------------------------------------
+
+def test_a_file_has_a_line_at_the_start_of_a_phase_and_one_where_it_took_long(capsys, monkeypatch):
+    with phases.phase("opening the data"):
+        assert capsys.readouterr().out == "opening the data\n"
+    with phases.phase("compiling", "compiled in"), phases.moving("a part of it"):
+        pass
+    monkeypatch.setattr(phases, "LONG_S", 0.0)
+    with phases.phase("saving"):
+        pass
+    assert capsys.readouterr().out == "compiling\ncompiled in 0.0 s\nsaving\nsaving took 0.0 s\n"
+
+
+PHASES = """
+import time
+from meshtrain.run import phases, say
+phases.FIRST_S = phases.FRAME_S = 0.01
+say.begin()
+with phases.phase("quick"):
+    pass
+with phases.phase("compiling", "compiled in"):
+    time.sleep(0.2)
+    with phases.moving("a part"):
+        time.sleep(0.2)
+    say.out("a note of it")
+    time.sleep(0.2)
+    say.err("warning: of it")
+    time.sleep(0.2)
+    say.live("2 of 3 files")
+    time.sleep(0.2)
+phases.begin("the rest")
+time.sleep(0.2)
+say.end()
+time.sleep(0.2)
+"""
+
+
+def test_a_terminal_has_a_line_that_moves_and_leaves_nothing_behind():
+    shown = on_terminal(PHASES)
+    pieces = [piece for piece in re.split("[\r\n]+", shown) if piece.strip()]
+    frames = [piece for piece in pieces if piece[0] in phases.FRAMES]
+    assert {re.sub(r"\d+", "N", piece[2:]).rstrip() for piece in frames} == {
+        "compiling N s", "a part N s", "the rest N s"} and len(set(piece[0] for piece in frames)) == 10
+    others = [piece.rstrip() for piece in pieces if piece[0] not in phases.FRAMES]
+    assert others[:3] == ["a note of it", "\x1b[33mwarning:\x1b[0m of it", "2 of 3 files"]
+    assert re.fullmatch(r"compiled in \d\.\d s", others[3]) and len(others) == 4
+    after = [piece for piece in pieces[pieces.index("2 of 3 files" + " " * 3):] if piece in frames]
+    assert all("the rest" in piece for piece in after), "the line of others stands while it is young"
+    kept = [re.split("\r", line)[-1].strip() for line in shown.split("\n")]
+    assert not [line for line in kept if line[:1] in (*phases.FRAMES, "")][1:], shown
+
+
+def test_many_threads_print_whole_lines_over_a_line_that_moves():
+    code = PHASES.partition("with")[0] + """
+import threading
+with phases.phase("compiling"):
+    talk = lambda name: [say.out(f"{name} {i} " + "x" * 30) for i in range(100)]
+    threads = [threading.Thread(target=talk, args=(name,)) for name in "abc"]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+"""
+    lines = [re.split("\r", line)[-1].rstrip() for line in on_terminal(code).split("\n")]
+    assert sorted(filter(None, lines)) == sorted(f"{name} {i} {'x' * 30}" for name in "abc" for i in range(100))
+
+
+def test_a_thread_that_waits_for_its_reader_keeps_no_other_from_stderr(monkeypatch, capsys):
+    class Stuck(io.StringIO):
+        def write(self, text):
+            stuck.set()
+            free.wait(60)
+    stuck, free = threading.Event(), threading.Event()
+    monkeypatch.setattr(say, "LOCK_S", 0.1)
+    monkeypatch.setattr(sys, "stdout", Stuck())
+    thread = threading.Thread(target=say.out, args=("to a reader that reads no more",))
+    thread.start()
+    stuck.wait(60)
+    say.err("error: the process hangs")
+    free.set()
+    thread.join()
+    assert capsys.readouterr().err == "error: the process hangs\n"
 
 
 @pytest.mark.parametrize("reader", ["true", "head -1 >/dev/null"])

@@ -19,7 +19,7 @@ import wandb_service
 from tensorboard.backend.event_processing import event_accumulator
 from test_metrics import disk_of, run_file
 
-from meshtrain import train
+from meshtrain import config, train
 from meshtrain.run import hooks, metrics, trackers
 from meshtrain.run.spikes import LossSpike
 
@@ -33,11 +33,11 @@ def wandb_in_silence(monkeypatch):
 
 def test_tensorboard_loses_no_row_to_a_full_disk_either(tmp_path, capsys):
     with contextlib.closing(trackers.TensorBoard(tmp_path / "tb", 0)) as board:
-        board.log(1, {"train/loss": 1.0})
+        board.log(1, {"loss": 1.0})
         with disk_of(next((tmp_path / "tb").iterdir()).stat().st_size + 10):
-            board.log(2, {"train/loss": 2.0})
-        board.log(3, {"train/loss": 3.0})
-    assert curves(tmp_path / "tb")["train/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+            board.log(2, {"loss": 2.0})
+        board.log(3, {"loss": 3.0})
+    assert curves(tmp_path / "tb")["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------
@@ -53,16 +53,39 @@ def curves(directory) -> dict[str, list[tuple[int, float]]]:
 
 def test_tensorboard_shows_every_number_of_a_row_at_its_step(tmp_path):
     row = {"step": 7, "loss": np.float32(2.5), "grad_norm": jnp.float32(0.5), "learning_rate": 1e-3, "tokens": 4096,
-           "step_time_s": 0.25, "tokens_per_s": 1e4, "mfu": None, "skipped": True, "data_wait_s": 0.125,
-           "checkpoint_wait_s": 0.0, "val_loss": 3.5}
+           "step_time_s": 0.25, "tokens_per_s": 1e4, "mfu": 0.5, "skipped": True, "data_wait_s": 0.125,
+           "checkpoint_wait_s": 0.0, "val_loss": 3.5, "reward": None}
     with metrics.open_writers(run_file(tmp_path), tmp_path, 6) as writers:
         writers.write(row)
         written = curves(tmp_path / "tensorboard")  # while the run goes on
     assert written == {tag: [(7, np.float32(value))] for tag, value in {
-        "train/loss": 2.5, "train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/tokens": 4096,
-        "train/skipped": 1,
+        "loss": 2.5, "optimizer/grad_norm": 0.5, "optimizer/learning_rate": 1e-3, "tokens": 4096,
+        "optimizer/skipped": 1, "mfu": 0.5,
         "validation/loss": 3.5, "time/step_s": 0.25, "time/data_wait_s": 0.125, "time/checkpoint_wait_s": 0,
-        "tokens_per_s": 1e4}.items()}
+        "tokens_per_second": 1e4}.items()}
+    assert min(written) == "loss", "what is looked for first stands first"
+
+
+def test_tensorboard_shows_the_run_file_as_text(tmp_path):
+    run = run_file(tmp_path)
+    with metrics.open_writers(run, tmp_path, 6):
+        accumulator = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+        accumulator.Reload()
+    assert accumulator.PluginTagToContent("text").keys() == {"config"}
+    (event,) = accumulator.Tensors("config")
+    shown = event.tensor_proto.string_val[0].decode()
+    assert [line.removeprefix("    ") for line in shown.split("\n")] == config.dump(run).splitlines()
+
+
+def test_a_row_has_the_peak_memory_where_the_backend_counts_it(tmp_path):
+    device = lambda stats: types.SimpleNamespace(memory_stats=lambda: stats)
+    counting = [device({"bytes_in_use": 5, "peak_bytes_in_use": peak}) for peak in (700, 800)]
+    for step, devices in enumerate(([device(None)], [device({})], counting, jax.local_devices()), 1):
+        with metrics.open_writers(run_file(tmp_path), tmp_path, step - 1, devices=devices) as writers:
+            writers.write({"step": step, "loss": 2.0})
+    assert [row.get("memory_bytes", "none") for row in metrics.read(tmp_path / "metrics.jsonl")] == [
+        "none", "none", 800, "none"]
+    assert curves(tmp_path / "tensorboard")["memory_bytes"] == [(3, 800)]
 
 
 @pytest.mark.parametrize("torn", [0, 1, 30])
@@ -71,11 +94,11 @@ def test_tensorboard_shows_no_step_twice_after_a_resume_from_an_earlier_one(tmp_
         with contextlib.closing(trackers.TensorBoard(tmp_path, after)) as board:
             for step in range(after + 1, upto + 1):
                 validation = {"validation/loss": 9.0} if (after, step) == (0, 5) else {}
-                board.log(step, {"train/loss": 100.0 * after + step, **validation})
+                board.log(step, {"loss": 100.0 * after + step, **validation})
         newest = max(tmp_path.iterdir())
         newest.write_bytes(newest.read_bytes() + b"\x13" * torn)    # what a kill may leave of a record
     shown = curves(tmp_path)
-    assert shown["train/loss"] == [(1, 1), (2, 2), (3, 203), (4, 204), (5, 205), (6, 206), (7, 607), (8, 608)]
+    assert shown["loss"] == [(1, 1), (2, 2), (3, 203), (4, 204), (5, 205), (6, 206), (7, 607), (8, 608)]
     assert shown.get("validation/loss", []) == [], "the one of a step that was done again is gone too"
 
 
@@ -84,9 +107,9 @@ def test_event_files_of_others_are_left_alone(tmp_path):
         (tmp_path / f"events.out.tfevents.{name}").write_bytes(b"")
     for after, number in ((0, "000001"), (1, "000002")):
         with contextlib.closing(trackers.TensorBoard(tmp_path, after)) as board:
-            board.log(after + 1, {"train/loss": 2.0})
+            board.log(after + 1, {"loss": 2.0})
         assert (tmp_path / f"events.out.tfevents.{number}").stat().st_size
-    assert curves(tmp_path)["train/loss"] == [(1, 2.0), (2, 2.0)]
+    assert curves(tmp_path)["loss"] == [(1, 2.0), (2, 2.0)]
 
 
 def test_tensorboard_that_cannot_be_written_stops_no_run(tmp_path, capsys):
@@ -159,7 +182,7 @@ def test_wandb_offline_has_rows_and_settings_and_a_resume_goes_on_in_the_same_ru
                 assert settings["data"]["seq_len"] == 96
             if record.HasField("history"):
                 row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                rows.append((row["_step"], row["train/loss"]))
+                rows.append((row["_step"], row["loss"]))
                 assert "mfu" not in row
     assert rows == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 0.75), (4, 1.0)]
 
@@ -268,7 +291,7 @@ def test_wandb_that_fails_in_the_middle_is_told_once_and_every_row_is_kept(tmp_p
             writers.write({"step": step, "loss": 2.0})
     assert capfd.readouterr().err.count("W&B failed at step 1: the network is down") == 1
     assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    assert len(curves(tmp_path / "tensorboard")["train/loss"]) == 3
+    assert len(curves(tmp_path / "tensorboard")["loss"]) == 3
 
 
 # ---- MLflow ----------------------------------------------------------------------------------------------------------
@@ -298,9 +321,9 @@ def test_mlflow_has_rows_and_keys_and_a_resume_goes_on_in_the_same_run(mlflow, t
     found, = client.search_runs([client.get_experiment_by_name("theirs").experiment_id])
     assert (found.info.run_id, found.info.run_name, found.info.status) == (identity, "mine", "FINISHED")
     assert found.data.params["data.seq_len"] == "96" and found.data.params["metrics.mlflow"] == "theirs"
-    history = client.get_metric_history(identity, "train/loss")
+    history = client.get_metric_history(identity, "loss")
     assert [(one.step, one.value) for one in history] == [(step, step / 4) for step in range(1, 71)]
-    assert found.data.metrics["train/skipped"] == 0 and "mfu" not in found.data.metrics
+    assert found.data.metrics["optimizer/skipped"] == 0 and "mfu" not in found.data.metrics
     assert "MLflow takes" not in capfd.readouterr().err
 
 
@@ -312,7 +335,7 @@ def test_mlflow_gets_the_steps_again_where_a_run_goes_back(mlflow, tmp_path, cap
         time.sleep(0.002)       # MLflow's clock of a row: milliseconds
     client, identity = mlflow.MlflowClient(), (tmp_path / "mlflow" / "run-id").read_text()
     newest = {}
-    for one in sorted(client.get_metric_history(identity, "train/loss"), key=lambda one: one.timestamp):
+    for one in sorted(client.get_metric_history(identity, "loss"), key=lambda one: one.timestamp):
         newest[one.step] = one.value
     assert newest == {1: 1, 2: 2, **{step: step + 200 for step in range(3, 8)}, 8: 308}
     assert client.get_run(identity).data.tags[trackers.MLFLOW_STEP] == "8"
@@ -357,7 +380,7 @@ def test_mlflow_that_fails_for_a_while_gets_every_row_and_is_told_once(mlflow, t
         while len(asked) < 4:
             time.sleep(0.01)
     identity = (tmp_path / "mlflow" / "run-id").read_text()
-    assert [one.step for one in mlflow.MlflowClient().get_metric_history(identity, "train/loss")] == [1, 2, 3]
+    assert [one.step for one in mlflow.MlflowClient().get_metric_history(identity, "loss")] == [1, 2, 3]
     said = capfd.readouterr().err
     assert said.count("MLflow takes no rows: ConnectionError: no route to http://…@there") == 1 and "secret" not in said
 
@@ -384,7 +407,7 @@ def test_mlflow_survives_an_error_that_is_no_exception(error, mlflow, tmp_path, 
             assert time.monotonic() < deadline
             time.sleep(0.01)
     identity = (tmp_path / "mlflow" / "run-id").read_text()
-    assert [one.step for one in mlflow.MlflowClient().get_metric_history(identity, "train/loss")] == [1, 2]
+    assert [one.step for one in mlflow.MlflowClient().get_metric_history(identity, "loss")] == [1, 2]
     assert f"MLflow takes no rows: {type(error).__name__}" in capfd.readouterr().err
 
 
@@ -404,7 +427,7 @@ def test_rows_that_wait_are_tried_once_more_when_the_run_ends(mlflow, tmp_path, 
             time.sleep(0.01)
         writers.write({"step": 2, "loss": 1.0})
     found = mlflow.MlflowClient().get_run((tmp_path / "mlflow" / "run-id").read_text())
-    assert found.info.status == "FINISHED" and found.data.metrics["train/loss"] == 1.0
+    assert found.info.status == "FINISHED" and found.data.metrics["loss"] == 1.0
     assert "did not get" not in capfd.readouterr().err
 
 
@@ -456,9 +479,9 @@ def test_prometheus_reads_the_last_row(tmp_path):
             scraped(port, "/")
     found = dict(line.rsplit(" ", 1) for line in told.splitlines() if not line.startswith("#"))
     label = '{run="mine"}'
-    assert found == {f"meshtrain_step{label}": "2", f"meshtrain_train_loss{label}": repr(float(np.float32(0.1))),
-                     f"meshtrain_val_loss_web_1{label}": "NaN", f"meshtrain_train_skipped{label}": "1.0"}
-    assert told.count("# TYPE meshtrain_train_loss gauge\n") == 1
+    assert found == {f"meshtrain_step{label}": "2", f"meshtrain_loss{label}": repr(float(np.float32(0.1))),
+                     f"meshtrain_val_loss_web_1{label}": "NaN", f"meshtrain_optimizer_skipped{label}": "1.0"}
+    assert told.count("# TYPE meshtrain_loss gauge\n") == 1
     with pytest.raises(urllib.error.URLError):
         scraped(port)
 

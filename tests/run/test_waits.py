@@ -146,7 +146,7 @@ def test_a_profile_holds_the_steps_asked_for_and_a_resume_in_the_middle_takes_th
     trained(tiny, directory, "--training.steps", "8", "--metrics.profile_steps", "[5, 8]")
     assert profiles(directory)[1:] == [[7, 8]]
     assert hooks.Trace([3, 5], directory, after=5).first == 0, "they lie behind: nothing to profile"
-    assert curves(directory / "tensorboard")["train/loss"] == [
+    assert curves(directory / "tensorboard")["loss"] == [
         (row["step"], np.float32(row["loss"])) for row in metrics.read(directory / "metrics.jsonl")]
 
 

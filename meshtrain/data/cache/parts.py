@@ -40,11 +40,13 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """How to open the parts of a corpus. share (i, n): only parts i, i + n, …; the others are skipped."""
+    """How to open the parts of a corpus. share (i, n): only parts i, i + n, …; the others are skipped. show: prints a
+    line that the next one replaces; None: there is no terminal."""
     tell: Callable[[str], None] = print
     should_stop: Callable[[], bool] = lambda: False
     verify: bool = False    # read everything, and compare checksums
     share: tuple[int, int] = (0, 1)
+    show: Callable[[str], None] | None = None
 
     def check_stop(self) -> None:
         """Raises: Stopped, if a stop was requested."""
@@ -190,7 +192,7 @@ class _Building:
         count = sum(len(part.inputs) for part in missing.values())
         what = f"{next(iter(missing.values())).verb} {count} file{'s' * (count > 1)}"
         said = False
-        with progress.FileProgress(what, total, self.job.tell) as bar:
+        with progress.FileProgress(what, total, self.job.tell, self.job.show) as bar:
             while missing:
                 for k, part in list(missing.items()):
                     self.job.check_stop()
