@@ -99,6 +99,7 @@ def test_families_are_those_that_are_read_with_their_mixers_experts_and_tests():
     assert told == {name: row(family) for name, family in families.FAMILIES.items()}
     assert {code(each["`model_type` of the folder"])[0]: tuple(code(each["text model"]))
             for each in wrapped} == families.MULTIMODAL
+    assert f"{len(read)} [families](docs/models.md)" in (ROOT / "README.md").read_text()
     assert {name: each["missing"] for each in lacking for name in code(each["`model_type`"])} == families.LACKING
 
 
