@@ -170,7 +170,8 @@ class Command:
         least, most = self.num_places
         if not faults and not least <= len(given.names) <= most:
             faults.append(f"{len(given.names)} names are given ({', '.join(given.names)}), where {self.places} is "
-                          f"asked for; {self._see}" if given.names else f"{self.places} is missing; {self._see}")
+                          f"asked for; {self._see}" if given.names else
+                          f"{self.places.partition(' [')[0]} is missing; {self._see}")
         if faults:
             raise ConfigError(*faults)
         given.given = {*texts, *(name for name, option in self.options.items() if not option.value and given[name])}
