@@ -37,9 +37,8 @@ if __name__ == "__main__":      # before jax is imported
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-import grain  # noqa: E402, F401  here, and not in each child; so are the next two
+import grain  # noqa: E402, F401  here, and not in each child; so is the next
 import grain.experimental  # noqa: E402, F401
-import tensorboardX.proto.event_pb2  # noqa: E402, F401
 
 from meshtrain import config, elastic, files, train  # noqa: E402
 from meshtrain.checkpoint import export

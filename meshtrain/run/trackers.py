@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import secrets
-import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -21,10 +20,9 @@ from typing import Protocol
 
 from meshtrain import config, files
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import contents, rows, say
+from meshtrain.run import contents, events, rows, say
 from meshtrain.run.spikes import LossSpike
 
-DT_STRING = 7       # of TensorFlow's types
 NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file of ours
 WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
 UNREACHED = re.compile("deadline|retrying|dial tcp|timed out")      # of W&B's service: it has refused nothing
@@ -71,14 +69,9 @@ def asked(run: Run, directory: Path, after: int, back: bool = False) -> Iterator
 class TensorBoard(rows.Appended):
     """Scalars by step, in a new event file of `directory` for each start of the run, which begins after step `after`.
     settings: the run file, shown under Text.
-
-    tensorboardX encodes the events; the file is ours, because its writer thread holds rows back for two minutes, dies
-    on a full disk, and then blocks `close`.
     """
 
     def __init__(self, directory: Path, after: int, settings: str = ""):
-        from tensorboardX.proto import event_pb2   # here: commands that train nothing need no third of a second for it
-        self._event = event_pb2.Event
         with contextlib.suppress(OSError):      # told when the first event cannot be written
             directory.mkdir(exist_ok=True)
         # TensorBoard reads the files in the order of their names: numbers, because clocks of two hosts may differ.
@@ -86,25 +79,14 @@ class TensorBoard(rows.Appended):
         numbers = (NUMBERED.fullmatch(path.name) for path in directory.glob("events.out.tfevents.*"))
         number = 1 + max((int(found[1]) for found in numbers if found), default=0)
         super().__init__(directory / f"events.out.tfevents.{number:06}")
-        self._append_event(file_version="brain.Event:2")
-        # SessionLog.START makes TensorBoard drop events of earlier files from this step on.
-        self._append_event(step=after + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        self.append(events.version())
+        self.append(events.start(after + 1))
         if settings:
             code = "\n".join(f"    {line}" for line in settings.splitlines())       # Markdown
-            text = {"dtype": DT_STRING, "string_val": [code.encode()], "tensor_shape": {"dim": [{"size": 1}]}}
-            self._append_event(step=after + 1, summary={"value": [
-                {"tag": "config", "metadata": {"plugin_data": {"plugin_name": "text"}}, "tensor": text}]})
+            self.append(events.text(after + 1, "config", code))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        values = [{"tag": tag, "simple_value": value} for tag, value in numbers.items()]
-        self._append_event(step=step, summary={"value": values})
-
-    def _append_event(self, **event) -> None:
-        from tensorboardX.record_writer import masked_crc32c
-        data = self._event(wall_time=time.time(), **event).SerializeToString()
-        length = struct.pack("<Q", len(data))
-        self.append(b"".join((length, struct.pack("<I", masked_crc32c(length)),
-                              data, struct.pack("<I", masked_crc32c(data)))))
+        self.append(events.scalars(step, numbers))
 
 
 class WandB(contextlib.AbstractContextManager):

@@ -1,0 +1,96 @@
+"""TensorBoard's events, as its reader takes them: protocol buffers (tensorboard/compat/proto: event, summary, tensor) in
+TFRecord's frames, with CRC-32C (Castagnoli, RFC 3720). Only what a run writes: no library does this without its own file.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import time
+from collections.abc import Mapping
+
+VERSION = "brain.Event:2"
+SESSION_START, DT_STRING = 1, 7     # SessionLog.START, DataType.DT_STRING
+CASTAGNOLI = 0x82F63B78     # reversed
+
+
+def version() -> bytes:
+    """The event that a file begins with."""
+    return _event(0, _bytes(3, VERSION))
+
+
+def start(step: int) -> bytes:
+    """Drops events of earlier files from this step on."""
+    return _event(step, _bytes(7, _integer(1, SESSION_START)))
+
+
+def scalars(step: int, numbers: Mapping[str, float]) -> bytes:
+    values = (_bytes(1, _bytes(1, tag) + _key(2, 5) + _float32(value)) for tag, value in numbers.items())
+    return _event(step, _bytes(5, b"".join(values)))
+
+
+def text(step: int, tag: str, markdown: str) -> bytes:
+    """A text, shown under Text."""
+    shape = _bytes(2, _integer(1, 1))       # one dimension of size 1
+    tensor = _integer(1, DT_STRING) + _bytes(2, shape) + _bytes(8, markdown)
+    plugin = _bytes(1, _bytes(1, "text"))
+    return _event(step, _bytes(5, _bytes(1, _bytes(1, tag) + _bytes(8, tensor) + _bytes(9, plugin))))
+
+
+def _event(step: int, what: bytes) -> bytes:
+    """A frame with an event: its length, the length's checksum, the event, its checksum."""
+    data = _key(1, 1) + struct.pack("<d", time.time()) + _integer(2, step) + what
+    length = struct.pack("<Q", len(data))
+    return b"".join((length, _checksum(length), data, _checksum(data)))
+
+
+# ---- protocol buffers ------------------------------------------------------------------------------------------------
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])
+
+
+def _key(field: int, wire: int) -> bytes:
+    """wire: how the value is written: 0 varint, 1 eight bytes, 2 its length first, 5 four bytes."""
+    return _varint(field << 3 | wire)
+
+
+def _integer(field: int, value: int) -> bytes:
+    return _key(field, 0) + _varint(value)
+
+
+def _float32(value: float) -> bytes:
+    """Infinity where float32 has no such number."""
+    return struct.pack("<f", ctypes.c_float(value).value)
+
+
+def _bytes(field: int, value: bytes | str) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return _key(field, 2) + _varint(len(data)) + data
+
+
+# ---- checksums -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _table() -> list[int]:
+    found = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = byte >> 1 ^ CASTAGNOLI * (byte & 1)
+        found.append(byte)
+    return found
+
+
+def _checksum(data: bytes) -> bytes:
+    """TFRecord's: CRC-32C, rotated, plus a constant."""
+    table, crc = _table(), 0xFFFFFFFF
+    for byte in data:
+        crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
