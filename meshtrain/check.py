@@ -197,6 +197,7 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
         return
     described = sources.describe(data, vocab_size=vocab, folders=folders)
     yield from _tokenizer(described.tokenizer, vocab)
+    train.sample_prompt(run, described.tokenizer)
     for one in described.components:
         ids, of = sources.sample(described, one), f"{one.where}: {one.source}, {len(one.paths)} files"
         if not len(ids):

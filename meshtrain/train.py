@@ -310,6 +310,7 @@ def _open(session: _Session, start: resume.Start):
         session.corpus, batches = agree.everywhere(lambda: _open_data(run, session.directory, start))
         with config.user_errors():
             session.ends = ends.together(lambda: ends.of_run(run, session.origin))
+            sample_prompt(run, session.corpus.tokenizer)        # a mistake is told before the first step
     say.out(f"answers end with {session.ends.shown(session.corpus.tokenizer)}")
     if session.ends.note:
         say.out(f"note: {session.ends.note}")
@@ -606,6 +607,16 @@ def with_weights(made: assembly.Assembly, given, state: State, **keys) -> State:
     return state
 
 
+def sample_prompt(run: Run, tokenizer: tokenizers.Tokenizer) -> list[int]:
+    """The ids that the sample continues. Raises: ValueError if the text has none, or too many."""
+    text = run.run.sample_prompt if run.run.sample_tokens else ""
+    found = [tokenizer.bos, *(map(int, tokenizer.encode([text])[0]) if text else ())]
+    if len(found) >= run.data.seq_len:
+        raise ValueError(f"run.sample_prompt has {len(found)} tokens, and a sequence has data.seq_len={run.data.seq_len} with "
+                         "those of the sample; shorten it")
+    return found
+
+
 def _tell_sample(session: _Session, state: State) -> None:
     run, tokenizer = session.run, session.corpus.tokenizer
     words = Words(tokenizer.decode, session.ends.stops, session.ends.ids)
@@ -613,13 +624,15 @@ def _tell_sample(session: _Session, state: State) -> None:
     try:
         with phases.phase("drawing a sample"):
             generator = trained.within(session.made, state.params).generator()
-            (answer,) = generator.complete([[tokenizer.bos]], limits, Picking(temperature=0.8), run.run.seed)
+            prompt = sample_prompt(run, tokenizer)
+            (answer,) = generator.complete([prompt], limits, Picking(temperature=0.8), run.run.seed)
     except Exception as error:
         if jax.process_count() > 1:     # the others would wait for this one's part
             raise
         say.err(f"no sample of text: {type(error).__name__}: {error}")
         return
-    say.out(f"a sample ({len(answer.tokens)} tokens, no prompt):\n{words.text(answer.tokens)}\n")
+    begins = f"after {run.run.sample_prompt!r}" if run.run.sample_prompt else "no prompt"
+    say.out(f"a sample ({len(answer.tokens)} tokens, {begins}):\n{run.run.sample_prompt}{words.text(answer.tokens)}\n")
 
 
 def _summary(session: _Session, val_loss: float | None) -> str:

@@ -98,7 +98,7 @@ def tiny(home) -> tuple[str, ...]:
         "model.num_kv_heads": 1, "model.mlp_dim": 64, "data.source": "text",
         "data.paths": json.dumps([str(home / "corpus.txt")]),
         "data.seq_len": 32, "data.global_batch": 8, "run.sample_tokens": 8, "run.compilation_cache": home / "cache",
-        "run.name": "tiny", "validation.batches": 2, "optimizer.warmup_steps": 2, "optimizer.learning_rate": 2e-3,
+        "run.name": "tiny", "optimizer.name": "adamw", "validation.batches": 2, "optimizer.warmup_steps": 2, "optimizer.learning_rate": 2e-3,
         "optimizer.schedule": "constant"}    # so that more training.steps only lengthen the run
     return tuple(word for key, value in values.items() for word in (f"--{key}", str(value)))
 

@@ -66,6 +66,7 @@ class Identity(Section):
     compilation_cache: str = key(
         "~/.cache/meshtrain", "cache of compiled programs for later runs, up to 8 GiB; empty = off")
     sample_tokens: int = key(0, "tokens of text to generate after the last step; 0 = none", ge=0)
+    sample_prompt: str = key("", "text that the sample continues")
     log_format: Literal["auto", "plain", "time", "json"] = key(
         "auto", "how printed lines begin: plain = with nothing, time = with time, process and level, json = each an "
         "object; auto = time in files and pipes of several processes, else plain")

@@ -120,6 +120,7 @@ ROWS = {
         ("--run.dir hf", "hf", "is not a run of ours"),
         ("--run.dir /proc/nowhere/run", "/proc/nowhere/run"),
         ("--run.dir " + LONG, "File name too long"),
+        ("--run.dir new --run.sample_prompt " + LONG, "run.sample_prompt has 301 tokens", "data.seq_len=256"),
         ("--run.dir gs://bucket/run", "gs://bucket/run", "GOOGLE_APPLICATION_CREDENTIALS"),
         ("--run.dir s3://", "run.dir", "names no bucket"),
         ("--run.dir gs:///", "run.dir", "names no bucket"),

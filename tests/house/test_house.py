@@ -88,7 +88,8 @@ def test_the_import_test_sees_an_import(tmp_path):
 
 # The 177th key is data.split_at: corpora of one file have their documents' ends in the text, where no other key sees them.
 # The 180th is run.log_format: whether lines are for a reader at a terminal or for a collector of logs no other key tells.
-MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 180, 9
+# The 181st is run.sample_prompt: a text of the user's own to continue is in no other key.
+MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 181, 9
 
 
 def concepts(*packages: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
