@@ -1,5 +1,5 @@
-"""TensorBoard's events, as its reader takes them: protocol buffers (tensorboard/compat/proto: event, summary, tensor) in
-TFRecord's frames, with CRC-32C (Castagnoli, RFC 3720). Only what a run writes: no library does this without its own file.
+"""TensorBoard's events, as its reader takes them: protocol buffers (tensorboard/compat/proto: event, summary, tensor)
+in TFRecord's frames, with CRC-32C (Castagnoli, RFC 3720). Only what a run writes.
 """
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def start(step: int) -> bytes:
 
 
 def scalars(step: int, numbers: Mapping[str, float]) -> bytes:
-    values = (_bytes(1, _bytes(1, tag) + _key(2, 5) + _float32(value)) for tag, value in numbers.items())
-    return _event(step, _bytes(5, b"".join(values)))
+    values = (_bytes(1, tag) + _key(2, 5) + _float32(value) for tag, value in numbers.items())
+    return _event(step, _bytes(5, b"".join(_bytes(1, value) for value in values)))
 
 
 def text(step: int, tag: str, markdown: str) -> bytes:
