@@ -197,8 +197,8 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
 
 
 def _complete(place: Path, parts, size: int, config: dict, source: Path | None, data: Mapping) -> None:
-    """Write the files that accompany the weights: those of `source`, else the tokenizer of [data], and the chat template
-    that the run was trained with."""
+    """Write the files that accompany the weights: those of `source`, else the tokenizer of [data], and the chat
+    template that the run was trained with."""
     home = None
     if source:
         copy_companions(source, place)

@@ -45,6 +45,12 @@ def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:
     return ""
 
 
+def _cost(tried: tuple[str, tuple[int, str], tuple[int, int]]) -> tuple:
+    """The order of changes: the fewest first; then the rules' before the others, and the least of each."""
+    rules, (level, _), (doublings, _) = tried
+    return bool(rules) + bool(level) + bool(doublings), not rules, level, doublings
+
+
 def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design]]:
     """(keys that are changed, the design with them), the fewest first, and of these what costs least speed."""
     run = made.run
@@ -58,8 +64,7 @@ def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design
     remats = ["", *REMAT[REMAT.index(run.training.remat) + 1:]] if run.training.remat in REMAT else [""]
     counts = [run.training.microbatches * 2**k for k in range(MOST_DOUBLINGS + 1 if not made.choice else 1)]
     tried = itertools.product(rule_files, enumerate(remats), enumerate(counts))
-    for rules, (level, remat), (doublings, count) in sorted(
-            tried, key=lambda one: (bool(one[0]) + bool(one[1][0]) + bool(one[2][0]), not one[0], one[1][0], one[2][0])):
+    for rules, (level, remat), (doublings, count) in sorted(tried, key=_cost):
         design = rule_files[rules]
         shards = design.layout.num_shards(design.layout.rules.mesh_axes("activations", "batch"))
         keys = ({"sharding.rules": rules} if rules else {}) | ({"training.remat": remat} if level else {}) | (
