@@ -612,8 +612,8 @@ def sample_prompt(run: Run, tokenizer: tokenizers.Tokenizer) -> list[int]:
     text = run.run.sample_prompt if run.run.sample_tokens else ""
     found = [tokenizer.bos, *(map(int, tokenizer.encode([text])[0]) if text else ())]
     if len(found) >= run.data.seq_len:
-        raise ValueError(f"run.sample_prompt has {len(found)} tokens, and data.seq_len={run.data.seq_len} is the length "
-                         "of prompt and sample; shorten it")
+        raise ValueError(f"run.sample_prompt has {len(found)} tokens, and data.seq_len={run.data.seq_len} is the "
+                         "length of prompt and sample; shorten it")
     return found
 
 
