@@ -287,13 +287,16 @@ def test_a_thread_that_waits_for_its_reader_keeps_no_other_from_stderr(monkeypat
     stuck, free = threading.Event(), threading.Event()
     monkeypatch.setattr(say, "LOCK_S", 0.1)
     monkeypatch.setattr(sys, "stdout", Stuck())
-    thread = threading.Thread(target=say.out, args=("to a reader that reads no more",))
-    thread.start()
+    waiting = threading.Thread(target=say.out, args=("to a reader that reads no more",))
+    other = threading.Thread(target=say.err, args=("error: the process hangs",))
+    waiting.start()
     stuck.wait(60)
-    say.err("error: the process hangs")
+    other.start()
+    other.join(10)
+    told = capsys.readouterr().err
     free.set()
-    thread.join()
-    assert capsys.readouterr().err == "error: the process hangs\n"
+    waiting.join()
+    assert told == "error: the process hangs\n"
 
 
 @pytest.mark.parametrize("reader", ["true", "head -1 >/dev/null"])
