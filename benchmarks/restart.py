@@ -51,7 +51,7 @@ def main() -> None:
 def measure(processes: int, kills: int, run_words: list[str]) -> list[list[float]]:
     """Seconds of each phase, for each kill but the first."""
     with tempfile.TemporaryDirectory() as home:
-        argv = [sys.executable, "-u", "-m", "launch.local", "--processes", str(processes),
+        argv = [sys.executable, "-u", "-m", "meshtrain.launch.local", "--processes", str(processes),
                 "--max-restarts", str(kills + 2), "--", *run_words,
                 "--run.dir", f"{home}/run", "--checkpoint.every", "3", "--training.steps", "100000"]
         run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

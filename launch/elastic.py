@@ -1,5 +1,5 @@
-"""How many processes (or hosts) with D devices each, from N down to K, can train a run meant for F devices: python -m
-launch.elastic --processes N --devices D -- [RUN.toml].
+"""How many processes (or hosts) with D devices each, from N down to K, can train a run meant for F devices: meshtrain
+launch elastic --processes N --devices D -- [RUN.toml].
 
 Prints the number, followed by the options that the processes then need. Exit codes: 0, or 2 with the reason if none
 can. Starts no devices.
@@ -23,7 +23,7 @@ OPTIONS = {
                                    "N)", "K",
                                    "1", config.whole(), 0),
 }
-COMMAND = config.Command("launch.elastic", {
+COMMAND = config.Command("meshtrain.launch.elastic", {
     "processes": dataclasses.replace(OPTIONS["processes"], help="that are there"),
     "min-processes": config.Option("fewer are not worth it", "K", "1", config.whole(1), 1),
     "devices": config.Option("of each process", "D", "8", config.whole(1), required="nothing says how many"),
@@ -59,7 +59,7 @@ def most(words: Sequence[str], processes: int, least: int, devices: int, full: i
     because it needs jax and a launcher does not, and with a timeout: a file system may hang."""
     try:
         ran = subprocess.run(
-            [sys.executable, "-m", "launch.elastic", f"--processes={processes}", f"--min-processes={least}",
+            [sys.executable, "-m", "meshtrain.launch.elastic", f"--processes={processes}", f"--min-processes={least}",
              f"--devices={devices}", f"--full={full}", "--", *words], capture_output=True, text=True, timeout=LONGEST_S)
     except subprocess.TimeoutExpired:
         return 0, f"whether fewer can train it is unknown after {LONGEST_S:g} s"

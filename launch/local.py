@@ -1,4 +1,4 @@
-"""Run N processes on this machine: python -m launch.local --processes 2 -- configs/quickstart.toml.
+"""Run N processes on this machine: meshtrain launch local --processes 2 -- configs/quickstart.toml.
 
 They connect over loopback and divide the simulated devices, or the GPUs, among them. Signals to the launcher are
 forwarded to every process. Without RUN.toml: configs/quickstart.toml. With rl.lag, --samplers N draw answers beside
@@ -14,14 +14,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from launch import elastic, restart, samplers, supervise
+from meshtrain.launch import elastic, restart, samplers, supervise
 from meshtrain import config
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, contents, say
 from meshtrain.storage import mirror
 
-COMMAND = config.Command("launch.local", {**elastic.OPTIONS, **restart.OPTIONS, **samplers.OPTIONS},
+COMMAND = config.Command("meshtrain.launch.local", {**elastic.OPTIONS, **restart.OPTIONS, **samplers.OPTIONS},
                          launcher=True)
 
 

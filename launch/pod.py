@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from launch import restart, supervise
+from meshtrain.launch import restart, supervise
 from meshtrain import config, files
 from meshtrain.cluster import find
 from meshtrain.config import Run
@@ -24,7 +24,7 @@ from meshtrain.run import command, say, stops
 from meshtrain.run.contents import LAST_WORDS
 from meshtrain.storage import messages
 
-COMMAND = config.Command("launch.pod", {
+COMMAND = config.Command("meshtrain.launch.pod", {
     "attempt": config.Option("JobSet's count of restarts", "K", "0", config.whole(),
                              required="without it every start is the first"),
     "max-restarts": dataclasses.replace(restart.OPTIONS["max-restarts"], default=5),

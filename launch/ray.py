@@ -1,4 +1,4 @@
-"""Run N processes on a Ray cluster: python -m launch.ray --processes 8 -- RUN.toml.
+"""Run N processes on a Ray cluster: meshtrain launch ray --processes 8 -- RUN.toml.
 
 A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` as a child process;
 no data of the run passes through Ray. The cluster is that of RAY_ADDRESS, or this machine; on KubeRay use this
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from launch import elastic, restart, samplers, supervise
+from meshtrain.launch import elastic, restart, samplers, supervise
 from meshtrain import config
 from meshtrain.cluster import find
 from meshtrain.config import ConfigError, Run
@@ -35,7 +35,7 @@ try:
 except ImportError:
     ray = None
 
-COMMAND = config.Command("launch.ray", {
+COMMAND = config.Command("meshtrain.launch.ray", {
     **elastic.OPTIONS, **restart.OPTIONS,
     "gpus-per-process": config.Option("GPUs of each, at best all of a host (default 1; 0 with mesh.simulated_devices)",
                                       "G", "8", config.whole()),

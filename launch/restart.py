@@ -6,7 +6,7 @@ is given up, with the last words of each. If a scheduler stops the run, it shoul
 failure, unless there is a newer checkpoint. Credentials that are refused are a failure here, too: they expire. This
 module starts and ends nothing, and imports no jax.
 
-python -m launch.restart CODE -- [RUN.toml] [--section.key value ...] is the rule for shell scripts, with the count in
+meshtrain launch restart CODE -- [RUN.toml] [--section.key value ...] is the rule for shell scripts, with the count in
 run.dir/restarts.json. It prints the seconds to wait and exits with 0 if the run should restart, else with 1, after a
 mistake with 2. Where run.dir does not answer for a moment, Slurm's own count of restarts is the limit. Without one
 run.dir is asked again, with --scheduled, after the waits of as many failures; then the exit code is 1.
@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch import supervise
+from meshtrain.launch import supervise
 from meshtrain import config, files
 from meshtrain.cluster import lost
 from meshtrain.config import ConfigError, Run
@@ -33,7 +33,7 @@ from meshtrain.run import command, contents, say, stops
 from meshtrain.storage import messages
 
 OPTIONS = {"max-restarts": config.Option("restarts in a row without a newer checkpoint", "R", "5", config.whole(), 0)}
-COMMAND = config.Command("launch.restart", {
+COMMAND = config.Command("meshtrain.launch.restart", {
     "max-restarts": dataclasses.replace(OPTIONS["max-restarts"], default=5),
     "scheduled": config.Option("a scheduler stops the run and starts it again: exit code 75 also restarts"),
     "said": config.Option("file with the run's stderr, for the report of a failure", "FILE", "stderr.txt", Path),

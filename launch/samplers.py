@@ -1,4 +1,4 @@
-"""Run N samplers of a run on this machine: python -m launch.samplers --samplers 2 -- RUN.toml.
+"""Run N samplers of a run on this machine: meshtrain launch samplers --samplers 2 -- RUN.toml.
 
 For runs whose answers are drawn apart (rl.lag): each is `python -m meshtrain.sample`, with GPUs of its own. One that
 fails is started again after 5, 10, 20 … 300 s; the others meanwhile draw what it had begun. launch.local starts this
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from launch import restart, supervise
+from meshtrain.launch import restart, supervise
 from meshtrain import config
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError, Run
@@ -24,7 +24,7 @@ OPTIONS = {
     "sampler-gpus": config.Option("GPUs per sampler (default 1; 0 with mesh.simulated_devices)", "G", "1",
                                   config.whole()),
 }
-COMMAND = config.Command("launch.samplers", {**OPTIONS, "first": config.Option(
+COMMAND = config.Command("meshtrain.launch.samplers", {**OPTIONS, "first": config.Option(
     "number of the first sampler, in messages", "I", "4", config.whole(), 0)}, launcher=True)
 LOOK_S, ENDS_S, LASTED_S = 0.2, 10.0, 600.0
 
@@ -45,7 +45,8 @@ def asked(run: Run, given: config.Arguments) -> tuple[int, int]:
 
 def words(count: int, each: int, rest: Sequence[str], first: int = 0) -> list[str]:
     """The command line of this launcher, behind python."""
-    return ["-m", "launch.samplers", f"--samplers={count}", f"--sampler-gpus={each}", f"--first={first}", "--", *rest]
+    return ["-m", "meshtrain.launch.samplers", f"--samplers={count}", f"--sampler-gpus={each}", f"--first={first}",
+            "--", *rest]
 
 
 def divided(run: Run, count: int, each: int, environ: Mapping[str, str]) -> tuple[dict, dict]:

@@ -65,6 +65,9 @@ def main() -> int:
     if not words or words[0] in ("--help", "-h", "help"):
         say.answer(usage())
         return DONE
+    if words[0] == "launch" and (len(words) == 1 or words[1] in ("--help", "-h")):
+        say.answer(usage_of_launchers())
+        return DONE
     if words[0] == "--version":
         say.answer(f"meshtrain {meshtrain.__version__}")
         return DONE
@@ -81,6 +84,13 @@ def main() -> int:
     return DONE
 
 
+def usage_of_launchers() -> str:
+    """The text of `meshtrain launch`."""
+    return "\n".join(["usage: meshtrain launch LAUNCHER [...] -- [RUN.toml] [--section.key value ...]", "",
+                      *(f"  {name:<10}{about}" for name, about in LAUNCHERS.items()), "",
+                      "meshtrain launch LAUNCHER --help tells a launcher's options."])
+
+
 def usage() -> str:
     """The text of --help."""
     lines = [*(f"  {name:<10}{about}" for name, about in COMMANDS.items()), "",
@@ -92,7 +102,7 @@ def usage() -> str:
 
 def choose(words: Sequence[str]) -> tuple[str, list[str]]:
     """(the module of a command, its arguments). Raises: ConfigError for a word that names none."""
-    table, prefix, rest = (LAUNCHERS, "launch", list(words[1:])) if words[0] == "launch" else (
+    table, prefix, rest = (LAUNCHERS, "meshtrain.launch", list(words[1:])) if words[0] == "launch" else (
         COMMANDS, "meshtrain", list(words))
     if not rest:
         raise ConfigError(f"launch needs the name of a launcher; use one of {', '.join(LAUNCHERS)}")
@@ -110,7 +120,7 @@ def completion(words: Sequence[str]) -> str:
         raise ConfigError(f"completion needs the name of a shell; use one of {', '.join(SHELLS)}")
     with say.without_noise():
         options = {name: _words_of(f"meshtrain.{name}") for name in COMMANDS}
-        options |= {f"launch {name}": _words_of(f"launch.{name}") for name in LAUNCHERS}
+        options |= {f"launch {name}": _words_of(f"meshtrain.launch.{name}") for name in LAUNCHERS}
     cases = "\n".join(f'        "{name}") words="{" ".join(some)}" ;;' for name, some in options.items())
     script = BASH.format(cases=cases, commands=" ".join([*COMMANDS, "launch", "completion"]),
                          launchers=" ".join(LAUNCHERS))

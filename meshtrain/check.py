@@ -23,6 +23,7 @@ if __name__ == "__main__":      # before jax is imported: its C++ reports what i
     command.begin(platform="cpu")
 
 from meshtrain import assembly, config, devices, files, hardware, train
+from meshtrain.commands import fitting
 from meshtrain.commands import inspect as inspect_command
 from meshtrain.assembly import Design
 from meshtrain.checkpoint import pretrained, resume
@@ -32,7 +33,6 @@ from meshtrain.data import sources
 from meshtrain.data.batches import prompts
 from meshtrain.files import FileSystemError
 from meshtrain.huggingface import folder
-from meshtrain.inspection import fitting
 from meshtrain.rewards import workers
 from meshtrain.run import contents, rundir, trackers
 from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED, USER_ERROR

@@ -90,7 +90,7 @@ def prepare(home: Path) -> None:
 def launched(home: Path, directory: Path, processes: int, *words, fault: str = "", own=(),
              environ=None) -> subprocess.Popen:
     """The run under the launcher, its output in `directory`.log; fault: as FAULT; own: words of the launcher's own."""
-    command = ["launch.local", "--processes", str(processes), *own, "--"]
+    command = ["meshtrain.launch.local", "--processes", str(processes), *own, "--"]
     with open(f"{directory}.log", "w") as log:
         return started(home, directory, command, words, fault, log, environ or {})
 

@@ -25,7 +25,7 @@ import time
 import jax
 import numpy as np
 
-from launch import supervise
+from meshtrain.launch import supervise
 from meshtrain.checkpoint import resume
 from meshtrain.run import contents, metrics, stops
 from meshtrain.storage import addresses, stores
@@ -96,11 +96,11 @@ SAMPLER = f"""
 import random, runpy, signal, subprocess, sys, time
 module, begin = sys.argv.pop(1), subprocess.Popen.__init__
 def begin_so(self, argv, *rest, **keys):
-    is_ours = argv[1:2] == ["-m"] and argv[2] in ("launch.samplers", "meshtrain.sample")
+    is_ours = argv[1:2] == ["-m"] and argv[2] in ("meshtrain.launch.samplers", "meshtrain.sample")
     begin(self, [argv[0], __file__, *argv[2:]] if is_ours else argv, *rest, **keys)
 subprocess.Popen.__init__ = begin_so
-if module == "launch.samplers":
-    from launch import restart
+if module == "meshtrain.launch.samplers":
+    from meshtrain.launch import restart
     restart.FIRST_S = restart.LONGEST_S = 0.2
 if module == "meshtrain.sample":
     from meshtrain.run import command
@@ -116,20 +116,20 @@ runpy.run_module(module, run_name="__main__")
 # each process is a host with a name and a disk of its own.
 LAUNCHER = """
 import runpy, subprocess, sys
-from launch import restart, supervise
+from meshtrain.launch import restart, supervise
 restart.FIRST_S = 0.2
 if sampler := sys.argv.pop(1):
     begin = subprocess.Popen.__init__
     subprocess.Popen.__init__ = lambda self, argv, *rest, **keys: begin(
-        self, [argv[0], sampler, *argv[2:]] if argv[1:3] == ["-m", "launch.samplers"] else argv, *rest, **keys)
+        self, [argv[0], sampler, *argv[2:]] if argv[1:3] == ["-m", "meshtrain.launch.samplers"] else argv, *rest, **keys)
 if home := sys.argv.pop(1):
     plain, own = supervise.supervise, ("hostname node-{i} && mount --bind {home}/hosts /etc/hosts && "
                                        'mount --bind {home}/disk{i} {home}/disk && exec "$@"')
     supervise.supervise = lambda argvs, *rest, **keys: plain([
         ["unshare", "--uts", "--mount", "sh", "-c", own.format(i=i, home=home), "sh", *argv]
         for i, argv in enumerate(argvs)], *rest, **keys)
-sys.argv[0] = "launch.local"
-runpy.run_module("launch.local", run_name="__main__")
+sys.argv[0] = "meshtrain.launch.local"
+runpy.run_module("meshtrain.launch.local", run_name="__main__")
 """
 
 # What a start has said last when this begins; the moments in their order.
@@ -571,11 +571,11 @@ class Life:
 
     def children(self) -> list[int]:
         """The processes that train."""
-        return [child for child in _children(self.process.pid) if "launch.samplers" not in _words(child)]
+        return [child for child in _children(self.process.pid) if "meshtrain.launch.samplers" not in _words(child)]
 
     def samplers(self) -> list[int]:
         """Those that have begun to listen to their signals."""
-        of = [child for child in _children(self.process.pid) if "launch.samplers" in _words(child)]
+        of = [child for child in _children(self.process.pid) if "meshtrain.launch.samplers" in _words(child)]
         return [one for child in of for one in _children(child) if _catches(one, signal.SIGRTMIN + 2)]
 
     def end(self) -> int:

@@ -18,11 +18,12 @@ from types import MappingProxyType
 from meshtrain import assembly, config, elastic
 from meshtrain import devices as local_devices
 from meshtrain import hardware, trained
+from meshtrain.commands import fitting
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions, simulate
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
-from meshtrain.inspection import chart, expect, fitting, report
+from meshtrain.inspection import chart, expect, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.run import command, say

@@ -19,18 +19,18 @@ import pytest
 from commands import RULES, Ran, call, home, limited, refused, tiny  # noqa: F401
 from folders import GOLDENS
 
-from launch import elastic as launch_elastic
-from launch import local, pod, restart
-from launch import ray as launch_ray
+from meshtrain.launch import elastic as launch_elastic
+from meshtrain.launch import local, pod, restart
+from meshtrain.launch import ray as launch_ray
 from meshtrain import check, convert, evaluate, generate, report, tokenize, train
 from meshtrain.commands import inspect, plan
 
 LIMIT_S = 20        # a mistake is told within milliseconds, on a loaded machine within a second or two
 MAINS = {"train": train.main, "generate": generate.main, "evaluate": evaluate.main, "convert": convert.main,
          "inspect": inspect.main,
-         "plan": plan.main, "tokenize": tokenize.main, "report": report.main, "launch.local": local.main,
-         "launch.pod": pod.main,
-         "launch.ray": launch_ray.main, "launch.elastic": launch_elastic.main, "launch.restart": restart.main}
+         "plan": plan.main, "tokenize": tokenize.main, "report": report.main, "meshtrain.launch.local": local.main,
+         "meshtrain.launch.pod": pod.main,
+         "meshtrain.launch.ray": launch_ray.main, "meshtrain.launch.elastic": launch_elastic.main, "meshtrain.launch.restart": restart.main}
 
 LONG = "x" * 300
 PLACE = ("--distributed.num_processes 2 --distributed.process_id 0 "
@@ -468,7 +468,7 @@ ROWS = {
         (LONG, "is no directory"),
         ("run --html " + LONG, "name too long"),
     ],
-    "launch.local": [
+    "meshtrain.launch.local": [
         ("", "--processes is missing"),
         ("--processes 0", "--processes 0", "at least 1"),
         ("--processes -2", "--processes -2", "at least 1"),
@@ -486,7 +486,7 @@ ROWS = {
         ("--processes 16 --", "mesh.simulated_devices=8", "--processes 8,", "multiple of 16"),
         (f"--processes 2 -- {PLACE}", "[distributed]", "launcher"),
     ],
-    "launch.pod": [
+    "meshtrain.launch.pod": [
         ("--", "--attempt"),
         ("--attempt= --", "--attempt has no value"),
         ("--attempt -1", "--attempt", "at least 0"),
@@ -497,7 +497,7 @@ ROWS = {
         ("--attempt 0 sound.toml", "-- sound.toml"),
         ("--attempt 0 -- --run.dir text.txt/run --training.stps 1", "training.stps", "training.steps"),
     ],
-    "launch.ray": [
+    "meshtrain.launch.ray": [
         ("", "--processes is missing"),
         ("--processes 0", "--processes 0", "at least 1"),
         ("--processes 2 --gpus-per-process -1", "--gpus-per-process -1", "at least 0"),
@@ -514,18 +514,18 @@ ROWS = {
         ("--processes 2 --gpus-per-process 0 -- configs/llama3-8b-64.toml", "--gpus-per-process 0"),
         (f"--processes 2 -- {PLACE}", "[distributed]"),
     ],
-    "launch.elastic": [
+    "meshtrain.launch.elastic": [
         ("", "--processes"),
         ("--processes 0 --devices 8", "--processes 0 is not a whole number of at least 1"),
         ("--processes 2 --devices 0", "--devices 0"),
         ("--processes 8 --devices 8 --mesh.data 8",
-         "behind --, e.g. python -m launch.elastic --processes 2 -- --mesh.data 8"),
+         "behind --, e.g. python -m meshtrain.launch.elastic --processes 2 -- --mesh.data 8"),
         ("--processes 2 --devices 4 -- nowhere.toml", "no such run file"),
         ("--processes 2 --devices 4 --full 64 --min-processes 0", "--min-processes"),
         ("--processes 3 --devices 1 --full 8 --min-processes 3 -- --mesh.data 8 --mesh.simulated_devices 8",
          "no number of processes"),
     ],
-    "launch.restart": [
+    "meshtrain.launch.restart": [
         ("", "CODE"),
         ("one", "one"),
         ("1 2", "2"),

@@ -28,7 +28,7 @@ def test_every_module_that_is_a_command_is_listed(room, table):
 def test_a_command_by_its_name_is_its_module():
     said = call("report", "--help")
     assert said.returncode == 0 and said.stdout.startswith("usage: python -m meshtrain.report")
-    assert one.choose(["launch", "local", "--processes", "2"]) == ("launch.local", ["--processes", "2"])
+    assert one.choose(["launch", "local", "--processes", "2"]) == ("meshtrain.launch.local", ["--processes", "2"])
     assert one.choose(["train", "a.toml"]) == ("meshtrain.train", ["a.toml"])
 
 
@@ -40,6 +40,7 @@ def test_a_mistake_of_a_command_keeps_its_exit_code():
 def test_the_version_and_the_list_are_answers():
     assert call("--version").stdout == f"meshtrain {__version__}\n"
     assert call().stdout == call("--help").stdout == one.usage() + "\n"
+    assert call("launch").stdout == one.usage_of_launchers() + "\n"
 
 
 @pytest.mark.parametrize("words, told", [

@@ -2,9 +2,8 @@
 import pytest
 
 from meshtrain import assembly, config, hardware
-from meshtrain.commands import inspect, plan
+from meshtrain.commands import fitting, inspect, plan
 from meshtrain.cost.formulas import footprint
-from meshtrain.inspection import fitting
 
 LLAMA = "configs/llama3-8b.toml"
 
@@ -17,7 +16,7 @@ def design(topology: str, *words: str) -> tuple[assembly.Design, hardware.Gpu, i
 
 
 @pytest.mark.parametrize("topology, words, keys", [
-    ("h100:64", ("--sharding.rules", "ddp"), {"sharding.rules": "zero3"}),
+    ("h100:64", ("--sharding.rules", "ddp", "--training.microbatches", "1"), {"sharding.rules": "zero3"}),
     ("h100:64", ("--training.microbatches", "1", "--training.remat", "none"), {"training.remat": "selective"}),
     ("h100:8", ("--training.microbatches", "1", "--training.remat", "none"), {"training.microbatches": "8"})])
 def test_the_remedy_fits_by_the_formulas(topology, words, keys):

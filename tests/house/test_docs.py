@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from launch import elastic, local, pod, restart, samplers
+from meshtrain.launch import elastic, local, pod, restart, samplers
 from meshtrain import assembly, check, config, convert, evaluate, generate, report, sample, tokenize
 from meshtrain.commands import inspect, plan, prove
 from meshtrain.checkpoint import resume
@@ -43,8 +43,8 @@ def commands(page: Path) -> list[str]:
     inline = re.findall(r"`((?:python -m|meshtrain [a-z]+) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     printed = re.findall(r"^\$ (meshtrain .*)\n(?!error:)", text, re.MULTILINE)
     lines = [part.strip() for line in [*blocks.splitlines(), *inline, *printed] for part in line.split("&&")]
-    as_module = re.compile(r"^meshtrain (launch )?(\w+)")
-    return [as_module.sub(lambda found: f"python -m {'launch' if found[1] else 'meshtrain'}.{found[2]}", line)
+    as_module = re.compile(r"^(?:meshtrain (launch )?|python -m (launch)\.)(\w+)")
+    return [as_module.sub(lambda found: f"python -m {'meshtrain.launch' if found[1] or found[2] else 'meshtrain'}.{found[3]}", line)
             for line in lines if line]
 
 
@@ -76,7 +76,7 @@ def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_us
             asked = COMMANDS[module].COMMAND.read(argv)
             if module == "meshtrain.plan":
                 assert plan.asked(asked).mesh.data == 1
-            elif module in ("meshtrain.check", "meshtrain.inspect", "meshtrain.prove", "meshtrain.tokenize") or module.startswith("launch."):
+            elif module in ("meshtrain.check", "meshtrain.inspect", "meshtrain.prove", "meshtrain.tokenize") or module.startswith("meshtrain.launch."):
                 config.load([*asked.names, *asked.keys, *asked.run])
             if asked.values.get("topology"):
                 assert gpu_compile.parse_topology(asked["topology"])
@@ -84,7 +84,8 @@ def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_us
             if not (argv and argv[0].startswith("s3://")):      # a run's own file in its bucket
                 config.load(argv)
         else:
-            assert module in ("", "pytest") or (ROOT / f"{module.replace('.', '/')}.py").is_file(), line
+            assert module in ("", "pytest") or (
+                ROOT / f"{module.replace('meshtrain.launch', 'launch').replace('.', '/')}.py").is_file(), line
 
 
 @EACH

@@ -36,7 +36,7 @@ OPEN_TO = {
     "checkpoint": {"cluster", "config", "data", "data/documents", "huggingface", "model", "run", "storage",
                    "training"},
 }
-UNBOUND = {"commands"}
+UNBOUND = {"commands", "launch"}
 EVERYONE = {"names", "pattern", "shipped", "jax_private", "units", "files", "panics", "hardware", "flags",
             "environment"}
 

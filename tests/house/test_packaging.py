@@ -21,7 +21,7 @@ PACKAGES = ("meshtrain", "launch", "configs", "sharding_rules")
 
 FROM_AN_EMPTY_DIRECTORY = """
 import json, pathlib
-import launch.local, meshtrain
+import meshtrain.launch.local
 from meshtrain import config
 runs = [config.load([])] + [config.load(["configs/" + path.name]) for path in config.shipped("configs").glob("*.toml")]
 print(json.dumps({"home": meshtrain.__path__[0], "runs": sorted(run.run.name for run in runs),
@@ -74,11 +74,12 @@ def test_an_installed_wheel_loads_every_shipped_file_from_an_empty_directory(whe
 
 def test_the_wheel_holds_every_module_and_every_shipped_file(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
-    modules = {str(path.relative_to(ROOT)) for name in ("meshtrain", "launch") for path in (ROOT / name).rglob("*.py")}
-    assert modules | {f"meshtrain/{path}" for path in SHIPPED} | {"launch/slurm.sbatch",
-                                                                  "launch/kubernetes.yaml"} <= held
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "meshtrain").rglob("*.py")}
+    beside = {*SHIPPED, "launch/slurm.sbatch", "launch/kubernetes.yaml",
+              *(str(path.relative_to(ROOT)) for path in (ROOT / "launch").rglob("*.py"))}
+    assert modules | {f"meshtrain/{path}" for path in beside} <= held
     assert {f"meshtrain/pages/{name}" for name in ("drawing.css", "skin.css", "skin.js")} | {"meshtrain/py.typed"} <= held
-    assert {name.split("/")[0] for name in held if ".dist-info" not in name} == {"meshtrain", "launch"}
+    assert {name.split("/")[0] for name in held if ".dist-info" not in name} == {"meshtrain"}
 
 
 def test_the_wheel_says_what_it_is_and_who_may_use_it(wheel):

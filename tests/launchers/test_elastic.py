@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch import elastic as fewer
-from launch import local
+from meshtrain.launch import elastic as fewer
+from meshtrain.launch import local
 from meshtrain import config, elastic
 from meshtrain.config import ConfigError
 

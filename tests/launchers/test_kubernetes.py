@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch import pod as pods
-from launch import restart, supervise
+from meshtrain.launch import pod as pods
+from meshtrain.launch import restart, supervise
 from meshtrain import config, elastic
 from meshtrain.cluster import find
 from meshtrain.cluster.lost import LOST_PEERS
@@ -74,7 +74,7 @@ def test_every_host_gets_a_command_line_of_ours_and_they_are_one_cluster(jobset,
     for index in range(hosts):
         python, *words = arguments(jobset, index)
         at, ours = words.index("-m"), words.index("--")
-        assert python == "python" and words[at + 1] == "launch.pod" and not any("$" in word for word in words)
+        assert python == "python" and words[at + 1] == "meshtrain.launch.pod" and not any("$" in word for word in words)
         assert pods.COMMAND.read(words[at + 2:ours])["attempt"] == 0
         run = config.load(words[ours + 1:])
         found.append(find.cluster(run.distributed, {}))
@@ -173,7 +173,7 @@ exec(json.loads(os.environ["BODIES"])[int(index)])
 # The pod's command itself, but for shorter waits and the program that it starts.
 POD = """
 import runpy, subprocess, sys
-from launch import restart
+from meshtrain.launch import restart
 restart.FIRST_S = {first_s}
 real = subprocess.Popen
 def stand_in(argv, **options):

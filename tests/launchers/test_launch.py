@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import local
+from meshtrain.launch import local
 from meshtrain import config
 from meshtrain.config import ConfigError
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from commands import Ran, call
 
-from launch import local, pod, ray, restart, supervise
+from meshtrain.launch import local, pod, ray, restart, supervise
 from meshtrain import config, files
 from meshtrain.run import stops
 from meshtrain.storage import messages, stores

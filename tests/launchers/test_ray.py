@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import ray as launcher
+from meshtrain.launch import ray as launcher
 from slurm import rows, wait
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -111,7 +111,7 @@ def test_where_there_is_no_room_for_all_fewer_start_that_can_train_it(
         assert cores.groups == groups and room.count == started
         assert len(asked) == (started == 2)
         for words in asked:
-            assert words[2:7] == ["launch.elastic", "--processes=3", "--min-processes=2", "--devices=2", "--full=8"]
+            assert words[2:7] == ["meshtrain.launch.elastic", "--processes=3", "--min-processes=2", "--devices=2", "--full=8"]
         assert room.overrides() == (["--mesh.full_devices=8", "--mesh.simulated_devices=4"] if started == 2 else [])
 
 
@@ -147,7 +147,7 @@ class Driver:
         self.directory, self.said = folder / "run", []
         environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "launch.ray", *words, "--run.dir", str(self.directory)], cwd=ROOT, text=True,
+            [sys.executable, "-m", "meshtrain.launch.ray", *words, "--run.dir", str(self.directory)], cwd=ROOT, text=True,
             env=environ | {"RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.reader = threading.Thread(target=lambda: self.said.extend(self.process.stdout), daemon=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import Ran, call
 
-from launch import restart
+from meshtrain.launch import restart
 from meshtrain import config
 from meshtrain.run import rundir, stops
 
@@ -115,7 +115,7 @@ def test_without_restarts_nothing_is_said(tmp_path, capfd):
 
 LAUNCHER = """
 import json, sys
-from launch import local, restart
+from meshtrain.launch import local, restart
 restart.FIRST_S = float(sys.argv[1])
 bodies = json.loads(sys.argv[2])
 local.commands = lambda rest, count, port: [[sys.executable, "-u", "-c", body, str(port)] for body in bodies]
@@ -272,7 +272,7 @@ def test_a_count_that_cannot_be_kept_starts_nothing(tmp_path):
 def test_a_real_run_whose_process_is_killed_goes_on_by_itself_after_five_seconds(tmp_path):
     soak.prepare(tmp_path)
     directory = tmp_path / "run"
-    child = subprocess.Popen([sys.executable, "-m", "launch.local", "--processes", "2", "--max-restarts", "1", "--",
+    child = subprocess.Popen([sys.executable, "-m", "meshtrain.launch.local", "--processes", "2", "--max-restarts", "1", "--",
                               str(tmp_path / "run.toml"), "--run.dir", str(directory)], cwd=ROOT, text=True,
                              env={name: value for name, value in os.environ.items() if name != "NPROC"} | {
                                  "PYTHONPATH": str(ROOT)},

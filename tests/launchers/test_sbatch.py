@@ -56,7 +56,7 @@ Path(os.environ["SAID"], str(cluster.index)).write_text(json.dumps([cluster.coor
 # The rule of restarts is the real one, and who counts the hosts.
 RULE = '''
 import os, sys
-if sys.argv[1:3] in (["-m", "launch.restart"], ["-m", "launch.elastic"]):
+if sys.argv[1:3] in (["-m", "meshtrain.launch.restart"], ["-m", "meshtrain.launch.elastic"]):
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 '''
 
@@ -158,7 +158,7 @@ def test_a_job_that_is_to_wait_longer_than_slurm_holds_it_back_waits_for_the_res
     (tmp_path / "sleep").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/slept\n')
     (tmp_path / "sleep").chmod(0o755)
     (tmp_path / "slept").touch()
-    rule = f"{RULE}\nif 'launch.restart' in sys.argv:\n    print('{wait_s}')\n    sys.exit(0)\n".replace(
-        '["-m", "launch.restart"], ', "")
+    rule = f"{RULE}\nif 'meshtrain.launch.restart' in sys.argv:\n    print('{wait_s}')\n    sys.exit(0)\n".replace(
+        '["-m", "meshtrain.launch.restart"], ', "")
     submitted(tmp_path, ARGUMENTS, 1, rule=rule)
     assert (tmp_path / "slept").read_text().strip() == slept

@@ -32,7 +32,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def command(home: Path, processes: int, directory: str, *more: str) -> list[str]:
-    start = ["-m", "meshtrain.train"] if processes == 1 else ["-m", "launch.local", "--processes", str(processes), "--"]
+    start = ["-m", "meshtrain.train"] if processes == 1 else ["-m", "meshtrain.launch.local", "--processes", str(processes), "--"]
     return [sys.executable, *start, str(home / "run.toml"), "--data.paths", json.dumps([str(home / "*.txt")]),
             "--run.dir", str(home / directory), "--run.compilation_cache", str(PROGRAMS), *more]
 

@@ -25,7 +25,7 @@ def launched(tmp_path, *bodies: str, grace_s: float = 0.5, left: Path | None = N
              still_s: float = 1e9) -> subprocess.Popen:
     """A launcher whose processes run these pieces of Python; each leaves its pid in a file."""
     argvs = [[sys.executable, "-u", "-c", stand_in(tmp_path / f"pid{i}", body)] for i, body in enumerate(bodies)]
-    code = (f"import json, os, sys\nfrom pathlib import Path\nfrom launch import supervise\nleft = {str(left)!r} if "
+    code = (f"import json, os, sys\nfrom pathlib import Path\nfrom meshtrain.launch import supervise\nleft = {str(left)!r} if "
             f"{left is not None} else None\nargvs = json.loads(sys.argv[1])\nsys.exit(supervise.supervise(argvs, "
             f"[dict(os.environ)] * {len(bodies)}, {grace_s}, left and Path(left), still_s={still_s}).code)")
     return subprocess.Popen([sys.executable, "-c", code, json.dumps(argvs)], cwd=ROOT,
@@ -79,7 +79,7 @@ def test_the_last_words_of_a_run_that_ends_well_are_not_lost(tmp_path):
     """Its reader may come to them only after the process has ended."""
     code = """if True:
         import sys, time
-        from launch import supervise
+        from meshtrain.launch import supervise
         read = supervise.Child._read
         supervise.Child._read = lambda child: (time.sleep(1), read(child))
         argv = [sys.executable, "-c", "import sys; sys.stderr.write('last words')"]
@@ -305,7 +305,7 @@ def test_no_process_outlives_a_killed_launcher(tmp_path):
 
 def test_a_command_that_cannot_start_leaves_nobody_behind(tmp_path):
     forever = [sys.executable, "-c", stand_in(tmp_path / "pid0", FOREVER)]
-    code = ("import os, sys, time\nfrom launch import supervise\n"
+    code = ("import os, sys, time\nfrom meshtrain.launch import supervise\n"
             f"supervise.supervise([{forever!r}, ['/nowhere/python']], [dict(os.environ)] * 2)")
     launcher = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60)
     assert launcher.returncode == 1 and "/nowhere/python" in launcher.stderr

@@ -333,7 +333,7 @@ def test_processes_draw_the_same_and_wait_for_the_one_that_has_the_longest_answe
     more, alone = of_many_lengths
     name = f"processes-{processes}"
     environment = {key: x for key, x in os.environ.items() if key != "NPROC"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "launch.local", "--processes", str(processes), "--",
+    done = subprocess.run([sys.executable, "-m", "meshtrain.launch.local", "--processes", str(processes), "--",
                            *words(place, name, *more)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for batch in range(2):

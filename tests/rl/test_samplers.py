@@ -18,7 +18,7 @@ from commands import ROOT, call, home, in_a_directory_of_its_own, refused  # noq
 from test_lora_runs import saved
 from test_rl import drawn, killed_at, place, ran, rows, timeless, words  # noqa: F401
 
-from launch import samplers
+from meshtrain.launch import samplers
 from meshtrain import config, files, sample, train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.inference.generate import Completion
@@ -574,7 +574,7 @@ def killing_a_sampler(one, directory, limit_s: float) -> tuple[str, int]:
 @pytest.mark.long
 def test_the_launcher_starts_samplers_again_and_ends_them(place, two_behind):  # noqa: F811
     directory = place / "launched"
-    one = process("-m", "launch.local", "--processes=1", "--samplers=2", "--",
+    one = process("-m", "meshtrain.launch.local", "--processes=1", "--samplers=2", "--",
                   *words(place, "launched", "--rl.lag=2", *FEW))
     err, killed = killing_a_sampler(one, directory, 240)
     assert f"(pid {killed}) was killed by SIGKILL; it is started again in 5 s" in err
@@ -585,7 +585,7 @@ def test_the_launcher_starts_samplers_again_and_ends_them(place, two_behind):  #
 @pytest.mark.long
 def test_two_trainer_processes_learn_from_the_same_answers(place, two_behind):  # noqa: F811
     directory = place / "two"
-    one = process("-m", "launch.local", "--processes=2", "--samplers=1", "--",
+    one = process("-m", "meshtrain.launch.local", "--processes=2", "--samplers=1", "--",
                   *words(place, "two", "--rl.lag=2", *FEW))
     out, err = one.communicate(timeout=300)
     assert one.returncode == 0, err
@@ -600,7 +600,7 @@ def test_ray_starts_samplers_again(place, two_behind, monkeypatch):  # noqa: F81
     pytest.importorskip("ray", reason="extra `ray` is not installed")
     directory = place / "ray"
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    one = process("-m", "launch.ray", "--processes=1", "--samplers=1", "--",
+    one = process("-m", "meshtrain.launch.ray", "--processes=1", "--samplers=1", "--",
                   *words(place, "ray", "--rl.lag=2", *FEW))
     err, killed = killing_a_sampler(one, directory, 400)
     assert "sampler 0 was killed by SIGKILL; it is started again in 5 s" in err

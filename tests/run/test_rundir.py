@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import restart
+from meshtrain.launch import restart
 from meshtrain import config, files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError

@@ -117,7 +117,7 @@ def test_a_signal_at_any_moment_ends_the_run_with_75_and_its_state_saved(moment,
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 def launched(home: Path, directory: Path, *words, cache: str) -> subprocess.Popen:
-    return started(home, directory, *words, cache=cache, command=["-m", "launch.local", "--processes", "2", "--"])
+    return started(home, directory, *words, cache=cache, command=["-m", "meshtrain.launch.local", "--processes", "2", "--"])
 
 
 @pytest.mark.parametrize("moment, name", [

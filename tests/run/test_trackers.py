@@ -458,7 +458,7 @@ def test_only_the_newest_rows_wait(mlflow, tmp_path, monkeypatch, capfd):
 
 
 def free_port() -> int:
-    from launch import supervise
+    from meshtrain.launch import supervise
     return supervise.free_port()
 
 

@@ -24,7 +24,7 @@ pytest.importorskip("moto", reason="the S3 server on loopback needs pip install 
 
 from stores import BUCKET, Fault, environment as stores_environment, server, surroundings  # noqa: E402, F401
 
-from launch import restart, supervise  # noqa: E402
+from meshtrain.launch import restart, supervise  # noqa: E402
 from meshtrain import config, convert, files, generate, report, train  # noqa: E402
 from meshtrain.run import bucket, contents  # noqa: E402
 from meshtrain.storage import addresses, copies, messages, mirror, stores  # noqa: E402
@@ -561,7 +561,7 @@ def test_kills_at_any_moment_on_empty_machines_leave_one_curve(scheme, count, ki
         data__paths=[str(tmp_path / "corpus.txt")], run__compilation_cache=str(tmp_path / "programs")))
     (tmp_path / "corpus.txt").write_text("".join(f"line {i}: {i * i}\n" for i in range(3000)))
     rng, newest = random.Random(count), lambda: (contents.steps(there) or [0])[-1]
-    start = [sys.executable, "-m", *(("meshtrain.train",) if count == 1 else ("launch.local", "--processes=2", "--")),
+    start = [sys.executable, "-m", *(("meshtrain.train",) if count == 1 else ("meshtrain.launch.local", "--processes=2", "--")),
              str(tmp_path / "run.toml")]
 
     def began(number: int, *words: str) -> subprocess.Popen:

@@ -116,7 +116,7 @@ def test_of_several_processes_each_reads_its_shares_of_the_weights(server, tiny,
     words = [*without_model(tiny), *tokens, *TWO, "--model.compute_dtype=float32", "--data.validation_fraction=0"]
     ran(*words, "--checkpoint.init_from", GOLDENS / "qwen3", "--run.dir", "here")
     server.log.clear()
-    command = [sys.executable, "-m", "launch.local", "--processes", "2", "--", *map(str, words), "--run.dir",
+    command = [sys.executable, "-m", "meshtrain.launch.local", "--processes", "2", "--", *map(str, words), "--run.dir",
                str(tmp_path / "there"), "--checkpoint.init_from", there]
     done = subprocess.run(command, env=test_several_processes.environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import names, small_disk  # noqa: F401
-from launch import supervise
+from meshtrain.launch import supervise
 from meshtrain.cluster import stacks
 from tests import injected
 
