@@ -653,7 +653,7 @@ def _summary(session: _Session, val_loss: float | None) -> str:
     kept = [contents.CONFIG, contents.RULES, contents.METRICS, contents.HISTORY, measured.COST,
             f"{contents.CHECKPOINTS}/", *[f"{contents.TENSORBOARD}/"] * run.metrics.tensorboard]
     prompt = ("--prompt-ids '[[0]]'" if isinstance(session.corpus.tokenizer, tokenizers.Ids) else
-              f"--prompt '{'def ' if run.data.source == 'stdlib' else 'The '}'")
+              f"--prompt {shlex.quote(run.run.sample_prompt or 'The ')}")
     then = [f"python -m meshtrain.report {place}", f"python -m meshtrain.generate {place} {prompt}"]
     if run.metrics.tensorboard and not addresses.is_remote(run.run.dir):
         then += [f"tensorboard --logdir {place}"]
