@@ -514,7 +514,7 @@ def _price(made: assembly.Assembly, step, directory: Path) -> None:
         with phases.moving("pricing the step"):
             priced = Inspected(made, step)        # what XLA logs is for `inspect` to hear
             local = made.mesh.local_devices
-            shared = f"\n{len(local)} devices: {size(len(local) * priced.held['total'])} of this machine's " \
+            shared = f"\n{len(local)} devices: {size(len(local) * (priced.held['total'] or 0))} of this machine's " \
                      f"{size(devices.memory_bytes(local))}" if local[0].platform == "cpu" else ""
             say.out(report.memory_table(priced) + shared)
             costs = report.as_json(priced)
@@ -639,6 +639,7 @@ def _summary(session: _Session, val_loss: float | None) -> str:
     """The end of a run that has all its steps: what it has learned, where the time went, where things are, what may
     come next."""
     run, first, last = session.run, None, None
+    assert session.corpus is not None
     objective, place = run.training.objective, shlex.quote(run.run.dir)
     column = "reward" if objective == "rl" else "loss"
     unit = {"rl": "", "dpo": " a pair"}.get(objective, " nats per token")
