@@ -427,7 +427,7 @@ def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:
     for path in paths:
         try:
             sizes.append(files.attempted(lambda: _readable_size(path), f"{path} cannot be read",
-                                         f"mend it or take it out of {where}.paths"))
+                                         f"fix it or take it out of {where}.paths"))
         except ValueError as error:
             faults.append(str(error))
     if faults:

@@ -60,14 +60,14 @@ def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> Non
         faults = ((place, builtin.fault(reward, line)) for place, line in lines.items())
         if wrong := [(place, fault) for place, fault in faults if fault]:
             raise ValueError(f'{wrong[0][0]}: "{column}" {wrong[0][1]} ({len(wrong)} of {len(lines)} lines have such); '
-                             f'mend it')
+                             f'fix it')
         return
     if not os.path.isfile(os.path.expanduser(path)):
         raise ValueError(f'rl.reward="{reward}": {path} is not a file (relative to {os.getcwd()}); name one as '
                          f'"rewards.py:score"')
     with contextlib.closing(_Process(reward, memory_gb, threading.Event())) as process:
         if failure := process.started():
-            raise ValueError(f'rl.reward="{reward}" cannot be loaded: {failure}; mend the file, or name another '
+            raise ValueError(f'rl.reward="{reward}" cannot be loaded: {failure}; fix the file, or name another '
                              f'function')
 
 

@@ -257,7 +257,7 @@ class Rollouts:
         if len(failed) > most:
             raise agree.agreed(RolloutError(
                 f"{len(failed)} of {len(outcomes)} answers have no reward, since rl.reward={self.rl.reward} failed: "
-                f"{'; '.join(list(dict.fromkeys(failed.values()))[:3])}; mend the function, or the lines that it "
+                f"{'; '.join(list(dict.fromkeys(failed.values()))[:3])}; fix the function, or the lines that it "
                 f"cannot score, and start again"))
         unsteady = sum(one.unsteady for one in outcomes.values())
         if unsteady and jax.process_index() == 0:

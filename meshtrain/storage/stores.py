@@ -298,9 +298,9 @@ def _check_environment(address: Address) -> None:
     """Raises: StorageError for what would abort the library, which takes it for granted."""
     for key, value in _environment() if address.scheme == "s3" else ():
         if key.startswith("AWS_ENDPOINT") and not ENDPOINT.fullmatch(value):
-            raise StorageError(f"{address}: {key} is not https://HOST[:PORT] or http://HOST[:PORT]; mend or unset it")
+            raise StorageError(f"{address}: {key} is not https://HOST[:PORT] or http://HOST[:PORT]; fix or unset it")
         if key in HEADERS and not re.fullmatch(r"[!-~]*", value):
-            raise StorageError(f"{address}: {key} has a character that no request can have; mend or unset it")
+            raise StorageError(f"{address}: {key} has a character that no request can have; fix or unset it")
 
 
 def endpoints(address: Address) -> list[str]:

@@ -103,7 +103,7 @@ with checkpoint.Checkpoints(directory, keep=2, tell=lambda text: say("told", tex
         for step in (6, 7, 8):
             checkpoints.save(step, state(step), {})
     except checkpoint.CheckpointError as error:
-        say("raised", str(error).partition(": see to")[0])
+        say("raised", str(error).partition(": check")[0])
     files.checksums = write
     checkpoints.save(5, state(5), {"from": "two"})
     checkpoints.save(5, state(6), {"from": "the second attempt"})

@@ -119,7 +119,7 @@ WRONG = [
     ('{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}',
      "a lone surrogate"),
     ({"messages": [{"role": "user", "content": "<|im_end|>"}, ANSWER]},
-     "holds '<|im_end|>' in what is said, which is a special token"),
+     "holds '<|im_end|>' in a message, which is a special token"),
 ]
 
 

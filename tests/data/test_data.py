@@ -83,7 +83,7 @@ def test_several_sources_are_validated_on_in_place_of_a_share(tmp_path):
     run = config.Run(data=data.model_copy(update={"validation_paths": ("x",),
                                                   "validation_sources": data.validation_sources[:1] * 2}))
     told = "\n".join(config.problems(run))
-    assert 'validation_sources names two sources "web"' in told and "both say what to validate on" in told
+    assert 'validation_sources has two sources named "web"' in told and "both say what to validate on" in told
 
 
 def test_validation_files_that_are_missing_or_trained_on_are_refused_by_their_key(tmp_path):

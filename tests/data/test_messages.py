@@ -71,7 +71,7 @@ def test_arguments_keep_the_nulls_that_a_line_of_json_gives_and_that_is_told(tmp
     told = Opened(chats(tmp_path, [{"messages": [ASK, CALLED]}, *[{"messages": [ASK, given]}] * 2]), tmp_path).told
     assert [line for line in told if "arguments" in line] == [
         f"{tmp_path / 'chat.jsonl'}: in 2 conversations (line 2 first) the arguments of a tool call have a null, and "
-        "it is learned; leave such keys out where a table of all calls' keys has filled them in"]
+        "the model is trained on it; remove such keys if a table with the keys of all calls has added them"]
 
 
 # (message or tools, what is told)
@@ -127,7 +127,7 @@ def test_tool_calls_that_the_template_does_not_write_are_told(tmp_path):
     assert not any("tool calls" in line for line in Opened(data, tmp_path).told)
     template.write_text(template.read_text().replace("m.tool_calls", "[]"))
     (told,) = [line for line in Opened(data, tmp_path).told if "tool calls" in line]
-    assert f"in line 2 there are tool calls, which {template} does not write" in told
+    assert f"in line 2 there are tool calls, which {template} does not render" in told
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

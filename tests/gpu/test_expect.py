@@ -54,8 +54,8 @@ def test_another_run_and_another_compiler_are_told():
     other = changed(run=STEP.run | {"model.num_layers": 40, "training.remat": "full"},
                     compiler={"jax": "0.12.0", "jaxlib": "0.12.0"})
     assert expect.causes(STEP, other) == [
-        "the run is another: model.num_layers 32 → 40", 'the run is another: training.remat "default" → "full"',
-        "the compiler is another: written with jax 0.10.2 and jaxlib 0.10.2, compiled here with jax 0.12.0 and jaxlib "
+        "the run differs: model.num_layers 32 → 40", 'the run differs: training.remat "default" → "full"',
+        "the compiler differs: written with jax 0.10.2 and jaxlib 0.10.2, compiled here with jax 0.12.0 and jaxlib "
         "0.12.0"]
     assert expect.causes(STEP, STEP) == []
 
@@ -72,7 +72,7 @@ def test_a_gate_passes_what_it_wrote_and_fails_what_moves_more(tiny, tmp_path): 
     assert moved.code == 1 and moved.out == "", moved
     assert any(line.startswith("new: all-gather over data of") and "(layers/mlp/" in line
                for line in moved.err.splitlines())
-    assert 'the run is another: rules "my rules.toml" → "zero3.toml"' in moved.err
+    assert 'the run differs: rules "my rules.toml" → "zero3.toml"' in moved.err
     assert "memory, params: bytes" in moved.err
     assert (tmp_path / "step.toml").read_text() == text, "only --update writes"
 

@@ -69,7 +69,7 @@ def test_a_template_that_writes_earlier_turns_otherwise_is_refused_where_answers
                       "{% for m in messages %}{{ m.role }}{{ m.content if loop.last or m.role == 'user' else '…' }}{% "
                       "endfor %}")
     with pytest.raises(chat.Fault,
-                       match="has no {% generation %}, so what the assistant said cannot be told") as caught:
+                       match="has no {% generation %}, so the assistant's text cannot be found") as caught:
         chat.encode(template, [Conversation(ANSWERED, [True] * 2), Conversation(ANSWERED + ASKED, [True] * 3)])
     assert caught.value.index == 1
     assert len(chat.encode(template, [Conversation(ANSWERED + ASKED, [True] * 3)], learn_all=True)) == 1
@@ -179,8 +179,8 @@ def test_a_generation_prompt_that_an_answer_does_not_begin_with_is_told_as_such(
     with pytest.raises(chat.Fault) as caught:
         chat.encode(opened(tmp_path, THINKS), [Conversation(turns, [False, True])])
     assert f"the generation prompt of the chat template is {'<|header|>assistant<think>' + chr(10)!r}, and message 1 " \
-           f"(from 0), an answer, is not written so" in str(caught.value)
-    assert "once others follow" not in str(caught.value)
+           f"(from 0), an answer, does not begin with it" in str(caught.value)
+    assert "when others follow" not in str(caught.value)
     thought = [*ASKED, {"role": "assistant", "content": "4", "reasoning": "hm"}]
     assert learned(opened(tmp_path, THINKS), thought, [False, True]) == "hm4</s>"
     tagged = opened(tmp_path, THINKS.replace("{% if m.reasoning %}", "{% generation %}{% if m.reasoning %}")
@@ -246,7 +246,7 @@ def test_a_text_that_is_too_long_is_refused_and_the_next_conversation_is_not(tex
     monkeypatch.setattr(chat, "MOST_CHARS", 2000)
     template = opened(tmp_path, "{% if messages | length == 3 %}" + text + "{% endif %}" + UNMARKED)
     for trained in ([True] * 3, [False] * 3):
-        with pytest.raises(chat.Fault, match="writes 3,... characters of it, and the most are 2,000; mend or remove"):
+        with pytest.raises(chat.Fault, match="writes 3,... characters of it, and the most are 2,000; fix or remove"):
             chat.encode(template, [Conversation(ANSWERED + ASKED, trained)])
     assert len(chat.encode(template, [Conversation(ANSWERED, [True] * 2)])) == 1
 

@@ -236,7 +236,7 @@ def test_pods_that_fail_start_again_after_doubled_waits_and_are_given_up_with_th
     for number in range(1, 3):
         wait_s = 2 ** (number - 1)
         assert f"starting again from the beginning in {wait_s:g} s (failure {number} without" in ours.logs[number][0]
-        assert re.search(rf"the start before ended: process \d .*exit code 1(; its last line: bad weather {number})?\n",
+        assert re.search(rf"the previous start ended: process \d .*exit code 1(; its last line: bad weather {number})?\n",
                          ours.logs[number][0])
         assert begun[number] - begun[number - 1] >= wait_s
         assert begun[number] >= begins[number]
@@ -258,7 +258,7 @@ def test_a_newer_checkpoint_or_another_jobset_counts_anew(jobset, tmp_path):
 def test_a_drained_host_is_no_failure_where_all_is_saved(jobset, tmp_path):
     ours = Pods(jobset, tmp_path, "os.makedirs(home / 'run' / 'checkpoints' / str(start)); sys.exit(75)", first_s=30)
     assert [ours.attempt(number) for number in range(2)] == [[75]] * 2
-    assert all("the start before ended: stopped on request" in log and "starting again" not in log
+    assert all("the previous start ended: stopped on request" in log and "starting again" not in log
                for log, in ours.logs[1:])
 
 
@@ -293,7 +293,7 @@ def test_a_pod_that_was_killed_leaves_no_word_and_its_victims_are_not_blamed(job
     second.kill()
     assert (first.wait(60), second.wait(60)) == (1, -signal.SIGKILL)
     assert ours.attempt(1) == [0, 0]
-    assert "the start before ended: no process failed of itself: a pod was killed, or its host is lost\n" in ours.logs[-1][0]
+    assert "the previous start ended: no process failed by itself: a pod was killed, or its host is lost\n" in ours.logs[-1][0]
 
 
 def test_a_process_that_was_stopped_and_killed_for_it_is_no_victim(capfd):
@@ -347,7 +347,7 @@ def test_a_real_run_whose_process_is_killed_in_its_pod_goes_on_when_jobset_has_s
     second = [begin(index, 1) for index in (0, 1)]
     said = [pod.communicate(timeout=soak.PATIENCE_S)[0] for pod in second]
     assert [pod.returncode for pod in second] == [0, 0], said
-    assert f"the start before ended: process 1 (pid {trains}) failed first, " in said[0]
+    assert f"the previous start ended: process 1 (pid {trains}) failed first, " in said[0]
     assert "killed by SIGKILL (signal 9)" in said[0]
     assert re.search(r"starting again from step \d+ in 5 s \(failure 1 without a newer checkpoint; given up after 6\)",
                      said[0])

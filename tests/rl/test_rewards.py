@@ -408,5 +408,5 @@ def test_a_file_of_any_suffix_and_names_of_any_characters_are_taken(tmp_path):
 
 def test_a_pattern_that_is_none_is_told_with_its_line_before_anything_is_drawn():
     lines = {"a.jsonl, line 1": {"pattern": "yes"}, "a.jsonl, line 2": {"pattern": "(["}, "a.jsonl, line 3": {"pattern": 3}}
-    with pytest.raises(ValueError, match=r'a.jsonl, line 2: "pattern" is no regular expression: .*2 of 3 lines.*mend it'):
+    with pytest.raises(ValueError, match=r'a.jsonl, line 2: "pattern" is no regular expression: .*2 of 3 lines.*fix it'):
         workers.check("regex", lines)

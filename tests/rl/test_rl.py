@@ -485,7 +485,7 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
     (["--rl.prompts=16"], "data.global_batch=8 sequences of data.seq_len=32 may not hold the 64 answers"),
     (["--rl.updates=3"], "rl.updates=3 does not divide rl.prompts=4"),
     (["--rl.kl=0.1"], "rl.kl=0.1 is a divergence from the initial weights, which are random here"),
-    (["--rl.old=sampler", "--rl.correction=token_mask"], "rl.correction=\"token_mask\" weighs old log-probabilities"),
+    (["--rl.old=sampler", "--rl.correction=token_mask"], "rl.correction=\"token_mask\" compares old log-probabilities"),
     (["--rl.top_k=5"], "rl.top_k"),
     (["--model.matmul_dtype=float8"], "answers are generated without it, and log-probabilities differ"),
     (["--model.residual_dropout=0.1"], "generates answers without dropout"),

@@ -475,7 +475,7 @@ def test_faults_are_told_by_name(place, more, told):  # noqa: F811
 
 def test_a_sampler_tells_a_mistake_before_it_waits(tmp_path):
     refused(call(sample.main, tmp_path / "nowhere", "--mesh.tensors=2"), "mesh.tensors")
-    refused(call(sample.main, tmp_path / "nowhere", "--rl.lag=2"), "rl.lag changes nothing here")
+    refused(call(sample.main, tmp_path / "nowhere", "--rl.lag=2"), "rl.lag has no effect here")
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -108,7 +108,7 @@ def test_a_setting_of_jax_is_the_runs_and_who_said_otherwise_is_told(one, change
         devices.own_settings({"JAX_OTHER": "1"})
     variable = one.name.upper()
     (line,) = devices.own_settings({variable: "given"})
-    assert line.startswith(f"{variable}=given is not taken: a run has {one.name}={one.value}")
+    assert line.startswith(f"{variable}=given is ignored: a run needs {one.name}={one.value}")
     assert devices.own_settings({variable: "given"}) == []
 
 
@@ -172,9 +172,9 @@ def test_processes_with_other_environments_have_the_same_settings_or_are_refused
                  "XLA_FLAGS --xla_cpu_enable_fast_math=true", "the same files, flags and environment"):
         assert part in said[0][0], said
     assert "dump" not in said[0][0] and "cache" not in said[0][0]
-    told = [line for line in said[0][1].splitlines() if "is not taken" in line]
+    told = [line for line in said[0][1].splitlines() if "is ignored" in line]
     assert len(told) == 2 and all(line.startswith("warning: process 1: JAX_DE") for line in told), said
-    assert "is not taken" not in said[1][1]
+    assert "is ignored" not in said[1][1]
 
 
 def test_sums_in_many_dimensions_are_right_on_cpus():

@@ -156,7 +156,7 @@ def test_a_stale_handle_is_nobodys_mistake_in_a_reader(reader, tmp_path, monkeyp
 def test_one_unreadable_file_is_a_mistake_beside_readable_ones(tmp_path):
     (tmp_path / "a").write_text("text")
     with pytest.raises(ValueError,
-                       match="b cannot be read: No such file or directory; mend it or take it out of data.paths"):
+                       match="b cannot be read: No such file or directory; fix it or take it out of data.paths"):
         sources.file_sizes([str(tmp_path / "a"), str(tmp_path / "b")], "data")
 
 

@@ -94,8 +94,8 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
     (source,) = corpus.sources
     fitting, shortest = _fitting(source, data.seq_len)
     if not len(fitting):
-        raise ValueError(f"data.seq_len={data.seq_len} holds none of {source.num_documents // 2} pairs, the shortest "
-                         f"of which takes {shortest}: both answers, each behind its prompt; use more")
+        raise ValueError(f"data.seq_len={data.seq_len} is too short for all {source.num_documents // 2} pairs; the "
+                         f"shortest takes {shortest} tokens (both answers, each after its prompt); use more")
     held = np.zeros(0, np.int64)
     if data.validation_fraction and len(fitting) > 1:
         count = max(1, int(len(fitting) * data.validation_fraction))

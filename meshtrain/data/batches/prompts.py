@@ -138,6 +138,6 @@ def _prompt(line: dict, reader: Tokenizer, template: Callable[[], chat.Template]
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("has half a character, a lone surrogate; mend or remove the line") from None
+        raise ValueError("has half a character, a lone surrogate; fix or remove the line") from None
     (ids,) = reader.encode([text])
     return np.concatenate([[reader.bos], ids]).astype(np.int32), text

@@ -334,4 +334,4 @@ def _identify(home: Path, path: str, job: Job) -> dict:
 
 def _identify_input(home: Path, path: str, job: Job) -> dict:
     return files.attempted(lambda: _identify(home, path, job), f"{path} cannot be read",
-                           "mend it or take it out of data.paths")
+                           "fix it or take it out of data.paths")

@@ -64,7 +64,7 @@ def read(folder: Path) -> Said:
     for content, number in added.items():
         if type(number) is not int:
             raise ValueError(f"{folder / ADDED}: {content!r} has the id {json.dumps(number)[:40]}, which is no whole "
-                             f"number; mend it, or take the file away")
+                             f"number; fix it, or take the file away")
         tokens.append(NamedToken(content, ADDED, number, {"special": content not in plain,
                                                           "normalized": content in plain}))
     tokens.sort(key=lambda token: token.id)
@@ -156,7 +156,7 @@ def _decoded(folder: Path, number: str, token) -> NamedToken:
     content = _content(token)
     if not content or not number.isdecimal():
         raise ValueError(f"{folder / CONFIG}: added_tokens_decoder has {json.dumps({number: token})[:80]}, which is no "
-                         f"id with a token; mend it, or take it out")
+                         f"id with a token; fix it, or take it out")
     return NamedToken(content, CONFIG, int(number), _properties(token))
 
 
@@ -191,7 +191,7 @@ def _few(found: list[str]) -> str:
 
 def _object(path: Path, value) -> dict:
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: {json.dumps(value)[:80]} is no object; mend it, or take the file away")
+        raise ValueError(f"{path}: {json.dumps(value)[:80]} is no object; fix it, or take the file away")
     return value
 
 
@@ -203,4 +203,4 @@ def _read(path: Path) -> dict:
     try:
         return _object(path, json.loads(text))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}); mend it, or take it away") from None
+        raise ValueError(f"{path} cannot be read as JSON ({error}); fix it, or take it away") from None

@@ -203,8 +203,8 @@ def _check_special(template: Template, conversations: Sequence[Conversation]) ->
                 name = next((template.library.id_to_token(id) for id in ids if id in respelled), None)
             if name is not None:
                 raise Fault(index,
-                            f"holds {name!r} in what is said, which is a special token of {template.tokenizer.path} "
-                            "and would become one; take it out, or write it otherwise")
+                            f"holds {name!r} in a message, which is a special token of {template.tokenizer.path} "
+                            "and would become one; remove it, or write it differently")
 
 
 def _strings(value) -> Iterator[str]:
@@ -241,9 +241,9 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
             return (place / TEMPLATE_FILE).read_text(encoding="utf-8"), place / TEMPLATE_FILE
     except OSError as error:
         raise files.judged(error, f"the chat template of {place} cannot be read",
-                           "mend it, or name another as data.chat_template") from None
+                           "fix it, or name another as data.chat_template") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"the chat template of {place} cannot be read: {error}; mend it, or name another as "
+        raise ValueError(f"the chat template of {place} cannot be read: {error}; fix it, or name another as "
                          "data.chat_template") from None
     path = place / CONFIG_FILES[0]
     found = _config(path).get("chat_template")
@@ -278,9 +278,9 @@ def _config(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise files.judged(error, f"{path} cannot be read",
-                           "mend it, or name a template as data.chat_template") from None
+                           "fix it, or name a template as data.chat_template") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}); mend it, or name a template as "
+        raise ValueError(f"{path} cannot be read as JSON ({error}); fix it, or name a template as "
                          f"data.chat_template") from None
     return value if isinstance(value, dict) else {}
 
@@ -305,11 +305,11 @@ class _Renderer:
                      "limit_s": LIMIT_S, "most_chars": MOST_CHARS})
         reply = self._read()
         if reply is None:
-            raise ValueError(f"the chat template {self.template.path} {self._ended()}; mend it, or name another as "
+            raise ValueError(f"the chat template {self.template.path} {self._ended()}; fix it, or name another as "
                              "data.chat_template")
         if "fault" in reply:
             self._end()
-            raise ValueError(f"the chat template {self.template.path} is not one of jinja: {reply['fault']}; mend it, "
+            raise ValueError(f"the chat template {self.template.path} is not one of jinja: {reply['fault']}; fix it, "
                              f"or name another as data.chat_template")
         return reply
 
@@ -324,12 +324,12 @@ class _Renderer:
                 reply = self._read()
                 if reply is None:
                     raise Fault(index,
-                                f"the chat template {self.template.path} {self._ended()}; mend it, or name another as "
+                                f"the chat template {self.template.path} {self._ended()}; fix it, or name another as "
                                        "data.chat_template")
                 if "fault" in reply:
                     self._end()     # discards unread replies
                     raise Fault(index,
-                                f"{reply['fault']}; mend or remove it, or name another template as data.chat_template")
+                                f"{reply['fault']}; fix or remove it, or name another template as data.chat_template")
                 replies.append(reply)
             return replies
 

@@ -34,14 +34,13 @@ NOTES = {
         "generation prompt end with a special token or a new line",
     chat_tokens.ELSEWHERE:
         "in {where} an answer's {{% generation %}} does not begin where the generation prompt of {template} ends, so "
-        "the model is prompted otherwise than it learns; mend the template for what it is to answer, or name another "
-        "as data.chat_template",
+        "prompts differ from training; fix the template, or set data.chat_template to another",
     chat.UNWRITTEN:
-        "in {where} there are tool calls, which {template} does not write: the answers are learned without them; name "
-        "a template that writes them as data.chat_template",
+        "in {where} there are tool calls, which {template} does not render: answers are trained without them; set "
+        "data.chat_template to one that renders them",
     NULLS:
-        "in {where} the arguments of a tool call have a null, and it is learned; leave such keys out where a table of "
-        "all calls' keys has filled them in",
+        "in {where} the arguments of a tool call have a null, and the model is trained on it; remove such keys if a "
+        "table with the keys of all calls has added them",
 }
 
 
@@ -142,7 +141,7 @@ def parse_pair(line: dict) -> list[Conversation]:
         shared = alike.index(False) if False in alike else len(alike)
         given, prompt = prompt, answers[0][:shared]
         if given and prompt[-len(given):] != given:
-            raise ValueError("has whole conversations as answers that do not begin with its prompt; mend it, or leave "
+            raise ValueError("has whole conversations as answers that do not begin with its prompt; fix it, or leave "
                              "the prompt out")
         answers, learned = ([one[shared:] for one in both] for both in (answers, learned))
     elif not prompt:
@@ -267,7 +266,7 @@ def _of_json(text: str, place: str, begin: str):
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise ValueError(f"{place}: the string {_short(text)} is broken JSON ({why}); mend it, or give the value "
+        raise ValueError(f"{place}: the string {_short(text)} is broken JSON ({why}); fix it, or give the value "
                          f"itself") from None
 
 
@@ -314,9 +313,9 @@ def _check_characters(*values) -> None:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"has half a character (\\u{ord(error.object[error.start]):04x}, a lone surrogate); "
-                         "mend or remove the line") from None
+                         "fix or remove the line") from None
     except RecursionError:
-        raise ValueError("is nested too deeply; mend or remove the line") from None
+        raise ValueError("is nested too deeply; fix or remove the line") from None
 
 
 def _short(value) -> str:

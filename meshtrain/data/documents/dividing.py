@@ -79,5 +79,5 @@ class Markers:
             files = f" and {len(more):,} other file{'s' * (len(more) > 1)}" if more else ""
             tell(f"{path}{files}: {names} stand in the text as ordinary characters{remedy}")
         if self.marker and self.num_files and not self.divisions:
-            tell(f"data.split_at={self.marker!r} stands in none of the {self.num_files:,} files that were tokenized, "
-                 f"and divides no document; mend it, or leave it out")
+            tell(f"data.split_at={self.marker!r} occurs in none of the {self.num_files:,} files that were tokenized; "
+                 f"fix it, or leave it out")

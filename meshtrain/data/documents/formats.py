@@ -67,7 +67,7 @@ def reading(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise files.judged(error, f"{path} cannot be read", "mend it or take it out of data.paths") from None
+        raise files.judged(error, f"{path} cannot be read", "fix it or take it out of data.paths") from None
 
 
 def read_text(path: str) -> Iterator[TextPiece]:
@@ -214,7 +214,7 @@ def _read_texts(path: str, field: str, batches: Callable) -> Iterator[TextPiece]
             try:
                 text = value.as_py()
             except UnicodeDecodeError as error:
-                raise fault(path, _row(row), f"is not UTF-8 ({error.reason})", "mend the row") from None
+                raise fault(path, _row(row), f"is not UTF-8 ({error.reason})", "fix the row") from None
             if text is None:
                 raise fault(path, _row(row), f"is null in column {field!r}", "drop such rows, or write empty strings")
             if len(text) > LINE_BYTES:
@@ -266,7 +266,7 @@ def _objects(path: str, rows, first: int) -> list[dict]:
         if len(rows) > 1:       # which it is
             return [_objects(path, rows.slice(i, 1), first + i)[0] for i in range(len(rows))]
         if isinstance(error, UnicodeDecodeError):
-            raise fault(path, _row(first), f"is not UTF-8 ({error.reason})", "mend the row") from None
+            raise fault(path, _row(first), f"is not UTF-8 ({error.reason})", "fix the row") from None
         raise fault(path, _row(first), f"cannot be read: {str(error)[:200]}",
                     "write such a column as text, or leave it out") from None
 
@@ -321,9 +321,9 @@ def _parse(path: str, number: int, line: bytes, example: str) -> dict:
                     "convert the file") from None
     except json.JSONDecodeError as error:
         raise fault(path, place, f"broken JSON ({error.msg}, column {error.colno})",
-                    "mend or remove the line") from None
+                    "fix or remove the line") from None
     except (ValueError, RecursionError) as error:    # thousands of digits, or of brackets
-        raise fault(path, place, f"JSON that cannot be read ({error})", "mend or remove the line") from None
+        raise fault(path, place, f"JSON that cannot be read ({error})", "fix or remove the line") from None
     if not isinstance(value, dict):
         raise fault(path, place, "is not an object", f"write one a line, e.g. {example}")
     return value
@@ -336,14 +336,14 @@ def _text_of(path: str, number: int, value: dict, field: str) -> str:
         raise fault(path, place, f"has no {field!r} (its keys: {keys})", "set data.field to the key of the text")
     text = value[field]
     if not isinstance(text, str):
-        raise fault(path, place, f"has no string in {field!r}, but {json.dumps(text)[:40]}", "mend or remove the line")
+        raise fault(path, place, f"has no string in {field!r}, but {json.dumps(text)[:40]}", "fix or remove the line")
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise fault(path, place,
                         f"has half a character in {field!r} (\\u{ord(text[error.start]):04x}, a lone surrogate)",
-                        "mend or remove the line") from None
+                        "fix or remove the line") from None
     return text
 
 

@@ -99,8 +99,8 @@ class Renderer:
         if all(wanted):
             return Written(text, found, *self._begins(messages, tools, text, found))
         if len(found) != len(answers):
-            raise ValueError(f"the chat template marks {len(found)} passages of {len(answers)} answers, so those that "
-                             f"are not to be learned cannot be told from the others")
+            raise ValueError(f"the chat template marks {len(found)} passages of {len(answers)} answers, so the "
+                             f"answers that are no loss targets cannot be found")
         return Written(text, [span for span, want in zip(found, wanted) if want],
                        *self._begins(messages, tools, text, found))
 
@@ -190,13 +190,13 @@ class Renderer:
         """Why the answer messages[i] cannot be told from the text before it."""
         asked, alone = self.render(messages[:i], tools, True), self.render(messages[:i + 1], tools, False)
         if alone.startswith(asked):
-            return ("the chat template writes a turn otherwise once others follow (it leaves reasoning out, say) and "
-                    "has no {% generation %}, so what the assistant said cannot be told; give a line for each answer, "
-                    "the turns before it as its prompt")
+            return ("the chat template renders a turn differently when others follow (it drops reasoning, for example) "
+                    "and has no {% generation %}, so the assistant's text cannot be found; give one line per answer, "
+                    "with the turns before it as its prompt")
         rest = asked[len(os.path.commonprefix([asked, self.render(messages[:i], tools, False)])):]
         return (f"the generation prompt of the chat template is {rest[-80:]!r}, and message {i} (from 0), an answer, "
-                "is not written so, and what follows the prompt cannot be told; what can be learned are answers that "
-                "begin so (with their reasoning, if it is that), or a template with {% generation %} around them")
+                "does not begin with it, so the answer's text cannot be found; give answers that begin with it (with "
+                "their reasoning, if that is missing), or a template with {% generation %} around answers")
 
     def _given(self, messages, tools, counts: Sequence[int], text: str) -> list[int]:
         """The ends of the generation prompts of answers that are not learned, as far as they are found at no great

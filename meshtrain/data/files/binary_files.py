@@ -69,7 +69,7 @@ def _open_ids(path: str) -> IdFile:
         return _open_megatron(path, index) if os.path.exists(index) else _open_bare(path)
     except OSError as error:
         raise files.judged(error, f"{error.filename or path} cannot be read",
-                           "mend it or take it out of data.paths") from None
+                           "fix it or take it out of data.paths") from None
 
 
 def _open_bare(path: str) -> IdFile:
