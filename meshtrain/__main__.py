@@ -30,6 +30,7 @@ COMMANDS = {
     "evaluate": "measure a model's loss on files or harness tasks",
     "convert": "write a run's weights as a model folder",
     "tokenize": "tokenize a run's data before it runs",
+    "slurm": "print a Slurm job for a run",
     "sample": "draw the answers of an rl run apart from its trainer",
 }
 LAUNCHERS = {

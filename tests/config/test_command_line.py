@@ -33,7 +33,7 @@ def test_every_option_takes_its_own_example_and_is_in_the_help(command):
         given = command.read([*names, *required, f"--{name}={example}" if option.value else f"--{name}"])
         assert name in given and given[name] not in (None, [], False) or given[name] == 0, name
         assert f"--{name}" in command.usage and option.help.split()[0] in command.help("about")
-    assert command.module.split(".")[0] == "meshtrain" and len(COMMANDS) == 16
+    assert command.module.split(".")[0] == "meshtrain" and len(COMMANDS) == 17
 
 
 def test_values_defaults_and_what_belongs_to_the_run():

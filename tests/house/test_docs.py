@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from meshtrain.launch import elastic, local, pod, restart, samplers
-from meshtrain import assembly, check, config, convert, evaluate, generate, report, sample, tokenize
+from meshtrain import assembly, check, config, convert, evaluate, generate, report, sample, slurm, tokenize
 from meshtrain.commands import inspect, plan, prove
 from meshtrain.checkpoint import resume
 from meshtrain.cost.program import compile as gpu_compile
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 COMMANDS = {door.COMMAND.module: door for door in (check, convert, evaluate, generate, inspect,
-                                                   plan, prove, report, sample, tokenize, elastic,
+                                                   plan, prove, report, sample, slurm, tokenize, elastic,
                                                    local, pod, restart, samplers)}
 
 
@@ -42,7 +42,7 @@ def commands(page: Path) -> list[str]:
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
     inline = re.findall(r"`((?:python -m|meshtrain [a-z]+) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     printed = re.findall(r"^\$ (meshtrain .*)\n(?!error:)", text, re.MULTILINE)
-    lines = [part.strip() for line in [*blocks.splitlines(), *inline, *printed] for part in line.split("&&")]
+    lines = [part.partition(" > ")[0].strip() for line in [*blocks.splitlines(), *inline, *printed] for part in line.split("&&")]
     as_module = re.compile(r"^(?:meshtrain (launch )?|python -m (launch)\.)(\w+)")
     return [as_module.sub(lambda found: f"python -m {'meshtrain.launch' if found[1] or found[2] else 'meshtrain'}.{found[3]}", line)
             for line in lines if line]
@@ -76,7 +76,7 @@ def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_us
             asked = COMMANDS[module].COMMAND.read(argv)
             if module == "meshtrain.plan":
                 assert plan.asked(asked).mesh.data == 1
-            elif module in ("meshtrain.check", "meshtrain.inspect", "meshtrain.prove", "meshtrain.tokenize") or module.startswith("meshtrain.launch."):
+            elif module in ("meshtrain.check", "meshtrain.inspect", "meshtrain.prove", "meshtrain.slurm", "meshtrain.tokenize") or module.startswith("meshtrain.launch."):
                 config.load([*asked.names, *asked.keys, *asked.run])
             if asked.values.get("topology"):
                 assert gpu_compile.parse_topology(asked["topology"])

@@ -1,4 +1,5 @@
 """What containers are made of: versions that fit pyproject.toml, files that exist, commands that are there."""
+import json
 import re
 import subprocess
 import tomllib
@@ -22,6 +23,15 @@ def locked() -> dict[str, str]:
 
 def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_a_container_to_develop_in_and_the_hooks_are_of_the_projects_environment():
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    (command,) = re.findall(r"python3 -m venv \.venv && \S+ install -e '\.\[ci\]'", (ROOT / "CONTRIBUTING.md").read_text())
+    assert container["postCreateCommand"].replace(" -q", "") == command
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(hook["additional_dependencies"]) <= set(extras["ci"]) and hook["entry"].startswith("ruff check")
 
 
 def test_the_lock_fits_the_ranges():

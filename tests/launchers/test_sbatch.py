@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshtrain import config
+from meshtrain.commands import slurm
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SBATCH = ROOT / "launch" / "slurm.sbatch"
@@ -46,6 +47,7 @@ PLACE = '''
 import json, os
 from pathlib import Path
 from meshtrain import config
+from meshtrain.commands import slurm
 from meshtrain.cluster import find, meet
 cluster = find.cluster(config.Distributed(), os.environ)
 meet.meet(cluster, 30)
@@ -61,7 +63,7 @@ if sys.argv[1:3] in (["-m", "meshtrain.launch.restart"], ["-m", "meshtrain.launc
 '''
 
 
-def submitted(tmp_path, python: str, code: int, *argv: str, rule: str = RULE,
+def submitted(tmp_path, python: str, code: int, *argv: str, rule: str = RULE, script: Path = SBATCH,
               **more: str) -> subprocess.CompletedProcess:
     """The batch script with stand-ins for srun, scontrol and python on the PATH."""
     (tmp_path / "said").mkdir(exist_ok=True)
@@ -70,10 +72,11 @@ def submitted(tmp_path, python: str, code: int, *argv: str, rule: str = RULE,
         (tmp_path / name).write_text(f"#!{interpreter}\n{text}")
         (tmp_path / name).chmod((tmp_path / name).stat().st_mode | stat.S_IXUSR)
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "CODE": str(code),
+                            "VIRTUAL_ENV": "given",
                             "SAID": str(tmp_path / "said"), "SLURM_JOB_ID": "4711", "SLURM_PROCID": "0",
                             "SLURM_NTASKS": "2",
                             "SLURM_JOB_NUM_NODES": "8", "SLURM_GPUS_PER_NODE": "8"} | more
-    return subprocess.run(["bash", str(SBATCH), *argv], env=environ, text=True, capture_output=True, timeout=100)
+    return subprocess.run(["bash", str(script), *argv], env=environ, text=True, capture_output=True, timeout=100)
 
 
 def test_the_batch_script_is_bash_and_names_what_exists():
@@ -162,3 +165,68 @@ def test_a_job_that_is_to_wait_longer_than_slurm_holds_it_back_waits_for_the_res
         '["-m", "meshtrain.launch.restart"], ', "")
     submitted(tmp_path, ARGUMENTS, 1, rule=rule)
     assert (tmp_path / "slept").read_text().strip() == slept
+
+
+# ---- a job that `meshtrain slurm` prints -----------------------------------------------------------------------------
+
+
+RUN = '[run]\nname = "mine"\n[mesh]\nfsdp = -1\n[data]\nsource = "stdlib"\nglobal_batch = 64\n[model]\nembed_dim = 512\n'
+
+
+@pytest.fixture
+def printed(tmp_path, monkeypatch, capfd):
+    """The job of a run file for these options, printed in a directory of the user's own."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "run.toml").write_text(RUN)
+    monkeypatch.chdir(home)
+
+    def printed(*words: str) -> tuple[int, str, str]:
+        code = slurm.main(["run.toml", *words])
+        told = capfd.readouterr()
+        return code, told.out, told.err
+    return printed
+
+
+def sbatch_options(text: str) -> dict[str, str]:
+    """Options as sbatch reads them: #SBATCH lines before the first command, each up to a comment."""
+    head = text[:re.search(r"^[^#\n]", text, re.MULTILINE).start()]
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", head, re.MULTILINE))
+
+
+def test_a_printed_job_has_the_options_the_run_and_the_environment(printed, tmp_path):
+    code, text, told = printed("--nodes", "4", "--partition", "gpu", "--account", "us", "--time", "1-00:00:00",
+                               "--container", "registry/image:1", "--training.steps", "7", "--run.name", "two words")
+    options, home = sbatch_options(text), tmp_path / "home"
+    assert (code, told) == (0, "") and subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    wanted = {"nodes": "4", "gpus-per-node": "8", "partition": "gpu", "account": "us", "time": "1-00:00:00",
+              "job-name": "two_words", "chdir": str(home), "output": f"{home}/runs/slurm-%j.out"}
+    assert options | wanted == options and "qos" not in options and (home / "runs").is_dir()
+    assert f"export PATH={Path(sys.executable).parent}:$PATH" in text and "--container-image=registry/image:1" in text
+    assert "set -- run.toml --training.steps 7 --run.name 'two words'" in text
+    own = SBATCH.read_text().splitlines()
+    assert sum(line not in own for line in text.splitlines()) <= 14       # the rest is the shipped script
+
+
+def test_a_printed_job_runs_what_it_was_printed_for(printed, tmp_path):
+    _, text, _ = printed("--nodes", "8", "--training.steps", "7")
+    script = tmp_path / "job.sbatch"
+    script.write_text(text.replace(f"export PATH={Path(sys.executable).parent}:$PATH", ""))    # the stand-ins' path
+    job = submitted(tmp_path, ARGUMENTS, 0, script=script)
+    assert job.returncode == 0, job
+    said = json.loads((tmp_path / "said" / "0").read_text())
+    assert said == ["-u", "-m", "meshtrain.train", "run.toml", "--training.steps", "7"]
+
+
+@pytest.mark.parametrize("words, told", [
+    (("--nodes", "0"), "--nodes 0 is not a whole number"), ((), "--nodes is missing"),
+    (("--nodes", "2", "--mesh.fsdp", "8"), "mesh.fsdp=8 takes 8 devices, and there are 16"),
+    (("--nodes", "3"), "does not divide"), (("--nodes", "2", "--time", "tomorrow"), "is not a time of Slurm"),
+    (("--nodes", "2", "--partition", "a b"), "is not a name that Slurm may have"),
+    (("--nodes", "2", "--mesh.simulated_devices", "16"), "are CPU devices"),
+    (("--nodes", "2", "--training.stepz", "1"), "did you mean training.steps"),
+    (("other.toml", "--nodes", "2"), "other.toml is a second run file")])
+def test_a_job_that_cannot_be_is_one_message_and_makes_nothing(printed, tmp_path, words, told):
+    code, text, said = printed(*words)
+    assert (code, text) == (2, "") and told in said and said.count("error: ") == 1
+    assert not (tmp_path / "home" / "runs").exists()

@@ -1,0 +1,94 @@
+"""A Slurm job for a run: meshtrain slurm RUN.toml --nodes 8 > job.sbatch, then sbatch job.sbatch.
+
+Prints launch/slurm.sbatch with these options, for this run, this directory and the environment of this Python, once the
+run has a layout on these GPUs. Makes the directory of the job's output, without which Slurm drops it. Exit codes: 0 · 2
+the user's mistake, one message.
+"""
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from meshtrain import config, elastic, files
+from meshtrain.config import ConfigError
+from meshtrain.run import command, say
+from meshtrain.shipped import shipped
+
+SCRIPT = "launch/slurm.sbatch"
+OUTPUT = "runs"
+
+
+def _word(what: str, pattern: str) -> Callable[[str], str]:
+    """A parser for one word of an #SBATCH line."""
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"is not {what}")
+        return text
+    return parse
+
+
+NAME = _word("a name that Slurm may have", r"[\w.,@+-]+")
+COMMAND = config.Command("meshtrain.slurm", {
+    "nodes": config.Option("hosts of the job", "N", "8", config.whole(1), required="nothing says how many hosts"),
+    "gpus-per-node": config.Option("GPUs of a host", "G", "8", config.whole(1), 8),
+    "cpus-per-task": config.Option("CPU cores of each GPU's process", "C", "8", config.whole(1), 8),
+    "partition": config.Option("partition of the cluster", "NAME", "gpu", NAME),
+    "account": config.Option("account that is charged", "NAME", "my-project", NAME),
+    "qos": config.Option("quality of service", "NAME", "normal", NAME),
+    "time": config.Option("time limit: [DAYS-]HOURS:MINUTES:SECONDS, or minutes", "TIME", "24:00:00",
+                          _word("a time of Slurm", r"(\d+-)?\d+(:\d+){0,2}"), "24:00:00"),
+    "container": config.Option("image that the tasks run in (pyxis)", "IMAGE", "registry/meshtrain:1",
+                               _word("the name of an image", r"[\w./:@#+-]+")),
+}, "RUN.toml", (1, 8))      # a second one is told as such
+
+
+@command.entry(COMMAND, __doc__)
+def main(own: config.Arguments) -> None:
+    """Print the job. Raises: ConfigError where the run has no layout on its GPUs."""
+    run, num_gpus = config.load(own.names + own.keys), own["nodes"] * own["gpus-per-node"]
+    if run.mesh.simulated_devices:
+        raise ConfigError(f"mesh.simulated_devices={run.mesh.simulated_devices} are CPU devices, and the job has "
+                          f"{num_gpus} GPUs; add --mesh.simulated_devices 0")
+    config.mesh_sizes(run, num_gpus, enough="--nodes and --gpus-per-node whose product is {}")
+    elastic.check(run, num_gpus)
+    here = Path.cwd()
+    files.attempted(lambda: (here / OUTPUT).mkdir(exist_ok=True),
+                    f"{here / OUTPUT}, for the job's output, cannot be made", "go to a directory that can be written",
+                    ConfigError)
+    say.answer(job(own, run.run.name, here).rstrip("\n"))
+
+
+def job(own: config.Arguments, name: str, here: Path) -> str:
+    """The text of the job. here: the directory in which it runs. Raises: ConfigError."""
+    python = Path(sys.executable).parent
+    if not (python / "python").exists():
+        raise ConfigError(f"{sys.executable} has no `python` beside it, which the job calls; make an environment, "
+                          f"python3 -m venv .venv, and install meshtrain there")
+    if unfit := re.search(r"[\s\"'%$`\\]", f"{here}{python}"):
+        raise ConfigError(f"{here} or {python} has {unfit[0]!r} in its name, which a job script cannot say; use other "
+                          f"directories")
+    lines = shipped(SCRIPT).read_text(encoding="utf-8").splitlines()
+    printed = f"# meshtrain {shlex.join(['slurm', *own.words])}"
+    text = "\n".join([lines[0], printed, "# Submit it with sbatch.", *lines[3:]])
+    options = {"job-name": name.replace(" ", "_"), "output": f"{here}/{OUTPUT}/slurm-%j.out", "chdir": str(here),
+               **{option: own[option] for option in ("nodes", "gpus-per-node", "cpus-per-task", "time", "partition",
+                                                     "account", "qos") if own[option]}}
+    for option, value in options.items():
+        text = _replaced(text, rf"#+SBATCH --{option}=.*", f"#SBATCH --{option}={value}")
+    text = _replaced(text, r"\[ -n \"\$VIRTUAL_ENV.*", f"export PATH={python}:$PATH      # what printed this")
+    given = "[ $# -gt 0 ] || set --"
+    text = _replaced(text, f"{re.escape(given)} .*", f"{given} {shlex.join([*own.names, *own.keys])}")
+    if own["container"]:
+        text = _replaced(text, "container=.*", f'container="--container-image={own["container"]} '
+                                               f'--container-mounts={here}:{here} --container-workdir={here}"')
+    return text + "\n"
+
+
+def _replaced(text: str, line: str, by: str) -> str:
+    """The text with the one line of this pattern replaced."""
+    found, count = re.subn(f"^{line}$", lambda _: by, text, flags=re.MULTILINE)
+    assert count == 1, f"{SCRIPT} has {count} lines {line}"
+    return found
