@@ -51,6 +51,8 @@ __all__ = ["ConfigError", "Experiment", "Rules", "bars", "check_answer", "compar
            "prove", "schedule", "shards", "simulate", "size"]
 
 DRAWN_EVERY_S = 0.5     # of the curve while `Experiment.train` runs
+# In place of the quickstart's mesh and optimizer.
+WITHOUT_A_FILE = {f"mesh.{axis}": 1 for axis in AXES} | {"optimizer.name": "adamw", "optimizer.learning_rate": 3e-3}
 
 
 # What rules are given as: what `Rules` returns, a dict of tables, a shipped name, a path, or a rule file's text.
@@ -99,8 +101,8 @@ def Rules(text: str | Mapping[str, object]) -> rule_files.Rules:
 class Experiment:
     """A run on a mesh of simulated devices, or on this machine's (simulated_devices=0).
 
-    run_file: settings and mesh change single keys of it. Without one: the quickstart's model on one device, or on the
-    mesh that is given; axes that are not named are 1. settings: keys of the run file, {"model.num_layers": 2} or
+    run_file: settings and mesh change single keys of it. Without one: the quickstart's model with adamw, on one device
+    or on the mesh that is given; axes that are not named are 1. settings: keys of the run file, {"model.num_layers": 2} or
     {"model": {"num_layers": 2}}. rules: a shipped name, a path, the text of a rule file or a dict of its tables; else
     those of the run file. mesh: sizes of axes. simulated_devices: default those of `simulate`, else 8.
 
@@ -123,7 +125,7 @@ class Experiment:
                 raise ConfigError("sharding.rules is given twice, in settings and as rules; give it once")
             words += config.words({"sharding.rules": scratch.rule_file(rules)})
         count = local_devices.num_simulated() if simulated_devices is None else simulated_devices
-        first = [str(run_file)] if run_file else [f"--mesh.{axis}=1" for axis in AXES]
+        first = [str(run_file)] if run_file else config.words(WITHOUT_A_FILE)
         self.run = config.load([*first, *words, *config.words({"mesh.simulated_devices": count})])
         self._state, self.history = None, shown.history([])
 
