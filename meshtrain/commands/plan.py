@@ -206,7 +206,8 @@ def asked(options: config.Arguments) -> Run:
                   "run.name": f"{stem}-{options['gpus'][0]}-{options['gpu']}",
                   "run.sample_tokens": 0, "data.source": "text", "data.paths": '["data/*.txt"]',
                   "training.steps": 10000, "optimizer.name": "adamw", "optimizer.learning_rate": 3e-4,
-                  "optimizer.warmup_steps": 1000, "validation.every": 500, "data.global_batch": 1, "checkpoint.every": 500}
+                  "optimizer.warmup_steps": 1000,
+                  "validation.every": 500, "data.global_batch": 1, "checkpoint.every": 500}
         given.setdefault("model.compute_dtype", "bfloat16")
     elif not os.path.exists(name) and HUB_NAME.fullmatch(name):
         raise ConfigError(f"{name} is no run file here; for the model of that name on the Hugging Face hub write "
