@@ -103,8 +103,9 @@ class Experiment:
 
     run_file: settings and mesh change single keys of it. Without one: the quickstart's model with adamw, on one device
     or on the mesh that is given; axes that are not named are 1. settings: keys of the run file,
-    {"model.num_layers": 2} or {"model": {"num_layers": 2}}. rules: a shipped name, a path, the text of a rule file or a dict of its tables; else
-    those of the run file. mesh: sizes of axes. simulated_devices: default those of `simulate`, else 8.
+    {"model.num_layers": 2} or {"model": {"num_layers": 2}}. rules: a shipped name, a path, the text of a rule file or a
+    dict of its tables; else those of the run file. mesh: sizes of axes. simulated_devices: default those of `simulate`,
+    else 8.
 
     Devices start with the first method that computes; all experiments of a process share them, and one takes as many as
     its mesh has. Raises: ConfigError.
