@@ -32,6 +32,7 @@ LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_d
 ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
 SHARED = ("heads", "kv_heads", "mlp", "vocab")      # dims of both weights and activations
 NEVER_GATHERED = ("expert", "expert_mlp")      # tokens are dispatched to experts instead
+OTHERS_AXES = {"dp": "data", "tp": "tensor", "pp": "stage", "cp": "context"}     # words of other trainers, for messages
 EXTENDS, BOM = "extends", "\ufeff"      # Windows puts a byte order mark before it
 # A table without rules for expert axes shards experts' matrices like others.
 AS_OTHERS = {"expert_embed": "embed", "expert_mlp": "mlp"}
@@ -107,7 +108,8 @@ def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dic
     try:
         raw = tomllib.loads(text.removeprefix(BOM))
     except (ValueError, RecursionError) as error:  # bad TOML, numbers of thousands of digits, deep brackets
-        raise ValueError(f"{path}: not valid TOML: {error}") from None
+        quotes = "; put names in quotes, e.g. embed = \"fsdp\"" if "Invalid value" in str(error) else ""
+        raise ValueError(f"{path}: not valid TOML: {error}{quotes}") from None
     base = raw.pop(EXTENDS, None)
     faults = []
     for name, table in raw.items():
@@ -163,11 +165,22 @@ def _entry_faults(table: str, logical: str, axes) -> list[str]:
     axes = [axes] if isinstance(axes, str) else axes
     if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
         return [f"{logical} = {axes!r}: must be a mesh axis or a list of them, e.g. \"tensor\" or [\"data\", \"fsdp\"]"]
-    faults = [f"{logical}: unknown mesh axis {axis!r}{_nearest(axis, AXES)}; the axes are {', '.join(AXES)}"
+    faults = [f"{logical}: unknown mesh axis {axis!r}{_meant(logical, axis)}; the axes are {', '.join(AXES)}"
               for axis in axes if axis not in AXES]
     faults += [f"{logical}: mesh axis {axis!r} is listed twice; list it once" for axis in sorted(set(axes))
                if axes.count(axis) > 1]
     return faults
+
+
+def _meant(logical: str, axis: str) -> str:
+    """The mesh axis that `axis` is called here, if it is another trainer's word or misspelt."""
+    if axis.lower() in ("none", "null", ""):
+        return f" (did you mean no axis? write {logical} = [])"
+    if axis in OTHERS_AXES:
+        return f" (did you mean {OTHERS_AXES[axis]!r}?)"
+    if axis in ("ep", "expert", "experts", "expert_parallel"):
+        return " (experts have no axis of their own; split them over data, fsdp or tensor)"
+    return _nearest(axis, AXES)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -203,7 +216,9 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
             where = lambda: f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
             for axis in mesh_axes:
                 if axis in seen:
-                    faults.setdefault((tensor.table, axis, seen[axis], logical), (
+                    # [grads] and [optimizer] inherit the two rules from [params]: one message for all three
+                    both = frozenset((name, rules.mesh_axes(tensor.table, name)) for name in (seen[axis], logical))
+                    faults.setdefault((tensor.table == "activations", axis, both), (
                         f"{where()}: mesh axis {axis!r} shards both {seen[axis]!r} and {logical!r}; "
                         f"drop one of the two rules or set mesh.{axis} to 1"))
                 seen[axis] = logical

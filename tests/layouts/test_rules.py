@@ -117,6 +117,10 @@ MISTAKES = {
     "a number": ("[params]\nembed = 2", ["[params]", "embed = 2", '"tensor"']),
     "a list of numbers": ("[params]\nembed = [1, 2]", ["embed = [1, 2]", '["data", "fsdp"]']),
     "a nested list": ('[params]\nembed = [["data"]]', ["embed", "list"]),
+    "another trainer's word": ('[params]\nembed = "tp"', ["'tp'", "did you mean 'tensor'?"]),
+    "experts' axis": ('[params]\nexpert = "ep"', ["'ep'", "experts have no axis of their own", "fsdp or tensor"]),
+    "no axis": ('[params]\nembed = "none"', ["'none'", "write embed = []"]),
+    "no quotes": ("extends = zero3", ["not valid TOML", "put names in quotes"]),
     "bad TOML": ("[params\nembed = 2", ["not valid TOML", "line 1"]),
 }
 
@@ -267,6 +271,17 @@ def test_all_faults_of_a_layout_are_told_together():
     assert len(found) == 2
     for part in ("'tensor' shards both", "batch=8 does not divide over data 3"):
         assert any(part in fault for fault in found)
+
+
+def test_an_axis_that_shards_two_dimensions_is_told_once_for_tables_that_inherit_the_rules():
+    text = '[params]\nembed = "fsdp"\nmlp = "fsdp"'
+    tables = [Tensor(table, name, (96, 320), axes) for table in ("params", "grads", "optimizer")
+              for name, axes in (("up", ("embed", "mlp")), ("down", ("mlp", "embed")))]
+    [fault] = faults(text, sizes(fsdp=2), *tables)
+    assert "[params] up" in fault
+    text += '\n[grads]\nmlp = ["fsdp", "data"]\n[optimizer]\nmlp = []'
+    assert ["[params]" in fault or "[grads]" in fault for fault in faults(text, sizes(fsdp=2, data=2), *tables)] == [
+        True, True]
 
 
 def test_a_sound_layout_has_no_faults():
