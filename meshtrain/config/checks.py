@@ -350,7 +350,8 @@ def _group_problems(model):
 
 
 def _reads_bytes(run: Run) -> bool:
-    return run.data.tokenizer == "bytes" and {one.source for one in run.data.mixture or [run.data]} != {"tokens"}
+    sources = {one.source for one in run.data.mixture or [run.data]}       # "": unknown, a mistake of its own
+    return run.data.tokenizer == "bytes" and not sources <= {"tokens", ""}
 
 
 def notes(run: Run) -> list[str]:

@@ -59,6 +59,13 @@ WORDS = {
     "metrics.every": "log_interval log_freq logging_steps log_period",
     "metrics.wandb": "wandb_project enable_wandb", "metrics.tensorboard": "tensorboard_dir enable_tensorboard",
 }
+# options that other trainers have: what serves for them here
+OPTIONS = {
+    "dry_run": "to test a run file without training: python -m meshtrain.check RUN.toml",
+    "validate": "to test a run file without training: python -m meshtrain.check RUN.toml",
+    "print_config": "to print every key: python -m meshtrain.check RUN.toml --print-config",
+    "version": "to print the version: python -m meshtrain --version",
+}
 _KEYS = {word: key for key, words in WORDS.items() for word in words.split()}
 
 

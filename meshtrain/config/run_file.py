@@ -21,6 +21,7 @@ from meshtrain import files
 from meshtrain import pattern
 from meshtrain.config import layouts, older
 from meshtrain.config.checks import missing_data, problems
+from meshtrain.config.elsewhere import OPTIONS
 from meshtrain.config.messages import (
     SECTIONS, ConfigError, choices, join, keys_of, kind_of, toml, unknown_key, unknown_name, unknown_section,
     user_errors, wrong_value,
@@ -127,7 +128,8 @@ def _arguments(argv):
             text = rest.pop(0) if rest and not rest[0].startswith("--") else None
         if not arg.startswith("--") or name.count(".") != 1:
             homes = [f"--{key}" for key in keys_of(name)]
-            remedy = f"did you mean {join(homes, 'or')}?" if homes else "options are --section.key value"
+            remedy = (f"did you mean {join(homes, 'or')}?" if homes else
+                      OPTIONS.get(name.lower().replace("-", "_"), "options are --section.key value"))
             faults.append(f"{arg} is not an option; {remedy}")
         elif text is None:
             faults.append(f"{arg} has no value; write {arg} VALUE or {arg}=VALUE")
