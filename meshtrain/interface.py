@@ -159,7 +159,7 @@ class Experiment:
         return StepCosts(inspect_command.inspected(assembly.assemble(elastic.fitted(run, len(devices))[0], devices)))
 
     def parameters(self) -> Rows:
-        """Each parameter: name, shape, mesh axes that split it as it is read and as it is stored, bytes of a device.
+        """Each parameter: name, shape, the mesh axes that split it when read and when stored, bytes per device.
 
         >>> [row["read"] for row in run.parameters() if row["name"] == "layers/mlp/up/kernel"]
         [[[], ['fsdp'], []]]

@@ -191,7 +191,7 @@ def _options_beside(made: assembly.Assembly) -> dict:
 
 
 def within(made: assembly.Assembly, weights: dict) -> LoadedModel:
-    """The model of a training run with its weights on the run's devices, none of which holds more of them than in
+    """Build the model of a training run from `weights` on the run's devices. No device holds more weights than in
     training."""
     layout = placement.within(made.model, made.layout)
     return LoadedModel(made.model, made.mesh, execution(made.run, made.model, layout, made.mesh),

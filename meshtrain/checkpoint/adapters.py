@@ -55,7 +55,7 @@ def warn_left_out(saved: Saved, params: dict) -> None:
     """Warn of parameters of a checkpoint that `params`, initialized from it, lacks; adapters are merged."""
     paths = {path for path in leaves_of(saved.param_shapes()) if f"/{LORA}/" not in path}
     if left := sorted(paths - {path for path in leaves_of(params)}):
-        say.out(f"note: the model there has parameters that this one lacks, and they are left out: {', '.join(left)}")
+        say.out(f"note: the checkpoint has parameters that this model lacks; they are not loaded: {', '.join(left)}")
 
 
 def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[[str], jax.Array]:

@@ -212,8 +212,8 @@ def _default(run: Run, origin: Saved | None) -> tuple[str, str]:
 
 
 def generation_of(source: Path, ends: Ends) -> dict | None:
-    """generation_config.json of an export: the ends, then those of its source; None: the source's says the same.
-    Raises: ValueError."""
+    """Build the content of an export's generation_config.json: the ids of `ends`, then those of `source`. None if
+    `source` already has these ids. Raises: ValueError."""
     before = settings.stop_ids(source)
     ids = tuple(dict.fromkeys((*ends.ids, *before)))
     if ids == before:

@@ -183,7 +183,8 @@ class SharedCheckpoints(Store):
 
     @abc.abstractmethod
     def arrays(self, step: int, *, only_params: bool = False) -> dict:
-        """Nested dicts of jax.ShapeDtypeStruct, without shardings, of a step or its params."""
+        """Shapes and dtypes of a saved step, or of its params: nested dicts of jax.ShapeDtypeStruct without
+        shardings."""
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 

@@ -124,11 +124,11 @@ def family_of(config: Mapping) -> Family:
     """The family of the text model. Raises: ValueError for an unsupported one."""
     whole, kind = config.get("model_type"), text_of(config).get("model_type")
     if not isinstance(kind, str):
-        raise ValueError(f"{CONFIG}: model_type={_shown(kind)} is not a family that can be read; known are {_KNOWN}")
+        raise ValueError(f"{CONFIG}: model_type={_shown(kind)} is not a family that can be read; known: {_KNOWN}")
     inside = f' in text_config of model_type="{whole}"' if kind != whole else ""
     if kind in LACKING:
         raise ValueError(f'{CONFIG}: model_type="{kind}"{inside} needs {LACKING[kind]}, which [model] does not have; '
-                         f"known are {_KNOWN}")
+                         f"known: {_KNOWN}")
     if kind in FAMILIES and (not inside or kind in MULTIMODAL[whole]):
         return FAMILIES[kind]
     if kind in MULTIMODAL:
@@ -394,8 +394,8 @@ def family_for(model) -> Family:
             return family
     asked = dict.fromkeys([*FAMILIES["llama"].fixed, *(FAMILIES["mixtral"].fixed if model.num_experts else ())])
     given = ", ".join(f"model.{key}={_shown(getattr(model, key))}" for key in asked)
-    raise ValueError(f"no family of Hugging Face's computes this model ({given}, model.mixers={_shown(model.mixers)}, "
-                     f"model.mlps={_shown(model.mlps)}); known are {_KNOWN}")
+    raise ValueError(f"no Hugging Face family computes this model ({given}, model.mixers={_shown(model.mixers)}, "
+                     f"model.mlps={_shown(model.mlps)}); known: {_KNOWN}")
 
 
 def _computed(model) -> dict:

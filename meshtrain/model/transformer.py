@@ -185,7 +185,8 @@ class Transformer:
         return layers[self.leading.name] if self.leading else {}
 
     def by_period(self, layers, length: int):
-        """LAYERS as one period's tree, stacked and zero-padded to [length, …] for each of its layers."""
+        """Stack the layers that have the same place in the period. Returns the tree of one period, in which each
+        array is zero-padded to [length, …]. layers: a tree like LAYERS."""
         first, *left = self.staged
         found = [[weights] for weights in self.weights({LAYERS: layers}, first)]
         for group in left:
@@ -200,7 +201,7 @@ class Transformer:
         return first.subtree(tuple(jax.tree.map(stacked, *trees) for trees in found))
 
     def from_period(self, tree, before):
-        """Inverse of `by_period` and `before`: LAYERS."""
+        """Inverse of `by_period` and `before`. Returns a tree like LAYERS."""
         first, *left = self.staged
         entries = lambda start, stop, place: jax.tree.map(lambda a: a[start:stop], place)
         places = first.weights(tree)

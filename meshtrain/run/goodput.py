@@ -59,7 +59,7 @@ class Account:
         return before
 
     def took(self, step: int, step_time_s: float, waited_s: float) -> None:
-        """Counts a finished step: its time, and how much of that it waited for data."""
+        """Count a finished step. step_time_s includes waited_s, the time that the step waited for data."""
         counts_s = max(0.0, step_time_s - waited_s)
         self._spent["steps"] += counts_s
         self._waited_s += waited_s

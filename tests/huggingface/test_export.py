@@ -218,7 +218,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_under_the_name(one, tmp_path, mo
 
 
 def test_a_model_of_no_family_is_refused():
-    with pytest.raises(ValueError, match='no family of Hugging Face\'s computes this model .*model.activation="gelu"'):
+    with pytest.raises(ValueError, match='no Hugging Face family computes this model .*model.activation="gelu"'):
         settings.family_for(config.Model(activation="gelu"))
     with pytest.raises(ValueError, match='model.router_score="softmax".*model.router_bias="choice"'):
         settings.family_for(config.Model(num_experts=8, router_bias="choice"))

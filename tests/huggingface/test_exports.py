@@ -117,7 +117,7 @@ def test_exports_of_a_course_that_a_run_has_left_are_set_aside(again, tmp_path):
 
 def test_a_model_that_cannot_be_exported_is_refused_before_it_is_trained(words, tmp_path):
     ran = call(train.main, *words, "--run.dir", tmp_path / "run", "--checkpoint.export=last", "--model.activation=gelu")
-    refused(ran, "checkpoint.export: no family of Hugging Face's computes this model")
+    refused(ran, "checkpoint.export: no Hugging Face family computes this model")
 
 
 def test_exports_later_than_a_step_are_renamed_and_none_is_overwritten(tmp_path):

@@ -143,4 +143,4 @@ def test_parameters_of_another_run_that_this_one_lacks_are_named(runs, capsys):
     assert not capsys.readouterr().out
     del params["layers"]["moe"]["bias"]
     adapters.warn_left_out(saved, params)
-    assert "parameters that this one lacks, and they are left out: layers/moe/bias" in capsys.readouterr().out
+    assert "parameters that this model lacks; they are not loaded: layers/moe/bias" in capsys.readouterr().out

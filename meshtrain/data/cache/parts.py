@@ -78,7 +78,8 @@ class Part:
         return json.loads(self.manifest.read_text(encoding="utf-8"))
 
     def renew_note(self, note: dict, stamps: list[list[int]]) -> None:
-        """Add these stamps of the same content to the note, and drop the oldest; skipped if it cannot be written."""
+        """Record `stamps` of unchanged content as the latest in the note, which keeps the MOST_STAMPS latest. A note
+        that cannot be written stays as it is."""
         known = [note["stamps"], *note.get("of_other_hosts", [])]
         others = [one for one in known if one != stamps][:MOST_STAMPS - 1]
         with contextlib.suppress(OSError):
