@@ -132,7 +132,7 @@ def test_float8_is_priced_and_refused_where_a_gpu_has_none(tmp_path):
 
 def test_where_nothing_fits_it_is_said_and_why():
     code, out, _ = call("llama3-70b", "--gpus", 8, "--gpu", "a100-40gb", "--global-batch", 64)
-    assert code == 0 and "no layout fits" in out and "do not fit:" in out and "needs" in out
+    assert code == 3 and "no layout fits" in out and "do not fit:" in out and "needs" in out
 
 
 @pytest.mark.parametrize("gpus, batch", [(96, 480), (1000, 500), (64, 512)])
