@@ -204,7 +204,8 @@ def asked(options: config.Arguments) -> Run:
         stem = name.rstrip("/").rpartition("/")[2]
         given |= {"checkpoint.init_from" if folder else "model.preset": name,
                   "run.name": f"{stem}-{options['gpus'][0]}-{options['gpu']}",
-                  "run.sample_tokens": 0, "data.source": "text", "data.paths": '["data/*.txt"]',
+                  "run.sample_tokens": 0, "run.sample_prompt": "",
+                  "data.source": "text", "data.paths": '["data/*.txt"]',
                   "training.steps": 10000, "optimizer.name": "adamw", "optimizer.learning_rate": 3e-4,
                   "optimizer.warmup_steps": 1000,
                   "validation.every": 500, "data.global_batch": 1, "checkpoint.every": 500}
