@@ -39,7 +39,7 @@ def test_plan_ends_with_3_where_nothing_fits(capfd):
 
 @pytest.mark.full
 def test_inspect_ends_with_3_and_a_remedy_where_the_compiled_step_does_not_fit(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.0002")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.00002")
     code = inspect.main(["--topology", "h100:8", "--model.compute_dtype", "bfloat16"])
     told = capfd.readouterr()
     assert code == 3 and "IT DOES NOT FIT" in told.out
