@@ -78,11 +78,11 @@ def main(own: config.Arguments) -> int:
         _tell(step, own)
     if step.program.broken_permutes or before and _differs(before, now, own["expect"]):
         return FAILED
-    if step.fits:
+    gpu, needed = roofline.gpu_of(made), step.held["total"]
+    if step.fits or gpu is None or needed is None:
         return DONE
-    gpu, plan = roofline.gpu_of(made), " ".join(["python -m meshtrain.plan", *(own.names or ["RUN.toml"])])
-    change = fitting.remedy(made, gpu, step.held["total"])
-    say.err(f"it does not fit: {size(step.held['total'])} of {size(hardware.usable_bytes(gpu))} on {gpu.name}; "
+    plan, change = f"python -m meshtrain.plan {' '.join(own.names or ['RUN.toml'])}", fitting.remedy(made, gpu, needed)
+    say.err(f"it does not fit: {size(needed)} of {size(hardware.usable_bytes(gpu))} on {gpu.name}; "
             + f"{change}; " * bool(change) + f"{plan} --gpus {len(devices)} --gpu {gpu.name} finds layouts that fit")
     return DOES_NOT_FIT
 

@@ -450,7 +450,8 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
                          f'e.g. ["{EXAMPLES[name]}"]')
-    found, faults, real = {}, [], resolver()
+    found: dict[str, tuple[str, str]] = {}
+    faults, real = [], resolver()
     for pattern in patterns:
         if addresses.is_remote(pattern):
             whole = name != "tokens" or pattern.endswith((".bin", token_files.TOKENS)) or glob.has_magic(pattern)

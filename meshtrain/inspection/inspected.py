@@ -48,8 +48,8 @@ class Inspected:
     @property
     def fits(self) -> bool:
         """Whether a device's memory is known to suffice, or not known."""
-        gpu = roofline.gpu_of(self.made)
-        return gpu is None or self.held["total"] <= hardware.usable_bytes(gpu)
+        gpu, total = roofline.gpu_of(self.made), self.held["total"]
+        return gpu is None or total is None or total <= hardware.usable_bytes(gpu)
 
     @cached_property
     def formulas(self) -> Formulas | None:
