@@ -17,6 +17,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TIMEOUT_S = 900                                     # of a cell
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")              # of a command that a kernel starts
 # Where `mt.Rules` writes a text, and where shipped files are.
 PLACES = re.compile(rf"/\S*/meshtrain-\w+/|{re.escape(str(ROOT))}/")
 # What a reader may write in place of the dots of each "your turn" cell, in order.
@@ -85,7 +86,7 @@ def _together(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNod
 def _kept(output: nbformat.NotebookNode) -> nbformat.NotebookNode | None:
     """An output without what differs from machine to machine. What C++ writes to stderr is none."""
     if output.output_type == "stream":
-        output.text = PLACES.sub("", output.text)
+        output.text = COLOURS.sub("", PLACES.sub("", output.text))
         return output if output.name == "stdout" else None
     picture = output.data.get("image/svg+xml")
     output.data = {"image/svg+xml": picture} if picture else {"text/plain": PLACES.sub("", output.data["text/plain"])}
