@@ -320,7 +320,7 @@ class Orders:
             replaced = self.place.read(order.batch) != order
         except OtherVersionError as error:
             replaced = True
-            say.err(f"batch {order.batch} is ordered again: {error}")
+            say.err(f"batch {order.batch} is requested again: {error}")
         for path in self.place.of_batch(order.batch):
             if replaced if path.suffix != ".npz" else not _answers(path, order):
                 path.unlink(missing_ok=True)
@@ -366,7 +366,7 @@ class Orders:
         return ArrivingAnswers(self, order)
 
     def finish(self) -> None:
-        """Tells samplers that nothing more is ordered."""
+        """Tell samplers that no further batch is requested."""
         agree.on_first(lambda: files.replace(self.place.finished, ""))
 
 
