@@ -225,7 +225,7 @@ def speed(data: dict) -> str:
             above = sum(value > most for _, value in _points(data, key))
             plot = _curve(data, key, PlotAxis(name, show, zero=True), color=len(rows),
                           levels=[(one, f"priced {show(one)}")] if one else [], most=most)
-            clipped = f" {above} steps that are above stand at the top: they ended while the clock stood."
+            clipped = f" Values above {show(most)} are drawn at the top edge ({above} of {len(_points(data, key))})."
             drawn += skin.figure(plot.drawn, (_means(data, key) + clipped * bool(above)).strip())
     columns = [Column("median of all steps"), Column("measured", "n"), Column("priced, by the roofline", "n"),
                Column("measured of it", "n")]
