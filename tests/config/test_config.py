@@ -48,7 +48,7 @@ def write(tmp_path, text: str, encoding: str = "utf-8", name: str = "run.toml") 
 def test_without_a_file_the_quickstart_runs_with_overrides():
     run = config.load(["--training.steps", "6"])
     assert (run.run.name, run.run.dir, run.training.steps) == ("quickstart", "runs/quickstart", 6)
-    assert run.optimizer.name == "adamw"
+    assert run.optimizer.name == "muon"
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
@@ -265,7 +265,7 @@ MISTAKES = [
     ("--optimizer.b1 1", "optimizer.b1=1", "use less than 1"),
     ("--data.document_mask True", 'data.document_mask="True"', "write true or false"),
     ("--data.document_mask 1", "data.document_mask=1", "write true or false"),
-    ("--data.paths a.txt", 'data.paths="a.txt"', '["first", "second"]'),
+    ("--data.paths a.txt", 'data.paths="a.txt"', 'write it as TOML, e.g. ["a.txt"]'),
     ("--data.paths [1]", "data.paths[0]=1", "in quotes"),
     ("--optimizer.name adam", 'optimizer.name="adam"', 'did you mean "adamw"?'),
     ("--model.compute_dtype float16", 'model.compute_dtype="float16"', '"bfloat16"'),
@@ -305,7 +305,7 @@ MISTAKES = [
     (f'{MIXTURE}="stdlib",weight=0}}]', "data.mixture[0].weight=0", "more than 0"),
     (f'{MIXTURE}="stdlib",weight="1"}}]', 'data.mixture[0].weight="1"', "without quotes"),
     (f'{MIXTURE}="text",path=["a"]}}]', 'data.mixture[0].path=["a"]', "did you mean data.mixture[0].paths?"),
-    (f'{MIXTURE}="text",paths="a"}}]', 'data.mixture[0].paths="a"', '["first", "second"]'),
+    (f'{MIXTURE}="text",paths="a"}}]', 'data.mixture[0].paths="a"', 'write it as TOML, e.g. ["a"]'),
     (f'{MIXTURE}="text",paths=[1]}}]', "data.mixture[0].paths[0]=1", "in quotes"),
     ("--data.source mixture --data.mixture 5", "data.mixture=5 is not a list of tables", '[{source="jsonl"'),
     ("--data.source mixture --data.mixture [5]", "data.mixture[0]=5 is not a table", '{source="jsonl"'),
