@@ -250,6 +250,9 @@ def _override(tables: dict, overrides, default: bool) -> None:
         _drop_shape(tables)
     if default and {"data.paths", "data.mixture"} & given.keys() and isinstance(tables.get("data"), dict):
         tables["data"].pop("source", None)
+    other_data = {"data.source", "data.paths", "data.mixture"} & given.keys() and given.get("data.source") != "stdlib"
+    if default and other_data and isinstance(tables.get("run"), dict):
+        tables["run"].pop("sample_prompt", None)        # Python, which other data need not have, nor their tokens
     for name, text in overrides:
         section, key = name.split(".")
         if name == EXTENDS:

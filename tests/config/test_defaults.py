@@ -44,6 +44,14 @@ def test_a_source_is_that_of_its_files_suffix(tmp_path, monkeypatch, paths, sour
     assert (mixed.data.source, mixed.data.mixture[0].source) == ("mixture", source)
 
 
+def test_only_the_quickstarts_own_data_have_its_prompt():
+    prompt = lambda **keys: config.load(config.words({key.replace("_", ".", 1): value for key, value in keys.items()})
+                                        ).run.sample_prompt
+    assert prompt() == prompt(data_source="stdlib") == "def "
+    tokens = dict(data_source="tokens", data_bos_token="0", data_paths=["a.tokens.npy"])
+    assert prompt(**tokens) == prompt(data_paths=["a.txt"]) == "" and prompt(**tokens, run_sample_prompt="a") == "a"
+
+
 def test_lines_of_json_are_pairs_or_prompts_by_the_objective(tmp_path):
     run = write(tmp_path, run='[data]\npaths = ["a.jsonl"]\n') / "run.toml"
     of = lambda *words: config.load([str(run), *words]).data.source
