@@ -305,13 +305,13 @@ def test_the_way_back_loses_nothing_and_is_recorded_once(two, capfd):
             resume.begin(run, start, checkpoints, None, "# rules")
     told = capfd.readouterr().out
     assert "back to step 2: later checkpoints are kept as 4.aside, later rows in metrics.aside.jsonl\n" in told
-    assert "from step 3 on: optimizer.learning_rate=0.0001 (was 0.003)\n" in told
+    assert "from step 3 on: optimizer.learning_rate=0.0001 (was 0.01)\n" in told
     assert "from step 3 on: data.skip_batches=7 (was 0)\n" in told
     assert sorted(path.name for path in (two / "checkpoints").iterdir()) == ["2", "4.aside"]
     assert [row["step"] for row in metrics.read(two / "metrics.aside.jsonl")] == [3, 4, 5, 6]
     recorded = [json.loads(line) for line in (two / "changes.jsonl").read_text().splitlines()]
     assert [(row["step"], row["key"], row["from"], row["to"]) for row in recorded] == [
-        (2, "optimizer.learning_rate", 3e-3, 1e-4), (2, "data.skip_batches", 0, 7), (2, "checkpoint.step", None, 2)]
+        (2, "optimizer.learning_rate", 0.01, 1e-4), (2, "data.skip_batches", 0, 7), (2, "checkpoint.step", None, 2)]
     settings = tomllib.loads((two / "config.toml").read_text())
     assert settings["optimizer"]["learning_rate"] == 1e-4 and settings["checkpoint"]["step"] == 0
 

@@ -147,7 +147,7 @@ def test_a_checkpoint_with_norms_in_bfloat16_is_read_as_float32_and_told(trained
         for x, y in zip(jax.tree.leaves(found), expected, strict=True):
             assert np.array_equal(np.asarray(x, np.float32), y)
     said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if "bfloat16 that are float32 now" in line and "final_norm" in line] == said
+    assert [line for line in said if "bfloat16 that are float32 in this version" in line and "final_norm" in line] == said
     assert len(said) == 2
     # the other way a number would be rounded
     narrower = dataclasses.replace(wanted, params=jax.tree.map(
