@@ -192,7 +192,7 @@ def count(failures: Failures, code: int, words: str = "", restarts: int | None =
     except files.FileSystemError as error:
         if restarts is None or restarts > failures.most:
             raise
-        say.err(f"{error}. The failures before are not known: this is restart {restarts} of the scheduler")
+        say.err(f"{error}. Earlier failures are not known: this is restart {restarts} of the scheduler")
         failures.said = [UNCOUNTED] * (restarts - 1)
     wait_s = failures.wait_s(code, words)
     try:

@@ -391,7 +391,8 @@ def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mappi
     counts = ",".join(map(str, gpus)) if isinstance(gpus, Sequence) and not isinstance(gpus, str) else gpus
     given_options = {"gpus": counts, "gpu": gpu, **options}
     if unknown := sorted({"html", "write"} & set(options)):
-        raise ConfigError(f"{unknown[0]} is of the command line, where it writes a file; here write what plan returns")
+        raise ConfigError(f"{unknown[0]} is an option of the command line that writes a file; in "
+                          f"Python, write the value that plan returns")
     with _told_as_python():
         read = plan_command.COMMAND.of([str(model)], given_options, config.words({} if settings is None else settings))
         return shown.planned(plan_command.planned(read))

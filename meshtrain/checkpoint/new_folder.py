@@ -70,7 +70,7 @@ def _in_bucket(target: Address) -> Iterator[Path]:
     def check_claim() -> None:
         found = stores.read_versioned(target.below(CLAIM))
         if found is None or found[0] != nonce.encode():
-            raise ConfigError(f"another process writes to {target}, too: it has replaced or removed {CLAIM}; wait "
+            raise ConfigError(f"another process also writes to {target}: it has replaced or removed {CLAIM}; wait "
                               f"for it, or name another folder")
 
     def begin() -> None:
@@ -89,7 +89,7 @@ def _in_bucket(target: Address) -> Iterator[Path]:
         check_claim()
         there = {one.address.path.rpartition("/")[2]: one.etag for one in stores.listed(target)}
         if lost := sorted(name for name, etag in etags.items() if there.get(name) != etag):
-            raise ConfigError(f"another process writes to {target}, too: it has replaced or removed "
+            raise ConfigError(f"another process also writes to {target}: it has replaced or removed "
                               f"{', '.join(lost)}; wait for it, or name another folder")
         (mark,) = [path for path in scratch.iterdir() if path.name in MARKS]
         stores.create(target.below(mark.name), mark)

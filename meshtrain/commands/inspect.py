@@ -133,7 +133,7 @@ def _assumed(own: config.Arguments) -> dict[str, float]:
         raise ConfigError("--update needs a file: --expect FILE --update")
     for option in ("expect", "html"):
         if own[option] and own["schedule"] and not own["json"]:
-            raise ConfigError(f"--schedule compiles nothing, so there is nothing for --{option}; leave one of them out")
+            raise ConfigError(f"--schedule compiles nothing, so --{option} has no effect; leave one of them out")
     return given
 
 
@@ -168,7 +168,7 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--expect={path} cannot be written: {error.strerror}; name a file that can") from None
+        raise ConfigError(f"--expect={path} cannot be written: {error.strerror}; name a writable file") from None
     say.err(f"written: {path}")
 
 

@@ -9,7 +9,7 @@ BROKEN = "\ufffd"       # of bytes that are not yet a character
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """decode: ids -> text. stops: stop strings. stop_ids: stop tokens."""
+    """Turns the tokens of an answer into text. decode: ids -> text. stops: stop strings. stop_ids: stop tokens."""
     decode: Callable[[Sequence[int]], str]
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
@@ -37,13 +37,13 @@ class Words:
 
 
 class TextStream:
-    """Streams an answer: whole characters only, and nothing that may become part of a stop string."""
+    """Streams the text of an answer. Holds back incomplete characters, and text that may begin a stop string."""
 
     def __init__(self, words: Words):
         self.words, self.told = words, ""
 
     def more(self, tokens: Sequence[int]) -> str:
-        """The text after the last call that no later token can change."""
+        """The text that is new since the last call and that no later token can change."""
         text = self.words.text(tokens)
         sure = text.rstrip(BROKEN)
         held = max((n for stop in self.words.stops for n in range(1, len(stop)) if sure.endswith(stop[:n])), default=0)

@@ -31,7 +31,7 @@ class Draw(NamedTuple):
 
 
 def key(seed, batch, row, sample):
-    """The key of one sample: a function of these four counters, uint32, to which each draw adds its position."""
+    """The random key of one sample, a function of these four uint32 counters. Each draw folds in its position."""
     found = jax.random.key(seed, impl=PRNG)
     for counter in (batch, row, sample):
         found = jax.random.fold_in(found, counter)

@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """A GPU, or the interpreter, which takes operands of products from memory only."""
+    """A GPU, or Pallas's interpreter. The interpreter reads the operands of matmuls from memory only."""
     interpreted: bool
 
     def cast(self, x, layout):

@@ -19,7 +19,7 @@ from meshtrain.names import LORA_TARGETS
 
 
 class Adapter(nnx.Module):
-    """A [in…, R] and B [R, out…] beside a kernel [in…, out…]."""
+    """The LoRA matrices A [in…, R] and B [R, out…] of a kernel [in…, out…]."""
 
     def __init__(self, rngs, linear: Linear, fan_in_dims: int, rank: int, alpha: float):
         x, w, y = linear.eq.replace("->", ",").split(",")

@@ -360,7 +360,7 @@ class Orders:
                     (directory / name).unlink(missing_ok=True)
 
     def answers(self, number: int) -> ArrivingAnswers:
-        """What takes the place of a `Generator` for batch `number`."""
+        """The answers of batch `number`, as they arrive from the samplers."""
         order = self.given[number]
         agree.on_first(lambda: self.place.has(order) or self._give(order))
         return ArrivingAnswers(self, order)

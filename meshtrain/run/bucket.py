@@ -113,8 +113,9 @@ def _check_seen(address: Address, nonce: str) -> None:
     """Raises: ConfigError where this process may not read, or reads another bucket."""
     with user_errors("run.dir: "):
         if (rundir.named(_text(address) or "") or {}).get("nonce") != nonce:
-            raise ConfigError(f"run.dir={address} is not one place for all processes: process {jax.process_index()} "
-                              f"does not see what process 0 wrote there; give all the same endpoint and credentials")
+            raise ConfigError(f"run.dir={address} is not the same place for all processes: process "
+                              f"{jax.process_index()} does not see what process 0 wrote there; give all "
+                              f"processes the same endpoint and credentials")
 
 
 def _fetch(address: Address, directory: Path, wanted: Callable[[str], bool]) -> None:

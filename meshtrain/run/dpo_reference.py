@@ -38,8 +38,8 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
     if params is None:
         values = _read(directory / FILE, count)
         if values is None:
-            raise ConfigError(f"{directory / FILE}, what the reference prefers, is gone or damaged, and the weights "
-                              f"that made it are not those of a checkpoint; restore it, or start another run.name")
+            raise ConfigError(f"{directory / FILE}, the log-probabilities of the reference, is missing or damaged. "
+                              f"No checkpoint has the reference's weights; restore the file, or start another run.name")
         return pairs.with_references(values)
     key = _key(run, corpus, pairs, params)
     shared = Path(corpus.sources[0].pairs[0].path).parent / f"reference-{key}.npy"

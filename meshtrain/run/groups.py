@@ -191,7 +191,7 @@ class HeldFirst:
 
 
 def flat(answers: Sequence[Completion]) -> tuple[dict, dict]:
-    """(JSON, arrays) of answers, but for their prompts."""
+    """Convert answers, without their prompts, to (a JSON object, arrays)."""
     values = lambda name, dtype: np.array([value for one in answers for value in getattr(one, name)], dtype)
     return ({"stopped": [one.stopped for one in answers], "lengths": [len(one.tokens) for one in answers]},
             {"tokens": values("tokens", np.int32), "logprobs": values("logprobs", np.float32),
@@ -199,7 +199,7 @@ def flat(answers: Sequence[Completion]) -> tuple[dict, dict]:
 
 
 def unflat(told: dict, arrays: dict) -> list[Completion]:
-    """The answers of `flat`, without prompts."""
+    """Convert the output of `flat` back to answers. Their prompts are empty."""
     ends = np.cumsum(told["lengths"], dtype=int)        # of no answers none
     each = zip(*(np.split(arrays[name], ends)[:-1] for name in ("tokens", "logprobs", "margins")), told["stopped"],
                strict=True)

@@ -239,8 +239,8 @@ class Rollouts:
         if wrong:
             raise agree.agreed(RolloutError(
                 f"the logits are not finite in {len(wrong)} of {len(found)} answers, the first to "
-                f"{prompts[wrong[0] // samples].place}: nothing of them is learned; go on from an earlier checkpoint "
-                f"by checkpoint.step, with a lower optimizer.learning_rate"))
+                f"{prompts[wrong[0] // samples].place}: the run did not train on this batch; continue "
+                f"from an earlier checkpoint (checkpoint.step) with a lower optimizer.learning_rate"))
         self._check_failures(outcomes)
         groups = []
         for p, prompt in enumerate(prompts):
@@ -261,8 +261,8 @@ class Rollouts:
                 f"cannot score, and start again"))
         unsteady = sum(one.unsteady for one in outcomes.values())
         if unsteady and jax.process_index() == 0:
-            say.err(f"{unsteady} answers were scored twice and have two rewards: rl.reward={self.rl.reward} is not a "
-                    f"function of the answer, and a run that goes on after a stop will differ")
+            say.err(f"{unsteady} answers were scored twice with different rewards: rl.reward={self.rl.reward} is not "
+                    f"a function of the answer, so a resumed run will differ")
 
     # ---- what is learned ---------------------------------------------------------------------------------------------
 

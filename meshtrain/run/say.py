@@ -141,7 +141,7 @@ def has_live(within_s: float) -> bool:
 
 
 def width() -> int:
-    """Characters of a live line."""
+    """The number of characters that a live line may have."""
     return max(shutil.get_terminal_size().columns - 1, 20)
 
 

@@ -67,7 +67,7 @@ class Listener:
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Context: a request is only noted; a second one ends the process at once."""
+        """Context manager: record the first request to stop, and end the process at the second one."""
         with self._lock:
             self._deferred, self._code = True, FAILED
         try:

@@ -100,15 +100,15 @@ def looked_up(address: Address) -> RemoteFile | None:
 
 
 def read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
-    """Write the file's bytes to an empty local file. grew: is called with the bytes that came, and may raise.
+    """Write the remote file to an empty local file. `grew` is called with the size of each piece, and may raise.
 
     Raises: StorageError, also if the file has changed since it was listed; OSError of the local file.
     """
     (_read_ranges if found.address.scheme in BUCKETS else _read_stream)(found, file, grew)
     size = file.seek(0, os.SEEK_END)
     if found.size is not None and size != found.size:
-        raise StorageError(f"{found.address} has {size:,} bytes, and its server said {found.size:,}; "
-                           f"start again when nobody writes it")
+        raise StorageError(f"{found.address} has {size:,} bytes, but its server reported {found.size:,}; "
+                           f"start again when no program writes to it")
 
 
 def _patiently(address: Address, act: Callable[[], Value], done: Callable[[], int] = lambda: 0, *,
@@ -143,7 +143,7 @@ def _refused(address: Address, code: int, what: str, verb: str = "read") -> Exce
         unseen = f", or it may not be seen: credentials come from {told}" if address.scheme == HUB else ""
         return Missing(f"{address} is not there ({code}, {what}){unseen}; name one that is")
     if code == 412:
-        return Changed(f"{address} has changed since it was listed; start again when nobody writes it")
+        return Changed(f"{address} has changed since it was listed; start again when no program writes to it")
     where = "; is AWS_REGION the bucket's?" if address.scheme == "s3" and code in (301, 307, 400) else ""
     return StorageError(f"{address} cannot be {verb}: the server answers {code} ({what}){where}; see to the address")
 

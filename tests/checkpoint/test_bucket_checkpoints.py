@@ -389,7 +389,7 @@ def test_a_writer_whose_objects_somebody_removed_touches_no_others(ends, tmp_pat
         if ends == "last":
             with two:
                 pass
-        with pytest.raises(ConfigError, match="another process writes to .*, too: it has replaced or removed .writing"):
+        with pytest.raises(ConfigError, match="another process also writes to .*: it has replaced or removed .writing"):
             one.__exit__(None, None, None)
     assert sent(target) == of_one("two")
 

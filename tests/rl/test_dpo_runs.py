@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_ends_where_one_without_a_stop_does(place):
     (place / "parts" / dpo_reference.FILE).unlink()
     done = call(train.main, *words(place, "parts", "--lora.rank=2", "--optimizer.schedule=constant",
                                    "--training.steps=5"))
-    assert done.code == 2 and "what the reference prefers, is gone or damaged" in done.err
+    assert done.code == 2 and "the log-probabilities of the reference, is missing or damaged" in done.err
 
 
 @pytest.mark.parametrize("more, told", [

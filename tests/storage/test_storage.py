@@ -159,7 +159,7 @@ def test_more_bytes_than_the_server_told_are_no_copy(server, tmp_path):
     (tmp_path / "web" / "a.txt").write_bytes(b"four")
     (name,) = copies.matched(f"{server.url}/web/a.txt")
     copies._seen.files[name] = dataclasses.replace(copies._seen.files[name], size=2)
-    with pytest.raises(StorageError, match="has 4 bytes, and its server said 2; start again"):
+    with pytest.raises(StorageError, match="has 4 bytes, but its server reported 2; start again"):
         copied(name)
     assert [path for path in copies.home().rglob("*a.txt") if path.is_file()] == []
 

@@ -266,7 +266,7 @@ assert 0 < one.step()["loss"] < 10
     (lambda: mt.plan("llama3-8b", gpus=8, gpu="h1"), "^gpu='h1' is unknown; use one of a100"),
     (lambda: mt.plan("llama3-8b", gpus=8, gpu="h100", tensors=2), "^tensors=2 is not an option; did you mean tensor"),
     (lambda: mt.plan("llama3-8b", gpus=8, gpu="h100", stage=1.5), "^stage=1.5 is not a whole number"),
-    (lambda: mt.plan("llama3-8b", gpus=8, gpu="h100", html="a"), "html is of the command line"),
+    (lambda: mt.plan("llama3-8b", gpus=8, gpu="h100", html="a"), "html is an option of the command line"),
     (lambda: mt.plan("llama3-8b", gpus=8, gpu="h100", fsdp=3), "^fsdp 3: no mesh of 8 GPUs"),
     (lambda: mt.plan("llama3-8b", gpus=[8, 16], gpu="h100", verify=1), "^verify takes .*; give gpus one"),
     (lambda: mt.plan("meta-llama/Llama-3.1-8B", gpus=8, gpu="h100"), "hub write hf://meta-llama/Llama-3.1-8B"),

@@ -286,7 +286,7 @@ class Placed:
 
     @functools.cached_property
     def mixers(self) -> tuple[mixers.Mixer, ...]:
-        """The kinds of the layers' mixers."""
+        """The kinds of mixers that the layers use."""
         return mixers.of(self.cfg, self.layout)
 
     def mean(self, of: Callable[[mixers.Mixer], float]) -> float:

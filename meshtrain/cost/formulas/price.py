@@ -127,7 +127,7 @@ def _leading_s(placed: Placed, rated: Rates, options: Options) -> tuple[dict[str
 
 
 def stage_costs(placed: Placed, rated: Rates, options: Options) -> Costs:
-    """Seconds of one microbatch in one stage, from which `simulate` chooses a schedule."""
+    """Seconds of one microbatch in one stage. `simulate` uses them to choose a schedule."""
     work, layers = _LayerTimes(placed, rated, options), placed.layers(options)
     waits, links = _Waits(placed, rated, options, work, layers), Links(rated, placed.mesh)
     link_s = sum(links.one_s(sent) for sent in waits.sent if sent.label == "stage"

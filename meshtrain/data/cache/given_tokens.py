@@ -118,7 +118,7 @@ class Given(parts.Part):
             if derived:
                 self._write_ends(tokens, lead, tail, job)
             if stamps != self._stamps(derived=False):
-                raise ValueError(f"{path} changed while it was read; start again when nobody writes it")
+                raise ValueError(f"{path} changed while it was read; start again when no program writes to it")
             ends = token_files.open_ends(str(self.ends) if derived else token_files.ends_path(path), path)
             note = {"derived": derived, "stamps": self._stamps(derived), "largest": largest,
                     "lead": lead, "gap": lead + tail,

@@ -314,7 +314,7 @@ class Earlier:
 
 def _check_unchanged(path: str, identity: dict) -> None:
     if _size_and_time(path) != (identity["size"], identity["mtime_ns"]):
-        raise ValueError(f"{path} changed while it was tokenized; start again when nobody writes it")
+        raise ValueError(f"{path} changed while it was tokenized; start again when no program writes to it")
 
 
 def _size_and_time(path: str) -> tuple[int, int]:
