@@ -60,7 +60,7 @@ class Assembly(Design):
 
 
 def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
-    """Raises: ConfigError with every fault of mesh and rules."""
+    """Build the mesh and the layout of a run. Raises: ConfigError with every fault of mesh and rules."""
     run = config.on_devices(run, len(devices))
     mesh_spec, device = MeshSpec(config.mesh_sizes(run, len(devices)), run.mesh.placement), devices[0]
     gpu = hardware.from_device_kind(device.device_kind)
@@ -103,9 +103,9 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
 
 
 def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
-    """Why the program does not take this run on its mesh, whose axes all have a size; empty if it does.
+    """Why the program refuses this run on its mesh, whose axes all have a size; empty if it accepts the run.
 
-    What a run file is asked when it is loaded, then what `design` asks. Raises: ConfigError for files that cannot be
+    Performs the checks of loading a run file, then those of `design`. Raises: ConfigError for files that cannot be
     read.
     """
     if faults := config.problems(run):
@@ -117,7 +117,7 @@ def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
 
 def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer, platform: str = "",
             gpu: hardware.Gpu | None = None) -> tuple[Layout, list[str], list[str]]:
-    """(the layout that the rules give on a mesh of these sizes, notes for the user, why the program does not take it).
+    """(the layout that the rules give on a mesh of these sizes, notes for the user, why the program refuses it).
 
     The run has passed `config.problems`. platform: jax's; "": on unknown devices, whose engines and sampler are not
     asked. gpu: as of `design`.

@@ -52,7 +52,7 @@ COMMAND = config.Command("meshtrain.check", {
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was found of a part. verdict: a key of MARKS."""
+    """The result of one check. verdict: a key of MARKS."""
     part: str
     verdict: str
     text: str
@@ -226,7 +226,7 @@ def _tokenizer(reader, vocab_size: int) -> Iterator[Finding]:
 
 
 def _places(run: Run, offline: bool) -> Iterator[Finding]:
-    """Whether run.dir is free, or a run of ours that may go on so, and whether what the run writes can be written."""
+    """Check that run.dir is free or has a run that can resume with these settings, and that it is writable."""
     name = run.run.dir
     if addresses.is_remote(name):
         if not offline:
@@ -276,7 +276,7 @@ def _check_writable(key: str, directory: Path) -> None:
 
 
 def _extras(run: Run) -> Iterator[Finding]:
-    """What else the run asks for: trackers, a reward."""
+    """Check the trackers and the reward of the run."""
     trackers.check(run)
     if run.rl.reward:
         workers.digest(run.rl.reward)
@@ -284,7 +284,7 @@ def _extras(run: Run) -> Iterator[Finding]:
 
 
 def table(rows: Sequence[Finding]) -> str:
-    """What people read: a line for each row, and the verdict."""
+    """The text for people: a line for each row, and the verdict."""
     width = max(len(row.part) for row in rows)
     lines = [f"{MARKS[row.verdict]} {row.part:<{width}}  {row.text}" for row in rows]
     counts = {kind: sum(row.verdict == kind for row in rows) for kind in (WRONG, UNFIT, FAULT)}

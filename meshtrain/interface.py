@@ -142,7 +142,7 @@ class Experiment:
         return ", ".join([" ".join(sizes) or "one device", Path(run.sharding.rules).stem])
 
     def inspect(self, topology: str | None = None) -> StepCosts:
-        """What the compiled step holds, sends and takes. topology: compiled for GPUs that are not here, e.g. "h100:8".
+        """The memory, traffic and time of the compiled step. topology: GPUs to compile for, e.g. "h100:8".
 
         >>> run.inspect().memory_bytes["compiled"]["params"] < 2e6
         True
@@ -358,10 +358,10 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
 
 
 def inspect(step: Experiment | str | Path | Callable, *args, topology: str | None = None) -> ProgramCosts:
-    """What a compiled step holds, sends and takes: of an experiment, of a run file, or of a jitted function of yours.
+    """The memory, traffic and time of a compiled step: of an experiment, a run file or your own jitted function.
 
     args: of the function; arrays on a mesh, or what its shardings place there. topology: as of `Experiment.inspect`.
-    Of a function the answer has its collectives alone. Raises: ConfigError.
+    For a function, the result has only its collectives. Raises: ConfigError.
 
     >>> mt.inspect(run).sent_bytes["all-gather"] > 0
     True

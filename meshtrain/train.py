@@ -159,8 +159,8 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
 
 
 def _with_documents_end(run: Run, start: resume.Start) -> tuple[Run, Saved | None]:
-    """(the run with data.eos in force, what that depends on: the checkpoint that it goes on from, or that of another
-    run whose weights it takes)."""
+    """Resolve data.eos. Returns (the run with it, the checkpoint that decided it: the one that the run resumes from, or
+    one of another run whose weights it loads)."""
     if start.saved:
         return resume.in_force(run, start), start.saved
     with watch.phase("opening the data", watch.UNLIMITED), config.user_errors():      # there may be copies to make
@@ -183,7 +183,7 @@ def _named_files(made: assembly.Assembly) -> dict[str, str]:
 
 
 def check_memory(made: assembly.Assembly) -> None:
-    """Raises: ConfigError where the state alone exceeds this machine's memory, which simulated devices share."""
+    """Check that the state fits into this machine's memory, which simulated devices share. Raises: ConfigError."""
     local = jax.local_devices()
     if local[0].platform != "cpu":
         return
@@ -205,7 +205,7 @@ def _fail(code: int, message: str, error: Exception) -> int:
 
 
 def _wait_for_stop(error: Exception) -> None:
-    """A peer is gone, perhaps because it was asked to stop: waits for the signal that would stop this process, too."""
+    """After a peer is lost, wait for a stop signal: the signal that ended the peer may also reach this process."""
     if jax.distributed.is_initialized() and not getattr(error, "agreed", False):
         time.sleep(PEERS_STOP_S)
 
@@ -226,8 +226,8 @@ def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tup
 @dataclasses.dataclass(eq=False)
 class _Session:
     """One start of the command in its locked run.dir: everything opened and compiled before training begins. made: with
-    its evaluation compiled, if there is any. origin: the checkpoint that the run goes on from, or that of another run
-    whose weights it takes. ends: what ends its answers. step: the compiled training step."""
+    its evaluation compiled, if there is any. origin: the checkpoint that the run resumes from, or one of another run
+    whose weights it loads. ends: what ends its answers. step: the compiled training step."""
     made: assembly.Assembly
     claim: rundir.Claim
     checkpoints: SharedCheckpoints
@@ -329,8 +329,8 @@ def _begun(session: _Session, start: resume.Start, given) -> State:
 
 
 def _prepared(session: _Session, start: resume.Start, batches, state: State) -> Batches | Rollouts:
-    """What is trained on: the batches, for DPO with the margins of the reference model (the weights that the run starts
-    from); for RL what draws answers to the prompts."""
+    """Returns the training batches. For DPO they have the margins of the reference model (the weights that the run
+    starts from). For RL the result generates answers to the prompts."""
     if session.run.training.objective == "rl":
         return agree.everywhere(lambda: _rollouts(session, start, batches, state))
     if session.run.training.objective != "dpo":
@@ -371,7 +371,7 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
 
 
 def _orders(session: _Session, found: prompts.Prompts, words: Words, position: dict | None) -> Orders:
-    """Orders to samplers apart, which go on where the checkpoint was made."""
+    """The orders to separate samplers. They continue at the position of the checkpoint."""
     run = session.run
     place, document = apart.SamplerFiles(session.directory), rundir.metadata(run, session.made.layout.rules.text, {})
     store = functools.partial(Checkpoints, check_claim=session.checkpoints.check_claim)
@@ -381,7 +381,7 @@ def _orders(session: _Session, found: prompts.Prompts, words: Words, position: d
 
 
 def _cast(made: assembly.Assembly, frozen: bool = False) -> Callable[[dict], dict]:
-    """A function: all weights -> those that are trained, or those that are not, as samplers read them."""
+    """A function that casts weights to the dtypes of samplers: all weights -> the trained or the frozen ones."""
     dtype = jnp.dtype(made.run.model.compute_dtype)
     part = lambda params: made.model.divided(params)[1 if frozen else 0]
     if all(info.dtype == sync.read_dtype(info, dtype) for info in made.model.parameters() if info.trainable != frozen):
@@ -487,7 +487,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
 
 def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked: int,
                  why: str) -> tuple[resume.Start, State, Batches]:
-    """The newest checkpoint before the spike, and the batches with those from there to the spike left out."""
+    """The newest checkpoint before the spike, and the batches without those between that checkpoint and the spike."""
     run = session.run
     if spikes.rollbacks >= MAX_ROLLBACKS:
         raise TooManyRollbacks(f'{why}, and the run has gone back before spikes {MAX_ROLLBACKS} times, which is all '
@@ -636,8 +636,7 @@ def _tell_sample(session: _Session, state: State) -> None:
 
 
 def _summary(session: _Session, val_loss: float | None) -> str:
-    """The end of a run that has all its steps: what it has learned, where the time went, where things are, what may
-    come next."""
+    """Print the summary of a finished run: losses, a sample, where the time went, the files, and further commands."""
     run, first, last = session.run, None, None
     assert session.corpus is not None
     objective, place = run.training.objective, shlex.quote(run.run.dir)

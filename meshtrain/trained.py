@@ -97,7 +97,7 @@ class Trained:
 
     @functools.cached_property
     def ends(self) -> ends.Ends:
-        """What ends an answer: of a run what its training wrote, then what the folder names. Raises: ConfigError."""
+        """The tokens that end an answer: a run's end token, then those of the folder. Raises: ConfigError."""
         with config.user_errors():
             found = ends.of_folder(self.files) if self.of_folder else ends.of_saved(self.weights, self.files)
         if found.note:

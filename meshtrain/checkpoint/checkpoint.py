@@ -9,7 +9,7 @@ arrays to the host before it returns, so the next step may donate them.
     .<step>.saving/   being written, see `commit`; renamed to <step> when everything, checksums included, is on disk
     .<step>.deleting-<hex>/  being removed: renamed first, so that no partial checkpoint has its step's name
     <step>.damaged/   its checksums did not match; kept for inspection
-    <step>.aside/     complete, but later than the step from which a run was told to resume
+    <step>.aside/     complete, but later than the step (checkpoint.step) that a run resumed from
 
 Orbax's CheckpointManager is not used to commit: it has no checksums, and if one process fails to write, the others
 wait at its barrier until the timeout. Processes share the directory; only process 0 renames and deletes. Readers of

@@ -140,7 +140,7 @@ class SharedCheckpoints(Store):
     # ---- the place ---------------------------------------------------------------------------------------------------
 
     def named(self, step: int) -> str:
-        """Where a step is, for messages."""
+        """The path of a step, for messages."""
         return f"{self.place}/{step}"
 
     @abc.abstractmethod
@@ -223,7 +223,7 @@ class SharedCheckpoints(Store):
         return time.perf_counter() - start
 
     def _resumed_from(self) -> str:
-        """What the next start goes on from, after saves that have failed."""
+        """The state that the next start resumes from, after failed saves."""
         if kept := self.fallback and self.fallback.last():
             return f"step {kept}, which these hosts have in {self.fallback.name}"
         return "the last checkpoint that was saved"

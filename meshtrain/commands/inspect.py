@@ -116,13 +116,13 @@ def _tell(step: Inspected, own: config.Arguments) -> None:
 
 
 def _sampling(made: assembly.Assembly):
-    """Of `Inspected`. Raises: ConfigError for rl.rules, assembly.BrokenProgramError."""
+    """The field `sampling` of `Inspected`. Raises: ConfigError for rl.rules, assembly.BrokenProgramError."""
     sampler = trained.beside(made)
     return sampler.costs, sampler.programs()
 
 
 def _assumed(own: config.Arguments) -> dict[str, float]:
-    """What --assume changes. Raises: ConfigError for what cannot be assumed, and for options that contradict."""
+    """The assumptions that --assume changes. Raises: ConfigError for unknown names and contradicting options."""
     given = dict(own["assume"])
     with config.user_errors():
         assumptions.Assumptions("", given)
@@ -228,7 +228,7 @@ def _show_schedule(run, topology: str | None) -> None:
 
 
 def _schedule(run, topology: str | None) -> simulate.Choice | None:
-    """What `train` would choose on these GPUs; on this machine's where there is no --topology. None without stages."""
+    """The schedule that `train` would choose on these GPUs (without --topology, this machine's). None if no stages."""
     run, spec, platform, gpu = placed_on(run, topology)
     return assembly.design(run, spec, platform, gpu).choice
 

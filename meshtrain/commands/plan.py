@@ -121,7 +121,7 @@ class Planned:
         return next(iter(self.answers[0][1].plans), None)
 
     def text(self) -> str:
-        """What the command prints."""
+        """The text that the command prints."""
         (question, answer), several = self.answers[0], len(self.answers) > 1
         parts = [texts.scaling(self.answers, self.length) if several else
                  texts.page(question, answer, TOLD, self.length, self.behind)]

@@ -68,7 +68,7 @@ def _written(proof: parity.Proof, run: config.Run, devices) -> str | None:
 
 
 def summary(proof: parity.Proof) -> str:
-    """What the command prints at its end."""
+    """The text that the command prints at its end."""
     equal, total = sum(not cell.differs for cell in proof.cells), len(proof.cells)
     return (f"{proof.name}: {equal} of {total} layouts compute what one device computes, findings: "
             f"{len(proof.findings)}; {proof.seconds:.0f} s, {proof.seconds / max(1, total):.1f} s a layout")

@@ -61,7 +61,7 @@ class Identity(Section):
     name: str = key("run", "name of the run")
     dir: PathKey = key("", "directory of the run's files, or s3://… or gs://…; empty = runs/<name>")
     extends: PathKey = key(
-        "", "another run file, beside this one or shipped, whose keys are taken where this one has none")
+        "", "another run file, relative to this one or shipped; it gives the keys that this file leaves out")
     seed: int = key(0, "seed of the initialization, the data order and dropout", ge=0, lt=2**32)
     compilation_cache: str = key(
         "~/.cache/meshtrain", "cache of compiled programs for later runs, up to 8 GiB; empty = off")
@@ -91,15 +91,15 @@ class Mesh(Section):
     )
     full_devices: int = key(
         0,
-        "devices that training.microbatches is meant for: on fewer, the axis of -1 shrinks and microbatches grow; 0 = "
-        "those there", ge=0
+        "number of devices for which training.microbatches is set: on fewer, the axis of -1 shrinks and microbatches "
+        "grow; 0 = all present", ge=0
     )
     simulated_devices: int = key(
         0, "CPU devices to simulate, the total over all processes; 0 = the real devices", ge=0, le=4096)
 
 
 class Sharding(Section):
-    """[sharding]: which dimension lies along which axis."""
+    """[sharding]: which mesh axes split which dimensions."""
 
     rules: PathKey = key("sharding_rules/ddp.toml", "rule file: a path, or the name of a shipped one, e.g. zero3")
 
@@ -123,7 +123,7 @@ class RopeScaling(Section):
     attention_factor: float = key(
         0.0, "yarn, longrope: queries and keys are multiplied by this; 0 = by a function of factor", ge=0)
     mscale: float = key(0.0, "yarn, with mscale_all_dim: a weight in that function; 0 = none", ge=0)
-    mscale_all_dim: float = key(0.0, "yarn, with mscale: that of what it is divided by; 0 = none", ge=0)
+    mscale_all_dim: float = key(0.0, "yarn, with mscale: the weight in that function's divisor; 0 = none", ge=0)
     short_factor: tuple[float, ...] = key(
         (), "longrope: what each frequency is divided by up to the original length", strict=False)
     long_factor: tuple[float, ...] = key(
@@ -166,7 +166,7 @@ class MixerKeys(Table):
     num_heads: int | None = key(None, "query heads", ge=1)
     num_kv_heads: int | None = key(None, "key and value heads", ge=1)
     head_dim: int | None = key(None, "width of a head", ge=1)
-    window: int | None = key(None, "tokens that attention looks back on", ge=1)
+    window: int | None = key(None, "tokens that attention sees, including the current one", ge=1)
     rope_theta: float | None = key(None, "base of the rotation frequencies", gt=0)
     rope_scaling: RopeScaling | None = key(None, "scaled frequencies")
     qk_norm: Literal["off", "head", "all_heads", "head_and_values", None] = key(None, "norm of queries and keys")
@@ -209,7 +209,7 @@ class LatentKeys(Table):
 
     kv_dim: int = key(0, "width of the latent of keys and values; 0 = plain attention", ge=0)
     query_dim: int = key(0, "width of the latent of queries; 0 = none", ge=0)
-    rope_dim: int = key(0, "width of the rotated part, whose key all heads share", ge=0)
+    rope_dim: int = key(0, "width of the rotated part; all heads share its key", ge=0)
     value_dim: int = key(0, "width of a value; 0 = head_dim", ge=0)
 
 
@@ -223,7 +223,7 @@ class Multipliers(Table):
 
 
 class Model(Section):
-    """[model]: the shape of the transformer; Llama-like unless told otherwise."""
+    """[model]: the shape of the transformer; Llama-like by default."""
 
     preset: str = key("", "a shape of configs/models/; other model keys override its values")
     vocab_size: int = key(512, "rows of the embedding (bytes and one separator need 257)", ge=2, le=2**30)
@@ -305,7 +305,7 @@ class Model(Section):
         "float32", "dtype of stored matrices and tables; bfloat16: rounded stochastically. All else is float32")
     compute_dtype: Literal["float32", "bfloat16"] = key("bfloat16", "dtype of activations and gathered weights")
     matmul_dtype: Literal["auto", "bfloat16", "float8"] = key(
-        "auto", "what the layers' matrices are multiplied in: as compute_dtype, or float8 (H100 and later), gathered so"
+        "auto", "dtype of the layers' matmuls and of the gathered weights: compute_dtype, or float8 (H100 and later)"
     )
 
     @model_validator(mode="after")
@@ -354,7 +354,7 @@ class Component(Section):
     paths: tuple[PathKey, ...] = key((), "as data.paths", strict=False)
     field: str = key("text", "as data.field")
     weight: float = key(1.0, "share of the tokens, relative to the other weights", gt=0)
-    name: str = key("", "of its loss in the metrics, val_loss/NAME; empty = its place in data.mixture, from 0")
+    name: str = key("", "name of its loss in the metrics, val_loss/NAME; empty = its position in data.mixture, from 0")
     validation_paths: tuple[PathKey, ...] = key((), "as data.validation_paths", strict=False)
 
     @model_validator(mode="after")
@@ -363,7 +363,7 @@ class Component(Section):
 
 
 class Data(Section):
-    """[data]: what is read, and how much of it per step."""
+    """[data]: the data, and the size of a batch."""
 
     source: Literal["", "stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "preferences", "prompts",
                     "mixture"] = key(
@@ -387,15 +387,15 @@ class Data(Section):
     bos_token: str = key(
         "", "token before every document; empty = the tokenizer's; its id where tokens have no tokenizer")
     eos: str = key(
-        "", "last target of every document; empty = as the weights of checkpoint.init_from have it, else the token "
-        "before it; its id where tokens have no tokenizer")
+        "", "last target of every document; empty = that of the weights of checkpoint.init_from, else the token "
+        "before every document; its id where tokens have no tokenizer")
     chat_template: PathKey = key(
-        "", "of chat: a template's file, or a model folder; empty = beside the tokenizer, or in run.dir/hf")
+        "", "for chat: a template file, or a model folder; empty = next to the tokenizer, or in run.dir/hf")
     loss_on: Literal["assistant", "all"] = key(
         "assistant", "loss targets of chat: the assistant's tokens, or all")
     cache: PathKey = key(
-        "", "directory of the token cache and of copies of files at addresses; empty = .meshtrain beside the first "
-        "file, or in run.dir, and ~/.cache/meshtrain-files")
+        "", "directory of the token cache and of copies of files at addresses; empty = .meshtrain next to the "
+        "first file, or in run.dir, and ~/.cache/meshtrain-files")
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
@@ -431,7 +431,7 @@ class Training(Section):
     dpo_beta: float = key(0.1, "DPO's beta: weight of the divergence from the reference", gt=0)
     z_loss: float = key(0.0, "weight of the z-loss (squared log-partition), which keeps logits small; 0 = off", ge=0)
     loss_chunk: int = key(
-        2048, "tokens whose logits are in memory at once; fewer are slower on GPUs", ge=1)
+        2048, "tokens whose logits are in memory at once; a smaller number is slower on GPUs", ge=1)
     deterministic: bool = key(
         False, "the same bits in every run on the same GPUs, but slower; CPUs always give the same bits")
     check_replicas_every: int = key(
@@ -483,7 +483,7 @@ class Lora(Section):
         (), f"projections with an adapter, of {', '.join(LORA_TARGETS)}; empty = all that the model has", strict=False
     )
     export: Literal["merged", "adapters"] = key(
-        "merged", "what checkpoint.export writes: the merged model, or the adapters in PEFT's format"
+        "merged", "content of checkpoint.export: the merged model, or the adapters in PEFT's format"
     )
 
 
@@ -503,7 +503,7 @@ class Context(Section):
 
 
 class Experts(Section):
-    """[experts]: how tokens reach their experts and what keeps these equally busy, where model.num_experts is not 0."""
+    """[experts]: how tokens reach their experts, and how experts are kept equally loaded (model.num_experts above 0)."""
 
     dispatch: Literal["auto", "gather", "all_to_all"] = key(
         "auto", "gather all tokens over the axes of experts, or send each token to its experts; auto: what sends less"
@@ -521,11 +521,11 @@ class Experts(Section):
 class Rl(Section):
     """[rl]: with training.objective = "rl" the model draws answers to prompts, and learns from their rewards."""
 
-    prompts: int = key(64, "prompts that are answered together, with the same weights", ge=1)
-    samples: int = key(8, "answers to each prompt, a group", ge=1)
+    prompts: int = key(64, "prompts per batch, answered with the same weights", ge=1)
+    samples: int = key(8, "answers per prompt; they form a group", ge=1)
     lag: int = key(0, "sample batch n with the weights of batch n - lag; above 0, separate processes sample", ge=0)
     max_tokens: int = key(512, "maximum tokens of an answer", ge=1)
-    temperature: float = key(1.0, "of sampling and of the trained log-probabilities", ge=1e-6)
+    temperature: float = key(1.0, "temperature of sampling and of the trained log-probabilities", ge=1e-6)
     stop: tuple[str, ...] = key((), "strings that end an answer, in addition to the end tokens", strict=False)
     slots: int = key(
         0, "answers that are generated together on all devices; 0 = prompts × samples, or as many as fit", ge=0)
@@ -540,24 +540,25 @@ class Rl(Section):
     reward_check: float = key(0.01, "share of the answers that are scored twice, to find unstable rewards", ge=0,
                               le=1)
     advantage: Literal["group_std", "group", "loo", "batch_std"] = key(
-        "group_std", "reward less the mean of its group; over its deviation, or that of all; or less the others' mean")
+        "group_std", "reward minus its group's mean; divided by the group's deviation, or by that of all; or minus "
+                     "the others' mean")
     aggregate: Literal["token", "sequence", "constant"] = key(
         "token", "the loss is a mean over tokens, over answers of their means, or of their sums over max_tokens")
     ratio: Literal["token", "sequence", "cispo"] = key(
-        "token", "of probabilities to those before, of each token or a mean of the answer, clipped; or as a weight")
+        "token", "ratio of new to old probabilities: per token or an answer's mean, clipped; or as a weight")
     clip_low: float = key(0.2, "a ratio is clipped to 1 - this", ge=0, le=1)
     clip_high: float = key(0.2, "and to 1 + this", ge=0)
     ratio_limit: float = key(0.0, "the ratio that is not clipped is at most this; 0 = no limit", ge=0)
-    dual_clip: float = key(0.0, "of a negative advantage, the loss is at most this many times it; 0 = off", ge=0)
+    dual_clip: float = key(0.0, "with a negative advantage, the loss is at most this many times it; 0 = off", ge=0)
     kl: float = key(0.0, "weight of the divergence from the weights that the run started from", ge=0)
     kl_form: Literal["k1", "k2", "k3", "k3_corrected"] = key(
-        "k3", "its estimate, log-ratio, half its square, or exp(x) - x - 1, as it is or times the ratio")
+        "k3", "estimate of the divergence: log-ratio, half its square, or exp(x) - x - 1, alone or times the ratio")
     entropy: float = key(0.0, "weight of the entropy bonus per token", ge=0)
-    updates: int = key(1, "steps per batch of answers, each on a part of it", ge=1)
+    updates: int = key(1, "steps per batch of answers; each uses a part of the batch", ge=1)
     old: Literal["auto", "trainer", "sampler"] = key(
-        "auto", "log-probabilities that ratios are to: computed anew (auto: with updates or a lag), or as drawn")
+        "auto", "old log-probabilities of the ratios: recomputed (auto: with updates or a lag), or the sampler's")
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = key(
-        "none", "weight of what the sampler rounds otherwise than the trainer: ratios up to a limit, or 0 beyond")
+        "none", "weight that corrects the mismatch of sampler and trainer: ratios up to a limit, or 0 beyond it")
     correction_limit: float = key(2.0, "the limit", gt=0)
     filter: Literal["none", "equal"] = key(
         "none", "equal: replace groups with equal rewards, which teach nothing, by more prompts")
@@ -597,7 +598,7 @@ class Checkpoint(Section):
 
 
 class Metrics(Section):
-    """[metrics]: what is written while it runs."""
+    """[metrics]: what a run logs, and where."""
 
     every: int = key(1, "steps between rows of metrics.jsonl", ge=1)
     tensorboard: bool = key(True, "the rows also as TensorBoard events, in run.dir/tensorboard")

@@ -1,1 +1,1 @@
-"""What it costs: formulas, the compiled program, the planner."""
+"""The cost of a run: formulas, the compiled program, the planner."""

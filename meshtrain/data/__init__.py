@@ -1,1 +1,1 @@
-"""What is read: formats, sources, tokenizers, token files and batches of packed documents. No jax, no mesh."""
+"""Input data: formats, sources, tokenizers, token files and batches of packed documents. No jax, no mesh."""

@@ -146,7 +146,7 @@ def verdict(data: Mapping) -> str:
 
 
 def text(data: Mapping) -> str:
-    """What `report A B` prints."""
+    """The text that `report A B` prints."""
     labels = [run["label"] for run in data["runs"]]
     table = [("", *labels), *((name, *(cell for cell, _ in cells)) for name, cells in numbers(data))]
     table += [("", *[""] * len(labels)), ("what differs", *[""] * len(labels))] if data["differs"] else []

@@ -21,7 +21,7 @@ LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is 
 
 
 def text(step: Inspected) -> str:
-    """What `inspect` prints."""
+    """The text that `inspect` prints."""
     warnings = [differences(step), *(f"warning: {line}" for line in step.warnings)]
     return "\n\n".join([
         before(step.made), params_table(step.made), memory_table(step),

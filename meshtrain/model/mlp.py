@@ -71,7 +71,7 @@ def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> Fuse
 
 
 def note(run, chosen: FusedMLP | None) -> str:
-    """What the program says at the start; empty for XLA's matmuls."""
+    """The line that is printed at the start; empty for XLA's matmuls."""
     return chosen and f"MLPs: activation fused into the matmuls, Mosaic kernels (model.mlp={run.model.mlp})" or ""
 
 

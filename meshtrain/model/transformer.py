@@ -423,7 +423,7 @@ def without_layers(tree: dict) -> dict:
 
 
 def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):
-    """(output, aux) of layer number `number` with these weights; ex.remat decides what is saved."""
+    """Apply layer `number` with these weights. Returns (output, aux). ex.remat decides what is saved."""
     infos = params.infos(layer)
     experts = any("expert" in info.axes for info in infos)
     shards, count = parts.of_rows(ex.layout, x_BTD.shape) if not experts and _can_share(ex, infos) else (1, 1)
@@ -457,13 +457,13 @@ def _can_share(ex: Execution, infos) -> bool:
 
 
 def add_aux(a: dict, b: dict) -> dict:
-    """The sums of two layers, by name; a missing name counts as zero. Of MAXIMA the maximum."""
+    """Add the sums of two layers by name; a missing name counts as zero. For MAXIMA, take the maximum."""
     add = lambda name: jnp.maximum if name in MAXIMA else jnp.add
     return a | {name: add(name)(a[name], value) if name in a else value for name, value in b.items()}
 
 
 def summed(name: str, a):
-    """The sum of an aux over the leading dim; of MAXIMA the maximum."""
+    """The sum of an aux over the leading dim; for MAXIMA the maximum."""
     return a.max(0) if name in MAXIMA else a.sum(0)
 
 

@@ -91,7 +91,7 @@ class Order:
 
 @functools.cache
 def versions() -> str:
-    """Of what draws answers: others may draw other tokens."""
+    """The versions of everything that affects sampling. Other versions may sample other tokens."""
     return f"meshtrain {meshtrain.__version__}, jax {importlib.metadata.version('jax')}"
 
 
@@ -153,7 +153,7 @@ def _saved_checksum(place: Path) -> str | None:
 
 
 def checksum(trained: dict, frozen: str) -> str:
-    """Of all weights of a version. frozen: the digest of those that are not trained; empty: there are none."""
+    """The checksum of all weights of a version. frozen: the digest of the frozen weights; empty: there are none."""
     return f"{replicas.digest(trained)}-{frozen}" if frozen else replicas.digest(trained)
 
 
@@ -445,7 +445,7 @@ def _remove(path: Path) -> None:
 
 
 def _content(order: Order, part: int, found: Sequence[Completion], by: str, on: str) -> bytes:
-    """Of a file of answers. by: the sampler. on: see `WorkQueue.deliver`."""
+    """The content of a file of answers. by: the sampler. on: see `WorkQueue.deliver`."""
     told, arrays = groups.flat(found)
     return groups.packed(told | {"order": order.id, "version": order.version, "weights": order.weights, "by": by,
                                  "made_by": versions(), "on": on}, arrays)

@@ -163,7 +163,7 @@ def unsaid(directory: Path, began: float) -> tuple[str, bool]:
 
 
 def read(directory: Path) -> list[dict]:
-    """The lines; those that are none are told. Raises: OSError."""
+    """The lines. Invalid lines are reported and left out. Raises: OSError."""
     return _log(directory).read()
 
 

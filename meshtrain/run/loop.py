@@ -49,7 +49,7 @@ class StepBatch(NamedTuple):
 
 
 class Feed(Protocol):
-    """Where the loop gets its batches from."""
+    """The source of the loop's batches."""
 
     def next(self, done: int, state: State) -> StepBatch:
         """The batch of the step after `done` steps, which have made `state`. Raises: NoBatch."""

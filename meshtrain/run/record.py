@@ -160,7 +160,7 @@ class Record:
             self._paused_s += self._paused_until - began
 
     def late(self, late: tuple[int, float] | None) -> None:
-        """Notes which process came last to a step, and by how much; see `Stragglers`."""
+        """Record which process reached a step last, and by how much; see `Stragglers`."""
         if self._step_time_s is not None and self.stragglers.step(late, self._step_time_s):
             process, late_s, share = self.stragglers.named
             host = f" on {self.hosts[process]}" if process < len(self.hosts) else ""

@@ -162,7 +162,7 @@ def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: boo
 
 
 def this_process() -> dict:
-    """What a lock says of its owner."""
+    """The owner that this process writes into a lock."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid()), "time": time.time(),
             "space": space(), "nonce": secrets.token_hex(8)}
 
@@ -210,7 +210,7 @@ def is_here(owner: dict | None) -> bool:
 
 
 def _owner(directory: Path) -> dict | None:
-    """Who wrote the lock file; None where nobody is named."""
+    """The owner named in the lock file; None if it names none."""
     with contextlib.suppress(OSError):
         return named((directory / LOCK).read_text(encoding="utf-8"))
     return None

@@ -1,1 +1,1 @@
-"""Where it lives: the mesh (devices -> five axes) and the rules (logical axis -> mesh axes)."""
+"""Placement: the mesh (devices -> five axes) and the rules (logical axis -> mesh axes)."""

@@ -477,7 +477,7 @@ def _opened(address: Address, url: str, headers: dict[str, str] | None = None, *
 
 
 def hub() -> str:
-    """Where the hub is asked."""
+    """The address of the hub."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
 
 

@@ -36,7 +36,7 @@ from meshtrain.training import objective, qk_clip, state
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepSpec:
-    """Everything that the gradients of a step depend on beside their arguments.
+    """Everything that the gradients of a step depend on, except their arguments.
 
     deferred_axes: batch axes over which gradients are reduced once per step; the scan over microbatches is manual over
     them. batch: ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T], replicas over the deferred
@@ -126,7 +126,7 @@ def scanned(step: StepSpec):
         return of_all
 
     def pin(grads):
-        """Accumulators where [grads] says."""
+        """Constrain accumulators to the sharding of [grads]."""
         return jax.tree.map(lambda axes, g: layout.constrain("grads", g, axes), trained_axes,
                             grads, is_leaf=rules.is_axes)
 
@@ -304,7 +304,7 @@ def _room(layout: Layout, sequences: int, a):
 
 
 def _stack_weights(model: Transformer, weights: params.Divided):
-    """Of each group what its `layer_vjp.stack` takes for w: (trained, (numbers of the layers, frozen), 0)."""
+    """For each group, the argument w of its `layer_vjp.stack`: (trained, (numbers of the layers, frozen), 0)."""
     return [(model.weights(weights.trained, group), (group.numbers(first), model.weights(weights.frozen, group)), 0)
             for first, group in model.numbered()]
 

@@ -2,12 +2,12 @@
 
 Source: arXiv:1804.04235 (Adafactor), with the changes of arXiv:2106.04560 (section 3.4) that let Adam's learning rate
 and weight decay carry over: no scaling by the parameter's own size, and the decay of the average bounded by `b2`.
-optax's version takes the two *largest* dims of each array as row and column. Of stacked layers [L, D, N, H] these may
+optax's version takes the two *largest* dims of each array as row and column. For stacked layers [L, D, N, H] these may
 be L and D, which averages over layers, or D and H, which leaves a state N times larger than needed; and its update
 clipping sees all layers as one block. Here the caller says which dims form the matrix, and every matrix is factored and
 clipped by itself. optax's under vmap, each matrix flattened before, gives the same updates; but the dims of its moments
-are products, which no logical axis names, and a row without any gradient beside gradients of 1e6 becomes NaN (optax
-0.2.8): such are the rows of tokens not seen.
+are products, which no logical axis names, and a row without gradient in a matrix with gradients of 1e6 becomes NaN
+(optax 0.2.8). Rows of tokens that do not occur have no gradient.
 """
 
 from collections.abc import Callable

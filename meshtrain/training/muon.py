@@ -104,8 +104,8 @@ def _by_layers(whole, x, num_batch, placement, order):
 def _newton_schulz(x, coefficients):
     """x [..., m, n] → about U Vᵀ of its singular value decomposition, in the dtype of x; norms and sums are float32.
 
-    Five times x ← (aI + bG + cG²) x with G = x xᵀ. The identity stands inside, or a·x would be an array in float32
-    beside x.
+    Five times x ← (aI + bG + cG²) x with G = x xᵀ. aI is added inside the parentheses, because a·x would be a
+    separate float32 array.
     """
     a, b, c = coefficients
     dtype, tall = x.dtype, x.shape[-2] > x.shape[-1]
