@@ -503,7 +503,7 @@ class Context(Section):
 
 
 class Experts(Section):
-    """[experts]: how tokens reach their experts, and how experts are kept equally loaded (model.num_experts above 0)."""
+    """[experts]: how tokens reach their experts, and how experts are balanced, if model.num_experts is above 0."""
 
     dispatch: Literal["auto", "gather", "all_to_all"] = key(
         "auto", "gather all tokens over the axes of experts, or send each token to its experts; auto: what sends less"

@@ -217,8 +217,8 @@ class Norm(nnx.Module):
     """RMSNorm or LayerNorm over the dims of its weights (the last ones), in float32; returns the compute dtype.
 
     Tried and rejected: one kernel for the backward of norm and residual stream. By the roofline it takes 53 ms of a
-    step of llama3-8b on 8 H100, and XLA's two kernels take 93 ms. But XLA then copies x out of its stack and repeats the
-    norm: the step takes 6.46 instead of 6.43 s.
+    step of llama3-8b on 8 H100, and XLA's two kernels take 93 ms. But XLA then copies x out of its stack and repeats
+    the norm: the step takes 6.46 instead of 6.43 s.
     """
 
     def __init__(self, cfg, rngs, shape, axes, eps: float = 0.0):

@@ -74,8 +74,9 @@ class PolicyGradient:
     """The loss of drawn tokens that `Policy` makes of their log-probabilities at this temperature.
 
     A segment holds a prompt and its answer, whose tokens are the targets. A batch has these arrays in addition to
-    NextToken's. weight: of each token's loss, times the step's number of targets; advantage; sampled: the sampler's log-probability;
-    old: the trainer's before the first step on these answers; reference: that of the weights that KL is measured to.
+    NextToken's. weight: of each token's loss, times the step's number of targets; advantage; sampled: the sampler's
+    log-probability; old: the trainer's before the first step on these answers; reference: that of the
+    weights that KL is measured to.
     """
     policy: Policy
     temperature: float
