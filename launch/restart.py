@@ -205,7 +205,7 @@ def count(failures: Failures, code: int, words: str = "", restarts: int | None =
     except files.FileSystemError as error:
         if restarts is None:
             raise files.FileSystemError(f"{error}; until then it is not started again") from None
-        say.err(f"{error}. The scheduler's count of restarts, {restarts}, stands for it")
+        say.err(f"{error}. The scheduler's count of restarts, {restarts}, is used instead")
     return wait_s
 
 

@@ -25,7 +25,7 @@ COMMANDS = {
     "inspect": "tell what a run holds, sends and takes before it runs",
     "check": "tell what can be known of a run before it starts",
     "prove": "compare a layout's step with one device's",
-    "report": "tell what a run has measured, beside what was priced",
+    "report": "print what a run has measured, compared with the predictions",
     "generate": "ask a trained model, or talk to it",
     "evaluate": "measure a model's loss on files or harness tasks",
     "convert": "write a run's weights as a model folder",
@@ -37,7 +37,7 @@ LAUNCHERS = {
     "local": "start processes on this host",
     "pod": "start one process for each GPU of a pod's host",
     "ray": "start a run's processes on a Ray cluster",
-    "samplers": "start samplers beside an rl run",
+    "samplers": "start samplers for an rl run",
     "restart": "tell whether, and after how long, a job starts again",
     "elastic": "tell the run file for fewer hosts",
 }

@@ -74,8 +74,8 @@ def _out(name: str) -> new_folder.Target:
 def _table(directory: Path) -> str:
     """The [model] section of a folder. Raises: ConfigError with every fault of it."""
     if not folder.is_one(directory) and os.path.isdir(directory / "checkpoints"):
-        raise ConfigError(f"{directory} is a run's directory; name the model folder that its weights are to be written "
-                          f"to, too: python -m meshtrain.convert {directory} OUT")
+        raise ConfigError(f"{directory} is a run's directory; name the model folder to write its weights to as "
+                          f"well: python -m meshtrain.convert {directory} OUT")
     with config.user_errors():
         if not files.is_dir(directory):
             raise ConfigError(f"{directory} is not a directory; name a model folder of Hugging Face's, or a run's "

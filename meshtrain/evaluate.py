@@ -51,8 +51,8 @@ COMMAND = config.Command("meshtrain.evaluate", {
                            "(pip install -e '.[eval]')", "A,B", "hellaswag", _tasks, ()),
     "num-fewshot": config.Option("examples before each document of the tasks", "N", "5", config.whole()),
     "limit": config.Option("documents of each task", "N", "100", config.whole()),
-    "add-bos": config.Option("begin the tasks' texts with the token that stands before a document, also where the "
-                             "folder's tokenizer does not write it"),
+    "add-bos": config.Option("begin the tasks' texts with the token that begins a document, even if the folder's "
+                             "tokenizer does not write it"),
     "json": config.Option('print JSON alone: {"loss", "tokens", "perplexity", "bits_per_byte", "sources": {name: the '
                           'same}, "tasks": {name: metrics}}; null where there is none'),
 }, "RUN_DIR|HF_DIR", (1, 1))

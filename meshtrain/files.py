@@ -128,7 +128,7 @@ def judged(error: OSError, what: str, remedy: str, mistake: type[Exception] = Va
     reason = error.strerror or str(error)
     if is_mistake(error):
         return mistake(f"{what}: {reason}; {remedy}")
-    return FileSystemError(f"{what}: {reason}; see to the file system (its room, its mounts, its server) and start "
+    return FileSystemError(f"{what}: {reason}; check the file system (its room, its mounts, its server) and start "
                            f"again")
 
 

@@ -241,7 +241,7 @@ def open_talk(found: trained.Trained) -> Talk:
     text = found.text()
     if text is None:
         raise ConfigError(f"--chat needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path "
-                          f"of a tokenizer.json with a chat template beside it")
+                          f"of a tokenizer.json with a chat template next to it")
     with config.user_errors():
         template = chat.open_template(_chat_reader(found, text), found.run.data.chat_template,
                                       [found.files] if found.files else [], today=True)

@@ -3,7 +3,7 @@
 Training with the same run file then finds everything built. Without GPUs and without jax. Any number of processes may
 work side by side, on this host or others: each takes what nobody has. Under a launcher process I (from 0) of N takes
 only every N-th part, as with --processes I/N, and the cache is whole when all of them are done.
-Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request, what is finished is kept · 1 anything
+Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request, finished parts are kept · 1 anything
 else.
 """
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(asked: config.Arguments) -> int:
             say.out(f"{component.where}: {_sum_up(source)}")
         return 0
     except FileSystemError as error:
-        raise FileSystemError(f"{error}; what is finished is kept") from error
+        raise FileSystemError(f"{error}; finished parts are kept") from error
     except parts.Stopped:
         say.err(f"stopped by {signal.Signals(stop[0]).name}; finished work is kept; run the same command again to "
                 f"resume")

@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
         if files.is_moment(error):      # met where nobody had a word for it
             where = traceback.extract_tb(error.__traceback__)[-1]
             return _fail(FAILED,
-                         f"error: {files.said(error)}, in {where.name} of {where.filename}; see to the file system "
+                         f"error: {files.said(error)}, in {where.name} of {where.filename}; check the file system "
                          "(its room, its mounts, its server) and start again", error)
         if agree.told_by_first(error):      # process 0 has its traceback
             return _fail(FAILED, "", error)
@@ -423,8 +423,8 @@ def _saved(session: _Session, done: int) -> str:
 def _ended(missing: str) -> int:
     """The exit code of a run that has all its steps. missing: a description of failed exports."""
     if missing and jax.process_index() == 0:
-        say.err(f"error: the run is finished, but {missing}; see to the directory and start it again: it makes what is "
-                f"missing")
+        say.err(f"error: the run is finished, but {missing}; check the directory and start the run again: it writes "
+                f"the missing files")
     return FAILED if missing else DONE
 
 

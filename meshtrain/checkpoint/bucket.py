@@ -208,8 +208,8 @@ class BucketCheckpoints(SharedCheckpoints):
             except StorageError:
                 raise
             except (pieces.DamagedPiece, ValueError) as error:
-                raise CheckpointError(f"{self.named(step)} is damaged ({files.said(error)}): start again, to go on "
-                                      f"from the one before if the damage stays") from None
+                raise CheckpointError(f"{self.named(step)} is damaged ({files.said(error)}): start again; if it "
+                                      f"stays damaged, the run resumes from the one before") from None
 
 
 _BROKEN = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError)

@@ -179,4 +179,4 @@ def set_aside_after(run_dir: str, step: int) -> list[str]:
     with user_errors():
         return files.attempted(
             lambda: [new_folder.set_aside(place / str(later)) for later in _steps(place) if later > step],
-            f"exports in {place} cannot be set aside", "see to its permissions", ConfigError)
+            f"exports in {place} cannot be set aside", "check its permissions", ConfigError)

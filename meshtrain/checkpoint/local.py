@@ -132,7 +132,7 @@ class LocalCheckpoints(Store):
             return pieces.restore(wanted, used, stored, self._read, AT_ONCE)
         except (KeyError, OSError, DamagedPiece, ValueError):
             raise files.FileSystemError(f"{self.name}: step {step} in {self._home()}, whose checksums have just held, "
-                                        f"cannot be read any more; see to the file system and start again") from None
+                                        f"cannot be read any more; check the file system and start again") from None
 
     def begin(self, step: int, used: bool) -> None:
         """Training is about to continue after `step`: from now on only this start's checkpoints are valid and, if

@@ -191,8 +191,8 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
             why = "another program listens there" if line else "the connection was lost"
         time.sleep(min(0.2, max(deadline - time.monotonic(), 0)))
     raise PeerError(f"process 0 of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s "
-                    f"({why}); this is process {cluster.index} ({_where(_about(cluster))}). Look at what process 0 "
-                    f"said, and whether it runs on that host and the port can be reached from here")
+                    f"({why}); this is process {cluster.index} ({_where(_about(cluster))}). Check the output of "
+                    f"process 0, and whether it runs on that host and this host can reach the port")
 
 
 def _listen(cluster: Cluster) -> socket.socket:

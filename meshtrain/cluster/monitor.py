@@ -100,7 +100,7 @@ class Monitor:
         except OSError as error:        # no process is to be had
             self._target = None
             self.tell(f"warning: no process can be started that watches this one ({error}): a hang that holds the "
-                      f"interpreter's lock will not end it")
+                      f"interpreter's lock will not end the process")
 
     def expect(self, left_s: float, words: str, path: str) -> None:
         """End this process unless the next call comes within left_s seconds (inf: never). words: what it hangs in, for

@@ -67,7 +67,7 @@ def main(own: config.Arguments) -> int:
         say.out(fewer)
     made = assembly.assemble(run, devices)
     if given and not roofline.gpu_of(made):
-        raise ConfigError("--assume changes the roofline, and there is none without a GPU of known speed; "
+        raise ConfigError("--assume changes the roofline, and there is no roofline without a GPU of known speed; "
                           "add e.g. --topology h100:8")
     step = inspected(made, given)
     now = expect.of(made, step.program, step.held)

@@ -78,7 +78,7 @@ COMMAND = config.Command("meshtrain.plan", {
     "json": config.Option("print JSON alone"),
     "html": config.Option("also write an HTML page: one file without external resources", "FILE", "plans.html"),
     "write": config.Option("write the best plan as a run file", "RUN.toml", "best.toml"),
-    "verify": config.Option("compile the best K plans for these GPUs and show formula beside compiled", "K", "3",
+    "verify": config.Option("compile the best K plans for these GPUs and compare formulas and programs", "K", "3",
                             config.whole(1), 0),
 }, "MODEL|RUN.toml", (0, 1))
 TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million, as runs of billions of parameters take
@@ -211,7 +211,7 @@ def asked(options: config.Arguments) -> Run:
                   "validation.every": 500, "data.global_batch": 1, "checkpoint.every": 500}
         given.setdefault("model.compute_dtype", "bfloat16")
     elif not os.path.exists(name) and HUB_NAME.fullmatch(name):
-        raise ConfigError(f"{name} is no run file here; for the model of that name on the Hugging Face hub write "
+        raise ConfigError(f"{name} is not a run file; for the model of that name on the Hugging Face hub write "
                           f"hf://{name}")
     elif not os.path.exists(name) and "." not in name:
         raise ConfigError(f"{name} is no run file and no model; models: {', '.join(config.presets())}")

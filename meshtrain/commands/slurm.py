@@ -65,7 +65,7 @@ def job(own: config.Arguments, name: str, here: Path) -> str:
     """The text of the job. here: the directory in which it runs. Raises: ConfigError."""
     python = Path(sys.executable).parent
     if not (python / "python").exists():
-        raise ConfigError(f"{sys.executable} has no `python` beside it, which the job calls; make an environment, "
+        raise ConfigError(f"{sys.executable} has no `python` next to it, which the job calls; make an environment, "
                           f"python3 -m venv .venv, and install the checkout there")
     if unfit := re.search(r"[\s\"'%$`\\]", f"{here}{python}"):
         raise ConfigError(f"{here} or {python} has {unfit[0]!r} in its name, which a job script cannot say; use other "

@@ -637,5 +637,5 @@ def mesh_sizes(run: Run, device_count: int, enough: str = "mesh.simulated_device
 def _mesh_remedy(sizes: dict[str, int], fixed: int, device_count: int) -> str:
     for axis in ("fsdp", "data", "tensor"):
         if device_count % (fixed // sizes[axis]) == 0:
-            return f"use mesh.{axis}={device_count * sizes[axis] // fixed} (or -1: what is left), "
+            return f"use mesh.{axis}={device_count * sizes[axis] // fixed} (or -1: all devices that are left), "
     return f"use axes whose product is {device_count}, "

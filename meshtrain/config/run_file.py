@@ -120,7 +120,8 @@ def _arguments(argv):
         arg = rest.pop(0)
         if not arg.startswith("-"):
             if path is not None:
-                faults.append(f"{arg} is a second run file beside {path}; give one, and changes as --section.key value")
+                faults.append(f"{arg} is a second run file in addition to {path}; give one, and changes as "
+                              f"--section.key value")
             path = path or (arg if addresses.is_remote(arg) else Path(arg))
             continue
         name, equals, text = arg.removeprefix("--").partition("=")

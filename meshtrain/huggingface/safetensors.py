@@ -85,7 +85,7 @@ def parse_json(text: bytes, what: str) -> dict:
     def once(pairs):
         made = dict(pairs)
         if len(made) != len(pairs):
-            raise ValueError("a name stands twice")
+            raise ValueError("a name occurs twice")
         return made
     try:
         found = json.loads(text, object_pairs_hook=once)

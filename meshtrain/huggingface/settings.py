@@ -61,7 +61,7 @@ def read(directory: Path, name: str = CONFIG) -> dict:
     """The JSON object of config.json or a similar file. Raises: ValueError."""
     path = directory / name
     if not files.is_file(path):
-        raise ValueError(f"there is no {name}; name a folder that has one beside its *.safetensors")
+        raise ValueError(f"there is no {name}; name a folder that has one next to its *.safetensors")
 
     def load() -> bytes:
         with open(path, "rb") as file:

@@ -67,8 +67,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ValueError(f"{INDEX} has no weight_map of names to files")
     for file in weight_map.values():
         if file != os.path.basename(file) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
-            raise ValueError(f"{INDEX}: {file[:80]!r} is not the plain name of a .safetensors file beside it, and is "
-                             f"not opened")
+            raise ValueError(f"{INDEX}: {file[:80]!r} is not the plain name of a .safetensors file next to it, so it "
+                             f"is not opened")
     return weight_map
 
 

@@ -434,7 +434,7 @@ class ArrivingAnswers:
                 f"{path} answers another order: it was drawn with version {told['version']} ({told['weights']}) of the "
                 f"weights by {told['by']} ({told.get('made_by', 'an earlier version')}), and batch {self.order.batch} "
                 f"is to be drawn with version {self.order.version} ({self.order.weights}) by {self.order.made_by}; "
-                f"nothing of it is learned. The same command removes it")
+                f"it is not used for training. The same command removes it")
         return groups.unflat(told, arrays)
 
 
@@ -582,6 +582,6 @@ def _compare(path: Path, before: tuple[dict, dict], now: tuple[dict, dict]) -> N
         return
     words = f"{path}: {before[0]['by']} has drawn other answers than {now[0]['by']} to one order"
     if before[0]["on"] == now[0]["on"]:
-        raise RolloutError(f"{words}, on the same devices ({now[0]['on']}): one of the two computes wrong; see to both "
+        raise RolloutError(f"{words}, on the same devices ({now[0]['on']}): one of the two computes wrong; check both "
                            f"hosts. The first answers are used")
     say.err(f"{words}, on {before[0]['on']} and {now[0]['on']}: other meshes round otherwise")

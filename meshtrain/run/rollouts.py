@@ -55,8 +55,8 @@ def check(run: Run, prompts: Prompts) -> None:
         raise ConfigError(
             f"data.global_batch={data.global_batch} sequences of data.seq_len={data.seq_len} may not hold the {count} "
             f"answers of a step (rl.prompts × rl.samples / rl.updates), each with its prompt of up to {longest} "
-            f"tokens; use data.global_batch={needed} or more, of which only those are computed that are needed, by "
-            f"training.microbatches")
+            f"tokens; use data.global_batch={needed} or more; microbatches without answers (training.microbatches) "
+            f"are not computed")
     with user_errors():
         workers.check(rl.reward, {one.place: one.line for one in (*prompts.prompts, *prompts.held)},
                       rl.reward_memory_gb)
@@ -141,8 +141,8 @@ class Rollouts:
             weights = replicas.digest(state.params) if part == 0 else None
         found = kept.read(weights, first, self.prompts, self.words)
         if found is None and part and jax.process_index() == 0:
-            say.err(f"{kept.path} is gone or damaged, with the answers that the steps before this one learned from; "
-                    f"they are drawn again, with the present weights")
+            say.err(f"{kept.path} is missing or damaged. It had the answers that earlier steps trained on; "
+                    f"they are sampled again, with the present weights")
         # Twice: what the processes agree on is told by the next call (agree.StopAgreement).
         if found is None and part == 0 and (self.stopping() or self.stopping()):
             raise NoBatch

@@ -208,7 +208,7 @@ class Appended(contextlib.AbstractContextManager):
         self._flush()
         if self._waiting:
             say.err(f"{self.path} ends early: its last {sum(map(len, self._waiting)):,} bytes could not be written; "
-                    f"see to its file system before you start the run again")
+                    f"check its file system before you start the run again")
         self._leave()
 
     def _flush(self) -> None:
@@ -235,7 +235,7 @@ class Appended(contextlib.AbstractContextManager):
                 os.ftruncate(file.fileno(), self._end)
             elif size < self._end:
                 say.err(f"{self.path}: its file system has lost {self._end - size:,} bytes that were written; training "
-                        f"goes on")
+                        f"continues")
                 self._end = size + file.write(self.separator)
             else:
                 self._end = size

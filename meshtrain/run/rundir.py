@@ -157,7 +157,7 @@ def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: boo
                           f"directory or another run.name")
     if (has_config or saved) and run.checkpoint.resume == "never":
         raise ConfigError(f"run.dir={name} already holds a run, and checkpoint.resume=\"never\"; give another run.name "
-                          f"or run.dir, or resume=\"auto\" to go on with it")
+                          f"or run.dir, or resume=\"auto\" to resume it")
     return saved
 
 
@@ -199,9 +199,9 @@ def _lock(lock, directory: Path) -> None:
                           f"run.name")
     if found == "held":
         raise _Held(owner)
-    say.err(f"{directory} is on a file system without locks: a second run in it would be noticed on this host alone; "
-            f"mount it with locks (Lustre: -o flock) or see to it "
-            f"yourself{'. The last run in it' + by(owner) if owner else ''}")
+    say.err(f"{directory} is on a file system without locks: a second run in it is detected only on this host; "
+            f"mount it with locks (Lustre: -o flock), or make sure that no second run "
+            f"starts{'. The last run in it' + by(owner) if owner else ''}")
 
 
 def is_here(owner: dict | None) -> bool:
@@ -282,7 +282,7 @@ def _check_shared(directory: Path, nonce: str) -> None:
             ConfigError(f"run.dir={directory} is not one directory for all processes: {they}; "
                         "give a directory on a file system that all hosts have mounted")
             if any(lasts for *_, lasts in found) else files.FileSystemError(
-                f"run.dir={directory}: {they}; see to the file system (its mounts, its server) and start again"))
+                f"run.dir={directory}: {they}; check the file system (its mounts, its server) and start again"))
 
 
 def metadata(run: Run, rules_text: str, data: dict, named: Mapping[str, str] | None = None) -> dict:

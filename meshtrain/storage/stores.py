@@ -124,7 +124,7 @@ def _patiently(address: Address, act: Callable[[], Value], done: Callable[[], in
         except _Moment as error:
             tries, before = (tries, before) if done() == before else (0, done())
             if tries == len(pauses_s):
-                raise files.FileSystemError(f"{address} cannot be {verb}: {error}, {tries + 1} times in a row; see to "
+                raise files.FileSystemError(f"{address} cannot be {verb}: {error}, {tries + 1} times in a row; check "
                                             f"the server or the network, and start again") from None
             files.pause(pauses_s[tries], str(address), str(error))
             tries += 1
@@ -145,7 +145,7 @@ def _refused(address: Address, code: int, what: str, verb: str = "read") -> Exce
     if code == 412:
         return Changed(f"{address} has changed since it was listed; start again when no program writes to it")
     where = "; is AWS_REGION the bucket's?" if address.scheme == "s3" and code in (301, 307, 400) else ""
-    return StorageError(f"{address} cannot be {verb}: the server answers {code} ({what}){where}; see to the address")
+    return StorageError(f"{address} cannot be {verb}: the server answers {code} ({what}){where}; check the address")
 
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def _put(address: Address, body: bytes | Path, sent: int, *, patient: bool = Tru
             return Version(made["e_tag"], made["version"])
         except _Silence:
             files.pause(0.0, str(address), f"it was not written within {limit_s:g} s")
-    raise files.FileSystemError(f"{address} cannot be written: the server did not answer within {limit_s:g} s; see to "
+    raise files.FileSystemError(f"{address} cannot be written: the server did not answer within {limit_s:g} s; check "
                                 f"the server or the network, and start again")
 
 
@@ -341,7 +341,7 @@ def _ask(address: Address, act: Callable[[Any], Value], verb: str = "read", *, p
             store = _bucket(address.scheme, address.home, _environment(), silence_s or SILENCE_S)
     except (exceptions.BaseError, OSError, ValueError, panics.LibraryPanic):
         # the text may repeat what it cannot parse
-        raise StorageError(f"{address}: the environment has credentials or an endpoint that cannot be used; see to "
+        raise StorageError(f"{address}: the environment has credentials or an endpoint that cannot be used; check "
                            f"{CREDENTIALS[address.scheme]}") from None
 
     def judged():
@@ -374,7 +374,7 @@ def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
             r"HTTP error|error sending request|timed? ?out|connection|decoding", first, re.IGNORECASE):
         return _Moment(first)
     credentials = f" and to {CREDENTIALS[address.scheme]}" if re.search("credential|token|sign", first) else ""
-    return StorageError(f"{address} cannot be {verb}: {first}; see to the address{credentials}")
+    return StorageError(f"{address} cannot be {verb}: {first}; check the address{credentials}")
 
 
 # ---- the web ---------------------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ def _opened(address: Address, url: str, headers: dict[str, str] | None = None, *
         return _OPENER.open(request, timeout=SILENCE_S)
     except ValueError:      # its text has the header's value
         remedy = "set HF_ENDPOINT to https://HOST and HF_TOKEN to a word of ASCII, or neither" \
-            if address.scheme == HUB else "see to the address"
+            if address.scheme == HUB else "check the address"
         raise StorageError(f"{address} cannot be asked for: no request can be made of it; {remedy}") from None
     except urllib.error.HTTPError as error:
         error.close()

@@ -251,7 +251,7 @@ MISTAKES = [
     ("-x", "-x", "--section.key value"),
     ("--run.seed", "--run.seed", "--run.seed=VALUE"),
     ("--run.seed --training.steps 6", "--run.seed", "--run.seed=VALUE"),
-    ("a.toml b.toml --run.seed 1", "b.toml is a second run file beside a.toml", "--section.key"),
+    ("a.toml b.toml --run.seed 1", "b.toml is a second run file in addition to a.toml", "--section.key"),
     ("--training.steps abc", 'training.steps="abc"', "e.g. 100"),
     ("--training.steps 1.5", "training.steps=1.5", "whole number"),
     ("--training.steps true", "training.steps=true", "whole number"),

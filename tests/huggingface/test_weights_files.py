@@ -62,7 +62,7 @@ FILES = {
     "an unknown dtype": (raw(entries(a=("F4", [2], [0, 8])), b"\0" * 8), "'a' is broken"),
     "bytes behind the tensors": (GOOD + b"xx", "the file has"),
     "cut off": (GOOD[:-10], "cut off"),
-    "a name twice": (raw(b"{" + ONE + b"," + ONE + b"}", b"\0" * 4), "stands twice"),
+    "a name twice": (raw(b"{" + ONE + b"," + ONE + b"}", b"\0" * 4), "occurs twice"),
     "an entry that is no object": (raw(b'{"a":7}'), "'a' is broken"),
 }
 INDEXES = {

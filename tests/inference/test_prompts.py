@@ -65,7 +65,7 @@ def test_mistakes_are_told_with_their_line(tmp_path, lines, keys, told):
 
 def test_files_to_validate_on_are_not_trained_on(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    with pytest.raises(ValueError, match="is trained on, too"):
+    with pytest.raises(ValueError, match="is also training data"):
         opened(tmp_path, validation_paths=(str(path),))
 
 

@@ -179,7 +179,7 @@ def test_a_full_disk_does_not_end_a_jobset(code, full_disk, tmp_path, monkeypatc
     saved(tmp_path, 20)
     ran = in_pod(tmp_path, 1, monkeypatch, code)
     assert ran.code == code and "No space left on device" in ran.err and "starting again from step 20" in ran.err
-    assert "The scheduler's count of restarts, 1, stands for it" in ran.err
+    assert "The scheduler's count of restarts, 1, is used instead" in ran.err
 
 
 def test_starts_that_could_not_be_counted_are_failures_once_the_disk_has_room(tmp_path, monkeypatch):

@@ -68,5 +68,5 @@ def test_files_to_validate_on_that_are_trained_on_are_told_by_any_name(linked, t
     (tmp_path / "b.txt").symlink_to("a.txt")
     data = config.Data(source="text", paths=[str(tmp_path / "a.txt")],
                        validation_paths=[str(tmp_path / ("b.txt" if linked else "a.txt"))])
-    with pytest.raises(ValueError, match="is trained on, too"):
+    with pytest.raises(ValueError, match="is also training data"):
         sources.describe(data, vocab_size=512)

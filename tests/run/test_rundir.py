@@ -245,7 +245,7 @@ def test_a_process_that_is_refused_a_look_has_met_a_moment_of_the_file_system_an
     monkeypatch.setattr(agree, "exchange", lambda mine: [mine, ["b", "Stale file handle", False]])
     with pytest.raises(files.FileSystemError,
                        match=r"run.dir=.*/run: process 1 on b \(Stale file handle\) cannot see what process 0 on "
-                             r".* see to "):
+                             r".* check "):
         with rundir.claimed(run_in(tmp_path / "run")):
             pass
 

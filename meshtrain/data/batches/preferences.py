@@ -107,8 +107,8 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
     for key, name in (("pairs", "the pairs that fit"), ("global_batch", "data.global_batch"),
                       ("seq_len", "data.seq_len")):
         if position is not None and position.get(key) != now.position(0)[key]:
-            raise ValueError(f"{name} was {position.get(key)} and is {now.position(0)[key]}; with preferences a run "
-                             f"goes on with the same, or start another run.name with checkpoint.init_from")
+            raise ValueError(f"{name} was {position.get(key)} and is {now.position(0)[key]}; with preferences it "
+                             f"must stay the same; or start another run.name with checkpoint.init_from")
     return now
 
 

@@ -87,7 +87,7 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
     prompts = read(data.paths, "paths")
     held = read(data.validation_paths, "validation_paths") if data.validation_paths else []
     if both := sorted({one.place for one in prompts} & {one.place for one in held}):
-        raise ValueError(f"data.validation_paths: {both[0]} is trained on, too; take the file out of one")
+        raise ValueError(f"data.validation_paths: {both[0]} is also training data; remove the file from one of the two")
     if beyond := [(one.place, int(one.ids.max())) for one in (*prompts, *held) if one.ids.max(initial=0) >= vocab_size]:
         told = ", ".join(f"{place} has {id}" for place, id in beyond[:MOST_FAULTS])
         raise ValueError(f"{len(beyond)} prompts have ids beyond the model's, and model.vocab_size={vocab_size} has 0 "
@@ -101,7 +101,7 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
     if long := [one for one in (*prompts, *held) if len(one.ids) > longest]:
         told = ", ".join(f"{one.place} has {len(one.ids)}" for one in long[:MOST_FAULTS])
         raise ValueError(f"{len(long)} prompts have more than the {longest} tokens that data.seq_len={data.seq_len} "
-                         f"leaves beside an answer of rl.max_tokens={data.seq_len - longest + 1} ({told}); use a "
+                         f"leaves after an answer of rl.max_tokens={data.seq_len - longest + 1} ({told}); use a "
                          f"larger data.seq_len, or take them out")
     if not held and data.validation_fraction and len(prompts) > 1:
         count = max(1, int(len(prompts) * data.validation_fraction))

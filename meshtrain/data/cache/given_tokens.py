@@ -152,7 +152,7 @@ class Given(parts.Part):
             if chunk.max() > 1:
                 k = int(np.argmax(chunk > 1))
                 raise ValueError(f"{self.ids.mask.path}: entry {first + k} (from 0) is {chunk[k]}, and a mask has 1 "
-                                 f"for what is to be learned and 0 for what is not; write the file again")
+                                 f"for loss targets and 0 for other tokens; write the file again")
             some, crc = some or bool(chunk.any()), zlib.crc32(chunk, crc)
         if len(mask) and not some:
             raise ValueError(f"{self.ids.mask.path} is 0 everywhere, so nothing of {os.path.basename(self.inputs[0])} "
@@ -220,4 +220,4 @@ class Given(parts.Part):
             yield np.array([len(tokens) - count])
         if len(tokens) and not count:
             job.tell(f"{self.inputs[0]}: the separator {self.separator} does not occur, so the file is one document; "
-                     "data.bos_token must be the id that stands between its documents")
+                     "data.bos_token must be the id that separates its documents")

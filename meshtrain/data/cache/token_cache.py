@@ -185,7 +185,7 @@ class Tokenized(parts.Part):
             files.replace(self.manifest, json.dumps(manifest), shared=True)
             return self._open(manifest)
         except OSError as error:
-            raise files.judged(error, f"token cache: {self.home} cannot be written; what is finished is kept",
+            raise files.judged(error, f"token cache: {self.home} cannot be written; finished parts are kept",
                                "set data.cache to another directory") from None
         finally:
             for writer in writers:

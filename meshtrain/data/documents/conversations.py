@@ -145,7 +145,7 @@ def parse_pair(line: dict) -> list[Conversation]:
                              "the prompt out")
         answers, learned = ([one[shared:] for one in both] for both in (answers, learned))
     elif not prompt:
-        raise ValueError("has no prompt; give one beside the answers, or whole conversations as chosen and rejected")
+        raise ValueError("has no prompt; add one, or give whole conversations as chosen and rejected")
     if answers[0] == answers[1]:
         raise ValueError("has the same answer as chosen and as rejected; remove it")
     for key, one, wanted in zip(("chosen", "rejected"), answers, learned):
@@ -303,7 +303,7 @@ def _weight(message: dict, number: int) -> bool:
         value = message.pop(name, 1)
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise ValueError(f"message {number} (from 0) has the {name} {_short(value)}; give 1 or true, or 0 or false "
-                             f"for what is not to be learned")
+                             f"for context only")
         wanted &= bool(value)
     return wanted
 

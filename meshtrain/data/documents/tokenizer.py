@@ -183,8 +183,8 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
     if bos is None:
         what = (f"data.bos_token={bos_token!r} is not a token" if bos_token else
                 "no file names the separator, and none of the usual ones is a special token")
-        raise ValueError(f"{what} of data.tokenizer={path!r}; name the token that stands before every document as "
-                         f"data.bos_token{examples}")
+        raise ValueError(f"{what} of data.tokenizer={path!r}; set data.bos_token to the token that begins every "
+                         f"document{examples}")
     if text := _text_with(library, bos):
         raise ValueError(f"the separator {library.id_to_token(bos)!r} of data.tokenizer={path!r} can come out of text: "
                          f"{text!r} has its id, and would begin a document; name another token as data.bos_token"

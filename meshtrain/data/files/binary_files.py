@@ -80,7 +80,7 @@ def _open_bare(path: str) -> IdFile:
     if magic not in {known for known, _ in LLM_C}:
         if size % 2:
             raise ValueError(f"{path} has {size:,} bytes, and a .bin without X.idx and without llm.c's header holds "
-                             f"uint16 ids, two bytes each; write it again, or give Megatron's X.idx beside it")
+                             f"uint16 ids, two bytes each; write it again, or add Megatron's X.idx")
         return IdFile((path,), np.dtype("<u2"), 0, size // 2, None)
     if (magic, version) not in LLM_C:
         raise ValueError(f"{path} begins as llm.c's token files do ({magic}), of version {version}; known are "
@@ -136,8 +136,8 @@ def _megatron_ends(index: str, lengths: np.ndarray, pointers: np.ndarray, marks:
         if wrong.any():
             k = int(np.argmax(wrong))
             raise ValueError(f"{index}: sequence {first + k} (from 0) has {part[k]} ids at byte {chunk[k]}, and the "
-                             f"one before it ends at byte {ends[k] - part[k] * itemsize}; sequences must stand end to "
-                             f"end: write both files again")
+                             f"one before it ends at byte {ends[k] - part[k] * itemsize}; sequences must follow each "
+                             f"other without gaps: write both files again")
         end = int(ends[-1])
     faults = (len(marks) == 0 or marks[0] != 0 or marks[-1] != len(lengths))
     if faults and (len(marks) or len(lengths)):

@@ -238,7 +238,7 @@ def open_pair(path: str) -> IndexedTokens:
 def open_ends(path: str, tokens: str) -> Numbers:
     """The document ends in the file `path`, in tokens or bytes. Raises: ValueError."""
     if files.status(path) is None:
-        raise ValueError(f"{path} is missing beside {os.path.basename(tokens)}; write where each document ends, in "
+        raise ValueError(f"{path} is missing next to {os.path.basename(tokens)}; write where each document ends, in "
                          f"tokens: np.save(path, np.cumsum(lengths))")
     dtype, shape, offset = open_checked(path, read_header)
     if len(shape) != 1 or dtype != np.dtype(np.int64):
