@@ -1,4 +1,5 @@
-"""What can be known of a run before it starts: python -m meshtrain.check RUN.toml --topology h100:64.
+"""Checks everything that can be known about a run before it starts: python -m meshtrain.check RUN.toml --topology
+h100:64.
 
 Looks at the run file, the rules on the mesh, the data's beginning, the tokenizer and the template, the weights and the
 run's directory, and prices the step by formulas: memory, seconds, MFU. Compiles nothing, trains nothing, leaves nothing
@@ -159,8 +160,8 @@ def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Findin
 
 
 def _weights(run: Run, made: Design) -> Iterator[Finding]:
-    """What checkpoint.init_from names: a model folder with every tensor of the model, or a run with checkpoints, whose
-    bytes the start verifies."""
+    """Check what checkpoint.init_from names: a model folder with every tensor of the model, or a run with checkpoints,
+    whose bytes the start verifies."""
     source, step = run.checkpoint.init_from, run.checkpoint.step
     if not source:
         yield Finding("weights", OK, "random (no checkpoint.init_from)")
@@ -208,7 +209,7 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
 
 
 def _names(data: config.Data) -> list[str]:
-    """What the section names that may lie at an address."""
+    """The values of the section that may be addresses."""
     sections = (data, *data.mixture, *data.validation_sources)
     paths = [path for one in sections for key in ("paths", "validation_paths") for path in getattr(one, key, ())]
     return [*paths, data.tokenizer, data.chat_template]

@@ -267,7 +267,8 @@ def compare_settings(overruled: Sequence[str]) -> None:
 
 
 def _settings(environ: Mapping[str, str]) -> list[str]:
-    """What must be the same in every process: versions, jax's settings, and XLA's flags other than paths."""
+    """The settings that must be the same in every process: versions, jax's settings, and XLA's flags other than
+    paths."""
     given = [flag for flag in environ.get("XLA_FLAGS", "").split() if "/" not in flag and DEVICE_COUNT_FLAG not in flag]
     return [*(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")),
             *(f"{name}={_shown(name)}" for name in sorted(jax.config.values) if not _OF_A_HOST.search(name)),

@@ -1,4 +1,4 @@
-"""What a refusal of the file system means: the user's mistake, or a moment of the file system.
+"""Judges errors of the file system: a mistake of the user, or a temporary failure.
 
 A name that is wrong, or that nobody may read or write, stays so until a person changes it: exit code 2. A shared file
 system that answers ESTALE after a failover, a disk that is full, or a device that fails says nothing about the run

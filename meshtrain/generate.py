@@ -130,7 +130,7 @@ def _tell(found: trained.Trained, plain: bool) -> None:
 
 def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words: Words | None,
             options: config.Arguments) -> None:
-    """Makes the completions and says them: as JSON, or as text, of one prompt while it comes."""
+    """Generates the completions and prints them: as JSON, or as text, which for one prompt is streamed."""
     samples = options["samples"]
     ask = lambda tell=None: generator.complete(prompts, limits, _picking(options), options["seed"], tell,
                                                [samples] * len(prompts))
@@ -157,7 +157,7 @@ def _picking(options: config.Arguments) -> Picking:
 
 
 def _streamed(words: Words, ask) -> str:
-    """The text of the one answer of `ask`, told as it comes."""
+    """Print the text of the one answer of `ask` while it is generated."""
     stream = TextStream(words)
     (one,) = ask(lambda _, tokens: say.part(stream.more(tokens)))
     say.out(stream.rest(one.tokens))

@@ -1,4 +1,4 @@
-"""What Python code gives to an experiment, checked: batches and token ids. Every mistake is a ConfigError."""
+"""Checks what Python code gives to an experiment: batches and token ids. Every mistake is a ConfigError."""
 from __future__ import annotations
 
 import math

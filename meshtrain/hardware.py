@@ -17,7 +17,8 @@ _T, _G = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Chip:
-    """What the compiler and the kernels ask. XLA compiles for chips without None here, wherever it runs."""
+    """The properties of a GPU that the compiler and the kernels need. XLA can compile for a chip if none of them is
+    None."""
 
     num_sms: int  # multiprocessors (compute units): a matmul's tiles are dealt out to them in waves
     compute_capability: int | None = None  # NVIDIA's, the major number; `kernels.tiles` has the tiles of each

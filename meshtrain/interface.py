@@ -399,7 +399,7 @@ def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mappi
 
 
 def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1) -> DrawnSchedule:
-    """A schedule by its name, or a table of one's own, which is checked: a line per stage, a word per tick, as
+    """A schedule by its name, or your own table, which is checked: a line per stage, a word per tick, as
     `parallel.pipeline.schedules.parse` reads it. Raises: ConfigError.
 
     >>> print(mt.schedule("F0 F1 · B0 B1\\n· F0 F1+B0 B1"))
@@ -417,10 +417,10 @@ def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1
 def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | None = None,
           rules: GivenRules | Sequence[GivenRules] = (), cells: int | None = None, model: Callable | None = None,
           parameters: Mapping[str, tuple] | None = None) -> JsonTable:
-    """Whether a run computes on every layout what one device computes, as `python -m meshtrain.prove` finds it.
+    """Check that a run computes on every layout what one device computes, as `python -m meshtrain.prove` finds it.
 
-    rules: one's own, as of `Experiment`, or a list of them; else the shipped ones. cells: so many layouts at most.
-    model: a layer of one's own instead, (params, x_BTD) -> y_BTD with `parameters` by name: (shape, logical axes).
+    rules: your own, as for `Experiment`, or a list of them; else the shipped ones. cells: the maximum number of
+    layouts. model: your own layer instead, (params, x_BTD) -> y_BTD with `parameters` by name: (shape, logical axes).
 
     >>> mt.prove(model=lambda w, x: x @ w["out"], parameters={"out": ((32, 32), ("mlp", "embed"))}, cells=3)["failed"]
     False

@@ -104,7 +104,7 @@ def _of_package(*names: str) -> str:
 
 
 def _nccl(environ: Mapping[str, str]) -> str:
-    """Of the library in LD_LIBRARY_PATH, which is loaded before the wheel's."""
+    """The version of NCCL: of the library in LD_LIBRARY_PATH, else of the wheel."""
     for folder in filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")):
         library = Path(folder) / "libnccl.so.2"
         if library.exists():
@@ -115,7 +115,7 @@ def _nccl(environ: Mapping[str, str]) -> str:
 
 
 def _ptxas(environ: Mapping[str, str]) -> str:
-    """Of the one that XLA uses: from PATH, the toolkit, or the wheel."""
+    """The version of the ptxas that XLA uses: from PATH, the toolkit, or the wheel."""
     places = [shutil.which("ptxas", path=environ.get("PATH")), "/usr/local/cuda/bin/ptxas"]
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():

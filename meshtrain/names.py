@@ -18,7 +18,7 @@ LEADING = "leading_layers"
 
 
 class PipelineSchedule(NamedTuple):
-    """What distinguishes a pipeline schedule; `parallel.pipeline.schedules` makes its table."""
+    """The properties of a pipeline schedule; `parallel.pipeline.schedules` makes its table."""
     chunked: bool = False           # a stage has several chunks of layers (Megatron's virtual pipeline stages)
     split: bool = False             # weight gradients are an op of their own, W
     forwards_first: bool = False    # no backward before the last forward

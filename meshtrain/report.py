@@ -1,4 +1,4 @@
-"""What a run has measured, beside what was priced before it began; of several runs, what differs.
+"""Reports what a run has measured, compared with the predictions; for several runs, their differences.
 
 Reads what the run's directory holds, during the run and after it, however it ended, and disturbs nothing; no GPU is
 needed.

@@ -49,8 +49,8 @@ def rule_file(given: Rules | Mapping[str, object] | str | Path) -> str:
 
 
 def batches(run: Run, start: Callable[[], tuple[assembly.Assembly, dict]]) -> Batches:
-    """Of the run's data. start: for DPO: the run on its devices, and the weights at its start, which are the reference.
-    Raises: ConfigError."""
+    """The batches of the run's data. start: for DPO: the run on its devices, and the weights at its start, which are
+    the reference. Raises: ConfigError."""
     if run.training.objective == "rl":
         raise ConfigError('training.objective="rl" learns from answers of its own, which python -m meshtrain.train '
                           'draws and scores; outside of a run it can be inspected, generate and give logits')

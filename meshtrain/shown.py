@@ -1,4 +1,4 @@
-"""What the Python interface returns: the JSON of a command, which prints as the command does and draws itself in a
+"""The results of the Python interface: the JSON of a command, which prints as the command does and draws itself in a
 notebook."""
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Rows(Shown, list):
 
 
 class ProgramCosts(JsonTable):
-    """What a compiled program sends, of any function: mt.inspect(jitted, *args).
+    """The traffic of a compiled program, of any function: mt.inspect(jitted, *args).
 
     >>> mt.Experiment(mesh={"data": 2}).inspect().collectives["compiled"][0]["axes"]
     ['data']
@@ -81,7 +81,7 @@ class ProgramCosts(JsonTable):
 
 
 class StepCosts(ProgramCosts):
-    """What a compiled step costs: the JSON of `python -m meshtrain.inspect --json`, which prints as that command does.
+    """The cost of a compiled step: the JSON of `python -m meshtrain.inspect --json`, which prints as that command does.
 
     >>> mt.Experiment(mesh={"data": 2}).inspect().memory_bytes["compiled"]["params"] > 0
     True
@@ -102,7 +102,7 @@ class StepCosts(ProgramCosts):
 
 
 def program_costs(compiled: jax.stages.Compiled) -> ProgramCosts:
-    """Of a program on any mesh. Raises: ConfigError where its arrays are on none."""
+    """The traffic of a program on any mesh. Raises: ConfigError if its arrays are on no mesh."""
     shardings = jax.tree.leaves([compiled.input_shardings, compiled.output_shardings])
     meshes = [one.mesh for one in shardings if isinstance(one, jax.sharding.NamedSharding)]
     if not meshes:

@@ -120,7 +120,7 @@ class Trained:
         return found if type(found) is int and 0 <= found < self.run.model.vocab_size else None
 
     def lead(self, text: Text, prefix: int) -> list[int]:
-        """What texts begin with that are not asked as prompts.
+        """The ids that texts other than prompts begin with.
 
         Of a run the separator, which its training always saw; of a folder what its tokenizer writes; of Gemma's
         folders, which predict nothing without it, `prefix`.
@@ -200,7 +200,7 @@ def within(made: assembly.Assembly, weights: dict) -> LoadedModel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sampler:
-    """What draws answers between two steps of a training run, whose mesh it uses. Made once: its programs are compiled
+    """Samples answers between two steps of a training run, on the run's mesh. Made once: its programs are compiled
     with the first answers. room: positions of a prompt with its answer, at most."""
     made: assembly.Assembly
     ex: Execution
@@ -252,8 +252,8 @@ class Sampler:
         return dataclasses.replace(self, slots=min(self.slots, slots))
 
     def programs(self) -> dict[str, jax.stages.Compiled]:
-        """What is compiled for a batch of answers, by shapes alone: sync (where weights move), fill, decode. Raises:
-        assembly.BrokenProgramError."""
+        """The programs compiled for a batch of answers, from shapes alone: sync (where weights move), fill, decode.
+        Raises: assembly.BrokenProgramError."""
         made, by_shapes = self.made, Generator(self.made.model, self.ex, self.sync.abstract(), self._compiled,
                                                self.slots, self.room)
         with jax.set_mesh(made.mesh):
@@ -282,7 +282,7 @@ def beside(made: assembly.Assembly, longest: int = 0) -> Sampler:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ApartSampler:
-    """What draws answers in a process of its own, with the weights of one version after the other, on its own mesh.
+    """Samples answers in a separate process, with the weights of one version after the other, on its own mesh.
     sections: of the run that trains them."""
     sections: dict
     model: transformer.Transformer

@@ -33,7 +33,7 @@ def duration(value: float) -> str:
 
 
 def many(count: int) -> str:
-    """Of parameters or tokens: 70.6B, 2.2M, 8,192."""
+    """Format a number of parameters or tokens: 70.6B, 2.2M, 8,192."""
     return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M" if count >= 1e6 else f"{count:,}"
 
 

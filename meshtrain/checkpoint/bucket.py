@@ -133,7 +133,7 @@ class BucketCheckpoints(SharedCheckpoints):
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def _index(self, step: int) -> dict:
-        """Of a step that is complete: in every process."""
+        """The index of a complete step, in every process."""
         known = self._known      # a save in the background may replace it
         if known[0] != step:
             with _judge_errors(f"{self.named(step)} cannot be read"):
@@ -229,7 +229,7 @@ def _all_at_once(act: Callable, values: Sequence) -> list:
 
 @contextlib.contextmanager
 def _judge_errors(what: str) -> Iterator[None]:
-    """What a bucket refuses is the user's mistake; a server that fails is none."""
+    """Judge errors: a request that the bucket rejects is the user's mistake; a failing server is not."""
     try:
         yield
     except (stores.Missing, CheckpointError):

@@ -80,7 +80,8 @@ def _handed_over(place: Path, count: int, reason: Callable[[int], str]) -> dict[
 
 
 def collect(count: int, read: Callable[[int], dict | None], reason: Callable[[int], str]) -> list[dict]:
-    """What each process has handed over. read: process -> its record; None if there is none. Raises: NotHandedOver."""
+    """Collect the records that the processes handed over. read: process -> its record; None if there is none. Raises:
+    NotHandedOver."""
     with concurrent.futures.ThreadPoolExecutor(READERS) as threads:
         found = list(threads.map(read, range(count)))
     if missing := [index for index, one in enumerate(found) if one is None]:

@@ -1,4 +1,4 @@
-"""What ends an answer: the stop tokens of a run or a folder, for sampling, generating, evaluating and exports alike.
+"""The stop tokens that end an answer, of a run or a folder, for sampling, generating, evaluating and exports alike.
 
 First come those that the training writes: behind an answer the chat template's end of turn, behind a document data.eos
 or the separator. Then come those of the weights that the run starts from: eos_token_id of a model folder, or the ends
@@ -89,8 +89,8 @@ def of_folder(directory: Path | None) -> Ends:
 
 
 def of_data(data: Data, vocab_size: int, before: Ends, folders: Sequence[Path]) -> Ends:
-    """Of a run with this section [data]. before: of the weights that it starts from. folders: as `sources.describe`.
-    Raises: ValueError where the tokenizer cannot be opened."""
+    """The stop tokens of a run with this section [data]. before: those of the weights that it starts from. folders: as
+    `sources.describe`. Raises: ValueError where the tokenizer cannot be opened."""
     reader, eos = sources.reader_of(data, vocab_size=vocab_size)
     kinds = _kinds(data)
     turn = _of_chats(data, reader, folders, kinds) if kinds & set(CHATS) else Ends()
@@ -137,7 +137,8 @@ def _is_not_learned(template: chat.Template, turn: int) -> bool:
 
 
 def of_saved(saved: Saved, companions: Path | None) -> Ends:
-    """Of a run by one of its checkpoints. companions: run.dir/hf; None: there is none. Raises: ValueError."""
+    """The stop tokens of a run, from one of its checkpoints. companions: run.dir/hf; None: there is none. Raises:
+    ValueError."""
     recorded = saved.metadata["data"]
     bos = recorded["tokenizer"][1]
     if found := recorded.get("ends"):
@@ -152,8 +153,8 @@ def of_saved(saved: Saved, companions: Path | None) -> Ends:
 
 
 def of_run(run: Run, saved: Saved | None) -> Ends:
-    """Of a run that begins or goes on. saved: its checkpoint, or that of the run that checkpoint.init_from names; None:
-    neither. Raises: ValueError."""
+    """The stop tokens of a run that begins or resumes. saved: its checkpoint, or that of the run that
+    checkpoint.init_from names; None: neither. Raises: ValueError."""
     folders = folder.companions_of(run.run.dir, run.checkpoint.init_from)
     there = next(filter(folder.is_one, folders), None)
     return of_data(run.data, run.model.vocab_size, of_saved(saved, there) if saved else of_folder(there), folders)

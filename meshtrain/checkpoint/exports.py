@@ -159,7 +159,7 @@ def kept(run_dir: Path) -> Path | None:
 
 
 def place_of(run_dir: str) -> new_folder.Target:
-    """Where a run's exports are."""
+    """The place of a run's exports."""
     return (addresses.parse(run_dir) if addresses.is_remote(run_dir) else Path(run_dir)) / contents.EXPORT
 
 

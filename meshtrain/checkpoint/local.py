@@ -267,11 +267,11 @@ class LocalCheckpoints(Store):
                         ConfigError)
 
     def _places(self, pattern: str) -> Iterator[Path]:
-        """What this host has of the run, of any process."""
+        """The local files of the run on this host, of any process."""
         return iter(()) if self._root is None or self._lineage is None else self._home().glob(f"process-*/{pattern}")
 
     def _parts(self) -> list[_Part]:
-        """What this host has of the valid start. Unreadable parts are ignored."""
+        """The parts of the valid start on this host. Unreadable parts are ignored."""
         found = []
         for place in self._places("*"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -32,7 +32,7 @@ Read = Callable[[str, int, int], bytes]     # (object, start, stop)
 
 
 class Piece(NamedTuple):
-    """Where the bytes of a region are. sum: their xxh3-64."""
+    """The location of the bytes of a region. sum: their xxh3-64."""
     region: Region
     object: str
     offset: int

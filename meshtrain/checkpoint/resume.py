@@ -1,4 +1,4 @@
-"""Where a run resumes, and which settings may have changed since; content is compared, not spelling.
+"""Finds the checkpoint that a run resumes from, and checks changed settings. Content is compared, not spelling.
 
 The table CHANGES maps keys of the run file to the meaning of a difference. Changes that affect numbers are reported
 and recorded in run.dir/changes.jsonl with their step; config.toml has the current settings. The data position is
@@ -106,7 +106,7 @@ class Start:
 
 
 def rule(key: str) -> str:
-    """What a changed section.key means for a resumed run."""
+    """The rule for a changed section.key in a resumed run."""
     return next(meaning for pattern, meaning in CHANGES if fnmatch.fnmatchcase(key, pattern))
 
 

@@ -178,7 +178,7 @@ class SharedCheckpoints(Store):
 
     @abc.abstractmethod
     def fault(self, step: int, *, only_params: bool = False) -> str:
-        """What is damaged in `step` (or its params, if stored separately), over all processes; empty if nothing.
+        """The damage in `step` (or its params, if stored separately), over all processes; empty if there is none.
         Raises: CheckpointError if it cannot be read."""
 
     @abc.abstractmethod

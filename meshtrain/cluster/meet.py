@@ -153,7 +153,7 @@ def _turned_away(cluster: Cluster, about: dict, strangers: dict[str, str]) -> No
 
 
 def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | None:
-    """What is wrong with a process's `about`; before: that of the one already present with its index."""
+    """The fault in a process's `about`. before: the `about` of a process already present with its index."""
     index, first = about["index"], _about(cluster)
     if about["count"] != cluster.count:
         return (f"process {index} ({_where(about)}) has distributed.num_processes={about['count']}, and process 0 "
@@ -242,7 +242,7 @@ def _parse(magic: bytes, line: bytes) -> dict | None:
 
 
 def _hello(line: bytes) -> dict | None:
-    """What a process says of itself; None if incomplete or not from a process of ours."""
+    """The message in which a process describes itself; None if it is incomplete or not from meshtrain."""
     about = _parse(HELLO, line)
     kinds = {"index": int, "count": int, "pid": int, "host": str, "token": str}
     if about is None or any(type(about.get(name)) is not kind for name, kind in kinds.items()):

@@ -185,7 +185,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _stacks_of(parent: int, thread: int, stacks: int) -> bytes:
-    """What faulthandler writes in the thread of the watched process, behind TIMEOUT."""
+    """The stacks that faulthandler writes in a thread of the watched process, after the line TIMEOUT."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "tgkill"):         # glibc from 2.30 on
         libc.tgkill(parent, thread, int(STACKS))

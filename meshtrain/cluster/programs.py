@@ -108,7 +108,7 @@ def _is_shared(directory: Path) -> bool:
 
 
 def _key(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Device]) -> str:
-    """Of what the compiled program depends on; jax's own keys, within, know the rest."""
+    """The key of what the compiled program depends on. jax's own keys inside the directory cover the rest."""
     parts = [lowered.as_text(), sorted((key, str(value)) for key, value in options.items()), jax.__version__,
              devices[0].client.platform_version, os.environ.get("XLA_FLAGS", "")]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

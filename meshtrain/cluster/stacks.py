@@ -110,7 +110,7 @@ class Report:
 
     @property
     def doing(self) -> str:
-        """What process it is in, as words that follow "process 1": hangs or waits, phase, since when, where."""
+        """The state of a process, as words that follow "process 1": hangs or waits, phase, since when, where."""
         waits = self.waits and not self.locked
         holds = ", and holds the interpreter's lock" if self.locked else ""
         return (f"{'waits for the others' if waits else 'hangs'} in {self.state.phase} since "

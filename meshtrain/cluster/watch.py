@@ -184,7 +184,7 @@ class Watchdog:
                 (self._directory / f"process-{index}.txt").unlink()
 
     def _fetch(self, index: int, state: str) -> None:
-        """What a process on another host has left when it came to this state."""
+        """The files that a process on another host left when it came to this state."""
         if index in self._others:
             self._keep_of(index, agree.word(f"stacks {self._attempt} {index} {state}"))
 

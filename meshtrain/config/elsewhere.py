@@ -1,5 +1,5 @@
-"""What other trainers call our keys, for messages: the words of Megatron-LM, torchtitan, MaxText, transformers and
-nanoGPT. None of them is read."""
+"""The names of our keys in other trainers, for messages: the words of Megatron-LM, torchtitan, MaxText, transformers
+and nanoGPT. None of them is read."""
 from __future__ import annotations
 
 # section.key: the words for it, with underscores

@@ -11,7 +11,7 @@ KEYS = tuple(RopeScaling.model_fields)[1:]
 
 
 def problems(cfg: Model) -> Iterator[str]:
-    """What is wrong with the [model] section's ropes, those of its kinds included."""
+    """The faults of the [model] section's ropes, including those of its kinds."""
     sections = pattern.rotated(cfg)
     faults = [fault for section in (sections or {"": cfg}).values() for fault in _of_scaling(section.rope_scaling)]
     for mixer, section in sections.items():

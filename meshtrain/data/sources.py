@@ -256,7 +256,7 @@ def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str],
                 should_stop: Callable[[], bool] = lambda: False, folders: Sequence[Path] = ()) -> Corpus:
     """The corpus of the run file's [data]: `describe` and `Description.open`.
 
-    cache_dir: for caches that cannot be beside their files. tell: reports long work and warnings, in lines.
+    cache_dir: for caches that cannot be next to their files. tell: reports long work and warnings, in lines.
     should_stop: polled between batches of work. folders: as `describe`. Raises: as those two.
     """
     described = describe(data, vocab_size=vocab_size, folders=folders)
@@ -323,7 +323,7 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
 
 
 def on_this_host(paths: dict[str, str], source: str, cache: str, job: parts.Job = parts.Job()) -> dict[str, str]:
-    """`paths` with the files at addresses copied to data.cache, or where copies lie without it. Raises: as
+    """`paths` with the files at addresses copied to data.cache, or to the default directory of copies. Raises: as
     `copies.copied`."""
     remote = [path for path in paths if addresses.is_remote(path)]
     if not remote:

@@ -353,7 +353,7 @@ def _row(name: str, texts: tuple[str, ...], sizes: Mapping[str, int]) -> WeightR
 
 
 def entry_of(folder: Folder, row: WeightRow, layer: int | None) -> safetensors.Entry:
-    """What a row reads of its tensor, or of its tensors."""
+    """The part that a row reads of its tensor, or tensors."""
     names = list(row.tensors(layer))
     if len(names) > 1:
         return safetensors.joined([folder.entries[name] for name in names])

@@ -132,7 +132,8 @@ def read(entry: Entry, start: int, stop: int) -> np.ndarray:
 
 
 def _bytes(path: Path, start: int, stop: int) -> bytearray | bytes:
-    """Of a file, or of one in a bucket. Raises: OSError, also where it is shorter than it was; StorageError."""
+    """The bytes of a file, or of one in a bucket. Raises: OSError, also where it is shorter than it was;
+    StorageError."""
     if remote := copies.remote(path):
         return stores.read_range(remote, start, stop)
     found = bytearray(stop - start)

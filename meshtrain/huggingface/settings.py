@@ -399,7 +399,7 @@ def family_for(model) -> Family:
 
 
 def _computed(model) -> dict:
-    """What a model computes: the keys that its layers read, those of each mixer apart."""
+    """The keys that a model's layers read, those of each mixer separately."""
     mixers, mlps = ({kind[i] for kind in pattern.kinds(model)} for i in (0, 1))
     found = {"layers": pattern.kinds(model)} | {key: getattr(model, key) for key in (
         *COMPUTED, *(OF_EXPERTS if "e" in mlps else ()), *(("mlp_dim",) if "d" in mlps else ()),

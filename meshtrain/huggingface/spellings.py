@@ -124,7 +124,7 @@ def _interval(value):
 
 
 def _nested_pairs(given: Mapping):
-    """Of settings that stand in an object, too."""
+    """The pairs for settings that may also be in an object."""
     linear, layers = given.get("linear_attn_config"), given.get("per_layer_config")
     if isinstance(linear, dict):
         for key, inside in IN_LINEAR.items():

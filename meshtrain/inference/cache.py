@@ -44,7 +44,7 @@ def _block(room: int) -> int:
 
 
 def places(window: int, room: int) -> int:
-    """Of a layer with this window in a slot; 0: none."""
+    """The cache positions of a layer with this window (0: none) in a slot."""
     return min(room, rounded_room(window)) if window else room
 
 

@@ -24,7 +24,7 @@ TRAINED, FROZEN = "the way of the weights to the sampler", "the way of the froze
 
 
 def read_dtype(info: ParamInfo, dtype: jnp.dtype) -> jnp.dtype:
-    """Of a weight as samplers read it. dtype: of matmul weights."""
+    """The dtype of a weight as samplers read it. dtype: of matmul weights."""
     return dtype if info.role in MATMUL_ROLES else info.dtype
 
 

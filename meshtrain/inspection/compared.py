@@ -100,7 +100,7 @@ def _loss_at(run: Mapping, tokens: int) -> float | None:
 
 
 def numbers(data: Mapping) -> list[tuple[str, list[tuple[str, float | None]]]]:
-    """What is told of each run: (name, [(text, exact number) of each]). Rows that no run has are left out."""
+    """The numbers of each run: (name, [(text, exact number) of each]). Rows that no run has are left out."""
     number = lambda show, value: ("–", None) if value is None else (show(value), value)
     loss, share = "{:.4f}".format, "{:.1%}".format
     found = [("state", [(re.split("[:;,]", run["state"])[0], None) for run in data["runs"]]),

@@ -138,7 +138,7 @@ def first(question: Question, answer: Answer, gap: Gap | None = None) -> dict | 
 
 
 def sampling(found: dict) -> str:
-    """What answers cost under the first plan; found: as `meshtrain.plan.sampled` has it."""
+    """The cost of sampling under the first plan; found: as `meshtrain.plan.sampled` has it."""
     if "file_bytes" in found:
         fits = found["slots_that_fit"]
         return (f"A sampler apart with the {found['gpus']} GPUs of a host (tensor {found['tensor']}): "

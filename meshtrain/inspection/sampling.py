@@ -1,4 +1,4 @@
-"""What a run with [rl] costs between its steps: the weights' way to the sampler, the memory while answers are drawn,
+"""The cost of a run with [rl] between its steps: the weights' way to the sampler, the memory while answers are drawn,
 and the rate at which they are.
 
 Takes the costs by formulas, and the compiled programs of the sampler.
@@ -30,7 +30,7 @@ class SamplingCosts:
     assumed: Mapping[str, float]
 
     def as_json(self) -> dict:
-        """Of one device. times: null unless compiled for a GPU of known speed."""
+        """The cost on one device, as JSON. times: null unless compiled for a GPU of known speed."""
         costs, gpu, held = self.costs, roofline.gpu_of(self.made), self._held()
         rated = gpu and rates.Rates(gpu, Assumptions(gpu.name, self.assumed))
         sizes, layout = self.made.mesh_spec.sizes, costs.placed.layout

@@ -42,7 +42,7 @@ def _padded(n: int) -> int:
 
 
 class Token(NamedTuple):
-    """What a layer has computed for the newest token of each slot."""
+    """The arrays that a layer has computed for the newest token of each slot."""
     q_SNH: jax.Array
     key_SKH: jax.Array
     value_SKV: jax.Array

@@ -1,4 +1,5 @@
-"""What the recurrence's Pallas kernels share: how they are launched, their products, the inverse of a chunk's matrix.
+"""The common parts of the recurrence's Pallas kernels: how they are launched, their products, the inverse of a chunk's
+matrix.
 
 Sources: as of `recurrence_pallas`. Knows no mesh.
 """

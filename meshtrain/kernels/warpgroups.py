@@ -1,4 +1,4 @@
-"""What the Mosaic kernels of attention share: products of a warp group, tiles in shared memory, loops over steps.
+"""The common parts of the Mosaic attention kernels: products of a warp group, tiles in shared memory, loops over steps.
 
 Two warp groups compute 64 rows each and a third loads by TMA (Hopper's wgmma takes 64 rows of a warp group of 128
 threads). `Machine` hides what jax's interpreter of GPU kernels lacks: layouts, operands in registers and accumulators

@@ -187,7 +187,7 @@ def loss(data: dict) -> str:
 
 
 def rewards(data: dict) -> str:
-    """Of a run that learns from rewards: their curve, and the newest answers."""
+    """The section of an RL run: the curve of its rewards, and the newest answers."""
     validated = _points(data, "val_reward")
     more = (PlotCurve(1, "validation", validated, dots=True),) if validated else ()
     key = skin.key([(0, "of the answers that are learned from, mean of a batch", ""),
@@ -243,7 +243,7 @@ def spent(data: dict) -> str:
     columns = [Column("what"), Column("time", "n"), Column("of all", "n")]
     table = skin.table(columns, [(name, number(duration, spent_s), of_share(spent_s / total))
                                  for _, name, spent_s in rows], "time-spent")
-    words = "Of steps alone: this directory has no history.jsonl." if data["goodput"] is None else (
+    words = "Only steps are shown: this directory has no history.jsonl." if data["goodput"] is None else (
         f"All the time since the first start; goodput, the share of steps that counted, is {data['goodput']:.1%}.")
     key = skin.key((color, name, f"{spent_s / total:.1%}") for color, name, spent_s in rows)
     return skin.figure(functools.partial(pictures.bars, [bar], duration, "where the time went", most=total),

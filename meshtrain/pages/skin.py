@@ -82,7 +82,7 @@ def esc(value) -> str:
 
 
 class Head(NamedTuple):
-    """What stands above a page's sections. kind: of the page, above its title. verdict: the answer in one sentence.
+    """The top of a page, above its sections. kind: of the page, above its title. verdict: the answer in one sentence.
     lead: what it is about. top: HTML below."""
     kind: str
     title: str
@@ -145,7 +145,7 @@ def made_with() -> str:
 
 @functools.cache
 def _commit() -> str:
-    """Of the checkout that the program runs from, with a + where it has changes; "" outside of one."""
+    """The commit of the checkout that the program runs from, with a + if it has changes; "" outside a checkout."""
     git = ["git", "-C", str(HERE), "--no-optional-locks"]
     try:
         inside, *_ = _lines([*git, "ls-files", "--error-unmatch", __file__])

@@ -76,7 +76,7 @@ class Differences:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def beyond(self, tolerance: Tolerance, leaves: Mapping[str, float] | None = None) -> list[str]:
-        """What is larger than the tolerance, the worst leaves first. leaves: under other names."""
+        """The leaves beyond the tolerance, the worst first. leaves: under other names."""
         worst = sorted((self.leaves if leaves is None else leaves).items(), key=lambda item: -item[1])
         found = [("loss", self.loss, tolerance.loss), ("gradient norm", self.norm, tolerance.norm),
                  *((f"gradient of {name}", off, tolerance.state) for name, off in worst),
@@ -132,7 +132,7 @@ def _compiled_on_one(run: str) -> Compiled:
 
 
 def leaf_differences(found, expected, floor: float) -> dict[str, float]:
-    """Of each leaf, by its path, the largest difference over its largest element, or over `floor` of the largest
+    """For each leaf, by its path, the largest difference over its largest element, or over `floor` of the largest
     leaf's."""
     scales = [np.abs(e).max(initial=0) for e in jax.tree.leaves(expected)]
     leaves = {}
@@ -143,7 +143,7 @@ def leaf_differences(found, expected, floor: float) -> dict[str, float]:
 
 
 def metric_differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Of each metric of either the largest relative difference; inf where one lacks it, or an entry of it (NaN)."""
+    """For each metric of either, the largest relative difference; inf where one lacks it, or an entry of it (NaN)."""
     worst = {}
     for name in sorted({*found, *expected}):
         if name not in found or name not in expected or (
@@ -221,7 +221,7 @@ def evaluated(run: config.Run, seed: int = 0) -> np.ndarray:
 
 
 def first_moment(opt_state):
-    """Of AdamW's state: after a step (1 - b1) times the clipped gradient."""
+    """AdamW's first moment: after a step (1 - b1) times the clipped gradient."""
     (found,) = [s.mu for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
     return found
 

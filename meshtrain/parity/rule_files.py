@@ -1,4 +1,4 @@
-"""What a rule file forgets: mesh axes that split nothing, and logical axes that no table names.
+"""Finds what a rule file leaves out: mesh axes that split nothing, and logical axes that no table names.
 
 The linter's messages (`rules.problems`, `rules.unsplit`) for each mesh axis by itself, so that a line that is missing
 is named where it is missing; and what it takes for intended.

@@ -71,7 +71,7 @@ def regex(prompt: str, answer: str, line: dict) -> float:
 
 
 def fault(reward: str, line: dict) -> str:
-    """What is wrong with the column of this line that the built-in reward reads; empty: nothing."""
+    """The fault of the column of this line that the built-in reward reads; empty: none."""
     gold = line[COLUMNS[reward]]
     if gold is None or isinstance(gold, (list, dict)):
         return f"is no text, but {json.dumps(gold)[:60]}"

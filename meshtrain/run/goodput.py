@@ -143,8 +143,8 @@ def tries(lines: Sequence[Mapping]) -> list[dict]:
 
 
 def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mapping], rows: Reversible[Mapping]) -> dict:
-    """What a start prints of the attempts before it: the run's age, the time since the last one, the steps it repeats.
-    found: those attempts."""
+    """The lines that a start prints about earlier attempts: the run's age, the time since the last one, the steps it
+    repeats. found: those attempts."""
     if not found:
         return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": counted_s(rows, start["step"]),
                 "steps_again": 0, "again_s": 0.0}

@@ -91,7 +91,7 @@ class AnswerBatch:
 
 
 def means(answers: Sequence[ScoredAnswer]) -> dict[str, float]:
-    """Of the parts of each name, over the answers that have it."""
+    """The mean of each part of the reward, by name, over the answers that have the part."""
     return {name: float(np.mean([one.parts[name] for one in answers if name in one.parts]))
             for name in sorted({name for one in answers for name in one.parts})}
 

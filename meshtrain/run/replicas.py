@@ -114,7 +114,7 @@ def checksum(array: jax.Array) -> jax.Array:
 
 
 def digest(tree) -> str:
-    """Of all bits of a tree of arrays, the same in every layout."""
+    """The digest of all bits of a tree of arrays. It is the same in every layout."""
     sums = jax.device_get(_checksums(tree))
     return hashlib.blake2b(json.dumps([int(one) for one in sums]).encode(), digest_size=10).hexdigest()
 

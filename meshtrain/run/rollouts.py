@@ -327,7 +327,8 @@ class Rollouts:
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
     def _key(self, number: int) -> str:
-        """Hash of what batch `number` is a function of, but for the weights. Of a reward's file, of its text."""
+        """Hash of everything that determines batch `number`, except the weights. For a reward's file, its text is
+        hashed."""
         identity = [number, self.run.run.seed, self.rl.model_dump(exclude=set(FREE)), self.run.data.seq_len,
                     self.run.data.global_batch, self.run.model.model_dump(), self.run.lora.model_dump(),
                     self.prompts.digest, self._of_reward]

@@ -168,7 +168,7 @@ def this_process() -> dict:
 
 
 def space() -> str:
-    """Of this boot of this machine, or of this container: within it a process of another can be seen."""
+    """The id of this boot and container. Processes with the same id can see each other."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -34,7 +34,7 @@ LOCK_S = 1.0        # a thread that waits for a reader must not keep the others 
 
 @dataclasses.dataclass(frozen=True)
 class LineFormat:
-    """What stands before each line of a run. kind: "time" or "json". process: the one that prints."""
+    """The prefix of each line of a run. kind: "time" or "json". process: the one that prints."""
     kind: str
     process: int
 

@@ -93,7 +93,7 @@ class WandB(contextlib.AbstractContextManager):
     """A W&B run with rows and settings, files in directory/wandb; a resumed run continues the same one.
 
     Where W&B cannot start online (no key, no network) it runs offline, for `wandb sync` to upload. A later failure is
-    reported once and ends W&B, not training. Of steps that a resume repeats W&B keeps the first values. back: the step
+    reported once and ends W&B, not training. If a resume repeats steps, W&B keeps their first values. back: the step
     to which the run has gone back, to take another course from there. W&B's history is cut there (`resume_from`;
     offline: by `wandb sync`). Where the service refuses that, the course gets a W&B run of its own, in the group of the
     first.

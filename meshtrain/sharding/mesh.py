@@ -58,7 +58,7 @@ class MeshSpec:
 
     @property
     def by_placement(self) -> dict[str, int]:
-        """The sizes, slowest axis first: the shape in which devices and XLA's partitions 0 … n−1 lie."""
+        """The sizes, slowest axis first: the shape in which devices and XLA's partitions 0 … n−1 are arranged."""
         return {axis: self.sizes[axis] for axis in self.placement}
 
     def in_domain(self, axes: Sequence[str], domain: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""How an array goes from one sharding to another on the same mesh without ever being whole on a device.
+"""Moves an array from one sharding to another on the same mesh. No device ever holds the whole array.
 
-In two moves: first each dim is split as it shall be in the end, and by what is left of the old mesh axes (an
-all-to-all: no device holds more than before), then it is gathered over those. XLA alone finds other ways, which send up
-to three times as much, and gathers whole arrays where it finds none ("involuntary full rematerialization").
+There are two moves. The first one, an all-to-all, splits each dim by its final axes and by the remaining old mesh axes;
+no device holds more than before. The second one gathers over those old axes. Left alone, XLA finds other ways, which
+send up to three times as much. Where it finds none, it gathers whole arrays ("involuntary full rematerialization").
 """
 from __future__ import annotations
 

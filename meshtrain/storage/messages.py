@@ -47,7 +47,7 @@ def remove(run_dir: str, name: str) -> None:
 
 
 def names(run_dir: str, folder: str) -> list[str]:
-    """Of the messages in a folder, as `read` takes them."""
+    """The names of the messages in a folder, as `read` takes them."""
     path = Path(run_dir) / folder
     try:
         found = stores.children(addresses.parse(run_dir).below(folder))[0] if addresses.is_remote(run_dir) else \

@@ -118,7 +118,8 @@ def _state(path: Path) -> tuple[int, ...] | None:
 
 
 def _names(directory: Path, refused: Callable[[OSError], None]) -> Iterator[str]:
-    """Of the files within, those that are being written left out. refused: gets what keeps a directory from being read.
+    """The names of the files inside, without those that are being written. refused: gets what keeps a directory from
+    being read.
     """
     for at, _, names in os.walk(directory, onerror=refused):
         inside = os.path.relpath(at, directory)
@@ -390,5 +391,5 @@ class Lease:
 
 
 def text_of(content: bytes | None) -> str:
-    """What a lease's owner said of itself; empty: nobody has it."""
+    """The text that a lease's owner wrote about itself; empty: the lease is free."""
     return (content or b"").decode(errors="replace").partition("\n")[0]

@@ -1,4 +1,4 @@
-"""What servers say of the files at addresses, and their bytes: buckets by obstore, the hub and the web by HTTP. Objects
+"""Reads the metadata and the bytes of files at addresses: buckets by obstore, the hub and the web by HTTP. Objects
 of buckets are written, too.
 
 Credentials are the environment's: AWS_*, GOOGLE_*, HF_TOKEN. They are sent to the store's own host alone, and no
@@ -62,7 +62,7 @@ class RemoteFile:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """What an object was when it was read or written: a write that names it is refused if the object has changed."""
+    """The version of an object. A write that names a version is refused if the object has changed since."""
     etag: str | None
     number: str | None      # of Google's
 
@@ -131,7 +131,7 @@ def _patiently(address: Address, act: Callable[[], Value], done: Callable[[], in
 
 
 def _refused(address: Address, code: int, what: str, verb: str = "read") -> Exception:
-    """What to raise for an HTTP status. what: the status in words."""
+    """The error for an HTTP status. what: the status in words."""
     if code in (408, 409, 425, 429) or code >= 500:     # 409: of two writers that meet, S3 sends one away
         return _Moment(f"the server answers {code} ({what})")
     told = CREDENTIALS[address.scheme]
@@ -310,7 +310,7 @@ def endpoints(address: Address) -> list[str]:
 
 
 def _environment() -> tuple[tuple[str, str], ...]:
-    """What decides how a bucket is opened: a store is opened anew where it changes."""
+    """The variables that decide how a bucket is opened. A store is opened again if they change."""
     return tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith(("AWS_", "GOOGLE_"))))
 
 
@@ -354,7 +354,7 @@ def _ask(address: Address, act: Callable[[Any], Value], verb: str = "read", *, p
 
 
 def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
-    """What to raise for an error of obstore, whose text may have URLs with tokens in them."""
+    """The error to raise for an error of obstore, whose text may have URLs with tokens in them."""
     text, kind = str(error), type(error).__name__
     if re.search(r"https?://(169\.254\.\d+\.\d+|\[fd00:|metadata)", text):   # it looks for a role of the machine
         return StorageError(f"{address}: there are no credentials in the environment, and this machine has no role; "
@@ -396,7 +396,7 @@ def _web_file(address: Address) -> RemoteFile:
 
 
 def _url(address: Address, commit: str = "") -> str:
-    """Where the bytes of a file of the web or, at a commit, of the hub are."""
+    """The URL of the bytes of a file on the web, or on the hub at a commit."""
     if address.scheme != HUB:
         return f"{address.scheme}://{address.home}/{urllib.parse.quote(address.path, safe='/%:@!$&()*+,;=~')}"
     return f"{hub()}/{address.home}/resolve/{urllib.parse.quote(commit, safe='')}/{urllib.parse.quote(address.path)}"

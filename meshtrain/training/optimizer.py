@@ -3,9 +3,9 @@
 Every optimizer is a chain of three: its own rule, decoupled weight decay, the learning rate of this step. So
 `learning_rate` and `weight_decay` mean the same for all four. The learning rate follows the run's count of steps, which
 includes skipped ones; a rule's own count (Adam's bias correction) is of applied updates. Layers are stacked [L, …]; a
-rule on whole matrices (muon, adafactor) is told which dims form one, and treats each layer's by itself. Gradient
-clipping and the skipping of bad steps belong to the step.
-Sources: arXiv:1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
+rule on whole matrices (muon, adafactor) gets the dims that form a matrix, and treats each layer's matrix separately.
+Gradient clipping and the skipping of bad steps belong to the step. Sources: arXiv:1711.05101 (AdamW), 2302.06675
+(Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
 """
 
 import itertools
@@ -34,16 +34,16 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
     roles: a tree like params, each leaf one of `ROLES`. `matrix`, `head`, `embedding` and `router` are decayed, `norm`
         and `bias` never: Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, embeddings included (OLMo 2
         leaves them out). matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the
-        stacked array, so [L,D,N,H]
-        has ((1,), (2, 3)). Dims in neither are a batch of independent matrices. Every `matrix` needs one.
-    placements: a tree like params of NamedShardings, how the state of each leaf lies; None: on one device. dtype: of
-        muon's matmuls, and of what it sends.
+        stacked array, so
+        [L,D,N,H] has ((1,), (2, 3)). Dims in neither are a batch of independent matrices. Every `matrix` needs one.
+    placements: a tree like params of NamedShardings, the sharding of each leaf's state; None: on one device. dtype: of
+        muon's matmuls, and of the matrices that it sends.
 
     balance_rate: how far a step moves the biases of role `balance` towards experts with too few tokens: their
         "gradients" are the tokens of each expert. No optimizer, learning rate or decay touches them. balance_rule:
-        sign: by the rate; error: by the rate
-        times the share of the mean that an expert lacks, negative where it has too much (arXiv:2408.15664 compares the
-        two).
+        sign: by the rate; error: by the
+        rate times the share of the mean that an expert lacks, negative if it has too many tokens (arXiv:2408.15664
+        compares the two).
 
     adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment, b2 bounds the decay of the second. muon: every
     `matrix`; the others, embeddings and head included, take adamw.

@@ -119,8 +119,8 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
-    """(layers, ends, leading layers), each as (trained, frozen): gathered once per step, in the compute dtype; inside
-    the loop stands a full stage of them, and all leading ones."""
+    """(layers, ends, leading layers), each as (trained, frozen): gathered once per step, in the compute dtype; the
+    loop holds a full stage of them, and all leading layers."""
     layout, model = step.layout, step.model
     periods = stages.padded(step.run.model, num_stages * num_chunks) // len(model.period)
 

@@ -43,7 +43,7 @@ def _scaled(attention: dict, factors: dict) -> dict:
 
 
 def _of_heads(cfg, gamma_LN) -> dict:
-    """The heads that share a key share the smallest gamma. Where keys are values, too, only queries are scaled."""
+    """The heads that share a key share the smallest gamma. If keys are also the values, only queries are scaled."""
     num_heads, num_kv_heads = cfg.num_heads, cfg.num_kv_heads
     worst_LK = gamma_LN[:, :num_heads].reshape(-1, num_kv_heads, num_heads // num_kv_heads).min(-1)
     key = worst_LK if cfg.tie_values else jnp.sqrt(worst_LK)

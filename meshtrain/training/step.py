@@ -49,7 +49,7 @@ class Program:
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
-        """int64, ascending: the rows of the global batch that lie on devices of this process."""
+        """int64, ascending: the rows of the global batch on devices of this process."""
         sequence = self.step.batch["sequence"]
         numbers = np.arange(math.prod(sequence.shape)).reshape(sequence.shape)
         held = sequence.sharding.addressable_devices_indices_map(sequence.shape).values()

@@ -1,1 +1,1 @@
-"""What a step costs in closed formulas: bytes, FLOPs and seconds of a model under a layout; nothing is compiled."""
+"""The cost of a step in closed formulas: bytes, FLOPs and seconds of a model under a layout; nothing is compiled."""

@@ -1,4 +1,5 @@
-"""What a sampler beside the training state costs, in closed formulas: bytes, collectives and seconds on one device.
+"""The cost of a sampler that shares devices with the training state, in closed formulas: bytes, collectives and seconds
+on one device.
 
 A token of every slot reads all weights and the slots' keys and values once, so memory bounds it until there are
 hundreds of rows; then FLOPs do. Its collectives are on the way, one after the other, and so are the gaps between the
@@ -56,7 +57,7 @@ class Sampling:
         return info.size * self.itemsize(info) / self._moves(info).shards(self._moves(info).after)
 
     def copied_bytes(self) -> float:
-        """Of the weights that are not read where training stores them."""
+        """Bytes of the weights that are copied because samplers do not read them where training stores them."""
         return sum(self.read_bytes(info) for info in self.placed.rows if self.moved(info))
 
     def moved(self, info) -> bool:
@@ -65,7 +66,7 @@ class Sampling:
 
     @functools.cached_property
     def slot_bytes(self) -> float:
-        """Of a slot on the device that has it."""
+        """Bytes of a slot on the device that has it."""
         return sum(self._layers(mixer) * self._state_bytes(mixer) if mixer.recurrent else
                    self._layers(mixer) * self._token_bytes(mixer) * self.places(mixer.window)
                    for mixer in self.placed.mixers)
@@ -87,11 +88,11 @@ class Sampling:
         return mixer.share * self.placed.cfg.num_layers
 
     def _token_bytes(self, mixer: Mixer) -> float:
-        """Of a token in one layer: keys and values, or latents."""
+        """Bytes of a token in one layer: keys and values, or latents."""
         return self.placed.itemsize * (mixer.latents or mixer.keys + mixer.values)
 
     def _state_bytes(self, mixer: Mixer) -> float:
-        """Of a recurrence: its state, float32, and the last tokens before its convolutions."""
+        """Bytes of a recurrence: its float32 state, and the last tokens before its convolutions."""
         return 4 * mixer.state + self.placed.itemsize * (mixer.width - 1) * (mixer.queries + mixer.keys + mixer.values)
 
     # ---- the sync ----------------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class Sampling:
         return cfg.experts_per_token / cfg.num_experts * region.num_shards(region.gathered)
 
     def _share_read(self, info) -> float:
-        """Of a weight, by a token of every slot: of experts those that some token chose, of a table a few rows."""
+        """The share of a weight that a token of every slot reads: the chosen experts, and a few rows of a table."""
         cfg, tied = self.placed.cfg, self.placed.cfg.tie_embeddings
         if info.role == "embedding" and not (tied and info.axes[0] == "vocab"):
             return 0.0

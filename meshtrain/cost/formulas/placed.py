@@ -47,7 +47,7 @@ class Framework:
 
 @dataclasses.dataclass(frozen=True)
 class Attended:
-    """What the attention of a run computes. visited: pairs as a fraction of the causal half, by mixer; all of others.
+    """The work of a run's attention. visited: pairs as a fraction of the causal half, by mixer; 1 for others.
     engine: as in `assumptions`. documents: whether pairs across documents are skipped."""
     visited: Mapping[str, float]
     engine: str
@@ -56,7 +56,7 @@ class Attended:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a step needs beside the layout. schedule: "" without stages."""
+    """The settings of a step other than the layout. schedule: "" without stages."""
     seq_len: int
     global_batch: int
     microbatches: int = 1

@@ -49,10 +49,10 @@ TOO_SHORT = ("a step below 0.3 s on hundreds of GPUs: latencies and stragglers d
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
-    """What to search. options: of the run; the search replaces microbatches, remat, schedule, chunks and method. fixed:
-    sizes of axes, schedule, chunks, microbatches, remat that the user set. attended: (layout, context method) → what
-    attention computes. lay: (sizes, rules, context method) → (layout, why training does not take it). refused: why
-    training does not take a plan, with its microbatches, schedule and remat."""
+    """The question that a search answers. options: of the run; the search replaces microbatches, remat, schedule,
+    chunks and method. fixed: sizes of axes, schedule, chunks, microbatches, remat that the user set. attended: (layout,
+    context method) → what attention computes. lay: (sizes, rules, context method) → (layout, why training does not take
+    it). refused: why training does not take a plan, with its microbatches, schedule and remat."""
     cfg: object
     rows: list
     num_gpus: int

@@ -319,7 +319,8 @@ def _top_level_types(type_text: str) -> Iterator[str]:
 
 
 def known_trips(ins: Instruction) -> int | None:
-    """Of a loop: XLA's known_trip_count; the most, by the annotation `names.AT_MOST`, where they depend on the data."""
+    """The number of a loop's iterations: XLA's known_trip_count; the maximum, by the annotation `names.AT_MOST`, where
+    they depend on the data."""
     found = re.search(r'"known_trip_count":\{"n":"(\d+)"', ins.attrs) or _AT_MOST.search(ins.op_name)
     return int(found.group(1)) if found else None
 

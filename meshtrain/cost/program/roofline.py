@@ -116,7 +116,7 @@ class Roofline:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fractions of the step; their sum is 1. Of recurrences only where the program has some."""
+        """Fractions of the step; their sum is 1. Recurrences have a share only if the program has some."""
         seconds = {part: self.parts.get(part, 0.0) for part in PARTS if part != RECURRENCE or self.parts.get(part)}
         seconds |= {COMMUNICATION: self.exposed_s, CONTENTION: self.contention_s, HOST: self.host_s}
         return {name: value / self.step_s for name, value in seconds.items()}

@@ -36,7 +36,7 @@ _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Of one execution. hbm_bytes: read + written. known: False for a matmul kernel of unknown size."""
+    """The work of one execution. hbm_bytes: read + written. known: False for a matmul kernel of unknown size."""
     matmuls: tuple[Matmul, ...]
     attention: AttentionKernel | None
     hbm_bytes: int

@@ -115,7 +115,7 @@ def pack(answers: Sequence[DrawnAnswer], rl, rows: int, seq_len: int, first: int
 
 
 def by_answer(scores_BT: np.ndarray, answers: Sequence[DrawnAnswer], places: np.ndarray) -> list[np.ndarray | None]:
-    """Of each answer its tokens' scores; None where it was left out. places: of `pack`."""
+    """The scores of each answer's tokens; None for an answer that was left out. places: of `pack`."""
     return [None if row == LEFT_OUT else scores_BT[row, place:place + len(answer.tokens)]
             for answer, (row, place) in zip(answers, places.tolist(), strict=True)]
 

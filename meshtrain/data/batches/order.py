@@ -85,7 +85,7 @@ class SourcePart:
 
     @property
     def text_bytes(self) -> int | None:
-        """Of the documents' text, before it was tokenized; None: unknown, or a piece of every document."""
+        """Bytes of the documents' text before tokenizing; None: unknown, or a piece of every document."""
         totals = getattr(self.source, "byte_totals", None)
         return int(totals[self.runs].sum()) if totals is not None and self.side == "whole" else None
 

@@ -108,7 +108,7 @@ class PackedValidation:
 
     @property
     def text_bytes(self) -> int | None:
-        """Of its documents, before they were tokenized; None: unknown."""
+        """Bytes of its documents' text before tokenizing; None: unknown."""
         return self.stream.part.text_bytes
 
     @property

@@ -80,7 +80,7 @@ class WholeStream:
 
     @functools.cached_property
     def num_sequences(self) -> int:
-        """Of an epoch; counts them all."""
+        """The number of sequences of an epoch. Counts all of them."""
         self.has(1 << 62)
         return int(self._counts[-1])
 

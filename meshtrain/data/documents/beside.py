@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer.json say of its tokens, compared with the file itself.
+"""Compares a tokenizer.json with what the files next to it say about its tokens.
 
 Tokens that only tokenizer_config.json, added_tokens.json or special_tokens_map.json add are added, in the order of
 transformers 5.24, with the properties that tokenizer_config.json gives them. What cannot be had as it is said is
@@ -43,7 +43,7 @@ class Said:
 
 
 def read(folder: Path) -> Said:
-    """What the files of a tokenizer's folder say. Raises: ValueError for one that is malformed."""
+    """Read the files of a tokenizer's folder. Raises: ValueError for a malformed file."""
     config, legacy, added = (_read(folder / name) for name in (CONFIG, MAP, ADDED))
     tokens, decoder = [], config.get("added_tokens_decoder")
     if decoder is not None:

@@ -66,7 +66,7 @@ class ValidationSet(Protocol):
 
 
 class Batches(Protocol):
-    """What a run trains and validates on. Batch n is a function of the settings and n alone.
+    """The batches that a run trains and validates on. Batch n is a function of the settings and n alone.
 
     `rows` selects rows of the global batch, each once: a slice, indices, or None for all. A batch holds int32 arrays,
     B rows of T = seq_len:
@@ -87,7 +87,8 @@ class Batches(Protocol):
         """Tokens in the run's first `batches` batches, whatever their sizes were."""
 
     def position(self, batches: int) -> dict:
-        """Where the run's first `batches` batches leave each source: JSON for the checkpoint, read when it resumes."""
+        """The position of each source after the run's first `batches` batches: JSON for the checkpoint, used on a
+        resume."""
 
 
 def iterate(data: Batches, start: int, rows: Rows = None, prefetch: int = 4) -> Iterator[Batch]:

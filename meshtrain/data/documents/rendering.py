@@ -215,7 +215,8 @@ class Renderer:
         return sorted(begin for begin in known.values() if begin >= 0)
 
     def _prefixes(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> list[int]:
-        """Of each count the length of its first messages' text; -1 if that is no prefix of `text`."""
+        """For each count, the length of the text of that many first messages; -1 if that text is not a prefix of
+        `text`."""
         try:
             known = self._resumed(messages, tools, wants_answer, counts, text) if len(counts) > 1 else {}
         except (Exception, Unknown):    # not a list: one by one, which reports its errors

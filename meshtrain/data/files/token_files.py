@@ -114,7 +114,7 @@ class IndexedTokens:
         return self.ends_file.array
 
     def checksums(self, check_stop: Callable[[], None]) -> list[int]:
-        """Of the ids, the ends and, if there are, the mask and the bytes."""
+        """Checksums of the ids, the ends and, if present, the mask and the bytes."""
         return [checksum(one.map(), check_stop)
                 for one in (self.ids, self.ends_file, self.mask, self.bytes_file) if one]
 

@@ -29,7 +29,7 @@ CHANNEL_AXES = ("kv_heads", "kv_heads", "heads")        # of q, k and v
 
 
 class LinearAttention(NamedTuple):
-    """What recurrent mixers call.
+    """The functions that recurrent mixers call.
 
     convolve(layout, xs, ws, segments_BT, axes=CHANNEL_AXES) -> ys; recur(layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN,
     segments_BT) -> o_BTNV. note: on the choice, for the log; "" on CPUs.

@@ -1,4 +1,4 @@
-"""What a pipeline requires of a run: layouts it refuses, rules it relaxes, and notes for the user."""
+"""The requirements of pipelines: layouts they refuse, rules they relax, and notes for the user."""
 from __future__ import annotations
 
 import dataclasses
