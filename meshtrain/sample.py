@@ -70,7 +70,7 @@ def _draw(queue: apart.WorkQueue, drawing: _Drawing, waiting: _Waiting) -> int:
     while True:
         if place.finished.exists():
             if not old or time.monotonic() - since > apart.LOST_S:
-                say.out(f"{drawing.run_dir} is finished: {done} parts of its answers were drawn here")
+                say.out(f"{drawing.run_dir} is finished: {done} parts of its answers were sampled here")
                 return stops.DONE
         else:
             old = False
@@ -127,7 +127,7 @@ class _Drawing:
         if self.sampler is None:
             self.sampler = trained.apart(saved, self.words, "sample")
             held = sum(info.size for info in self.sampler.model.parameters())
-            say.out(f"answers are drawn on {self.sampler.on}: {held:,} parameters")
+            say.out(f"sampling answers on {self.sampler.on}: {held:,} parameters")
         with jax.set_mesh(self.sampler.mesh):
             slots = order.part * order.draws["samples"]
             if self._weights != order.weights:
@@ -138,7 +138,7 @@ class _Drawing:
                 self.queue.slow = False
                 if found != order.weights:
                     raise RolloutError(f"{self.store.directory / str(order.version)} has other weights ({found}) than "
-                                       f"batch {order.batch} is to be drawn with ({order.weights}): nothing is drawn")
+                                       f"batch {order.batch} needs ({order.weights}): nothing is sampled")
                 self._generator = self.sampler.generator(weights, slots, order.room)
                 self._weights = order.weights
             return self._drawn(order, part)

@@ -245,7 +245,7 @@ class Sampler:
         held, usable = state + self.costs.copied_bytes(), hardware.usable_bytes(gpu)
         slots = self.costs.fitting_beside(state, usable)
         if not slots:
-            raise ConfigError(f"no answer can be drawn: of {size(usable)} on {gpu.name} the training state and the "
+            raise ConfigError(f"no answer can be sampled: of {size(usable)} on {gpu.name}, the training state and the "
                               f"sampler's weights take {size(held)}, and a slot of {self.room} tokens "
                               f"{size(self.costs.slot_bytes)}; use more devices, mesh.tensor, or rl.rules that split "
                               f"the weights further")

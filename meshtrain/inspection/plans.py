@@ -141,17 +141,17 @@ def sampling(found: dict) -> str:
     """The cost of sampling under the first plan; found: as `meshtrain.plan.sampled` has it."""
     if "file_bytes" in found:
         fits = found["slots_that_fit"]
-        return (f"A sampler apart with the {found['gpus']} GPUs of a host (tensor {found['tensor']}): "
+        return (f"A separate sampler with the {found['gpus']} GPUs of a host (tensor {found['tensor']}): "
                 f"{size(found['weights_bytes'])} of weights and {size(found['cache_bytes'])} of cache on each; "
                 f"{found['slots']:,} slots"
-                + (f" ({fits:,} fit)" if fits >= found["slots"] else f", of which {fits:,} FIT: set rl.slots")
+                + (f" ({fits:,} fit)" if fits >= found["slots"] else f", but only {fits:,} FIT: set rl.slots")
                 + f", {seconds(found['token_s'])} a token with full slots, "
-                f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; alone it draws a batch in at most "
+                f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; alone it samples a batch in at most "
                 f"{seconds(found['batch_s_at_most'])}. Each version of the weights is "
                 f"{size(found['file_bytes'])}, written once and read by every sampler.")
     if not found["slots_that_fit"]:
-        return (f"Sampling under the first plan: NO slot fits beside {size(found['weights_bytes'])} of weights and the "
-                f"training state; use more of mesh.tensor, or rl.rules that split the weights further.")
+        return (f"Sampling under the first plan: NO slot fits next to {size(found['weights_bytes'])} of weights and "
+                f"the training state; use more of mesh.tensor, or rl.rules that split the weights further.")
     return (f"Sampling under the first plan, once a batch of answers: weights to the sampler "
             f"{seconds(found['sync_s'])}; "
             f"{found['slots']:,} slots ({found['slots_that_fit']:,} fit), "

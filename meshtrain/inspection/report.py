@@ -27,8 +27,8 @@ def text(step: Inspected) -> str:
         before(step.made), params_table(step.made), memory_table(step),
         collectives_table(step), matmuls(step.program, step.formulas), "\n".join(warnings),
         *([sampling_table(step.sampled)] if step.sampled else []),
-        *([f"rl.lag={lag}: that is of validations; answers to learn from are drawn by processes apart, and `plan` "
-           f"tells what one of them costs"] if (lag := step.made.run.rl.lag) else []),
+        *([f"rl.lag={lag}: this is the cost of validations; separate processes sample the answers for training, and "
+           f"`plan` prints the cost of one of them"] if (lag := step.made.run.rl.lag) else []),
         *([roofline_table(step.roofline, step.made.mesh_spec)] if step.roofline else [])])
 
 

@@ -190,7 +190,7 @@ def rewards(data: dict) -> str:
     """The section of an RL run: the curve of its rewards, and the newest answers."""
     validated = _points(data, "val_reward")
     more = (PlotCurve(1, "validation", validated, dots=True),) if validated else ()
-    key = skin.key([(0, "of the answers that are learned from, mean of a batch", ""),
+    key = skin.key([(0, "of the answers that the run trains on, mean of a batch", ""),
                     *([(1, "of an answer to each held-out prompt", "")] if more else [])])
     drawn = skin.figure(_curve(data, "reward", PlotAxis("reward", "{:.3g}".format), height=340, more=more).drawn,
                         _means(data, "reward").strip(), key) if _points(data, "reward") else ""

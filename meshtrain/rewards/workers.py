@@ -50,7 +50,7 @@ def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> Non
     if not path:
         if reward not in builtin.COLUMNS:
             near = difflib.get_close_matches(reward, builtin.COLUMNS, n=1)
-            raise ValueError(f'rl.reward="{reward}" is none of {", ".join(builtin.COLUMNS)}, and no function of a '
+            raise ValueError(f'rl.reward="{reward}" is neither {", ".join(builtin.COLUMNS)} nor a function of a '
                              'file; ' + (f'did you mean "{near[0]}"?' if near else 'name one as "rewards.py:score"'))
         column = builtin.COLUMNS[reward]
         if lacking := [place for place, line in lines.items() if column not in line]:

@@ -175,7 +175,7 @@ class Heartbeats:
         _, work, most_s = text.split() if text.count(" ") == 2 else ("", "", LAPSED_S)      # half written, or not there
         hangs = work != "" and self._unchanged_s(name, "work", work) >= float(most_s)
         if hangs and name not in self._told:
-            say.err(f"sampler {name} hangs: it lives and has drawn nothing for {float(most_s):.0f} s; its part is "
+            say.err(f"sampler {name} hangs: it is alive but has sampled nothing for {float(most_s):.0f} s; its part is "
                     f"offered to others")
         self._told = self._told | {name} if hangs else self._told - {name}
         return not hangs
@@ -268,8 +268,8 @@ class Orders:
                     version == number and part == 0 or self.place.checksum_of(version) == self.checksums[version]
                     or self._answered(order(batch, version)))
                 if not there:       # the run goes back behind what is kept, or begins to lag
-                    say.err(f"batch {batch} is drawn with the weights of version {number}: neither those of version "
-                            f"{version} are there any more, nor their answers")
+                    say.err(f"batch {batch} is sampled with the weights of version {number}: those of version "
+                            f"{version} and their answers no longer exist")
                 found[batch], lost = version if there else number, lost or not there
             return {"versions": list(found.items()), "lost": lost,
                     "there": self.place.checksum_of(number) == self.checksums.get(number, now)}
@@ -431,9 +431,9 @@ class ArrivingAnswers:
         told, arrays = files.patiently(read, missing=True)
         if told["order"] != self.order.id:
             raise RolloutError(
-                f"{path} answers another order: it was drawn with version {told['version']} ({told['weights']}) of the "
-                f"weights by {told['by']} ({told.get('made_by', 'an earlier version')}), and batch {self.order.batch} "
-                f"is to be drawn with version {self.order.version} ({self.order.weights}) by {self.order.made_by}; "
+                f"{path} answers another request: it was sampled with version {told['version']} ({told['weights']}) of "
+                f"the weights by {told['by']} ({told.get('made_by', 'an earlier version')}), and batch {self.order.batch} "
+                f"must be sampled with version {self.order.version} ({self.order.weights}) by {self.order.made_by}; "
                 f"it is not used for training. The same command removes it")
         return groups.unflat(told, arrays)
 
@@ -580,8 +580,8 @@ def _compare(path: Path, before: tuple[dict, dict], now: tuple[dict, dict]) -> N
     if before[0]["lengths"] == now[0]["lengths"] and all(
             before[1][name].tobytes() == now[1][name].tobytes() for name in now[1]):
         return
-    words = f"{path}: {before[0]['by']} has drawn other answers than {now[0]['by']} to one order"
+    words = f"{path}: {before[0]['by']} gave other answers than {now[0]['by']} to the same request"
     if before[0]["on"] == now[0]["on"]:
         raise RolloutError(f"{words}, on the same devices ({now[0]['on']}): one of the two computes wrong; check both "
                            f"hosts. The first answers are used")
-    say.err(f"{words}, on {before[0]['on']} and {now[0]['on']}: other meshes round otherwise")
+    say.err(f"{words}, on {before[0]['on']} and {now[0]['on']}: meshes round differently")

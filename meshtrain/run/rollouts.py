@@ -153,7 +153,8 @@ class Rollouts:
                     f"more tokens")
         parts = self._packed(drawn.groups, number * self.rl.updates)
         if part == 0 and not any((batch["targets"] != NO_TARGET).any() for batch in parts):
-            say.out(f"batch {number}: nothing is learned, since {self._why_nothing(drawn, drawn.drawn - first)}")
+            why = self._why_nothing(drawn, drawn.drawn - first)
+            say.out(f"batch {number}: the run does not train on it, since {why}")
         if missing := [name for name in SCORES if name in self.program.step.batch and name not in drawn.scores]:
             with self._timed("sampling", "score_s"):
                 for name in missing:

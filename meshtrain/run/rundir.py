@@ -153,7 +153,7 @@ def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: boo
     saved = files.attempted(lambda: contents.saved_run_file(name), f"run.dir={name} cannot be read", REMEDY, ConfigError
                             ) if has_checkpoints and not has_config else ""
     if not has_config and not saved and not contents.are_left_by_starts(names, has_checkpoints):
-        raise ConfigError(f"run.dir={name} holds files and is not a run of ours (no config.toml); give an empty "
+        raise ConfigError(f"run.dir={name} has files and is not the directory of a run (no config.toml); give an empty "
                           f"directory or another run.name")
     if (has_config or saved) and run.checkpoint.resume == "never":
         raise ConfigError(f"run.dir={name} already holds a run, and checkpoint.resume=\"never\"; give another run.name "

@@ -231,7 +231,7 @@ def test_inspect_tells_what_sampling_costs(home):  # noqa: F811
     assert of("compiled") == of("formula") and of("formula").keys() == {("all-gather", "fsdp")}
     assert found["slots_that_fit"] is found["sync"]["time_s"] is found["decode"]["time_s"] is None
     text = call(inspect.main, *WORDS, "--mesh.simulated_devices=8", "--rl.lag=1")
-    assert "rl.lag=1: that is of validations" in text.out
+    assert "rl.lag=1: this is the cost of validations" in text.out
     assert "sampling: 16 slots of 64 tokens on all devices" in text.out and text.code == 0
 
 
@@ -260,7 +260,7 @@ def test_as_many_slots_as_fit():
     free = .9 * hardware.usable_bytes(hardware.get("h100")) - state - costs.copied_bytes()
     assert free - costs.slot_bytes < costs.cache_bytes <= free + 1e-3 * state
     assert with_(dict(fsdp=8), slots=64).costs.slots == 64
-    with pytest.raises(config.ConfigError, match="no answer can be drawn: of 72.8 GiB on h100"):
+    with pytest.raises(config.ConfigError, match="no answer can be sampled: of 72.8 GiB on h100"):
         trained.beside(assembled(dict(data=8), "ddp", devices, model | dict(compute_dtype="bfloat16"), rl=asked), 2048)
 
 
@@ -307,7 +307,7 @@ def test_plan_prices_a_sampler_apart_by_hand(home):  # noqa: F811
     assert found["token_s"] > read / hardware.get("h100").hbm_bytes_per_s
     assert found["batch_s_at_most"] == pytest.approx(4 * 1024 * found["token_s"])
     text = call(plan.main, *asked).out
-    assert "A sampler apart with the 8 GPUs of a host (tensor 8): " in text and "weights is 15.0 GiB, written once" in text
+    assert "A separate sampler with the 8 GPUs of a host (tensor 8): " in text and "weights is 15.0 GiB, written once" in text
     with_adapters = json.loads(call(plan.main, *asked, "--json", "--lora.rank=16").out)["plans"][0]["sampling"]
     assert with_adapters["file_bytes"] < 0.01 * found["file_bytes"], "they alone are written with each version"
     file.write_text(file.read_text() + "slots = 100000\n")

@@ -198,7 +198,7 @@ def test_batches_whose_weights_are_gone_are_drawn_with_newer_ones_and_that_is_to
         for path in (directory / "samplers" / "answers").iterdir():
             path.unlink()
         done = ran(*more)
-    assert "batch 2 is drawn with the weights of version 2: neither those of version 0 are there any more" in done.err
+    assert "batch 2 is sampled with the weights of version 2: those of version 0 and their answers no longer exist" in done.err
     assert versions(directory)[-3:] == [2, 2, 2] and rows(directory)[2]["mismatch_max"] < 1e-4
 
 
@@ -288,7 +288,7 @@ def test_a_sampler_that_hangs_is_named_and_its_part_drawn_by_another_and_counted
         assert trainer.any(), "the second works"
         time.sleep(0.05)
     assert taken == (ORDER, 0) and (first.place.heartbeats / first.name).exists()
-    assert capfd.readouterr().err.count(f"sampler {first.name} hangs: it lives and has drawn nothing for 3 s") >= 1
+    assert capfd.readouterr().err.count(f"sampler {first.name} hangs: it is alive but has sampled nothing for 3 s") >= 1
     second.deliver(ORDER, 0, answers(0), "cpu")
     written = first.place.answers(3, 0).stat()
     first.deliver(ORDER, 0, answers(0), "cpu")      # late, the same answers
@@ -380,10 +380,10 @@ def test_an_answer_of_another_version_is_refused_with_both_versions(desk, monkey
 def test_two_answers_to_one_order_are_compared(desk, capfd):
     one, other = taker(desk), taker(desk)
     one.deliver(ORDER, 0, answers(0), "cpu")
-    with pytest.raises(groups.RolloutError, match="has drawn other answers than .* one of the two computes wrong"):
+    with pytest.raises(groups.RolloutError, match="gave other answers than .* one of the two computes wrong"):
         other.deliver(ORDER, 0, answers(0, 6), "cpu")
     other.deliver(ORDER, 0, answers(0, 6), "gpu")
-    assert "other meshes round otherwise" in capfd.readouterr().err
+    assert "meshes round differently" in capfd.readouterr().err
     assert groups.unflat(*groups.unpacked(one.place.answers(3, 0))) == answers(0), "the first are kept"
 
 
@@ -415,7 +415,7 @@ def test_weights_that_are_not_those_of_the_order_draw_nothing(place, two_behind,
     shutil.copytree(two_behind / "samplers", tmp_path / "samplers")
     there = apart.SamplerFiles(tmp_path)
     order = dataclasses.replace(there.read(4), weights="another sum")
-    with pytest.raises(groups.RolloutError, match="has other weights .* nothing is drawn"):
+    with pytest.raises(groups.RolloutError, match="has other weights .* nothing is sampled"):
         sample._Drawing(tmp_path, ALONE, apart.WorkQueue(tmp_path)).answers(order, 0)
 
 

@@ -172,7 +172,7 @@ def test_what_is_not_ours_is_refused_and_stays(tmp_path):
         directory = tmp_path / name
         directory.mkdir()
         (directory / name).write_text("years of work")
-        with pytest.raises(ConfigError, match="is not a run of ours"):
+        with pytest.raises(ConfigError, match="is not the directory of a run"):
             with rundir.claimed(run_in(directory)):
                 pass
         assert left(directory) == [name]
@@ -208,7 +208,7 @@ def test_checkpoints_with_the_run_file_make_a_run_of_ours_and_config_toml_is_wri
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"run_file"', '"run_file"', "7", '{"run": {}}'])
 def test_checkpoints_of_another_program_are_not_ours(text, tmp_path):
     directory = with_checkpoints(tmp_path / "run", step4=text)
-    with pytest.raises(ConfigError, match="is not a run of ours"):
+    with pytest.raises(ConfigError, match="is not the directory of a run"):
         with rundir.claimed(run_in(directory)):
             pass
     assert left(directory) == ["checkpoints", "metrics.jsonl"]

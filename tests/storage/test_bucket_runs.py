@@ -492,7 +492,7 @@ def test_a_run_of_another_host_that_goes_on_giving_signs_is_not_taken(server, ti
 
 
 @pytest.mark.parametrize(("there", "before", "words", "parts"), [
-    ("strangers", "thesis.txt", (), ("holds files and is not a run of ours", "another run.name")),
+    ("strangers", "thesis.txt", (), ("has files and is not the directory of a run", "another run.name")),
     ("own", "", ("--checkpoint.resume", "never"), ("already holds a run", 'resume="auto"')),
     ("new", "", ("--data.seq_len", "40000"), ("data.seq_len",)),
 ])
