@@ -432,9 +432,9 @@ class ArrivingAnswers:
         if told["order"] != self.order.id:
             raise RolloutError(
                 f"{path} answers another request: it was sampled with version {told['version']} ({told['weights']}) of "
-                f"the weights by {told['by']} ({told.get('made_by', 'an earlier version')}), and batch {self.order.batch} "
-                f"must be sampled with version {self.order.version} ({self.order.weights}) by {self.order.made_by}; "
-                f"it is not used for training. The same command removes it")
+                f"the weights by {told['by']} ({told.get('made_by', 'an earlier version')}), and batch "
+                f"{self.order.batch} must be sampled with version {self.order.version} ({self.order.weights}) by "
+                f"{self.order.made_by}; it is not used for training. The same command removes it")
         return groups.unflat(told, arrays)
 
 
