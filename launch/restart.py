@@ -238,8 +238,7 @@ def _leave(number, frame) -> None:
     """Does not use `say`: the signal may arrive in the middle of a line."""
     with contextlib.suppress(OSError):
         os.write(2,
-                 f"{signal.Signals(number).name}: nothing runs; the same command starts the run, or goes on with "
-                 f"it\n".encode())
+                 f"{signal.Signals(number).name}: nothing runs; the same command starts or resumes the run\n".encode())
     os._exit(stops.STOPPED)
 
 

@@ -299,7 +299,7 @@ class SharedCheckpoints(Store):
         return self._promised[step] > 0 and step % self._promised[step] == 0
 
     def _report_leftovers(self, error: Exception) -> None:
-        self.tell(f"what is left of old checkpoints in {self.place} cannot be removed: {files.said(error)}")
+        self.tell(f"files of old checkpoints in {self.place} cannot be removed: {files.said(error)}")
 
     def settle(self) -> None:
         """Wait until no process is writing. Failed saves were reported."""

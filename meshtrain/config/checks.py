@@ -437,7 +437,7 @@ def _source_problem(where: str, one: Data | Component) -> str:
     if len(several) > 1:
         return (f"{where}.paths={toml(one.paths)} are files of {join(sorted(several), 'and')}, and a source is of one "
                 f"kind; make each a table of data.mixture")
-    return (f"{where}.paths={toml(one.paths)} does not tell by its suffix what it holds; give {where}.source, one of "
+    return (f"{where}.paths={toml(one.paths)} has no suffix of a known format; give {where}.source, one of "
             f"{join(map(toml, [name for name in known if name not in ('stdlib', 'mixture')]), 'and')}")
 
 

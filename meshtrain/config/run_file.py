@@ -170,7 +170,7 @@ def _read(path: Path) -> tuple[dict, list[str]]:
     except OSError as e:
         if not files.is_mistake(e):
             raise files.judged(e, f"{path} cannot be read", "name a file that can") from None
-        return {}, [f"{path} cannot be read: {e.strerror}; name a file that can"]
+        return {}, [f"{path} cannot be read: {e.strerror}; name a readable file"]
     except UnicodeDecodeError as e:
         return {}, [f"{path} is not text (byte {e.start} is not UTF-8); a run file is TOML in UTF-8"]
     except (ValueError, RecursionError) as e:  # bad TOML, a number of thousands of digits, thousands of brackets

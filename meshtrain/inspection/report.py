@@ -151,8 +151,8 @@ def memory_table(step: Inspected) -> str:
         lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {size(gpu.hbm_bytes)}: "
                   f"{'it fits' if step.fits else 'IT DOES NOT FIT'}"]
     if again := audit.recomputed(step.text):
-        lines += [f"note: XLA recomputes {again} values by itself, since the step came near to its limit of memory; "
-                  "training.remat or more devices do it better"]
+        lines += [f"note: XLA recomputes {again} values because the step came near its memory limit; "
+                  "training.remat or more devices cost less time"]
     if made.choice:
         lines += [f"inside the pipeline's loop: a full stage of weights in {made.run.model.compute_dtype}, "
                   f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}. Gradients "

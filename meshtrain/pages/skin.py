@@ -272,4 +272,4 @@ def write(option: str, path: str, text: str) -> None:
     except FileExistsError:
         raise ValueError(f"{option}={path} is there already; name another file, or remove it") from None
     except OSError as error:
-        raise ValueError(f"{option}={path} cannot be written: {error.strerror}; name a file that can") from None
+        raise ValueError(f"{option}={path} cannot be written: {error.strerror}; name a writable file") from None

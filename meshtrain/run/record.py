@@ -214,10 +214,10 @@ class Record:
         if self.skipped_in_a_row >= self.max_skipped:
             raise TooManySkippedSteps(
                 f"{self.skipped_in_a_row} steps in a row, the last of them {row['step']}, had no finite loss or "
-                f"gradient norm, or a loss spike; nothing of them was applied. Lower "
+                f"gradient norm, or a loss spike; none of them was applied. Lower "
                 f"optimizer.learning_rate={self.optimizer.learning_rate}, lengthen "
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps}, leave these batches out by data.skip_batches, "
-                f"or go on from an earlier checkpoint by checkpoint.step; all four are allowed on resume")
+                f"or continue from an earlier checkpoint (checkpoint.step); all four are allowed on resume")
 
 
 def _listed(value):

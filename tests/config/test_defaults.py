@@ -61,8 +61,8 @@ def test_lines_of_json_are_pairs_or_prompts_by_the_objective(tmp_path):
 
 @pytest.mark.parametrize("keys, message", [
     ({}, 'data.paths names no files; give some, e.g. ["data/*.jsonl"], or data.source="stdlib"'),
-    ({"data.paths": ["d/*", "x.md"]}, 'does not tell by its suffix what it holds; give data.source, one of "text"'),
-    ({"data.paths": ["x.md"], "model.vocab_size": 256}, "does not tell by its suffix"),
+    ({"data.paths": ["d/*", "x.md"]}, 'has no suffix of a known format; give data.source, one of "text"'),
+    ({"data.paths": ["x.md"], "model.vocab_size": 256}, "has no suffix of a known format"),
     ({"data.paths": ["a.txt", "b.jsonl"]}, "are files of jsonl and text"),
     ({"data.mixture": [{"weight": 1.0}]}, "data.mixture[0].paths names no files"),
     ({"data.source": "stdlib", "data.paths": ["a.txt"]}, 'is not read by data.source="stdlib"')])

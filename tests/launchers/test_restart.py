@@ -212,7 +212,7 @@ def test_a_signal_while_the_launcher_waits_ends_it_at_once_with_75(number, tmp_p
     assert "in 300 s" in first
     child.send_signal(number)
     code, _, err = ended(child)
-    assert code == 75 and signal.Signals(number).name in err and "goes on" in err and len(starts(tmp_path)) == 1
+    assert code == 75 and signal.Signals(number).name in err and "resumes the run" in err and len(starts(tmp_path)) == 1
 
 
 def test_what_fails_after_a_signal_to_the_launcher_is_not_started_again(tmp_path):
