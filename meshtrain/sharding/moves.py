@@ -70,8 +70,8 @@ class Moves:
 
 
 def moves(shape: Sequence[int], before: Split, after: Split, sizes: Mapping[str, int]) -> Moves:
-    """The mesh axes that `after` lacks stay at their dims where these divide, or go to another dim; if there is none,
-    the array is gathered over them at once."""
+    """Plan the moves. Mesh axes that `after` lacks stay at their dims if these divide, else they go to another dim. If
+    there is none, the array is gathered over them at once."""
     between, kept = list(after), {axis for axes in after for axis in axes}
     for dim, axes in enumerate(before):
         for axis in axes:
@@ -85,6 +85,6 @@ def moves(shape: Sequence[int], before: Split, after: Split, sizes: Mapping[str,
 
 
 def of_weight(shape: Sequence[int], axes: Sequence[str | None], stored: Layout, read: Layout) -> Moves:
-    """From [optimizer] of one layout to [params] of another on the same mesh. axes: logical."""
+    """The moves of a weight from [optimizer] of one layout to [params] of another on the same mesh. axes: logical."""
     split = lambda layout, table: tuple(layout.mesh_axes(table, axis) for axis in axes)
     return moves(shape, split(stored, "optimizer"), split(read, "params"), read.sizes)

@@ -54,7 +54,8 @@ class Rules:
 
 
 def load(path: str | Path, key: str = "sharding.rules") -> Rules:
-    """Read and check a rule file. key: of the run file, that names it. Raises: ValueError that lists every fault."""
+    """Read and check a rule file. key: the run file's key that names the file. Raises: ValueError that lists every
+    fault."""
     return parse(_read(Path(path), f"{key}: "), str(path))
 
 
@@ -173,7 +174,7 @@ def _entry_faults(table: str, logical: str, axes) -> list[str]:
 
 
 def _meant(logical: str, axis: str) -> str:
-    """The mesh axis that `axis` is called here, if it is another trainer's word or misspelt."""
+    """Our name of the mesh axis `axis`, if `axis` is another trainer's word or misspelt."""
     if axis.lower() in ("none", "null", ""):
         return f" (did you mean no axis? write {logical} = [])"
     if axis in OTHERS_AXES:

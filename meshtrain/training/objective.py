@@ -38,10 +38,11 @@ class NextToken:
 
 @dataclasses.dataclass(frozen=True)
 class Preference:
-    """-log sigmoid of beta times how much more the model prefers the chosen answer than the reference did.
+    """-log sigmoid of beta times (the model's margin minus the reference's). A margin is a difference of
+    log-probabilities.
 
     A sequence holds a pair: segment CHOSEN and segment REJECTED. Its `reference` is the reference's log-probability of
-    the chosen answer less that of the rejected one. Sequences without a pair (padding) count for nothing.
+    the chosen answer minus that of the rejected one. Sequences without a pair (padding) count for nothing.
     """
     beta: float
     chunk: int
@@ -59,7 +60,7 @@ class Preference:
         return loss, loss, {"reward_margin": over(margin_B), "reward_accuracy": over(margin_B > 0)}
 
     def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch):
-        """[B]: log-probability of the chosen answer less that of the rejected one."""
+        """[B]: log-probability of the chosen answer minus that of the rejected one."""
         nll_BT = model.head_token_nll(ex, p, x_BTD, batch["targets"], self.chunk)
         of = lambda segment: jnp.sum(jnp.where(batch["segments"] == segment, nll_BT, 0.0), -1)
         return of(REJECTED) - of(CHOSEN)
@@ -71,12 +72,12 @@ class Preference:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyGradient:
-    """The loss of drawn tokens that `Policy` makes of their log-probabilities at this temperature.
+    """The loss of sampled tokens: `Policy` computes it from their log-probabilities at this temperature.
 
     A segment holds a prompt and its answer, whose tokens are the targets. A batch has these arrays in addition to
     NextToken's. weight: of each token's loss, times the step's number of targets; advantage; sampled: the sampler's
-    log-probability; old: the trainer's before the first step on these answers; reference: that of the
-    weights that KL is measured to.
+    log-probability; old: the trainer's before the first step on these answers; reference: the
+    log-probability under the weights that KL is measured to.
     """
     policy: Policy
     temperature: float

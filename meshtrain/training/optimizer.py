@@ -4,8 +4,8 @@ Every optimizer is a chain of three: its own rule, decoupled weight decay, the l
 `learning_rate` and `weight_decay` mean the same for all four. The learning rate follows the run's count of steps, which
 includes skipped ones; a rule's own count (Adam's bias correction) is of applied updates. Layers are stacked [L, …]; a
 rule on whole matrices (muon, adafactor) gets the dims that form a matrix, and treats each layer's matrix separately.
-Gradient clipping and the skipping of bad steps belong to the step. Sources: arXiv:1711.05101 (AdamW), 2302.06675
-(Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
+Gradient clipping and the skipping of bad steps belong to the step.
+Sources: arXiv:1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
 """
 
 import itertools
@@ -34,16 +34,15 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
     roles: a tree like params, each leaf one of `ROLES`. `matrix`, `head`, `embedding` and `router` are decayed, `norm`
         and `bias` never: Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, embeddings included (OLMo 2
         leaves them out). matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the
-        stacked array, so
-        [L,D,N,H] has ((1,), (2, 3)). Dims in neither are a batch of independent matrices. Every `matrix` needs one.
+        stacked array. [L,D,N,H] has ((1,), (2, 3)). Dims in neither are a batch of independent matrices. Every
+        `matrix` needs one.
     placements: a tree like params of NamedShardings, the sharding of each leaf's state; None: on one device. dtype: of
         muon's matmuls, and of the matrices that it sends.
 
     balance_rate: how far a step moves the biases of role `balance` towards experts with too few tokens: their
         "gradients" are the tokens of each expert. No optimizer, learning rate or decay touches them. balance_rule:
-        sign: by the rate; error: by the
-        rate times the share of the mean that an expert lacks, negative if it has too many tokens (arXiv:2408.15664
-        compares the two).
+        sign: by the rate; error: by the rate times the share of the mean that an expert lacks, negative if it has too
+        many tokens (arXiv:2408.15664 compares the two).
 
     adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment, b2 bounds the decay of the second. muon: every
     `matrix`; the others, embeddings and head included, take adamw.
@@ -65,7 +64,7 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
     cfg: learning_rate (the peak), schedule, warmup_steps, decay_steps, final_fraction.
     Step n, counted from 1, has n/warmup_steps of the peak while it warms up: the first step moves already, the last
     step of the warm-up has the peak, and the last step of the run has `final_fraction` of it. `cosine` and `linear`
-    fall over all that follows the warm-up, `wsd` (warm-up, stable, decay: arXiv:2404.06395, here with a linear fall)
+    fall over all steps after the warm-up, `wsd` (warm-up, stable, decay: arXiv:2404.06395, here with a linear fall)
     over the last `decay_steps`, `constant` stays.
     A warm-up longer than the run is cut to the run, which then ends at the peak; a decay longer than what the warm-up
     leaves is cut to that.
@@ -132,11 +131,11 @@ def _rule(cfg, roles, matrix_dims, placements, dtype):
 
 
 def _balanced(rule, roles, rate: float, by: str):
-    """`rule`, which finds nothing to do in leaves of role `balance`: these move by rate · sign(mean − tokens), layer by
+    """`rule` for all leaves except those of role `balance`, which move by rate · sign(mean − tokens), layer by
     layer, or with by = "error" by rate · (mean − tokens) / mean.
 
-    The difference is that of whole numbers: a mean that is rounded would move an expert that has just as many tokens.
-    In int32, for the choices of a step may be more than the 2^24 up to which float32 has all of them.
+    The difference is computed in integers: a rounded mean would move an expert that has exactly the mean. They are
+    int32, because a step may have more choices than 2^24, up to which float32 represents every integer.
     """
     if "balance" not in jax.tree.leaves(roles):
         return rule

@@ -2,8 +2,8 @@
 
 `parallel.pipeline` executes the schedule on the model given as four functions. Before its loop the weights are gathered
 once per step, in the compute dtype, and stacked by stage and chunk; after it gradients are summed and sharded as
-[optimizer]. A layer's auxiliary outputs are metrics; the gradient of its AUX_LOSS is injected, because the objective is
-known to the last stage alone.
+[optimizer]. A layer's auxiliary outputs are metrics; the gradient of its AUX_LOSS is injected, because only the last
+stage computes the objective.
 Sources: `parallel.schedules`; the injection: arXiv:2401.06066 (DeepSeekMoE) and Megatron-LM's router losses.
 """
 from __future__ import annotations
@@ -75,8 +75,8 @@ def pipelined(step: StepSpec):
 
 
 def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
-    """A stage applies periods of layers. Where these do not divide over stages, the last are padded with layers that do
-    nothing."""
+    """A stage applies periods of layers. If their number does not divide over the stages, the last stages are padded
+    with layers that do nothing."""
     model, ex, training, num_layers = step.model, step.ex, step.run.training, step.model.cfg.num_layers
     uneven, leading = stages.padded(step.run.model, virtual_stages) > stages.staged(step.run.model), model.leading
     before = leading.num_layers if leading else 0

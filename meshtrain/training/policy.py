@@ -1,8 +1,8 @@
-"""The policy-gradient loss of each drawn token, a function of its log-probability.
+"""The policy-gradient loss of each sampled token, a function of its log-probability.
 
 The loss of a step is the sum over tokens of weight · L, and the weight is known before the step (`data.batches.answers`
 makes it). The derivative of L is written by hand, so that the head computes logits, loss and gradient in one pass. It
-is elementwise, but where ratios or corrections are those of whole answers.
+is elementwise, except if ratios or corrections are those of whole answers.
 Sources: arXiv:1707.06347 (PPO's clip), 1912.09729 (dual clip), 2402.03300 (GRPO), 2503.14476 (DAPO), 2503.20783
 (Dr. GRPO), 2506.13585 (CISPO), 2507.18071 (GSPO), http://joschu.net/blog/kl-approx.html (k1, k2, k3).
 """
@@ -19,9 +19,9 @@ class Policy:
     """The keys of [rl] of the same names. old: "current" (log-probabilities of this very step, so that the ratio is 1
     and only its derivative counts), "trainer" (those before the first step on these answers) or "sampler".
 
-    The ratio is exp(log-probability - old); "sequence": the geometric mean over an answer. "cispo": the loss is
-    -ratio · A · log-probability, the ratio at most 1 + clip_high and not differentiated. The correction is exp(old -
-    sampled), of a "sequence" the product over an answer, as in TRL. It multiplies all but KL and entropy, and is not
+    The ratio is exp(log-probability - old); "sequence": the geometric mean over an answer. "cispo": the loss is -ratio
+    · A · log-probability, the ratio at most 1 + clip_high and not differentiated. The correction is exp(old - sampled),
+    of a "sequence" the product over an answer, as in TRL. It multiplies everything except KL and entropy, and is not
     differentiated.
     """
     ratio: str = "token"

@@ -1,10 +1,10 @@
-"""QK-Clip: after a step's update, the query and key weights of heads whose attention scores grew too large are scaled
-down, so that these stay near a limit.
+"""QK-Clip: scales down the query and key weights of heads whose attention scores grew too large, after a step's update.
+The scores then stay near a limit.
 
-A head with the largest score S of a step is scaled by gamma = min(1, limit / S). S is taken from a bound that attention
-has anyway, the largest log-sum-exp of a token's scores: at least their maximum, and at most log(keys) above it, so a
-head is clipped early by up to 12 at 128k tokens. Source: arXiv:2507.20534 (Kimi K2, section 2.1, "MuonClip"), where S
-is the maximum itself; any optimizer can be used here.
+A head with the largest score S of a step is scaled by gamma = min(1, limit / S). S is a bound that attention computes
+anyway: the largest log-sum-exp of a token's scores. It is at least their maximum and at most log(keys) above it, so at
+128k tokens a head may be clipped when its scores are still 12 below the limit. Source: arXiv:2507.20534 (Kimi K2,
+section 2.1, "MuonClip"), where S is the maximum itself; any optimizer can be used here.
 """
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _of_heads(cfg, gamma_LN) -> dict:
 
 
 def _of_latents(cfg, gamma_LN) -> dict:
-    """The rotated key is that of all heads: of its scores only the queries are scaled, by all of gamma."""
+    """All heads share the rotated key, so for its scores only the queries are scaled, by the full gamma."""
     gamma_LN1, rotated = gamma_LN[:, :cfg.num_heads, None], cfg.latent.rope_dim
     root = jnp.sqrt(gamma_LN1)
     query = jnp.concatenate([jnp.repeat(root, cfg.head_dim - rotated, -1), jnp.repeat(gamma_LN1, rotated, -1)], -1)

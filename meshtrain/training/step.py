@@ -32,8 +32,8 @@ class Program:
     `train(state, batch) -> (state, metrics)` (with `limited` `train(state, batch, limit)`) donates the state; metrics:
     loss (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the aux of the layers
     as `moe.reported` has it. `evaluate(params, batch) -> (sum of the loss, number of targets, or pairs, in it)`.
-    `scores(params, batch)`, replicated on every process: of DPO the model's margins [microbatches, replicas,
-    sequences], of RL the log-probabilities of the targets [microbatches, replicas, sequences, T].
+    `scores(params, batch)`, replicated on every process: for DPO the model's margins [microbatches, replicas,
+    sequences], for RL the log-probabilities of the targets [microbatches, replicas, sequences, T].
     `initialize() -> State`, a function of the seed alone.
     """
     train: Callable
@@ -100,7 +100,7 @@ def dropout_key(seed: int, step) -> jax.Array:
 
 
 def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -> Program:
-    """memory_share: see `flags.options`."""
+    """Build the jitted functions of a run. memory_share: see `flags.options`."""
     run, model, layout, mesh, spec = step.run, step.model, step.layout, step.mesh, step.state
     split = any(layout.sizes[axis] > 1 for axis in ("stage", "tensor", "context"))
     training, goal = run.training, step.objective
