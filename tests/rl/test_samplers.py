@@ -393,7 +393,7 @@ def test_answers_of_another_version_are_refused(desk):
     taker(desk).deliver(stale, 0, answers(0), "cpu")
     orders = apart.Orders.__new__(apart.Orders)
     orders.place = apart.SamplerFiles(desk)
-    with pytest.raises(groups.RolloutError, match=r"drawn with version 0 \(old\).* to be drawn with version 1 \(sum\)"):
+    with pytest.raises(groups.RolloutError, match=r"sampled with version 0 \(old\).* must be sampled with version 1 \(sum\)"):
         apart.ArrivingAnswers(orders, ORDER)._read(0)
     orders._give(ORDER)
     assert not list(orders.place.of_batch(3)) and orders.place.read(3) == ORDER, "removed with the order"
