@@ -46,6 +46,7 @@ settings.load_profile("no deadline")
 
 # The longest first.
 LONG = [f"test_{name}.py" for name in (
+    "soak", "many_processes", "slurm", "faults", "notebooks",
     "parity", "supervise", "commands", "checkpoint", "watch", "disturbed", "rl", "generate", "mistakes", "gpu_program",
     "samplers", "recurrence", "several_processes", "context", "gpu_pipeline", "stops", "advised", "experts", "pipeline",
     "launchers", "chat", "export", "recurrence_pallas", "gpu_experts", "fuzz", "recurrence_context", "search", "layouts",
