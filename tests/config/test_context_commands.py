@@ -46,7 +46,8 @@ def test_a_split_that_cannot_be_is_exit_2_and_one_message(mistake, tmp_path, mon
     for name, text in OWN_RULES.items():
         (tmp_path / name).write_text(text)
     base = {"mesh.context": 4, "mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 1, "sharding.rules": RULES / "ddp.toml",
-            "data.seq_len": 1024, "data.global_batch": 8, "model.vocab_size": 257, "model.embed_dim": 32,
+            "data.seq_len": 1024, "data.global_batch": 8, "optimizer.name": "adamw",
+            "model.vocab_size": 257, "model.embed_dim": 32,
             "model.num_layers": 1, "model.num_heads": 4, "model.num_kv_heads": 2, "model.mlp_dim": 64}
     given = [str(word) for key, value in base.items() for word in (f"--{key}", value)]
     test_commands.refused(test_commands.call(inspect.main, *given, *words.split()), *parts)
@@ -58,7 +59,8 @@ def one_run(tmp_path_factory):
     home = tmp_path_factory.mktemp("context")
     (home / "corpus.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(600)))
     values = {"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8, "sharding.rules": RULES / "ddp.toml",
-              "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 2, "model.num_heads": 4,
+              "optimizer.name": "adamw", "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 2,
+              "model.num_heads": 4,
               "model.num_kv_heads": 2, "model.mlp_dim": 64, "model.compute_dtype": "float32", "data.source": "text",
               "data.paths": f'["{home / "corpus.txt"}"]', "data.seq_len": 32, "data.global_batch": 8,
               "run.sample_tokens": 16, "run.compilation_cache": "", "validation.batches": 2,

@@ -344,7 +344,7 @@ def test_a_batch_without_a_target_makes_no_nan(optimizer, mesh, tmp_path):
 def test_the_run_file_for_fine_tuning_trains_on_conversations_and_goes_on(tmp_path, monkeypatch):
     data = chats(tmp_path, many())
     monkeypatch.chdir(tmp_path)
-    words = {"mesh.simulated_devices": 8, "model.vocab_size": 512, "model.embed_dim": 32,
+    words = {"mesh.simulated_devices": 8, "optimizer.name": "adamw", "model.vocab_size": 512, "model.embed_dim": 32,
              "model.num_layers": 2, "model.num_heads": 4,
              "model.num_kv_heads": 2, "model.head_dim": 8, "model.mlp_dim": 64, "model.compute_dtype": "float32",
              "data.seq_len": 64,

@@ -188,7 +188,7 @@ def driver(cluster, tmp_path):
     values = {"run.compilation_cache": tmp_path.parent / "cache", "run.sample_tokens": 0,
               "mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": 1,
               "mesh.simulated_devices": 2, "sharding.rules": ROOT / "sharding_rules" / "zero3.toml",
-              "model.vocab_size": 257,
+              "optimizer.name": "adamw", "model.vocab_size": 257,
               "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 1,
               "model.mlp_dim": 64,
               "data.source": "text", "data.paths": json.dumps([str(tmp_path / "corpus.txt")]), "data.seq_len": 32,

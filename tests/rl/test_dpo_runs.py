@@ -39,7 +39,7 @@ def place(tmp_path_factory, home):  # noqa: F811
 def words(place, name: str, *more) -> list[str]:
     home = drawn.folder(place, "chatml")
     values = {"run.dir": place / name, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "mesh.simulated_devices": 8,
-              "sharding.rules": "sharding_rules/zero3.toml", "model.vocab_size": 1024, "model.embed_dim": 32,
+              "sharding.rules": "sharding_rules/zero3.toml", "optimizer.name": "adamw", "model.vocab_size": 1024, "model.embed_dim": 32,
               "model.num_layers": 1, "model.num_heads": 2, "model.mlp_dim": 64, "model.compute_dtype": "float32",
               "data.source": "preferences", "data.paths": json.dumps([str(place / "pairs.jsonl")]),
               "data.tokenizer": home / "tokenizer.json", "data.bos_token": "<s>", "data.seq_len": 96,

@@ -45,7 +45,7 @@ def place(tmp_path_factory):
 
 def words(place, name: str, *more) -> list[str]:
     values = {"run.dir": place / name, "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8,
-              "sharding.rules": "sharding_rules/ddp.toml", "model.vocab_size": 257, "model.embed_dim": 32,
+              "sharding.rules": "sharding_rules/ddp.toml", "optimizer.name": "adamw", "model.vocab_size": 257, "model.embed_dim": 32,
               "model.num_layers": 1, "model.num_heads": 2, "model.mlp_dim": 64, "model.compute_dtype": "float32",
               "data.source": "prompts", "data.paths": json.dumps([str(place / "prompts.jsonl")]), "data.seq_len": 32,
               "data.global_batch": 8, "training.objective": "rl", "training.microbatches": 1, "training.steps": 4,

@@ -467,7 +467,7 @@ def test_a_run_without_samplers_says_so_and_ends(place, home, monkeypatch):  # n
     (["--rl.lag=1", "--rl.filter=equal"], "rl.lag=1 chooses prompts before the rewards of earlier ones are known"),
     (["--rl.lag=1", "--rl.rules=sharding_rules/zero3.toml"], "rl.lag=1: separate processes generate answers"),
     (["--rl.lag=-1"], "rl.lag=-1"),
-    (["--rl.lag=1", "--rl.old=sampler", "--rl.correction=token_mask"], "rl.correction=\"token_mask\" weighs"),
+    (["--rl.lag=1", "--rl.old=sampler", "--rl.correction=token_mask"], "rl.correction=\"token_mask\" compares"),
 ])
 def test_faults_are_told_by_name(place, more, told):  # noqa: F811
     refused(call(train.main, *words(place, "faulty", *more)), told)

@@ -29,7 +29,7 @@ def tiny(tmp_path_factory):
     values = {
         "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "mesh.simulated_devices": 8,
         "sharding.rules": "sharding_rules/ddp.toml",
-        "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2,
+        "optimizer.name": "adamw", "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2,
         "model.num_kv_heads": 1,
         "model.mlp_dim": 64, "data.source": "text", "data.paths": json.dumps([str(home / "corpus.txt")]),
         "data.seq_len": 32,
