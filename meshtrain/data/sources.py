@@ -184,8 +184,8 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     if len(given) > len(named):     # there may be ten million names
         real = resolver()
         trained = {real(path) for component in components if component.use == TRAIN for path in component.paths}
-        faults += [f"{_key_of_section(component.where, f'{component.where}.paths')}: {path} is trained on, "
-                   f"too; take it out of one" for component in components if component.use != TRAIN
+        faults += [f"{_key_of_section(component.where, f'{component.where}.paths')}: {path} is also training data; "
+                   "remove the file from one of the two" for component in components if component.use != TRAIN
                    for path in component.paths if real(path) in trained]
     chats = None
     if any(one.source in CHATS for *_, one, _ in given):

@@ -407,7 +407,7 @@ def test_an_object_of_the_same_size_by_another_is_no_part_of_a_folder(when, tmp_
         stores.write(address, b"two")
         return etag
     monkeypatch.setattr(stores, "create", create)
-    with pytest.raises(ConfigError, match="another process writes to .*model.safetensors"):
+    with pytest.raises(ConfigError, match="another process also writes to .*model.safetensors"):
         with writer(target, "one", tmp_path / "a"):
             pass
     assert sent(target) == {}

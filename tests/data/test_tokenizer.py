@@ -52,7 +52,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_with_the_remedy(tmp_path, bpe)
     assert Opened(section([lines], tokenizer=bpe), tmp_path, vocab_size=size).texts() == TEXTS
     assert "'<nix>' is not a token" in fault(section([lines], tokenizer=bpe, bos_token="<nix>"), tmp_path)
     nameless = write_tokenizer(tmp_path / "nameless.json", special=["<mine>"])
-    assert "data.bos_token, e.g. one of its special tokens: <mine>" in fault(
+    assert "set data.bos_token to the token that begins every document, e.g. one of its special tokens: <mine>" in fault(
         section([lines], tokenizer=nameless), tmp_path)
     assert "is not read" in fault(section([lines], bos_token="<s>"), tmp_path)
 
