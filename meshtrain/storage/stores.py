@@ -236,7 +236,7 @@ def create(address: Address, path: Path) -> str:
     else:
         made = write_if(address, path.read_bytes(), None, patient=True)
     if made is None:
-        raise Changed(f"another process writes to {address}, too; wait for it, or name another folder")
+        raise Changed(f"another process also writes to {address}; wait for it, or name another folder")
     return made.etag or ""
 
 
