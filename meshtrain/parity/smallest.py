@@ -128,7 +128,9 @@ def _text(keys: Keys, result: proof.CellResult, num_devices: int) -> str:
     said = [f"# {line}" for line in (f"{result.title} is not what one device computes:", *result.wrong[:4])]
     more = "" if num_devices == 8 else f" --devices {num_devices}"
     again = f"# python -m meshtrain.prove {NAME}{more} shows it in the first layout"
-    return "\n".join([*said, again, "", _tables(keys)])
+    # A run file names its data.
+    source = {} if "data.source" in keys or "data.paths" in keys else {"data.source": "stdlib"}
+    return "\n".join([*said, again, "", _tables(keys | source)])
 
 
 def written(found: Smallest, name: str) -> Path:

@@ -130,6 +130,7 @@ def test_a_layout_that_differs_is_shrunk_to_a_run_file_that_shows_it_again(avera
     assert ran.code == 1 and "DIFFERS: gradient norm" in ran.out, ran
     written = tmp_path / "quickstart-differs.toml"
     tables = tomllib.loads(written.read_text())
+    assert tables.pop("data") == {"source": "stdlib"}, "a run file names its data"
     assert tables in ({"mesh": {"data": 2}}, {"mesh": {"fsdp": 2}}) and "python -m meshtrain.prove quickstart-differs.toml" in written.read_text()
     again = call(prove.main, written, *QUICK)
     assert again.code == 1 and "it is the smallest" in again.out and len(list(tmp_path.iterdir())) == 1, again
