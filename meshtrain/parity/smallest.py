@@ -81,6 +81,8 @@ def keys_of(run: Run) -> Keys:
         found |= {f"{section}.{name}": value for name in cls.model_fields if section != "run"
                   and (value := getattr(values, name)) != getattr(default, name)}
     found.pop("mesh.simulated_devices", None)
+    if found.get("data.source") == "stdlib":        # `_text` says so, and no comparison reads it
+        del found["data.source"]
     if "sharding.rules" in found:
         found["sharding.rules"] = cells_of.named_rules(run.sharding.rules)
     whole = read(_tables(found))
