@@ -79,7 +79,7 @@ def test_several_sources_are_validated_on_in_place_of_a_share(tmp_path):
         packing.open_batches(short, Opened(short, tmp_path).corpus, seed=0)
     itself = data.model_copy(update={"validation_sources": (
         data.validation_sources[0].model_copy(update={"paths": data.paths}),)})
-    assert "data.validation_sources[0].paths: " in fault(itself, tmp_path) and "trained on" in fault(itself, tmp_path)
+    assert "data.validation_sources[0].paths: " in fault(itself, tmp_path) and "is also training data" in fault(itself, tmp_path)
     run = config.Run(data=data.model_copy(update={"validation_paths": ("x",),
                                                   "validation_sources": data.validation_sources[:1] * 2}))
     told = "\n".join(config.problems(run))
