@@ -23,7 +23,7 @@ def check_batch(batch: object, expected: Mapping[str, jax.ShapeDtypeStruct], voc
     """The arrays of a batch that a step reads. expected: `Step.batch`, [microbatches, replicas, sequences, …]. Raises:
     ConfigError with every fault and what is expected."""
     shapes = {name: (math.prod(one.shape[:3]), *one.shape[3:]) for name, one in expected.items()}
-    arrays = [f"{name} {_described(shapes[name], one.dtype)}" for name, one in expected.items()]
+    arrays = [f"{name} {_describe(shapes[name], one.dtype)}" for name, one in expected.items()]
     wanted = f"a batch is a dict of {', '.join(arrays)}"
     remedy = "`batch()` of the experiment makes one"
     if not isinstance(batch, Mapping):
@@ -43,8 +43,8 @@ def check_batch(batch: object, expected: Mapping[str, jax.ShapeDtypeStruct], voc
             continue
         kinds = "iu" if np.issubdtype(one.dtype, np.integer) else "iuf"
         if array.dtype.kind not in kinds or array.shape != shapes[name]:
-            faults.append(f"batch[{name!r}] is {_described(array.shape, array.dtype)}, and this run takes "
-                          f"{_described(shapes[name], one.dtype)}")
+            faults.append(f"batch[{name!r}] is {_describe(array.shape, array.dtype)}, and this run takes "
+                          f"{_describe(shapes[name], one.dtype)}")
         elif name in ("tokens", "targets") and (outside := _outside(array, vocab_size, name == "targets")):
             faults.append(f"batch[{name!r}] has {outside}")
     if faults:
@@ -59,7 +59,7 @@ def check_tokens(tokens: object, vocab_size: int, name: str = "tokens") -> np.nd
     except ValueError:
         raise ConfigError(f"{name} has rows of different lengths; give token ids [B, T], e.g. [[1, 2, 3]]") from None
     if array.ndim != 2 or array.dtype.kind not in "iu" or 0 in array.shape:
-        raise ConfigError(f"{name} is {_described(array.shape, array.dtype)}; give integers [B, T] with a row for each "
+        raise ConfigError(f"{name} is {_describe(array.shape, array.dtype)}; give integers [B, T] with a row for each "
                           f"sequence, e.g. [[1, 2, 3]]")
     if outside := _outside(array, vocab_size, False):
         raise ConfigError(f"{name} has {outside}")
@@ -83,7 +83,7 @@ def _outside(array: np.ndarray, vocab_size: int, targets: bool) -> str:
     return f"{array[wrong][0]}, and token ids are 0 to {vocab_size - 1}{more}" if wrong.any() else ""
 
 
-def _described(shape: Sequence[int], dtype: object) -> str:
+def _describe(shape: Sequence[int], dtype: object) -> str:
     return f"{np.dtype(dtype).name if not str(dtype).startswith('<U') else 'text'} [{', '.join(map(str, shape))}]"
 
 

@@ -37,7 +37,7 @@ def main(asked: config.Arguments) -> None:
         if html:
             skin.check_free("--html", html)
         several = len(asked.names) > 1
-        data = _compared(asked.names) if several else _with_a_known_price(measured.of(*asked.names))
+        data = _compare(asked.names) if several else _with_a_known_price(measured.of(*asked.names))
         if html:
             skin.write("--html", html, compared_pages.page(data, compared.verdict(data), compared.numbers(data))
                        if several else pages.page(data))
@@ -48,7 +48,7 @@ def main(asked: config.Arguments) -> None:
         say.err(f"written: {html}")
 
 
-def _compared(names: list[str]) -> dict:
+def _compare(names: list[str]) -> dict:
     """Raises: ConfigError with every mistake."""
     try:
         return compared.of(names)

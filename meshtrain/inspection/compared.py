@@ -75,8 +75,9 @@ def _flat(table: Mapping, begin: str = "") -> dict[str, object]:
 
 def _differing(run_files: Sequence[Mapping[str, object]]) -> list[dict]:
     keys = dict.fromkeys(key for one in run_files for key in one if key not in OWN)
-    values = lambda key: [json.dumps(one[key], ensure_ascii=False, default=str) if key in one else None
-                          for one in run_files]
+    def values(key: str) -> list[str | None]:
+        return [json.dumps(one[key], ensure_ascii=False, default=str) if key in one else None for one in run_files]
+
     return [{"key": key, "values": values(key)} for key in keys if len(set(values(key))) > 1]
 
 
@@ -101,7 +102,9 @@ def _loss_at(run: Mapping, tokens: int) -> float | None:
 
 def numbers(data: Mapping) -> list[tuple[str, list[tuple[str, float | None]]]]:
     """The numbers of each run: (name, [(text, exact number) of each]). Rows that no run has are left out."""
-    number = lambda show, value: ("–", None) if value is None else (show(value), value)
+    def number(show, value):
+        return ("–", None) if value is None else (show(value), value)
+
     loss, share = "{:.4f}".format, "{:.1%}".format
     found = [("state", [(re.split("[:;,]", run["state"])[0], None) for run in data["runs"]]),
              ("step", [(f"{run['step']:,} of {run['steps']:,}", run["step"]) for run in data["runs"]]),
@@ -150,12 +153,12 @@ def text(data: Mapping) -> str:
     labels = [run["label"] for run in data["runs"]]
     table = [("", *labels), *((name, *(cell for cell, _ in cells)) for name, cells in numbers(data))]
     table += [("", *[""] * len(labels)), ("what differs", *[""] * len(labels))] if data["differs"] else []
-    table += [(row["key"], *(shortened(value) for value in row["values"])) for row in data["differs"]]
+    table += [(row["key"], *(shorten(value) for value in row["values"])) for row in data["differs"]]
     ends = [] if data["differs"] else ["", "their run files are equal but for name and directory"]
     words = columns([tuple(map(say.escape, row)) for row in table])
     return "\n".join([words, *ends, "", say.escape(verdict(data)), *(f"note: {note}" for note in data["notes"])])
 
 
-def shortened(value: str | None, most: int = 60) -> str:
+def shorten(value: str | None, most: int = 60) -> str:
     """A value of a run file as text; None: it has no such key."""
     return "–" if value is None else value if len(value) <= most else f"{value[:most - 1]}…"

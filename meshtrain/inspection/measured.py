@@ -166,7 +166,9 @@ def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
                           key=lambda k: 0.0 if math.isnan(losses[k]) else losses[k])
             chosen |= {part[0], part[-1], *(k for k in part if not all(math.isnan(values[k]) for values in validated))}
         kept = sorted(chosen)
-    plain = lambda values: [None if math.isnan(value) else float(value) for value in values]
+    def plain(values) -> list[float | None]:
+        return [None if math.isnan(value) else float(value) for value in values]
+
     found = {key: plain(columns[key][k] for k in kept) for key in CURVES}
     window = count // 40 | 1
     smoothed = {key: plain(_smoothed(np.asarray(columns[key]), window)[list(kept)]) for key in SMOOTHED} if (

@@ -43,7 +43,7 @@ def weights(parameters: Sequence[Mapping]) -> dict[str, str]:
             for letters, names in found.items()}
 
 
-def described(row: Mapping, names: Mapping[str, str]) -> str:
+def describe(row: Mapping, names: Mapping[str, str]) -> str:
     """row: a kernel or a collective of the JSON. names: of weights, by letters."""
     source, line = row["source"], row.get("line", "")
     backward, again = "transpose(" in source, "/remat/" in f"/{source}/"

@@ -214,7 +214,9 @@ def _collectives(data: dict) -> str:
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("dtype"), Column("count", "n"),
                Column("sent by a device", "n"), *([Column("by formulas", "n")] if formula else []),
                Column("over", "keep"), Column("from", "some")]
-    source = lambda row: Cell(kernels.described(row, named), title=row["source"]) if row and row["source"] else ""
+    def source(row: dict | None) -> Cell | str:
+        return Cell(kernels.describe(row, named), title=row["source"]) if row and row["source"] else ""
+
     cells = [(kind, " × ".join(axes), dtype, of_count(compiled.get(key, {}).get("count")), sent(compiled, key),
               *([sent(priced, key)] if formula else []), over(mesh, "+".join(axes)), source(compiled.get(key)))
              for key in dict.fromkeys([*compiled, *priced]) for kind, axes, dtype in [key]]
@@ -291,7 +293,7 @@ def _kernels(line: dict, parameters: Sequence[dict]) -> str:
                Column("of step", "n"), Column("bound", "keep"), Column("computes", "n"), Column("HBM", "n"),
                Column("line", "keep")]
     named = kernels.weights(parameters)
-    rows = [(Cell(kernels.described(row, named), title=f"{row['source']} ({row['name']})"), row["part"],
+    rows = [(Cell(kernels.describe(row, named), title=f"{row['source']} ({row['name']})"), row["part"],
              of_count(row["count"]), of_seconds(row["time_s"]), of_share(row["time_s"] / line["step_time_s"]),
              row["bound"], number(flop, row["flops"]) if row["flops"] else Cell("–", 0), of_bytes(row["bytes"]),
              row["line"])

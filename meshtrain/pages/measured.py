@@ -144,11 +144,12 @@ def _curve(data: dict, key: str, axis: PlotAxis, *, color: int = 0, levels: Sequ
            height: int = 240, more: tuple[PlotCurve, ...] = (), most: float = math.inf) -> Plot:
     """A curve over steps, with lines where the run resumed; where there are many, also their mean. most: larger values
     are clipped to it."""
-    clipped = lambda values: [(step, min(value, most)) for step, value in zip(data["rows"]["step"], values)
-                              if value is not None]
-    curves = [PlotCurve(color, axis.name, clipped(data["rows"][key]))]
+    def clip(values) -> list[tuple[float, float]]:
+        return [(step, min(value, most)) for step, value in zip(data["rows"]["step"], values) if value is not None]
+
+    curves = [PlotCurve(color, axis.name, clip(data["rows"][key]))]
     if smoothed := data["rows"]["smoothed"].get(key):
-        mean = PlotCurve(color, f"mean of {data['rows']['window']:,}", clipped(smoothed))
+        mean = PlotCurve(color, f"mean of {data['rows']['window']:,}", clip(smoothed))
         curves = [curves[0]._replace(pale=True), mean]
     values = [value for row in (*curves, *more) for _, value in row.points]
     if not axis.zero and skin.is_logarithmic(values):

@@ -95,7 +95,9 @@ def _host(data: dict, order: Sequence[str], host: int, cell: float, at: tuple[fl
     per_host, (x, y) = min(data["gpus_per_host"], data["num_devices"]), at
     ids = range(host * per_host, min((host + 1) * per_host, data["num_devices"]))
     parts = [text(x, y + 12, f"host {host:,}", 12), line(x, y + 18, x + cell * len(ids) - 2, y + 18, "rule")]
-    small = lambda word: min(11, 1.6 * cell / len(word))
+    def small(word: str) -> float:
+        return min(11, 1.6 * cell / len(word))
+
     if len(str(ids[-1])) * 7 <= 1.35 * cell:
         parts += [text(x + cell * (k + 0.5) - 1, y + 32, i, small(str(i)), "middle", "soft") for k, i in enumerate(ids)]
     else:
@@ -261,7 +263,7 @@ class Plot:
                 parts += [_beside(at_x(x), at_y(y), name, taken) for (x, y), name in zip(row.points, row.names)]
             elif row.points:
                 path = "L".join(f"{at_x(x):.1f} {at_y(y):.2f}"
-                                for x, y in thinned(row.points, MOST_POINTS if wide else MOST_POINTS // 3))
+                                for x, y in thin(row.points, MOST_POINTS if wide else MOST_POINTS // 3))
                 name = "" if row.pale else f' data-name="{esc(row.name)}"'
                 parts += [f'<path d="M{path}" class="curve {"pale " * row.pale}s{row.color}"{name}/>']
         return drawing(height, parts, self.label, width, _for_hover(at_x, at_y, y_axis))
@@ -314,7 +316,9 @@ class Scale:
 
 def _for_hover(at_x: Scale, at_y: Scale, y_axis: PlotAxis) -> str:
     """Attributes from which skin.js finds the values of curves below the pointer."""
-    words = lambda scale: " ".join(f"{value:.9g}" for value in (*scale.values, *scale.places, scale.axis.log))
+    def words(scale) -> str:
+        return " ".join(f"{value:.9g}" for value in (*scale.values, *scale.places, scale.axis.log))
+
     percent = ' data-percent=""' if y_axis.show(1.0).endswith("%") else ""
     return f' data-x="{words(at_x)}" data-y="{words(at_y)}" data-of="{esc(at_x.axis.name)}"{percent}'
 
@@ -335,7 +339,7 @@ MOST_POINTS = 1600
 FLAT = 1e-6     # of its values, the range in which a curve is constant
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
+def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
     """The minimum and maximum of each stretch of too many points, so that spikes remain."""
     if len(points) <= most:
         return list(points)
@@ -358,8 +362,10 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers between two positive ones: powers of ten, with 2 and 5 times them where these are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    within = lambda of, every=1: [k * 10.0 ** power for power in powers if power % every == 0 for k in of
-                                  if low <= k * 10.0 ** power <= high]
+    def within(of: Sequence[int], every: int = 1) -> list[float]:
+        return [k * 10.0 ** power for power in powers if power % every == 0 for k in of
+                if low <= k * 10.0 ** power <= high]
+
     for of in ((1, 2, 5), (1, 3), (1,)):
         if 2 <= len(found := within(of)) <= most + 1:
             return found

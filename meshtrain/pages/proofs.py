@@ -143,7 +143,9 @@ def _labels(names: Sequence[str], numbers: Sequence[str], turned: bool,
             at: tuple[float, float, float, float]) -> list[str]:
     """Names of columns and rows, as many as there is room for. at: left, top, width and height of a cell."""
     left, head, wide, tall = at
-    some = lambda words, room: [(k, word) for k, word in enumerate(words) if k % max(1, math.ceil(room)) == 0]
+    def some(words: Sequence[str], room: float) -> list[tuple[int, str]]:
+        return [(k, word) for k, word in enumerate(words) if k % max(1, math.ceil(room)) == 0]
+
     if turned:
         most = int((left - 8) / 5.6)
         cut = [name if len(name) <= most else f"…{name[1 - most:]}" for name in names]
@@ -151,8 +153,10 @@ def _labels(names: Sequence[str], numbers: Sequence[str], turned: bool,
                   for k, name in enumerate(cut)),
                 *(pictures.text(left + (k + 0.5) * wide, 11, word, 11, "middle", "soft")
                   for k, word in some(numbers, 20 / wide))]
-    up = lambda x, word: (f'<text transform="translate({x:.1f} {head - 6:.1f}) rotate(-45)" font-size="11" '
-                          f'class="soft">{skin.esc(word)}</text>')
+    def up(x: float, word: str) -> str:
+        return (f'<text transform="translate({x:.1f} {head - 6:.1f}) rotate(-45)" font-size="11" '
+                f'class="soft">{skin.esc(word)}</text>')
+
     return [*(up(left + (k + 0.6) * wide, name) for k, name in some(names, 13 / wide)),
             *(pictures.text(left - 8, head + k * tall + 12, word, 11, "end", "soft")
               for k, word in enumerate(numbers))]

@@ -220,8 +220,9 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name:
         return ""
     marks = [*marks, *[""] * (len(rows) - len(marks))]
     heads = "".join(f'<th scope="col"{_class(column.kind)}>{esc(column.heading)}</th>' for column in columns)
-    heading = lambda k: (f'<tr class="group"><td colspan="{len(columns)}">{esc(groups[k])}</td></tr>\n'
-                         if k in groups else "")
+    def heading(k: int) -> str:
+        return f'<tr class="group"><td colspan="{len(columns)}">{esc(groups[k])}</td></tr>\n' if k in groups else ""
+
     body = "\n".join(f"{heading(k)}<tr{_class(mark)}>{_row(columns, row)}</tr>"
                      for k, (row, mark) in enumerate(zip(rows, marks)))
     foot = f"<tfoot><tr>{_row(columns, total)}</tr></tfoot>" if total else ""

@@ -67,7 +67,7 @@ def format_lines(form: str, process: int = 0, count: int = 1) -> None:
 def out(text: str) -> None:
     """Prints lines on stdout, in place of the live line if there is one."""
     with _in_turn():
-        _send(sys.stdout, _over_live(_shown(sys.stdout, _dressed(text, "info")), _coloured) + "\n")
+        _send(sys.stdout, _over_live(_shown(sys.stdout, _add_prefix(text, "info")), _color) + "\n")
 
 
 def answer(text: str) -> None:
@@ -114,7 +114,7 @@ def err(text: str) -> None:
         erase_passing()
         below = "\n" if _live else ""
         _over_live("")
-        _send(sys.stderr, f"{below}{_coloured(sys.stderr, _shown(sys.stderr, _dressed(text, 'warning')))}\n")
+        _send(sys.stderr, f"{below}{_color(sys.stderr, _shown(sys.stderr, _add_prefix(text, 'warning')))}\n")
 
 
 def part(text: str) -> None:
@@ -131,7 +131,7 @@ def live(text: str, passing: bool = False) -> None:
         if _ended:
             return
         text = text[:width()]
-        _send(sys.stdout, "\r" + _coloured(sys.stdout, text.ljust(_live)))
+        _send(sys.stdout, "\r" + _color(sys.stdout, text.ljust(_live)))
         _live, _passing, _drawn_at = len(text), passing, time.monotonic()
 
 
@@ -288,11 +288,11 @@ def _in_turn():
             _lock.release()
 
 
-def _dressed(text: str, level: str) -> str:
+def _add_prefix(text: str, level: str) -> str:
     return _format.dress(text, level) if _format else text
 
 
-def _coloured(stream, text: str) -> str:
+def _color(stream, text: str) -> str:
     """The text with colours, if the stream is to have them: rich knows the terminals, NO_COLOR and FORCE_COLOR."""
     if not (on_terminal(stream) or os.environ.get("FORCE_COLOR")):
         return text

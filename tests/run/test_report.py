@@ -327,7 +327,7 @@ def test_a_long_run_keeps_its_spikes_and_its_validations():
     assert [step for step, value in zip(told["step"], told["val_loss"]) if value] == list(range(9_973, 100_001, 9_973))
     points = [(step, value) for step, value in zip(range(100_000), [0.0] * 50_000 + [1.0] + [0.0] * 49_999)]
     assert (50_000,
-            1.0) in pages.pictures.thinned(points) and len(pages.pictures.thinned(points)) <= pages.pictures.MOST_POINTS
+            1.0) in pages.pictures.thin(points) and len(pages.pictures.thin(points)) <= pages.pictures.MOST_POINTS
 
 
 def test_hostile_names_in_a_run_directory_are_text(run_dir):

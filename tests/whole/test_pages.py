@@ -255,7 +255,7 @@ WEIGHTS = [("embedding/table", ["vocab", "embed"]), ("head/kernel", ["embed", "v
     ("copy.506", "", "copy"), ("", "", ""), (pages_samples.HOSTILE, "", None)])
 def test_a_kernel_is_named_by_what_it_computes(source, line, said):
     names = kernels.weights([{"name": name, "axes": axes} for name, axes in WEIGHTS])
-    found = kernels.described({"source": source, "line": line, "part": "matmul"}, names)
+    found = kernels.describe({"source": source, "line": line, "part": "matmul"}, names)
     assert found == said or said is None
 
 
