@@ -49,14 +49,14 @@ COMMAND = config.Command("meshtrain.inspect", {
 def main(own: config.Arguments) -> int:
     with config.user_errors():
         hardware.memory_share()         # what fits is measured against it
-    as_json, given = own["json"], _assumed(own)
+    as_json, given = own["json"], _read_assumptions(own)
     run = config.load(own.names + own.keys)
     if own["html"]:
         with config.user_errors():
             skin.check_free("--html", own["html"])
     if own["update"]:
         _check_writable(own["expect"])
-    before = _expected(own["expect"]) if own["expect"] and not own["update"] else None
+    before = _read_expected(own["expect"]) if own["expect"] and not own["update"] else None
     if own["schedule"]:
         _show_schedule(run, own["topology"])
         if not as_json:
@@ -121,7 +121,7 @@ def _sampling(made: assembly.Assembly):
     return sampler.costs, sampler.programs()
 
 
-def _assumed(own: config.Arguments) -> dict[str, float]:
+def _read_assumptions(own: config.Arguments) -> dict[str, float]:
     """The assumptions that --assume changes. Raises: ConfigError for unknown names and contradicting options."""
     given = dict(own["assume"])
     with config.user_errors():
@@ -140,7 +140,7 @@ def _assumed(own: config.Arguments) -> dict[str, float]:
 # ---- what was expected -----------------------------------------------------------------------------------------------
 
 
-def _expected(path: str) -> expect.Expected:
+def _read_expected(path: str) -> expect.Expected:
     """Raises: ConfigError."""
     try:
         return expect.loads(Path(path).read_text(encoding="utf-8"))
@@ -186,7 +186,7 @@ def _differs(before: expect.Expected, now: expect.Expected, path: str) -> bool:
     return bool(lines)
 
 
-def _devices(run, topology: str | None):
+def _devices(run: config.Run, topology: str | None):
     if topology is not None:
         return topology_devices(run, topology)
     if run.mesh.simulated_devices:      # before they are started, which takes threads and memory for each
@@ -203,12 +203,12 @@ def topology_devices(run: config.Run, topology: str):
         return gpu_compile.topology(topology)
 
 
-def _topology_sizes(run, topology: str) -> dict[str, int]:
+def _topology_sizes(run: config.Run, topology: str) -> dict[str, int]:
     name, count = gpu_compile.parse_topology(topology)
     return config.mesh_sizes(run, count, enough=f"--topology {name}:{{}}")
 
 
-def _show_schedule(run, topology: str | None) -> None:
+def _show_schedule(run: config.Run, topology: str | None) -> None:
     """Text and picture of the run's pipeline; compiles nothing, and needs no more devices than it takes to count
     them."""
     choice = _schedule(run, topology)
@@ -227,7 +227,7 @@ def _show_schedule(run, topology: str | None) -> None:
     say.out(f"drawn: {path}")
 
 
-def _schedule(run, topology: str | None) -> simulate.Choice | None:
+def _schedule(run: config.Run, topology: str | None) -> simulate.Choice | None:
     """The schedule that `train` would choose on these GPUs (without --topology, this machine's). None if no stages."""
     run, spec, platform, gpu = placed_on(run, topology)
     return assembly.design(run, spec, platform, gpu).choice
