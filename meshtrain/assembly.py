@@ -27,6 +27,7 @@ from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Tensor
 from meshtrain.shipped import rule_file
 from meshtrain.training import accumulate, state, step
+from meshtrain.units import counted
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -235,9 +236,9 @@ def checked_program(mesh: jax.sharding.Mesh, name: str, executable):
     if mesh.devices.flat[0].platform != "cpu":
         if broken := audit.broken_permutes(executable.as_text(), mesh):
             raise BrokenProgramError(
-                f"XLA compiled {name} to {len(broken)} collective permute(s) that leave devices with zeros, which "
-                f"gives wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh or rule "
-                f"file, or another version of jax")
+                f"XLA compiled {name} to {counted(len(broken), 'collective permute')} that leave devices with "
+                f"zeros, which gives wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh "
+                f"or rule file, or another version of jax")
     return executable
 
 

@@ -38,7 +38,7 @@ from meshtrain.rewards import workers
 from meshtrain.run import contents, rundir, trackers
 from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED, USER_ERROR
 from meshtrain.storage import addresses, stores
-from meshtrain.units import size
+from meshtrain.units import counted, size
 
 OK, NOTE, WRONG, UNFIT, FAULT, LEFT = "ok", "note", "wrong", "does not fit", "failed", "not looked at"
 MARKS = {OK: "✓", NOTE: "!", WRONG: "✗", UNFIT: "✗", FAULT: "✗", LEFT: "–"}
@@ -123,7 +123,7 @@ def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, 
         config.mesh_sizes(run, run.mesh.simulated_devices)
     run, spec, platform, gpu = inspect_command.placed_on(run, topology)
     made = assembly.design(run, spec, platform, gpu)
-    on = f"{spec.num_devices} × {gpu.name}" if gpu else f"{spec.num_devices} devices of {platform}"
+    on = f"{spec.num_devices} × {gpu.name}" if gpu else f"{counted(spec.num_devices, 'device')} of {platform}"
     schedule = f", {made.choice.schedule.name}" if made.choice else ""
     yield Finding("layout", OK, f"{spec} on {on}, {run.sharding.rules}{schedule}")
     for note in made.notes:
@@ -169,7 +169,7 @@ def _weights(run: Run, made: Design) -> Iterator[Finding]:
         yield Finding("weights", LEFT, f"{source}: the start reads it")
     elif folder.is_one(source):
         _, rows = pretrained.opened(run, made.model)
-        yield Finding("weights", OK, f"{source}: a model folder with the {len(rows)} tensors of the model")
+        yield Finding("weights", OK, f"{source}: a model folder with the {counted(len(rows), 'tensor')} of the model")
     else:
         saved = Path(source) / contents.CHECKPOINTS
         steps = sorted(int(name) for name in os.listdir(saved) if name.isdecimal()) if saved.is_dir() else []
@@ -193,14 +193,14 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
         corpus, found = prompts.open_prompts(data, vocab_size=vocab, seed=run.run.seed,
                                              longest=data.seq_len - run.rl.max_tokens + 1, folders=folders)
         yield from _tokenizer(corpus.tokenizer, vocab)
-        yield Finding("data", OK, f"{len(found.prompts)} prompts, {len(found.held)} held out, of up to {found.longest} "
-                              "tokens")
+        yield Finding("data", OK, f"{counted(len(found.prompts), 'prompt')}, {len(found.held)} held out, of up to "
+                                  f"{found.longest} tokens")
         return
     described = sources.describe(data, vocab_size=vocab, folders=folders)
     yield from _tokenizer(described.tokenizer, vocab)
     train.sample_prompt(run, described.tokenizer)
     for one in described.components:
-        ids, of = sources.sample(described, one), f"{one.where}: {one.source}, {len(one.paths)} files"
+        ids, of = sources.sample(described, one), f"{one.where}: {one.source}, {counted(len(one.paths), 'file')}"
         if not len(ids):
             yield Finding("data", LEFT, f"{of}, nothing was read")
             continue

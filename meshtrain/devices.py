@@ -20,6 +20,7 @@ from meshtrain.cluster import agree, find, gpus, meet, numa, programs, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.names import AXES, PRNG
 from meshtrain.run import say
+from meshtrain.units import counted
 
 KEPT_PROGRAM_BYTES = 8 << 30     # of run.compilation_cache
 MOST_SIMULATED = 1024
@@ -200,8 +201,8 @@ def num_simulated() -> int:
 
 def _other_devices(count: int) -> str:
     found = jax.device_count()
-    return (f"this process already runs jax with {found} device{'s' * (found > 1)}; start a new process, in a notebook "
-            f"by restarting the kernel, and begin with:\n    import meshtrain as mt\n    mt.simulate({count})")
+    return (f"this process already runs jax with {counted(found, 'device')}; start a new process, in a "
+            f"notebook by restarting the kernel, and begin with:\n    import meshtrain as mt\n    mt.simulate({count})")
 
 
 def _set_simulated(count: int, cheaply: bool) -> list[str]:

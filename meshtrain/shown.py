@@ -17,7 +17,7 @@ from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, plans, proofs, skin
 from meshtrain.pages.pictures import Bar, PlotAxis, PlotCurve
 from meshtrain.parallel.pipeline import schedules
-from meshtrain.units import seconds, size
+from meshtrain.units import counted, seconds, size
 
 
 class Shown:
@@ -157,7 +157,7 @@ def history(rows: Sequence[Mapping[str, float]]) -> Rows:
     curve = pictures.curves([PlotCurve(0, "loss", points)], PlotAxis("step", "{:g}".format),
                             PlotAxis("loss", "{:g}".format), "loss by step", height=240) if points else ""
     last = "; ".join(f"{name} {value:.6g}" for name, value in rows[-1].items()) if rows else "no step was taken"
-    return Rows(rows, f"{len(rows)} steps, the last: {last}" if rows else last, curve)
+    return Rows(rows, f"{counted(len(rows), 'step')}, the last: {last}" if rows else last, curve)
 
 
 def named(experiments: Sequence | Mapping) -> dict:
@@ -180,7 +180,7 @@ def compared(name: str, layout: str, costs: StepCosts, steps: Sequence[Mapping[s
 
 def comparison(rows: Sequence[Mapping], costs: Mapping[str, StepCosts], steps: int) -> Rows:
     """Experiments side by side: what each holds, and below it what each sends. rows: of `compared`."""
-    lines = [("", "layout", "memory", "sent", "step", f"loss after {steps} step{'s' * (steps > 1)}")]
+    lines = [("", "layout", "memory", "sent", "step", f"loss after {counted(steps, 'step')}")]
     lines += [(row["name"], row["layout"], size(row["memory_bytes"]), size(row["sent_bytes"]),
                seconds(row["step_time_s"]), f"{row['loss']:.6f}") for row in rows]
     kinds = list(dict.fromkeys(kind for one in costs.values() for kind in one.sent_bytes))

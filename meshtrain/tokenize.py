@@ -21,6 +21,7 @@ from meshtrain.files import FileSystemError
 from meshtrain.huggingface import folder
 from meshtrain.run import command, say, stops
 from meshtrain.storage import mirror
+from meshtrain.units import counted
 
 
 def _share(text: str) -> tuple[int, int]:
@@ -69,7 +70,7 @@ def _sum_up(source: sources.Source | None) -> str:
     if isinstance(source, token_files.TokenFiles):
         pairs = source.pairs
         tokens, documents = (sum(getattr(pair, name) for pair in pairs) for name in ("num_tokens", "num_documents"))
-        return f"{tokens:,} tokens, {documents:,} documents, {len(pairs):,} part{'s' * (len(pairs) > 1)}; all built"
+        return f"{counted(tokens, 'token')}, {counted(documents, 'document')}, {counted(len(pairs), 'part')}; all built"
     return "bytes are the tokens; nothing to do"
 
 

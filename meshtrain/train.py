@@ -72,7 +72,7 @@ from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
 from meshtrain.sharding import rules
 from meshtrain.storage import addresses, copies, mirror
 from meshtrain.training.state import State
-from meshtrain.units import size
+from meshtrain.units import counted, size
 
 PEERS_STOP_S = 3.0      # within so long all processes of a run that is told to stop have heard it
 
@@ -495,7 +495,7 @@ def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked:
                                'data, or start again with training.loss_spike="skip"')
     with session.attempt.account.to("restore"), watch.phase("going back before a spike", "restore"):
         new = resume.before_spike(run, start, spiked, session.checkpoints, session.local, session.made.state_shapes)
-        say.out(f"{why}: back to step {new.step}, without the {spiked - new.step} batches up to the spike "
+        say.out(f"{why}: back to step {new.step}, without the {counted(spiked - new.step, 'batch')} up to the spike "
                 f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")
         new = dataclasses.replace(new, rollbacks=spikes.rollbacks + 1)
         session.attempt.goes_back(new.step)
@@ -563,8 +563,8 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
         rollouts.check(run, found)
         for note in sources.notes(corpus.tokenizer, run.model.vocab_size):
             say.out(f"note: {note}")
-        say.out(f"{len(found.prompts)} prompts to learn from, {len(found.held)} held out, of up to {found.longest} "
-                "tokens")
+        say.out(f"{counted(len(found.prompts), 'prompt')} to learn from, {len(found.held)} held out, of up to "
+                f"{found.longest} tokens")
         return corpus, found
     with config.user_errors():
         described = sources.describe(d, vocab_size=run.model.vocab_size,
@@ -646,7 +646,7 @@ def _summary(session: _Session, val_loss: float | None) -> str:
         written = rows.MetricRows(session.directory / contents.METRICS)
         first, last = (next(ordered, {}).get(column) for ordered in (iter(written), reversed(written)))
     lines = [] if first is None or last is None else [
-        f"{column} {first:.4f} → {last:.4f}{unit} in {run.training.steps:,} steps"]
+        f"{column} {first:.4f} → {last:.4f}{unit} in {counted(run.training.steps, 'step')}"]
     if val_loss is not None:
         bits = f" ({val_loss / math.log(2):.3f} bits)" if unit == " nats per token" else ""
         lines += [f"validation {column} {val_loss:.4f}{unit}{bits}"]

@@ -37,6 +37,16 @@ def many(count: int) -> str:
     return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M" if count >= 1e6 else f"{count:,}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things: 1 microbatch, 2 microbatches, 1,200 files."""
+    return f"{count:,} {plural(count, noun)}"
+
+
+def plural(count: int, noun: str) -> str:
+    """The noun alone, in the form that follows this number."""
+    return noun if count == 1 else f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
+
+
 def flop(count: float) -> str:
     """Floating-point operations: 234.5 TFLOP, 4.1 GFLOP below 0.1 TFLOP, 0.3 MFLOP below 0.1 GFLOP."""
     unit, scale = next(((unit, scale) for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))

@@ -29,6 +29,7 @@ from meshtrain.huggingface.folder import KEPT
 from meshtrain.names import LAYERS
 from meshtrain.run import say, trees
 from meshtrain.storage.addresses import StorageError
+from meshtrain.units import counted
 
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)    # by code
 
@@ -117,9 +118,9 @@ def tell(found: folder.Folder) -> None:
         name.startswith(MTP) or ".layers." in name and name.startswith(found.family.prefix) and "visual" not in name
         for name in found.carried) else ""
     size = sum(entry.stop - entry.start for entry in found.entries.values())
-    say.out(f"weights from {found.directory}: {found.family.model_type}, {len(found.entries)} tensors of "
-            f"{size / 1e9:.2f} GB in {len(files)} file{'s' * (len(files) > 1)}"
-            + (f"; {len(found.carried)} tensors beside the text model are carried to exports{further}"
+    say.out(f"weights from {found.directory}: {found.family.model_type}, {counted(len(found.entries), 'tensor')} of "
+            f"{size / 1e9:.2f} GB in {counted(len(files), 'file')}"
+            + (f"; exports also have {counted(len(found.carried), 'tensor')} beside the text model{further}"
                if found.carried else ""))
 
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from meshtrain.config import ConfigError
+from meshtrain.units import counted, plural
 
 
 def visible(environ: Mapping[str, str]) -> list[str]:
@@ -61,8 +62,8 @@ def _share(ones: tuple[tuple[int, int], ...], hosts: list[str]) -> str:
     each = " + ".join(dict.fromkeys(str(took) for took, _ in ones))
     where = hosts[0] if len(hosts) == 1 else f"each of {len(hosts)} hosts"
     idle = f"; {seen - took} of its {seen} visible GPUs stay idle" if took < seen else ""
-    return (f"{len(ones)} process{'es' if len(ones) > 1 else ''} on {where} took {each} "
-            f"GPU{'s' if each != '1' else ''} each{idle}")
+    return (f"{counted(len(ones), 'process')} on {where} took {each} "
+            f"{plural(1 if each == '1' else 2, 'GPU')} each{idle}")
 
 
 def _bound(seen: int, local_count: int, environ: Mapping[str, str]) -> bool:

@@ -19,6 +19,7 @@ import jax
 
 from meshtrain.cluster.find import Cluster, joined
 from meshtrain.cluster.lost import PeerError
+from meshtrain.units import plural
 
 HELLO, ANSWER = b"meshtrain-process-2 ", b"meshtrain-answer-2 "
 LINE_BYTES = 4096
@@ -109,7 +110,7 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
                 tell_at = now + TELL_AGAIN_S
                 missing = sorted(set(range(1, cluster.count)) - arrived.keys())
                 _tell(f"still waiting, up to {deadline - now:.0f} s more: {named(missing)} of {cluster.count} "
-                      f"ha{'s' if len(missing) == 1 else 've'} not come to {cluster.coordinator} within "
+                      f"{'has' if len(missing) == 1 else 'have'} not come to {cluster.coordinator} within "
                       f"{now - began:.0f} s")
             for connection in [key.fileobj for key, _ in selector.select(max(min(deadline, tell_at) - now, 0))]:
                 if connection is listener:
@@ -272,7 +273,7 @@ def _missing(cluster: Cluster, here: list[dict], timeout_s: float, strangers: li
 
 
 def named(indices: Sequence[int | str]) -> str:
-    return f"process{'es' if len(indices) > 1 else ''} {_listed([str(index) for index in indices])}"
+    return f"{plural(len(indices), 'process')} {_listed([str(index) for index in indices])}"
 
 
 def _listed(words: list[str]) -> str:

@@ -29,7 +29,7 @@ from meshtrain.pages import layout, pictures, skin
 from meshtrain.run import command, say
 from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED
 from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.units import size
+from meshtrain.units import counted, size
 
 COMMAND = config.Command("meshtrain.inspect", {
     "topology": config.Option("compile for N of these GPUs, also on a machine without them", "GPU:N", "h100:64"),
@@ -178,10 +178,10 @@ def _differs(before: expect.Expected, now: expect.Expected, path: str) -> bool:
     for line in lines + causes:
         say.err(line)
     if lines:
-        say.err(f"not as {path} says: {len(lines)} difference(s); if they are intended, add --update")
+        say.err(f"not as {path} says: {counted(len(lines), 'difference')}; to accept the step as it is, add --update")
     else:
         sent = sum(row.bytes for row in now.collectives.values())
-        say.err(f"as {path} says: {len(now.collectives)} kinds of collectives, {sent:,} bytes sent, "
+        say.err(f"as {path} says: {counted(len(now.collectives), 'kind')} of collectives, {sent:,} bytes sent, "
                 f"{now.memory_bytes['total']:,} bytes held")
     return bool(lines)
 

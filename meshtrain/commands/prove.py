@@ -15,6 +15,7 @@ from meshtrain.pages import proofs, skin
 from meshtrain.parity import smallest
 from meshtrain import devices as local_devices
 from meshtrain.run import command, say
+from meshtrain.units import counted
 
 MOST_DEVICES = 64
 COMMAND = config.Command("meshtrain.prove", {
@@ -70,5 +71,6 @@ def _written(proof: parity.Proof, run: config.Run, devices) -> str | None:
 def summary(proof: parity.Proof) -> str:
     """The text that the command prints at its end."""
     equal, total = sum(not cell.differs for cell in proof.cells), len(proof.cells)
-    return (f"{proof.name}: {equal} of {total} layouts compute what one device computes, findings: "
-            f"{len(proof.findings)}; {proof.seconds:.0f} s, {proof.seconds / max(1, total):.1f} s a layout")
+    return (f"{proof.name}: {equal} of {counted(total, 'layout')} {'computes' if equal == 1 else 'compute'} what one "
+            f"device computes, findings: {len(proof.findings)}; {proof.seconds:.0f} s, "
+            f"{proof.seconds / max(1, total):.1f} s a layout")

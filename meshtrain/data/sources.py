@@ -32,6 +32,7 @@ from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.files import binary_files, token_files
 from meshtrain.shipped import found as found_file
 from meshtrain.storage import addresses, copies
+from meshtrain.units import counted
 
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
             "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl",
@@ -344,7 +345,8 @@ def _check_ids(parts: Sequence[tuple[token_files.IndexedTokens | None, Sequence[
             document, found = token_files.first_beyond(pair, size)
             named = isinstance(described.tokenizer, tokenizer.TokenizerFile) and \
                 described.tokenizer.library.id_to_token(found)
-            faults.append(f"{path}{f' and {len(more)} files behind it' if more else ''}: document {document} (from 0) "
+            behind = f" and {counted(len(more), 'file')} behind it" if more else ""
+            faults.append(f"{path}{behind}: document {document} (from 0) "
                           f"holds the id {found}{f' ({named})' if named else ''}, and model.vocab_size={size} has 0 to "
                           f"{size - 1}; use model.vocab_size={largest + 1} or more, or the files of another tokenizer; "
                           f"where a model folder fixes the vocabulary, leave that text out")
@@ -355,10 +357,11 @@ def _check_ids(parts: Sequence[tuple[token_files.IndexedTokens | None, Sequence[
 def _check_not_empty(where: str, paths: Sequence[str], files: token_files.TokenFiles,
                      tell: Callable[[str], None]) -> None:
     if not any(pair.num_tokens for pair in files.pairs):
-        raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_few(paths)}); name files with text")
+        raise ValueError(f"{where}.paths: no text in {counted(len(paths), 'file')} ({_few(paths)}); name "
+                         f"files with text")
     empty = [pair.path for pair in files.pairs if not pair.num_documents]
     if empty:
-        tell(f"{where}.paths: {len(empty)} of {len(files.pairs)} files hold no document ({_few(empty)})")
+        tell(f"{where}.paths: no document in {len(empty)} of {counted(len(files.pairs), 'file')} ({_few(empty)})")
 
 
 SAMPLED, SAMPLED_TEXTS = 1 << 20, 64        # ids of a token file; texts, or parts of a long one
@@ -417,7 +420,8 @@ def open_files(paths: Sequence[str], where: str = "data") -> ByteFiles:
     """Get lengths by stat alone: no file is read before a batch needs it."""
     lengths = file_sizes(paths, where)
     if not lengths.any():
-        raise ValueError(f"all {len(paths)} files of {where}.paths are empty ({_few(paths)}); name files with text")
+        raise ValueError(f"{where}.paths: no text in {counted(len(paths), 'file')} ({_few(paths)}); name "
+                         f"files with text")
     return ByteFiles(tuple(paths), lengths)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from meshtrain.cost.formulas.simulate import Choice, Outcome, gib
 from meshtrain.parallel.pipeline.schedules import F, KINDS, Schedule
+from meshtrain.units import counted, plural
 
 TEXT_COLUMNS = 180       # of the text form, at most
 MOST_OPS = 6000          # of a schedule as JSON, about
@@ -36,9 +37,9 @@ def title(schedule: Schedule, outcome: Outcome, memory_bytes: int | None = None)
     chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     stage = int(schedule.peak.argmax())
     held = f" ({gib(memory_bytes)})" if memory_bytes is not None else ""
-    return (f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches{chunks} · bubble "
-            f"{outcome.bubble:.1%} · peak memory: activations of {outcome.peak_live:g} microbatches on stage "
-            f"{stage}{held}")
+    return (f"{schedule.name}: {counted(schedule.num_stages, 'stage')}, "
+            f"{counted(schedule.num_microbatches, 'microbatch')}{chunks} · bubble {outcome.bubble:.1%} · peak memory: "
+            f"activations of {outcome.peak_live:g} {plural(outcome.peak_live, 'microbatch')} on stage {stage}{held}")
 
 
 def panels(schedule: Schedule) -> list[Panel]:

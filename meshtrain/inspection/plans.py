@@ -15,7 +15,7 @@ from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.inspection import summary
 from meshtrain.names import AXES
 from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.units import many, seconds, size
+from meshtrain.units import counted, many, seconds, size
 
 FIRST = ("matmul.sustained", "link.contend", "attention")      # what moves a price most
 
@@ -90,7 +90,7 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
     documents = f", documents of {assumed['documents.mean']:,.0f} tokens in the mean" if of.documents else ""
     lines = [f"{many(count)} parameters, {question.options.global_batch:,} × {question.options.seq_len:,} tokens a "
              f"step on {question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by "
-             f"{of.engine}{documents}; {answer.tried:,} layouts tried", ""]
+             f"{of.engine}{documents}; {counted(answer.tried, 'layout')} tried", ""]
     if answer.plans:
         notes = [*sentences(question, answer.plans), *([standing(gap)] if gap else [])]
         lines += [_table(question, answer.plans[:most], length), "", *notes, ""]

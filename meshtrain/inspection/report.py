@@ -13,7 +13,7 @@ from meshtrain.cost.program import audit, roofline
 from meshtrain.inspection import formula_vs_compiled, memory, summary
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.sharding import rules
-from meshtrain.units import operations, seconds, size
+from meshtrain.units import counted, operations, seconds, size
 
 LABELS = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
           "total": "total", "host": "on the host"}
@@ -43,8 +43,8 @@ def before(made: Assembly) -> str:
     used = sum(flops.active(info, run.model) for info in table)
     lines = [
         f"{run.run.name}: {count:,} parameters{f' ({used:,} for each token)' if used != count else ''} in "
-        f"{run.model.num_layers} layers, {run.training.steps} steps of "
-        f"{run.data.global_batch} × {run.data.seq_len} tokens in {run.training.microbatches} microbatch(es)",
+        f"{counted(run.model.num_layers, 'layer')}, {counted(run.training.steps, 'step')} of "
+        f"{run.data.global_batch} × {run.data.seq_len} tokens in {counted(run.training.microbatches, 'microbatch')}",
         f"planned: {tokens:,} tokens, {operations(per_token)} a token, {operations(tokens * per_token)} in all",
         f"layout: {made.mesh_spec} on {made.mesh_spec.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
         f"remat {run.training.remat}, {_dtypes(run.model)}, {run.optimizer.name}",
@@ -111,7 +111,8 @@ def collectives_table(step: Inspected) -> str:
     lines = [columns([("sent per device", "axes", "dtype", "by formulas", "compiled", "count", "from"), *rows])]
     lines += [f"warning: loop of unknown length, counted once: {name}" for name in program.unknown_loops]
     if program.further_rounds:
-        lines += [f"experts count as equally busy: {program.further_rounds} loop(s) of further rounds count as none"]
+        lines += [f"experts count as equally busy: {counted(program.further_rounds, 'loop')} of further "
+                  f"rounds count as none"]
     lines += [f"error: a permute leaves devices with zeros: {text}" for text in program.broken_permutes]
     return "\n".join(lines)
 
@@ -200,7 +201,7 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
     percent = lambda share: f"{share:.1%}"
     shares = ", ".join(f"{name} {percent(share)}" for name, share in line.shares.items())
     domains = ", ".join(f"{axis} {n} GPUs over NVLink" if inside == n else
-        f"{axis} {n // inside} hosts with {inside} network card(s) each"
+        f"{axis} {counted(n // inside, 'host')} with {counted(inside, 'network card')} each"
         for axis, (n, inside) in roofline.links(line.gpu, mesh_spec).items()) or "none"
     lines = [f"roofline on {line.num_gpus} × {line.gpu.name}, nothing measured: {line.step_s:.3f} s a step, "
              f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, MFU {percent(line.mfu)} of the "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from meshtrain.pages import kernels, pictures, skin
 from meshtrain.pages.pictures import Bar
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_bytes, of_count, of_seconds, of_share
-from meshtrain.units import flop, many, seconds, size
+from meshtrain.units import counted, flop, many, seconds, size
 
 # Part of the memory → (name in the bar, name in the table).
 MEMORY = {"params": ("weights", "weights, as they are stored"), "grads": ("gradients", "gradient accumulators"),
@@ -36,7 +36,7 @@ def verdict(data: dict) -> str:
         return "This program would compute wrong numbers, and train refuses it."
     held, usable, line = data["memory_bytes"]["compiled"]["total"], data["memory_bytes"]["usable"], data["roofline"]
     if usable is None:
-        fits = f"The step compiles and takes {size(held)} on each of {data['mesh']['num_devices']:,} devices"
+        fits = f"The step compiles and takes {size(held)} on each of {counted(data['mesh']['num_devices'], 'device')}"
     elif held <= usable:
         fits = f"It fits: {size(held)} of the {size(usable)} that a GPU has to use"
     else:
@@ -65,15 +65,16 @@ def lead(data: dict) -> str:
     run, mesh = data["run"], data["mesh"]
     float8 = " with float8 matmuls" if run["matmul_dtype"] == "float8" else ""
     simulated = " (simulated)" if mesh["simulated"] else ""
-    return (f"{many(run['num_params'])} parameters in {run['num_layers']} layers on {mesh['num_devices']:,} × "
-            f"{mesh['gpu'] or mesh['device']}{simulated}: {pictures.mesh_words(mesh)}, {run['rules']}, "
-            f"remat {run['remat']}, {run['compute_dtype']}{float8}, {run['optimizer']}.")
+    return (f"{many(run['num_params'])} parameters in {counted(run['num_layers'], 'layer')} on "
+            f"{mesh['num_devices']:,} × {mesh['gpu'] or mesh['device']}{simulated}: "
+            f"{pictures.mesh_words(mesh)}, {run['rules']}, remat {run['remat']}, "
+            f"{run['compute_dtype']}{float8}, {run['optimizer']}.")
 
 
 def tiles(data: dict) -> list[Tile]:
     run, held, line = data["run"], data["memory_bytes"]["compiled"], data["roofline"]
     usable = data["memory_bytes"]["usable"]
-    in_parts = f"{run['microbatches']:,} microbatch{'es' * (run['microbatches'] > 1)}"
+    in_parts = counted(run["microbatches"], "microbatch")
     fits = usable is None or held["total"] <= usable
     verdict = ("as compiled" if usable is None else
                f"of {size(usable)} usable: {'it fits' if fits else 'IT DOES NOT FIT'}")
@@ -122,7 +123,7 @@ def over(mesh: dict, axes: str) -> str:
     hosts = math.prod(link["size"] for link in links) // cards
     if hosts == 1:
         return "this machine's memory" if mesh["simulated"] else "NVLink" if mesh["gpu"] else "links of a host"
-    return f"network: {hosts:,} hosts, {cards} card{'s' * (cards > 1)} each"
+    return f"network: {counted(hosts, 'host')}, {counted(cards, 'card')} each"
 
 
 # ---- memory and traffic ----------------------------------------------------------------------------------------------

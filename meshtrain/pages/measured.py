@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.pages.pictures import Bar, Plot, PlotAxis, PlotCurve
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_count, of_share
-from meshtrain.units import duration, many, seconds
+from meshtrain.units import counted, duration, many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
 MOST_MARKS, MOST_TIMES = 40, 2.0      # attempts marked; speeds drawn up to this multiple of the median
@@ -56,7 +56,7 @@ def verdict(data: dict) -> str:
     judged, learned = _learned(data)
     said = [learned]
     if data["skipped"]:
-        said += [f"{data['skipped']:,} step{'s' * (data['skipped'] > 1)} skipped"]
+        said += [f"{counted(data['skipped'], 'step')} skipped"]
         judged = "to be looked at" if data["skipped"] > MOST_SKIPPED * data["step"] and judged == "healthy" else judged
     validated, best = data["loss"]["validation"], data["loss"]["validation_best"]
     if validated is not None and validated - best > OVERFITTED * abs(best):
@@ -70,7 +70,7 @@ def verdict(data: dict) -> str:
         said += [f"{data['goodput']:.0%} of {duration(total)} in steps that count{often}"]
     if (count := len(data["starts"])) > 1:
         again = sum(one["steps_again"] for one in data["starts"])
-        said += [f"{count} starts, {again:,} step{'s' * (again != 1)} taken again"]
+        said += [f"{counted(count, 'start')}, {counted(again, 'step')} taken again"]
     return f"{_state_words(data, judged)}: {', '.join(said)}."
 
 
@@ -95,7 +95,7 @@ def _learned(data: dict) -> tuple[str, str]:
         return "diverged", "no step has a finite loss"
     begins, ends = found["begins"], found["ends"]
     if found["count"] < FEW:
-        return "too short to judge", f"{name} {ends:.4g} after {found['count']} step{'s' * (found['count'] > 1)}"
+        return "too short to judge", f"{name} {ends:.4g} after {counted(found['count'], 'step')}"
     change = ends - begins
     if abs(change) <= LEVEL * max(abs(begins), abs(ends)):
         return "steady", f"{name} level at {ends:.4g}"

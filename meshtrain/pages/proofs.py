@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshtrain.pages import pictures, skin
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number
-from meshtrain.units import duration
+from meshtrain.units import counted, duration, plural
 
 LEAST = 1e-8            # a relative difference that float32 cannot have, the palest of the picture
 LABEL, ROW, HEAD, NAME = 54, 16, 18, 15
@@ -33,10 +33,10 @@ def page(data: dict) -> str:
 
 def verdict(data: dict) -> str:
     cells, wrong = len(data["cells"]), sum(cell["differs"] for cell in data["cells"])
-    findings = f"{len(data['findings'])} finding{'s' * (len(data['findings']) > 1)} beside" if data["findings"] else ""
+    findings = f"{counted(len(data['findings']), 'finding')} beside" if data["findings"] else ""
     if not cells:
         return "No layout was compared" + (f"; {findings}." if findings else ".")
-    several = "layout" if cells == 1 else "layouts"
+    several = plural(cells, "layout")
     if wrong:
         said = (f"No: {wrong} of {cells} {several} {'computes' if wrong == 1 else 'compute'} something else than one "
                 f"device")

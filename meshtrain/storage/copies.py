@@ -24,6 +24,7 @@ from meshtrain import files
 from meshtrain.storage import addresses, stores
 from meshtrain.storage.addresses import BUCKETS, HUB, MAGIC, WEB, Address, StorageError
 from meshtrain.storage.stores import RemoteFile
+from meshtrain.units import counted
 
 AT_ONCE = 8     # files
 POLL_S, TELL_S = 0.2, 30.0
@@ -256,7 +257,7 @@ def _is_whole(path: Path, found: RemoteFile) -> bool:
 
 def _fetch(wanted: dict[Path, RemoteFile], copying: Copying) -> None:
     total, came = sum(one.size or 0 for one in wanted.values()), [0]
-    what = f"copying {len(wanted):,} file{'s' * (len(wanted) > 1)}, {total / 1e6:,.1f} MB, from " \
+    what = f"copying {counted(len(wanted), 'file')}, {total / 1e6:,.1f} MB, from " \
            f"{next(iter(wanted.values())).address}{' and others' * (len(wanted) > 1)}"
     told, first = time.monotonic(), iter([f"{what}, to {copying.directory}"])
 

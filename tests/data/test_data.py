@@ -176,7 +176,7 @@ def test_an_unreadable_file_is_named(text_file, monkeypatch):
 
 def test_nothing_but_empty_files_is_refused(tmp_path):
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(ValueError, match="all 1 files of data.paths are empty .*empty.txt"):
+    with pytest.raises(ValueError, match="data.paths: no text in 1 file .*empty.txt"):
         opened("text", [tmp_path / "empty.txt"])
 
 

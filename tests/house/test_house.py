@@ -1,9 +1,10 @@
 """The house keeps its floors: rooms import downward only, and what a reader must hold in mind is counted."""
 import ast
 import collections
+import re
 from pathlib import Path
 
-from meshtrain import config
+from meshtrain import config, units
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -156,3 +157,24 @@ def test_no_file_is_read_or_written_in_the_encoding_of_a_locale():
     assert {str(path.relative_to(ROOT)): lines for path in files if (lines := without_encoding(path.read_text()))} == {}
     assert without_encoding("p.read_text()\nopen(p)\nopen(p, 'rb')\nopen(p, 'w', "
                             "encoding='utf-8')\np.write_text('x')") == [1, 2, 5]
+
+
+def own_plurals(text: str) -> list[int]:
+    """Lines of texts that end a noun in "(s)", or make its plural themselves."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"[a-z]\((s|es)\)", node.value):
+            found.append(node.lineno)
+        ends = [node.body, node.orelse] if isinstance(node, ast.IfExp) else [
+            node.left, node.right] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) else []
+        found += [node.lineno for end in ends if isinstance(end, ast.Constant) and end.value in ("s", "es")]
+    return sorted(found)
+
+
+def test_plurals_of_messages_are_made_by_one_function():
+    files = [path for room in ("meshtrain", "launch") for path in sorted((ROOT / room).rglob("*.py"))
+             if path.name != "units.py"]
+    assert {str(path.relative_to(ROOT)): lines for path in files if (lines := own_plurals(path.read_text()))} == {}
+    assert own_plurals("f'{n} step(s)'\nf'{n} file{\"s\" * (n > 1)}'\nf'{\"es\" if n > 1 else \"\"}'\n'a (s) b'") == [1, 2, 3]
+    assert [units.counted(n, noun) for n, noun in ((0, "file"), (1, "microbatch"), (1200, "process"), (2, "batch"))] == [
+        "0 files", "1 microbatch", "1,200 processes", "2 batches"]

@@ -90,7 +90,7 @@ def test_a_marker_that_no_file_has_is_told(tmp_path, bpe):  # noqa: F811
     write(tmp_path / "a.txt", [f"one{END}two"])
     data = section([tmp_path / "a.txt"], tokenizer=bpe, split_at="<|endoftxt|>")
     told = Opened(data, tmp_path).told
-    assert len(told) == 2 and "data.split_at='<|endoftxt|>' occurs in none of the 1 files" in told[1]
+    assert len(told) == 2 and "data.split_at='<|endoftxt|>' occurs nowhere in 1 tokenized file;" in told[1]
     assert f"1 × '{END}' stand in the text" in told[0]
 
 

@@ -60,7 +60,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def test_a_run_says_what_it_trains_and_where_everything_is(finished):
     said = (finished / "said.txt").read_text()
-    for part in ("parameters in 1 layers, 6 steps of 8 × 32 tokens", "data 8", "my rules.toml", "memory per device",
+    for part in ("parameters in 1 layer, 6 steps of 8 × 32 tokens", "data 8", "my rules.toml", "memory per device",
                  "compiled in", "tokens/s", "validation loss", "a sample (8 tokens, no prompt):", str(finished)):
         assert part in said
 

@@ -12,7 +12,7 @@ from meshtrain.cost.formulas.placed import GATHER, SCATTER
 from meshtrain.cost.formulas.price import RECOMPUTED, Links, matmul_s
 from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.names import AXES
-from meshtrain.units import seconds
+from meshtrain.units import counted, seconds
 
 EXPLAINED, MOST = 0.8, 3        # fraction of the gap that the reasons cover, and their number, at most
 
@@ -61,7 +61,7 @@ def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> str:
     of = Links(question.rated, plan.placed.mesh).group(axes)
     if of.domains == 1:
         return "over NVLink"
-    return f"{of.per_domain} NIC{'s' if of.per_domain > 1 else ''} on each of {of.domains:,} hosts"
+    return f"{counted(of.per_domain, 'NIC')} on each of {of.domains:,} hosts"
 
 
 def _lost_s(plan: Plan) -> dict[str, float]:
@@ -106,8 +106,8 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
         return (f"context {sizes['context']} by {options.method}: a layer waits {_ms(waits_s)} for keys and values, "
                 f"{_runs(plan):,.0f} times a step; {link(question, plan, ('context',))}")
     if name == "bubble":
-        return (f"stage {sizes['stage']}: {options.schedule} of {options.microbatches} microbatches in "
-                f"{options.chunks} chunk(s) leaves {plan.price.bubble:.0%} of the step idle")
+        return (f"stage {sizes['stage']}: {options.schedule} of {counted(options.microbatches, 'microbatch')} in "
+                f"{counted(options.chunks, 'chunk')} leaves {plan.price.bubble:.0%} of the step idle")
     if name == "offload":
         return "remat offload: copying layers' inputs to the host and back takes longer than the layers beside them"
     if name == "scales":

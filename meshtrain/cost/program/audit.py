@@ -16,6 +16,7 @@ import numpy as np
 
 from meshtrain.cost.program import hlo, work
 from meshtrain.names import AT_MOST, BALANCED_ROWS, FURTHER_ROUNDS, TAKEN
+from meshtrain.units import counted
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -76,9 +77,9 @@ class ProgramAudit:
         """Return self if every count is exact. Raises: ValueError naming the loops of unknown length."""
         if self.unknown_loops:
             raise ValueError(
-                f"{len(self.unknown_loops)} loop(s) with collectives or matmuls have no known trip count, so totals "
-                f"would be wrong: {'; '.join(self.unknown_loops)}. Use lax.scan or a fori_loop with constant bounds, "
-                "or drop the compiler option that unrolled it."
+                f"{counted(len(self.unknown_loops), 'loop')} with collectives or matmuls without a "
+                f"known trip count, so totals would be wrong: {'; '.join(self.unknown_loops)}. Use lax.scan or a "
+                "fori_loop with constant bounds, or drop the compiler option that unrolled it."
             )
         return self
 

@@ -19,6 +19,7 @@ from meshtrain.data import sources
 from meshtrain.data.batches import order
 from meshtrain.data.documents import chat, conversations, formats
 from meshtrain.data.documents.tokenizer import Ids, Tokenizer
+from meshtrain.units import counted
 
 ORDER, HELD = 7, 8      # seed tags: epoch, hold-out
 EXAMPLE = '{"prompt": "…", "answer": "…"}'
@@ -90,9 +91,10 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
         raise ValueError(f"data.validation_paths: {both[0]} is also training data; remove the file from one of the two")
     if beyond := [(one.place, int(one.ids.max())) for one in (*prompts, *held) if one.ids.max(initial=0) >= vocab_size]:
         told = ", ".join(f"{place} has {id}" for place, id in beyond[:MOST_FAULTS])
-        raise ValueError(f"{len(beyond)} prompts have ids beyond the model's, and model.vocab_size={vocab_size} has 0 "
-                         f"to {vocab_size - 1} ({told}); use model.vocab_size={reader.vocab_size} or more, or, where a "
-                         f"model folder fixes it, take them out")
+        raise ValueError(f"ids of {counted(len(beyond), 'prompt')} lie beyond the model's, and "
+                         f"model.vocab_size={vocab_size} has 0 to {vocab_size - 1} ({told}); use "
+                         f"model.vocab_size={reader.vocab_size} or more, or, where a model folder fixes it, take them "
+                         f"out")
     digest = hashlib.blake2b(json.dumps([reader.key, reader.bos]).encode(), digest_size=8)
     for one in prompts:
         digest.update(json.dumps([one.ids.tolist(), one.line], sort_keys=True).encode())
@@ -100,9 +102,10 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
         raise ValueError(f"data.paths={list(data.paths)} has no line; give prompts, one a line, e.g. {EXAMPLE}")
     if long := [one for one in (*prompts, *held) if len(one.ids) > longest]:
         told = ", ".join(f"{one.place} has {len(one.ids)}" for one in long[:MOST_FAULTS])
-        raise ValueError(f"{len(long)} prompts have more than the {longest} tokens that data.seq_len={data.seq_len} "
-                         f"leaves after an answer of rl.max_tokens={data.seq_len - longest + 1} ({told}); use a "
-                         f"larger data.seq_len, or take them out")
+        raise ValueError(f"too long: {counted(len(long), 'prompt')} of more than the {longest} tokens that "
+                         f"data.seq_len={data.seq_len} leaves after an answer of "
+                         f"rl.max_tokens={data.seq_len - longest + 1} ({told}); use a larger data.seq_len, or take "
+                         f"them out")
     if not held and data.validation_fraction and len(prompts) > 1:
         count = max(1, int(len(prompts) * data.validation_fraction))
         drawn = order.permutation(len(prompts), HELD)

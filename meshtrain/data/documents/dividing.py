@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from meshtrain.data.documents.formats import TextPiece
 from meshtrain.data.documents.tokenizer import Tokenizer, TokenizerFile
+from meshtrain.units import counted, plural
 
 SHORTEST_NAME = 3       # characters; shorter ones are found in any text
 NAMES_TOLD = 4
@@ -76,8 +77,8 @@ class Markers:
             names += f" and {len(counts) - NAMES_TOLD} other names" if len(counts) > NAMES_TOLD else ""
             remedy = f"; documents are divided at {self.marker!r} alone" if self.marker else \
                 f'; data.split_at = "{counts[0][0]}" divides documents there'
-            files = f" and {len(more):,} other file{'s' * (len(more) > 1)}" if more else ""
+            files = f" and {len(more):,} other {plural(len(more), 'file')}" if more else ""
             tell(f"{path}{files}: {names} stand in the text as ordinary characters{remedy}")
         if self.marker and self.num_files and not self.divisions:
-            tell(f"data.split_at={self.marker!r} occurs in none of the {self.num_files:,} files that were tokenized; "
+            tell(f"data.split_at={self.marker!r} occurs nowhere in {counted(self.num_files, 'tokenized file')}; "
                  f"fix it, or leave it out")
