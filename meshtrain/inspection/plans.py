@@ -4,9 +4,12 @@ plan.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 from meshtrain.cost.planner.gap import Gap, link
 from meshtrain.cost.formulas import traffic
+from meshtrain.cost.formulas.assumptions import MEDIAN_ERROR
 from meshtrain.cost.planner import search
 from meshtrain.cost.formulas.price import RECOMPUTED
 from meshtrain.cost.formulas.rates import Attended
@@ -18,6 +21,7 @@ from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.units import counted, many, seconds, size
 
 FIRST = ("matmul.sustained", "link.contend", "attention")      # what moves a price most
+ALIKE = 1e-3            # of a step, far below the error of the formulas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +96,8 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
              f"step on {question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by "
              f"{of.engine}{documents}; {counted(answer.tried, 'layout')} tried", ""]
     if answer.plans:
-        notes = [*sentences(question, answer.plans), *([standing(gap)] if gap else [])]
+        notes = [*filter(None, [equal(answer.plans[:most])]), *sentences(question, answer.plans),
+                 *([standing(gap)] if gap else [])]
         lines += [_table(question, answer.plans[:most], length), "", *notes, ""]
     else:
         lines += ["no layout fits; use more GPUs, a larger mesh.context, or fewer tokens per microbatch",
@@ -185,18 +190,62 @@ def _table(question: Question, plans: list[Plan], length: Length) -> str:
     header = ("", "mesh", "rules", "schedule", "microbatches", "remat", "memory", "step",
               "tokens/s a GPU", "MFU", "bubble", *length.header(), "")
     rows = []
-    for k, plan in enumerate(plans, 1):
+    for number, group in alike(plans):
+        plan = simplest(group)
         options, one = plan.options, plan.price
-        schedule = options.schedule + (f" × {options.chunks}" if options.chunks > 1 else
-                                       "") if plan.sizes["stage"] > 1 else "–"
         method = f" {options.method}" if plan.sizes["context"] > 1 else ""
         speed = (seconds(one.step_s), f"{one.tokens_per_s_per_gpu:,.0f}", f"{one.mfu:.1%}",
                  f"{one.bubble:.1%}" if one.bubble else "–", *length.cells(question, plan))
-        rows.append((str(k), _short(plan) + method, _stem(plan), schedule,
+        notes = [f"the simplest of {len(group)} alike"] * (len(group) > 1) + [
+            "memory within 5% of the limit"] * (search.NEAR_LIMIT in plan.reason)
+        rows.append((number, _short(plan) + method, _stem(plan), _schedule(plan),
                      str(options.microbatches), options.remat, size(one.memory_bytes["total"]),
-                     *(no_digits(speed) if search.TOO_SHORT in plan.reason else speed),
-                     "memory within 5% of the limit" if search.NEAR_LIMIT in plan.reason else ""))
+                     *(no_digits(speed) if search.TOO_SHORT in plan.reason else speed), "; ".join(notes)))
     return columns([header, *rows])
+
+
+def _schedule(plan: Plan) -> str:
+    options = plan.options
+    return options.schedule + f" × {options.chunks}" * (options.chunks > 1) if plan.sizes["stage"] > 1 else "–"
+
+
+def alike(plans: Sequence[Plan]) -> list[tuple[str, list[Plan]]]:
+    """Successive plans with one schedule, recomputation, memory as printed and, within ALIKE, step time, as groups with
+    their numbers: [("1", [first]), ("2–4", [second, third, fourth]), …]."""
+    found: list[list[Plan]] = []
+    for plan in plans:
+        if found and _row(plan) == _row(found[-1][0]) and (
+                plan.price.step_s <= (1 + ALIKE) * found[-1][0].price.step_s):
+            found[-1].append(plan)
+        else:
+            found.append([plan])
+    begins = itertools.accumulate(map(len, found), initial=1)
+    return [(f"{begin}–{begin + len(group) - 1}" if len(group) > 1 else str(begin), group)
+            for begin, group in zip(begins, found)]
+
+
+def _row(plan: Plan) -> tuple[object, ...]:
+    options = plan.options
+    return (_schedule(plan), options.microbatches, options.remat, plan.sizes["context"] > 1 and options.method,
+            size(plan.price.memory_bytes["total"]), plan.reason)
+
+
+def simplest(plans: Sequence[Plan]) -> Plan:
+    """The plan with the fewest mesh axes, without stages, with memory to spare; of several such the fastest."""
+    return min(plans, key=lambda plan: (sum(n > 1 for n in plan.sizes.values()), plan.sizes["stage"] > 1,
+                                        bool(plan.reason)))
+
+
+def equal(plans: Sequence[Plan]) -> str:
+    """How many plans are as fast as the first within the error of the formulas; "" if no other is."""
+    fast = [plan for plan in plans if plan.price.step_s <= (1 + MEDIAN_ERROR) * plans[0].price.step_s]
+    if len(fast) < 2:
+        return ""
+    plan = simplest(fast)
+    number = next(number for number, group in alike(plans) if any(one is plan for one in group))
+    which = "the first is the simplest of them" if plan is plans[0] else (
+        f"the simplest of them is number {number}, {_short(plan)} with {_stem(plan)}")
+    return f"The first {len(fast)} plans are equal within the formulas' error of {MEDIAN_ERROR:.0%}; {which}."
 
 
 def standing(gap: Gap) -> str:
@@ -206,8 +255,8 @@ def standing(gap: Gap) -> str:
         return f"No other layout is faster: fixing {fixed} costs nothing."
     best, options = gap.best, gap.best.options
     lines = [f"With {fixed} fixed the first plan is number {gap.rank} of {gap.count} and takes "
-             f"{gap.share:.1%} longer than the best: {_short(best)}, {_stem(best)}, {options.microbatches} "
-             f"microbatches, remat {options.remat}, {seconds(best.price.step_s)} a step"
+             f"{gap.share:.1%} longer than the best: {_short(best)}, {_stem(best)}, "
+             f"{counted(options.microbatches, 'microbatch')}, remat {options.remat}, {seconds(best.price.step_s)} a step"
              + (". Why:" if gap.reasons else ".")]
     return "\n".join([*lines, *(f"  - {reason}" for reason in gap.reasons)])
 

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,9 @@ from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
 from meshtrain.cost.planner import search
 from meshtrain.cost.program import compile
+from meshtrain.inspection import plans as texts
 from meshtrain.model import transformer
+from meshtrain.names import AXES
 from meshtrain.sharding.mesh import MeshSpec
 
 
@@ -173,6 +176,25 @@ def test_people_read_a_table_and_what_bounds_the_first_plan():
 
 
 # ---- how it scales ----------------------------------------------------------------------------------------------------
+
+
+def stand_in(step_s, held=8 << 30, reason="", microbatches=4, **sizes) -> SimpleNamespace:
+    return SimpleNamespace(sizes=dict.fromkeys(AXES, 1) | sizes, reason=reason,
+                           options=SimpleNamespace(schedule="1f1b", chunks=1, microbatches=microbatches, remat="none"),
+                           price=SimpleNamespace(step_s=step_s, memory_bytes={"total": held}),
+                           rules=SimpleNamespace(path="sharding_rules/zero1.toml"))
+
+
+def test_plans_that_differ_in_nothing_but_names_are_one_row_with_the_simplest_of_them():
+    plans = [stand_in(1.0, fsdp=8), stand_in(1.2, data=2, fsdp=4), stand_in(1.2003, data=4, fsdp=2), simple := stand_in(
+        1.2004, fsdp=8), stand_in(1.2016, fsdp=8), stand_in(1.2017, 9 << 30, fsdp=8), stand_in(
+        1.2018, 9 << 30, microbatches=8, fsdp=8), stand_in(1.2018, 9 << 30, "near", microbatches=8, fsdp=8)]
+    assert [(number, len(group)) for number, group in texts.alike(plans)] == [
+        ("1", 1), ("2–4", 3), ("5", 1), ("6", 1), ("7", 1), ("8", 1)]
+    assert texts.simplest(plans[1:4]) is simple
+    assert texts.equal(plans) == "" and texts.equal(plans[1:4]) == (
+        "The first 3 plans are equal within the formulas' error of 4%; the simplest of them is number 1–3, fsdp 8 with "
+        "zero1.")
 
 
 def test_several_numbers_of_gpus_show_how_speed_and_days_scale():

@@ -22,6 +22,7 @@ from meshtrain.names import AXES, PLACEMENT
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import AS_OTHERS, Layout, Rules
+from meshtrain.units import counted
 
 REMAT = ("none", "selective", "full")           # the least recomputation first
 OFFLOAD = "offload"         # as full, with layers' inputs on the host; without stages
@@ -119,7 +120,7 @@ def search(question: Question) -> Answer:
         if not counts:
             faults[f"a global batch of {question.options.global_batch} sequences cannot be split over "
                               f"{num_shards} replicas"
-                   + (f" in {question.fixed['microbatches']} microbatches"
+                   + (f" in {counted(question.fixed['microbatches'], 'microbatch')}"
                       if "microbatches" in question.fixed else "")] += 1
         for m in counts:
             tried += 1
@@ -330,7 +331,7 @@ def _near(question: Question, misses: list, faults: collections.Counter[str]) ->
         name = max(KIND_NAMES, key=held.get)
         gib = simulate.gib
         reason = (f"needs {gib(needed)} where {gib(usable)} can be used: {KIND_NAMES[name]} take {gib(held[name])}, "
-                  f"with remat {options.remat} and {options.microbatches} microbatches")
+                  f"with remat {options.remat} and {counted(options.microbatches, 'microbatch')}")
         if (key := (tuple(plan.sizes.values()), rules.path)) in found:
             continue
         if wrong := question.refused(plan):
