@@ -256,7 +256,8 @@ def standing(gap: Gap) -> str:
     best, options = gap.best, gap.best.options
     lines = [f"With {fixed} fixed the first plan is number {gap.rank} of {gap.count} and takes "
              f"{gap.share:.1%} longer than the best: {_short(best)}, {_stem(best)}, "
-             f"{counted(options.microbatches, 'microbatch')}, remat {options.remat}, {seconds(best.price.step_s)} a step"
+             f"{counted(options.microbatches, 'microbatch')}, remat {options.remat}, {seconds(best.price.step_s)} a "
+             "step"
              + (". Why:" if gap.reasons else ".")]
     return "\n".join([*lines, *(f"  - {reason}" for reason in gap.reasons)])
 
