@@ -118,8 +118,8 @@ def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, ou
     wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=whole) for info in model.parameters()}
     with config.user_errors():
         size = peft.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=False), dtype=dtype,
-                          base=saved.run["checkpoint"]["init_from"], source=exports.kept(folder.local(run_dir)),
-                          ends=_ends(saved, run_dir))
+                          base=saved.run["checkpoint"]["init_from"], data=saved.run["data"],
+                          source=exports.kept(folder.local(run_dir)), ends=_ends(saved, run_dir))
     return f"{out}: the adapters of step {saved.step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 

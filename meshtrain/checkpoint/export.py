@@ -196,18 +196,23 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
     return dict(zip(names, files, strict=True))
 
 
-def _complete(place: Path, parts, size: int, config: dict, source: Path | None, data: Mapping) -> None:
-    """Write the files that accompany the weights: those of `source`, else the tokenizer of [data], and the chat
-    template that the run was trained with."""
+def write_companions(place: Path, source: Path | None, data: Mapping, names: Sequence[str]) -> None:
+    """Write the files of these names that `source` has, else the tokenizer of [data], and the chat template that the
+    run was trained with. Raises: ValueError."""
     home = None
     if source:
-        copy_companions(source, place)
+        copy_companions(source, place, names)
     elif (path := tokenizer.local(data["tokenizer"])).is_file():
         home = path.parent
         for file in tokenizer.files_of(path):
             shutil.copyfile(file, place / (tokenizer.FILE if file == path else file.name))
     if template := chat.template_text(data.get("chat_template", ""), home):
         files.write(place / chat.TEMPLATE_FILE, template)
+
+
+def _complete(place: Path, parts, size: int, config: dict, source: Path | None, data: Mapping) -> None:
+    """Write the files that accompany the weights."""
+    write_companions(place, source, data, folder.COMPANIONS)
     if folder.SINGLE not in parts:
         weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
         if files.is_file(carried := place / folder.CARRIED):

@@ -98,8 +98,8 @@ class Exports:
         run, source, place = self.run, kept(self.directory), self.place / str(step)
         agree.on_first(lambda: self._discard_half(step))
         if self._of_adapters:
-            peft.write(place, self.transformer, leaf, dtype="float32", base=run.checkpoint.init_from, source=source,
-                       ends=of)
+            peft.write(place, self.transformer, leaf, dtype="float32", base=run.checkpoint.init_from, data=data,
+                       source=source, ends=of)
         else:
             export.write(place, self.transformer, leaf, dtype=run.model.compute_dtype,
                          shard_bytes=export.SHARD_BYTES, data=data, ends=of, source=source)

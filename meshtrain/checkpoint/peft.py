@@ -1,4 +1,5 @@
-"""Exports a run's adapters as a PEFT folder (adapter_model.safetensors, adapter_config.json), atomically.
+"""Exports a run's adapters as a PEFT folder (adapter_model.safetensors, adapter_config.json, and the tokenizer's files
+with the chat template that the adapters learned), atomically.
 
 PEFT's lora_A is [rank, in] and lora_B [out, rank], named after the family's modules. For a fused module (Phi-3's
 qkv_proj, GPT-2's c_attn) the A's are concatenated and the B's block-diagonal: the same product, with the sum of the
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -34,12 +35,13 @@ PREFIX = "base_model.model."
 
 
 def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[str], jax.Array | None], *, dtype: str,
-          base: str, source: Path | None, ends: Ends) -> int:
+          base: str, data: Mapping, source: Path | None, ends: Ends) -> int:
     """Write the folder; return the bytes of its weights. All processes make the same call.
 
     leaf: path of an adapter's A or B -> parameter; None if the projection has no adapter. base: name or path of the
-    base model. source: a folder that gives its family. ends: what ended the answers, written where the folder names
-    others. Raises: as `export.write`.
+    base model. data: the section [data] of the training. source: a folder that gives the model's family, and whose
+    tokenizer and templates are copied; None: made from the data. ends: what ended the answers, written where the folder
+    names others. Raises: as `export.write`.
     """
     model, places, of = transformer.cfg, transformer.places(), transformer.lora
     with user_errors():
@@ -69,6 +71,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
 
         def finish() -> None:
             files.write(place / CONFIG, json.dumps(config, indent=1))
+            export.write_companions(place, source, data, folder.OF_TOKENIZER)
             write_ends(place, source, ends)
         new_folder.on_first(target, finish)
     return written.size

@@ -95,13 +95,13 @@ def keep_companions(run: Run, directory: Path) -> None:
         agree.on_first(lambda: copy_companions(source, directory / KEPT))
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy a folder's companion files to `target`, made if needed. Raises: ValueError.
+def copy_companions(source: Path, target: Path, names: Sequence[str] = folder.COMPANIONS) -> None:
+    """Copy a folder's companion files of these names to `target`, made if needed. Raises: ValueError.
 
     The tensors beside those of the text model are one file among them: folder.CARRIED.
     """
-    found = {path.name: partial(shutil.copyfile, path) for path in folder.companions(source)}
-    if folder.CARRIED not in found and (carried := folder.carried(source)):
+    found = {path.name: partial(shutil.copyfile, path) for path in folder.companions(source) if path.name in names}
+    if folder.CARRIED in {*names} - found.keys() and (carried := folder.carried(source)):
         found[folder.CARRIED] = partial(safetensors.copy, carried)
     target.mkdir(exist_ok=True)
     for name, copy in found.items():

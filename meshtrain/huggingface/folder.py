@@ -26,9 +26,9 @@ BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32    # of MXFP4: names, and how m
 # Buffers that some writers save; not parameters.
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.activation_scale")
 # Companion files, copied along with the weights.
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-              "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
-              "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+                "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json")
+COMPANIONS = ("config.json", "generation_config.json", *OF_TOKENIZER, "preprocessor_config.json",
               "processor_config.json", CARRIED)
 
 

@@ -1,5 +1,6 @@
 """LoRA on open models: merged logits are the unmerged, and PEFT's tensors beside the folder are the merged folder."""
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -55,11 +56,17 @@ def test_merged_logits_are_the_unmerged_and_peft_s_tensors_make_the_merged_folde
     merged.params = trees.nested({info.name: leaf(info.name) for info in merged.made.model.parameters()})
     np.testing.assert_allclose(merged.logits(tokens), unmerged, atol=1e-4)      # float32, as the golden families'
 
+    source, learned = shutil.copytree(GOLDENS / name, tmp_path / "source"), tmp_path / "learned.jinja"
+    beside = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "chat_template.jinja": "the base's"}
+    for file, text in (beside | {"processor_config.json": "{}", "learned.jinja": "learned"}).items():
+        (tmp_path / file if file == learned.name else source / file).write_text(text)
     with jax.set_mesh(loaded.made.mesh):
         peft.write(tmp_path / "adapters", model, trees.leaves_of(loaded.params).get, dtype="float32", base="base",
-                   source=GOLDENS / name, ends=Ends((7,)))
+                   data={"chat_template": str(learned)}, source=source, ends=Ends((7,)))
         export.write(tmp_path / "merged", model, leaf, dtype="float32", shard_bytes=10**9, source=GOLDENS / name,
                      data={"seq_len": 40, "tokenizer": "bytes"}, ends=Ends((1,), bos=1))
+    assert {path.name: path.read_text() for path in (tmp_path / "adapters").iterdir() if "adapter" not in path.name
+            and path.name != "generation_config.json"} == beside | {"chat_template.jinja": "learned"}
     ends = json.loads((tmp_path / "adapters" / "generation_config.json").read_text())["eos_token_id"]
     assert ends in (7, [7, 2]), "what was taught, then the folder's"
     tensors, settings = contents(tmp_path / "adapters"), json.loads(
