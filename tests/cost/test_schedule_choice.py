@@ -90,7 +90,7 @@ def test_auto_chooses_the_same_again():
 
 
 @pytest.mark.parametrize("layers, chunks, notes", [
-    (8, 2, []), (6, 2, ["6 layers over mesh.stage=4 × pipeline.chunks=2 are filled up with 2",
+    (8, 2, []), (6, 2, ["6 layers over mesh.stage=4 × pipeline.chunks=2 are padded with 2",
                         "6 layers do not divide"]),
     (4, 1, [])])  # fmt: skip
 def test_auto_takes_chunks_only_where_no_layers_are_added_for_them(layers, chunks, notes):

@@ -108,4 +108,4 @@ def test_stages_are_priced_by_whole_periods():
     spec = MeshSpec(dict(stage=2))
     made = assembly.design(run, spec, "cpu", None)
     placed = place(made.model.parameters(), run.model, made.layout, spec)
-    assert placed.layer.depth == 8 and any("filled up with 6 that do nothing" in note for note in made.notes)
+    assert placed.layer.depth == 8 and any("padded with 6 identity layers" in note for note in made.notes)

@@ -130,7 +130,7 @@ def test_leading_layers_lie_whole_on_every_stage_and_the_others_are_split(tmp_pa
         specs[group], is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))}
     assert over_stages("dense_layers") == {None} and over_stages("layers") == {"stage"}
     (note,) = [note for note in made.notes if "before the stages" in note]
-    assert "every stage has them whole" in note and "idle" not in note
+    assert "every stage holds all of their weights" in note and "idle" not in note
     (note,) = [note for note in assembly.assemble(made_of(tmp_path, THREE, MODELS[TWO], 4), jax.devices()[:6]).notes
                if "idle" in note]
     assert "training.microbatches=4 leave 2 of 3 stages idle in the last round, a multiple of 3 none" in note

@@ -1,7 +1,8 @@
 """Chooses a run's attention: an engine on each device and, if sequences are split over `context`, a method.
 
-`ring` rotates keys and values, `gather` all-gathers them, `ulysses` splits heads instead of tokens. Each is a module
-with `order` (of the tokens over the devices), `forward` and `backward`; both are explicit, nothing is differentiated.
+`ring` rotates keys and values. `gather` all-gathers them. `ulysses` splits heads instead of tokens. Each is a module
+with `order` (of the tokens over the devices), `forward` and `backward`. Both passes are explicit: jax differentiates
+neither.
 """
 from __future__ import annotations
 
@@ -33,26 +34,29 @@ GPU_PLATFORMS = ("gpu", "cuda")
 LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only what documents reach",
           "mosaic": "Mosaic kernels for Hopper that visit only what documents reach",
           "blockwise": "blockwise XLA engine"}
-# What "auto" takes, the first that can serve: on an H200 mosaic is right and faster than pallas, and as fast as cuDNN
-# (benchmarks/gpu.md), in jax since mosaic.AUTO_SINCE.
+# The engines in the order in which "auto" tries them; it takes the first that can serve the run. On an H200 mosaic is
+# correct, faster than pallas and as fast as cuDNN (benchmarks/gpu.md), with jax mosaic.AUTO_SINCE or later.
 AUTO = ("cudnn", "mosaic", "pallas", "blockwise")
 
 
 def attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, sinks_N=None):
-    """Attention [B, T, N, V] within segments and the mask; N query heads are a multiple of the K key/value heads.
+    """Return attention [B, T, N, V] within segments and the mask.
+
+    N query heads are a multiple of the K key/value heads.
 
     method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do)
-    -> dq, dk, dv. sinks_N: a score of each head that takes part in the softmax and has no value.
+    -> dq, dk, dv. sinks_N: one score per head that takes part in the softmax and has no value.
     """
     return _attend(method, layout, mask, False, (q_BTNH, k_BSKH, v_BSKV, segments_BT), sinks_N)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _attend(method, layout, mask, bounded, operands, sinks_N):
-    """operands: queries first, segments last. bounded: (the output, a bound of each head's scores [N]).
+    """Return the output; if `bounded`, (the output, an upper bound of each head's scores [N]).
 
-    The log-sum-exp of a token's scores, without sinks, is at least their maximum. The bound is the largest of real
-    tokens, not below 0, and is not differentiated.
+    operands: queries first, segments last. The bound of a head is the largest log-sum-exp, without sinks, of its real
+    tokens, but at least 0. It is an upper bound, because a token's log-sum-exp is at least its largest score. It is not
+    differentiated.
     """
     return _attend_forward(method, layout, mask, bounded, operands, sinks_N)[0]
 
@@ -63,11 +67,12 @@ def _attend_forward(method, layout, mask, bounded, operands, sinks_N):
         real_BT1 = operands[-1][..., None] != PADDING
         bound_N = jnp.max(jnp.where(real_BT1, lse_BTN, 0.0), (0, 1), initial=0.0)
     if sinks_N is not None:
-        # A further key of value 0. Backwards of methods need only o and lse over all keys, this one included.
+        # The sink is a further key with value 0. The backward of a method needs only o and lse over all keys, including
+        # the sink.
         sinks_N = sinks_N.astype(jnp.float32)
         o_BTNV = o_BTNV * jax.nn.sigmoid(lse_BTN - sinks_N)[..., None]
         lse_BTN = jnp.logaddexp(lse_BTN, sinks_N)
-    # Named, so that selective remat saves them and the backward does not repeat the forward.
+    # Named, so that selective remat saves o and lse and the backward does not repeat the forward.
     o_BTNV = checkpoint_name(o_BTNV.astype(operands[0].dtype), "attention_o")
     lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
     return (o_BTNV, bound_N) if bounded else o_BTNV, (operands, sinks_N, o_BTNV, lse_BTN)
@@ -81,7 +86,7 @@ def _attend_backward(method, layout, mask, bounded, saved, do_BTNV):
     if sinks_N is not None:
         along_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
         dsinks_N = -jnp.sum(jnp.exp(sinks_N - lse_BTN) * along_BTN, (0, 1))
-    # Weights' gradients stay float32, as in `layers.project`.
+    # Gradients of weights stay float32, as in `layers.project`.
     grads = (*(grad.astype(x.dtype) for grad, x in zip(grads[:3], operands)), *grads[3:], None)
     return grads, dsinks_N
 
@@ -91,10 +96,10 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunAttention:
-    """The attention of a run, whose layers may differ in widths and scores.
+    """The attention of a run. Its layers may differ in widths and scores.
 
     engine_of: (head_dim, width of values, scores) -> Engine. method: None without context parallelism. documents:
-    whether rows have several.
+    whether a row can have several documents.
     """
     engine_of: Callable
     method: ModuleType | None = None
@@ -102,8 +107,11 @@ class RunAttention:
 
     def __call__(self, layout, *operands, mask: Mask = CAUSAL, scores: Scores = Scores(), sinks_N=None,
                  expansion: Expansion | None = None, bounded: bool = False):
-        """As `attend`. operands: q_BTNH, k_BSKH, v_BSKV, segments_BT; with an expansion q_BTNH, latents [B, T, C],
-        rotated keys [B, T, R], segments_BT. bounded: as of `_attend`."""
+        """Return the same as `attend`; with `bounded`, the same as `_attend`.
+
+        operands: q_BTNH, k_BSKH, v_BSKV, segments_BT. With an expansion: q_BTNH, latents [B, T, C], rotated keys [B, T,
+        R], segments_BT.
+        """
         q_BTNH, k, v, segments_BT = operands
         mask = mask if self.documents else mask._replace(documents=False)
         if expansion is None:
@@ -130,8 +138,10 @@ class Local(NamedTuple):
 
 
 class ContextParallel(NamedTuple):
-    """A context-parallel method on global arrays [B, T, …], or this device's if `context` is manual (inside a
-    pipeline)."""
+    """A context-parallel method on global arrays [B, T, …].
+
+    If `context` is already manual (inside a pipeline), the arrays are this device's shards.
+    """
     method: ModuleType
     engine: Engine
 
@@ -148,15 +158,18 @@ class ContextParallel(NamedTuple):
 
 
 def _on_shards(local, needs_manual: bool, layout, args):
-    """Call local(q, k, v, segments) -> o, lse, or local(q, k, v, segments, o, lse, do) -> dq, dk, dv; in a shard_map
-    over the layout's specs if axes must be manual."""
+    """Call `local` in a shard_map over the layout's specs if axes must be manual, else directly.
+
+    `local` is (q, k, v, segments) -> o, lse or (q, k, v, segments, o, lse, do) -> dq, dk, dv.
+    """
     axes = automatic_axes()     # inside a pipeline: tensor, and all of size 1
     if not axes or not needs_manual:
         return local(*args)
     rows, heads, kv = (layout.spec("activations", ("batch", "seq", *axis)) for axis in ((), ("heads",), ("kv_heads",)))
     in_specs = heads, kv, kv, rows, *[heads] * len(args[4:])
-    # All remaining axes, those of size 1 too: in a partially manual region cuDNN does not compile, and Pallas kernels
-    # silently compute all heads on every tensor rank. check_vma only matters for transposition, which is not used.
+    # All automatic axes become manual, including those of size 1. In a partially manual region cuDNN does not compile,
+    # and Pallas kernels silently compute all heads on every tensor rank. check_vma only matters for transposition,
+    # which is not used.
     return jax.shard_map(local, in_specs=in_specs, out_specs=in_specs[:3] if args[4:] else (heads, heads),
                          axis_names=set(axes), check_vma=False)(*args)
 
@@ -165,16 +178,16 @@ def _on_shards(local, needs_manual: bool, layout, args):
 
 
 def token_order(run, sizes: Mapping[str, int]):
-    """int64 [T]: the token at each position of a sequence split over context; None: the natural order."""
+    """Return the token at each position of a sequence split over context, int64 [T]; None for the natural order."""
     cp = sizes[AXIS]
     return METHODS[run.context.method].order(run.data.seq_len, cp) if cp > 1 else None
 
 
 def problems(run, layout: Layout) -> list[str]:
-    """Why this layout cannot split sequences as its rules say; empty if it can, or if they split none.
+    """Return the reasons why this layout cannot split sequences as its rules say; empty if there are none.
 
-    Only AXIS splits sequences. The token order, attention and recurrences over shards, and the manual axes of a
-    pipeline assume it; over another axis each device would treat its shard as a whole sequence.
+    Only AXIS may split sequences. The token order, attention and recurrences over shards, and the manual axes of a
+    pipeline assume this. Over another axis each device would treat its shard as a whole sequence.
     """
     cp, rules_file = layout.sizes[AXIS], layout.rules.path
     T, method, faults = run.data.seq_len, run.context.method, []
@@ -217,11 +230,12 @@ def problems(run, layout: Layout) -> list[str]:
 
 
 def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable, str]:
-    """(attention function for `model.layers.Execution`, note on the choice; "" on CPUs for model.attention = "auto"
-    without a window).
+    """Return (the attention function for `model.layers.Execution`, a note on the choice).
 
-    platform: jax's name. gpu: its name in the hardware table. Raises: ValueError if model.attention names an engine
-    that cannot serve the run.
+    The note is "" on CPUs for model.attention = "auto" without a window. platform: jax's name. gpu: its name in the
+    hardware table.
+
+    Raises: ValueError if model.attention names an engine that cannot serve the run.
     """
     asked, cp = run.model.attention, layout.sizes[AXIS]
     against = _against(run, layout, platform, gpu)
@@ -232,7 +246,7 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     if name == "blockwise" and asked == "auto":
         why = [*dict.fromkeys(why + against["pallas"])]
     if platform not in GPU_PLATFORMS and asked == "auto":
-        why = []                # no note is shown there
+        why = []                # on these platforms no note is printed
     label = LABELS[name] + (f" ({left})" if (left := name == "mosaic" and _left_to_pallas(run)) else "")
     note = f"attention: {label}{_of(run)}" + (f", because {'; '.join(why)}" if why else "")
     made = RunAttention(functools.cache(partial(_engine, name, run, cp, gpu)),
@@ -241,7 +255,7 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
 
 
 def engine_name(run, layout: Layout, gpu: str, platform: str = GPU_PLATFORMS[0]) -> str:
-    """The engine that `choose` takes on these devices with current versions of all software; for cost estimates.
+    """Return the engine that `choose` takes on these devices with current versions of all software; for cost estimates.
 
     Raises: ValueError as `choose`.
     """
@@ -249,13 +263,16 @@ def engine_name(run, layout: Layout, gpu: str, platform: str = GPU_PLATFORMS[0])
 
 
 def _against(run, layout: Layout, platform: str, gpu: str) -> dict[str, list[str]]:
-    """Reasons why each engine cannot serve this run, whatever is installed."""
+    """Return the reasons why each engine cannot serve this run, regardless of the installed software."""
     return {"cudnn": _against_cudnn(run, layout, platform, gpu), "pallas": _against_pallas(run, layout, platform, gpu),
             "mosaic": _against_mosaic(run, layout, platform, gpu), "blockwise": []}
 
 
 def _chosen(asked: str, against: Mapping[str, list[str]], version: tuple[int, ...] = jax.__version_info__) -> str:
-    """The engine to use with this version of jax. Raises: ValueError if the requested one cannot serve the run."""
+    """Return the engine to use with this version of jax.
+
+    Raises: ValueError if the requested engine cannot serve the run.
+    """
     compared = lambda name: name != "mosaic" or version >= mosaic.AUTO_SINCE
     name = next(name for name in AUTO if not against[name] and compared(name)) if asked == "auto" else asked
     if against[name]:
@@ -265,7 +282,7 @@ def _chosen(asked: str, against: Mapping[str, list[str]], version: tuple[int, ..
 
 
 def _of(run) -> str:
-    """The window, for the note; "" if all layers see all earlier tokens."""
+    """Return the window for the note; "" if all layers attend to all earlier tokens."""
     within, count = window(run), sum(kind.mixer in pattern.WINDOWED for kind in pattern.kinds(run.model))
     if not within:
         return ""
@@ -277,35 +294,38 @@ def _engine(name: str, run, cp: int, gpu: str, head_dim: int, value_dim: int, sc
         return cudnn.engine(scores)
     if name == "mosaic" and mosaic.widths_of(head_dim, value_dim):
         return mosaic.engine(scores)
-    if name in ("pallas", "mosaic"):        # wide heads of some layers: `_left_to_pallas`
+    if name in ("pallas", "mosaic"):        # `_left_to_pallas`: layers with wide heads
         return pallas.engine(tiles.of(head_dim, gpu, bool(scores.softcap), value_dim), scores)
     if cp == 1 or run.context.method == "ulysses":
         return blockwise.engine(scores=scores)
-    # At least four blocks per chunk: the half-masked diagonal blocks are then 1/8 of the causal area of two chunks.
+    # At least four blocks per chunk, so that the half-masked diagonal blocks are 1/8 of the causal area of two chunks.
     chunk = run.data.seq_len // (2 * cp)
     return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))), scores)
 
 
 def attending(run) -> list:
-    """The [model] sections of the run's kinds of attention, of each mixer once."""
+    """Return the [model] section of each attention mixer that the run has."""
     present = {kind.mixer for kind in pattern.kinds(run.model)}
     return [run.model.of(mixer) for mixer in pattern.ATTENTION if mixer in present]
 
 
 def window(run) -> int:
-    """Tokens that a token sees in layers with a window, the most of any layer; 0: the whole sequence."""
+    """Return the number of tokens that a token attends to in layers with a window; 0 if that is the whole sequence.
+
+    With several windows it is the largest.
+    """
     present = {kind.mixer for kind in pattern.kinds(run.model)}
     found = [run.model.of(mixer).window for mixer in pattern.WINDOWED if mixer in present]
     return max((within for within in found if within < run.data.seq_len), default=0)
 
 
 def value_dim(cfg) -> int:
-    """The width of values of a [model] section."""
+    """Return the width of values of a [model] section."""
     return cfg.latent.kv_dim and cfg.latent.value_dim or cfg.head_dim
 
 
 def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
-    """Why no GPU kernel can serve this run."""
+    """Return the reasons why no GPU kernel can serve this run."""
     reasons = []
     if platform not in GPU_PLATFORMS:
         reasons.append(f"kernels run on GPUs, not on platform {platform!r}")
@@ -319,7 +339,7 @@ def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
 
 
 def _against_cudnn(run, layout: Layout, platform: str, gpu: str) -> list[str]:
-    """Why cuDNN's kernel, if installed, cannot serve this run; empty if it can."""
+    """Return the reasons why cuDNN's kernel, if installed, cannot serve this run; empty if it can."""
     reasons = _against_kernels(run, layout, platform)
     if gpu.startswith("mi"):
         reasons.append(f"cuDNN runs on NVIDIA's GPUs, not on {gpu}")
@@ -343,14 +363,14 @@ def _against_cudnn(run, layout: Layout, platform: str, gpu: str) -> list[str]:
 
 
 def _without_cudnn() -> list[str]:
-    """Why cuDNN's kernel is unavailable here; empty if it is available."""
+    """Return the reasons why cuDNN's kernel is unavailable here; empty if it is available."""
     if not _has_cudnn():
         return ["the cuDNN library is not installed (extra 'gpu')"]
     return ["this version of jax does not offer cuDNN's blocks"] if cudnn.engine() is None else []
 
 
 def _against_pallas(run, layout: Layout, platform: str, gpu: str) -> list[str]:
-    """Why the Pallas kernels cannot serve this run; empty if they can."""
+    """Return the reasons why the Pallas kernels cannot serve this run; empty if they can."""
     reasons = _against_kernels(run, layout, platform)
     widths = [(cfg.head_dim, value_dim(cfg)) for cfg in attending(run)]
     most = max((max(pair) for pair in widths), default=0)
@@ -362,7 +382,10 @@ def _against_pallas(run, layout: Layout, platform: str, gpu: str) -> list[str]:
 
 
 def _against_mosaic(run, layout: Layout, platform: str, gpu: str) -> list[str]:
-    """Why the Mosaic kernels cannot serve this run; empty if they can, if need be beside Pallas for wide heads."""
+    """Return the reasons why the Mosaic kernels cannot serve this run; empty if they can.
+
+    They can also serve a run in which the Pallas kernels compute some heads that are too wide for them.
+    """
     if platform in GPU_PLATFORMS and not mosaic.runs_on(hardware.GPUS.get(gpu)):
         return [f"the Mosaic kernels need Hopper's wgmma (h100, h200, gh200), which {gpu or 'this GPU'} does not have"]
     widths = sorted({(cfg.head_dim, value_dim(cfg)) for cfg in attending(run)})
@@ -373,7 +396,7 @@ def _against_mosaic(run, layout: Layout, platform: str, gpu: str) -> list[str]:
 
 
 def _left_to_pallas(run) -> str:
-    """Which heads the Pallas kernels compute where "mosaic" is asked for; "" if none."""
+    """Return a note on the heads that the Pallas kernels compute in a run with "mosaic"; "" if there are none."""
     wide = sorted({cfg.head_dim for cfg in attending(run) if not mosaic.widths_of(cfg.head_dim, value_dim(cfg))})
     return f"heads of {', '.join(map(str, wide))}: Pallas kernels" if wide else ""
 

@@ -1,11 +1,14 @@
 """Sliding-window attention over sequences in zigzag order.
 
-Of 2·cp chunks of c tokens, each attends to itself and to those 1 … D = ceil((window - 1) / c) before it. All devices
-have the same mask at one distance: none, except for the last one or two, whose queries begin a known number of tokens
-after the keys. So every device computes two blocks for each distance below cp and one beyond, where early chunks have
-no predecessor; none idles. Engines skip what is outside the window. The first d chunks have no chunk at distance d, and
-their results are discarded: D (D + 1) / 2 of 2·cp·D blocks if D < cp. The method (`ring`, `gather`) brings keys to
-queries, by a `ChunkExchange`. Call it where `context` is manual. Lengths T are local: 2 chunks.
+A sequence has 2·cp chunks of c tokens. Each chunk attends to itself and to the D = ceil((window - 1) / c) chunks before
+it; the chunk d places earlier is at distance d. All devices have the same mask at the same distance. There is no mask,
+except at the last one or two distances, where queries begin a fixed number of tokens after the keys. So every device
+computes two blocks for each distance below cp and one for each larger distance, at which early chunks have no
+predecessor. No device idles. Engines skip blocks outside the window. The first d chunks have no chunk at distance d,
+and their results are discarded: D (D + 1) / 2 of 2·cp·D blocks if D < cp.
+
+The method (`ring`, `gather`) moves keys to queries by a `ChunkExchange`. Call the functions where `context` is manual.
+Lengths T are local: 2 chunks.
 """
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ from meshtrain.parallel.context.zigzag import (AXIS, add, choose, gather, halves
 
 
 class Distances(NamedTuple):
-    """`count` consecutive distances from `first` on with one mask. early: whether early chunks have keys there, too."""
+    """`count` consecutive distances from `first` on that have the same mask.
+
+    early: whether early chunks, too, have keys at these distances.
+    """
     first: int
     count: int
     early: bool
@@ -34,8 +40,13 @@ class Distances(NamedTuple):
 class ChunkExchange(NamedTuple):
     """How (early, late) pairs of chunk data move between devices.
 
-    start(pair) -> travelling. receive(travelling, d, last) -> (data of the chunks at distance d, travelling to d + 1).
-    add(sums, pair, d) -> sums with gradients for the chunks at distance d added, for d = 1, 2, …; sums begin as None.
+    start(pair) -> travelling.
+
+    receive(travelling, d, last) -> (data of the chunks at distance d, travelling to d + 1).
+
+    add(sums, pair, d) -> sums, with gradients for the chunks at distance d added, for d = 1, 2, …. The first sums are
+    None.
+
     collect(sums, D) -> pair: the gradients of each device's own chunks. D: the last distance.
     """
     start: Callable
@@ -45,9 +56,9 @@ class ChunkExchange(NamedTuple):
 
 
 def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
-    """All distances at which any key is visible, nearest first."""
+    """Return all distances at which any key is visible, nearest first, in groups with the same mask."""
     last = min(-(-(mask.window - 1) // chunk), 2 * cp - 1)
-    free = mask.window // chunk - 1         # up to this distance whole chunks are visible
+    free = mask.window // chunk - 1         # whole chunks are visible up to this distance
     kind = lambda d: (d < cp, mask._replace(causal=False, window=0) if d <= free else
                       mask._replace(causal=False, ahead=d * chunk))
     grouped = [(key, list(those)) for key, those in itertools.groupby(range(1, last + 1), kind)]
@@ -55,7 +66,7 @@ def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
 
 
 def forward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH, segments_BT):
-    """o [B, T, N, H] and lse [B, T, N] of these queries over all visible keys, float32."""
+    """Return o [B, T, N, H] and lse [B, T, N] of these queries over all visible keys, float32."""
     q, k, v, segments = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT))
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     sums = tuple(engine.forward(*own, mask) for own in zip(q, k, v, segments, segments))
@@ -77,7 +88,7 @@ def forward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH,
 
 
 def backward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
-    """dq, dk, dv of this device's tokens, float32."""
+    """Return dq, dk, dv of this device's tokens, float32."""
     q, k, v, segments, o, lse, do = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT, *out))
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     own = [engine.backward(*of_half, mask) for of_half in zip(q, k, v, segments, segments, o, lse, do)]
@@ -90,7 +101,7 @@ def backward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH
         def summands(half):
             k, v, z = received[half]
             grads = engine.backward(q[half], k, v, segments[half], z, o[half], lse[half], do[half], of.mask)
-            # Select, do not multiply: keys that the forward never saw may give infinities.
+            # Select, do not multiply: keys that the forward never attended to may give infinities.
             return jax.tree.map(lambda grad: jnp.where(_number(half, i, cp) >= d, grad, 0.0), grads)
         late = summands(1)
         early = summands(0) if of.early else jax.tree.map(jnp.zeros_like, late)
@@ -107,13 +118,16 @@ def backward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH
 
 
 def _number(half: int, i, cp: int):
-    """The index of device i's early (0) or late (1) chunk in the sequence."""
+    """Return the index in the sequence of device i's early (half = 0) or late (half = 1) chunk."""
     return 2 * cp - 1 - i if half else i
 
 
 def _through(steps: list[Distances], visit, carry):
-    """Apply visit(carry, d, distances, last) at all distances. Equal ones are one scan, except for the first, which
-    initializes the sums, and the last, which sends nothing on."""
+    """Apply visit(carry, d, distances, last) at all distances and return the carry.
+
+    Distances with the same mask are one scan, except for the first distance, which initializes the sums, and the last,
+    which sends nothing on.
+    """
     last = steps[-1].first + steps[-1].count - 1 if steps else 0
     for of in steps:
         between = range(max(of.first, 2), min(of.first + of.count, last))
@@ -146,23 +160,24 @@ def _return_sums(sums, D):
 
 
 def _send_on(pair, back: bool = False):
-    """Send each chunk's data to the device of the next (or previous) chunk; the sequence wraps around."""
+    """Send each chunk's data to the device of the next (or previous) chunk. The sequence wraps around."""
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     send = lambda tree, by: jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(n, (n + by) % cp) for n in range(cp)]), tree)
     early, late = pair
     ahead, behind = send(early, -1 if back else 1), send(late, 1 if back else -1)
-    # The middle chunks share a device, and so do the first and the last: these swap locally.
+    # The middle two chunks share a device, and so do the first and the last. These pairs swap without communication.
     turn_early, turn_late = (cp - 1, 0) if back else (0, cp - 1)
     return choose(i == turn_early, late, ahead), choose(i == turn_late, early, behind)
 
 
-# Ring permutes: keys move to the device of the sequence's next chunk, early ones forward and late ones back, both
-# turning at the ends. Gradient sums travel with their keys and return the shorter way.
+# Ring permutes. Keys move to the device of the sequence's next chunk: early chunks go forward, late ones back, and both
+# turn around at the ends. Gradient sums travel with their keys and return by the shorter way.
 RING = ChunkExchange(_send_on, _receive_from_neighbour, _add_travelling, _return_sums)
 
 
 def _place(half, d):
-    """Position in the gathered sequence of the chunk at distance d; of the first chunk if there is none."""
+    """Return the position in the gathered sequence of the chunk at distance d, or of the first chunk if there is none.
+    """
     return place(jnp.maximum(_number(half, lax.axis_index(AXIS), lax.axis_size(AXIS)) - d, 0))
 
 

@@ -1,8 +1,9 @@
 """All-gather attention: every device gathers K and V of the whole sequence (Llama 3, arXiv:2407.21783, 3.3.2).
 
 In zigzag order every device has 2·cp-1 unmasked chunk × chunk blocks and two on the diagonal, so the load is balanced.
-Per layer the forward gathers K and V; the backward gathers them again and reduce-scatters dK and dV in float32. K and V
-of the whole sequence are held for one layer at a time. Call it where `context` is manual. T is local: 2 chunks.
+Per layer the forward gathers K and V. The backward gathers them again and reduce-scatters dK and dV in float32. K and V
+of the whole sequence are held for one layer at a time. Call the functions where `context` is manual. T is local: 2
+chunks.
 """
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ __all__ = ["backward", "forward", "order"]
 
 
 def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
-    """o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
+    """Return o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
     if (mask := mask.within(lax.axis_size(AXIS) * q_BTNH.shape[1])).window:
         return band.forward(engine, mask, band.GATHERED, q_BTNH, k_BTKH, v_BTKH, segments_BT)
     own = Keys(k_BTKH, v_BTKH, segments_BT)
@@ -36,7 +37,7 @@ class Keys(NamedTuple):
 
 
 def attend_gathered(engine, mask: Mask, q_BTNH, own: Keys, every: Keys):
-    """`forward` without a window, given the keys of the whole sequence, too."""
+    """Return the result of `forward` without a window. every: the keys of the whole sequence, already gathered."""
     i, cp, whole = lax.axis_index(AXIS), lax.axis_size(AXIS), mask._replace(causal=False)
     (q0, q1), (k0, k1), (v0, v1), (s0, s1) = map(halves, (q_BTNH, *own))
     K, V, Z = every
@@ -56,7 +57,7 @@ def attend_gathered(engine, mask: Mask, q_BTNH, own: Keys, every: Keys):
 
 
 def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
-    """dq, dk, dv of this device's tokens, float32."""
+    """Return dq, dk, dv of this device's tokens, float32."""
     if (mask := mask.within(lax.axis_size(AXIS) * q_BTNH.shape[1])).window:
         return band.backward(engine, mask, band.GATHERED, q_BTNH, k_BTKH, v_BTKH, segments_BT, out)
     own = Keys(k_BTKH, v_BTKH, segments_BT)
@@ -65,7 +66,8 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
 
 
 def gradients_gathered(engine, mask: Mask, q_BTNH, own: Keys, every: Keys, out: Output):
-    """The backward of `attend_gathered`: dq, and dK and dV of the whole sequence from these queries, float32."""
+    """Return the gradients of `attend_gathered`, float32: dq, and dK and dV of the whole sequence from these queries.
+    """
     i, cp, whole = lax.axis_index(AXIS), lax.axis_size(AXIS), mask._replace(causal=False)
     early, late = zip(*map(halves, (q_BTNH, own.segments_BS, *out)))
     (k0, k1), (v0, v1) = halves(own.k_BSKH), halves(own.v_BSKV)
@@ -94,9 +96,9 @@ def gradients_gathered(engine, mask: Mask, q_BTNH, own: Keys, every: Keys, out: 
 
 
 def _nth(n, i):
-    """Device i's n-th unmasked block of 2·cp-1: (whether its queries are the early ones, position of its keys).
+    """Return device i's n-th of 2·cp-1 unmasked blocks: (whether its queries are the early ones, position of its keys).
 
-    Early queries see chunks 0 … i-1, late ones 0 … 2·cp-2-i.
+    Early queries attend to chunks 0 … i-1, late ones to 0 … 2·cp-2-i.
     """
     first = n < i
     return first, place(jnp.where(first, n, n - i))

@@ -1,10 +1,12 @@
 """Attention by latents: keys and values are expanded from a narrow latent by the devices that attend to them.
 
-Each token has a latent of C numbers, from which every head's key and value are products, and R rotated numbers that end
-the keys of all heads (MLA, arXiv:2405.04434). Where sequences are split, latents are gathered whatever the method,
-C + R numbers a token (576 in DeepSeek-V3) instead of N·(H + V) (40,960). In zigzag order every device then expands the
-whole sequence for its queries, as in `gather`; with `ulysses` only for the heads that it attends to. The forward keeps
-the latents alone, and the backward expands again. dc and dr are reduce-scattered in float32. Knows no model.
+Each token has a latent of C numbers. Every head's key and value are products of the latent with weights. Each token
+also has R rotated numbers, with which the keys of all heads end (MLA, arXiv:2405.04434).
+
+If sequences are split, latents are gathered with every method: C + R numbers a token (576 in DeepSeek-V3) instead of
+N·(H + V) (40,960). In zigzag order every device then expands the whole sequence for its queries, as in `gather`. With
+`ulysses` it expands only the heads that it attends to. The forward saves only the latents, and the backward expands
+them again. dc and dr are reduce-scattered in float32. This module knows no model.
 """
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from meshtrain.sharding.rules import Layout
 class LatentMethod(NamedTuple):
     """A method for `attention.attend` whose operands are queries, latents, rotated keys, two weights and segments.
 
-    method: a module of `attention.METHODS`; None: sequences are whole.
+    method: a module of `attention.METHODS`; None if sequences are not split.
     """
     engine: Engine
     method: ModuleType | None
@@ -48,22 +50,26 @@ class LatentMethod(NamedTuple):
 
         def local(*args):
             dq, latents, weights = _backward(self.engine, self.method, mask, *args)
-            # of this device's heads so far: B·T·(C + R) numbers, all-reduced in float32
+            # latents: only from this device's heads so far. An all-reduce sums B·T·(C + R) numbers in float32.
             latents = tuple(psum(d, split_heads) for d in latents) if split_heads else latents
             return dq, latents, tuple(dw[None] for dw in weights)
         operands, heads, weight = self._specs(layout)
         dq, latents, dws = on_shards(local, (*operands, (heads,) * 3), (*operands[:2], (weight, weight)))(
             q_BTNH, (c_BTC, r_BTR), tuple(map(self.gather, weights)), segments_BT, rest[3:])
-        # One summand a device, added in float32 by XLA: a reduce-scatter where `place` shards the sum.
+        # Each device has one summand. XLA adds them in float32, by a reduce-scatter if `place` shards the sum.
         return dq, *latents, *(self.place(dw.sum(0)) for dw in dws)
 
     def _specs(self, layout: Layout):
-        """(of queries, latents, weights and segments, of arrays [B, T, N, …], of weight gradients with a leading dim of
-        devices)."""
+        """Return the specs of the operands, of arrays [B, T, N, …], and of weight gradients with a leading dim of
+        devices.
+
+        The operands are queries, latents, weights and segments.
+        """
         seq = None if self.method is None else "seq"
         act = lambda *axes: layout.spec("activations", ("batch", seq, *axes))
-        # A device multiplies whole latents with the heads of its queries: what else splits a weight (generation splits
-        # the embedding dim) is gathered here, and heads that [activations] alone splits are cut out.
+        # A device multiplies whole latents with the heads of its queries. Other axes that split a weight (generation
+        # splits the embedding dim) are gathered here. If [activations] alone splits heads, each device takes its slice
+        # of them.
         weight = layout.spec("activations", (None, "heads", None))
         tokens = [axis for name in ("batch", seq) for axis in layout.mesh_axes("activations", name)]
         operands = act("heads"), (act(), act()), (weight, weight), act()
@@ -74,14 +80,14 @@ class LatentMethod(NamedTuple):
 
 
 def _expanded(c_BSC, r_BSR, key_CNH, value_CNV):
-    """Keys, which end in r, and values of all heads of the weights."""
+    """Return keys, which end with r, and values of all heads of the weights."""
     k_BSNH = products.einsum("BSC,CNH->BSNH", c_BSC, key_CNH)
     r_BSNR = jnp.broadcast_to(r_BSR[:, :, None], (*k_BSNH.shape[:3], r_BSR.shape[2]))
     return jnp.concatenate([k_BSNH, r_BSNR], -1), products.einsum("BSC,CNV->BSNV", c_BSC, value_CNV)
 
 
 def _contracted(c_BSC, key_CNH, value_CNV, dk_BSNH, dv_BSNV):
-    """The backward of `_expanded`: (dc, dr), (dkey, dvalue), float32."""
+    """Return the gradients of `_expanded`: (dc, dr), (dkey, dvalue), float32."""
     H, dtype = key_CNH.shape[2], c_BSC.dtype
     dr_BSR = dk_BSNH[..., H:].sum(2, dtype=jnp.float32)
     dk_BSNH, dv_BSNV = dk_BSNH[..., :H].astype(dtype), dv_BSNV.astype(dtype)    # operands in the compute dtype
@@ -91,19 +97,19 @@ def _contracted(c_BSC, key_CNH, value_CNV, dk_BSNH, dv_BSNV):
 
 
 def _own_heads(w):
-    """The share of the heads that `ulysses.whole_sequence` leaves on this device."""
+    """Return the heads of w that `ulysses.whole_sequence` leaves on this device."""
     count = w.shape[1] // lax.axis_size(AXIS)
     return lax.dynamic_slice_in_dim(w, lax.axis_index(AXIS) * count, count, 1)
 
 
 def _own_tokens(every: gather.Keys) -> gather.Keys:
-    """The part of the gathered keys that is this device's."""
+    """Return the part of the gathered keys that belongs to this device's tokens."""
     T = every.segments_BS.shape[1] // lax.axis_size(AXIS)
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * T, T, 1), every)
 
 
 def _forward(engine, method, mask, q_BTNH, latents, weights, segments_BT):
-    """o, lse of these queries over the keys of all devices, float32."""
+    """Return o, lse of these queries over the keys of all devices, float32."""
     if method is None:
         k, v = _expanded(*latents, *weights)
         return engine.forward(q_BTNH, k, v, segments_BT, segments_BT, mask.within(q_BTNH.shape[1]))
@@ -118,8 +124,10 @@ def _forward(engine, method, mask, q_BTNH, latents, weights, segments_BT):
 
 
 def _backward(engine, method, mask, q_BTNH, latents, weights, segments_BT, out):
-    """dq, (dc, dr) of this device's tokens and (dkey, dvalue), which are to be summed over devices. out: o, lse,
-    do."""
+    """Return dq, (dc, dr) of this device's tokens, and (dkey, dvalue), which the caller sums over devices.
+
+    out: o, lse, do.
+    """
     if method is None:
         k, v = _expanded(*latents, *weights)
         dq, dk, dv = engine.backward(q_BTNH, k, v, segments_BT, segments_BT, *out, mask.within(q_BTNH.shape[1]))
@@ -132,7 +140,7 @@ def _backward(engine, method, mask, q_BTNH, latents, weights, segments_BT, out):
         dq, dk, dv = engine.backward(q, *_expanded(*latents, *own), segments, segments, *out, mask)
         dq = ulysses.all_heads(dq.astype(q.dtype))
         dlatents, dweights = _contracted(latents[0], *own, dk, dv)
-        # zeros for the heads of other devices, which have their own
+        # zeros for the heads of other devices, which compute their own gradients
         first = lax.axis_index(AXIS) * own[0].shape[1]
         dweights = tuple(lax.dynamic_update_slice_in_dim(jnp.zeros(w.shape, jnp.float32), dw, first, 1)
                          for w, dw in zip(weights, dweights))

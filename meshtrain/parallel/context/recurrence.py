@@ -1,9 +1,9 @@
-"""Linear attention on a mesh: the recurrence and its short convolution, of sequences that `context` may split.
+"""Linear attention on a mesh: the recurrence and its short convolution, on sequences that `context` may split.
 
-A device has runs of consecutive tokens: two in zigzag order, one in natural order. What a run does to a state is a
-matrix M and a summand X, which do not grow with its length; each device gathers those of all runs and composes the ones
-before its own (as LASP-2, arXiv:2502.07563, but with M, which the delta rule needs). The convolution needs the W - 1
-tokens before each run. Both directions are explicit; nothing is differentiated through a shard_map.
+A device has runs of consecutive tokens: two in zigzag order, one in natural order. A run changes the state S to M S +
+X. The matrix M and the summand X do not grow with the run's length. Each device gathers M and X of all runs and
+composes those before its own (as in LASP-2, arXiv:2502.07563, but with M, which the delta rule needs). The convolution
+needs the W - 1 tokens before each run. Forward and backward are explicit: jax differentiates no shard_map.
 """
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ CHANNEL_AXES = ("kv_heads", "kv_heads", "heads")        # of q, k and v
 class LinearAttention(NamedTuple):
     """The functions that recurrent mixers call.
 
-    convolve(layout, xs, ws, segments_BT, axes=CHANNEL_AXES) -> ys; recur(layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN,
-    segments_BT) -> o_BTNV. note: on the choice, for the log; "" on CPUs.
+    convolve(layout, xs, ws, segments_BT, axes=CHANNEL_AXES) -> ys. recur(layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN,
+    segments_BT) -> o_BTNV. note: a log line about the choice; "" on CPUs.
     """
     convolve: Callable
     recur: Callable
@@ -40,8 +40,10 @@ class LinearAttention(NamedTuple):
 
 
 def choose(run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention | None:
-    """The functions for this run; None without recurrent mixers. platform: jax's name. gpu: its name in the hardware
-    table."""
+    """Return the functions for this run; None without recurrent mixers.
+
+    platform: jax's name. gpu: its name in the hardware table.
+    """
     if not present(run):
         return None
     runs = TokenRuns(0) if layout.sizes[AXIS] == 1 else TokenRuns(1 if run.context.method == "ulysses" else 2)
@@ -53,12 +55,12 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention
 
 
 def engine_name(run, gpu: str) -> str:
-    """xla or pallas: what `choose` takes on these GPUs; for cost estimates."""
+    """Return "xla" or "pallas": the engine that `choose` takes on these GPUs; for cost estimates."""
     return "xla" if _against_kernels(run, GPU_PLATFORMS[0], gpu) else "pallas"
 
 
 def _against_kernels(run, platform: str, gpu: str) -> list[str]:
-    """Why the Pallas kernels cannot serve this run; empty if they can."""
+    """Return the reasons why the Pallas kernels cannot serve this run; empty if they can."""
     reasons, chip = [], hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
     if platform not in GPU_PLATFORMS:
         reasons.append(f"kernels run on GPUs, not on platform {platform!r}")
@@ -75,12 +77,12 @@ def _against_kernels(run, platform: str, gpu: str) -> list[str]:
 
 
 def present(run) -> bool:
-    """Whether the model has recurrent mixers."""
+    """Return whether the model has recurrent mixers."""
     return pattern.share(run.model, mixers=pattern.RECURRENT) > 0
 
 
 def problems(run, layout: Layout) -> list[str]:
-    """Why this layout cannot run the model's recurrent mixers; empty if it can."""
+    """Return the reasons why this layout cannot run the model's recurrent mixers; empty if it can."""
     faults, cp, T, width = [], layout.sizes[AXIS], run.data.seq_len, run.model.linear.conv_width
     if not present(run):
         return []
@@ -100,8 +102,11 @@ def problems(run, layout: Layout) -> list[str]:
 
 
 class TokenRuns(NamedTuple):
-    """The runs of a sequence on each device, in the order of its tokens: 0: no context axis, 1: run i on device i, 2:
-    runs i and 2·cp-1-i (zigzag). Inside, each run is a row: [B, T, …] <-> [B·runs, T / runs, …]."""
+    """The runs of consecutive tokens that each device has of a sequence.
+
+    per_device: 0 without a context axis; 1: device i has run i; 2: device i has runs i and 2·cp-1-i (zigzag). Inside
+    the recurrence each run is a row: [B, T, …] <-> [B·runs, T / runs, …].
+    """
     per_device: int
 
     def rows(self, x):
@@ -111,9 +116,9 @@ class TokenRuns(NamedTuple):
         return x if self.per_device < 2 else x.reshape(-1, x.shape[1] * self.per_device, *x.shape[2:])
 
     def tails_before(self, x, fill):
-        """From the last tokens of each row [B·runs, S, …] those of the run before it, `fill` before the first.
+        """Return, for each row, the last tokens of the run before it; `fill` before the first run.
 
-        Sends S tokens to each neighbour.
+        x: the last tokens of each row [B·runs, S, …]. Each device sends S tokens to each neighbour.
         """
         if not self.per_device:
             return jnp.full_like(x, fill)
@@ -121,15 +126,17 @@ class TokenRuns(NamedTuple):
         early, *late = jnp.moveaxis(self._of_runs(x), 1, 0)
         before = [jnp.where(i == 0, jnp.full_like(x[0], fill), lax.ppermute(early, AXIS, [
             (j, j + 1) for j in range(cp - 1)]))]
-        for own in late:        # run 2·cp-1-i follows one of device i + 1; the last device's follows its early one
+        # Run 2·cp-1-i follows a run of device i + 1. On the last device it follows the device's own early run.
+        for own in late:
             sent = lax.ppermute(own, AXIS, [(j + 1, j) for j in range(cp - 1)])
             before.append(jnp.where(i == cp - 1, early, sent))
         return jnp.stack(before, 1).reshape(x.shape)
 
     def across(self, M, X, reverse: bool):
-        """The state before each row of this device, or after it if reverse, from all runs' S' = M S + X, float32.
+        """Return the state before each row of this device, or after it if `reverse`, float32.
 
-        Gathers M and X of a sequence's runs: 2·cp·B·N·H·(H + V)·4 bytes in zigzag order, whatever its length.
+        A run maps the state S to M S + X. An all-gather moves M and X of a sequence's runs: 2·cp·B·N·H·(H + V)·4 bytes
+        in zigzag order, whatever the sequence's length.
         """
         cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
         matrix = M.ndim == X.ndim
@@ -156,9 +163,10 @@ class TokenRuns(NamedTuple):
 
 
 def convolve(runs: TokenRuns, layout: Layout, xs, ws, segments_BT, axes=CHANNEL_AXES):
-    """Each x [B, T, heads, d] with its weights [W, heads, d], causal and within segments; no bias, no activation.
+    """Convolve each x [B, T, heads, d] with its weights [W, heads, d], causally and within segments.
 
-    axes: logical axis of each x's heads. Sums and weight gradients are float32; each y has its x's dtype.
+    There is no bias and no activation. axes: logical axis of each x's heads. Sums and weight gradients are float32.
+    Each y has the dtype of its x.
     """
     return _convolve(runs, layout, axes, xs, ws, segments_BT)
 
@@ -190,7 +198,7 @@ def _convolve_backward(runs, layout, axes, saved, dys):
 
     def local(xs, ws, segments_BT, dys):
         dxs, dws = jax.vjp(lambda xs, ws: _convolve_shard(runs, xs, ws, segments_BT), xs, ws)[1](dys)
-        # W·heads·d float32 each; over manual axes the caller of the manual region sums, as for all weights.
+        # W·heads·d float32 numbers each. The caller of a manual region sums over its manual axes, as for all weights.
         return dxs, tuple(psum(dw, over) for dw in dws) if over else dws
     return *on_shards(local, (tokens, weights, rows, tokens), (tokens, weights))(*saved, dys), None
 
@@ -208,12 +216,15 @@ def _convolution_specs(layout: Layout, axes):
 
 
 class Recurrence(NamedTuple):
-    """engine: `kernels.recurrence.recurrence`, or a function like it, on the runs of each device."""
+    """The recurrence on the token runs of each device.
+
+    engine: `kernels.recurrence.recurrence`, or a function like it.
+    """
     engine: Callable
     runs: TokenRuns
 
     def shard(self, inputs, segments_BT, states_ZBNHV=None):
-        """(o, the states before chunks) of this device's inputs (q, k, v, g, beta)."""
+        """Return (o, the states before chunks) for this device's inputs (q, k, v, g, beta)."""
         runs, start, across = self.runs, None, None
         segments = runs.rows(segments_BT)
         if runs.per_device:
@@ -225,7 +236,10 @@ class Recurrence(NamedTuple):
 
 
 def recur(of: Recurrence, layout: Layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT):
-    """The recurrence over whole sequences, within segments -> o_BTNV; arguments as of `kernels.recurrence`."""
+    """Return o_BTNV of the recurrence over whole sequences, within segments.
+
+    Arguments are those of `kernels.recurrence`.
+    """
     return _recur(of, layout, (q_BTKH, k_BTKH, v_BTNV, g, beta_BTN), segments_BT)
 
 
@@ -241,7 +255,7 @@ def _recur_with_states(of, layout, inputs, segments_BT):
 
 def _recur_forward(of, layout, inputs, segments_BT):
     o_BTNV, states_ZBNHV = _recur_with_states(of, layout, inputs, segments_BT)
-    # Named, so that remat can save them: with the states the backward repeats neither the scan nor its gathers.
+    # Named, so that remat can save the states. With them the backward repeats neither the scan nor its gathers.
     states_ZBNHV = checkpoint_name(states_ZBNHV, "linear_states")
     return checkpoint_name(o_BTNV, "linear_o"), (inputs, segments_BT, states_ZBNHV)
 
@@ -257,7 +271,7 @@ _recur.defvjp(_recur_forward, _recur_backward)
 
 
 def _recurrence_specs(layout: Layout):
-    """Specs of (q, k, v, g, beta), segments, o, and the states [Z, B, N, H, V]."""
+    """Return the specs of (q, k, v, g, beta), segments, o, and the states [Z, B, N, H, V]."""
     of = partial(layout.spec, "activations")
     kv, heads, rows = of(("batch", "seq", "kv_heads")), of(("batch", "seq", "heads")), of(("batch", "seq"))
     return (kv, kv, heads, heads, heads), rows, heads, of(("seq", "batch", "heads"))

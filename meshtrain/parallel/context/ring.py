@@ -1,11 +1,13 @@
-"""Ring attention: keys and values rotate around `context` while the present blocks are computed (arXiv:2310.01889).
+"""Ring attention: keys and values rotate around `context` while each device computes its blocks (arXiv:2310.01889).
 
-In zigzag order, with the keys of an earlier device j < i, (early q, early k) and (late q, early k) are live; with those
-of a later one, (late q, early k) and (late q, late k); all whole chunk × chunk blocks. So each device computes two
-blocks a step, selected by `where`, without masks, branches or idle devices. Per layer the forward sends K and V cp-1
-times; the backward as often, and dK and dV cp times in float32 (segment ids not counted; if the model casts dK and dV
-to bf16 next, XLA on GPUs casts before the last hop and halves it). Call it where `context` is manual. T is local: 2
-chunks.
+In zigzag order two pairs of chunks are visible at each step. With the keys of an earlier device j < i, they are (early
+q, early k) and (late q, early k). With the keys of a later device, they are (late q, early k) and (late q, late k). All
+are whole chunk × chunk blocks. So each device computes two blocks a step, selected by `where`, without masks, branches
+or idle devices.
+
+Per layer the forward sends K and V cp-1 times. The backward sends them as often, and dK and dV cp times in float32,
+without counting segment ids. If the model casts dK and dV to bf16 next, XLA on GPUs casts before the last hop, which
+halves its bytes. Call the functions where `context` is manual. T is local: 2 chunks.
 """
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ __all__ = ["backward", "forward", "order"]
 
 
 def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
-    """o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
+    """Return o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
         return band.forward(engine, mask, band.RING, q_BTNH, k_BTKH, v_BTKH, segments_BT)
@@ -53,9 +55,9 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
 
 
 def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
-    """dq, dk, dv of this device's tokens, float32.
+    """Return dq, dk, dv of this device's tokens, float32.
 
-    The sums of dK and dV travel one step behind their keys, and take one more hop to return home.
+    The sums of dK and dV travel one step behind their keys, and need one more hop to return to the keys' device.
     """
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
@@ -91,6 +93,6 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
 
 
 def _pass_on(tree):
-    """Send every leaf one device further."""
+    """Send every leaf to the next device."""
     cp = lax.axis_size(AXIS)
     return jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % cp) for i in range(cp)]), tree)

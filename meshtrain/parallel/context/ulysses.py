@@ -1,9 +1,9 @@
-"""Ulysses attention: all-to-alls from a sequence shard with all heads to the whole sequence with a shard of the heads,
-and back for the output (arXiv:2309.14509).
+"""Ulysses attention: all-to-alls from sequence shards with all heads to whole sequences with a shard of the heads.
 
-Tokens keep their natural order. K and V heads that cp does not divide are repeated, and their gradients summed. Per
-layer the forward sends (cp-1)/cp of Q, K, V and O; the backward of Q, K, V, O, dO, lse and, in the compute dtype, dQ,
-dK, dV. Call it where `context` is manual. N and K are the heads of this tensor shard; N is a multiple of cp.
+Another all-to-all returns the output (arXiv:2309.14509). Tokens keep their natural order. If cp does not divide the
+number of K and V heads, they are repeated, and their gradients are summed. Per layer the forward sends (cp-1)/cp of Q,
+K, V and O. The backward sends (cp-1)/cp of Q, K, V, O, dO, lse and, in the compute dtype, dQ, dK, dV. Call the
+functions where `context` is manual. N and K are the heads of this tensor shard. N is a multiple of cp.
 """
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["backward", "forward", "order"]
 
 
 def order(length: int, cp: int) -> np.ndarray:
-    """The natural order."""
+    """Return the natural order, int64 [length]."""
     del cp
     return np.arange(length)
 
 
 def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
-    """o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
+    """Return o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
     k_BTKH, v_BTKH = (_repeated(x, lax.axis_size(AXIS)) for x in (k_BTKH, v_BTKH))
     q, k, v = (whole_sequence(x) for x in (q_BTNH, k_BTKH, v_BTKH))
     segments = gather(segments_BT)
@@ -35,7 +35,7 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
 
 
 def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
-    """dq, dk, dv of this device's tokens."""
+    """Return dq, dk, dv of this device's tokens. dk and dv are float32; dq has the compute dtype."""
     cp = lax.axis_size(AXIS)
     K = k_BTKH.shape[2]
     sent = (q_BTNH, _repeated(k_BTKH, cp), _repeated(v_BTKH, cp), *out)
@@ -48,16 +48,19 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
 
 
 def _repeated(x_BTKH, cp: int):
-    """Repeat each key/value head until cp divides their number; copies are adjacent, so query groups stay whole."""
+    """Repeat each key/value head until cp divides the number of heads.
+
+    Copies are adjacent, so query groups stay together.
+    """
     K = x_BTKH.shape[2]
     return jnp.repeat(x_BTKH, cp // math.gcd(K, cp), axis=2)
 
 
 def whole_sequence(x):
-    """[B, T, N, …] of this device's tokens -> [B, cp·T, N/cp, …] of its heads."""
+    """All-to-all [B, T, N, …] of this device's tokens -> [B, cp·T, N/cp, …] of this device's heads."""
     return lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
 
 
 def all_heads(x):
-    """Inverse of `whole_sequence`."""
+    """All-to-all [B, cp·T, N/cp, …] -> [B, T, N, …], the inverse of `whole_sequence`."""
     return lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)

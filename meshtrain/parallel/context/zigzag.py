@@ -1,8 +1,8 @@
-"""The zigzag order: of a sequence's 2·cp chunks, device i holds chunks i and 2·cp-1-i.
+"""The zigzag order: device i holds chunks i and 2·cp-1-i of a sequence's 2·cp chunks.
 
-It balances causal attention, and only diagonal blocks are partly masked (named in arXiv:2404.10830; Megatron and Llama
-3 use it). Applied once, when a batch is placed: tokens, targets, positions and segment ids are permuted alike, and
-later code does not depend on it.
+It balances causal attention, and only diagonal blocks are partly masked. (The name is from arXiv:2404.10830; Megatron
+and Llama 3 use this order.) It is applied once, when a batch is placed: tokens, targets, positions and segment ids are
+permuted in the same way. Code after that does not depend on the order.
 """
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-AXIS = "context"        # of the mesh: what splits sequences
+AXIS = "context"        # the mesh axis that splits sequences
 
 
 def order(length: int, cp: int) -> np.ndarray:
-    """int64 [length]: the token at each position. length is a multiple of 2·cp."""
+    """Return the token at each position, int64 [length]. length must be a multiple of 2·cp."""
     chunks = np.arange(length).reshape(2 * cp, -1)
     return np.concatenate([chunks[[i, 2 * cp - 1 - i]].ravel() for i in range(cp)])
 
 
 def halves(x):
-    """A device's [B, 2c, …] as its early and late chunk, each [B, c, …]."""
+    """Split a device's [B, 2c, …] into its early and late chunk, each [B, c, …]."""
     c = x.shape[1] // 2
     return x[:, :c], x[:, c:]
 
@@ -55,17 +55,17 @@ def scatter(x):
 
 
 def place(chunk):
-    """The position of a chunk among those of a gathered sequence."""
+    """Return the position of a chunk among the chunks of a gathered sequence."""
     cp = lax.axis_size(AXIS)
     return jnp.where(chunk < cp, 2 * chunk, 2 * (2 * cp - 1 - chunk) + 1)
 
 
 def take(x, at):
-    """The chunk at this position of a gathered sequence."""
+    """Return the chunk at this position of a gathered sequence."""
     size = x.shape[1] // (2 * lax.axis_size(AXIS))
     return lax.dynamic_slice_in_dim(x, at * size, size, 1)
 
 
 def add(x, summand, at):
-    """Add to the chunk at this position of a gathered sequence."""
+    """Return a gathered sequence with `summand` added to the chunk at this position."""
     return lax.dynamic_update_slice_in_dim(x, take(x, at) + summand, at * summand.shape[1], 1)

@@ -1,1 +1,1 @@
-"""Expert parallelism: dispatch of tokens to the devices of their experts, and the return of the outputs."""
+"""Expert parallelism: tokens are dispatched to the devices of their experts, and the outputs are returned."""

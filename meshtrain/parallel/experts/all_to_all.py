@@ -1,10 +1,11 @@
-"""Token dispatch by all-to-alls of fixed size; overflow is sent in further rounds, so no token is dropped.
+"""Token dispatch by all-to-alls of fixed size. Overflow is sent in further rounds, so no token is dropped.
 
-Each device sends each other one a buffer of CAPACITY_FACTOR times the balanced load. A round moves
-CAPACITY_FACTOR·K·T·D·(n-1)/n elements each way: less than a gather from n = CAPACITY_FACTOR·K shards on. All devices
-run as many rounds as the pair with the most tokens needs.
-Sources: arXiv:2006.16668 (GShard), which drops what overflows; XLA's ragged all-to-all is slow or wrong on GPUs
-(openxla/xla 33386, marin 8077).
+Each device sends each other device a buffer of CAPACITY_FACTOR times the balanced load. A round moves
+CAPACITY_FACTOR·K·T·D·(n-1)/n elements each way. This is less than an all-gather if there are more than
+CAPACITY_FACTOR·K shards. All devices run as many rounds as the pair with the most tokens needs.
+
+Sources: arXiv:2006.16668 (GShard), which drops overflow. XLA's ragged all-to-all is slow or wrong on GPUs (openxla/xla
+33386, marin 8077).
 """
 from __future__ import annotations
 
@@ -21,22 +22,25 @@ CAPACITY_FACTOR = 1.25
 
 
 class AllToAll:
-    """The assignments of this device's tokens, sorted by the device of their expert. axes: mesh axes that split the
-    experts into num_shards of e each."""
+    """The assignments of this device's tokens, sorted by the device of their expert.
+
+    axes: the mesh axes that split the experts into num_shards shards of e experts each.
+    """
 
     def __init__(self, axes: tuple[str, ...], num_shards: int, e: int, chosen_TK):
         self.axes, self.num_shards, self.one_round = axes, num_shards, False
         (self.T, self.K), self.chosen = chosen_TK.shape, chosen_TK.reshape(-1)
         count = self.chosen.size
-        # num_shards for padding, which has no expert
+        # padding has no expert: its device is num_shards
         self.device = jnp.where(self.chosen >= 0, self.chosen // e, num_shards)
         self.order = sorted_by(self.device, num_shards)
         self.counts = jnp.sum(self.device[:, None] == jnp.arange(num_shards), 0, dtype=jnp.int32)
         self.first = jnp.cumsum(self.counts) - self.counts
         place = jnp.zeros(count, jnp.int32).at[self.order].set(jnp.arange(count, dtype=jnp.int32), unique_indices=True)
-        self.rank = place - self.first[jnp.minimum(self.device, num_shards - 1)]      # among those for the same device
+        # the rank among the assignments to the same device
+        self.rank = place - self.first[jnp.minimum(self.device, num_shards - 1)]
         self.capacity = max(1, min(count, -(-int(CAPACITY_FACTOR * count) // num_shards)))
-        # share of the buffer that balanced load fills
+        # the share of the buffer that a balanced load fills
         self.occupancy = count / (num_shards * self.capacity)
         self.rounds = lax.pmax(-(-self.counts.max() // self.capacity), axes)
 
@@ -44,14 +48,14 @@ class AllToAll:
         return Round(self, n)
 
     def further_rounds(self, one_round: Callable, first):
-        """first + the sum of one_round(round) over all later rounds."""
+        """Return first + the sum of one_round(round) over all later rounds."""
         step = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one_round(self.round(carry[0]))))
         with jax.named_scope(FURTHER_ROUNDS):
             return lax.while_loop(lambda carry: carry[0] < self.rounds, step, (jnp.int32(1), first))[1]
 
 
 class Round:
-    """One round: S = n · capacity rows each way; a row without an assignment is zero."""
+    """One round of S = n · capacity rows each way, for n shards. A row without an assignment is zero."""
 
     def __init__(self, of: AllToAll, n):
         rank = jnp.arange(of.capacity)[None] + n * of.capacity
@@ -65,16 +69,16 @@ class Round:
         return lax.all_to_all(a, self.of.axes, 0, 0, tiled=True)
 
     def send(self, a_TD):
-        """[T, D] -> [S, D]: each assignment's token at its expert's device."""
+        """Send the token of each assignment to its expert's device: [T, D] -> [S, D]."""
         return self._swap(a_TD[self.assignment // self.of.K] * self.used[:, None].astype(a_TD.dtype))
 
     def chosen(self):
-        """[S, 1]: the expert of each received row, -1 without an assignment."""
+        """Return [S, 1]: the expert of each received row; -1 if the row has no assignment."""
         return self._swap(jnp.where(self.used, self.of.chosen[self.assignment], -1)[:, None])
 
     def weight(self, weight_TK):
         return self._swap(jnp.where(self.used, weight_TK.reshape(-1)[self.assignment], 0.0)[:, None])
 
     def send_back(self, a_SD):
-        """[S, D] -> float32 [T, K, D] at the tokens' devices."""
+        """Send the rows back to the devices of their tokens: [S, D] -> float32 [T, K, D]."""
         return self._swap(a_SD)[self.row_TK].astype(jnp.float32) * self.in_round_TK[..., None].astype(jnp.float32)

@@ -1,11 +1,15 @@
-"""Expert parallelism of a layer: dispatches tokens to the devices of their experts. No token is dropped.
+"""Expert parallelism of a layer: tokens are dispatched to the devices of their experts. No token is dropped.
 
-[params] expert and expert_mlp say which mesh axes split the experts. Two dispatches:
-gather: tokens are all-gathered over the axes that split tokens and experts, each device multiplies the rows of its own
-experts, and outputs are reduce-scattered: T·D elements each way, as in a dense MLP with sequence parallelism.
-all_to_all: each token is sent only to the devices of its experts, which is less if many devices share the experts.
-Either runs in one manual region (shard_map) with the weight gathers of ZeRO-3 and an explicit backward.
-A device's rows are in a buffer of CAPACITY_FACTOR times the balanced load; overflow is processed in further rounds.
+The rules `expert` and `expert_mlp` in [params] say which mesh axes split the experts. There are two dispatches.
+
+gather: tokens are all-gathered over the axes that split both tokens and experts. Each device multiplies the rows of its
+own experts, and outputs are reduce-scattered. T·D elements move each way, as in a dense MLP with sequence parallelism.
+
+all_to_all: each token is sent only to the devices of its experts. This moves less if many devices share the experts.
+
+Both run in one manual region (shard_map) with the weight gathers of ZeRO-3 and an explicit backward. A device's rows
+are in a buffer of CAPACITY_FACTOR times the balanced load. Overflow is processed in further rounds.
+
 Dims: A tokens after the gather, K experts of a token, e experts of this device, F their width, R rows.
 """
 from __future__ import annotations
@@ -30,20 +34,22 @@ from meshtrain.parallel.experts.permutation import ExpertRows, SortedAssignments
 from meshtrain.sharding.mesh import automatic_axes, on_shards, psum, psum_scatter
 from meshtrain.sharding.rules import Layout
 
-# Size of the row buffer over the balanced load. With random routing a device with 16 of 128 experts gets up to 1.1
-# times the balanced load; a larger buffer costs only memory.
-# Tried and left out: a device's tokens in two halves within the region, each with its own buffer. By the roofline of 64
-# H100 Qwen3-30B-A3B's tokens hid wholly (35 ms exposed to 0), but the gathers of experts' weights no longer did (165 ms
-# to 327), and the halves' gradients had to be added: 2.97 to 3.21 s. Mixtral by all-to-alls over 8: 7.59 to 7.68 s.
+# Size of the row buffer, divided by the balanced load. With random routing a device with 16 of 128 experts gets up to
+# 1.1 times the balanced load. A larger buffer costs only memory. Tried and left out: splitting a device's tokens into
+# two halves within the region, each with its own buffer. By the roofline of 64 H100, the tokens of Qwen3-30B-A3B were
+# hidden entirely (exposed time 35 ms to 0), but the gathers of the experts' weights were exposed more (165 ms to 327),
+# and the gradients of the halves had to be added: the step took 3.21 s instead of 2.97. Mixtral by all-to-alls over 8
+# devices took 7.68 s instead of 7.59.
 CAPACITY_FACTOR = 1.25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoutedExperts:
-    """Execution settings of a run's experts. Biases of their outputs are added by the caller.
+    """Settings with which a run's experts are executed. The caller adds the biases of the experts' outputs.
 
-    activation: outputs of the inward matrices (gate, up) -> h. aux_loss, z_loss: weights of the router's losses.
-    capacity_factor: see CAPACITY_FACTOR; 0: the buffer holds any load. saves_inward: see the function.
+    activation: maps the outputs of the inward matrices (gate, up) to h. aux_loss, z_loss: weights of the router's
+    losses. capacity_factor: see CAPACITY_FACTOR; with 0 the buffer holds any load. saves_inward: see the function
+    `saves_inward`.
     """
     engine: grouped.GroupedEngine
     num_experts: int
@@ -55,19 +61,21 @@ class RoutedExperts:
     by_all_to_all: bool = False
 
     def __call__(self, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
-        """Σ_k weight · expert(x), sharded like the residual stream. weights: {gate?, up, down, gate_bias?, up_bias?},
-        sharded as [params]."""
+        """Return Σ_k weight · expert(x), sharded like the residual stream.
+
+        weights: {gate?, up, down, gate_bias?, up_bias?}, sharded as in [params].
+        """
         return apply(self, layout, x_BTD, chosen_BTK, weight_BTK, weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class ManualRegion:
-    """Mesh axes in the manual region that split the experts, their width (inner) and the tokens."""
+    """The mesh axes of the manual region that split the experts, the width of the experts (inner) and the tokens."""
     experts: tuple[str, ...]
     inner: tuple[str, ...]
     tokens: tuple[str, ...]
     sizes: Mapping[str, int]
-    received: bool = False      # tokens came by an all-to-all: no gather, scatter or sum over them
+    received: bool = False      # tokens came by an all-to-all, so they are not gathered, scattered or summed
     occupancy: float = 1.0      # share of the rows that hold a token
 
     @classmethod
@@ -81,29 +89,29 @@ class ManualRegion:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Axes over which tokens are all-gathered before the experts and outputs reduce-scattered after them."""
+        """Axes over which tokens are all-gathered before the experts, and outputs reduce-scattered after them."""
         return () if self.received else tuple(a for a in self.tokens if a in self.own)
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """Axes along which tokens are replicated: outputs are all-reduced over them."""
+        """Axes along which tokens are replicated. Outputs are all-reduced over them."""
         return () if self.received else tuple(a for a in self.own if a not in self.tokens)
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Axes that split tokens but not experts: weight gradients are summed over them."""
+        """Axes that split tokens but not experts. Weight gradients are summed over them."""
         return tuple(a for a in self.tokens if a not in self.own)
 
     def num_shards(self, axes) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
     def balanced_rows(self, T: int, K: int) -> int:
-        """Rows of this device's experts under balanced load. T: tokens of each device."""
+        """Return the number of rows of this device's experts under balanced load. T: tokens of each device."""
         shares = 1 if self.received else self.num_shards(self.experts)
         return max(1, round(T * K * self.occupancy * self.num_shards(self.gathered) / shares))
 
     def first_expert(self, e: int):
-        """The number of this device's first expert."""
+        """Return the number of this device's first expert. e: experts per device."""
         index = 0
         for axis in self.experts:
             index = index * self.sizes[axis] + lax.axis_index(axis)
@@ -129,9 +137,9 @@ def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
 
     def local(x_BTD, chosen_BTK, weight_BTK, weights):
         tokens = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK)))
-        # Gathers run in the order in which they start: inward matrices beside the mixer, then the tokens, then the
-        # outward matrix, which is needed last, beside the inward products. Weights are cast before a barrier, because
-        # XLA does not remove a cast to float32 and back across it.
+        # Gathers run in the order in which they start. The inward matrices are gathered during the mixer, then the
+        # tokens. The outward matrix is needed last and is gathered during the inward matmuls. Weights are cast before a
+        # barrier, because XLA does not remove a cast to float32 and back across it.
         down = {"down": weights["down"].astype(x_BTD.dtype)}
         arrays = shards.gathered({name: w for name, w in weights.items() if name != "down"}, x_BTD.dtype)
         if not experts.by_all_to_all:
@@ -148,21 +156,25 @@ def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
 
 
 def _everywhere() -> P:
-    """The spec of arrays whose dim 0 is split over all automatic axes."""
+    """Return the spec of arrays whose dim 0 is split over all automatic axes."""
     return P(automatic_axes())
 
 
 def _apply_backward(experts, layout, residuals, dy_BTD):
-    """One manual region; with pipeline stages one for input gradients and one for weight gradients, so that a schedule
-    can run the second in W (`layer_vjp` cannot divide a region)."""
+    """Return (dx, None, dweight, dw) by one manual region, or by two with pipeline stages.
+
+    With stages, one region computes input gradients and one weight gradients, so that a schedule can run the second in
+    W. `layer_vjp` cannot divide a region.
+    """
     weights, shards, staged = residuals[3], ExpertShards.of(layout, residuals[3]), layout.sizes["stage"] > 1
 
     def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, inward, dy_BTD):
         tokens, dy_TD = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK))), _flat(dy_BTD)
         if not experts.by_all_to_all:
             tokens = RoutedTokens(*map(shards.region.gather_tokens, tokens))
-        # A layer's backward begins here, with nothing to hide gathers behind, and they queue in the order in which they
-        # start: what x is made of and x itself first, then dy and the weights, of which the first matmul needs one.
+        # A layer's backward begins here. No computation can hide gathers yet, and gathers queue in the order in which
+        # they start. So x and the values from which x is computed come first, then dy and the weights, one of which the
+        # first matmul needs.
         weights = {name: w.astype(x_BTD.dtype) for name, w in weights.items()}
         (tokens, dy_TD), weights = lax.optimization_barrier(((tokens, dy_TD), weights))
         matrices = ExpertMatrices(experts.engine, shards.gathered(weights, x_BTD.dtype), shards.axes)
@@ -194,9 +206,9 @@ class ExpertShards:
     """Shardings of the inputs and outputs of the manual region. Dicts are by name of a weight.
 
     tokens, stored, grads: PartitionSpecs of tokens, of weights in [params] and of their gradients. axes: logical axes
-    of a weight's dims in its matmul. gathers: [(axis, mesh axes)] over which a weight is gathered. scatters: those over
-    which its gradient is reduce-scattered, as in [grads]; rest: those over which it is then all-reduced. Axes that a
-    pipeline reduces after its loop are in neither.
+    of a weight's dims in its matmul. gathers: [(axis, mesh axes)] over which a weight is gathered. scatters: [(axis,
+    mesh axes)] over which its gradient is reduce-scattered, as in [grads]. rest: the mesh axes over which the gradient
+    is then all-reduced. Neither scatters nor rest has the axes over which a pipeline reduces after its loop.
     """
     region: ManualRegion
     tokens: P
@@ -216,7 +228,8 @@ class ExpertShards:
         others = lambda axis: tuple(a for a in axes_of("grads", axis) if a in region.others and a not in own(axis))
         gathered = lambda axis: tuple(a for a in axes_of("params", axis) if a not in region.own)
         scatters = {name: by_axis(name, others) for name in names}
-        # A gather or scatter along any dim but the first transposes the whole weight, so the gathered dim goes first.
+        # A gather or scatter along any dim but the first transposes the whole weight. The gathered dim therefore goes
+        # first.
         embed_first = bool(gathered("expert_embed") or others("expert_embed"))
         unscattered = lambda name: tuple(a for a in region.others if a in automatic
                                          and a not in [a for _, axes in scatters[name] for a in axes])
@@ -230,8 +243,10 @@ class ExpertShards:
             rest={name: unscattered(name) for name in names})
 
     def gathered(self, weights, dtype) -> dict:
-        """Cast weights to the compute dtype, then all-gather them. The region saves none of it for the backward, whose
-        gradients stay float32."""
+        """Cast weights to the compute dtype, then all-gather them.
+
+        The region saves no gathered weight for the backward. Gradients stay float32.
+        """
         used = {}
         for name, w in weights.items():
             used[name] = _in_order(w.astype(dtype), EXPERT_AXES[name], self.axes[name])
@@ -240,8 +255,10 @@ class ExpertShards:
         return used
 
     def reduced(self, dw):
-        """Reduce float32 gradients over the devices with other tokens. The result has the dim order of stored
-        weights."""
+        """Reduce float32 gradients over the devices that have other tokens.
+
+        The result has the dim order of stored weights.
+        """
         summed = dict(dw)
         for name, scatters in self.scatters.items():
             for axis, axes in scatters:
@@ -274,13 +291,16 @@ class ExpertMatrices:
         return [name for name in ("gate", "up") if name in self.arrays]
 
     def rows(self, by_name: Mapping, summed: str, groups: grouped.Groups, *epilogue):
-        """Σ over names of rows × that name's matrix (`GroupedEngine.rows`). summed: the logical axis contracted."""
+        """Return Σ over names of rows × the matrix of that name (`GroupedEngine.rows`).
+
+        summed: the contracted logical axis.
+        """
         pairs = [grouped.GroupedOperands(x, self.arrays[name], _letters(self.axes[name], summed))
                  for name, x in by_name.items()]
         return self.engine.rows(pairs, groups, *epilogue)
 
     def inward_rows(self, name: str, x_RD, groups: grouped.Groups, then: Callable = grouped.as_it_is, beside=()):
-        """`rows` of one inward matrix, with the bias of each row's expert added before `then`."""
+        """Return `rows` of one inward matrix. The bias of each row's expert is added before `then`."""
         bias = self.arrays.get(f"{name}_bias")
         if bias is None:
             return self.rows({name: x_RD}, "expert_embed", groups, then, beside)
@@ -293,7 +313,7 @@ class ExpertMatrices:
 
 
 def _letters(axes: tuple[str, ...], summed: str) -> str:
-    """The order of dims in the letters of `grouped`."""
+    """Return the order of the dims in the letters of `grouped`."""
     return "".join("g" if axis == "expert" else "k" if axis == summed else "n" for axis in axes)
 
 
@@ -312,7 +332,7 @@ class RoutedTokens(NamedTuple):
 
 
 def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens, matrices: ExpertMatrices):
-    """(y [T, D], outputs of gate and up of the first round). tokens: gathered already."""
+    """Return (y [T, D], outputs of gate and up in the first round). tokens: after the gather."""
     (x_AD, chosen_AK, weight_AK), K = tokens, tokens.chosen_TK.shape[1]
     assignments = _sorted_assignments(experts, region, chosen_AK, matrices)
 
@@ -337,8 +357,10 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightGradOperands:
-    """Operands of the weight gradients of the first round: rows and cotangents. more: gradients of further rounds by
-    name; None if there are no further rounds."""
+    """Operands of the weight gradients of the first round: rows and cotangents.
+
+    more: the gradients of further rounds by name; None if there are no further rounds.
+    """
     groups: grouped.Groups
     x_RD: jax.Array | grouped.Taken
     dy_RD: jax.Array | grouped.Taken
@@ -348,7 +370,7 @@ class WeightGradOperands:
     balanced_rows: int = dataclasses.field(default=1, metadata={"static": True})
 
     def gradients(self, engine: grouped.GroupedEngine, axes: Mapping[str, tuple]) -> dict:
-        """float32, by name; axes: the order of their dims."""
+        """Return the weight gradients by name, float32. axes: the order of the dims of each weight."""
         with jax.named_scope(BALANCED_ROWS.format(self.balanced_rows)):
             outer = lambda x_RD, d_RF, name: engine.outer(x_RD, d_RF, self.groups, _letters(axes[name], "expert_embed"))
             dw = {name: outer(self.x_RD, d, name) for name, d in self.d_inward.items()} | {
@@ -360,9 +382,10 @@ class WeightGradOperands:
 
 def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens, matrices: ExpertMatrices,
               saved, dy_TD, split: bool):
-    """(dx, dweight, float32 gradients of this device's experts by name, or their WeightGradOperands with `split`).
+    """Return (dx, dweight, float32 gradients of this device's experts by name).
 
-    tokens: gathered already; dy is not. saved: outputs of gate and up of the first round, or None.
+    With `split`, the third is the WeightGradOperands instead. tokens: after the gather; dy is not gathered yet. saved:
+    outputs of gate and up in the first round, or None.
     """
     (x_AD, chosen_AK, weight_AK), dy_AD = tokens, region.gather_tokens(dy_TD)
     K, dtype = chosen_AK.shape[1], x_AD.dtype
@@ -379,8 +402,9 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
         x_RD, dy_RD = (experts.engine.take(a, rows.token(K)) for a in (x_AD, dy_AD))
         names, groups = matrices.inward, rows.groups
         inward = inward or [matrices.inward_rows(name, x_RD, groups)[0] for name in names]
-        # Not in the product's own kernel: with several sums beside it, its tiles were so narrow that it took 2.2 ms on
-        # an H200 (Qwen3 30B-A3B), where a plain product takes 0.75 and this fusion 0.35 by its bytes.
+        # The activation's gradients are not an epilogue of the matmul's kernel. With several sums as an epilogue, its
+        # tiles were so narrow that it took 2.2 ms on an H200 (Qwen3 30B-A3B). A plain matmul takes 0.75 ms, and this
+        # fusion 0.35 ms by its bytes.
         (dhw_RF,) = matrices.rows({"down": dy_RD}, "expert_embed", groups)
         hw_RF, dweight_R, *d_inward = gradients(dhw_RF, rows.weight(weight_AK), *inward)
         d_inward = dict(zip(names, d_inward, strict=True))
@@ -396,7 +420,7 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
 
 def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, saved, matrices: ExpertMatrices,
             split: bool):
-    """(dx, dweight, gradients or with `split` WeightGradOperands), summed over all rounds.
+    """Return (dx, dweight, gradients), summed over all rounds. With `split`, the third is WeightGradOperands.
 
     Further rounds run twice, for inputs and for weights, and add to the first round's results in place. One loop for
     both would zero-fill all gradients in every step, or delay dx until the gradients exist.
@@ -420,8 +444,10 @@ def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, sa
 
 
 def _after_sending(experts: RoutedExperts, region: ManualRegion, chosen_TK, matrices: ExpertMatrices):
-    """(RoutedExperts, ManualRegion, AllToAll) for received rows, which have one expert each. The buffer holds all of
-    them."""
+    """Return (RoutedExperts, ManualRegion, AllToAll) for received rows, which have one expert each.
+
+    The buffer holds all received rows.
+    """
     exchange = all_to_all.AllToAll(region.experts, region.num_shards(region.experts), matrices.e, chosen_TK)
     region = dataclasses.replace(region, received=True, occupancy=exchange.occupancy)
     return dataclasses.replace(experts, capacity_factor=0.0), region, exchange
@@ -455,7 +481,10 @@ def _backward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens
 
 
 def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None = None) -> RoutedExperts | None:
-    """The run's experts on a platform (jax's name of it); None if the model has none. gpu: None where it is unknown."""
+    """Return the execution settings of the run's experts on a platform (jax's name); None if the model has no experts.
+
+    gpu: None if it is unknown.
+    """
     if not run.model.num_experts:
         return None
     engine = grouped.loop() if platform == "cpu" else grouped.kernels(
@@ -467,21 +496,23 @@ def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None = None) 
 
 
 def saves_inward(remat: str, stages: int) -> bool:
-    """Whether the outputs of gate and up are saved for the backward. It saves two of eleven matmuls and costs rows as
-    wide as two experts. Under `selective` they would be most of the residuals, and in pipelines they would fill every
-    slot."""
+    """Return whether the outputs of gate and up are saved for the backward.
+
+    Saving avoids two of eleven matmuls, and takes memory for rows as wide as two experts. With remat `selective` they
+    would be most of the residuals. In pipelines they would fill every slot.
+    """
     return remat == "none" and stages == 1
 
 
 def problems(run, layout: Layout) -> list[str]:
-    """Messages if experts.dispatch does not fit the layout."""
+    """Return the reasons why experts.dispatch does not fit the layout; empty if it fits."""
     if not run.model.num_experts or run.experts.dispatch != "all_to_all" or not (against := _against_exchange(layout)):
         return []
     return [f'experts.dispatch="all_to_all": {against}; use "gather"']
 
 
 def note(run, layout: Layout) -> str:
-    """Log line with the dispatch and the reason for it; "" if no axis splits the experts."""
+    """Return the log line with the dispatch and the reason for it; "" if no axis splits the experts."""
     region = ManualRegion.of(layout)
     if not run.model.num_experts or not region.own:
         return ""
@@ -501,7 +532,10 @@ def _against_exchange(layout: Layout) -> str:
 
 
 def dispatch(asked: str, K: int, layout: Layout) -> tuple[str, str]:
-    """("gather" or "all_to_all", reason). They send (n-1)·T·D and CAPACITY_FACTOR·K·T·D·(n-1)/n elements each way."""
+    """Return ("gather" or "all_to_all", reason).
+
+    They send (n-1)·T·D and CAPACITY_FACTOR·K·T·D·(n-1)/n elements each way.
+    """
     if asked != "auto":
         return asked, f"experts.dispatch={asked}"
     if against := _against_exchange(layout):

@@ -1,7 +1,9 @@
 """Sorts (token, expert) pairs by expert into fixed-size buffers for grouped matmuls.
 
-If the load is balanced, one buffer holds all pairs; overflow is processed in further rounds, so no token is dropped.
-Rows are taken from tokens and summed back with gathers only, which is deterministic. Knows no matrices and no mesh.
+With a balanced load, one buffer holds all pairs. Overflow is processed in further rounds, so no token is dropped. Rows
+are taken from tokens and summed back with gathers only, which is deterministic. This module knows no matrices and no
+mesh.
+
 Dims: A tokens, K experts of a token, e experts of this device, R rows.
 """
 from __future__ import annotations
@@ -20,36 +22,43 @@ from meshtrain.names import FURTHER_ROUNDS
 
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """The rows of a device's experts in one round. assignment_R: token · K + k of each row, or -1; row_AK: the row of
-    each assignment, or -1."""
+    """The rows of a device's experts in one round.
+
+    assignment_R: token · K + k of each row, or -1. row_AK: the row of each assignment, or -1.
+    """
     groups: grouped.Groups
     assignment_R: jax.Array
     row_AK: jax.Array
 
     def token(self, num_choices: int):
-        """[R]: the token of each row, or -1."""
+        """Return [R]: the token of each row, or -1."""
         return jnp.where(self.assignment_R >= 0, self.assignment_R // num_choices, -1)
 
     def weight(self, weight_AK):
         return jnp.where(self.assignment_R >= 0, weight_AK.reshape(-1)[jnp.maximum(self.assignment_R, 0)], 0.0)[:, None]
 
     def sum(self, y_RD, dtype):
-        """Sum each token's rows in the order of its choices, in float32; deterministic.
+        """Sum each token's rows in the order of its choices, in float32. The result is deterministic.
 
-        A missing row reads row 0 and is multiplied by zero, so row 0 is always written with finite values. A sum over
-        [A, K, D] takes twice as long on CPUs.
+        For a missing row, row 0 is read and multiplied by zero, so row 0 must always have finite values. A sum over [A,
+        K, D] takes twice as long on CPUs.
         """
         here_KA, row_KA = self.row_AK.T >= 0, jnp.maximum(self.row_AK.T, 0)
         return sum(y_RD[row].astype(jnp.float32) * here[:, None] for row, here in zip(row_KA, here_KA)).astype(dtype)
 
 
 class SortedAssignments:
-    """All (token, expert) assignments, sorted by this device's experts, those of other devices last. `round(n)` is the
-    n-th buffer."""
+    """All (token, expert) assignments, sorted by this device's experts. Assignments to other devices come last.
+
+    `round(n)` is the n-th buffer.
+    """
 
     def __init__(self, chosen_AK, first, e: int, num_experts: int, capacity_factor: float, block: Callable):
-        """first, e: number of this device's first expert and how many it has. capacity_factor: rows of the buffer over
-        the balanced load; 0: the maximum possible. block: `GroupedEngine.block`."""
+        """Sort the assignments.
+
+        first, e: the number of this device's first expert, and how many experts it has. capacity_factor: rows of the
+        buffer divided by the balanced load; with 0 the buffer has the maximum possible. block: `GroupedEngine.block`.
+        """
         A, K = chosen_AK.shape
         local = chosen_AK.reshape(-1) - first
         key = jnp.where((local >= 0) & (local < e), local, e)
@@ -59,7 +68,7 @@ class SortedAssignments:
         self.place_AK = jnp.zeros(A * K, jnp.int32).at[order].set(numbers, unique_indices=True).reshape(A, K)
         self.order, self.sizes = order, jnp.sum(key[:, None] == jnp.arange(e), 0, dtype=jnp.int32)
         most = A * min(K, e)
-        # At least K rows: few tokens may all choose the same experts, which must not take a round each.
+        # At least K rows: a few tokens may all choose the same experts. Each of these tokens must not take a round.
         wanted = max(K, math.ceil(capacity_factor * (A * K * e // num_experts)))
         self.rows = min(most, wanted) if capacity_factor else most
         self.block = block(self.rows, e)
@@ -82,9 +91,9 @@ class SortedAssignments:
                           jnp.where(here, groups.first[group] * self.block + place - low[group], -1))
 
     def further_rounds(self, one_round: Callable, first):
-        """first + the sum of one_round(rows) over all later rounds; usually there are none.
+        """Return first + the sum of one_round(rows) over all later rounds. Usually there are none.
 
-        Only the device knows their number. The loop's sums take memory besides those of the first round.
+        Only the device knows the number of rounds. The loop's sums take memory besides those of the first round.
         """
         if self.one_round:
             return first
@@ -95,8 +104,10 @@ class SortedAssignments:
 
 
 def sorted_by(key, e: int):
-    """The permutation that sorts the keys 0 … e, stably. Key and index are packed into one 32-bit number where they
-    fit."""
+    """Return the permutation that sorts the keys 0 … e, stably.
+
+    Key and index are packed into one 32-bit number if they fit.
+    """
     n = key.shape[0]
     bits = max(1, (n - 1).bit_length())
     index = jnp.arange(n, dtype=jnp.uint32)

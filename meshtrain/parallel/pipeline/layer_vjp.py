@@ -1,10 +1,10 @@
-"""F, B and W of a layer: the forward and the input and weight halves of its backward, as three functions.
+"""F, B and W of a layer as three functions: the forward, the input gradient and the weight gradient.
 
-The backward of `jax.vjp` is traced once and its equations are split: B has those the input gradient needs, W the others
-the weight gradient needs, and B passes the values that both use to W. Nothing is computed twice, and both halves
-together equal the whole backward bit for bit. Residuals that depend only on the weights or on the microbatch's inputs
-(casts, masks, rotations) are recomputed, not stored. A stack of layers is split per layer, so it remains a scan. Knows
-no model and no mesh. Source of B and W: zero bubble, arXiv:2401.10241.
+The backward of `jax.vjp` is traced once and its equations are split. B has the equations that the input gradient needs.
+W has the others that the weight gradient needs. B passes the values that both use to W. Nothing is computed twice, and
+both halves together equal the whole backward bit for bit. Residuals that depend only on the weights or on the
+microbatch's inputs (casts, masks, rotations) are recomputed, not stored. A stack of layers is split per layer, so it
+remains a scan. This module knows no model and no mesh. Source of B and W: zero bubble, arXiv:2401.10241.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StackEntry(NamedTuple):
     """A layer's index into stacked residuals, in three forms: equal at run time, but XLA compiles each differently."""
     counter: jax.Array      # the loop counter: XLA lets a matmul or kernel write its output there in place
     again: jax.Array        # to read that output back; a read at `counter` would be folded into a temporary
-    listed: jax.Array       # to copy other residuals; copies at `counter` are asynchronous and cause further copies
+    listed: jax.Array       # to read the output back; XLA would fold a read at `counter` into a temporary
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,12 +39,17 @@ class FBW:
     """F, B and W of y, aux = f(w, x, e), where e and aux are not differentiated.
 
     forward(w, x, e) -> y, aux, (r, q).
-    forward_into(room, entry, w, x, e) -> y, aux, room: writes the residuals into the stacked buffers room = (r, q) at a
-      `StackEntry`; None if none of them can be written in place.
+
+    forward_into(room, entry, w, x, e) -> y, aux, room. It writes the residuals into the stacked buffers room = (r, q)
+    at a `StackEntry`. It is None if no residual can be written in place.
+
     backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
+
     backward(w, e, r, q, dy) -> dx, dw: both at once.
-    r: residuals for B alone; q: for W; z: values that B passes to W; lists of arrays with the ShapeDtypeStructs `r`,
-    `q` and `z`. aux: a tree like `aux`. dw is always float32.
+
+    r: residuals that B alone reads. q: residuals that W reads. z: values that B passes to W. All three are lists of
+    arrays; the fields `r`, `q` and `z` are their ShapeDtypeStructs. aux: a tree like the field `aux`. dw is always
+    float32.
     """
     forward: Callable
     forward_into: Callable | None
@@ -58,7 +63,10 @@ class FBW:
 
 
 def layer(f: Callable, w, x, e) -> FBW:
-    """F, B and W of f(w, x, e) -> (y, aux) for these shapes (arrays or ShapeDtypeStructs); x is one array, y like x."""
+    """Return F, B and W of f(w, x, e) -> (y, aux) for these shapes (arrays or ShapeDtypeStructs).
+
+    x is one array; y is like x.
+    """
     w, x, e = (jax.tree.map(_aval, tree) for tree in (wide(w), x, e))
     ahead = _Forward(f, w, x, e)
     behind = _Backward(ahead, w, e)
@@ -118,14 +126,20 @@ class _Forward:
         self.in_place = self._in_place()
 
     def apply(self, w, x, e, keep: Callable | None = None):
-        """y, aux and the saved residuals. keep(v, value) returns the value that later equations read for v."""
+        """Return y, aux and the saved residuals.
+
+        Later equations read keep(v, value) for the variable v instead of its value.
+        """
         env = _constants(self.traced) | dict(zip(self.traced.jaxpr.invars, jax.tree.leaves((w, x, e))))
         env = _bind(self.eqns, env, keep=keep)
         aux = jax.tree.unflatten(self.aux_tree, [_value(env, v) for v in self.aux])
         return _value(env, self.y), aux, [env[v] for v in self.saved]
 
     def apply_into(self, room: list, entry: StackEntry, w, x, e):
-        """y, aux and `room` with the residuals written at `entry`. room: one stacked buffer for each saved residual."""
+        """Return y, aux and `room` with the residuals written at `entry`.
+
+        room: one stacked buffer for each saved residual.
+        """
         room, number = list(room), {v: n for n, v in enumerate(self.saved)}
 
         def keep(v, value):
@@ -143,14 +157,16 @@ class _Forward:
         return y, aux, room
 
     def _in_place(self) -> set:
-        """The residuals to write in place: outputs of a matmul or kernel that are more than twice as large as the
-        residual stream (an MLP's gate and up), and what XLA computes in a fusion for kernels alone that read slices
-        of a stack (rotated queries and keys).
+        """Return the residuals that are written in place.
+
+        These are outputs of a matmul or kernel that are more than twice as large as the residual stream (an MLP's gate
+        and up). So are values that XLA computes in a fusion, if only kernels that read slices of a stack use them
+        (rotated queries and keys).
 
         Smaller outputs of matmuls and kernels do not pay: XLA's scheduler underestimates an in-place call and hides
-        less traffic behind it. With queries that a kernel rotates, Qwen3-30B-A3B on 64 H100 took 2.58 s by the roofline
-        instead of 2.53. Residuals that a matmul reads are excluded: XLA would then copy the stream that the matmul
-        accumulates into.
+        less communication behind it. With queries that a kernel rotates, Qwen3-30B-A3B on 64 H100 took 2.58 s by the
+        roofline instead of 2.53. Residuals that a matmul reads are excluded, because XLA would then copy the residual
+        stream that the matmul accumulates into.
         """
         maker, readers = {v: eqn for eqn in self.eqns for v in eqn.outvars}, {}
         for eqn in self.eqns:
@@ -176,7 +192,7 @@ class _Forward:
         return {v for v in self.saved if pays(v)}
 
     def backward(self, w, e, saved, dy):
-        """dx, dw: the whole backward."""
+        """Return dx, dw by the whole backward."""
         env = _constants(self.traced) | dict(zip(self.w_and_e, jax.tree.leaves((w, e))))
         env = _bind(self.recomputed, env) | dict(zip(self.saved, saved))
         dw, dx = jax.tree.unflatten(self.vjp_tree, [_value(env, v) for v in self.residuals])(dy)
@@ -184,7 +200,7 @@ class _Forward:
 
 
 class _Backward:
-    """The traced backward of a `_Forward`, split into what dx needs and what only dw needs."""
+    """The traced backward of a `_Forward`, split into the equations of dx and those of dw alone."""
 
     def __init__(self, ahead: _Forward, w, e):
         num_w, num_e = len(jax.tree.leaves(w)), len(jax.tree.leaves(e))
@@ -195,7 +211,7 @@ class _Backward:
             -1]
         self.dx, self.dw = jaxpr.outvars[0], jaxpr.outvars[1:]
         self.eqns_b = _slice(jaxpr.eqns, [self.dx])
-        # the rest is recomputed
+        # W recomputes what does not depend on the microbatch, so B does not pass it on
         of_microbatch = _dependents(jaxpr.eqns, {*self.saved, self.dy})
         made_by_b = {v for eqn in self.eqns_b for v in eqn.outvars} & of_microbatch
         self.eqns_w = _slice(jaxpr.eqns, self.dw, stop=made_by_b)
@@ -205,13 +221,13 @@ class _Backward:
         self.saved_for_w = [v in used_by_w for v in self.saved]
 
     def input_half(self, w, e, saved, dy):
-        """dx, and the values passed on to W."""
+        """Return dx and the values that are passed on to W."""
         env = self._given(w, e) | dict(zip(self.saved, saved)) | {self.dy: dy}
         env = _bind(self.eqns_b, env)
         return _value(env, self.dx), [env[v] for v in self.passed_on]
 
     def weight_half(self, w, e, saved_for_w, passed_on):
-        """dw."""
+        """Return dw."""
         saved = dict(zip((v for v, k in zip(self.saved, self.saved_for_w) if k), saved_for_w))
         env = _bind(self.eqns_w, self._given(w, e) | saved | dict(zip(self.passed_on, passed_on)))
         return jax.tree.unflatten(self.w_tree, [_value(env, v) for v in self.dw])
@@ -221,17 +237,18 @@ class _Backward:
 
 
 def stack(f: Callable, ws, own, depth: int, x, e, in_place: bool = False) -> FBW:
-    """F, B and W of `depth` layers f(w, x, (own, e)) -> (x, aux) in sequence; aux is summed over them.
+    """Return F, B and W of `depth` layers f(w, x, (own, e)) -> (x, aux) in sequence. aux is summed over the layers.
 
-    ws: stacked weights [n, …], n at least `depth`. own: likewise stacked, inputs per layer that are not differentiated
-    (its number, frozen weights).
+    ws: stacked weights [n, …], where n is at least `depth`. own: stacked inputs of each layer that are not
+    differentiated (its number, frozen weights).
 
     The returned functions take w = (ws, own, first) and use layers first … first + depth − 1, so a stage with several
-    chunks copies none. e is shared by the layers. backward_weight and backward also take `total` [n, …] and `on`, and
-    return, as dw, `total` with the gradients added in place if `on`: one microbatch's stacked gradients would be as
-    large as the total. forward also takes `room`, the (r, q) buffers of an earlier call to overwrite; without it XLA
-    zero-fills new ones, and copies one if two are alike. in_place: matmuls and kernels write large residuals directly
-    into `room`; set it only where XLA supports that (NVIDIA GPUs, from jax `IN_PLACE_SINCE` on), else it adds a copy.
+    chunks copies no weights. All layers share e. backward_weight and backward also take `total` [n, …] and `on`. As dw
+    they return `total`; if `on`, the gradients are added to it in place, because the stacked gradients of one
+    microbatch would be as large as the total. forward also takes `room`, the (r, q) buffers of an earlier call, and
+    overwrites them. Without `room`, XLA zero-fills new buffers, and copies one if two are alike. in_place: matmuls and
+    kernels write large residuals directly into `room`. Set it only where XLA supports that (NVIDIA GPUs, jax
+    `IN_PLACE_SINCE` or later); elsewhere it adds a copy.
     """
     one, scan = layer_of(f, ws, own, x, e), jax.lax.scan
 
@@ -288,21 +305,21 @@ def stack(f: Callable, ws, own, depth: int, x, e, in_place: bool = False) -> FBW
 
 
 def layer_of(f: Callable, ws, own, x, e) -> FBW:
-    """`layer` for one of the stacked [n, …] layers f(w, x, (own, e))."""
+    """Return `layer` for one of the stacked [n, …] layers f(w, x, (own, e))."""
     w, own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (ws, own))
     return layer(f, w, x, (own, e))
 
 
 def added(total, i, new, on):
-    """`total` [n, …] with `new` added to entry i if `on`.
+    """Return `total` [n, …] with `new` added to entry i if `on`.
 
-    In place, in one kernel: XLA for GPUs does so only if both slices have one index that is an instruction outside the
-    fusion, with no reshape between them.
+    The addition is in place, in one kernel. XLA for GPUs fuses it so only if both slices have the same index, the index
+    is an instruction outside the fusion, and there is no reshape between the slices.
     """
     i = jax.lax.optimization_barrier(i)
 
     def add(t, d):
-        # else cuBLAS accumulates into a copy of the entry, which is then written back
+        # without this barrier, cuBLAS accumulates into a copy of the entry, which is then written back
         d = jax.lax.optimization_barrier(d)
         at = _start(t, (i,))
         old = jax.lax.dynamic_slice(t, at, (1, *t.shape[1:]), allow_negative_indices=False)
@@ -311,8 +328,10 @@ def added(total, i, new, on):
 
 
 def take(tree, *at):
-    """Entry `at` of the leading dims, [n, …] -> […]. Never negative: jnp's handling of that costs time in every
-    loop."""
+    """Return entry `at` of the leading dims, [n, …] -> […].
+
+    Indices must not be negative: the handling of negative indices in jnp costs time in every loop.
+    """
     def entry(a):
         sizes = (1,) * len(at) + a.shape[len(at):]
         found = jax.lax.dynamic_slice(a, _start(a, at), sizes, allow_negative_indices=False)
@@ -321,7 +340,7 @@ def take(tree, *at):
 
 
 def put(tree, value, *at):
-    """Replace entry `at` of the leading dims of the tree [n, …] by `value`, cast to its dtype."""
+    """Return the tree [n, …] with entry `at` of its leading dims replaced by `value`, cast to the tree's dtype."""
     def update(a, new):
         new = jax.lax.expand_dims(new.astype(a.dtype), range(len(at)))
         return jax.lax.dynamic_update_slice(a, new, _start(a, at), allow_negative_indices=False)
@@ -333,8 +352,11 @@ def _start(a, at):
 
 
 def wide(w):
-    """Cast weights to float32 before differentiation, so that gradients are float32: bfloat16 ones would be rounded in
-    every microbatch. Layers cast down again, and XLA drops both casts."""
+    """Cast weights to float32 before differentiation, so that their gradients are float32.
+
+    bfloat16 gradients would be rounded in every microbatch. Layers cast the weights down again, and XLA removes both
+    casts.
+    """
     def widen(a):
         return jax.ShapeDtypeStruct(a.shape, jnp.float32) if isinstance(a, jax.ShapeDtypeStruct) else a.astype(
             jnp.float32)
@@ -346,7 +368,7 @@ def _aval(a):
 
 
 def _inlined(f, *args):
-    """The closed jaxpr of f over the leaves of args, with calls inlined."""
+    """Return the closed jaxpr of f over the leaves of args, with calls inlined."""
     closed = jax.make_jaxpr(f)(*args)
 
     def flat(*leaves):
@@ -365,7 +387,7 @@ def _constants(closed) -> dict:
 
 
 def _bind(eqns, env: dict, inline: bool = False, keep: Callable | None = None) -> dict:
-    """Evaluate equations. Returns values by variable: those of env and the new ones, as `keep` of each returns them."""
+    """Evaluate equations. Return values by variable: those of env, and the new ones. `keep` may replace a new value."""
     env = dict(env)
     for eqn in eqns:
         args = [_value(env, v) for v in eqn.invars]
@@ -390,12 +412,18 @@ def _is_matmul(eqn) -> bool:
 
 
 def _writes_memory(eqn) -> bool:
-    """Whether an equation is never fused by XLA, so its output is in memory: matmuls, kernels, loops, shard_maps."""
+    """Return whether XLA never fuses this equation, so that its output is in memory.
+
+    This holds for matmuls, kernels, loops and shard_maps.
+    """
     return _is_matmul(eqn) or any(_inner_jaxprs(eqn))
 
 
 def _reads_slices(eqn) -> bool:
-    """Whether XLA passes an equation a slice of a stacked array without a copy: kernels, except Triton's, and loops."""
+    """Return whether this equation reads a slice of a stacked array without a copy.
+
+    This holds for loops, and for kernels other than Triton's.
+    """
     def by_triton(eqn):
         return eqn.primitive.name == "pallas_call" or any(by_triton(e) for inner in _inner_jaxprs(eqn)
                                                           for e in inner.eqns)
@@ -423,7 +451,7 @@ def _dependents(eqns, roots: set) -> set:
 
 
 def _slice(eqns, outs, stop=frozenset()) -> list:
-    """The equations that `outs` depend on, in order; variables in `stop` are given."""
+    """Return the equations that `outs` depend on, in order. The values of variables in `stop` are known already."""
     need, kept = _variables(outs) - stop, []
     for eqn in reversed(eqns):
         if not need.isdisjoint(eqn.outvars):

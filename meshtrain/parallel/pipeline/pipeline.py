@@ -1,12 +1,13 @@
 """One executor for all schedules: a whole pipelined step inside one `shard_map`.
 
-In a tick all stages execute the same slots in the same order (receive, embedding, layers, send, loss), on the
-microbatch and buffer slots from the schedule. Idle stages compute masked, so control flow is the same on all devices
-and collectives may be anywhere. F, B and W of a tick run layer by layer in one loop, so collectives of one overlap with
-matmuls of the others. Consecutive ticks with the same slots are a phase: one scan. Gradients are explicit: jax does not
-differentiate the executor. The model is passed as functions. Leading layers (of another kind) run before the first and
-after the last tick, on all stages. Manual axes: `stage` and those over which gradients are reduced once per step; the
-others are automatic. Sources: `schedules`; arXiv:1811.06965, 2104.04473, 2401.10241.
+In a tick all stages run the same ops in the same order (receive, embedding, layers, send, loss), on the microbatch and
+buffer slots of the schedule. Idle stages compute, too, and their results are masked. Control flow is therefore the same
+on all devices, and collectives may be anywhere. F, B and W of a tick run layer by layer in one loop, so that
+collectives of one overlap with matmuls of the others. Consecutive ticks with the same ops are a phase: one scan.
+Gradients are explicit: jax does not differentiate the executor. The model is passed as functions. Leading layers (of
+another kind) run before the first and after the last tick, on all stages. Manual axes are `stage` and the axes over
+which gradients are reduced once per step. The other axes are automatic. Sources: `schedules`; arXiv:1811.06965,
+2104.04473, 2401.10241.
 """
 from __future__ import annotations
 
@@ -33,14 +34,20 @@ STAGE = "stage"
 class ModelFunctions:
     """The model as functions, all called inside the shard_map on a device's shard.
 
-    prepare(microbatch, extra) -> e: inputs of all layers besides the residual stream, recomputed on use. embed(ends,
-    frozen, microbatch, extra) -> x, the input of the first layer. layer(w, x, ((number, frozen), e)) -> (x, aux).
-    head(ends, frozen, x, microbatch, extra) -> (objective, metric) of the last layer's output; the objective is
-    differentiated. leading: like `layer`, for layers of another kind before the first stage; or None.
+    prepare(microbatch, extra) -> e: inputs of all layers besides the residual stream; they are recomputed when used.
 
-    aux: {name: float32 array}, undifferentiated sums. ends: weights of the embedding and head, which all stages compute
-    together: if these are sharded over stages, both reduce over them and return the same on every stage. frozen:
-    weights (of a layer or of the ends) without gradients.
+    embed(ends, frozen, microbatch, extra) -> x: the input of the first layer.
+
+    layer(w, x, ((number, frozen), e)) -> (x, aux).
+
+    head(ends, frozen, x, microbatch, extra) -> (objective, metric), where x is the output of the last layer. Only the
+    objective is differentiated.
+
+    leading: like `layer`, for layers of another kind before the first stage; None if there are none.
+
+    aux: {name: float32 array}, sums that are not differentiated. ends: weights of the embedding and head, which all
+    stages compute together. If these weights are sharded over stages, `embed` and `head` reduce over the stages and
+    return the same on every stage. frozen: weights (of a layer, or of the embedding and head) without gradients.
     """
     prepare: Callable
     embed: Callable
@@ -54,9 +61,12 @@ class Split:
     """How the executor's arguments are sharded.
 
     deferred_axes: batch axes over which the caller reduces gradients after the step.
-    layer_axes: (of layers, of frozen layers), by leaf and dim behind n: the deferred axes that shard it, over
-      which its gradient is already reduced. leading_axes: the same of leading layers.
-    ends_specs: (of the ends, of frozen ends), batch_specs: PartitionSpecs by leaf, over `stage` and the deferred axes.
+
+    layer_axes: (of layers, of frozen layers). For each leaf and each dim after n: the deferred axes that shard this
+    dim. The leaf's gradient is already reduced over these axes. leading_axes: the same for leading layers.
+
+    ends_specs: (of embedding and head, of their frozen weights). Like batch_specs, these are PartitionSpecs by leaf
+    over `stage` and the deferred axes.
     """
     mesh: jax.sharding.Mesh
     deferred_axes: tuple[str, ...]
@@ -67,19 +77,26 @@ class Split:
 
 
 def gradients(schedule: Schedule, model: ModelFunctions, split: Split, weights, batch, extra):
-    """(metric [R], gradients of layers [R, V, P, n, …], of ends [R, …], of leading layers [R·P, n, …], aux by name
-    [R·P, …]), float32. Not reduced over replicas; those of leading layers and aux not over stages either.
+    """Run the schedule with its backward and return a step's metric and gradients.
 
-    weights: ((layers, frozen layers), (ends, frozen ends), (leading, frozen leading)). Layers are [V, P, n, …], P over
-    stage: layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra: replicated. R: the
-    product of the deferred axes' sizes, sharded over them; for a leaf, without the axes that shard it.
+    Returns (metric [R], gradients of layers [R, V, P, n, …], of embedding and head [R, …], of leading layers [R·P, n,
+    …], aux by name [R·P, …]), all float32. None of them is reduced over replicas. The gradients of leading layers and
+    aux are not reduced over stages either.
+
+    weights: ((layers, frozen layers), (ends, frozen ends), (leading, frozen leading)). Layers are [V, P, n, …] with P
+    sharded over stage. Layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra:
+    replicated. R: the product of the sizes of the deferred axes, and sharded over them. For a leaf that some of these
+    axes shard already, R leaves those axes out.
     """
     return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), True),
                         True, split, weights, batch, extra)
 
 
 def evaluate(model: ModelFunctions, split: Split, weights, batch, extra):
-    """The metric [R] of `gradients`, by the forward ticks of GPipe: layers [1, P, n, …], no residuals."""
+    """Return the metric [R] of `gradients` without gradients, by the forward ticks of GPipe.
+
+    Layers are [1, P, n, …]. No residuals are saved.
+    """
     microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(weights[0])[0].shape[1]
     schedule = schedules.make("gpipe", stages, microbatches)
     return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), False),
@@ -87,12 +104,12 @@ def evaluate(model: ModelFunctions, split: Split, weights, batch, extra):
 
 
 def _needs_order(mesh) -> bool:
-    """Whether permutes must be ordered by `after`."""
+    """Return whether permutes must be ordered by `after`."""
     return mesh.devices.flat[0].platform == "cpu"
 
 
 def _over_stages(execute, differentiate: bool, split: Split, weights, batch, extra):
-    """Run execute(stage [1], weights, batch, extra) on all devices. Returns as `gradients`, or (metric,)."""
+    """Run execute(stage [1], weights, batch, extra) on all devices. Return the same as `gradients`, or (metric,)."""
     layers, _, leading = weights
     replicas, by_stage = P(split.deferred_axes or None), P((*split.deferred_axes, STAGE))
 
@@ -126,7 +143,7 @@ def _over_stages(execute, differentiate: bool, split: Split, weights, batch, ext
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """A device's constants of a step, the same in all ticks; the rest is in the carry."""
+    """The values on one device that are constant during a step. The values that change are in the carry."""
     schedule: Schedule
     model: ModelFunctions
     stage: jax.Array
@@ -138,15 +155,15 @@ class Shard:
     x: jax.ShapeDtypeStruct      # activations between stages
     fbw: layer_vjp.FBW | None        # of one layer; None without gradients
     ahead: layer_vjp.FBW | None      # of all leading layers, if any; None without gradients
-    columns: tuple[str, ...]     # of the schedule, in the order of a tick's numbers
+    columns: tuple[str, ...]     # of the schedule, in the order of the numbers of a tick
 
     @property
     def depth(self) -> int:
-        """n, the layers of a chunk."""
+        """Return n, the number of layers of a chunk."""
         return jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.num_chunks
 
     def layer(self, chunk, i):
-        """(weights, (number, frozen weights)) of layer i of a chunk."""
+        """Return (weights, (number, frozen weights)) of layer i of a chunk."""
         return take(self.layers, chunk * self.depth + i)
 
     def microbatch(self, i):
@@ -162,21 +179,24 @@ class Shard:
         return self.model.head(ends, self.ends[1], y, self.microbatch(i), self.extra)
 
     def prepared(self, numbers):
-        """(numbers of a tick in column order, e of F's and of B's microbatch)."""
+        """Return (numbers, {"F_e": prepared inputs of F's microbatch, "B_e": those of B's}).
+
+        numbers: this stage's entries of a tick, in the order of `columns`.
+        """
         kinds = "FB" if self.fbw else "F"
         return numbers, {f"{kind}_e": self.prepare(numbers[self.columns.index(f"{kind}_mb")]) for kind in kinds}
 
     def named(self, prepared) -> dict:
-        """The same by name."""
+        """Return the result of `prepared` as one dict {name: value}."""
         numbers, seen = prepared
         return dict(zip(self.columns, numbers)) | seen
 
 
 def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
-    """(Shard, initial carry, numbers [T, columns] of the tick after each).
+    """Return (Shard, initial carry, numbers [T, columns] of the tick after each).
 
-    carry: buffers X R Q D (Z) and the sums metric, ws, ends, leading and aux, all zero; tick: the first tick's numbers
-    and inputs. Without gradients: X, metric and tick alone.
+    carry: the buffers X, R, Q, D (and Z) and the sums metric, ws, ends, leading and aux, all zero; and `tick`, the
+    numbers and inputs of the first tick. Without gradients it has only X, metric and tick.
     """
     stage, (ws, (ends, frozen_ends), (leading, frozen_leading)) = stage[0], weights
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
@@ -205,17 +225,18 @@ def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage
                       aux=zeros(fbw.aux | (ahead.aux if ahead else {})))
     if schedule.split:
         carry["Z"] = buffer(fbw.z, slots["Z"], depth)
-    # Carried, because XLA would fuse the selection into its uses and repeat it per element (of attention scores, too).
+    # The numbers are in the carry, because XLA would otherwise fuse their selection into each use and repeat it per
+    # element (of attention scores, too).
     carry["tick"] = this.prepared(ticks[0])
     return this, carry, jnp.roll(ticks, -1, axis=0)
 
 
 # ---- the slots of a tick ---------------------------------------------------------------------------------------------
-# c: the carry. tick: {name: value}: this stage's entry in each column of the schedule, and F_e, B_e.
+# c: the carry. tick: {name: value}: this stage's entry in each column of the schedule, and F_e, B_e (`Shard.prepared`).
 
 
 def _input(this: Shard, phase: _Phase, c, tick):
-    """The input of F: received from the previous stage, or the embedding, or the output of the leading layers."""
+    """Return the input of F: the array from the previous stage, the embedding, or the output of the leading layers."""
     x = take(c["X"], tick["F_x"])
     if phase.embed == "never":
         return x
@@ -225,7 +246,7 @@ def _input(this: Shard, phase: _Phase, c, tick):
 
 
 def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
-    """(c, y, dx): run the `kinds` of F (of x), B and W in one scan, one layer of each per iteration.
+    """Return (c, y, dx) after the `kinds` of F (of x), B and W ran in one scan, with one layer of each per iteration.
 
     B and W start with the last layer. Buffer entries [slot, layer] are read and written in place.
     """
@@ -256,7 +277,7 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
                 c = c | dict(ws=added(c["ws"], tick["B_chunk"] * this.depth + back, dw, tick["B_on"] > 0))
         if "W" in kinds:
             w, own = this.layer(tick["W_chunk"], back)
-            # The first stage's W uses this tick's B; a tick with W always has B.
+            # On the first stage, W uses this tick's B. A tick with W always has B.
             z = jax.tree.map(lambda new, old: jnp.where(tick["W_z"] == tick["B_z"], new, old), z, saved["W_z"])
             dw = fbw.backward_weight(w, (own, w_e), saved["W_q"], z)
             c = c | dict(ws=added(c["ws"], tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
@@ -284,7 +305,7 @@ def _loss(this: Shard, phase: _Phase, c, tick, y):
         (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(layer_vjp.wide(this.ends[0]), shared)
         return c["metric"] + jnp.where(on > 0, metric, 0.0), _add(c["ends"], d_ends, on > 0), dy
 
-    # Only new values pass through the cond: XLA would copy the buffers.
+    # Only new values pass through the cond, because XLA would copy the buffers.
     if not this.fbw:
         return c | dict(metric=_sometimes(this, phase, "loss", tick, metric, lambda: c["metric"]))
     metric, d_ends, dy = _sometimes(this, phase, "loss", tick, with_gradients, lambda: (c["metric"], c["ends"], y))
@@ -292,7 +313,10 @@ def _loss(this: Shard, phase: _Phase, c, tick, y):
 
 
 def _embed_grad(this: Shard, c, tick, dx):
-    """(gradients of the ends, dx of the first stage), computed by all stages. With leading layers, only dx."""
+    """Return (gradients of embedding and head, dx of the first stage), computed by all stages.
+
+    With leading layers, the gradients are returned unchanged.
+    """
     shared = _share(dx, tick["B_first"])
     if this.model.leading:
         return c["ends"], shared
@@ -300,20 +324,25 @@ def _embed_grad(this: Shard, c, tick, dx):
 
 
 def _looked_up_back(this: Shard, ends, i, dx, on):
-    """Add the gradients of microbatch i's embedding to those of the ends if `on`. dx: cotangent of the embedding."""
+    """Return `ends` (gradients of embedding and head) with those of microbatch i's embedding added if `on`.
+
+    dx: cotangent of the embedding.
+    """
     _, vjp = jax.vjp(lambda ends: this.embed(ends, i), layer_vjp.wide(this.ends[0]))
     return _add(ends, vjp(dx)[0], on)
 
 
 # ---- leading layers --------------------------------------------------------------------------------------------------
-# Stage s has microbatches s, s + P, …, one per round: forward before the first tick, backward after the last. On the
-# first stage alone, in its ticks, they would cost as much, because the others wait for it. Buffer L [rounds, …] holds a
-# microbatch's output of the leading layers until F has read it, then its cotangent.
+# Stage s runs the leading layers for microbatches s, s + P, …, one per round: forward before the first tick, backward
+# after the last. On the first stage alone, in its ticks, they would cost as much, because the others wait for it.
+# Buffer L [rounds, …] holds the output of the leading layers for a microbatch until F has read it, then its cotangent.
 
 
 def _lead(this: Shard, c):
-    """(c with L and the leading layers' aux, their residuals for each round). All stages compute an embedding
-    together."""
+    """Run the forward of the leading layers. Return (c with L and their aux, their residuals for each round).
+
+    All stages compute an embedding together.
+    """
     num_stages = this.schedule.num_stages
 
     def one_round(sums, k):
@@ -332,20 +361,23 @@ def _lead(this: Shard, c):
 
 
 def _led(this: Shard, c, i):
-    """The leading layers' output for microbatch i, on all stages."""
+    """Return the output of the leading layers for microbatch i, on all stages."""
     return _share(take(c["L"], lax.div(i, this.schedule.num_stages)),
                   lax.rem(i, this.schedule.num_stages) == this.stage)
 
 
 def _lead_next(this: Shard, c, tick, dx):
-    """Put dx, the same on all stages, into L: the cotangent of the leading layers' output for the tick's microbatch."""
+    """Write dx into L.
+
+    dx is the cotangent of the leading layers' output for the tick's microbatch, the same on all stages.
+    """
     k, s = (of(tick["embed_grad_mb"], this.schedule.num_stages) for of in (lax.div, lax.rem))
     here = (tick["embed_grad_on"] > 0) & (s == this.stage)
     return c | dict(L=put(c["L"], jnp.where(here, dx, take(c["L"], k)), k))
 
 
 def _lead_back(this: Shard, c, saved):
-    """Add the gradients of the leading layers and of the embedding before them to c."""
+    """Add the gradients of the leading layers, and of the embedding before them, to c."""
     def one_round(sums, visited):
         ends, leading = sums
         k, dy, saved = visited
@@ -367,8 +399,10 @@ def _rounds(this: Shard) -> int:
 
 
 def _of_round(this: Shard, k, s):
-    """(number of the microbatch of stage s in round k, whether it counts): the last round is padded with the last
-    microbatch."""
+    """Return (number of the microbatch of stage s in round k, whether it counts).
+
+    The last round is padded with the last microbatch.
+    """
     i, last = k * this.schedule.num_stages + s, this.schedule.num_microbatches - 1
     return jnp.minimum(i, last), i <= last
 
@@ -377,7 +411,7 @@ def _of_round(this: Shard, k, s):
 
 
 def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
-    """One tick of a phase: (carry, None). following: the numbers of the next tick."""
+    """Run one tick of a phase and return (carry, None). following: the numbers of the next tick."""
     tick, num_stages = this.named(c["tick"]), this.schedule.num_stages
     send = lambda array, by: lax.ppermute(array, STAGE, [(i, (i + by) % num_stages) for i in range(num_stages)])
     if not this.fbw:
@@ -387,7 +421,7 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     else:
         c, y, dx = _layers(this, phase.kinds, wait, c, tick,
                            _input(this, phase, c, tick) if "F" in phase.kinds else None)
-    # Sends to the neighbours overlap with the loss, if there is one.
+    # The sends to the neighbours overlap with the loss, if there is one.
     arrived = {}
     if "F" in phase.kinds:
         arrived["y"] = send(y, 1)
@@ -403,11 +437,12 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
                                    lambda: (c["ends"], dx))
         c, following = c | dict(ends=grads), wait(following, shared)
         c = _lead_next(this, c, tick, shared) if this.model.leading else c
-    # After the loss: when masked, it writes into a slot of D that is free until here.
+    # Arrivals are written after the loss. A masked loss writes into a slot of D that is free only until here.
     for name, buffer, slot in (("y", "X", "y_in"), ("dx", "D", "dx_in")):
         if name in arrived:
             c = c | {buffer: put(c[buffer], arrived[name], tick[slot])}
-    # Once more by their values: of one microbatch XLA drops the index, and would send its segments at any time.
+    # `prepared` depends on `following` again: with one microbatch XLA drops the index, and could then send its segments
+    # at any time.
     return c | dict(tick=wait(this.prepared(following), following)), None
 
 
@@ -425,14 +460,15 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differen
         return (c["metric"][None],)
     c = _lead_back(this, c, saved) if model.leading else c
     ends, leading, aux = jax.tree.map(lambda a: a[None], (c["ends"], c["leading"], c["aux"]))
-    # [V·n, …] as [1, V, 1, n, …]: of one replica and one stage.
+    # [V·n, …] -> [1, V, 1, n, …], where the 1s are this device's replica and stage.
     ws = jax.tree.map(lambda a: a.reshape(1, schedule.num_chunks, 1, -1, *a.shape[1:]), c["ws"])
     return c["metric"][None], ws, ends, leading, aux
 
 
 @dataclasses.dataclass(frozen=True)
 class _Phase(TickRange):
-    """A scan. embed, embed_grad: how often it computes embeddings and their gradients, in the terms of `loss`."""
+    """A phase, which is one scan. embed, embed_grad: how often it computes embeddings and their gradients, like `loss`.
+    """
     embed: str
     embed_grad: str
 
@@ -445,8 +481,11 @@ def _phases(schedule: Schedule, trained_ends: bool) -> list[_Phase]:
 
 
 def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):
-    """Run then() in the phase's ticks with `what`: loss, embed or embed_grad. The condition is the same on all devices,
-    so the branches may contain collectives."""
+    """Return then() in the ticks of the phase that have `what`, otherwise() in the others.
+
+    what: "loss", "embed" or "embed_grad". The condition is the same on all devices, so both branches may contain
+    collectives.
+    """
     if getattr(phase, what) == "always":
         return then()
     on = this.schedule.shared[f"{what}_on"][phase.start:phase.stop]
@@ -455,16 +494,20 @@ def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):
 
 
 def _share(x, here):
-    """Broadcast x from the stage where `here` is set: an all-reduce over stage, exact because all others add 0."""
+    """Broadcast x from the stage where `here` is set: an all-reduce over stage. It is exact, because all others add 0.
+    """
     return psum(jnp.where(here > 0, x, 0), STAGE)
 
 
 def _ordered(values, done):
-    """Make `values` depend on the array `done` (`mesh.after`); in a tree, only the integers. For CPUs alone.
+    """Make `values` depend on the array `done` (`mesh.after`).
 
-    There all permutes of one device share a rendezvous, and XLA may start one during another in an independent loop;
-    they then pair up wrongly: wrong numbers or a hang, in one of a hundred programs. Only one row of `done` is read,
-    and summed, because it may be sharded over an automatic axis. Floats in a tree are not sent directly.
+    In a tree, only the integers are made dependent. CPUs only.
+
+    On CPUs all permutes of one device share a rendezvous, and XLA may start one permute during another in an
+    independent loop. They then pair up wrongly, and about one program in a hundred gives wrong numbers or hangs. Only
+    the sum of one row of `done` is read, because `done` may be sharded over an automatic axis. Floats in a tree are not
+    sent directly.
     """
     line = done[0, :, 0].sum() if done.ndim == 3 else done
     if isinstance(values, jax.Array):
@@ -477,5 +520,5 @@ def _add(total, new, on):
 
 
 def _add_aux(total: dict, new: dict, on) -> dict:
-    """`total` with the sums of some layers added if `on`; they may have fewer names."""
+    """Return `total` with `new`, the sums of some layers, added if `on`. `new` may have fewer names than `total`."""
     return total | _add({name: total[name] for name in new}, new, on)

@@ -1,16 +1,17 @@
-"""Pipeline schedules as data: each stage's ops, microbatches and buffer slots in every tick.
+"""Pipeline schedules as data: the ops, microbatches and buffer slots of each stage in every tick.
 
 `make` builds a schedule, `cost.formulas.simulate` estimates its time, and the executor `pipeline` runs it.
-tests/layouts/test_schedules.py verifies all schedules of up to 8 stages with tests/schedule_check.py. Knows numpy only:
-no jax, no model, no devices.
+tests/layouts/test_schedules.py verifies all schedules of up to 8 stages with tests/schedule_check.py. This module
+imports numpy, but no jax, model or devices.
 
-Legend: P stages, M microbatches, V chunks (consecutive layers; a stage has V of them), T ticks. Virtual stage g = chunk
-· P + stage holds layers g·L/(VP) up to (g+1)·L/(VP). F forward, B input gradient, W weight gradient; if W is not split
-off, B computes both.
+Legend: P stages, M microbatches, V chunks (a chunk is a group of consecutive layers; a stage has V of them), T ticks.
+Virtual stage g = chunk · P + stage holds layers g·L/(VP) up to (g+1)·L/(VP). F is a forward, B an input gradient, W a
+weight gradient. If the schedule has no W, B computes both gradients.
 
-A tick does F, loss, B, W in this order, each on all stages at once; idle stages compute masked. Consecutive ticks with
-the same slots form a phase (one scan). All stages have the same control flow, so collectives may be anywhere. Sources:
-arXiv:1811.06965 (GPipe), arXiv:2006.09503 (1F1B), arXiv:2104.04473 (interleaved), arXiv:2401.10241 (zero bubble).
+A tick runs F, loss, B and W in this order, each on all stages at once. Idle stages compute, too, and discard the
+result. Consecutive ticks with the same ops form a phase, which is one scan. All stages have the same control flow, so
+collectives may be anywhere. Sources: arXiv:1811.06965 (GPipe), arXiv:2006.09503 (1F1B), arXiv:2104.04473 (interleaved),
+arXiv:2401.10241 (zero bubble).
 """
 from __future__ import annotations
 
@@ -33,15 +34,16 @@ TICK = 8
 NAMES = tuple(PIPELINE_SCHEDULES)
 INTERLEAVED = tuple(name for name, what in PIPELINE_SCHEDULES.items() if what.chunked)
 SPLIT = tuple(name for name, what in PIPELINE_SCHEDULES.items() if what.split)
-MOST_OPS = 200_000       # F of all microbatches, stages and chunks; larger tables take minutes to build and compare
+MOST_OPS = 200_000       # F of all microbatches, stages and chunks; larger schedules take minutes to build and compare
 
 
 @dataclasses.dataclass(frozen=True)
 class TickRange:
-    """Ticks start … stop−1, all with the same slots: one scan.
+    """Ticks start … stop−1, which run the same ops and therefore are one scan.
 
-    kinds: those of "FBW" on any stage. loss: "never", "always" or "sometimes"; then see `Schedule.shared["loss_on"]`,
-    equal on all stages, so that a `cond` does not diverge.
+    kinds: the letters of "FBW" that any stage runs. loss: "never", "always" or "sometimes". With "sometimes",
+    `Schedule.shared["loss_on"]` says in which ticks. It is equal on all stages, so all take the same branch of the
+    `cond`.
     """
     start: int
     stop: int
@@ -51,39 +53,44 @@ class TickRange:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """A complete schedule: all that an executor needs.
+    """A complete schedule: everything that an executor needs.
 
-    ops [T, P, 3, 2]: (microbatch, chunk) of F, B, W, or −1: idle. The columns and slots follow from it.
+    ops [T, P, 3, 2]: (microbatch, chunk) of F, B and W; −1 if idle. Columns and slots are derived from ops.
 
-    Buffers; `slots` has the number of entries of each, the same on every stage because they run one program:
+    Buffers. `slots` has the number of entries of each buffer. It is the same on every stage, because all run one
+    program:
+
       X  stage inputs: from arrival until F has read them
       R  residuals that F saves for B
-      Q  residuals that F saves for the weight gradient (in W, or in B if not split)
+      Q  residuals that F saves for the weight gradient (in W, or in B if there is no W)
       D  cotangents of stage outputs: from arrival, or from the loss, until B has read them
-      Z  values that B passes to W; only if W is split off
+      Z  values that B passes to W; only if there is a W
 
-    columns {name: int32 [T, P]}; slot columns are valid indices in every tick. On idle stages they point to a free
+    columns {name: int32 [T, P]}. Slot columns are valid indices in every tick. On idle stages they point to a free
     slot, which a masked op may overwrite.
+
       F_on F_mb F_chunk     whether this stage runs F in this tick, its microbatch and chunk
       F_first               1: virtual stage 0. Its input is the embedding of F_mb, not X[F_x]
-      F_x F_r F_q           reads X[F_x], writes R[F_r], Q[F_q]
-      loss_here loss_d      1: F was of the last virtual stage; this tick has its output's loss, which writes D[loss_d]
-      B_on B_mb B_chunk     as F
-      B_first               1: virtual stage 0. Its result is the cotangent of the embedding of B_mb
-      B_r B_q B_d B_z       reads R[B_r], Q[B_q], D[B_d], writes Z[B_z]
-      W_on W_mb W_chunk W_q W_z   as F; reads Q[W_q], Z[W_z]
+      F_x F_r F_q           F reads X[F_x] and writes R[F_r], Q[F_q]
+      loss_here loss_d      1: F is of the last virtual stage; this tick has the loss of its output, which writes
+                            D[loss_d]
+      B_on B_mb B_chunk     like F
+      B_first               1: virtual stage 0. The result of B is the cotangent of the embedding of B_mb
+      B_r B_q B_d B_z       B reads R[B_r], Q[B_q], D[B_d] and writes Z[B_z]
+      W_on W_mb W_chunk W_q W_z   like F; W reads Q[W_q], Z[W_z]
       y_out dx_out          1: stage s+1 (s−1), modulo P, needs this tick's result of F (B)
-      y_in dx_in            slots X[y_in], D[dx_in] for what stage s−1 (s+1) computed by F (B) in THIS tick; written
+      y_in dx_in            slots X[y_in], D[dx_in] for the result of F (B) of stage s−1 (s+1) in THIS tick; written
                             after W of this tick and before F of the next
-      y_in_on dx_in_on      1: that arrival is needed; else the permute's output is ignored, in a free slot
+      y_in_on dx_in_on      1: this arrival is needed. 0: the output of the permute goes to a free slot and is ignored
 
     shared {name: int32 [T]}, equal on all stages, for the embedding and head, which all stages compute together:
-      embed_on embed_mb     microbatch whose embedding virtual stage 0 reads in this tick
-      loss_on loss_mb       microbatch whose loss is in this tick
-      embed_grad_on embed_grad_mb   microbatch whose embedding's cotangent B on stage 0 makes in this tick
 
-    peak [P]: most (microbatch, chunk) pairs alive on a stage at once, from F through their last backward op. Divide by
-    V for stage-microbatches.
+      embed_on embed_mb     the microbatch whose embedding virtual stage 0 reads in this tick
+      loss_on loss_mb       the microbatch whose loss is in this tick
+      embed_grad_on embed_grad_mb   the microbatch for whose embedding B on stage 0 computes the cotangent in this tick
+
+    peak [P]: the largest number of (microbatch, chunk) pairs alive on a stage, from F through their last backward op.
+    Divide by V for the number of microbatches of a whole stage.
     """
     name: str
     num_stages: int
@@ -104,22 +111,23 @@ class Schedule:
     def executed(self) -> dict[str, int]:
         """Executions of each op per device and step, masked or not.
 
-        keys: F, loss, B, W. The program sends once over the stages for every F and every B.
+        Keys: F, loss, B, W. The program also sends once to the next stage for every F, and once to the previous for
+        every B.
         """
         ticks = (self.ops[..., 0] >= 0).any(1)
         return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
 
     def phases(self) -> list[TickRange]:
-        """The ticks in order, grouped into scans. Several consecutive ticks with a loss are a phase of their own.
+        """The ticks in order, grouped into scans. Several consecutive ticks with a loss are a separate phase.
 
-        Every scan is compiled separately. A cond around W would save one, but XLA copies what passes through it: on
-        GPUs a stage's float32 gradients, twice a tick.
+        Each scan is compiled separately. A `cond` around W would save one scan, but XLA copies the values that pass
+        through it: on GPUs these are a stage's float32 gradients, twice a tick.
         """
         return _phases((self.ops[..., 0] >= 0).any(1), self.shared["loss_on"])
 
 
 def _phases(active: np.ndarray, loss: np.ndarray) -> list[TickRange]:
-    """active [T, 3]: whether any stage has F, B, W; loss [T]: whether the tick has a loss."""
+    """Group ticks into phases. active [T, 3]: whether any stage runs F, B, W. loss [T]: whether the tick has a loss."""
     found = []
     for start, stop in _equal_stretches(active):
         kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
@@ -133,8 +141,11 @@ def _phases(active: np.ndarray, loss: np.ndarray) -> list[TickRange]:
 
 
 def often(on: np.ndarray, num_chunks: int) -> str:
-    """In how many ticks of a phase to compute embeddings or their gradients, as in `TickRange.loss`. on: ticks that
-    need it. Embeddings are cheap: without chunks, or if half of the ticks need one, all compute one, masked."""
+    """Return how often a phase computes embeddings or their gradients, in the words of `TickRange.loss`.
+
+    on: whether each tick of the phase needs them. Embeddings are cheap. Without chunks, or if at least half of the
+    ticks need one, every tick computes one, and the results that are not needed are masked.
+    """
     few = num_chunks > 1 and on.mean() < 0.5
     return "never" if not on.any() else "sometimes" if few else "always"
 
@@ -150,7 +161,7 @@ def _equal_stretches(ticks: np.ndarray) -> list[tuple[int, int]]:
 
 
 def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
-    """Why there is no such schedule, in the run file's terms; empty if there is one."""
+    """Return the reasons why this schedule does not exist, in the run file's terms; empty if it exists."""
     faults = []
     if name not in PIPELINE_SCHEDULES:
         faults.append(f'pipeline.schedule="{name}" is unknown; use one of {", ".join(NAMES)}')
@@ -175,9 +186,9 @@ def problems(name: str, p: int, m: int, v: int = 1) -> list[str]:
 
 
 def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """The schedule `pipeline.schedule` = name for p stages, m microbatches and v chunks.
+    """Build the schedule `pipeline.schedule` = name for p stages, m microbatches and v chunks.
 
-    Raises: ValueError with the value, the rule and the remedy if there is none.
+    Raises: ValueError with the value, the rule and the remedy if there is no such schedule.
     """
     faults = problems(name, p, m, v)
     if faults:
@@ -192,7 +203,7 @@ def _first_b(name: str, p: int, m: int, v: int) -> int:
 
 
 def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[str, int]]:
-    """(`executed`, `slots`) of `make`'s schedule, without building its table; for comparing thousands."""
+    """Return (`executed`, `slots`) of the schedule of `make` without building it, so that thousands can be compared."""
     ops, what = m * v, PIPELINE_SCHEDULES[name]
     executed = {"F": ops + p - 1, "B": ops + p - 1, "W": ops if what.split else 0, "loss": m}
     kept = ops + 1 if what.forwards_first else min((v + 1) * p, ops + 1)
@@ -202,8 +213,10 @@ def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[
 
 @functools.lru_cache(maxsize=4096)
 def ends_executed(name: str, p: int, m: int, v: int = 1) -> tuple[int, int]:
-    """(embedding lookups, embedding gradients) per step of `make`'s schedule, masked ones included, without building
-    its table. The ticks are those of `_ops`."""
+    """Return (embedding lookups, embedding gradients) per step of the schedule of `make`, including masked ones.
+
+    The schedule is not built. The ticks are those of `_ops`.
+    """
     n, split, first_b = m * v, PIPELINE_SCHEDULES[name].split, _first_b(name, p, m, v)
     chunk = np.array([chunk for _, chunk in _rounds(p, m, v)])
     active, on = np.zeros((first_b + n + p - 1, 3), bool), np.zeros((3, first_b + n + p - 1), bool)
@@ -220,9 +233,9 @@ def ends_executed(name: str, p: int, m: int, v: int = 1) -> tuple[int, int]:
 
 
 def _ops(p: int, m: int, v: int, split: bool, first_b: int) -> np.ndarray:
-    """Stage s runs F number i in tick i + s, B number i in first_b + i + p−1−s, W number i in first_b + i + p−1.
+    """Return ops [T, P, 3, 2]. A neighbouring stage uses each result in the next tick, as in a systolic array.
 
-    Like a systolic array: a neighbour uses each result in the next tick.
+    Stage s runs F number i in tick i + s, B number i in first_b + i + p−1−s, and W number i in first_b + i + p−1.
     """
     forward = _rounds(p, m, v)
     backward = [(i, v - 1 - chunk) for i, chunk in forward]
@@ -249,11 +262,12 @@ IDLE = ("·", ".", "-", "_")
 
 
 def parse(text: str, name: str = "table") -> Schedule:
-    """The schedule of a table: a line per stage, a word per tick, as `inspection.chart.text` prints it. F3: the forward
-    of microbatch 3; F3b: of the stage's second chunk; B, W: gradients; · or . or -: idle; F3+B0: both in one tick,
-    which does F before B before W. Without W, B computes both gradients.
+    """Build a schedule from a table with a line per stage and a word per tick, as `inspection.chart.text` prints it.
 
-    Raises: ValueError with every op that is missing, stands twice or comes before what it needs.
+    F3: the forward of microbatch 3. F3b: the forward through the stage's second chunk. B and W: the gradients. · or .
+    or -: idle. F3+B0: both in one tick, which runs F before B before W. Without W, B computes both gradients.
+
+    Raises: ValueError that lists each op that is missing, is repeated or comes before an op whose result it needs.
     """
     lines = [re.sub(r"^\s*stage\s*\d+:?", "", line).split() for line in text.splitlines() if line.strip()]
     found, faults = {}, []
@@ -268,7 +282,7 @@ def parse(text: str, name: str = "table") -> Schedule:
                 kind, i, chunk = KINDS.index(match[1]), int(match[2]), ord(match[3] or "a") - ord("a")
                 found.setdefault((kind, chunk * len(lines) + s, i), []).append(t)
     if not found:
-        faults = faults or ["a schedule is a line per stage with a word per tick, e.g. F0 F1 B0 B1; there is none"]
+        faults = faults or ["the schedule is empty; write a line per stage with a word per tick, e.g. F0 F1 B0 B1"]
         raise ValueError("\n".join(faults))
     p, m = len(lines), 1 + max(i for _, _, i in found)
     v, split = 1 + max(g for _, g, _ in found) // p, any(kind == W for kind, _, _ in found)
@@ -286,16 +300,16 @@ MOST_FAULTS = 10
 
 def _table_faults(found: Mapping[tuple[int, int, int], Sequence[int]], p: int, m: int, v: int, split: bool
                   ) -> list[str]:
-    """found: (kind, virtual stage, microbatch) -> ticks."""
+    """Return the messages about missing, repeated or early ops. found: (kind, virtual stage, microbatch) -> ticks."""
     faults, said = [], lambda kind, g, i: f"{KINDS[kind]}{i}{chr(ord('a') + g // p) if v > 1 else ''}"
     for i in range(m):
         for g in range(v * p):
             for kind in (F, B, W)[:2 + split]:
                 ticks, op = found.get((kind, g, i), ()), said(kind, g, i)
                 if len(ticks) != 1:
-                    count = f"{len(ticks)} times" if ticks else "nowhere"
-                    faults.append(f"stage {g % p}: {op} stands {count}; every stage does each op of each of {m} "
-                                  f"microbatches once")
+                    count = f"{len(ticks)} times" if ticks else "0 times"
+                    faults.append(f"stage {g % p}: {op} appears {count}; every stage runs each op once for each "
+                                  f"of {m} microbatches")
                     continue
                 before = [(F, g - 1, 1)] * (g > 0) if kind == F else [(B, g, 0)] if kind == W else [
                     (F, g, 0), *[(B, g + 1, 1)] * (g < v * p - 1)]
@@ -314,7 +328,7 @@ def _table_faults(found: Mapping[tuple[int, int, int], Sequence[int]], p: int, m
 
 
 def _schedule(name: str, p: int, m: int, v: int, split: bool, ops: np.ndarray) -> Schedule:
-    """The schedule of these ops, with columns and slots."""
+    """Build the schedule of these ops, with its columns and slots."""
     tick = _ticks(ops, p, m, v)
     last = tick[W if split else B]
     peak = np.zeros(p, np.int32)
@@ -338,7 +352,7 @@ def _ticks(ops: np.ndarray, p: int, m: int, v: int) -> np.ndarray:
 
 
 def _work(ops: np.ndarray, p: int, v: int):
-    """The columns of ops, and the shared ones."""
+    """Return (the columns that follow from ops, without slots; the shared columns)."""
     on = ops[..., 0] >= 0
     columns = {}
     for k, kind in enumerate(KINDS):
@@ -358,13 +372,17 @@ def _work(ops: np.ndarray, p: int, v: int):
 
 
 def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: bool):
-    """(slot columns, number of slots of each buffer). Each value takes the lowest slot free when it is created."""
+    """Return (slot columns, number of slots of each buffer).
+
+    Each value takes the lowest slot that is free when it is created.
+    """
     num_ticks, last_g = len(ops), p * v - 1
     weight_op = W if split else B
     at = lambda kind, g: (tick[kind, g] * TICK + MOMENT[KINDS[kind]]).tolist()
     arrival = lambda kind, g: (tick[kind, g] * TICK + MOMENT["arrive"]).tolist()
     loss = lambda g: (tick[F, g] * TICK + MOMENT["loss"]).tolist()
-    # Buffer: columns that write it and when, columns that read it and who, birth and death of a virtual stage's values.
+    # Per buffer: the columns that write it and when; the columns that read it and in which op; and the functions that
+    # give the first and last moments of a virtual stage's values in it.
     buffers = {
         "X": ({"y_in": "arrive"}, {"F_x": F}, lambda g: arrival(F, g - 1) if g else [], lambda g: at(F, g)),
         "R": ({"F_r": "F"}, {"B_r": B}, lambda g: at(F, g), lambda g: at(B, g)),
@@ -396,9 +414,9 @@ def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: boo
 
 
 def _lowest_free(lifetimes, noise) -> tuple[list[int], list[int], int]:
-    """(slot of each lifetime, a free slot at each moment of noise, slots needed); both arguments sorted by moment.
+    """Return (the slot of each lifetime, a free slot at each moment of noise, the number of slots needed).
 
-    lifetimes: (birth, death, …), both inclusive. noise: moments.
+    lifetimes: (birth, death, …), both inclusive. noise: moments at which a masked op writes. Both are sorted by moment.
     """
     free, held, count = [], [], 0
     taken, spare = [], []

@@ -1,4 +1,4 @@
-"""The requirements of pipelines: layouts they refuse, rules they relax, and notes for the user."""
+"""What a pipeline requires of a layout: reasons to refuse it, rules that are relaxed, and notes for the user."""
 from __future__ import annotations
 
 import dataclasses
@@ -10,13 +10,13 @@ from meshtrain.sharding.rules import Rules
 
 
 def padded(cfg, virtual_stages: int) -> int:
-    """Number of layers in stages, padded with identity layers to equal stages of whole periods."""
+    """Return the number of layers in stages, including the identity layers that fill equal stages of whole periods."""
     together = max(1, period(cfg)) * virtual_stages
     return -(-staged(cfg) // together) * together
 
 
 def problems(run, loaded: Rules, sizes) -> list[str]:
-    """Why this run cannot be pipelined, one message each, in the run file's terms; empty if it can."""
+    """Return the reasons why this run cannot be pipelined, in the run file's terms; empty if it can."""
     num_stages, chunks, first = sizes["stage"], run.pipeline.chunks, leading(run.model)
     if num_stages == 1:
         return []
@@ -25,7 +25,7 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
                 f'"{run.model.mixers}" with model.mlps="{run.model.mlps}" has none of up to {LONGEST_PERIOD} layers; '
                 f'set mesh.stage to 1']
     num_layers, layers = staged(run.model), f"model.num_layers={run.model.num_layers}"
-    layers += f", of which the first {first} lie in no stage," if first else ""
+    layers += f", of which the first {first} are in no stage," if first else ""
     faults = schedules.problems(schedule_name(run), num_stages, run.training.microbatches, chunks)
     together = period(run.model)
     most = max(1, -(-num_layers // (num_stages * together)))
@@ -41,28 +41,28 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
         faults.append(f'mesh.stage={num_stages} needs layers = "stage" in {", ".join(missing)} of {loaded.path}; add '
                       'the line (the shipped rule files have it), or set mesh.stage to 1')
     for table, entries in loaded.tables.items():
-        faults += [f"{loaded.path} [{table}] {logical}: only layers and vocab can lie along 'stage'; drop it from the "
-                   f"line"
+        faults += [f"{loaded.path} [{table}] {logical}: only layers and vocab can be sharded over 'stage'; remove it "
+                   f"from the line"
                    for logical, axes in entries.items() if "stage" in axes and logical not in ("layers", "vocab")]
     split = {table: "stage" in loaded.mesh_axes(table, "vocab") for table in loaded.tables}
     if len(set(split.values())) > 1:
         without = [f"[{table}]" for table, on in split.items() if not on]
-        faults.append(f"{loaded.path}: vocab lies along 'stage' in some tables and not in {', '.join(without)}; "
-                      "name it in all four, or in none")
+        faults.append(f"{loaded.path}: vocab is sharded over 'stage' in some tables and not in "
+                      f"{', '.join(without)}; name 'stage' in all four tables, or in none")
     return faults
 
 
 def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
-    """(the rules with `stage` removed where it does not divide, notes for the user). vocab: its padded size.
+    """Return (the rules without `stage` where it does not divide a dim, notes for the user). vocab: its padded size.
 
-    Padding with identity layers happens inside the step: only the model's layers are stored, in order.
+    Identity layers are added inside the step. Only the model's own layers are stored, in their order.
     """
     num_stages, num_layers, drop, said = sizes["stage"], staged(run.model), set(), []
     if num_stages == 1:
         return loaded, said
     splits = [math.prod(sizes[a] for a in table["vocab"]) for table in loaded.tables.values()
               if "stage" in table.get("vocab", ())]
-    together = max(1, period(run.model))        # without a period `problems` refuses
+    together = max(1, period(run.model))        # `problems` refuses a model without a period
     if num_layers % (together * num_stages):
         drop.add("layers")
         each = f" in periods of {together}" if together > 1 else ""
@@ -79,28 +79,27 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
 
 
 def notes(run, schedule: schedules.Schedule) -> list[str]:
-    """Costs of this schedule besides its bubble, if any."""
+    """Return notes on the costs of this schedule besides its bubble."""
     num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, staged(run.model)
     said, extra = [], padded(run.model, num_stages * chunks) - num_layers
     if first := leading(run.model):
         idle = -schedule.num_microbatches % num_stages
-        said.append(f"pipeline: the {first} layers before the stages: every stage has them whole, with their states, "
-                    f"and takes one microbatch in {num_stages} through them before the first tick and back behind the "
-                    f"last one" + (
-                        f"; training.microbatches={schedule.num_microbatches} leave {idle} of {num_stages} stages idle "
-                        f"in the last round, a multiple of {num_stages} none" if idle else ""))
+        said.append(f"pipeline: the {first} layers before the stages: every stage holds all of their weights and "
+                    f"states. It runs them for one microbatch in {num_stages}, forward before the first tick and "
+                    f"backward after the last" + (
+                        f"; with training.microbatches={schedule.num_microbatches}, {idle} of {num_stages} stages are "
+                        f"idle in the last round; use a multiple of {num_stages} to avoid this" if idle else ""))
     if extra:
-        said.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are filled "
-                    f"up with {extra} that do nothing; they cost time like the others")
+        said.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are "
+                    f"padded with {extra} identity layers; they take as much time as the others")
     if chunks % num_stages and num_stages % chunks:
         said.append(f"pipeline: neither of pipeline.chunks={chunks} and mesh.stage={num_stages} divides the other: "
-                    f"once a step "
-                     "every stage gathers the layers of all, as they lie outside of the loop, to pick its own")
+                    "once a step every stage gathers the layers of all stages and selects its own")
     return said
 
 
 def schedule_name(run) -> str:
-    """The schedule to check; if "auto" finds any with these chunks, it finds this one."""
+    """Return the schedule to check. If "auto" finds any schedule with this number of chunks, it finds this one."""
     if run.pipeline.schedule != "auto":
         return run.pipeline.schedule
     return "1f1b" if run.pipeline.chunks == 1 else "interleaved"
