@@ -1,1 +1,1 @@
-"""Attention, linear attention and grouped matmuls on one device. Knows no mesh."""
+"""Attention, linear attention and grouped matmuls on one device. This package knows no mesh."""

@@ -1,4 +1,7 @@
-"""Activations of MLPs and experts by their names in `model.activation`: of the inward projections (gate, up), or up."""
+"""Activations of MLPs and experts by their names in `model.activation`.
+
+An activation is a function of the inward projections: (gate, up), or up alone.
+"""
 from __future__ import annotations
 
 import jax
@@ -8,12 +11,12 @@ SLOPE, LIMIT = 1.702, 7.0      # of swiglu_clamped
 
 
 def _swiglu_clamped(gate, up):
-    """SwiGLU of bounded inputs (gpt-oss, arXiv:2508.10925): (up + 1) · gate · sigmoid(1.702 gate)."""
+    """Return SwiGLU of clamped inputs: (up + 1) · gate · sigmoid(1.702 gate) (gpt-oss, arXiv:2508.10925)."""
     gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
     return (up + 1) * gate * jax.nn.sigmoid(SLOPE * gate)
 
 
-# GLU variants: arXiv:2002.05202; relu2: arXiv:2109.08668. Every GELU is by tanh.
+# Sources: GLU variants arXiv:2002.05202, relu2 arXiv:2109.08668. Every GELU is the tanh approximation.
 ACTIVATIONS = {
     "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
     "geglu": lambda gate, up: jax.nn.gelu(gate) * up,

@@ -1,7 +1,7 @@
 """Blockwise attention with an online softmax in XLA: the score matrix is never materialized.
 
 The block pairs that the mask leaves visible are a static list, so the compiled loop has a fixed length. Scores are
-float32; matmul operands have the compute dtype. Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
+float32. Matmul operands have the compute dtype. Source: FlashAttention-2, arXiv:2307.08691. This module knows no mesh.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 512          # tokens; the largest score block is [B, N, BLOCK, BLOCK] f
 
 
 def engine(block: int = BLOCK, scores: Scores = Scores()) -> Engine:
-    """The blockwise engine with at most `block` tokens a block. Temporary memory: O(B·N·block²)."""
+    """Return the blockwise engine with at most `block` tokens a block. Temporary memory: O(B·N·block²)."""
     return Engine(partial(_forward, block=block, scores=scores), partial(_backward, block=block, scores=scores))
 
 
@@ -26,8 +26,8 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, bloc
     B, T, N, H = q_BTNH.shape
     K, V = v_BSKV.shape[2:]
     queries, keys = _Blocks(T, block), _Blocks(k_BSKH.shape[1], block)
-    # Without the barrier, differentiating a scan over layers hoists what does not depend on the layer and saves it: the
-    # masks of all block pairs, B·N·T·S bytes.
+    # Without the barrier, differentiating a scan over layers hoists values that do not depend on the layer and saves
+    # them. These are the masks of all block pairs: B·N·T·S bytes.
     pairs = _pairs(queries, keys, mask)
     q_BTNH, q_segments_BT, k_segments_BS, pairs = jax.lax.optimization_barrier(
         (q_BTNH, q_segments_BT, k_segments_BS, pairs))
@@ -51,7 +51,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, bloc
         o_new = o_old * keep[..., None] + pv
         return (queries.put(o, o_new, i), queries.put(l, l_new, i), queries.put(m, m_new, i)), None
 
-    # of q: under varying-axes checks (`check_vma`) carries must vary as results do
+    # derived from q: under varying-axes checks (`check_vma`) the carry must vary over the same axes as the results
     zeros = jnp.zeros_like(q[..., 0], jnp.float32)
     start = jnp.broadcast_to(zeros[..., None], (*zeros.shape, V)), zeros, zeros + MASKED
     (o, l, m), _ = jax.lax.scan(visit, start, pairs)
@@ -112,28 +112,28 @@ class _Blocks:
 
 
 def _pairs(queries: _Blocks, keys: _Blocks, mask: Mask):
-    """(i, j) int32 arrays of the visible block pairs, in the order of query blocks."""
+    """Return (i, j), int32 arrays of the visible block pairs, in the order of query blocks."""
     i, j = np.indices((queries.count, keys.count))
     some, _ = mask.of_blocks(i * queries.size, (i + 1) * queries.size - 1, j * keys.size, (j + 1) * keys.size - 1)
     return tuple(jnp.asarray(numbers, jnp.int32) for numbers in np.nonzero(some))
 
 
 def _segments(queries: _Blocks, keys: _Blocks, q_segments_BT, k_segments_BS, mask: Mask):
-    """Segment ids padded so that padding matches nothing."""
+    """Return the segment ids, padded so that padding matches no segment."""
     if not mask.documents:
         q_segments_BT, k_segments_BS = jnp.zeros_like(q_segments_BT), jnp.zeros_like(k_segments_BS)
     return queries.pad(q_segments_BT, -1), keys.pad(k_segments_BS, -2)
 
 
 def _seen(q_seg, k_seg, q_first, k_first, mask: Mask):
-    """bool [B, T, S]: the visible pairs of one block pair."""
+    """Return bool [B, T, S]: the visible pairs of tokens in one block pair."""
     within = mask.sees(q_first + jnp.arange(q_seg.shape[1])[:, None], k_first + jnp.arange(k_seg.shape[1]))
     seen = q_seg[:, :, None] == k_seg[:, None, :]
     return seen if within is None else seen & within
 
 
 def _scores(q_i, k_j, seen, scores: Scores):
-    """float32 scores [B, K, G, T, S] of one block pair; MASKED for invisible pairs."""
+    """Return the scores [B, K, G, T, S] of one block pair, float32; MASKED for invisible pairs."""
     s = products.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, jnp.float32) * scores.scaled_for(q_i.shape[-1])
     if scores.softcap:
         s = scores.softcap * jnp.tanh(s / scores.softcap)

@@ -1,4 +1,4 @@
-"""The short causal convolution of linear attention: each channel by itself, within documents. Knows no mesh."""
+"""The short causal convolution of linear attention, per channel and within documents. This module knows no mesh."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -8,26 +8,26 @@ import jax.numpy as jnp
 
 
 class Tail(NamedTuple):
-    """The last W - 1 tokens before a row and their segments: what its first tokens also read."""
+    """The last W - 1 tokens before a row and their segments. The convolution of the row's first tokens reads them."""
     x_BSND: jax.Array
     segments_BS: jax.Array
 
 
 def tail(x_BTND, segments_BT, width: int, before: Tail | None = None) -> Tail:
-    """The tail for the tokens after these, for weights of `width` taps."""
+    """Return the tail for the tokens after these. width: number of taps of the weights."""
     x, segments = _continued(x_BTND, segments_BT, width, before)
     kept = x.shape[1] - (width - 1)
     return Tail(x[:, kept:], segments[:, kept:])
 
 
 def convolve(x_BTND, w_WND, segments_BT, before: Tail | None = None):
-    """Σ_j w_j x_{t-W+1+j} over taps of t's segment, summed in float32, in x's dtype; w[-1] is the tap of t itself.
+    """Return Σ_j w_j x_{t-W+1+j} over the taps in t's segment, in x's dtype. w[-1] is the tap of t itself.
 
-    before: the tail of an earlier part of the rows; None: nothing precedes them.
+    The sum is in float32. before: the tail of an earlier part of the rows; None if nothing precedes them.
     """
     W, T = w_WND.shape[0], x_BTND.shape[1]
     x, segments = _continued(x_BTND, segments_BT, W, before)
-    y = 0.0         # W shifted products in one fusion; a convolution of XLA knows no documents
+    y = 0.0         # W shifted products in one fusion; XLA's convolution has no document mask
     for j in range(W):
         same = segments[:, j:j + T] == segments_BT
         y += jnp.where(same[..., None, None], x[:, j:j + T].astype(jnp.float32), 0) * w_WND[j].astype(jnp.float32)
@@ -35,7 +35,7 @@ def convolve(x_BTND, w_WND, segments_BT, before: Tail | None = None):
 
 
 def _continued(x_BTND, segments_BT, width: int, before: Tail | None):
-    """Both with the W - 1 tokens before them: zeros if nothing precedes, of any segment."""
+    """Return x and segments with the W - 1 tokens before them. If nothing precedes them, these tokens are zeros."""
     if before is None:
         widths = [(0, 0), (width - 1, 0)]
         return jnp.pad(x_BTND, widths + [(0, 0)] * 2), jnp.pad(segments_BT, widths)

@@ -8,8 +8,11 @@ from meshtrain.kernels.engine import Engine, Scores
 
 
 def engine(scores: Scores = Scores()) -> Engine | None:
-    """The cuDNN engine, or None if this jax does not offer it. Needs a GPU, bfloat16, H a multiple of 8 up to 128,
-    values of that width, and masks without documents; a window needs as many queries as keys."""
+    """Return the cuDNN engine, or None if this version of jax does not offer it.
+
+    It needs a GPU, bfloat16, H a multiple of 8 up to 128, values of width H, and masks without documents. With a window
+    it needs as many queries as keys.
+    """
     kernel = jax_private.cudnn_attention()
     assert not scores.softcap, "cuDNN has none here"
     if kernel is None:

@@ -1,11 +1,14 @@
 """Decode attention: one query token per slot against its KV cache, as a Pallas kernel lowered through Triton.
 
-The kernel also writes the token's key and value into the cache, in place. A program computes one KV head of one slot
-with all its query heads, and reads only the places that this slot has written. With few slots and heads the places are
-split over several programs, whose outputs are combined by their log-sum-exp (Flash-Decoding: Dao, Haziza, Massa, Sizov
-2023). A slot's output does not depend on the length of others. XLA would instead make two scatters and a loop over
-blocks up to the longest slot, of some ten kernels an iteration, whose end the host must check. XLA has no partitioning
-rule for the kernel: as with `pallas`, all mesh axes must be manual. Knows no mesh.
+A slot is the cache of one sequence; a place in it holds one token. The kernel also writes the token's key and value
+into the cache, in place. A program computes one KV head of one slot with all its query heads, and reads only the places
+that this slot has written. With few slots and heads the places are split over several programs, whose outputs are
+combined by their log-sum-exp (Flash-Decoding: Dao, Haziza, Massa, Sizov 2023). A slot's output does not depend on the
+length of other slots.
+
+XLA alone would compile two scatters and a loop over blocks up to the longest slot. An iteration of this loop has about
+ten kernels, and the host must check for its end. XLA has no partitioning rule for the kernel: as with `pallas`, all
+mesh axes must be manual. This module knows no mesh.
 """
 from __future__ import annotations
 
@@ -23,16 +26,18 @@ from meshtrain.kernels.engine import MASKED, Scores
 from meshtrain.kernels.pallas import LOG2E, MIN_WIDTH, dot, scored
 
 NAME = "meshtrain_decode"           # kernel name in profiles and in the compiled program
-MOST_PLACES = 64                    # of a block; the room of a slot is a multiple
-BLOCK_BYTES = 2**15                 # keys and values of a block at most; three blocks fit shared memory
-MOST_WIDTH = 256                    # head_dim of keys and of values
+MOST_PLACES = 64                    # places per block; the number of places of a slot must be a multiple of it
+BLOCK_BYTES = 2**15                 # most bytes of keys and values per block; three blocks fit in shared memory
+MOST_WIDTH = 256                    # largest head_dim of keys and of values
 MOST_OUTPUTS = 4096                 # a program's output elements, held in registers
 MOST_SPLITS = 16                    # programs for one KV head of one slot
 
 
 def fits(queries: int, key_dim: int, value_dim: int, room: int) -> bool:
-    """Whether the kernel supports this number of query heads per KV head, these head_dims and this room (places per
-    slot)."""
+    """Return whether the kernel supports these sizes.
+
+    queries: query heads per KV head. room: places per slot.
+    """
     return (max(key_dim, value_dim) <= MOST_WIDTH and _padded(queries) * _padded(value_dim) <= MOST_OUTPUTS
             and room % MOST_PLACES == 0)
 
@@ -49,8 +54,11 @@ class Token(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """G: query heads per KV head. H, V: head_dim of keys and of values. R: places per slot. block: places per block.
-    splits: programs per KV head and slot."""
+    """Sizes.
+
+    G: query heads per KV head. H, V: head_dim of keys and of values. R: places per slot. block: places per block.
+    splits: programs per KV head and slot.
+    """
     G: int
     H: int
     V: int
@@ -82,7 +90,8 @@ def _kernel(layer_ref, at_ref, q_ref, key_ref, value_ref, sinks_ref, keys_ref, v
         at_key, at_value = _grid(places, widths), _grid(places, depths)
         keys = _load(keys_ref, (layer, s, k, *at_key), at_key[1] < of.H)
         values = _load(values_ref, (layer, s, k, *at_value), at_value[1] < of.V)
-        # A place holds the newest earlier position that maps to it; back: how far before the token's predecessor.
+        # A place holds the newest earlier position that maps to it. back: distance of the place from the token's
+        # predecessor.
         back = at - 1 - places
         seen = (back >= 0) & (lax.rem(back, jnp.int32(of.R)) + 1 < (window or of.R))
         product = jnp.where(seen[None, :], score(dot(q, keys.T)), MASKED)
@@ -123,11 +132,13 @@ def _kernel(layer_ref, at_ref, q_ref, key_ref, value_ref, sinks_ref, keys_ref, v
 
 def attend(token: Token, cache: tuple[jax.Array, jax.Array], layer, at_S, scores: Scores, window: int = 0, sinks_N=None,
            interpret: bool = False):
-    """Decode attention of each slot's token. Returns (o [S, N, V] in q's dtype, the cache with the token written).
+    """Compute the attention of each slot's newest token.
 
-    cache: keys [L, S, K, R, H] and values [L, S, K, R, V] of all layers; position p is stored at place p mod R. layer:
-    index into L. at_S: int32, the token's position; -1: no token, so o is 0 and the slot's cache is unchanged. window:
-    see `engine.Mask`. sinks_N: per query head, a score without a value.
+    Return (o [S, N, V] in q's dtype, the cache with the token written).
+
+    cache: keys [L, S, K, R, H] and values [L, S, K, R, V] of all layers. Position p is stored at place p mod R. layer:
+    index into L. at_S: int32, the token's position; with -1 there is no token, o is 0, and the slot's cache is
+    unchanged. window: see `engine.Mask`. sinks_N: one score per query head, without a value.
     """
     (S, N, H), (keys, values) = token.q_SNH.shape, cache
     *_, K, R, V = values.shape

@@ -1,9 +1,9 @@
 """The interface of all attention engines on one device: the mask, the score function, forward and backward.
 
-A mask depends on positions only; documents are data, given as segment ids of queries and keys. A window of w is that of
-transformers and FlashAttention: a token sees itself and the w - 1 tokens before it. An engine returns (o, lse), and its
-backward takes o and lse over all keys, so that ring and all-gather attention can be built from it (FlashAttention-2,
-arXiv:2307.08691). Knows no mesh.
+A mask depends on positions only. Documents are data, given as segment ids of queries and keys. A window has the meaning
+that it has in transformers and FlashAttention: a token attends to itself and to the window - 1 tokens before it. An
+engine returns (o, lse), and its backward takes o and lse over all keys, so that ring and all-gather attention can be
+built from it (FlashAttention-2, arXiv:2307.08691). This module knows no mesh.
 """
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MASKED = -1e30       # finite: a query without visible keys gives zeros, not NaN
 
 
 class Mask(NamedTuple):
-    """Bounds the distance t + ahead - s between query t and key s.
+    """Bounds on the distance t + ahead - s between query t and key s.
 
-    causal: no key after its query. window: tokens that a query sees, including itself; 0: all. ahead: offset of the
-    first query from the first key, for chunks. documents: compare segment ids too.
+    causal: a query attends to no later key. window: number of tokens that a query attends to, including itself; 0: all.
+    ahead: offset of the first query from the first key, for chunks. documents: segment ids must be equal, too.
     """
     causal: bool = True
     window: int = 0
@@ -27,18 +27,18 @@ class Mask(NamedTuple):
     documents: bool = True
 
     def within(self, length: int) -> Mask:
-        """This mask for sequences of this length; a window that covers them is dropped."""
+        """Return this mask for sequences of this length. A window that covers them is dropped."""
         return self._replace(window=self.window if self.window < length else 0)
 
     def sees(self, q_at, k_at):
-        """bool, broadcast over arrays of positions; None if all pairs are visible."""
-        # Positions are compared directly: their difference would take a register per pair in kernels.
+        """Return which pairs are visible: a bool array, broadcast over positions; None if all pairs are visible."""
+        # Positions are compared directly, because a difference would take a register per pair in kernels.
         late = q_at >= (k_at - self.ahead if self.ahead else k_at) if self.causal else None
         near = q_at < k_at + (self.window - self.ahead) if self.window else None
         return late & near if self.causal and self.window else late if self.causal else near
 
     def of_blocks(self, q_first, q_last, k_first, k_last):
-        """(any pair of the two blocks is visible, all are); the last positions are inclusive."""
+        """Return (whether any pair of the two blocks is visible, whether all are). The last positions are inclusive."""
         least, most = self.ahead + q_first - k_last, self.ahead + q_last - k_first
         some = every = least <= most
         if self.causal:
@@ -58,13 +58,15 @@ CAUSAL, WHOLE = Mask(), Mask(causal=False)
 
 
 class Scores(NamedTuple):
-    """The score of a query-key product. scale: its factor; 0: 1 / root of head_dim. softcap: tanh bound, 0: none
-    (Gemma 2, arXiv:2408.00118)."""
+    """The score of a query-key product.
+
+    scale: its factor; 0 means 1 / sqrt(head_dim). softcap: tanh bound (Gemma 2, arXiv:2408.00118); 0 means none.
+    """
     scale: float = 0.0
     softcap: float = 0.0
 
     def scaled_for(self, head_dim: int) -> float:
-        """The factor for queries and keys of this width."""
+        """Return the factor for queries and keys of this width."""
         return self.scale or head_dim ** -0.5
 
 
@@ -76,9 +78,10 @@ class Output(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """The weights that make keys and values of latents (`parallel.context.latents`), sharded as [params].
+    """The weights with which keys and values are computed from latents (`parallel.context.latents`).
 
-    gather(w): w as a matmul reads it, in the compute dtype. place(dw): its float32 gradient as the caller keeps it.
+    They are sharded as in [params]. gather(w): w as a matmul reads it, in the compute dtype. place(dw): its float32
+    gradient, sharded as the caller stores it.
     """
     key_CNH: jax.Array          # H without the rotated dims
     value_CNV: jax.Array
@@ -87,17 +90,17 @@ class Expansion(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """Attention of T queries to S keys within segments and a `Mask`; fully masked blocks are skipped.
+    """Attention of T queries to S keys within segments and a `Mask`. Fully masked blocks are skipped.
 
     forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask) -> o_BTNV, lse_BTN, both float32. V is the width
-    of values, here as in all of attention. lse is the natural log-sum-exp of the scores. A query without visible keys
-    gives o = 0 and lse = MASKED. No row's maximum is returned: ring and gather merge by lse, and what limits scores
-    (`optimizer.qk_clip`) takes lse as their bound, at most log(keys) above it.
+    of values, here and in all attention code. lse is the natural log-sum-exp of the scores. A query without visible
+    keys gives o = 0 and lse = MASKED. The maximum of each row is not returned. Ring and gather merge by lse, and
+    `optimizer.qk_clip` uses lse as an upper bound of the scores. It is at most log(keys) above the largest score.
 
-    backward(q, k, v, q_segments, k_segments, o, lse, do, mask) -> dq, dk, dv, float32, of these pairs alone; o and lse
+    backward(q, k, v, q_segments, k_segments, o, lse, do, mask) -> dq, dk, dv, float32, of these pairs alone. o and lse
     are over all keys, local or remote.
 
-    partitions: whether XLA can partition it; else all mesh axes must be manual.
+    partitions: whether XLA can partition the engine. If not, all mesh axes must be manual.
     """
     forward: Callable
     backward: Callable

@@ -1,12 +1,13 @@
 """Grouped matmuls: each row times its group's matrix. The groups are the experts of an MoE layer.
 
-Rows [R, …] are stored in blocks of one group each; a group's blocks are contiguous, and its last one is padded with
-zeros. Blocks behind the last used one are neither read nor written. `ragged_dot` is not used because on NVIDIA GPUs XLA
-multiplies every row by every group's matrix and masks (openxla/xla 40189).
+Rows [R, …] are stored in blocks, and each block belongs to one group. A group's blocks are contiguous, and its last
+block is padded with zeros. Blocks after the last used one are neither read nor written. `ragged_dot` is not used,
+because on NVIDIA GPUs XLA multiplies every row by every group's matrix and masks the results (openxla/xla 40189).
 
-Engines: `loop`, an XLA loop over blocks, on any device; `kernels`, Pallas kernels of one tile a program, which gather
-their rows on the fly (as ScatterMoE, arXiv:2403.08245), and on Hopper those of `mosaic_grouped` where rows lie in
-order. Callers write the backward. Knows no experts, no mesh.
+There are two engines. `loop` is an XLA loop over blocks, on any device. `kernels` are Pallas kernels with one tile per
+program, which gather their rows on the fly (as ScatterMoE, arXiv:2403.08245). On Hopper it uses the kernels of
+`mosaic_grouped` for rows that are stored in order. Callers write the backward. This module knows no experts and no
+mesh.
 """
 from __future__ import annotations
 
@@ -33,28 +34,38 @@ class Groups(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Rows of an array by index, zeros where it is negative. Kernels gather them on the fly, without a copy."""
+    """Rows of an array by index; a negative index is a row of zeros.
+
+    Kernels gather the rows on the fly, without a copy.
+    """
     of: jax.Array         # [A, K]
     number: jax.Array     # [R] int32
 
 
 class GroupedOperands(NamedTuple):
-    """x_RK (or a Taken) times the matrix of each row's group. dims: the order of w's dims, a permutation of "gkn", so
-    no transposed copy of w is needed."""
+    """x_RK (or a Taken) times the matrix of each row's group.
+
+    dims: the order of w's dims, a permutation of "gkn", so that no transposed copy of w is needed.
+    """
     x: jax.Array | Taken
     w: jax.Array
     dims: str
 
 
 class GroupedEngine(NamedTuple):
-    """take(a_AK, number_R) -> these rows, in the form that `rows` and `outer` take.
+    """The functions of an engine.
+
+    take(a_AK, number_R) -> these rows, in the form that `rows` and `outer` accept.
 
     rows(pairs, groups, then, beside) -> the results of `then` on the sum of the products, [R, N] float32. then(sum,
-    *beside) is called on tiles and returns a tuple: [rows, columns], rounded to x's dtype in the result, or sums over
-    columns, [rows] float32. beside: arrays [R, N], or [R, 1] broadcast over columns.
+    *beside) is called on tiles and returns a tuple. Each element is either [rows, columns], which is rounded to x's
+    dtype in the result, or a sum over columns, [rows] float32. beside: arrays [R, N], or [R, 1], which is broadcast
+    over columns.
 
-    outer(x_RK, y_RN, groups, dims) -> float32 in this order of dims; zeros for groups without rows. block(rows,
-    groups): rows per block.
+    outer(x_RK, y_RN, groups, dims) -> the gradient of the matrices, float32, in this order of dims; zeros for groups
+    without rows.
+
+    block(rows, groups) -> rows per block.
     """
     take: Callable
     rows: Callable
@@ -67,7 +78,7 @@ def as_it_is(summed):
 
 
 def groups_of(sizes_G, num_blocks: int, block: int) -> Groups:
-    """Lay groups of sizes_G rows out in blocks. At least one block is used, so that row 0 is always written."""
+    """Assign blocks to groups of sizes_G rows. At least one block is used, so that row 0 is always written."""
     blocks = (sizes_G + block - 1) // block
     blocks = blocks.at[0].add(jnp.where(blocks.sum() == 0, 1, 0))
     ends = jnp.cumsum(blocks)
@@ -78,21 +89,27 @@ def groups_of(sizes_G, num_blocks: int, block: int) -> Groups:
 
 
 def owners(groups: Groups, rows) -> tuple[jax.Array, jax.Array]:
-    """([R] group of each of these rows, [R] whether its block is used)."""
+    """Return ([R] the group of each of these rows, [R] whether the row's block is used)."""
     num_rows = (rows.number if isinstance(rows, Taken) else rows).shape[0]
     block = jnp.arange(num_rows) // (num_rows // groups.owner.shape[0])
     return groups.owner[block], block < groups.count[0]
 
 
 def sums(x_RN, groups: Groups):
-    """The sum of each group's rows, [G, N] float32, as a matmul: G is small beside a matrix's rows."""
+    """Return the sum of each group's rows, [G, N] float32.
+
+    It is a matmul, because G is small compared with a matrix's rows.
+    """
     owner, used = owners(groups, x_RN)
     mine_RG = (owner[:, None] == jnp.arange(groups.first.shape[0])) & used[:, None]
     return products.einsum("RG,RN->GN", mine_RG.astype(x_RN.dtype), jnp.where(used[:, None], x_RN, 0), jnp.float32)
 
 
 def executed_rows(rows: float, groups: float, block: int) -> float:
-    """Rows in the blocks of equally large groups: half of a last block is padding on average, at least one each."""
+    """Return the rows in the blocks of equally large groups. On average half of a group's last block is padding.
+
+    A group has at least one block.
+    """
     each = rows / groups
     return groups * block * (max(1.0, each / block + 0.5) if each > 1 else each)
 
@@ -105,12 +122,12 @@ def _block_rows(x, groups: Groups) -> int:
 
 
 def _copied(a, number):
-    """Copy rows. Multiplies by the mask, because with `where` XLA carries [R, K] zeros through a loop."""
+    """Copy rows. Missing rows are multiplied by 0, because with `where` XLA carries [R, K] zeros through a loop."""
     return a[jnp.maximum(number, 0)] * (number >= 0)[:, None].astype(a.dtype)
 
 
 def _results(then: Callable, beside, rows: int, columns: int, dtype) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of `then`'s results for this many rows and columns."""
+    """Return the shapes and dtypes of `then`'s results for this many rows and columns."""
     made = jax.eval_shape(then, jax.ShapeDtypeStruct((rows, columns), jnp.float32), *beside)
     return [jax.ShapeDtypeStruct(a.shape, dtype if a.ndim == 2 else jnp.float32) for a in made]
 
@@ -148,8 +165,11 @@ def _ordered(dims: str, **of_letter) -> tuple:
 
 
 def _loop_block(rows: int, groups: int) -> int:
-    """About an eighth of a group's rows, to limit padding. With 512 rows a group, a training step took 1.50, 1.47, 1.35
-    and 1.43 times a dense model's CPU seconds in blocks of 256, 128, 64, 32. Beyond 128 matmuls are no faster."""
+    """Return rows per block: about an eighth of a group's rows, to limit padding.
+
+    With 512 rows a group, a training step took 1.50, 1.47, 1.35 and 1.43 times a dense model's CPU seconds in blocks of
+    256, 128, 64, 32. Matmuls of more than 128 rows are no faster.
+    """
     return 1 << max(3, min(7, (rows // (8 * max(groups, 1))).bit_length() - 1))
 
 
@@ -170,7 +190,7 @@ def _turned(a, dims: str):
 
 
 def _reader(x_ref, at):
-    """columns -> those columns of the rows `at`."""
+    """Return a function that maps columns to these columns of the rows `at`."""
     if not isinstance(x_ref, Taken):
         return lambda columns: x_ref[at, columns]
     number = x_ref.number[at][:, None]
@@ -187,7 +207,7 @@ def _array(x):
 
 def _rows_kernel(owner_ref, count_ref, pairs, beside_refs, *result_refs, then: Callable,
                  all_dims, steps, tile: tuple[int, int]):
-    """One block of rows × one tile of columns; an unused block returns at once."""
+    """Compute one block of rows × one tile of columns. An unused block returns at once."""
     column, b, (block, width) = pl.program_id(0), pl.program_id(1), tile
 
     @pl.when(b < count_ref[0])
@@ -236,7 +256,7 @@ def _whole(operands):
 
 
 def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, step: int, tile: tuple[int, int]):
-    """One tile of one group's matrix, summed over all rows of the group."""
+    """Compute one tile of one group's matrix, summed over all rows of the group."""
     (height, width), group = tile, pl.program_id(2)
     columns_x, columns_y = pl.ds(pl.program_id(1) * height, height), pl.ds(pl.program_id(0) * width, width)
     start = first_ref[group] * block
@@ -249,7 +269,7 @@ def _outer_kernel(first_ref, blocks_ref, x_ref, y_ref, sums_ref, *, block: int, 
 
 
 def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tiles.GroupedTiles], interpret: bool):
-    if dims.index("n") < dims.index("k"):       # yᵀ · x: no tile is transposed
+    if dims.index("n") < dims.index("k"):       # yᵀ · x, so that no tile is transposed
         x, y, dims = y, x, dims.translate(str.maketrans("kn", "nk"))
     of = by_size[_array(x).dtype.itemsize].outer
     K, N, G, block = _array(x).shape[1], _array(y).shape[1], len(groups.first), _block_rows(x, groups)
@@ -270,7 +290,10 @@ def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tile
 
 
 def _tile(n: int, most: int) -> int:
-    """A power of two up to `most`: the largest that divides n, or, if only small ones do, one to which n is padded."""
+    """Return a power of two up to `most`: the largest that divides n.
+
+    If only small powers of two divide n, it is one to which n is padded.
+    """
     divides = n & -n
     return min(most, divides if divides >= 32 else max(16, pl.next_power_of_2(n)))
 
@@ -284,7 +307,7 @@ def _padded(a, multiple: int, axis: int):
 
 
 def _mosaic_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *, programs: int, otherwise: Callable):
-    """Use `mosaic_grouped` for bfloat16 rows in order, with nothing fused behind the product; else `otherwise`."""
+    """Use `mosaic_grouped` for bfloat16 rows in order without an epilogue (`then`). Use `otherwise` for all others."""
     xs, ws, (dims, *others) = [x for x, _, _ in pairs], [w for _, w, _ in pairs], [dims for _, _, dims in pairs]
     plain = not any(isinstance(a, Taken) or a.dtype != jnp.bfloat16 for a in xs + ws) and set(others) <= {dims}
     if plain and then is as_it_is and _block_rows(xs[0], groups) == TILE and mosaic_grouped.columns_of(
@@ -295,8 +318,11 @@ def _mosaic_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *,
 
 def kernels(by_size: Mapping[int, tiles.GroupedTiles] = tiles.GROUPED, interpret: bool = False,
             programs: int = 0) -> GroupedEngine:
-    """Engine of the Pallas kernels. by_size: tiles by bytes per element, all with the same rows per block. programs: of
-    `mosaic_grouped`, for Hopper GPUs; 0: it is not used."""
+    """Return the engine of the Pallas kernels.
+
+    by_size: tiles by bytes per element, all with the same rows per block. programs: number of programs of
+    `mosaic_grouped`, for Hopper GPUs; with 0 it is not used.
+    """
     (block,) = {of.rows for of in by_size.values()}
     given = dict(by_size=by_size, interpret=interpret)
     rows = partial(_triton_rows, **given)

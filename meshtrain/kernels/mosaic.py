@@ -1,10 +1,11 @@
 """Flash attention with documents and windows for Hopper GPUs, as Pallas kernels lowered through Mosaic GPU.
 
-A document's tokens are neighbours, so a query sees one interval of keys and a key is seen by one interval of
-queries; causal masks, windows and chunk offsets only shorten them. `intervals` finds them outside the kernels, which
-need neither segments nor a mask. `bounds` has the steps that a block of rows visits, and those that need no mask. The
-backward is one kernel for dq and one for dk and dv; without atomics, so it is deterministic. As with `pallas`, all mesh
-axes must be manual. Source: FlashAttention-3, arXiv:2407.08608. Knows no mesh.
+The tokens of a document are contiguous. A query therefore attends to one interval of keys, and one interval of queries
+attends to a key. Causal masks, windows and chunk offsets only shorten the intervals. `intervals` computes them outside
+the kernels, which need neither segments nor a mask. `bounds` computes the steps that a block of rows visits, and which
+of them need no mask. The backward is one kernel for dq and one for dk and dv. It uses no atomics, so it is
+deterministic. As with `pallas`, all mesh axes must be manual. Source: FlashAttention-3, arXiv:2407.08608. This module
+knows no mesh.
 """
 from __future__ import annotations
 
@@ -20,42 +21,48 @@ from meshtrain.kernels.warpgroups import TILE, Call
 
 NAME = "meshtrain_mosaic"               # kernel name in profiles and in the compiled program
 COMPUTE_CAPABILITY = 9                  # wgmma and setmaxnreg exist on sm_90a only
-AUTO_SINCE = (0, 11)                    # jax with which a GPU has compared them: "auto" takes them from there on
-# Widths of keys and of values, padded to them -> (block, stages) of the forward, of dq and of dkv. dkv of 192 and 128
-# spills 660 bytes a thread with blocks of 64. 256 is not here: its backward needs 266 KB of shared memory, so it stays
-# with `pallas`.
+AUTO_SINCE = (0, 11)                    # "auto" takes them from this jax on: the first one with a comparison on a GPU
+# Padded widths of keys and values -> (block, stages) of the forward, of dq and of dkv. With widths 192 and 128, dkv
+# spills 660 bytes a thread with blocks of 64. Width 256 is not here: its backward needs 266 KB of shared memory, so
+# `pallas` computes it.
 BLOCKS = {(64, 64): ((128, 2), (64, 2), (64, 2)), (128, 128): ((128, 2), (64, 2), (64, 2)),
           (192, 128): ((128, 2), (64, 2), (32, 2))}
 
 
 def engine(scores: Scores = Scores(), interpret=False) -> Engine:
-    """The Mosaic engine; bfloat16 or float16, widths of keys and values up to 128, of keys up to 192 with such values.
+    """Return the Mosaic engine, for bfloat16 or float16.
 
-    The tokens of a segment must be neighbours: lse of a query, and dk of a key, are NaN where they are not.
-    interpret: jax's InterpretGPUParams, for tests on CPUs.
+    Keys and values have widths up to 128, or keys up to 192 with values up to 128.
+
+    The tokens of a segment must be contiguous. Otherwise lse of a query and dk of a key are NaN. interpret: jax's
+    InterpretGPUParams, for tests on CPUs.
     """
     return Engine(partial(_forward, scores=scores, interpret=interpret),
                   partial(_backward, scores=scores, interpret=interpret), partitions=False)
 
 
 def runs_on(gpu: hardware.Gpu | None) -> bool:
-    """Whether this GPU can run the Mosaic kernels."""
+    """Return whether this GPU can run the Mosaic kernels."""
     return bool(gpu and gpu.chip) and gpu.chip.compute_capability == COMPUTE_CAPABILITY
 
 
 def is_taken_on(gpu: hardware.Gpu | None) -> bool:
-    """Whether Mosaic kernels are the default on this GPU with this jax."""
+    """Return whether Mosaic kernels are the default on this GPU with this version of jax."""
     return runs_on(gpu) and jax.__version_info__ >= AUTO_SINCE
 
 
 def widths_of(head_dim: int, value_dim: int = 0) -> tuple[int, int] | None:
-    """The widths that keys and values are padded to; None if the kernels have none. value_dim 0: that of keys."""
+    """Return the widths to which keys and values are padded; None if the kernels have none. value_dim 0: that of keys.
+    """
     return next(((H, V) for H, V in BLOCKS if head_dim <= H and (value_dim or head_dim) <= V), None)
 
 
 def intervals(own_BT, other_BS, mask: Mask, own_are_queries: bool):
-    """(low, high int32 [B, T]: each of `own` sees `other` from low to high, exclusive; bool [B, T]: it truly is one
-    interval)."""
+    """Return (low, high, single) for each token of `own`; low and high are int32, single is bool, all [B, T].
+
+    The token attends to `other` (or is attended to by it) from low to high, exclusive. single: whether the visible
+    tokens really are one interval.
+    """
     T, S = own_BT.shape[1], other_BS.shape[1]
     low = jnp.zeros(own_BT.shape, jnp.int32)
     high, single = low + S, jnp.ones(own_BT.shape, bool)
@@ -65,7 +72,7 @@ def intervals(own_BT, other_BS, mask: Mask, own_are_queries: bool):
         high = jnp.max(jnp.where(same, at + 1, 0), -1)
         single = jnp.sum(same, -1, dtype=jnp.int32) == jnp.maximum(high - low, 0)
     at = jnp.arange(T, dtype=jnp.int32)
-    # query t sees key s if 0 <= t + ahead - s < window; 0 <= is for `causal` alone
+    # Query t attends to key s if 0 <= t + ahead - s < window. The lower bound applies only with `causal`.
     if own_are_queries:
         high = jnp.minimum(high, at + mask.ahead + 1) if mask.causal else high
         low = jnp.maximum(low, at + mask.ahead - mask.window + 1) if mask.window else low
@@ -77,8 +84,10 @@ def intervals(own_BT, other_BS, mask: Mask, own_are_queries: bool):
 
 
 def bounds(low, high, step: int):
-    """int32 [B, tiles, 4] for tiles of `TILE` rows, in steps: (start, bare_start, bare_stop, stop). All that a tile's
-    rows see lies in [start, stop); in [bare_start, bare_stop) all rows see all."""
+    """Return int32 [B, tiles, 4]: (start, bare_start, bare_stop, stop) for each tile of `TILE` rows, in steps.
+
+    All visible tokens of a tile's rows are in [start, stop). In [bare_start, bare_stop) every pair is visible.
+    """
     low, high = (x.reshape(x.shape[0], -1, TILE) for x in (low, high))
     some = high > low
     stop = -(-jnp.where(some, high, 0).max(-1) // step)
@@ -89,7 +98,7 @@ def bounds(low, high, step: int):
 
 
 def _padded(x, axis: int, width: int = 0):
-    """x with this axis padded with zeros to whole tiles, and heads to `width`."""
+    """Return x with this axis padded with zeros to whole tiles, and heads padded to `width`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % TILE)
     if width:
@@ -102,7 +111,7 @@ def _call(what: str, mask: Mask, scores: Scores, head_dim: int, blocks, interpre
 
 
 def _visits(own_BT, other_BS, mask: Mask, own_are_queries: bool, step: int):
-    """((low, high, bounds) of padded rows, of which padding sees nothing; `single` of `intervals`)."""
+    """Return ((low, high, bounds) of padded rows, `single` of `intervals`). Padding attends to nothing."""
     *found, single = intervals(own_BT, other_BS, mask, own_are_queries)
     low, high = (_padded(x, 1) for x in found)
     return (low, high, bounds(low, high, step)), single
@@ -119,7 +128,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, scor
     lse_BTN = lse[:, :, :T].swapaxes(1, 2)
     if mask.documents:
         lse_BTN = jnp.where(single_BT[..., None], lse_BTN, jnp.nan)
-    # float32 by contract; if the caller rounds again, XLA drops both casts.
+    # float32 is the engine's contract. If the caller casts back, XLA drops both casts.
     return o[:, :T, :, :V].astype(jnp.float32), lse_BTN
 
 

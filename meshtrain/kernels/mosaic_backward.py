@@ -1,5 +1,7 @@
-"""The backward kernels of `mosaic`: one for dq and one for dk and dv. Both compute the scores again, and neither adds
-in memory."""
+"""The backward kernels of `mosaic`: one for dq and one for dk and dv.
+
+Both recompute the scores. Neither accumulates in global memory.
+"""
 from __future__ import annotations
 
 from functools import partial
@@ -15,8 +17,11 @@ from meshtrain.kernels.warpgroups import (
 
 
 def dq_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
-    """dq [B, T, N, H]. do [B, T, N, V], lse and delta [B, N, T], delta = sum(do · o, -1); the others as in
-    `mosaic_forward.forward`."""
+    """Return dq [B, T, N, H].
+
+    do: [B, T, N, V]. lse, delta: [B, N, T], where delta = sum(do · o, -1). The other arguments are those of
+    `mosaic_forward.forward`.
+    """
     (B, T, N, H), (*_, K, V), dtype = q.shape, v.shape, q.dtype
     tiles, group, block, stages = T // TILE, N // K, call.block, call.stages
     machine = Machine(bool(call.interpret))
@@ -26,7 +31,7 @@ def dq_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
         (q_all, do_all, lse_all, delta_all, low_all, high_all, k_smem, v_smem, own_loaded, k_loaded, v_loaded,
          k_released, v_released, *scratch) = scoped
         b, n, wg = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
-        i = i32(tiles - 1) - lax.axis_index("tile")         # if causal, the longest rows first
+        i = i32(tiles - 1) - lax.axis_index("tile")         # if causal, rows with the most keys first
         limits = [bounds_ref[b, i, j] for j in range(4)]
         start, stop = limits[0], limits[3]
 
@@ -93,8 +98,11 @@ def dq_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
 
 
 def dkv_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
-    """(dk [B, S, K, H], dv [B, S, K, V]). low, high [B, S]: the queries that see a key. A program has 128 keys of one
-    head, and sums over all query heads of its group. Scores are [keys, queries], so that no p is transposed."""
+    """Return (dk [B, S, K, H], dv [B, S, K, V]).
+
+    low, high [B, S]: the queries that attend to a key. A program has 128 keys of one head and sums over all query heads
+    of its group. Scores are [keys, queries], so that p is not transposed.
+    """
     (B, T, N, H), (_, S, K, V), dtype = q.shape, v.shape, q.dtype
     tiles, group, block, stages = S // TILE, N // K, call.block, call.stages
     machine = Machine(bool(call.interpret))
@@ -109,7 +117,7 @@ def dkv_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
         start, stop = limits[0], limits[3]
 
         def visited(member, step):
-            """Steps of this program before this one."""
+            """Return the number of steps of this program before this one."""
             return member * (stop - start) + step - start
 
         def slot_of(member, step):
@@ -138,7 +146,7 @@ def dkv_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
                 if masked:
                     p = jnp.where(machine.seen(step * block, low_smem, high_smem, s.shape), p, 0.0)
                 p16 = p.astype(dtype)
-                p = p if slope is None else p * slope       # before dp: no further array stays in registers
+                p = p if slope is None else p * slope       # before dp, so that no further array stays in registers
                 dv, dp = machine.add_product_and_product(dv, p16, do_smem.at[slot], v_smem, do_smem.at[slot], through)
                 ds = p * (dp - by_column(machine.load(delta_smem.at[slot], BY_COLUMN), s.shape))
                 plgpu.barrier_arrive(do_released.at[slot])

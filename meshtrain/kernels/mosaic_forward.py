@@ -1,5 +1,8 @@
-"""The forward kernel of `mosaic`: the two warp groups that compute take turns, so that one's softmax runs beside the
-other's products. Source: FlashAttention-3, arXiv:2407.08608."""
+"""The forward kernel of `mosaic`.
+
+The two warp groups that compute take turns, so that the softmax of one overlaps with the matmuls of the other. Source:
+FlashAttention-3, arXiv:2407.08608.
+"""
 from __future__ import annotations
 
 from functools import partial
@@ -13,12 +16,15 @@ from meshtrain.kernels import warpgroups
 from meshtrain.kernels.engine import MASKED
 from meshtrain.kernels.warpgroups import BY_ROW, COMPUTE, LOG2E, ROWS, TILE, Call, Machine, by_row, i32
 
-SOME = MASKED / 1e10            # a row whose maximum is larger has seen a key
+SOME = MASKED / 1e10            # a row with a larger maximum has attended to a key
 
 
 def forward(call: Call, q, k, v, low, high, bounds):
-    """(o [B, T, N, V], lse [B, N, T] float32). q [B, T, N, H], k [B, S, K, H] and v [B, S, K, V] in whole tiles; low,
-    high and bounds as `mosaic.intervals` and `mosaic.bounds`."""
+    """Return (o [B, T, N, V], lse [B, N, T] float32).
+
+    q [B, T, N, H], k [B, S, K, H] and v [B, S, K, V] are in whole tiles. low, high: from `mosaic.intervals`. bounds:
+    from `mosaic.bounds`.
+    """
     (B, T, N, H), (*_, K, V), dtype = q.shape, v.shape, q.dtype
     tiles, group, block, stages = T // TILE, N // K, call.block, call.stages
     machine = Machine(bool(call.interpret))
@@ -28,7 +34,7 @@ def forward(call: Call, q, k, v, low, high, bounds):
         ((q_all, o_all), k_smem, v_smem, lse_all, low_all, high_all, own_loaded, k_loaded, v_loaded, k_released,
          v_released, turn, *scratch) = scoped
         b, n, wg = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
-        i = i32(tiles - 1) - lax.axis_index("tile")         # if causal, the longest rows first
+        i = i32(tiles - 1) - lax.axis_index("tile")         # if causal, rows with the most keys first
         limits = [bounds_ref[b, i, j] for j in range(4)]
         start, stop = limits[0], limits[3]
 
@@ -63,14 +69,14 @@ def forward(call: Call, q, k, v, low, high, bounds):
                 if masked:
                     s = jnp.where(machine.seen(step * block, low_smem, high_smem, s.shape), s, MASKED)
                 m_new = jnp.maximum(m, s.max(axis=1) * factor)
-                # s · factor - m is one fused multiply-add. In a row that has seen nothing its rounding, 1e22 at 1e30,
-                # would be exp2's argument; from 0 all of its masked scores give 0.
+                # s · factor - m is one fused multiply-add. In a row without visible keys so far, its rounding error
+                # (1e22 at 1e30) would be the argument of exp2. With base 0 all masked scores of the row give 0.
                 base = jnp.where(m_new > SOME, m_new, 0.0) if masked else m_new
                 keep = jnp.exp2(m - base)
                 p = jnp.exp2(s * factor - by_row(base, s.shape))
                 o *= by_row(keep, o.shape)
                 l = l * keep + p.sum(axis=1)
-                # Nothing of the softmax may move behind the barrier, where the tensor core is ours.
+                # No part of the softmax may move past the barrier, after which this warp group has the tensor core.
                 o, l, m_new, p = lax.optimization_barrier((o, l, m_new, p.astype(dtype)))
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(v_loaded.at[slot])
@@ -111,7 +117,8 @@ def forward(call: Call, q, k, v, low, high, bounds):
             lax.fori_loop(start, stop, load, ())
 
     row, swizzled = warpgroups.rows, partial(warpgroups.swizzled, dtype=dtype)
-    # A warp group's o, its first `ROWS` rows, takes the place of its own q: beside keys of 192 nothing is left for it.
+    # The o of a warp group, in its first `ROWS` rows, shares memory with its q, because with keys of width 192 no
+    # memory is left for o.
     own = plgpu.RefUnion(swizzled((COMPUTE, ROWS, H)), swizzled((COMPUTE, ROWS * H // V, V)))
     scratch = [own, swizzled((stages, block, H)), swizzled((stages, block, V)), row(jnp.float32), row(jnp.int32),
                row(jnp.int32), warpgroups.loaded(COMPUTE, 3), warpgroups.loaded(stages), warpgroups.loaded(stages),

@@ -1,9 +1,10 @@
 """Grouped matmul for Hopper GPUs: each row times its group's matrix, as a Pallas kernel lowered through Mosaic GPU.
 
-A persistent kernel with one program per multiprocessor. Two warp groups multiply 64 rows each; a third loads the next
-steps by TMA, also while a tile is written. On Hopper TMA cannot gather rows by index, so rows must be stored in order;
-`grouped` has kernels that gather. Measured on an H200 (benchmarks/gpu.md): 0.63 to 0.77 of the peak, 1.15 to 1.36
-times the Triton kernels at Qwen3-30B-A3B's shape and 0.95 to 1.12 times at Mixtral's. Knows no experts, no mesh.
+The kernel is persistent, with one program per multiprocessor. Two warp groups multiply 64 rows each. A third warp group
+loads the next steps by TMA, also while a tile is written. On Hopper TMA cannot gather rows by index, so rows must be
+stored in order; `grouped` has kernels that gather. Measured on an H200 (benchmarks/gpu.md): 0.63 to 0.77 of the peak,
+1.15 to 1.36 times as fast as the Triton kernels at Qwen3-30B-A3B's shape and 0.95 to 1.12 times at Mixtral's. This
+module knows no experts and no mesh.
 """
 from __future__ import annotations
 
@@ -16,21 +17,22 @@ from jax.experimental import pallas as pl
 from meshtrain.kernels import warpgroups
 from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, Ring, i32, turned
 
-STEP = 64               # of the contracted dim
-# Columns of a tile -> stages. The widest tile that divides the matrix is used, with as many stages as fit.
+STEP = 64               # elements of the contracted dim per step
+# Columns of a tile -> stages. The widest tile that divides the matrix is used. It has as many stages as fit.
 STAGES = {256: 3, 192: 4, 128: 6}
 
 
 def columns_of(width: int, *summed: float) -> int:
-    """Tile width for a matrix with `width` columns; 0 if no tile fits. summed: sizes of the contracted dims."""
+    """Return the tile width for a matrix with `width` columns; 0 if no tile fits. summed: sizes of the contracted dims.
+    """
     return next((columns for columns in STAGES if width % columns == 0 and not any(k % STEP for k in summed)), 0)
 
 
 def rows(pairs, dims: str, owner, count, programs: int, interpret=False):
-    """Σ x · w[owner of the row's block] over pairs (x [R, K], w with this order of dims); bfloat16 [R, N].
+    """Return Σ x · w[owner of the row's block] over pairs (x [R, K], w with this order of dims); bfloat16 [R, N].
 
-    owner: [blocks of TILE rows] int32. count: [1] int32; blocks from count on are neither read nor written. programs:
-    the GPU's number of multiprocessors. interpret: see `warpgroups.Call`.
+    owner: [blocks of TILE rows] int32. count: [1] int32; blocks from number `count` on are neither read nor written.
+    programs: the GPU's number of multiprocessors. interpret: see `warpgroups.Call`.
     """
     (x, w), dtype = pairs[0], pairs[0][0].dtype
     N, R, columns = w.shape[dims.index("n")], x.shape[0], columns_of(w.shape[dims.index("n")])
@@ -50,7 +52,7 @@ def rows(pairs, dims: str, owner, count, programs: int, interpret=False):
 
         def each_tile(visit):
             def one(i, _):
-                tile = program + i * programs       # neighbours read the same rows
+                tile = program + i * programs       # neighbouring programs read the same rows
                 visit(i * steps, lax.div(tile, i32(tiled)), pl.ds(lax.rem(tile, i32(tiled)) * columns, columns))
                 return ()
             lax.fori_loop(i32(0), trips, one, ())
@@ -63,7 +65,7 @@ def rows(pairs, dims: str, owner, count, programs: int, interpret=False):
                 found, = ring.sums(before, steps, lambda slot: x_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
                                    lambda slot: (turned(w_smem.at[slot]) if by_column else w_smem.at[slot],))
                 found = found.astype(dtype)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)         # the tile before this one is on its way
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)         # the previous tile has left shared memory
                 out_smem[wg] = found
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[pl.ds(block * TILE + wg * ROWS, ROWS), to])

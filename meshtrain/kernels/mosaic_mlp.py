@@ -86,7 +86,7 @@ def forward(x, w_gate, w_up, activation: str, programs: int, interpret=False):
                 for piece in range(0, HALF, STEP):
                     g, u = (a[:, piece:piece + STEP].astype(dtype) for a in sums)
                     h = (SLOPES[activation](g.astype(jnp.float32))[0] * u.astype(jnp.float32)).astype(dtype)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)     # the piece before this one is on its way
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)     # the previous piece has left shared memory
                     for value, smem in zip((g, u, h), out_smem):
                         smem[wg] = value
                     plgpu.commit_smem()
@@ -154,7 +154,7 @@ def backward(dy, w_down_t, gate, up, activation: str, programs: int, interpret=F
                     at = pl.ds(row + wg * ROWS, ROWS), pl.ds(column + piece * PIECE, PIECE)
                     for smem, ref in zip(own, out_refs):
                         plgpu.copy_smem_to_gmem(smem, ref.at[at])
-                    plgpu.wait_smem_to_gmem(3, wait_read_only=True)     # all but those three are on their way
+                    plgpu.wait_smem_to_gmem(3, wait_read_only=True)     # all but these three have left shared memory
                     behind = ring_of_pieces.slot_of(number + PIECES - 1)
                     pl.when(number > 0)(lambda: plgpu.barrier_arrive(piece_released.at[behind]))
             tiles.each(visit)

@@ -1,10 +1,11 @@
 """Flash attention with documents and windows as Pallas GPU kernels, lowered through Triton.
 
 A block of queries visits only the key blocks that its documents and window reach: about 0.57 of the causal square for
-documents of 2,000 tokens in rows of 8,192. `spans` computes them outside the kernels, as the bounds of two loops: one
-with masks, and one without for fully visible blocks. The backward is one kernel for dq and one for dk and dv; without
-atomics, so it is deterministic. XLA has no partitioning rule for the kernels: along a mesh axis that is not manual,
-every device silently computes all heads. Source: FlashAttention-2, arXiv:2307.08691. Knows no mesh.
+documents of 2,000 tokens in rows of 8,192. `spans` computes these blocks outside the kernels, as the bounds of two
+loops: one with masks, and one without for fully visible blocks. The backward is one kernel for dq and one for dk and
+dv. It uses no atomics, so it is deterministic. XLA has no partitioning rule for the kernels: along a mesh axis that is
+not manual, every device silently computes all heads. Source: FlashAttention-2, arXiv:2307.08691. This module knows no
+mesh.
 """
 from __future__ import annotations
 
@@ -21,30 +22,31 @@ from meshtrain.kernels import tiles as tile_table
 from meshtrain.kernels.engine import MASKED, Engine, Mask, Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
 
-LOG2E = math.log2(math.e)               # scores are powers of two: exp2 is one instruction, exp is two
+LOG2E = math.log2(math.e)               # scores are base-2 exponents: exp2 is one instruction, exp is two
 LAST = jnp.iinfo(jnp.int32).max
 MIN_WIDTH = 16                          # smallest head_dim that tensor cores contract
 NAME = "meshtrain_attention"            # kernel name in profiles and in the compiled program
 
 
 def engine(tiles: Tiles, scores: Scores = Scores(), full: int = tile_table.FULL, interpret: bool = False) -> Engine:
-    """The Pallas engine with these tiles; bfloat16 or float16, float32 slowly. The widths of keys and of values are
-    padded to powers of two, each to its own.
+    """Return the Pallas engine with these tiles, for bfloat16 or float16, and slowly for float32.
 
-    full: programs that fill the GPU. interpret: run by XLA on any device, for tests.
+    The widths of keys and of values are padded to powers of two, each to its own. full: number of programs that fill
+    the GPU. interpret: run the kernels by XLA on any device, for tests.
     """
     return Engine(partial(_forward, tiles=tiles, scores=scores, interpret=interpret),
                   partial(_backward, tiles=tiles, scores=scores, full=full, interpret=interpret), partitions=False)
 
 
 def spans(own_BT, other_BS, block: int, step: int, mask: Mask, own_are_queries: bool):
-    """int32 [B, blocks, 4]: (start, bare_start, bare_stop, stop) for each block of `own`, in steps of `other`.
+    """Return int32 [B, blocks, 4]: (start, bare_start, bare_stop, stop) for each block of `own`, in steps of `other`.
 
-    own, other: segments of queries and keys, or of keys and queries; whole blocks. [start, stop) covers all steps with
-    a visible pair, exactly if segment ids ascend along a row; in [bare_start, bare_stop) all are visible.
+    own, other: segments of queries and keys, or of keys and queries, in whole blocks. [start, stop) covers all steps
+    with a visible pair. It has no other steps if segment ids ascend along a row. In [bare_start, bare_stop) all pairs
+    are visible.
     """
-    # Segment 0 follows the last document and negative ids are padding: used directly, a block with a document's end and
-    # padding would start at the row's beginning.
+    # Segment 0 follows the last document, and negative ids are padding. Without this mapping, a block with the end of a
+    # document and padding would start at the beginning of the row.
     at_end = lambda x: jnp.where(x <= 0, LAST + x, x)
     cut = lambda x, n: at_end(x).reshape(x.shape[0], -1, n)
     own, other = cut(own_BT, block), cut(other_BS, step)
@@ -66,7 +68,7 @@ def spans(own_BT, other_BS, block: int, step: int, mask: Mask, own_are_queries: 
     return jnp.stack([start, bare_start, bare_stop, stop], -1).astype(jnp.int32)
 
 
-# ---- what the kernels share: refs are one block of one head; plan, of a grid's program, is a row of `spans` ----------
+# ---- shared by the kernels: refs are one block of one head; a row of spans_ref is a row of `spans` -------------------
 
 
 def _visit_all(spans_ref, i, masked, bare, carry):
@@ -83,13 +85,16 @@ def dot(x, y):
 
 
 def _visible(q_segments, k_segments, q_at, k_at, mask: Mask):
-    """bool [queries, keys], or what the arguments broadcast to."""
+    """Return whether the pairs are visible: bool [queries, keys], or the shape to which the arguments broadcast."""
     seen, within = q_segments == k_segments, mask.sees(q_at, k_at)
     return seen if within is None else seen & within
 
 
 def scored(product, scale: float, softcap: float):
-    """(scores in base 2, their derivative without scale and LOG2E; None: 1) of products of queries and keys."""
+    """Return (scores in base 2, their derivative without scale and LOG2E) of query-key products.
+
+    A derivative of None is 1.
+    """
     if not softcap:
         return product * (scale * LOG2E), None
     capped = jnp.tanh(product * (scale / softcap))
@@ -110,7 +115,7 @@ def _pad(x, multiple: int, axis: int, value=0):
 
 
 def _padded(q, k, v, q_segments, k_segments, mask: Mask, rows: int, columns: int):
-    """Pad lengths to whole blocks and heads to a power of two; padding matches no segment."""
+    """Pad lengths to whole blocks and heads to a power of two. The padding matches no segment."""
     if not mask.documents:
         q_segments, k_segments = jnp.ones_like(q_segments), jnp.ones_like(k_segments)
     return (_padded_heads(q, rows), _padded_heads(k, columns), _padded_heads(v, columns),
@@ -123,12 +128,14 @@ def _padded_heads(x, multiple: int):
 
 def _over_queries(kernel, what: str, mask: Mask, blocks: Blocks, interpret: bool, out_shape, q, k, v, q_segments,
                   k_segments, *more):
-    """The results of a kernel of which each program has one block of queries of one head, and all keys. more, results:
-    arrays like q, of any width, or [B, N, T]."""
+    """Run a kernel in which each program has one block of queries of one head, and all keys. Return its results.
+
+    Arguments in `more` and results are arrays like q, of any width, or [B, N, T].
+    """
     (B, T, N, _), S = q.shape, k.shape[1]
     block, step = blocks[:2]
     count, group = T // block, N // k.shape[2]
-    # longest rows first if causal, so that no program runs alone at the end
+    # if causal, the longest rows first, so that no program runs alone at the end
     flip = lambda i: count - 1 - i
     own = lambda x: pl.BlockSpec((None, block, None, x.shape[3]), lambda i, n, b: (b, flip(i), n, 0))
     row = pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, flip(i)))
@@ -183,7 +190,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, tile
     o, lse = _over_queries(
         partial(_forward_kernel, scale=scores.scaled_for(H), softcap=scores.softcap), "forward", mask, tiles.forward,
         interpret, shapes, q, k, v, *segments)
-    # float32 by contract; if the caller rounds again, XLA drops both casts.
+    # float32 is the engine's contract. If the caller casts back, XLA drops both casts.
     return o[:, :T, :, :V].astype(jnp.float32), lse[:, :, :T].swapaxes(1, 2)
 
 
@@ -219,7 +226,10 @@ def _dq_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, d
 def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, do_ref,
                 lse_ref, delta_ref, dk_ref, dv_ref, *,
                 mask, scale, softcap, step, heads):
-    """Scores are [keys, queries]: the products with q and do need no transposed p."""
+    """Compute dk and dv of one block of keys.
+
+    Scores are [keys, queries], so that the matmuls with q and do transpose no p.
+    """
     block = k_ref.shape[0]
     j = pl.program_id(0)                    # if causal, the first keys have the most queries
     k, v, k_segments = k_ref[...], v_ref[...], k_segments_ref[...]
@@ -255,7 +265,7 @@ def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_
               do_BTNV, mask, *, tiles, scores, full, interpret):
     H = q_BTNH.shape[3]
     delta_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
-    # One padding for both kernels.
+    # The same padding serves both kernels.
     rows, columns = math.lcm(tiles.dq.rows, tiles.dkv.columns), math.lcm(tiles.dq.columns, tiles.dkv.rows)
     q, k, v, q_segments, k_segments = _padded(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, rows, columns)
     do = _padded_heads(do_BTNV.astype(q.dtype), rows)
@@ -270,14 +280,17 @@ def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_
 
 def dq_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0,
           blocks: Blocks, interpret=False):
-    """dq, padded like q. Arrays are padded to whole blocks; lse and delta [B, N, T], delta = sum(do · o, -1)."""
+    """Return dq, padded like q.
+
+    The arguments are padded to whole blocks. lse, delta: [B, N, T], where delta = sum(do · o, -1).
+    """
     return _over_queries(partial(_dq_kernel, scale=scale, softcap=softcap), "dq", mask, blocks, interpret,
                          jax.ShapeDtypeStruct(q.shape, q.dtype), q, k, v, q_segments, k_segments, do, lse, delta)
 
 
 def dkv_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, softcap=0.0,
            blocks: Blocks, full: int, interpret=False):
-    """(dk, dv), padded like k and v; arguments as in `dq_of`."""
+    """Return (dk, dv), padded like k and v. The arguments are those of `dq_of`."""
     B, T, N, _ = q.shape
     S, K = k.shape[1:3]
     block, step = blocks[:2]

@@ -2,13 +2,13 @@
 
     S_t = e^{g_t} S_{t-1} + k_t u_t^T        o_t = S_t^T q_t        u_t = beta_t (v_t - (e^{g_t} S_{t-1})^T k_t), or v_t
 
-Within a chunk all tokens are computed together; between chunks one linear recurrence of the states is left, which all
-kinds share, and whose backward is the same recurrence from the right. Documents are masks, and S begins with zeros in
-each. Sources: gated delta rule arXiv:2412.06464, its chunked form arXiv:2406.06484; KDA arXiv:2510.26692; Mamba-2
-arXiv:2405.21060. Knows no mesh.
+Within a chunk all tokens are computed together. Between chunks there is one linear recurrence of the states, which all
+three kinds share. Its backward is the same recurrence from the right. Documents are masks, and S begins with zeros in
+each document. Sources: gated delta rule arXiv:2412.06464, its chunked form arXiv:2406.06484; KDA arXiv:2510.26692;
+Mamba-2 arXiv:2405.21060. This module knows no mesh.
 
-Dims: B rows, Z chunks of a row, C tokens of a chunk (I of a reader, J of a writer), N value heads, K key heads, G=N/K,
-H key width, V value width.
+Dims: B rows, Z chunks of a row, C tokens of a chunk (I tokens that read, J tokens that write), N value heads, K key
+heads, G=N/K, H key width, V value width.
 """
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ from jax import lax
 
 from meshtrain.kernels import products
 
-# Fastest of 32 … 256 in the roofline of a layer of 8,192 tokens on an H100: longer chunks multiply more, shorter ones
-# launch more kernels and write more states. Any power of two gives the same result.
+# The fastest of 32 … 256 in the roofline of a layer of 8,192 tokens on an H100. Longer chunks have larger matmuls;
+# shorter ones launch more kernels and write more states. Any power of two gives the same result.
 DELTA_CHUNK, SUM_CHUNK = 128, 256
-LEAF = 4            # tokens of the blocks whose decays per channel are written out
+LEAF = 4            # tokens of the blocks in which decays per channel are computed for each pair
 BEFORE_ALL = -1     # the segment of the token before the first
 
 
 class RecurrentState(NamedTuple):
-    """The state after a token, [B, N, H, V] float32, and the token's segment [B]: what the next tokens begin with.
+    """The state with which the next tokens begin: the state after a token, [B, N, H, V] float32, and its segment [B].
 
-    S_BNHV None: zeros, or what `across` of `recurrence` gives.
+    S_BNHV None means zeros, or the state that `across` of `recurrence` returns.
     """
     S_BNHV: jax.Array | None
     segment_B: jax.Array
 
 
 class Recurred(NamedTuple):
-    """o in v's dtype; the state after the last token, float32 (None if states were given); the states before each
-    chunk, in v's dtype: all that the backward needs besides the inputs."""
+    """The results of `recurrence`.
+
+    o_BTNV: outputs, in v's dtype. end_BNHV: the state after the last token, float32; None if states were given.
+    states_ZBNHV: the states before each chunk, in v's dtype. The backward needs only these and the inputs.
+    """
     o_BTNV: jax.Array
     end_BNHV: jax.Array | None
     states_ZBNHV: jax.Array
@@ -49,14 +52,14 @@ class Recurred(NamedTuple):
 
 def recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: RecurrentState | None = None, *,
                across: Callable | None = None, states_ZBNHV=None, chunk: int = 0) -> Recurred:
-    """The recurrence over each row, within segments.
+    """Compute the recurrence over each row, within segments.
 
-    q: normalized and scaled by the caller; value head n has key head n // G. g: log decays, float32, at most 0: [B, T,
-    N], or [B, T, N, H] per channel, with N = K. beta: None without the delta rule. start: of rows that go on.
-    across(M, X, reverse) -> S: the states before each row, if rows are runs of tokens whose neighbours are elsewhere;
-    S' = M S + X over a row, from its end if reverse. states: those of an earlier call, which are not computed again.
-    chunk: tokens, a power of two; 0: the default. Products have operands in v's dtype; the decays, the inverse and what
-    it multiplies, and the carried state are float32.
+    q: normalized and scaled by the caller. Value head n uses key head n // G. g: log decays, float32, at most 0: [B, T,
+    N], or [B, T, N, H] per channel, with N = K. beta: None without the delta rule. start: the state of rows that
+    continue earlier tokens. across(M, X, reverse) -> S: the states before each row, if rows are runs of tokens whose
+    neighbours are on other devices. A row maps the state S to M S + X, from its end if reverse. states: those of an
+    earlier call; they are not computed again. chunk: tokens, a power of two; 0: the default. Matmuls have operands in
+    v's dtype. The decays, the inverse, the operands of the inverse and the carried state are float32.
     """
     (B, T, K, H), (N, V) = k_BTKH.shape, v_BTNV.shape[2:]
     G, C = N // K, min(chunk or (SUM_CHUNK if beta_BTN is None else DELTA_CHUNK), 1 << (T - 1).bit_length())
@@ -77,7 +80,10 @@ def recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: Recurren
 
 
 def step(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: RecurrentState) -> tuple[jax.Array, jax.Array]:
-    """`recurrence` of one token per row (T = 1), for generation: (o_BTNV, the state after it). All float32."""
+    """Return (o_BTNV, the state after it) of `recurrence` for one token per row (T = 1), for generation.
+
+    All is float32.
+    """
     G = v_BTNV.shape[2] // k_BTKH.shape[2]
     q_BNH, k_BNH = (jnp.repeat(x[:, 0].astype(jnp.float32), G, 1) for x in (q_BTKH, k_BTKH))
     decay = jnp.exp(g[:, 0] if g.ndim == 4 else g[:, 0, :, None])
@@ -92,8 +98,10 @@ def step(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: RecurrentState
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(eq: str, x, y):
-    """einsum of two arrays of one dtype, summed in float32. Its backward has operands in that dtype, too, where
-    autodiff would multiply the float32 cotangent."""
+    """Einsum of two arrays of one dtype, summed in float32.
+
+    The operands of its backward have that dtype, too. Autodiff would multiply the float32 cotangent.
+    """
     return products.einsum(eq, x, y, jnp.float32)
 
 
@@ -126,12 +134,12 @@ def chunks_of(x, C: int, *heads: int):
 
 
 class Documents(NamedTuple):
-    """Masks that broadcast over [Z, B, K, G, …]: which tokens are of the same document as others."""
-    segments: jax.Array     # [Z, B, 1, 1, C]
-    pairs: jax.Array        # [Z, B, 1, 1, I, J], J not after I
-    of_start: jax.Array     # [Z, B, 1, 1, C], of the last token before the chunk
-    of_end: jax.Array       # [Z, B, 1, 1, C], of the chunk's last token
-    through: jax.Array      # [Z, B, 1, 1, 1], whether those two tokens are of the same
+    """Masks that broadcast over [Z, B, K, G, …]: which tokens belong to the same document."""
+    segments: jax.Array     # [Z, B, 1, 1, C], the segment of each token
+    pairs: jax.Array        # [Z, B, 1, 1, I, J], tokens I and J, where J is not after I
+    of_start: jax.Array     # [Z, B, 1, 1, C], each token and the last token before the chunk
+    of_end: jax.Array       # [Z, B, 1, 1, C], each token and the chunk's last token
+    through: jax.Array      # [Z, B, 1, 1, 1], the last token before the chunk and the chunk's last token
 
 
 def documents_of(segments_ZBC, before_B) -> Documents:
@@ -144,9 +152,11 @@ def documents_of(segments_ZBC, before_B) -> Documents:
 
 
 def since_document(g, documents: Documents):
-    """Sums of g [B, T, N] or [B, T, N, H] from the beginning of each token's document or chunk to the token, float32, T
-    padded. One product with the mask: differences of plain cumulative sums would carry the rounding of other documents'
-    decays."""
+    """Return the sums of g from the start of each token's document or chunk to the token, float32, with T padded.
+
+    g: [B, T, N] or [B, T, N, H]. The sums are one matmul with the mask. Differences of plain cumulative sums would
+    carry the rounding errors of other documents' decays.
+    """
     pairs_ZBIJ = documents.pairs[:, :, 0, 0].astype(jnp.float32)
     g = padded(g.astype(jnp.float32), pairs_ZBIJ.shape[-1])
     g_BZJD = g.reshape(g.shape[0], *pairs_ZBIJ.shape[::2], -1)
@@ -154,7 +164,7 @@ def since_document(g, documents: Documents):
 
 
 def masked_exp(mask, x):
-    """e^x where the mask is true, else 0; masked before exp, so that its gradient is finite."""
+    """Return e^x where the mask is true, else 0. x is masked before exp, so that the gradient is finite."""
     return jnp.exp(jnp.where(mask, x, -jnp.inf))
 
 
@@ -162,8 +172,11 @@ def masked_exp(mask, x):
 
 
 class _Parts(NamedTuple):
-    """All of a chunk that does not depend on its state S. left, right, X, through: of `_states`. New values are u - w
-    S; outputs are read(S) + scores (u - w S). w, right: None without the delta rule."""
+    """The parts of a chunk that do not depend on its state S.
+
+    through, left, right, X: arguments of `_states`. New values are u - w S. Outputs are read(S) + scores (u - w S). w,
+    right: None without the delta rule.
+    """
     through: jax.Array
     left: jax.Array
     right: jax.Array | None
@@ -175,7 +188,10 @@ class _Parts(NamedTuple):
 
 
 def _by_head(q, k, v, decay, beta, documents: Documents) -> _Parts:
-    """Decays per head [Z, B, K, G, C]. They multiply values and scores, so that keys stay at K heads."""
+    """Return the parts of chunks with decays per head [Z, B, K, G, C].
+
+    The decays multiply values and scores, so that keys stay at K heads.
+    """
     last = decay[..., -1:]
     since_start, until_end = masked_exp(documents.of_start, decay), masked_exp(documents.of_end, last - decay)
     between = masked_exp(documents.pairs, decay[..., :, None] - decay[..., None, :])
@@ -192,7 +208,7 @@ def _by_head(q, k, v, decay, beta, documents: Documents) -> _Parts:
 
 
 def _by_channel(q, k, v, decay, beta, documents: Documents) -> _Parts:
-    """Decays per channel [Z, B, K, 1, C, H]. They multiply queries and keys."""
+    """Return the parts of chunks with decays per channel [Z, B, K, 1, C, H]. The decays multiply queries and keys."""
     q, k = (x.astype(jnp.float32)[:, :, :, None] for x in (q, k))
     last = decay[..., -1:, :]
     since_start = masked_exp(documents.of_start[..., None], decay)
@@ -210,16 +226,18 @@ def _by_channel(q, k, v, decay, beta, documents: Documents) -> _Parts:
 
 
 def _delta(pairs, beta):
-    """(I + A)^-1 diag(beta), A = beta_i pairs_ij below the diagonal: what turns values into updates of the state."""
+    """Return (I + A)^-1 diag(beta), which maps values to updates of the state. A = beta_i pairs_ij below the diagonal.
+    """
     below = np.tril(np.ones(pairs.shape[-2:], bool), -1)
     return inverse(jnp.where(below, pairs * beta[..., None], 0)) * beta[..., None, :]
 
 
 @jax.custom_vjp
 def inverse(A):
-    """(I + A)^-1 of strictly lower triangular A [..., C, C], float32; C is a power of two.
+    """Return (I + A)^-1 of strictly lower triangular A [..., C, C], float32. C is a power of two.
 
-    By block substitution: exact however alike keys are. A product of powers of A would lose all digits.
+    The inverse is computed by block substitution, which is exact even if keys are almost equal. A product of powers of
+    A would lose all digits.
     """
     C, b = A.shape[-1], 1
     T = jnp.ones((*A.shape[:-2], C, 1, 1), A.dtype)
@@ -244,24 +262,24 @@ def _small_product(x, y):
 
 
 def _below(A, b: int):
-    """The blocks [..., C/2b, b, b] below the pairs of diagonal blocks that a merge joins."""
+    """Return the blocks [..., C/2b, b, b] of A between the pairs of diagonal blocks that a merge joins."""
     m = A.shape[-1] // (2 * b)
     blocks = A.reshape(*A.shape[:-2], m, 2, b, m, 2, b)[..., :, 1, :, :, 0, :]
     return jnp.einsum("...mimj->...mij", blocks, precision=lax.Precision.HIGHEST)
 
 
 def _joined(below, first, second):
-    """[[first, 0], [below, second]] of blocks [..., m, b, b]."""
+    """Return [[first, 0], [below, second]] of blocks [..., m, b, b]."""
     upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
     return jnp.concatenate([upper, jnp.concatenate([below, second], -1)], -2)
 
 
 def _decayed_pairs(x, y, decay, segments, dtype):
-    """Σ_h x_ih y_jh e^{decay_ih - decay_jh} of [..., C, H] where i >= j are of one document, else 0.
+    """Return Σ_h x_ih y_jh e^{decay_ih - decay_jh} of [..., C, H], where i >= j are of one document, else 0.
 
-    Every exponent is at most 0, however strong the decay: blocks off the diagonal take both decays from the first
-    token of the later half, which a document that reaches both halves contains; blocks of LEAF tokens on the diagonal
-    are written out.
+    Every exponent is at most 0, however strong the decay. Blocks off the diagonal measure both decays from the first
+    token of the later half. A document that reaches both halves contains this token. Blocks of LEAF tokens on the
+    diagonal compute the exponent of each pair.
     """
     C, H = decay.shape[-2:]
     cut = lambda b: (a.reshape(*a.shape[:-2], C // b, b, a.shape[-1]) for a in (x, y, decay, segments[..., None]))
@@ -285,11 +303,10 @@ def _decayed_pairs(x, y, decay, segments, dtype):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _states(across, through, left, right, X, S0, kept):
-    """(states before each chunk [Z, B, K, G, H, V] in left's dtype, the one after the last) of S' = through S - left^T
-    (right S) + X.
+    """Return (states before each chunk [Z, B, K, G, H, V] in left's dtype, the state after the last chunk).
 
-    through [Z, B, K, G, 1 or H]; left [Z, B, K, (G,) C, H]; right [Z, B, K, G, C, H] or None. kept: the states, if
-    they are known.
+    A chunk maps the state S to through S - left^T (right S) + X. through [Z, B, K, G, 1 or H]; left [Z, B, K, (G,) C,
+    H]; right [Z, B, K, G, C, H] or None. kept: the states, if they are known.
     """
     if kept is not None:
         return kept, None
@@ -305,13 +322,13 @@ def _states_backward(across, saved, cotangents):
     through, left, right, S, S0 = saved
     dS, dend = cotangents
     # The same recurrence from the right, with left and right exchanged. Its state before a chunk is the gradient of the
-    # one after it, and of X.
+    # state after the chunk, and of X.
     dX, dS0 = _scanned(across, through, *((left, None) if right is None else (right, left)), dS, dend, left.dtype,
                        reverse=True)
     dthrough = jnp.sum(S.astype(jnp.float32) * dX, -1)
     dthrough = dthrough if through.shape[-1] > 1 else jnp.sum(dthrough, -1, keepdims=True)
     dleft, dright = jnp.zeros_like(left), None
-    if right is not None:           # without, left is not read
+    if right is not None:           # without `right`, `left` is not read
         heads = "ZBKG"[:left.ndim - 2]
         read = products.einsum("ZBKGCH,ZBKGHV->ZBKGCV", right, S).astype(left.dtype)
         dread = products.einsum(f"{heads}CH,ZBKGHV->ZBKGCV", left, dX)
@@ -324,7 +341,7 @@ _states.defvjp(_states_forward, _states_backward)
 
 
 def _scanned(across, through, left, right, X, S0, dtype, reverse: bool = False):
-    """`_states` from the left, or from the right if reverse."""
+    """Compute `_states` from the left, or from the right if reverse."""
     def after(S, through, left, right):
         new = through[..., None] * S
         if right is None:
@@ -346,7 +363,10 @@ def _scanned(across, through, left, right, X, S0, dtype, reverse: bool = False):
 
 
 def _summary(after, chunks, zeros, reverse: bool):
-    """(M, X) of a row, S' = M S + X. M [B, K, G, H, H], or what multiplies S [B, K, G, 1 or H] without right."""
+    """Return (M, X) of a row, which maps S to M S + X.
+
+    M is [B, K, G, H, H]. Without `right` it is the factor of S, [B, K, G, 1 or H].
+    """
     through, _, right, _ = chunks
     if right is None:
         one = lambda S, chunk: (after(S, *chunk[:3]) + chunk[3], None)
@@ -354,7 +374,7 @@ def _summary(after, chunks, zeros, reverse: bool):
     V, H = zeros.shape[-1], zeros.shape[-2]
     eye = jnp.broadcast_to(jnp.eye(H, dtype=jnp.float32), (*zeros.shape[:-1], H))
 
-    def one(wide, chunk):       # X beside M: one product for both
+    def one(wide, chunk):       # X beside M, so that one matmul serves both
         *linear, X = chunk
         return after(wide, *linear).at[..., :V].add(X), None
     wide, _ = lax.scan(one, jnp.concatenate([zeros, eye], -1), chunks, reverse=reverse)

@@ -1,7 +1,6 @@
-"""The common parts of the recurrence's Pallas kernels: how they are launched, their products, the inverse of a chunk's
-matrix.
+"""The common parts of the recurrence's Pallas kernels: launch, matmuls, and the inverse of a chunk's matrix.
 
-Sources: as of `recurrence_pallas`. Knows no mesh.
+Sources: those of `recurrence_pallas`. This module knows no mesh.
 """
 from __future__ import annotations
 
@@ -13,17 +12,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 NAME = "meshtrain_recurrence"           # kernel names in profiles and in the compiled program
-DELTA = "_delta"        # suffix of those that may also run without the delta rule
-CHANNELS = "channels_"  # prefix of those with decays per channel
+DELTA = "_delta"        # suffix of the names of kernels that may also run without the delta rule
+CHANNELS = "channels_"  # prefix of the names of kernels with decays per channel
 CHUNK = 64
-COLUMNS = 32            # of the state in one program that visits all chunks: four programs for each head of 128
-KEY_COLUMNS = 64        # of keys in one program of `_gradients`; with 128 it spills
-ROWS = 16               # of a diagonal block that is inverted row by row
+COLUMNS = 32            # columns of the state in one program that visits all chunks: four programs for each head of 128
+KEY_COLUMNS = 64        # columns of keys in one program of `_gradients`; with 128 it spills
+ROWS = 16               # rows of a diagonal block that is inverted row by row
 MIN_WIDTH = 16          # smallest width that tensor cores contract
 
 
 class Launch(NamedTuple):
-    """How the kernels run. interpret: by XLA on any device, for tests."""
+    """Sizes and mode of the kernels. interpret: run them by XLA on any device, for tests."""
     chunk: int = CHUNK
     columns: int = COLUMNS
     key_columns: int = KEY_COLUMNS
@@ -39,17 +38,21 @@ EXACT, CLOSE = lax.DotAlgorithmPreset.BF16_BF16_F32_X6, lax.DotAlgorithmPreset.B
 
 
 def dot(x, y, of_float32=EXACT):
-    """x y, summed in float32. Float32 operands are split into bfloat16 parts, whose products are exact to 2^-24, or to
-    2^-16 if CLOSE: without tensor cores the compiler would spill 19 kB a thread."""
+    """Return x y, summed in float32.
+
+    Float32 operands are split into bfloat16 parts, whose products are exact to 2^-24, or to 2^-16 with CLOSE. Without
+    the split the matmul could not use tensor cores, and the compiler would spill 19 kB a thread.
+    """
     precision = of_float32 if x.dtype == jnp.float32 else None
     return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=precision)
 
 
 def inverse(A):
-    """(I + A)^-1 of strictly lower A [C, C] float32, by substitution.
+    """Return (I + A)^-1 of strictly lower triangular A [C, C], float32, by substitution.
 
-    Row by row in all diagonal blocks of ROWS at once; then by blocks, on whole matrices: if T has the inverses of
-    blocks of b, T - T L T has those of 2b, where L is A between the two blocks.
+    All diagonal blocks of ROWS are inverted at once, row by row. Then blocks are merged by matmuls of whole matrices:
+    if T has the inverses of blocks of size b, T - T L T has those of size 2b, where L is the part of A between the two
+    blocks.
     """
     C = A.shape[0]
     i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
@@ -70,7 +73,7 @@ def inverse(A):
 
 
 def split_dot(x, y):
-    """x y of float32 x, which is split in two parts of y's dtype if that is narrower."""
+    """Return x y of float32 x. If y's dtype is narrower, x is split into two parts of that dtype."""
     if y.dtype == jnp.float32:
         return dot(x, y)
     high = x.astype(y.dtype)
@@ -78,9 +81,12 @@ def split_dot(x, y):
 
 
 def chunks(launch: Launch, k, N: int, heads: int | None = None, blocks: int = 1):
-    """Specs of one chunk for a grid (Z, blocks × N, B): of values by width, or keys; of decays; of segments; of states
-    [Z, B, N, H, V]; of inverses [B, N, Z, C, C]. heads: value heads in one program; None: one, without a dim. blocks:
-    programs that share a head's keys."""
+    """Return the specs of one chunk for a grid (Z, blocks × N, B).
+
+    They are the specs of values or keys (a function of the width), of decays, of segments, of states [Z, B, N, H, V],
+    and of inverses [B, N, Z, C, C]. heads: value heads in one program; None: one head, without a dim. blocks: number of
+    programs that share a head's keys.
+    """
     (_, T, K, _), C, G = k.shape, launch.chunk, N // k.shape[2]
     by_chunk = pl.BlockSpec((None, T // C), lambda z, n, b: (b, 0))
 
@@ -95,5 +101,5 @@ def chunks(launch: Launch, k, N: int, heads: int | None = None, blocks: int = 1)
 
 
 def given(x, spec):
-    """The spec of an argument that may be missing."""
+    """Return the spec of an argument; None if the argument is None."""
     return None if x is None else spec

@@ -1,13 +1,16 @@
 """`recurrence` with decays per channel of the key (KDA) as Pallas GPU kernels; `recurrence_pallas` chooses them.
 
-    pairs_ij = sum_h x_ih y_jh e^{decay_ih - decay_jh}, i >= j, of x = q or k and y = k
+    pairs_ij = sum_h x_ih y_jh e^{decay_ih - decay_jh}, i >= j, where x = q or k, and y = k
 
-Forward: one kernel makes of each chunk all that does not depend on its state (pairs, inverse, and the decayed operands
-of the products that follow), one visits a row's chunks in order. Backward: the first again, one from the right, and two
-for all other gradients: those of the inverse, then those of the pairs, by columns of keys. Pairs are exact however
-strong the decays: no exponent is positive (`_between`, `_neighbours`). What goes through memory is in v's dtype, but
-for the inverses, float32. No atomics: deterministic.
-Sources: KDA arXiv:2510.26692; blocks that take decays from a token between them, arXiv:2312.06635. Knows no mesh.
+The forward has two kernels. One computes the parts of each chunk that do not depend on its state: pairs, inverse, and
+the decayed operands of later matmuls. The other visits a row's chunks in order. The backward has four: the first kernel
+again, one that visits the chunks from the right, and two for all other gradients. Of these two, one computes the
+gradients of the inverse, and the next those of the pairs, by columns of keys. Pairs are exact however strong the
+decays, because no exponent is positive (`_between`, `_neighbours`). Arrays in global memory have v's dtype, except for
+the inverses, which are float32. The kernels use no atomics, so they are deterministic.
+
+Sources: KDA arXiv:2510.26692; blocks that measure decays from a token between them, arXiv:2312.06635. This module knows
+no mesh.
 """
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ from meshtrain.kernels.recurrence_blocks import CHANNELS, CLOSE, Launch, call, c
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def core(launch: Launch, across, q, k, v, decay, beta, segments, S0, kept):
-    """(o [B, T, N, V], states [Z, B, N, H, V], end [B, N, H, V]) of whole chunks.
+    """Return (o [B, T, N, V], states [Z, B, N, H, V], end [B, N, H, V]) of whole chunks.
 
-    q, k [B, T, N, H], v [B, T, N, V], decay [B, T, N, H] since the document's or chunk's start and beta [B, N, T],
-    float32; segments: of tokens, of the token before each chunk, of each chunk's last. S0, kept: None, or the state
-    before the row, or those before each chunk. across: as of `recurrence.recurrence`.
+    q, k: [B, T, N, H]. v: [B, T, N, V]. decay: [B, T, N, H] since the start of the document or chunk, float32. beta:
+    [B, N, T], float32. segments: (of tokens, of the token before each chunk, of each chunk's last token). S0: the state
+    before the row, or None. kept: the states before each chunk, or None. across: see `recurrence.recurrence`.
     """
     u, w, reads, writes, scores = _inside(launch, q, k, v, decay, beta, segments)
     through = _through(launch, decay, segments)
@@ -46,13 +49,13 @@ def _core_forward(launch, across, q, k, v, decay, beta, segments, S0, kept):
 
 def _core_backward(launch, across, saved, cotangents):
     q, k, v, decay, beta, segments, S0, states = saved
-    do, _, dend = cotangents            # states are no output of the model
+    do, _, dend = cotangents            # the model does not use the states as an output
     do = do.astype(k.dtype)
     new, w, reads, writes, scores, T = _inside(launch, q, k, v, decay, beta, segments, states)
     through = _through(launch, decay, segments)
     reverse = partial(_reverse, launch, reads, writes, w, scores, through, do)
     if across is not None:
-        M = _multiplier(launch, writes, w, through).swapaxes(-1, -2)        # from the right it is transposed
+        M = _multiplier(launch, writes, w, through).swapaxes(-1, -2)        # M is transposed from the right
         dend = across(M, reverse(None, only_end=True)[2][:, :, None], True)[:, :, 0]
     dnew, dstates, dS0 = reverse(dend)
     dv, dsince, dkk, dqk, dbeta = _inside_gradients(launch, k, v, decay, beta, segments, do, new, dnew, T, states)
@@ -65,7 +68,7 @@ core.defvjp(_core_forward, _core_backward)
 
 
 def _through(launch: Launch, decay, segments):
-    """Decays from the state before each chunk to its end [B, N, Z, H], 0 between documents."""
+    """Return the decays from the state before each chunk to its end [B, N, Z, H]; 0 between documents."""
     _, starts_BZ, ends_BZ = segments
     last = decay[:, launch.chunk - 1::launch.chunk]
     return jnp.where((starts_BZ == ends_BZ)[..., None, None], jnp.exp(last), 0).swapaxes(1, 2)
@@ -81,14 +84,18 @@ def _multiplier(launch: Launch, writes, w, through):
 
 
 def _levels(C: int) -> tuple[int, int]:
-    """The first logarithm of a half's tokens, of blocks of LEAF, and one after the last, of half the chunk."""
+    """Return (first, stop): the range of levels. A level has halves of 2^level tokens, from LEAF up to half the chunk.
+    """
     return LEAF.bit_length() - 1, C.bit_length() - 1
 
 
 def _between(level: int, columns, decay_ref, segment_ref):
-    """(e [C, H], joined [I, J]): pairs of a later half of 2^level tokens with the earlier half before it, `joined`,
-    have the decay e_i e_j: from the later half's first token to the reader, and from the writer to that token. A
-    document that reaches both halves contains it."""
+    """Return (e [C, H], joined [I, J]) for halves of 2^level tokens.
+
+    joined: the pairs of a token in a later half with a token in the earlier half before it. Their decay is e_i e_j. e_i
+    is the decay from the later half's first token to the reader i. e_j is the decay from the writer j to that first
+    token. A document that reaches both halves contains the first token.
+    """
     C = decay_ref.shape[0]
     i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
     row = jnp.arange(C)
@@ -101,8 +108,11 @@ def _between(level: int, columns, decay_ref, segment_ref):
 
 
 def _neighbours(back: int, columns, decay_ref, segment_ref):
-    """(other, e [C, H]): the decays between each token and `other`, the one `back` before it, or after it if negative;
-    0 where that is in another block of LEAF or another document."""
+    """Return (other, e [C, H]), where e is the decay between each token and the token `other`.
+
+    other: the token `back` before it, or after it if `back` is negative. e is 0 if `other` is in another block of LEAF
+    or in another document.
+    """
     row = jnp.arange(decay_ref.shape[0])
     other = (row & -LEAF) + ((row - back) & LEAF - 1)
     there = ((other < row) if back > 0 else (other > row)) & (segment_ref[...] == segment_ref[other])
@@ -111,7 +121,10 @@ def _neighbours(back: int, columns, decay_ref, segment_ref):
 
 
 def _pairs(q_ref, k_ref, decay_ref, segment_ref, width: int):
-    """(of queries, of keys below the diagonal) with keys [C, C] float32; `width` columns of the keys at a time."""
+    """Return (pairs of queries with keys, pairs of keys with keys below the diagonal), each [C, C] float32.
+
+    width: columns of the keys that are read at a time.
+    """
     C, H = k_ref.shape
     i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
 
@@ -136,14 +149,14 @@ def _pairs(q_ref, k_ref, decay_ref, segment_ref, width: int):
 
 
 def _ends(segments):
-    """Which tokens [C, 1] are of the document before the chunk, and of that at its end."""
+    """Return which tokens [C, 1] are of the document before the chunk, and which of the document at its end."""
     segment_ref, start_ref, end_ref = segments
     z, segment = pl.program_id(0), segment_ref[...][:, None]
     return segment == start_ref[z], segment == end_ref[z]
 
 
 def _edges(columns, decay_ref, ends):
-    """Decays [C, H] from the state before the chunk, and to the chunk's end; 0 between documents."""
+    """Return the decays [C, H] from the state before the chunk, and to the chunk's end; 0 between documents."""
     of_start, of_end = ends
     decay, last = decay_ref[:, columns], decay_ref[decay_ref.shape[0] - 1, columns][None, :]
     return jnp.where(of_start, jnp.exp(decay), 0.0), jnp.exp(jnp.where(of_end, last - decay, -jnp.inf))
@@ -154,7 +167,10 @@ def _edges(columns, decay_ref, ends):
 
 def _inside_kernel(q_ref, k_ref, v_ref, decay_ref, beta_ref, segments, states_ref, u_ref, w_ref, reads_ref, writes_ref,
                    scores_ref, T_ref, *, width: int):
-    """With its state: u - w S instead of u, and the inverse."""
+    """Compute u, w, decayed queries and keys, and scores of one chunk.
+
+    If the state is given, compute u - w S instead of u, and also the inverse.
+    """
     H, beta, dtype, ends = k_ref.shape[1], beta_ref[...], w_ref.dtype, _ends(segments)
     scores, of_keys = _pairs(q_ref, k_ref, decay_ref, segments[0], width)
     scores_ref[...] = scores.astype(dtype)
@@ -176,8 +192,10 @@ def _inside_kernel(q_ref, k_ref, v_ref, decay_ref, beta_ref, segments, states_re
 
 
 def _inside(launch: Launch, q, k, v, decay, beta, segments, states=None):
-    """u [B, T, N, V], w, decayed queries and keys [B, T, N, H], scores [B, N, Z, C, C]; of known states u - w S instead
-    of u, and the inverses [B, N, Z, C, C] float32 after all others."""
+    """Return u [B, T, N, V], w, decayed queries and keys [B, T, N, H], and scores [B, N, Z, C, C].
+
+    If the states are given, u - w S replaces u, and the inverses [B, N, Z, C, C] float32 are added at the end.
+    """
     (B, T, N, H), V, C, array = k.shape, v.shape[3], launch.chunk, jax.ShapeDtypeStruct
     of, row, rows, state, square = chunks(launch, k, N)
     known, keys = partial(given, states), array(k.shape, v.dtype)
@@ -210,8 +228,11 @@ def _forward_kernel(reads_ref, writes_ref, u_ref, w_ref, scores_ref, through_ref
 
 
 def _rows(T: int, Z: int, H: int, columns: int):
-    """Specs of whole rows for a grid (blocks of columns, N, B): of keys, of `columns` of the values, of scores [B, N,
-    Z, C, C], of decays of chunks [B, N, Z, H], of states [Z, B, N, H, V], and of one state."""
+    """Return the specs of whole rows for a grid (blocks of columns, N, B).
+
+    They are the specs of keys, of `columns` of the values, of scores [B, N, Z, C, C], of decays of chunks [B, N, Z, H],
+    of states [Z, B, N, H, V], and of one state.
+    """
     C = T // Z
     return (pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n, 0)),
             pl.BlockSpec((None, T, None, columns), lambda i, n, b: (b, 0, n, i)),
@@ -222,7 +243,10 @@ def _rows(T: int, Z: int, H: int, columns: int):
 
 
 def _forward(launch: Launch, reads, writes, u, w, scores, through, S0):
-    """(o, states [Z, B, N, H, V], end [B, N, H, V]); without reads only the end, without u as of zeros."""
+    """Return (o, states [Z, B, N, H, V], end [B, N, H, V]).
+
+    Without reads only the end is computed. u None means zeros.
+    """
     (B, T, N, H), Z, array = writes.shape, through.shape[2], jax.ShapeDtypeStruct
     V = H if u is None else u.shape[3]
     columns = min(launch.columns, V)
@@ -255,7 +279,10 @@ def _reverse_kernel(reads_ref, writes_ref, w_ref, scores_ref, through_ref, do_re
 
 
 def _reverse(launch: Launch, reads, writes, w, scores, through, do, dend, only_end: bool = False):
-    """Gradients of the new values [B, T, N, V], of the states after each chunk [Z, B, N, H, V], of S0 [B, N, H, V]."""
+    """Return the gradients of the new values, of the states after each chunk, and of S0.
+
+    They are [B, T, N, V], [Z, B, N, H, V] and [B, N, H, V].
+    """
     (B, T, N, H), Z, V, array = writes.shape, through.shape[2], do.shape[3], jax.ShapeDtypeStruct
     columns = min(launch.columns, V)
     key, value, square, decays, states, state = _rows(T, Z, H, columns)
@@ -274,8 +301,10 @@ def _reverse(launch: Launch, reads, writes, w, scores, through, do, dend, only_e
 
 def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, do_ref, new_ref, dnew_ref, T_ref, states_ref,
                              dv_ref, dsince_ref, dkk_ref, dqk_ref, dbeta_ref, *, width: int):
-    """Of new = T beta (v - since k S), T = (I + A)^-1, A = beta pairs of keys: those of v, of since k, of A / beta, of
-    pairs of queries, and of the beta beside T."""
+    """Compute gradients through new = T beta (v - since k S), T = (I + A)^-1, A = beta pairs of keys.
+
+    They are the gradients of v, of since k, of A / beta, of the pairs of queries, and of the factor beta next to T.
+    """
     H, dtype, ends = k_ref.shape[1], k_ref.dtype, _ends(segments)
     beta, T, dnew = beta_ref[...], T_ref[...], dnew_ref[...]
     scaled = T * beta[None, :]
@@ -294,7 +323,11 @@ def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, do_ref
 
 
 def _inside_gradients(launch: Launch, k, v, decay, beta, segments, do, new, dnew, T, states):
-    """dv; of since k [B, T, N, H]; of A / beta and of pairs of queries [B, N, Z, C, C], unmasked; part of beta's."""
+    """Return the gradients that `_inside_gradients_kernel` computes.
+
+    They are dv; that of since k [B, T, N, H]; those of A / beta and of pairs of queries [B, N, Z, C, C], without a
+    mask; and a part of dbeta.
+    """
     (B, length, N, H), V, C, array = k.shape, v.shape[3], launch.chunk, jax.ShapeDtypeStruct
     of, row, rows, state, square = chunks(launch, k, N)
     pairs = array((B, N, length // C, C, C), k.dtype)
@@ -309,7 +342,7 @@ def _inside_gradients(launch: Launch, k, v, decay, beta, segments, do, new, dnew
 
 def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_ref, dsince_ref, dkk_ref, dqk_ref,
                       states_ref, dstates_ref, dq_ref, dk_ref, ddecay_ref, dbeta_ref):
-    """Of some columns of q, k and their decays, and what these columns add to the gradient of beta."""
+    """Compute the gradients of some columns of q, k and their decays, and the summands of these columns for dbeta."""
     segment_ref, start_ref, end_ref = segments
     z, (C, H), dtype = pl.program_id(0), k_ref.shape, k_ref.dtype
     i, j, whole, at = jnp.arange(C)[:, None], jnp.arange(C)[None, :], slice(None), jnp.arange(C)
@@ -318,7 +351,8 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
     ends = _ends(segments)
     since, until = _edges(whole, decay_ref, ends)
     through = jnp.where(start_ref[z] == end_ref[z], jnp.exp(decay_ref[C - 1, :]), 0.0)
-    # dk in two parts: of keys that read, first without beta and since k, and of keys as written.
+    # dk has two parts. dk_read is the gradient of keys that read, at first without beta and since k. dk_written is that
+    # of keys as written.
     dq, dk_written = dot(do_ref[...], S.T) * since, dot(new_ref[...], dS.T) * until
     dk_read = jnp.zeros((C, H), jnp.float32)
     dlast = through * jnp.sum(S.astype(jnp.float32) * dS.astype(jnp.float32), 1) + jnp.sum(k * dk_written, 0)
@@ -340,7 +374,7 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
     def level(level, sums):
         dq, dk_read, dk_written = sums
         e, joined = _between(level, whole, decay_ref, segment_ref)
-        # Read again, as below: fewer registers spill.
+        # Read again, as below, so that fewer registers spill.
         kk, qk = masked(dkk_ref, joined), masked(dqk_ref, joined).astype(dtype)
         ke, qe = (k_ref[...] * e).astype(dtype), (q_ref[...] * e).astype(dtype)
         written = dot((kk * beta[:, None]).T.astype(dtype), ke) + dot(qk.T, qe)
@@ -349,15 +383,15 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
     q, k = q_ref[...].astype(jnp.float32), k_ref[...].astype(jnp.float32)
     dbeta_ref[...] = jnp.sum(k * dk_read, 1)
     dk_read = dk_read * beta[:, None] + dsince_ref[...] * _edges(whole, decay_ref, ends)[0]
-    # A token's decay multiplies all that it reads and divides all that it writes.
+    # A token's decay multiplies all that the token reads and divides all that it writes.
     ddecay_ref[...] = q * dq + k * (dk_read - dk_written) + jnp.where(at[:, None] == C - 1, dlast[None, :], 0.0)
     dq_ref[...], dk_ref[...] = dq.astype(dq_ref.dtype), (dk_read + dk_written).astype(dk_ref.dtype)
 
 
 def _gradients(launch: Launch, q, k, decay, beta, segments, do, new, dsince, dkk, dqk, states, dstates):
-    """dq, dk, ddecay, and dbeta of A."""
+    """Return dq, dk, ddecay, and the part of dbeta that comes through A."""
     (B, T, N, H), V, array = k.shape, do.shape[3], jax.ShapeDtypeStruct
-    width = min(H, launch.key_columns // 2)     # with all, 750 bytes of a thread spill
+    width = min(H, launch.key_columns // 2)     # with all columns, 750 bytes of a thread spill
     blocks = H // width
     of, row, rows, state, square = chunks(launch, k, N, None, blocks)
     by_block = pl.BlockSpec((None, None, *row.block_shape[1:]), lambda z, n, b: (n % blocks, b, n // blocks, z))

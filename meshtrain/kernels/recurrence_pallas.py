@@ -1,12 +1,14 @@
 """`recurrence` as Pallas GPU kernels, lowered through Triton: the choice, and the kernels of decays per head.
 
-Those of decays per channel are in `recurrence_channels`. Forward: one kernel inverts every chunk's triangular matrix
-(delta rule only), one visits a row's chunks in order with a block of the state's columns in registers. Backward: the
-first again, one that visits the chunks from the right for the states' gradients, and two for all other gradients, of
-all chunks at once: those of what the second kernel reads, then those of what the first does. What goes through memory
-between them is in v's dtype, but for the inverses in the backward, float32. No atomics: deterministic. As with
-`pallas`, all mesh axes must be manual.
-Sources: the split into kernels is that of flash-linear-attention (arXiv:2406.06484, 3.3). Knows no mesh.
+The kernels of decays per channel are in `recurrence_channels`. The forward has two kernels. One inverts every chunk's
+triangular matrix (delta rule only). The other visits a row's chunks in order, with a block of the state's columns in
+registers. The backward has four: the first kernel again, one that visits the chunks from the right for the gradients of
+the states, and two that compute all other gradients of all chunks at once. Of these two, one computes the gradients of
+the inputs of the second kernel, and the next those of the first. Arrays in global memory between the kernels have v's
+dtype, except for the inverses in the backward, which are float32. The kernels use no atomics, so they are
+deterministic. As with `pallas`, all mesh axes must be manual.
+
+Source: the split into kernels is that of flash-linear-attention (arXiv:2406.06484, 3.3). This module knows no mesh.
 """
 from __future__ import annotations
 
@@ -25,21 +27,22 @@ from meshtrain.kernels.recurrence_blocks import (
     CHANNELS, CLOSE, MIN_WIDTH, ROWS, Launch, call, chunks, dot, given, inverse, split_dot,
 )  # fmt: skip
 
-COMPILED = (9, 10)      # major compute capabilities of the chips for which registers and memory were counted
-WIDEST = 128            # head for which the kernels are compiled and their registers counted
+COMPILED = (9, 10)      # major compute capabilities for which registers and shared memory were checked
+WIDEST = 128            # widest head for which the kernels are compiled and their registers checked
 
 
 def engine(launch: Launch = Launch()):
-    """A function like `recurrence.recurrence`, for bfloat16. It leaves heads wider than WIDEST to that one."""
+    """Return a function like `recurrence.recurrence`, for bfloat16. It calls that function for heads wider than WIDEST.
+    """
     return partial(_recurrence, launch)
 
 
 def products_of(what: str, H: int, V: int, delta: bool, launch: Launch = Launch()) -> list[tuple[int, int, int]]:
-    """(m, n, k) of each product of bfloat16 that a kernel executes for a chunk of a value head; for cost estimates.
+    """Return (m, n, k) of each bfloat16 matmul that a kernel runs for a chunk of a value head; for cost estimates.
 
-    what: the kernel's name without NAME and DELTA. H, V: widths as padded. delta: with the delta rule.
+    what: the kernel's name without NAME and DELTA. H, V: widths with padding. delta: with the delta rule.
     """
-    C, exact, close, split = launch.chunk, 6, 3, 2      # products for one of float32
+    C, exact, close, split = launch.chunk, 6, 3, 2      # bfloat16 matmuls per float32 matmul
     pairs, of_pairs, read, written, by_key = (C, C, H), (C, V, C), (C, V, H), (H, V, C), (C, H, C)
     levels, by_columns = (C // ROWS).bit_length() - 1, -(-V // launch.columns)
     inverted, decayed = [(C, C, C)] * (2 * exact * levels), (C // LEAF).bit_length() - 1
@@ -92,8 +95,11 @@ def _widened(x, width: int):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _core(launch, across, q, k, v, decay, beta, segments, S0, kept):
-    """(o, states, end) of whole chunks; q, k [B, T, K, H], v [B, T, N, V], decay since the document's or chunk's start
-    and beta [B, N, T]; segments: of tokens, of the token before each chunk, of each chunk's last."""
+    """Return (o, states, end) of whole chunks.
+
+    q, k: [B, T, K, H]. v: [B, T, N, V]. decay: [B, N, T] since the start of the document or chunk. beta: [B, N, T].
+    segments: (of tokens, of the token before each chunk, of each chunk's last token).
+    """
     u, w = (v, None) if beta is None else _inside(launch, k, v, decay, beta, segments)
     if across is not None and kept is None:
         S0 = across(*_summary(launch, k, u, w, decay, segments), False)[:, :, 0]
@@ -107,10 +113,10 @@ def _core_forward(launch, across, q, k, v, decay, beta, segments, S0, kept):
 
 def _core_backward(launch, across, saved, cotangents):
     q, k, v, decay, beta, segments, S0, states = saved
-    do, _, dend = cotangents            # states are no output of the model
+    do, _, dend = cotangents            # the model does not use the states as an output
     new, w, T = (v, None, None) if beta is None else _inside(launch, k, v, decay, beta, segments, states)
     if across is not None:
-        M = _multiplier(launch, k, w, decay, segments)      # from the right it is transposed
+        M = _multiplier(launch, k, w, decay, segments)      # M is transposed from the right
         M = M if w is None else M.swapaxes(-1, -2)
         _, _, dX = _reverse(launch, q, k, w, decay, do, segments, None, only_end=True)
         dend = across(M, dX[:, :, None], True)[:, :, 0]
@@ -128,7 +134,7 @@ _core.defvjp(_core_forward, _core_backward)
 
 
 def _summary(launch, k, u, w, decay, segments):
-    """(M, X) of each row for `across`, with dims [B, N, 1, …] instead of [B, K, G, …]."""
+    """Return (M, X) of each row for `across`, with dims [B, N, 1, …] instead of [B, K, G, …]."""
     _, _, X = _forward(launch, None, k, u, w, decay, segments, None, None)
     return _multiplier(launch, k, w, decay, segments), X[:, :, None]
 
@@ -144,23 +150,26 @@ def _multiplier(launch, k, w, decay, segments):
     return M[:, :, None]
 
 
-# ---- what the kernels share: refs are of one row and one head --------------------------------------------------------
+# ---- shared by the kernels: refs are of one row and one head ---------------------------------------------------------
 
 
 class _Chunk(NamedTuple):
-    """A chunk's decays, 0 between documents."""
-    between: jax.Array      # [I, J] from token j to token i
+    """The decays of a chunk; 0 between documents."""
+    between: jax.Array      # [I, J] from token J to token I
     since: jax.Array        # [C] from the state before the chunk
     until: jax.Array        # [C] to the chunk's end
     through: jax.Array      # from the state before to the chunk's end
 
 
 def _chunk(decay, last, segment, start, end) -> _Chunk:
-    """decay [C]; last: its last element; segment [C]; start, end: those before the chunk and at its end."""
+    """Return the decays of a chunk. decay: [C]. last: its last element. segment: [C].
+
+    start, end: the segments of the token before the chunk and of its last token.
+    """
     C = decay.shape[0]
     i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
     visible = (segment[:, None] == segment[None, :]) & (i >= j)
-    # Masked before exp: other differences may be positive.
+    # Masked before exp, because other differences may be positive.
     between = jnp.exp(jnp.where(visible, decay[:, None] - decay[None, :], -jnp.inf))
     until = jnp.exp(jnp.where(segment == end, last - decay, -jnp.inf))
     return _Chunk(between, jnp.where(segment == start, jnp.exp(decay), 0.0), until,
@@ -168,15 +177,17 @@ def _chunk(decay, last, segment, start, end) -> _Chunk:
 
 
 def _of_row(z, C: int, decay_ref, segments) -> tuple:
-    """(the tokens, `_Chunk`) of chunk z of refs of whole rows."""
+    """Return (the tokens, `_Chunk`) of chunk z. The refs are whole rows."""
     segment_ref, start_ref, end_ref = segments
     at = pl.ds(z * C, C)
     return at, _chunk(decay_ref[at], decay_ref[z * C + C - 1], segment_ref[at], start_ref[z], end_ref[z])
 
 
 def _rows(launch: Launch, k, N: int, columns: int):
-    """Specs of whole rows for a grid (blocks of columns, N, B): of keys, of `columns` of the values, of decays, of
-    segments, and of states [B, N, H, V]."""
+    """Return the specs of whole rows for a grid (blocks of columns, N, B).
+
+    They are the specs of keys, of `columns` of the values, of decays, of segments, and of states [B, N, H, V].
+    """
     (B, T, K, H), G = k.shape, N // k.shape[2]
     Z = T // launch.chunk
     by_chunk = pl.BlockSpec((None, Z), lambda i, n, b: (b, 0))
@@ -191,7 +202,8 @@ def _rows(launch: Launch, k, N: int, columns: int):
 
 
 def _inside_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, states_ref, u_ref, w_ref, T_ref):
-    """u and w of one chunk and head. With its state: u - w S instead of u, and the inverse."""
+    """Compute u and w of one chunk and head. If the state is given, compute u - w S instead of u, and also the inverse.
+    """
     segment_ref, start_ref, end_ref = segments
     z, C = pl.program_id(0), k_ref.shape[0]
     k, beta = k_ref[...], beta_ref[...]
@@ -209,7 +221,10 @@ def _inside_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, states_ref, u_re
 
 
 def _inside(launch: Launch, k, v, decay, beta, segments, states=None):
-    """u [B, T, N, V] and w [B, T, N, H]; of known states u - w S, w, and the inverses [B, N, Z, C, C] float32."""
+    """Return u [B, T, N, V] and w [B, T, N, H].
+
+    If the states are given, return u - w S, w, and the inverses [B, N, Z, C, C] float32.
+    """
     (B, T, _, H), (N, V), C, array = k.shape, v.shape[2:], launch.chunk, jax.ShapeDtypeStruct
     of, row, rows, state, inverse = chunks(launch, k, N)
     known = partial(given, states)
@@ -246,7 +261,10 @@ def _forward_kernel(q_ref, k_ref, u_ref, w_ref, decay_ref, segments, S0_ref, o_r
 
 
 def _forward(launch: Launch, q, k, u, w, decay, segments, S0, kept):
-    """(o, states [Z, B, N, H, V], end [B, N, H, V]); without q only the end, without u as of zeros."""
+    """Return (o, states [Z, B, N, H, V], end [B, N, H, V]).
+
+    Without q only the end is computed. u None means zeros.
+    """
     (B, T, _, H), N = k.shape, decay.shape[1]
     V, Z = (H if u is None else u.shape[3]), T // launch.chunk
     columns = min(launch.columns, V)
@@ -287,7 +305,10 @@ def _reverse_kernel(q_ref, k_ref, w_ref, decay_ref, do_ref, segments, dend_ref, 
 
 
 def _reverse(launch: Launch, q, k, w, decay, do, segments, dend, only_end: bool = False):
-    """Gradients of the new values [B, T, N, V], of the states after each chunk [Z, B, N, H, V], of S0 [B, N, H, V]."""
+    """Return the gradients of the new values, of the states after each chunk, and of S0.
+
+    They are [B, T, N, V], [Z, B, N, H, V] and [B, N, H, V].
+    """
     (B, T, _, H), (N, V) = k.shape, do.shape[2:]
     Z, columns, array = T // launch.chunk, min(launch.columns, V), jax.ShapeDtypeStruct
     key, value, row, rows, state = _rows(launch, k, N, columns)
@@ -308,8 +329,11 @@ def _reverse(launch: Launch, q, k, w, decay, do, segments, dend, only_end: bool 
 
 def _gradients_kernel(q_ref, k_ref, decay_ref, segments, do_ref, new_ref, dnew_ref, states_ref, dstates_ref, dq_ref,
                       dk_ref, dw_ref, ddecay_ref, *, heads: int):
-    """Of o = since · q S + (q k^T between) new and S' = through S + k^T (until · new), new = u - w S: of some columns
-    of q, k and w of one key head and all its value heads."""
+    """Compute the gradients of some columns of q, k and w, for one key head and all of its value heads.
+
+    They are the gradients through o = since · q S + (q k^T between) new and S' = through S + k^T (until · new), where
+    new = u - w S.
+    """
     segment_ref, start_ref, end_ref = segments
     z, C = pl.program_id(0), k_ref.shape[0]
     q, k, at = q_ref[...], k_ref[...], jnp.arange(C)
@@ -327,7 +351,7 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, segments, do_ref, new_ref, dnew_r
         dk = dwritten + dot(dqk.T, q)
         if dw_ref is not None:
             dw_ref[:, n, :] = (-dot(dnew_ref[:, n, :], S.T)).astype(dw_ref.dtype)
-        # A token's decay multiplies all that it reads and divides all that it writes.
+        # A token's decay multiplies all that the token reads and divides all that it writes.
         ddecay_ref[n, :] = jnp.sum(q * dq, 1) - jnp.sum(k * dk, 1) + jnp.where(at == C - 1, dlast, 0.0)
         return dq_sum + dq, dk_sum + dk
 
@@ -337,7 +361,7 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, segments, do_ref, new_ref, dnew_r
 
 
 def _gradients(launch: Launch, q, k, decay, segments, do, new, dnew, states, dstates, delta: bool):
-    """dq, dk, dw (None without the delta rule) and ddecay, but for those through u and w."""
+    """Return dq, dk, dw (None without the delta rule) and ddecay, without the parts that come through u and w."""
     (B, T, K, H), (N, V), array = k.shape, do.shape[2:], jax.ShapeDtypeStruct
     G, width = N // K, min(H, launch.key_columns)
     blocks = H // width
@@ -356,7 +380,10 @@ def _gradients(launch: Launch, q, k, decay, segments, do, new, dnew, states, dst
 
 def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, T_ref, du_ref, dw_ref, dk_ref, dv_ref,
                              ddecay_ref, dbeta_ref):
-    """Of u = T beta v and w = T beta since k, T = (I + A)^-1, A = beta k k^T between below the diagonal."""
+    """Compute gradients through u = T beta v and w = T beta since k.
+
+    T = (I + A)^-1, where A = beta k k^T between below the diagonal.
+    """
     segment_ref, start_ref, end_ref = segments
     z, C = pl.program_id(0), k_ref.shape[0]
     k, beta, T, dw, at = k_ref[...], beta_ref[...], T_ref[...], dw_ref[...], jnp.arange(C)
@@ -381,7 +408,7 @@ def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, T_ref,
 
 
 def _inside_gradients(launch: Launch, k, v, decay, beta, segments, T, du, dw):
-    """What is to be added to dk, of each value head [B, T, N, H]; dv; what is to be added to ddecay; dbeta."""
+    """Return the summand for dk of each value head [B, T, N, H]; dv; the summand for ddecay; dbeta."""
     (B, length, _, H), (N, V), array = k.shape, v.shape[2:], jax.ShapeDtypeStruct
     of, row, rows, _, inverse = chunks(launch, k, N)
     decays = array(decay.shape, jnp.float32)

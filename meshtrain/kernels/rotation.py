@@ -1,9 +1,9 @@
 """RMSNorm over each head and its rotary embedding in one pass, as Pallas kernels lowered through Triton.
 
-XLA makes several kernels of them, forward and backward, each of which reads the heads again: about 20 ms of a step of
-Qwen3 30B-A3B's layers on an H200, where these take 9.7 (benchmarks/gpu.md). Here the forward reads x and writes y; the
-backward reads x and dy and writes dx. Arrays are flattened to one row per token and head. XLA has no partitioning rule
-for the kernels: as with `pallas`, all mesh axes must be manual. Knows no mesh.
+XLA compiles them to several kernels, forward and backward, each of which reads the heads again. In a step of Qwen3
+30B-A3B's layers on an H200 they take about 20 ms; these kernels take 9.7 (benchmarks/gpu.md). The forward reads x and
+writes y. The backward reads x and dy and writes dx. Arrays are flattened to one row per token and head. XLA has no
+partitioning rule for the kernels: as with `pallas`, all mesh axes must be manual. This module knows no mesh.
 """
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 NAME = "meshtrain_rotation"         # kernel name in profiles and in the compiled program
-BLOCK_ELEMENTS = 8192               # of a program, in four warps: 64 float32 a thread, of x and of dy
+BLOCK_ELEMENTS = 8192               # elements per program, in four warps: 64 float32 a thread, for x and for dy
 
 
 def fits(head_dim: int, rotated: int) -> bool:
-    """Whether the kernels support this head_dim with this many rotated dims."""
+    """Return whether the kernels support this head_dim with this many rotated dims."""
     return head_dim == rotated and 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
 
 
 class _Rows:
-    """A program's block of rows, loaded as two halves of head_dim, with its tokens' tables. heads: per token."""
+    """A program's block of rows, loaded as two halves of head_dim, with the cos and sin of its tokens.
+
+    heads: per token.
+    """
 
     def __init__(self, heads: int, num_rows: int, block: int, half: int):
         self.rows, self.half = pl.program_id(0) * block + jnp.arange(block), half
@@ -94,11 +97,11 @@ def _call(kernel, name: str, x_BTNH, scale_H, cos_BTR, sin_BTR, more, eps: float
 
 
 def forward(x_BTNH, scale_H, cos_BTR, sin_BTR, eps: float, interpret: bool = False):
-    """y of x's shape and dtype. scale: float32; cos, sin: float32, R = H / 2, as `model.rope.Rope`."""
+    """Return y, of x's shape and dtype. scale: float32. cos, sin: float32, with R = H / 2, as in `model.rope.Rope`."""
     return _call(_forward_kernel, "forward", x_BTNH, scale_H, cos_BTR, sin_BTR, (), eps, interpret, False)[0]
 
 
 def backward(x_BTNH, scale_H, cos_BTR, sin_BTR, dy_BTNH, eps: float, interpret: bool = False):
-    """(dx of x's shape and dtype, the gradient of scale [H] float32)."""
+    """Return (dx of x's shape and dtype, the gradient of scale [H] float32)."""
     dx, sums = _call(_backward_kernel, "backward", x_BTNH, scale_H, cos_BTR, sin_BTR, (dy_BTNH,), eps, interpret, True)
     return dx, sums.sum(0)

@@ -1,7 +1,7 @@
-"""The common parts of the Mosaic attention kernels: products of a warp group, tiles in shared memory, loops over steps.
+"""The common parts of the Mosaic attention kernels: matmuls of a warp group, tiles in shared memory, loops over steps.
 
-Two warp groups compute 64 rows each and a third loads by TMA (Hopper's wgmma takes 64 rows of a warp group of 128
-threads). `Machine` hides what jax's interpreter of GPU kernels lacks: layouts, operands in registers and accumulators
+Two warp groups compute 64 rows each, and a third loads by TMA (Hopper's wgmma takes 64 rows of a warp group of 128
+threads). `Machine` hides what jax's interpreter of GPU kernels lacks: layouts, operands in registers, and accumulators
 that begin with a value. Source: FlashAttention-3, arXiv:2407.08608.
 """
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-LOG2E = math.log2(math.e)               # scores are powers of two: exp2 is one instruction, exp is two
-ROWS = 64                               # of a warp group
+LOG2E = math.log2(math.e)               # scores are base-2 exponents: exp2 is one instruction, exp is two
+ROWS = 64                               # rows of a warp group
 COMPUTE = 2                             # warp groups that compute; the next one loads
 TILE = COMPUTE * ROWS                   # rows of a program
-# Registers per thread: setmaxnreg moves them from the warp group that loads to those that compute.
+# Registers per thread. setmaxnreg moves them from the warp group that loads to those that compute.
 MORE, FEWER = 240, 24
 ROW_MAJOR = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = ROW_MAJOR.reduce(1), ROW_MAJOR.reduce(0)
@@ -29,8 +29,10 @@ _LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters       # ja
 
 
 class Call(NamedTuple):
-    """Static arguments of a kernel. name: in profiles and the compiled program. block, stages: rows of the operand that
-    is loaded step by step, and how many steps are in flight. interpret: False, or jax's parameters of its interpreter.
+    """Static arguments of a kernel.
+
+    name: in profiles and in the compiled program. block: rows of the operand that is loaded step by step. stages: steps
+    in flight. interpret: False, or the parameters of jax's interpreter.
     """
     name: str
     scale: float
@@ -57,19 +59,19 @@ class Machine(NamedTuple):
         return plgpu.load(ref, *index, layout=layout, optimized=False)
 
     def columns(self, shape):
-        """int32: the column of each element."""
+        """Return the column of each element, int32."""
         if self.interpreted:
             return lax.broadcasted_iota(jnp.int32, shape, 1)
         return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROW_MAJOR)
 
     def seen(self, first, low_ref, high_ref, shape):
-        """bool: whether column `first` + i lies in the interval of its row."""
+        """Return whether column `first` + i is in the interval of its row, bool."""
         at = self.columns(shape) + first
         low, high = self.load(low_ref, BY_ROW), self.load(high_ref, BY_ROW)
         return (at >= by_row(low, shape)) & (at < by_row(high, shape))
 
     def product(self, a, b, meanwhile=lambda: None):
-        """a · bᵀ of refs. meanwhile() runs once the tensor core has begun."""
+        """Return a · bᵀ of refs. meanwhile() runs after the tensor core has started."""
         def body(sum_ref):
             plgpu.wgmma(sum_ref, a, turned(b))
             meanwhile()
@@ -77,7 +79,7 @@ class Machine(NamedTuple):
         return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
 
     def two_products(self, a, b, c, d):
-        """(a · bᵀ, c · dᵀ) of refs, computed together."""
+        """Return (a · bᵀ, c · dᵀ) of refs, computed together."""
         def body(one_ref, other_ref):
             plgpu.wgmma(one_ref, a, turned(b))
             plgpu.wgmma(other_ref, c, turned(d))
@@ -85,7 +87,7 @@ class Machine(NamedTuple):
         return pl.run_scoped(body, *(plgpu.ACC((x.shape[0], y.shape[0]), jnp.float32) for x, y in ((a, b), (c, d))))
 
     def add_product(self, total, a, b, scratch, meanwhile=lambda: None):
-        """total + a · b, of which b is a ref. scratch: memory for a where interpreted."""
+        """Return total + a · b, where b is a ref. scratch: memory for a, used only by the interpreter."""
         def start(sum_ref, a):
             plgpu.wgmma(sum_ref, a, b)
             meanwhile()
@@ -100,7 +102,7 @@ class Machine(NamedTuple):
         return total + pl.run_scoped(body, plgpu.ACC(total.shape, jnp.float32))
 
     def add_product_and_product(self, total, a, b, c, d, scratch):
-        """(total + a · b, c · dᵀ), computed together."""
+        """Return (total + a · b, c · dᵀ), computed together."""
         if self.interpreted:
             return self.add_product(total, a, b, scratch), self.product(c, d)
 
@@ -123,7 +125,10 @@ def by_column(x, shape):
 
 
 def scored(product, call: Call):
-    """(x, factor, derivative of x by the scaled product; None: 1): x · factor are the scores in base 2."""
+    """Return (x, factor, derivative of x by the scaled product), where x · factor are the scores in base 2.
+
+    A derivative of None is 1.
+    """
     if not call.softcap:
         return product, call.scale * LOG2E, None
     capped = jnp.tanh(product * (call.scale / call.softcap))
@@ -131,31 +136,36 @@ def scored(product, call: Call):
 
 
 def swizzled(shape, dtype, block: int = TILE):
-    """Shared memory in the layout that TMA writes and wgmma reads without bank conflicts. block: rows of the steps that
-    a product sums over; wgmma takes as many at a time as a swizzled row has elements."""
+    """Return shared memory in the layout that TMA writes and wgmma reads without bank conflicts.
+
+    block: rows of the steps over which a matmul sums. wgmma takes as many rows at a time as a swizzled row has
+    elements.
+    """
     width = min(128, min(shape[-1], block) * jnp.dtype(dtype).itemsize)
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
 
 
 def rows(dtype):
-    """One number of each row of a program."""
+    """Return shared memory for one number per row of a program."""
     return plgpu.SMEM((COMPUTE, ROWS), dtype)
 
 
 def loaded(stages: int, arrays: int = 1):
-    """Barriers of `arrays` copies each that TMA completes."""
+    """Return barriers that TMA completes after `arrays` copies each."""
     return plgpu.Barrier(num_arrivals=arrays, num_barriers=stages)
 
 
 def released(stages: int):
-    """Barriers at which the warp groups that compute release a stage."""
+    """Return barriers at which the warp groups that compute release a stage."""
     return plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)
 
 
 class Ring(NamedTuple):
-    """A circular buffer of tiles in shared memory: one warp group loads the slots while the others compute from them.
-    loaded, released: a barrier per slot."""
+    """A circular buffer of tiles in shared memory. One warp group loads the slots while the others compute from them.
+
+    loaded, released: a barrier per slot.
+    """
     stages: int
     loaded: object
     released: object
@@ -164,9 +174,12 @@ class Ring(NamedTuple):
         return lax.rem(step, i32(self.stages))
 
     def sums(self, before, steps: int, rows_of, matrices_of):
-        """Multiply a warp group's rows by each matrix over `steps` slots: float32 accumulators [ROWS, columns].
+        """Multiply a warp group's rows by each matrix and sum over `steps` slots.
 
-        before: steps this program has already done. rows_of(slot), matrices_of(slot): operands in shared memory.
+        Return float32 accumulators [ROWS, columns].
+
+        before: the number of steps that this program has already run. rows_of(slot), matrices_of(slot): operands in
+        shared memory.
         """
         def products(*sum_refs):
             def visit(step, _):
@@ -174,7 +187,7 @@ class Ring(NamedTuple):
                 plgpu.barrier_wait(self.loaded.at[slot])
                 for sum_ref, matrix in zip(sum_refs, matrices_of(slot), strict=True):
                     plgpu.wgmma(sum_ref, rows_of(slot), matrix)
-                plgpu.wgmma_wait(len(sum_refs))         # the step before this one is read
+                plgpu.wgmma_wait(len(sum_refs))         # the previous step has been read
                 behind = self.slot_of(before + step + self.stages - 1)
                 pl.when(step > 0)(lambda: plgpu.barrier_arrive(self.released.at[behind]))
                 return ()
@@ -201,7 +214,7 @@ def three_loops(bounds, visit, carry):
 
 
 def launch(kernel, call: Call, scratch, grid: dict[str, int], out_type, args):
-    """Run kernel(refs of args and results, refs of scratch) on a grid; the first axis varies fastest."""
+    """Run kernel(refs of args and results, refs of scratch) on a grid. The first axis varies fastest."""
     def entry(*refs):
         pl.run_scoped(lambda *scoped: kernel(refs, scoped), *scratch, collective_axes="warpgroup")
 
