@@ -1,11 +1,11 @@
 """Float8 matmuls for projections: e4m3 for x and w, e5m2 for dy, each with a power-of-two scale from its current amax.
 
-A product is a dot of float8 operands, scaled afterwards: GPUs run that as one float8 matmul, whereas XLA silently
-removes quantize-dequantize pairs around a bfloat16 dot. Current scaling needs no state and clips nothing, and amax is
-of the whole tensor on every layout. Projections that read one x are one function: x is quantized, and gathered over the
-sequence, once; their weights share a scale, and so do their cotangents, whose products are summed before scaling.
-Sources: arXiv:2209.05433 (formats); tensorwise scaling as in torchao and Transformer Engine's current scaling, which do
-not round the scale.
+A product is a dot of float8 operands, scaled afterwards. GPUs run it as one float8 matmul, whereas XLA silently removes
+quantize-dequantize pairs around a bfloat16 dot. Current scaling needs no state and clips nothing, and amax is of the
+whole tensor on every layout. Projections of the same x are one function: x is quantized and gathered over the sequence
+once. Their weights share a scale, and so do their cotangents, whose products are summed before scaling. Sources:
+arXiv:2209.05433 (formats); tensorwise scaling as in torchao and in Transformer Engine's current scaling, which do not
+round the scale.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshtrain.sharding.rules import GATHERED, Layout
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 SCALE = "float8_scale"              # name of the forward's scales; every remat policy saves them
-# also for zeros: keeps products of two scales above float32's smallest normal number, nearly
+# also for tensors of zeros; a product of two scales stays near or above float32's smallest normal number
 SMALLEST_SCALE = 2.0 ** -100
 
 
@@ -33,10 +33,11 @@ BY_CUBLAS = lax.Precision.HIGHEST  # cuBLASLt accumulates in float32; the progra
 
 
 def precision(platform: str) -> lax.DotAlgorithmPreset | lax.Precision:
-    """How to request a float8 dot. platform: jax's name.
+    """Return how to request a float8 dot. platform: jax's name.
 
-    GPUs: cuBLASLt, with float32 accumulation. The default would be a Triton kernel or, on a GPU without float8,
-    silently a 16-bit matmul; there ALGORITHM does not compile. CPUs have one choice, which is exact.
+    On GPUs it selects cuBLASLt, with float32 accumulation. The default would be a Triton kernel. On a GPU without
+    float8 it would silently be a 16-bit matmul, whereas ALGORITHM does not compile there. CPUs have one choice, which
+    is exact.
     """
     if platform == "cpu":
         return lax.DotAlgorithmPreset.DEFAULT
@@ -45,7 +46,10 @@ def precision(platform: str) -> lax.DotAlgorithmPreset | lax.Precision:
 
 @functools.cache
 def _has_algorithm() -> bool:
-    """Whether jax can lower ALGORITHM for GPUs. 0.12 cannot: "failed to legalize operation 'vhlo.dot_general_v2'"."""
+    """Return whether jax can lower ALGORITHM for GPUs.
+
+    jax 0.12 cannot: "failed to legalize operation 'vhlo.dot_general_v2'".
+    """
     x = jax.ShapeDtypeStruct((16, 16), E4M3)
     dot = jax.jit(lambda a, b: jnp.einsum("MK,KN->MN", a, b, precision=ALGORITHM, preferred_element_type=jnp.bfloat16))
     try:
@@ -56,13 +60,14 @@ def _has_algorithm() -> bool:
 
 
 def over_tokens(layout: Layout, largest):
-    """Maximum over the manual axes that split tokens, by an all-reduce; automatic axes are included already."""
+    """Return the maximum over the manual axes that split tokens, by an all-reduce. Automatic axes are already included.
+    """
     manual = tuple(a for a in layout.token_axes if a in get_abstract_mesh().manual_axes)
     return pmax(largest, manual) if manual else largest
 
 
 def scale_of(amax, dtype):
-    """The smallest power of two s with amax / s <= LARGEST[dtype], float32; NaN if amax is not finite."""
+    """Return the smallest power of two s with amax / s <= LARGEST[dtype], float32; NaN if amax is not finite."""
     wanted = jnp.maximum(amax.astype(jnp.float32) / LARGEST[dtype], SMALLEST_SCALE)
     # round up: clear the mantissa, and increment the exponent if it was not zero
     bits = lax.bitcast_convert_type(wanted, jnp.uint32)
@@ -75,16 +80,16 @@ def quantised(x, scale, dtype):
 
 
 def largest(arrays):
-    """amax over all arrays; an all-reduce of one number over the devices that shard them."""
+    """Return amax over all arrays. It takes an all-reduce of one number over the devices that shard them."""
     return functools.reduce(jnp.maximum, [jnp.max(jnp.abs(a)) for a in arrays])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def project(ex, forms, out_axes, frozen, x, ws):
-    """The products of x with each of ws, in the compute dtype; gradients as in `layers.project`.
+    """Return the products of x with each of ws, in the compute dtype. Gradients are those of `layers.project`.
 
-    forms: ((eq, logical axes of w), …). out_axes, frozen: as there. Without out_axes, x is read from the residual
-    stream, as sharded over the sequence.
+    forms: ((eq, logical axes of w), …). out_axes, frozen: as in `layers.project`. Without out_axes, x is part of the
+    residual stream and sharded over the sequence.
     """
     return _forward(ex, forms, out_axes, frozen, x, ws)[0]
 
@@ -94,14 +99,15 @@ def _forward(ex, forms, out_axes, frozen, x, ws):
     qx = quantised(x, sx, E4M3)
     if not out_axes:                        # sequence parallel: (N-1)/N of B·T·D bytes, half of bfloat16's
         qx = ex.layout.act(_on_residual(ex, qx), "batch", "seq", None)
-    # From the compute dtype: some layouts read weights that were cast once per step, others the master weights.
+    # Cast to the compute dtype first, because some layouts read weights that were cast once per step, others the master
+    # weights.
     sw = _kept(scale_of(largest([w.astype(ex.dtype) for w in ws]), E4M3))
     full = _gathered(ex, forms, ws, sw)
     ys = []
     for (eq, _), w in zip(forms, full, strict=True):
         y = _dot(ex, eq, qx, w, ex.dtype)
         ys.append(_scaled(_on_residual(ex, y) if out_axes else y, sx * sw))
-    # As in `layers.project`: without remat the shard is saved, and quantized and gathered again.
+    # As in `layers.project`: without remat the shard is saved. The backward quantizes and gathers it again.
     return tuple(ys), (None if frozen else qx, sx, ws if ex.remat == "none" else full, sw)
 
 
@@ -122,7 +128,7 @@ def _backward(ex, forms, out_axes, frozen, saved, dys):
             continue
         dw = _dot(ex, f"{left},{out}->{right}", qx, dy, jnp.float32)
         dws.append(_scaled(ex.layout.constrain("grads", dw, axes), sx * scale))
-    # Reduced over tensor before scaling, else every product would have its own all-reduce.
+    # Reduced over tensor before scaling; otherwise every product would have its own all-reduce.
     return _scaled(dx if out_axes else _on_residual(ex, dx), scale * sw), tuple(dws) or (None,) * len(forms)
 
 
@@ -134,7 +140,7 @@ def _kept(scale):
 
 
 def _gathered(ex, forms, ws, scale):
-    """The quantized weights, gathered over the axes that split tokens: (N-1)/N bytes per element."""
+    """Return the quantized weights, gathered over the axes that split tokens: (N-1)/N bytes per element."""
     full = []
     for (_, axes), w in zip(forms, ws, strict=True):
         w = ex.layout.constrain("params", quantised(w.astype(ex.dtype), scale, E4M3), axes)

@@ -1,8 +1,9 @@
 """Attention by latents (MLA): queries, keys and values are products of narrow, normed latents.
 
-Only c [B, T, C] and the rotated keys r [B, T, R] that all heads share reach `ex.attend`, which expands them into heads
-where it needs them (`parallel.context.latents`); a cache holds no more. In training the scores are those of expanded
-keys. Source: arXiv:2405.04434. Latents are not split over tensor, what is made of them is, by heads.
+Only the latent c [B, T, C] and the rotated keys r [B, T, R], which all heads share, are passed to `ex.attend`. It
+expands them into heads on the devices that need them (`parallel.context.latents`). A cache holds only c and r. In
+training the scores are those of expanded keys. Latents are not sharded over tensor. Their products are, by heads.
+Source: arXiv:2405.04434.
 """
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from meshtrain.kernels.engine import Expansion, Mask, Scores
 from meshtrain.model import lora, rope
 from meshtrain.model.layers import Execution, Linear, Norm, attend, gathered, together
 
-NORM_EPS = 1e-6         # of the latents' norms in all published models, whatever that of the others
+NORM_EPS = 1e-6         # of the norms of latents in all published models; other norms may have another eps
 
 
 class LatentAttention(nnx.Module):
@@ -61,7 +62,8 @@ class LatentAttention(nnx.Module):
         return self.out(ex, o_BTNV, out_axes=("batch", "seq", None)), bound_N
 
     def _expansion(self, ex: Execution) -> Expansion:
-        # With adapters their sum: the weights are multiplied inside, and where, depends on how sequences are split.
+        # With adapters, use the merged weights: the weights are multiplied inside `ex.attend`, on devices that depend
+        # on how sequences are split.
         key, value = (linear.kernel[...] if linear.lora is None else lora.merged(
             linear.kernel[...][None], {"a": linear.lora.a[...][None], "b": linear.lora.b[...][None]},
             linear.lora.scale)[0] for linear in (self.key, self.value))

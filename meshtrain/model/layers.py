@@ -1,9 +1,9 @@
 """The layers, and the weight einsum of all projections.
 
-Dims (of the whole project): B batch, T query position, S key position, D model, N heads, K kv-heads, G=N/K, H head
+Dims (for the whole project): B batch, T query position, S key position, D model, N heads, K kv-heads, G=N/K, H head
 size, F mlp, E experts, V vocabulary, L layers, P stages, M microbatches. A tensor's suffix is its shape. Layers ask
 `ex.layout` for shardings by logical axes; they know no mesh axis. These constraints and the explicit backward of
-`project` decide which collectives a GPU runs, and in which dtype; the reasons are given at each.
+`project` decide which collectives a GPU runs, and in which dtype. The reasons are given at each place.
 """
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Execution:
     dtype: jnp.dtype
     attend: Callable        # (layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask=, scores=, sinks_N=) -> o_BTNV
     remat: str = "none"     # none, selective, full, offload
-    # precision of float8 projections; None: they are in dtype
+    # precision of float8 projections; None: the projections use dtype
     float8: jax.lax.DotAlgorithmPreset | None = None
     in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`mesh.after`)
-    # queries and keys are normed and rotated by `kernels.rotation`, and read their cache by `kernels.decode`
+    # queries and keys are normed and rotated by `kernels.rotation`, and attend to their cache by `kernels.decode`
     by_kernels: bool = False
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
     # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: no experts
@@ -49,22 +49,24 @@ class Execution:
     mlp: object | None = None           # `model.mlp.FusedMLP`; None: XLA's matmuls
     # `parallel.context.recurrence.LinearAttention`; None: no recurrent mixers
     recurrence: object | None = None
-    # (layers, most heads of a layer): the layers' aux has SCORE_BOUND; None: it has not
+    # (number of layers, most heads of a layer): the aux of a layer has SCORE_BOUND; None: it does not
     bounds: tuple[int, int] | None = None
 
     @property
     def early(self) -> bool:
-        """Whether the MLP's down projection has its gradient before the mixer (`released`); pipelines may run all W
-        later."""
+        """Return whether the MLP's down projection gets its gradient before the mixer's backward (`released`).
+
+        Pipelines may run all W later.
+        """
         return self.layout.sizes["stage"] == 1
 
     def after(self, values, done):
-        """`values`, made to depend on `done` if that order matters; both are pytrees."""
+        """Return `values`; if the order matters, they are made to depend on `done`. Both are pytrees."""
         return mesh.after(values, done) if self.in_order else values
 
 
 def recomputed(ex: Execution, f: Callable) -> Callable:
-    """f with only its inputs saved for the backward, which recomputes casts and elementwise products, no matmul.
+    """Return f with only its inputs saved for the backward, which recomputes casts and elementwise ops, but no matmul.
 
     Under remat f is unchanged: the policy decides what is saved.
     """
@@ -76,38 +78,41 @@ def recomputed(ex: Execution, f: Callable) -> Callable:
 # --- the weight einsum ---------------------------------------------------------------------------------------------
 
 def gathered(ex: Execution, w: jax.Array, axes) -> jax.Array:
-    """The weight in the compute dtype, gathered over the axes that split tokens (ZeRO-3); tensor sharding stays.
+    """Return the weight in the compute dtype, gathered over the axes that split tokens (ZeRO-3). Tensor sharding stays.
 
-    Moves (N-1)/N of the weight's bytes in the compute dtype. Pinned to its shard layout first: otherwise XLA sometimes
-    gathers the float32 master weight and casts afterwards.
+    The gather moves (N-1)/N of the weight's bytes in the compute dtype. The weight is first constrained to its shards.
+    Otherwise XLA sometimes gathers the float32 master weight and casts afterwards.
     """
     if ex.in_parts:
-        return w.astype(ex.dtype)       # once for all parts
+        return w.astype(ex.dtype)       # `parts.shared` gathers once for all parts
     w = ex.layout.constrain("params", w.astype(ex.dtype), axes)
     return ex.layout.constrain(GATHERED, w, axes)
 
 
 def _placed(ex: Execution, dw, axes):
-    """A weight's gradient sharded as [grads]; with parts unchanged, because `parts.shared` shards the sum."""
+    """Return a weight's gradient sharded as in [grads].
+
+    With parts it is returned unchanged, because `parts.shared` shards the sum.
+    """
     return dw if ex.in_parts else ex.layout.constrain("grads", dw, axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
-    """(einsum(eq, x, w), …) for each of ws in ex.dtype, with float32 weight gradients.
+    """Return einsum(eq, x, w) in ex.dtype for each w of ws, with float32 weight gradients.
 
     forms: ((eq, logical axes of w), …), e.g. "BTD,DNH->BTNH". out_axes: for a single projection back onto the residual
-    stream, the output's logical axes before it is split over the sequence, else None. GPUs reduce a weight gradient in
-    its dot's dtype, so here the dot has a float32 result, sharded as [grads]. Frozen weights get no gradient, and x is
-    not saved for them.
+    stream, the output's logical axes before it is split over the sequence; None for other projections. GPUs reduce a
+    weight gradient in the dtype of its dot, so here the dot has a float32 result, sharded as in [grads]. Frozen weights
+    get no gradient, and x is not saved for them.
     """
     return tuple(products.einsum(eq, x, gathered(ex, w, axes)) for (eq, axes), w in zip(forms, ws, strict=True))
 
 
 def _project_forward(ex, forms, out_axes, frozen, x, ws):
     full = [gathered(ex, w, axes) for (_, axes), w in zip(forms, ws, strict=True)]
-    # With remat the gathered weight lives only inside the recomputed layer. Without, saving it would hold all layers'
-    # gathered weights until the backward: save the shard and gather again.
+    # With remat the gathered weight lives only inside the recomputed layer. Without remat, saving it would hold all
+    # layers' gathered weights until the backward, so the shard is saved and gathered again.
     ys = tuple(products.einsum(eq, x, w) for (eq, _), w in zip(forms, full))
     return ys, (None if frozen else x, ws if ex.remat == "none" else tuple(full))
 
@@ -118,17 +123,17 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
     for (eq, axes), w, dy in reversed([*zip(forms, ws, dys, strict=True)]):
         if out_axes:
             if ex.layout.sequence_parallel:
-                # Sequence parallel: gather the cotangent once, for dx and dw. The barrier is REQUIRED: without it XLA
+                # Sequence parallel: gather the cotangent once, for dx and dw. The barrier is REQUIRED. Without it XLA
                 # rewrites later uses of the shard to gather + slice, and a GPU pass turns that into a
                 # collective-permute without pairs, which outputs zeros (openxla/xla 45218, 47083). CPU programs are
-                # right without it.
+                # correct without it.
                 dy = jax.lax.optimization_barrier(dy)
             dy = ex.layout.act(dy, *out_axes)
         full = gathered(ex, w, axes) if ex.remat == "none" else w
         operands, out = eq.split("->")
         left, right = operands.split(",")
         product = products.einsum(f"{out},{right}->{left}", dy, full, dy.dtype if x is None else x.dtype)
-        dx = product if dx is None else product + dx        # new product first: cuBLAS then accumulates into it
+        dx = product if dx is None else product + dx        # new matmul first, so that cuBLAS accumulates into it
         if not frozen:
             dw = products.einsum(f"{left},{out}->{right}", x, dy, jnp.float32)
             dws.append(_placed(ex, dw, axes))
@@ -152,7 +157,7 @@ class Linear(nnx.Module):
         self.frozen, self.lora = False, None
 
     def __call__(self, ex: Execution, x, out_axes=None, repeats: int = 1):
-        """repeats: copies of each kv head, see `kv_heads`."""
+        """Return the projection of x. repeats: copies of each kv head, see `kv_heads`."""
         return together(ex, x, (self, repeats), out_axes=out_axes)[0]
 
     def biased(self, ex: Execution, y, repeats: int):
@@ -163,7 +168,8 @@ class Linear(nnx.Module):
 
 
 def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> list:
-    """The outputs of all (Linear, its repeats) on one x. In float8 x is quantized and gathered once for all."""
+    """Return the outputs of all (Linear, its repeats) for one x. In float8, x is quantized and gathered once for all.
+    """
     weights = [repeated(ex, linear.kernel[...], linear.axes, repeats) for linear, repeats in linears]
     forms = tuple((linear.eq, axes) for (linear, _), (_, axes) in zip(linears, weights))
     frozen = linears[0][0].frozen
@@ -174,10 +180,12 @@ def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> l
 
 
 def repeated(ex: Execution, w, axes, repeats: int):
-    """(w with each kv head `repeats` times, adjacent so that query groups stay whole; its logical axes).
+    """Return (w with each kv head `repeats` times, its logical axes).
 
-    Sharded like heads before the gather: each tensor rank takes its head of the whole w, and nothing moves. Backward:
-    each head's gradients are summed over ranks, and all ranks get all heads, in float32.
+    Copies are adjacent, so that query groups stay together.
+
+    The copies are sharded like heads before the gather. Each tensor rank takes its head of the unsharded w, and nothing
+    moves. In the backward, the gradients of each head are summed over ranks, and all ranks get all heads, in float32.
     """
     if repeats == 1:
         return w, axes
@@ -188,9 +196,9 @@ def repeated(ex: Execution, w, axes, repeats: int):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def add_bias(ex: Execution, axes, y, bias):
-    """y + bias, added in float32 and returned in y's dtype, with a float32 bias gradient.
+    """Return y + bias, added in float32 and returned in y's dtype, with a float32 bias gradient.
 
-    Autodiff would sum the cotangent over tokens and devices in y's dtype: 2 to 4% off in bfloat16.
+    Autodiff would sum the cotangent over tokens and devices in y's dtype, with an error of 2 to 4% in bfloat16.
     """
     return (y.astype(jnp.float32) + small(ex, bias, axes)).astype(y.dtype)
 
@@ -200,7 +208,7 @@ def _add_bias_forward(ex, axes, y, bias):
 
 
 def _add_bias_backward(ex, axes, _, dy):
-    # Only the sum is float32: the cotangent stays in the compute dtype for later matmuls.
+    # Only the sum is float32. The cotangent stays in the compute dtype for later matmuls.
     db = jnp.sum(dy, range(dy.ndim - len(axes)), dtype=jnp.float32)
     return dy, _placed(ex, db, axes)
 
@@ -209,20 +217,21 @@ add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def small(ex: Execution, vector, axes):
-    """A norm scale or bias in float32, gathered over the axes that split tokens (few bytes)."""
+    """Return a norm scale or bias in float32, gathered over the axes that split tokens (few bytes)."""
     return ex.layout.constrain(GATHERED, vector, axes)
 
 
 class Norm(nnx.Module):
-    """RMSNorm or LayerNorm over the dims of its weights (the last ones), in float32; returns the compute dtype.
+    """RMSNorm or LayerNorm over the dims of its weights (the last ones), in float32. It returns the compute dtype.
 
-    Tried and rejected: one kernel for the backward of norm and residual stream. By the roofline it takes 53 ms of a
-    step of llama3-8b on 8 H100, and XLA's two kernels take 93 ms. But XLA then copies x out of its stack and repeats
-    the norm: the step takes 6.46 instead of 6.43 s.
+    Tried and rejected: one kernel for the backward of the norm and the residual stream. By the roofline this kernel
+    takes 53 ms of a step of llama3-8b on 8 H100, and XLA's two kernels take 93 ms. But XLA then copies x out of its
+    stack and repeats the norm: the step takes 6.46 s instead of 6.43.
     """
 
     def __init__(self, cfg, rngs, shape, axes, eps: float = 0.0):
-        """eps: of a plain RMSNorm, whatever the config's norms are."""
+        """Declare the weights. eps: if not 0, this is a plain RMSNorm with this eps, whatever the config's norms are.
+        """
         dtype = jnp.dtype(cfg.param_dtype)
         self.eps, self.centred, self.axes, self.offset = (eps, False, tuple(axes), 0.0) if eps else (
             cfg.norm_eps, cfg.norm == "layernorm", tuple(axes), cfg.norm_offset)
@@ -230,7 +239,11 @@ class Norm(nnx.Module):
         self.bias = declare(rngs, dtype, shape, axes, "bias", value=0.0) if self.centred else None
 
     def __call__(self, ex: Execution, x, repeats: int = 1):
-        """repeats: as for `Linear`, for a norm over all kv_heads, whose mean they do not change."""
+        """Return the norm of x in the compute dtype.
+
+        repeats: copies of each kv head, as for `Linear`. They matter for a norm over all kv_heads, whose mean they
+        leave unchanged.
+        """
         dims = tuple(range(-len(self.axes), 0))
 
         def normed(x, scale, bias):
@@ -245,12 +258,12 @@ class Norm(nnx.Module):
         return recomputed(ex, normed)(x, scale, bias)
 
     def rotates(self, rope: Rope) -> bool:
-        """Whether `rotated` supports this norm with this rope."""
+        """Return whether `rotated` supports this norm with this rope."""
         plain = not self.centred and self.bias is None and len(self.axes) == 1
         return plain and rotation.fits(self.scale[...].shape[-1], 2 * rope.cos.shape[-1])
 
     def rotated(self, ex: Execution, heads: str, x_BTNH, rope: Rope):
-        """Norm and rotary embedding of x in one kernel. heads: logical axis of x's heads."""
+        """Return x after norm and rotary embedding in one kernel. heads: logical axis of x's heads."""
         scale_H = small(ex, self.scale[...], self.axes).astype(jnp.float32) + self.offset
         return normed_and_rotated(ex.layout, heads, self.eps, x_BTNH, scale_H, rope.cos, rope.sin)
 
@@ -258,7 +271,7 @@ class Norm(nnx.Module):
 # --- embedding -----------------------------------------------------------------------------------------------------
 
 class Embedding(nnx.Module):
-    """A table [rows, D] looked up by integers [B, T]."""
+    """A table [rows, D] that is looked up by integers [B, T]."""
 
     def __init__(self, cfg, rngs, rows: int, axes):
         self.axes = tuple(axes)
@@ -272,13 +285,15 @@ class Embedding(nnx.Module):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def lookup(ex: Execution, axes, table, ids_BT):
-    """table[ids] in the compute dtype with a float32 table gradient.
+    """Return table[ids] in the compute dtype, with a float32 table gradient.
 
-    A table split over embed alone (ZeRO-3) is not gathered: the ids are (B·T int32), every device looks up its slice of
-    D for all of them, and an all-to-all of B·T·D/N gives each device whole rows of its sequences. The backward is the
-    reverse, and the table's gradient needs no reduction. Other tables are gathered over the token axes; rows split over
-    tensor stay split: each device looks up its own, and an all-reduce or, with sequence parallelism, a reduce-scatter
-    of B·T·D adds them. For rows split over a manual axis the all-reduce of a device's activations is explicit.
+    A table sharded over embed alone (ZeRO-3) is not gathered. Instead the ids are gathered (B·T int32), every device
+    looks up its slice of D for all ids, and an all-to-all of B·T·D/N gives each device whole rows of its sequences. The
+    backward is the reverse, and the table's gradient needs no reduction.
+
+    Other tables are gathered over the token axes. Rows sharded over tensor stay sharded. Each device looks up its own
+    rows, and an all-reduce of B·T·D adds the results, or a reduce-scatter with sequence parallelism. For rows sharded
+    over a manual axis the all-reduce of a device's activations is explicit.
     """
     layout = ex.layout
     if lies_by_columns(layout, axes):
@@ -290,15 +305,15 @@ def lookup(ex: Execution, axes, table, ids_BT):
     x_BTD = layout.act(gathered(ex, table, axes)[ids_BT], "batch", "seq", None)
     if not manual:
         return x_BTD
-    # Constrained like the residual stream before masking: then tensor's shards of rows are added by a reduce-scatter,
-    # not an all-reduce, and only a shard of the sequence is summed here. `mine` is pinned, else the ids are split and
-    # gathered again. All but one summand are zero: exact in any dtype.
+    # Constrained like the residual stream before masking. Then a reduce-scatter, not an all-reduce, adds tensor's
+    # shards of rows, and only a shard of the sequence is summed here. `mine` is constrained, too; otherwise the ids are
+    # split and gathered again. All summands but one are zero, so the sum is exact in any dtype.
     mine, x_BTD = layout.act(mine, "batch", "seq"), layout.act(x_BTD, "batch", "residual_seq", None)
     return psum(jnp.where(mine[..., None], x_BTD, 0), manual)
 
 
 def _own_rows(manual, table, ids_BT):
-    """(ids as rows of this device's shard of the table, whether the shard has them)."""
+    """Return (ids as rows of this device's shard of the table, whether the shard has these rows)."""
     ids_BT = ids_BT - jax.lax.axis_index(manual) * table.shape[0]
     mine = (ids_BT >= 0) & (ids_BT < table.shape[0])
     return jnp.where(mine, ids_BT, 0), mine
@@ -349,10 +364,10 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 # --- attention, MLP, one layer -------------------------------------------------------------------------------------
 
 def kv_heads(layout: Layout, num_kv_heads: int) -> int:
-    """The number of key/value heads computed over all ranks, at least one per rank.
+    """Return the number of key/value heads computed over all ranks, at least one per rank.
 
-    More than the model has if tensor ranks outnumber them and share them evenly: several ranks then compute each head,
-    each for its own query heads, as in Megatron-LM. The parameters do not change.
+    It is more than the model has if there are more tensor ranks than heads and the ranks share them evenly. Several
+    ranks then compute the same head, each for its own query heads, as in Megatron-LM. The parameters do not change.
     """
     split = layout.mesh_axes("activations", "kv_heads")
     alike = split == layout.mesh_axes("activations", "heads") == layout.mesh_axes("params", "heads")
@@ -361,9 +376,9 @@ def kv_heads(layout: Layout, num_kv_heads: int) -> int:
 
 
 class Attention(nnx.Module):
-    """Grouped-query causal attention; `ex.attend` is the engine, with context parallelism if any.
+    """Grouped-query causal attention. `ex.attend` is the engine, with context parallelism if sequences are split.
 
-    mixer: the letter of the layer's mixer. The gate multiplies the output before its projection (arXiv:2505.06708); a
+    mixer: the letter of the layer's mixer. The gate multiplies the output before its projection (arXiv:2505.06708). A
     sink is a score that takes part in a head's softmax and has no value.
     """
 
@@ -417,7 +432,7 @@ class Attention(nnx.Module):
             q_BTNH = grown(q_BTNH, rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
-            if self.query_norm is None:     # a norm's backward needs what it reads: both would be kept
+            if self.query_norm is None:     # with a norm, remat would also keep the norm's input
                 q_BTNH, k_BTKH = (checkpoint_name(x, "attention_rotated") for x in (q_BTNH, k_BTKH))
         sinks_N = None if self.sinks is None else small(ex, self.sinks[...], ("heads",)).astype(jnp.float32)
         o_BTNH, bound_N = attend(ex, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT, mask=self.mask, scores=self.scores,
@@ -430,20 +445,20 @@ class Attention(nnx.Module):
 
 
 def attend(ex: Execution, *operands, **kind):
-    """(attention's output, with ex.bounds the bound of each head's scores [N], else None)."""
-    with jax.named_scope("attention"):      # its kernels are found by this name in the compiled program
+    """Return (attention's output, the bound of each head's scores [N]). Without ex.bounds the bound is None."""
+    with jax.named_scope("attention"):      # kernels of attention are found by this name in the compiled program
         if ex.bounds:
             return ex.attend(ex.layout, *operands, **kind, bounded=True)
         return ex.attend(ex.layout, *operands, **kind), None
 
 
 def gated(o, gate):
-    """o · sigmoid(gate), in float32; returns o's dtype."""
+    """Return o · sigmoid(gate), computed in float32, in o's dtype."""
     return (o.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
 
 
 def unit(eps: float, x):
-    """RMSNorm over the last dim without a weight."""
+    """Return the RMSNorm of x over the last dim, without a weight."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -475,7 +490,7 @@ def _fused_mlp_backward(ex, axes, saved, dy_BTD):
     of_gate, of_up = (products.einsum("BTF,DF->BTD", d_BTF, w_DF) for d_BTF, w_DF in zip(grads, (gate, up)))
     dws = [products.einsum("BTD,BTF->DF", x_BTD, d_BTF, jnp.float32) for d_BTF in grads]
     dws.append(products.einsum("BTF,BTD->FD", h_BTF, dy_BTD, jnp.float32))
-    # as in `project`: cuBLAS accumulates the new product into the other
+    # as in `project`: cuBLAS accumulates the second matmul into the first
     return of_up + of_gate, tuple(map(partial(_placed, ex), dws, axes))
 
 
@@ -483,7 +498,7 @@ fused_mlp.defvjp(_fused_mlp_forward, _fused_mlp_backward)
 
 
 class MLP(nnx.Module):
-    """The inward projections, the activation and the outward one. width: overrides mlp_dim."""
+    """The inward projections, the activation and the outward projection. width: replaces mlp_dim if it is not 0."""
 
     def __init__(self, cfg, rngs, width: int = 0):
         D, F, bias = cfg.embed_dim, width or cfg.mlp_dim, cfg.mlp_bias
@@ -511,14 +526,14 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Residual block of a mixer and an MLP, either of which may be absent: norms before them, after them, or both.
+    """Residual block of a mixer and an MLP, either of which may be absent. Norms are before them, after them, or both.
 
-    mixer, mlp: (its name, (cfg, rngs) -> the module), or None. The name is that in the parameter tree: attention or
-    linear, mlp or moe; the norms around any mixer are called attention_norm and attention_post_norm.
+    mixer, mlp: (name, (cfg, rngs) -> module), or None. The name is that in the parameter tree: attention or linear, mlp
+    or moe. The norms around any mixer are named attention_norm and attention_post_norm.
 
     Returns (x_BTD, aux). aux: {name: float32 array}, sums over the microbatch's tokens, which are added over layers and
-    microbatches; the step divides them by its number of targets and reports them by name. The scalar AUX_LOSS is also
-    part of the objective, and divided by the step's tokens. For SCORE_BOUND the maximum is taken instead.
+    microbatches. The step divides them by its number of targets and reports them by name. The scalar AUX_LOSS is also
+    part of the objective, and is divided by the step's tokens. Of SCORE_BOUND the maximum is taken instead of the sum.
     """
 
     def __init__(self, cfg, rngs, mixer: tuple[str, Callable] | None, mlp: tuple[str, Callable] | None):
@@ -560,7 +575,7 @@ class Layer(nnx.Module):
             y_BTD = normed(self.mlp_post_norm, residual(y_BTD))
             x_BTD = residual(self._added(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)))
         if self.layer_scale is not None:
-            # A constant of the model: it gets no gradient, so no optimizer moves it.
+            # A constant of the model. It gets no gradient, so no optimizer changes it.
             scale = jax.lax.stop_gradient(small(ex, self.layer_scale[...], (None,)))
             x_BTD = (x_BTD.astype(jnp.float32) * scale).astype(x_BTD.dtype)
         return x_BTD, aux
@@ -574,9 +589,10 @@ class Layer(nnx.Module):
 
     @staticmethod
     def _full(ex: Execution, h_BTD):
-        """Constrain to the sequence shard, then to whole, so that the gather (B·T·D bytes × 2) is in bf16, not float32.
+        """Constrain h to the sequence shard, then to the whole sequence.
 
-        Inputs of float8 projections stay split: they are gathered when quantized.
+        The gather (B·T·D bytes × 2) is then in bf16, not float32. Inputs of float8 projections stay split. They are
+        gathered when they are quantized.
         """
         h_BTD = ex.layout.act(h_BTD, "batch", "residual_seq", None)
         return h_BTD if ex.float8 else ex.layout.act(h_BTD, "batch", "seq", None)
@@ -584,12 +600,12 @@ class Layer(nnx.Module):
 
 @jax.custom_vjp
 def released(x, w):
-    """x and w, unchanged. In the backward, the gradient of x waits for the reduced gradient of w.
+    """Return x and w unchanged. In the backward, the gradient of x waits for the reduced gradient of w.
 
-    XLA delays a layer's weight gradients to the end of its backward, where the last reduce-scatter overlaps with
-    nothing, and copies the stream's cotangent for them. If the gradient of the MLP's outward projection is computed
-    early, the others are early as well, and the last one is small. By the roofline a step of llama3-8b on 8 H100 takes
-    6.47 instead of 6.50 s, with remat full 7.60 instead of 7.64 s.
+    Otherwise XLA delays a layer's weight gradients to the end of its backward, where the last reduce-scatter overlaps
+    with nothing, and copies the stream's cotangent for them. If the gradient of the MLP's outward projection is
+    computed early, the others are early as well, and the last one is small. By the roofline a step of llama3-8b on 8
+    H100 takes 6.47 s instead of 6.50; with remat full it takes 7.60 s instead of 7.64.
     """
     return x, w
 
@@ -598,7 +614,7 @@ released.defvjp(lambda x, w: ((x, w), None), lambda _, cotangents: jax.lax.optim
 
 
 def in_row(number, values_N, rows: int, width: int):
-    """[rows, width]: the values in row `number`, zeros elsewhere."""
+    """Return [rows, width]: the values in row `number`, zeros elsewhere."""
     mine = jnp.arange(rows)[:, None] == number
     return jnp.where(mine, jnp.pad(values_N, (0, width - values_N.shape[0])), 0.0)
 

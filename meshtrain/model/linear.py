@@ -1,10 +1,12 @@
 """Recurrent mixers: gated delta rule (G), the same with a decay per channel (K, KDA) and Mamba-2 (M).
 
 All three project, convolve over a few tokens, run one recurrence S' = decay · S + … with a state per value head, and
-norm and gate what is read from it. They see the past through `ex.recurrence` alone, which keeps documents apart. A_log,
-decays and the norms are float32. Dims beside those of `layers`: K key heads (Mamba-2's groups), H their width (its
-state), N value heads, V their width, W tokens of the convolution, R inner width of a narrow projection. Sources:
-arXiv:2412.06464 (gated delta rule), 2510.26692 (KDA), 2405.21060 (Mamba-2).
+then norm and gate its output. They read earlier tokens only through `ex.recurrence`, which keeps documents apart.
+A_log, decays and norms are float32.
+
+Dims besides those of `layers`: K key heads (Mamba-2's groups), H their width (Mamba-2's state), N value heads, V their
+width, W tokens of the convolution, R inner width of a narrow projection. Sources: arXiv:2412.06464 (gated delta rule),
+2510.26692 (KDA), 2405.21060 (Mamba-2).
 """
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from meshtrain.model.layers import (
 )  # fmt: skip
 from meshtrain.model.params import declare
 
-EPS = 1e-6      # under the root of the norm of queries and keys
+EPS = 1e-6      # added under the root in the norm of queries and keys
 HEADS, KEY_HEADS = ("heads", "head_dim"), ("kv_heads", "head_dim")
 
 
@@ -34,7 +36,7 @@ class Convolution(nnx.Module):
 
 
 class RecurrentMixer(nnx.Module):
-    """mixer: the letter of the layer's mixer."""
+    """A recurrent mixer. mixer: its letter, G, K or M."""
 
     def __init__(self, cfg, rngs, mixer: str):
         linear, D, dtype = cfg.linear, cfg.embed_dim, jnp.dtype(cfg.param_dtype)
@@ -46,7 +48,7 @@ class RecurrentMixer(nnx.Module):
         self.value = inward(N, V, HEADS)
         self.query_conv, self.key_conv = (Convolution(cfg, rngs, K, H, KEY_HEADS) for _ in range(2))
         self.value_conv = Convolution(cfg, rngs, N, V, HEADS)
-        # narrow projections are as wide as a value, as published
+        # narrow projections are as wide as a value, as in the published models
         narrow = lambda width: (Linear(cfg, rngs, "BTD,DR->BTR", (D, V), ("embed", None)),
                                 Linear(cfg, rngs, "BTR,RNH->BTNH", (V, N, width), (None, *HEADS)))
         by_head = lambda: Linear(cfg, rngs, "BTD,DN->BTN", (D, N), ("embed", "heads"))
@@ -115,33 +117,33 @@ class RecurrentMixer(nnx.Module):
         return y.astype(o.dtype)
 
     def _gate_first(self, o, gate, scale):
-        """Normed over the value heads of a group together."""
+        """Gate o, then norm the value heads of a group together."""
         y = o.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         groups = y.reshape(*y.shape[:-2], self.num_key_heads, -1)
         return (unit(self.norm.eps, groups).reshape(y.shape) * scale).astype(o.dtype)
 
 
 def _given(value, axes) -> nnx.Param:
-    """A bias of given values, float32 as all biases: bfloat16 would change decay rates by 1%."""
+    """Return a bias with given values. It is float32 like all biases; bfloat16 would change decay rates by 1%."""
     return nnx.Param(value.astype(jnp.float32), logical_axes=axes, role="bias", fan_in_dims=1)
 
 
 def _directions(q, k):
-    """Queries and keys of length 1, and queries divided by the root of their width."""
+    """Return queries and keys of length 1. The queries are also divided by the square root of their width."""
     q32, k32 = (x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + EPS)
                 for x in (q.astype(jnp.float32), k.astype(jnp.float32)))
     return (q32 * q.shape[-1] ** -0.5).astype(q.dtype), k32.astype(k.dtype)
 
 
 def _rates(beta_scale: float, decay, A_log, dt_bias, beta):
-    """(log decays, at most 0, of each head or of each channel; update rates), float32."""
+    """Return (log decays of each head or channel, at most 0; update rates), float32."""
     A = jnp.exp(A_log) if decay.ndim == 3 else jnp.exp(A_log)[:, None]
     return -A * jax.nn.softplus(decay.astype(jnp.float32) + dt_bias), beta_scale * jax.nn.sigmoid(
         beta.astype(jnp.float32))
 
 
 def _steps(limits: tuple[float, float], decay, A_log, dt_bias, v):
-    """(log decays, values times the time step)."""
+    """Return (log decays, values times the time step)."""
     steps = jax.nn.softplus(decay.astype(jnp.float32) + dt_bias)
     steps = jnp.clip(steps, limits[0], limits[1] or None)
     return -jnp.exp(A_log) * steps, (v.astype(jnp.float32) * steps[..., None]).astype(v.dtype)

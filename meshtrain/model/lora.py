@@ -1,8 +1,9 @@
 """LoRA: an adapted projection W computes x·W + alpha/rank · (x·A)·B. Only A and B are trained.
 
-Adapters are added to a finished layer, so the layer's paths and initialization do not change. A is random and B zero:
-the first step computes the base model. Both are float32, because Adam's steps are too small for bfloat16. The rank is
-never split; the other dims are sharded like the projection's. Source: arXiv:2106.09685; the range of A is PEFT's.
+Adapters are added to a finished layer, so the layer's paths and initialization do not change. A is random and B is
+zero, so the first step computes the base model. Both are float32, because Adam's steps are too small for bfloat16. The
+rank is never sharded. The other dims are sharded like those of the projection. Source: arXiv:2106.09685; the range of A
+is PEFT's.
 """
 from __future__ import annotations
 
@@ -32,10 +33,10 @@ class Adapter(nnx.Module):
         self.b = declare(rngs, jnp.float32, (rank, *shape[fan_in_dims:]), self.up_axes, "matrix", value=0.0)
 
     def __call__(self, ex: Execution, x, y, repeats: int, out_axes):
-        """y + alpha/rank · (x·A)·B. repeats, out_axes: those of the `Linear` that made y."""
+        """Return y + alpha/rank · (x·A)·B. repeats, out_axes: those of the `Linear` that computed y."""
         act = ex.layout.act
         h_BTR = project(ex, ((self.down_eq, self.down_axes),), out_axes, False, x, (self.a[...],))[0]
-        # Outputs onto the residual stream are split here, before B: B·T·R is scattered, not B·T·D.
+        # An output that goes to the residual stream is split here, before B, so that B·T·R is scattered, not B·T·D.
         h_BTR = act(h_BTR, "batch", "residual_seq" if out_axes else "seq", None)
         # In float32: 4/3 in bfloat16 is 0.2% more, and `merged` uses the exact scale.
         h_BTR = (h_BTR.astype(jnp.float32) * self.scale).astype(ex.dtype)
@@ -45,21 +46,26 @@ class Adapter(nnx.Module):
 
 
 def adapt(layer: nnx.Module, rngs: nnx.Rngs, lora) -> nnx.Module:
-    """The layer, frozen, with adapters on those of its projections that lora.targets names. lora: the section [lora],
-    rank at least 1."""
+    """Return the layer, frozen, with adapters on those of its projections that lora.targets names.
+
+    lora: the section [lora], with rank at least 1.
+    """
     for _, module in nnx.iter_modules(layer):
         if isinstance(module, Linear):
             module.frozen = True
     for name, linear in projections(layer).items():
         if name in (lora.targets or LORA_TARGETS):
-            # It was None, which flax treats as a static attribute.
+            # `linear.lora` was None, which flax treats as a static attribute.
             linear.lora = nnx.data(Adapter(rngs, linear, len(linear.axes) - len(linear.bias_axes),
                                            lora.rank, lora.alpha))
     return layer
 
 
 def check(layers: Iterable[nnx.Module], lora) -> None:
-    """Raises: ValueError if no layer has a projection that lora.targets names."""
+    """Check that each name in lora.targets is a projection of some layer.
+
+    Raises: ValueError if a name is none.
+    """
     layers = list(layers)
     found = [name for name in LORA_TARGETS if any(name in projections(layer) for layer in layers)]
     if missing := [name for name in lora.targets if name not in found]:
@@ -69,8 +75,10 @@ def check(layers: Iterable[nnx.Module], lora) -> None:
 
 
 def projections(layer: nnx.Module) -> dict[str, Linear]:
-    """A layer's projections by name, in the order of LORA_TARGETS: those of its mixer that have heads, and those of its
-    MLP, of experts only the shared ones'."""
+    """Return a layer's projections by name, in the order of LORA_TARGETS.
+
+    They are the mixer's projections that have heads, and those of the MLP. Of experts only the shared ones have any.
+    """
     mixers, mlps = (layer.attention, layer.linear), (layer.mlp, layer.moe and layer.moe.shared)
     found = {name: getattr(part, name, None) for parts, names in ((mixers, LORA_TARGETS[:4]), (mlps, LORA_TARGETS[4:]))
              for part in parts if part is not None for name in names}
@@ -78,7 +86,7 @@ def projections(layer: nnx.Module) -> dict[str, Linear]:
 
 
 def merged(kernel: jax.Array, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:
-    """kernel + scale · A·B of stacked layers [L, …], float32."""
+    """Return kernel + scale · A·B of stacked layers [L, …], float32."""
     a, b = adapter["a"].astype(jnp.float32), adapter["b"].astype(jnp.float32)
     depth = kernel.shape[0]
     change = jnp.einsum("LIR,LRO->LIO", a.reshape(depth, -1, a.shape[-1]), b.reshape(depth, b.shape[1], -1),

@@ -1,8 +1,8 @@
 """Fused linear cross-entropy over a sharded vocabulary, chunk by chunk, without materializing the logits.
 
-When differentiated, the forward loop also computes the gradients (the loss is a sum, so its cotangent is one number): 3
-head matmuls instead of 4 (as in Liger kernels, arXiv:2410.10989). Weight gradients are accumulated per batch shard:
-they are reduced over devices once, not once per chunk.
+When differentiated, the forward loop also computes the gradients, because the loss is a sum and its cotangent is one
+number. This takes 3 head matmuls instead of 4 (as in Liger kernels, arXiv:2410.10989). Weight gradients are accumulated
+per batch shard, so they are reduced over devices once, not once per chunk.
 """
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ from meshtrain.sharding.rules import GATHERED, Layout
 
 @dataclasses.dataclass(frozen=True)
 class LossSpec:
-    """axes: logical axes of the head's weight. Ids from vocab_size up are padding with zero probability. z_loss: weight
-    of lse². chunk: tokens per chunk and batch shard."""
+    """Settings of the loss.
+
+    axes: logical axes of the head's weight. Ids from vocab_size on are padding with zero probability. z_loss: weight of
+    lse². chunk: tokens per chunk and batch shard.
+    """
     axes: tuple[str, str]
     vocab_size: int
     z_loss: float
     chunk: int
     softcap: float = 0.0        # tanh bound of the logits; 0: none
     frozen: bool = False        # the weight has no gradient
-    temperature: float = 1.0    # what the logits are divided by, after the softcap
+    temperature: float = 1.0    # divides the logits, after the softcap
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def loss_sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
-    """(objective, nll), float32 sums over all tokens with a target: objective = nll + z_loss · Σ lse².
+    """Return (objective, nll), float32 sums over all tokens with a target, where objective = nll + z_loss · Σ lse².
 
-    x_BTD: normed output of the last layer, sharded like the residual stream. w: [D, V] or, tied, [V, D]. nll is a
+    x_BTD: normed output of the last layer, sharded like the residual stream. w: [D, V] or, if tied, [V, D]. nll is a
     metric: only the objective's gradient is defined.
     """
     return _sums(ex, spec, x_BTD, w, targets_BT, with_grads=False)[0]
@@ -57,7 +60,7 @@ loss_sums.defvjp(_loss_forward, _loss_backward)
 
 
 def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool):
-    """((objective, nll), (dx_BTD, dw) or None)."""
+    """Return ((objective, nll), (dx_BTD, dw) or None)."""
     f32, chunks = jnp.float32, _Chunks(ex, spec, x_BTD, w, targets_BT)
 
     def visit(carry, c):
@@ -81,10 +84,12 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def token_nll(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
-    """nll of each token [B, T], float32, 0 without a target; differentiable in x and w as `loss_sums`.
+    """Return the nll of each token [B, T], float32, 0 without a target.
 
-    For objectives that are not sums over tokens: the weight of a token's nll is known only after the forward, so the
-    backward recomputes the logits (4 head matmuls instead of 3).
+    It is differentiable in x and w like `loss_sums`.
+
+    It serves objectives that are not sums over tokens. The weight of a token's nll is known only after the forward, so
+    the backward recomputes the logits (4 head matmuls instead of 3).
     """
     chunks = _Chunks(ex, spec, x_BTD, w, targets_BT)
 
@@ -117,12 +122,12 @@ token_nll.defvjp(_nll_forward, _nll_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def token_losses(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT, given):
-    """(sum of the losses of the tokens with a target, log-probability [B, T], entropy [B, T]), float32; the last two
-    are 0 without a target.
+    """Return (sum of the losses of the tokens with a target, log-probability [B, T], entropy [B, T]), float32.
 
-    of_token: (log-probability, entropy, given) -> (loss, its derivative by the log-probability, by the entropy; None:
-    0), elementwise. given: arrays [B, T] by name, of which places without a target are not read. Only the sum's
-    gradient by x and w is defined. 3 head matmuls, as `loss_sums`.
+    The last two are 0 without a target. of_token: (log-probability, entropy, given) -> (loss, its derivative by the
+    log-probability, its derivative by the entropy, where None means 0), elementwise. given: arrays [B, T] by name;
+    places without a target are not read. Only the gradient of the sum by x and w is defined. It takes 3 head matmuls,
+    like `loss_sums`.
     """
     return _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads=False)[0]
 
@@ -139,7 +144,7 @@ token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 
 
 def _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads: bool):
-    """(what `token_losses` returns, (dx_BTD, dw) or None)."""
+    """Return (the result of `token_losses`, (dx_BTD, dw) or None)."""
     f32, chunks = jnp.float32, _Chunks(ex, spec, x_BTD, w, targets_BT)
     assert not chunks.manual        # the sums over the vocabulary below are not those of a pipeline
     given_nrs = {name: chunks.tokens.cut(x) for name, x in given.items()}
@@ -170,8 +175,10 @@ def _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads: b
 
 
 def largest_and_sum(x):
-    """(max of x, sum of exp(x - max)) over the last dim. In one pass but on CPUs, where XLA merges element by element:
-    seven times slower."""
+    """Return (max of x, sum of exp(x - max)) over the last dim.
+
+    It takes one pass, except on CPUs, where XLA merges element by element and one pass is seven times slower.
+    """
     return jax.lax.platform_dependent(x, cpu=in_two_passes, default=in_one_pass)
 
 
@@ -181,7 +188,7 @@ def in_two_passes(x):
 
 
 def in_one_pass(x):
-    """Source: arXiv:1805.02867."""
+    """Return (max of x, sum of exp(x - max)) over the last dim in one pass. Source: arXiv:1805.02867."""
     def merged(a, b):
         (top_a, sum_a), (top_b, sum_b) = a, b
         scale = jnp.where(top_a == top_b, 1.0, jnp.exp(-jnp.abs(top_a - top_b)))      # both may be -inf
@@ -192,13 +199,15 @@ def in_one_pass(x):
 
 
 def capped(logits, softcap: float):
-    """Logits within ±softcap, by tanh; unchanged if it is 0."""
+    """Return the logits bounded to ±softcap by tanh; unchanged if softcap is 0."""
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 class _Chunks:
-    """The tokens in chunks, and each chunk's logits, with the vocabulary V sharded: by constraints over automatic axes,
-    by explicit collectives over manual ones (in a pipeline, the stages)."""
+    """The tokens in chunks, and the logits of each chunk, with the vocabulary V sharded.
+
+    Automatic axes shard it by constraints. Manual axes (the stages of a pipeline) shard it by explicit collectives.
+    """
 
     def __init__(self, ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
         self.ex, self.spec = ex, spec
@@ -213,10 +222,11 @@ class _Chunks:
         self.x_nrsD, self.targets_nrs = self.tokens.cut(x_BTD), self.tokens.cut(targets_BT, fill=NO_TARGET)
 
     def take(self, c):
-        """(x, targets, float32: logits [n, r, s, V], log-sum-exp [n, r, s], one-hot targets [n, r, s, V], the target's
-        logit) of chunk c.
+        """Return x, targets, logits, log-sum-exp, one-hot targets and the logit of the target, for chunk c.
 
-        Sequence parallel: each chunk is gathered over tensor here (s·D bf16), and its dx scattered when it is stored.
+        All but the first two are float32. Logits and one-hot targets are [n, r, s, V]; log-sum-exp and the target's
+        logit are [n, r, s]. With sequence parallelism each chunk is gathered over tensor here (s·D bf16). Its dx is
+        scattered when it is stored.
         """
         x_c, t_c = self.tokens.take(self.x_nrsD, c), self.tokens.take(self.targets_nrs, c)
         logits = self._pin(products.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, jnp.float32))
@@ -225,19 +235,20 @@ class _Chunks:
         hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
         top, total = largest_and_sum(logits)
         if self.manual:
-            # Two small all-reduces (s float32 each way), in sequence: concurrent ones may pair up wrongly on CPUs.
+            # Two small all-reduces (s float32 each way), in sequence. Concurrent all-reduces may pair up wrongly on
+            # CPUs.
             own, top = top, jax.lax.pmax(top, self.manual)
             total, hit = jax.lax.psum((jnp.exp(own - top) * total, hit), self.manual)
         return x_c, t_c, logits, top + jnp.log(total), hit_V, hit
 
     def zeros(self):
-        """(dx, dw) before the first chunk; dw is None if the weight is frozen."""
+        """Return (dx, dw) before the first chunk. dw is None if the weight is frozen."""
         dx = jnp.zeros_like(self.x_nrsD)
         return dx, None if self.spec.frozen else self._pin_dw(
             jnp.zeros((self.tokens.n,) + self.full.shape, jnp.float32))
 
     def add(self, grads, c, x_c, logits, dl):
-        """(dx, dw) with those of chunk c added. dl: the cotangent of its logits."""
+        """Return (dx, dw) with those of chunk c added. dl: the cotangent of its logits."""
         dx, dw = grads
         if self.spec.softcap:        # at padding dl is 0, and the logit has no derivative
             bent = logits * self.spec.temperature / self.spec.softcap
@@ -250,9 +261,9 @@ class _Chunks:
         return dx, dw
 
     def summed(self, grads):
-        """(dx_BTD, dw) after the last chunk."""
+        """Return (dx_BTD, dw) after the last chunk."""
         dx, dw = grads
-        # One float32 reduction over batch shards: there must be nothing between the sum and the constraint.
+        # One float32 reduction over batch shards. No op may come between the sum and the constraint.
         dw = None if dw is None else self.ex.layout.constrain("grads", dw.sum(0), self.spec.axes)
         return self.ex.layout.act(self.tokens.join(dx), "batch", "residual_seq", None), dw
 
@@ -266,7 +277,8 @@ class _Chunks:
 class _TokenChunks:
     """[B, T, …] as [n, r, tokens, …]: n token shards × r shards of the residual stream, padded to whole chunks.
 
-    n = b · c shards of batch and sequence: tokens are independent here, so both kinds are treated alike.
+    n = b · c shards of batch and sequence. The loss treats tokens independently, so both kinds of shards are treated
+    alike.
     """
 
     def __init__(self, layout: Layout, shape, chunk: int):
@@ -298,8 +310,10 @@ class _TokenChunks:
         return jnp.moveaxis(x, 3, 1).reshape(self.b * self.B, self.c * self.r * self.T, *rest)
 
     def take(self, x, c):
-        """Chunk c, gathered over the shards of the residual stream. The inner pin slices before the gather; without it
-        every chunk gathers all of x and slices that."""
+        """Return chunk c, gathered over the shards of the residual stream.
+
+        The inner pin slices before the gather. Without it every chunk gathers all of x and then slices it.
+        """
         x_c = jax.lax.dynamic_slice_in_dim(x, c * self.chunk, self.chunk, 2)
         return self.pin(self.pin(x_c, self.shards, self.residual), self.shards)
 
@@ -309,7 +323,7 @@ class _TokenChunks:
 
 @jax.custom_vjp
 def with_loss(y, loss):
-    """Return y; in the backward give `loss` the cotangent 1, as if it were added to the objective."""
+    """Return y. In the backward give `loss` the cotangent 1, as if it were added to the objective."""
     del loss
     return y
 

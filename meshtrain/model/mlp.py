@@ -16,8 +16,10 @@ AUTO = "xla"        # what model.mlp = "auto" selects until both are compared on
 
 
 class FusedMLP(NamedTuple):
-    """The fused kernels with one activation. programs: the GPU's number of multiprocessors. interpret: see
-    `warpgroups.Call`."""
+    """The fused kernels with one activation.
+
+    programs: the GPU's number of multiprocessors. interpret: see `warpgroups.Call`.
+    """
     activation: str
     programs: int
     interpret: object = False
@@ -71,12 +73,12 @@ def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> Fuse
 
 
 def note(run, chosen: FusedMLP | None) -> str:
-    """The line that is printed at the start; empty for XLA's matmuls."""
+    """Return the line that is printed at the start; empty for XLA's matmuls."""
     return chosen and f"MLPs: activation fused into the matmuls, Mosaic kernels (model.mlp={run.model.mlp})" or ""
 
 
 def _against(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> list[str]:
-    """Reasons why the kernels do not support this run; empty if they do."""
+    """Return the reasons why the kernels do not support this run; empty if they do."""
     model, shards = run.model, lambda logical: layout.num_shards(layout.mesh_axes("activations", logical))
     if platform == "cpu" or not mosaic.runs_on(gpu):
         return [f"the kernels need Hopper's wgmma (h100, h200, gh200), which {gpu.name if gpu else platform} does not "
@@ -91,7 +93,7 @@ def _against(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> li
         'they multiply in bfloat16, not model.matmul_dtype="float8"': model.matmul_dtype == "float8",
         "they add no bias (model.mlp_bias)": model.mlp_bias,
         "they train no adapters (lora.rank)": run.lora.rank > 0,
-        "the rules split an MLP's products over devices":
+        "the rules split an MLP's matmuls over devices":
             shards("mlp") > 1 or any(layout.spec(GATHERED, ("embed", "mlp"))),
         f"a device has {tokens:,} tokens of a microbatch, model.embed_dim={model.embed_dim} and model.mlp_dim="
         f"{model.mlp_dim}, which must be multiples of {mosaic_mlp.TILE}, {mosaic_mlp.STEP} and {mosaic_mlp.COLUMNS}":

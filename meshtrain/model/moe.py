@@ -1,10 +1,12 @@
 """Mixture of experts: a float32 router, routed experts and shared experts instead of the MLP.
 
-Experts are parameters [E, D, F]; `ex.experts` decides where they are computed (`parallel.experts.dispatch`). Both
+Experts are parameters [E, D, F]. `ex.experts` decides where they are computed (`parallel.experts.dispatch`). Both
 balance losses are sums over tokens and sequences, independent of layout and microbatches. Padding (segment 0) goes to
-no expert and is not counted: all of it is equal, so it would fill the same K experts and dominate the balance. Sources:
-sequence-wise balance: arXiv:2412.19437 (eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the bias:
-arXiv:2408.15664. A softmax of the chosen scores alone equals softmax over all, then `router_normalize`.
+no expert and is not counted: its tokens are all equal, so they would fill the same K experts and dominate the balance.
+A softmax over only the chosen scores equals a softmax over all scores with `router_normalize`.
+
+Sources: sequence-wise balance: arXiv:2412.19437 (eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the bias:
+arXiv:2408.15664.
 """
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ from meshtrain.sharding.mesh import on_shards
 from meshtrain.sharding.rules import Layout
 
 ROUTER_AXES = ("embed", None)
-DOWN_BIAS_AXES = (None, "embed")        # whole on the devices of all experts: it is added outside of their region
-TINY = 1e-20        # added to a sum of sigmoids, which may be zero; as published
+DOWN_BIAS_AXES = (None, "embed")        # not sharded over experts: the bias is added outside the region of the experts
+TINY = 1e-20        # added to a sum of sigmoids, which may be zero; as in the published code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,10 @@ class Routing:
         return jax.nn.softmax(logits, -1) if self.score == "softmax" else jax.nn.sigmoid(logits)
 
     def select(self, scores, bias_E):
-        """The chosen experts [..., K]; of equal scores the lower index. The bias has an effect here alone."""
+        """Return the chosen experts [..., K].
+
+        Of equal scores the lower index is chosen. The bias affects only the choice.
+        """
         scores = scores if bias_E is None else scores + bias_E
         if self.groups > 1:
             by_group = scores.reshape(*scores.shape[:-1], self.groups, -1)
@@ -61,7 +66,7 @@ class Routing:
         return lax.top_k(scores, self.experts_per_token)[1].astype(jnp.int32)
 
     def weigh(self, scores, chosen):
-        """The weights of the chosen experts, 0 if none is chosen (-1)."""
+        """Return the weights of the chosen experts; 0 where none is chosen (-1)."""
         weight = jnp.take_along_axis(scores, jnp.maximum(chosen, 0), -1)
         if self.normalize:
             weight = weight / (weight.sum(-1, keepdims=True) + (TINY if self.score == "sigmoid" else 0.0))
@@ -70,13 +75,14 @@ class Routing:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def route(layout: Layout, routing: Routing, logits_BTE, bias_E, real_BT):
-    """(chosen experts [B, T, K] int32, their weights, choices of each expert per sequence [B, E]), float32.
+    """Return (chosen experts [B, T, K] int32, their weights, choices of each expert per sequence [B, E]), float32.
 
     logits and real_BT are sharded like the residual stream. Tokens that are not real (padding) choose -1: no expert.
-    The bias's "gradient" is the number of tokens per expert: reduced over microbatches and devices like others, it is
-    what the bias update needs. All axes are manual: XLA would gather all tokens' scores for top_k.
+    The "gradient" of the bias is the number of tokens per expert. It is reduced over microbatches and devices like
+    other gradients, and is the input of the bias update. All axes are manual, because XLA would gather the scores of
+    all tokens for top_k.
     """
-    axes = layout.all_axes("activations", "residual_seq")       # they split a sequence
+    axes = layout.all_axes("activations", "residual_seq")       # the axes that split a sequence
 
     def local(logits, bias, real):
         scores = routing.scores(logits)
@@ -95,7 +101,7 @@ def _route_forward(layout, routing, logits_BTE, bias_E, real_BT):
 
 def _route_backward(layout, routing, saved, cotangents):
     logits_BTE, chosen_BTK, bias_E = saved
-    # The caller reduces over the axes that are manual already, as for any weight's gradient.
+    # The caller reduces over the axes that are already manual, as for any gradient of a weight.
     axes = layout.mesh_axes("activations", "batch") + layout.mesh_axes("activations", "residual_seq")
 
     def local(logits, chosen, dweight, bias):
@@ -117,15 +123,16 @@ def _whole(bias_E):
 
 
 def _counts(routing: Routing, chosen, dims):
-    """Choices of each expert, summed over dims of [B, T, K]; float32, exact below 2^24."""
+    """Return the choices of each expert, summed over dims of [B, T, K]; float32, exact below 2^24."""
     return jnp.sum(chosen[..., None] == jnp.arange(routing.num_experts), dims, dtype=jnp.float32)
 
 
 def balance_loss(routing: Routing, aux_loss: float, z_loss: float, logits_BTE, counts_BE, real_BT):
-    """aux_loss · Σ_sequences T·E·Σ_e f_e·P_e + z_loss · Σ_tokens lse²: sums, to be divided by the tokens of the step.
+    """Return aux_loss · Σ_sequences T·E·Σ_e f_e·P_e + z_loss · Σ_tokens lse².
 
-    T: tokens of the sequence without padding. f: share of the choices, not differentiated; P: mean score. counts are of
-    whole sequences: if manual axes split these, the result is this shard's part of the loss.
+    Both are sums; the caller divides them by the tokens of the step. T: tokens of the sequence without padding. f:
+    share of the choices, not differentiated. P: mean score. counts are those of whole sequences. If manual axes split
+    sequences, the result is this shard's part of the loss.
     """
     loss = jnp.float32(0)
     if aux_loss:
@@ -161,7 +168,7 @@ class MoE(nnx.Module):
         self.shared_gate = Linear(cfg, rngs, "BTD,DX->BTX", (D, 1), ROUTER_AXES) if cfg.shared_expert_gate else None
 
     def __call__(self, ex: Execution, x_BTD, inputs: Inputs, number):
-        """(y, aux) of x, both sharded like the residual stream; number: of the layer."""
+        """Return (y, aux) of x, both sharded like the residual stream. number: the layer's number."""
         logits_BTE = self._logits(ex, x_BTD)
         bias_E = None if self.bias is None else self.bias[...]
         real_BT = ex.layout.act(inputs.segments_BT, "batch", "residual_seq") != PADDING
@@ -178,7 +185,7 @@ class MoE(nnx.Module):
                 shared_BTD = recomputed(ex, gated)(shared_BTD, gate_BT1)
             y_BTD = y_BTD + shared_BTD
         layer = jnp.arange(self.num_layers)[:, None] == number
-        # divided by the devices that share a sequence over manual axes, since those are summed later
+        # divided by the number of devices that share a sequence over manual axes, because these are summed later
         load_E = counts_BE.sum(0) / ex.layout.num_shards(ex.layout.manual_axes("activations", "residual_seq"))
         aux = {EXPERT_LOAD: jnp.where(layer, load_E, 0.0)}
         if ex.experts.aux_loss or ex.experts.z_loss:
@@ -187,7 +194,7 @@ class MoE(nnx.Module):
         return y_BTD, aux
 
     def _down_biases(self, ex: Execution, chosen_BTK, weight_BTK):
-        """Σ_k weight · bias of the expert: one small matmul, beside the experts' own."""
+        """Return Σ_k weight · bias of the expert, by one small matmul besides those of the experts."""
         experts = jnp.arange(self.routing.num_experts)
         weight_BTE = jnp.sum(jnp.where(chosen_BTK[..., None] == experts, weight_BTK[..., None], 0.0), 2)
         weight_BTE = ex.layout.act(weight_BTE, "batch", "residual_seq", None).astype(ex.dtype)
@@ -195,7 +202,7 @@ class MoE(nnx.Module):
         return ex.layout.act(y_BTD, "batch", "residual_seq", None)
 
     def _logits(self, ex: Execution, x_BTD):
-        """float32 logits of a float32 product: bfloat16 would change the choice of one token in a hundred."""
+        """Return float32 logits of a float32 matmul. bfloat16 would change the choice of one token in a hundred."""
         wide = dataclasses.replace(ex, dtype=jnp.dtype("float32"))
         (logits_BTE,) = project(wide, (("BTD,DE->BTE", ROUTER_AXES),), None, False, x_BTD, (self.router[...],))
         if self.router_bias is not None:
@@ -204,8 +211,12 @@ class MoE(nnx.Module):
 
 
 def reported(aux: dict) -> dict:
-    """A step's aux as metrics. The experts' load becomes, per layer [L] (NaN without experts), the largest and smallest
-    relative to the mean and the entropy relative to a uniform load; also the overall maximum and mean entropy."""
+    """Return a step's aux as metrics.
+
+    The load of the experts becomes several metrics. Per layer [L] (NaN without experts): the largest and smallest load
+    relative to the mean, and the entropy relative to a uniform load. For the model: the largest load of any layer and
+    the mean entropy.
+    """
     if EXPERT_LOAD not in aux:
         return aux
     load_LE = aux[EXPERT_LOAD]

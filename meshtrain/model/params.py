@@ -1,7 +1,7 @@
 """Parameters and their metadata, without arrays: shape, logical axes, role, initializer.
 
-flax NNX modules declare parameters; each `nnx.Param` carries `logical_axes`, `role` and `fan_in_dims`. The modules are
-split once into nested dicts of arrays, for scan, vjp and shard_map. `table` is the one list for rules, inspect, the
+flax NNX modules declare parameters. Each `nnx.Param` carries `logical_axes`, `role` and `fan_in_dims`. The modules are
+split once into nested dicts of arrays, for scan, vjp and shard_map. The list of `ParamInfo` serves rules, inspect, the
 optimizer and checkpoints. Layers are stacked: their leaves have a leading [L].
 """
 from __future__ import annotations
@@ -40,7 +40,8 @@ class ParamInfo:
 
     @property
     def matrix_dims(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """(input dims, output dims) of a matrix, without the dims of layers and experts; None for anything else."""
+        """Return (input dims, output dims) of a matrix, without the dims of layers and experts; None for other roles.
+        """
         if self.role != "matrix":
             return None
         first = sum(axis in (LAYERS, LEADING, "expert") for axis in self.axes)       # stacks of matrices
@@ -50,10 +51,10 @@ class ParamInfo:
 
 def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None = None, fan_in_dims: int = 1,
             value: float | None = None) -> nnx.Param:
-    """A parameter: constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3 deviations.
+    """Return a parameter: constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3 deviations.
 
-    dtype: of matrices and tables. All others (norms, biases, routers and their balance) are float32: they begin at 0 or
-    1 and move by less than bfloat16 tells apart, and they are few bytes.
+    dtype: of matrices and tables. All other parameters (norms, biases, routers and their balance) are float32. They
+    start at 0 or 1 and change by less than bfloat16 can represent, and they take few bytes.
     """
     dtype = dtype if role in MATMUL_ROLES else jnp.dtype("float32")
     if value is not None:
@@ -65,7 +66,7 @@ def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None 
 
 
 class Module:
-    """An NNX module class with its config: traced once without arrays, then merged with arrays when needed."""
+    """An NNX module class with its config. It is traced once without arrays, then merged with arrays when needed."""
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
         self.make = make
@@ -74,17 +75,20 @@ class Module:
         self.infos = {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(self.state)}
 
     def init(self, key: jax.Array):
-        """New parameters as a nested dict; depends on the key alone, not on the layout."""
+        """Return new parameters as a nested dict. They depend on the key alone, not on the layout."""
         return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key)), nnx.Param))
 
     def bind(self, params) -> nnx.Module:
-        """The module with these arrays; valid inside any trace."""
+        """Return the module with these arrays. It is valid inside any trace."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(jax.tree.structure(self.state), jax.tree.leaves(params)))
 
 
 def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None = None,
           axis: str = LAYERS) -> list[ParamInfo]:
-    """The parameters of a module; with num_layers, stacked by a leading dim with the logical axis `axis`."""
+    """Return the parameters of a module.
+
+    With num_layers they are stacked by a leading dim with the logical axis `axis`.
+    """
     lead, lead_axes = ((num_layers,), (axis,)) if num_layers else ((), ())
     found = []
     for path, variable in module.infos.items():
@@ -96,7 +100,7 @@ def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None =
 
 
 def tree(infos: list[ParamInfo], leaf: Callable[[ParamInfo], object]):
-    """A nested dict like the parameters, with leaves `leaf(info)`."""
+    """Return a nested dict like the parameters, with leaves `leaf(info)`."""
     out: dict = {}
     for info in infos:
         functools.reduce(lambda node, key: node.setdefault(key, {}), info.path[:-1], out)[info.path[-1]] = leaf(info)
@@ -104,12 +108,15 @@ def tree(infos: list[ParamInfo], leaf: Callable[[ParamInfo], object]):
 
 
 def mapped(infos: list[ParamInfo], f: Callable[[ParamInfo, object], object], params):
-    """A nested dict like the parameters, with leaves `f(info, leaf)`."""
+    """Return a nested dict like the parameters, with leaves `f(info, leaf)`."""
     return tree(infos, lambda info: f(info, functools.reduce(dict.__getitem__, info.path, params)))
 
 
 class Divided(NamedTuple):
-    """The parameters as two nested dicts, both with all inner dicts, even empty. frozen: without gradients."""
+    """The parameters as two nested dicts.
+
+    Both have all inner dicts, even empty ones. frozen: parameters without gradients.
+    """
     trained: dict
     frozen: dict
 
@@ -125,5 +132,5 @@ def divided(infos: list[ParamInfo], params: dict) -> Divided:
 
 
 def joined(a: dict, b: dict) -> dict:
-    """Inverse of `divided`."""
+    """Return the tree that `divided` split into a and b."""
     return {key: joined(a[key], b[key]) if key in a and key in b else (a if key in a else b)[key] for key in a | b}

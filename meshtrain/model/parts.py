@@ -1,9 +1,9 @@
 """Splits a microbatch's rows into parts, so that one part's collectives overlap with another's matmuls.
 
-With tensor parallelism a layer's matmuls wait for all-gathers of tokens, and later ops for reduce-scatters. Parts share
-only the weights, so XLA's scheduler overlaps them. Each device's rows are split locally: nothing moves. `Inputs` are
-what a layer reads besides the residual stream. Knows no model. Source: Domino, arXiv:2409.15241; here by sharding
-constraints in one program.
+With tensor parallelism a layer's matmuls wait for all-gathers of tokens, and later ops wait for reduce-scatters. Parts
+share only the weights, so XLA's scheduler can overlap them. Each device splits its own rows, so no data moves. `Inputs`
+are the inputs of a layer besides the residual stream. This module knows no model. Source: Domino, arXiv:2409.15241;
+here it is done by sharding constraints in one program.
 """
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from meshtrain.model.layers import Execution, gathered
 from meshtrain.model.params import ParamInfo
 from meshtrain.sharding.rules import Layout
 
-# Minimum tokens of a part in a tensor group: a group is split from 4,096 on. Below, smaller matmuls and the gradients'
-# sum cost more than the traffic: halves of 1,024 tokens 3.70 to 3.80 ms, of 2,048 tokens 6.90 to 6.71. Source: a
-# scheduled layer of a 70B model, forward and backward, tensor 8 on H100.
+# Minimum tokens of a part in a tensor group, so a group is split from 4,096 tokens on. Below that, smaller matmuls and
+# the sum of gradients cost more than the communication: two parts of 1,024 tokens took 3.80 ms instead of 3.70 for one,
+# two parts of 2,048 tokens 6.71 instead of 6.90. Source: a scheduled layer of a 70B model, forward and backward, tensor
+# 8 on H100.
 MIN_TOKENS = 2048
-# More parts compile longer, and summing their gradients costs more. Source: the roofline of tensor 8 on H100.
-# 70B × fsdp 8, 16 rows: 20.9 s in two parts, 20.6 in four, 21.4 in sixteen; 8 rows: 22.4 s in four, 22.9 in
-# eight; 8B, 8 rows: 10.1 s and 10.5.
+# More parts take longer to compile, and summing their gradients costs more. Source: the roofline of tensor 8 on H100.
+# 70B × fsdp 8: with 16 rows 20.9 s in two parts, 20.6 in four, 21.4 in sixteen; with 8 rows 22.4 s in four, 22.9 in
+# eight. 8B with 8 rows: 10.1 s in four, 10.5 in eight.
 MAX_PARTS = 4
 
 
 def of_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(shards of the rows of a residual stream [B, T, D], parts of each shard).
+    """Return (shards of the rows of a residual stream [B, T, D], parts of each shard).
 
-    One part if nothing would overlap: no axis splits a layer's matmuls, a device has one row, or too few tokens.
+    There is one part if nothing would overlap: no axis splits a layer's matmuls, or a device has one row or too few
+    tokens.
     """
     num_shards = lambda logical: layout.num_shards(layout.mesh_axes("activations", logical))
     shards = num_shards("batch")
@@ -51,7 +53,7 @@ def cut(a: jax.Array, shards: int, count: int) -> list[jax.Array]:
 
 
 def join(parts: list[jax.Array], shards: int) -> jax.Array:
-    """Inverse of `cut`."""
+    """Return the array that `cut` split."""
     pieces = [part.reshape(shards, -1, *part.shape[1:]) for part in parts]
     return jnp.stack(pieces, 1).reshape(-1, *parts[0].shape[1:])
 
@@ -62,20 +64,23 @@ def turned(tree):
 
 
 class Inputs(NamedTuple):
-    """Inputs of every layer besides the residual stream. Not differentiated."""
-    # document ids; attention stays within one. PADDING goes to no expert
+    """Inputs of every layer besides the residual stream. They are not differentiated."""
+    # document ids; attention stays within one; tokens with PADDING go to no expert
     segments_BT: jax.Array
     index_BT: jax.Array                          # index in the sequence, for dropout
     sequence_B: jax.Array                        # global sequence number, for dropout
-    rope: dict[str, rope.Rope]                   # of each mixer that rotates
+    rope: dict[str, rope.Rope]                   # for each mixer that rotates
     dropout_key: jax.Array | None
 
     def turned(self) -> Inputs:
-        """For activations [T, B, D]: segments stay [B, T], for attention, which takes rows; without dropout."""
+        """Return the inputs for activations [T, B, D], without dropout.
+
+        segments stay [B, T], because attention takes rows.
+        """
         return self._replace(rope=turned(self.rope))
 
     def cut(self, shards: int, count: int) -> list[Inputs]:
-        """Split the rows as `cut` does."""
+        """Split the rows as the function `cut` does."""
         pieces = jax.tree.map(lambda a: cut(a, shards, count), self._replace(dropout_key=None))
         whole = jax.tree.structure(self._replace(dropout_key=None))
         return [part._replace(dropout_key=self.dropout_key)
@@ -83,10 +88,10 @@ class Inputs(NamedTuple):
 
 
 def tokens_first(ex: Execution) -> Execution:
-    """`ex` for activations [T, B, D]; attention and recurrences still take rows.
+    """Return `ex` for activations [T, B, D]. Attention and recurrences still take rows.
 
-    Collectives over tokens then act on the first dim. On the second, XLA copies the whole gathered activations;
-    queries, keys and values are smaller by the size of the tensor axis.
+    Collectives over tokens then act on the first dim. On the second dim, XLA copies all gathered activations. Queries,
+    keys and values are smaller by the size of the tensor axis.
     """
     def attend(layout, q, k, v, segments_BT, **kind):
         found = ex.attend(ex.layout, *turned((q, k, v)), segments_BT, **kind)
@@ -103,10 +108,12 @@ def tokens_first(ex: Execution) -> Execution:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def shared(ex: Execution, info: ParamInfo, w):
-    """A layer's matrix or bias for all parts: gathered once, with the parts' gradients summed and sharded as [grads].
+    """Return a layer's matrix or bias for all parts, gathered once.
+
+    The gradients of the parts are summed and sharded as in [grads].
 
     Otherwise every part would gather the weight and reduce its gradient. The result has dtype float32, but a matrix is
-    rounded to the compute dtype: gradients are summed in float32, and XLA drops both casts.
+    rounded to the compute dtype. Gradients are summed in float32, and XLA drops both casts.
     """
     return (gathered(ex, w, info.axes) if info.role == "matrix" else w).astype(jnp.float32)
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding, its frequency scaling, and queries that grow with their position.
+"""Rotary position embedding, its frequency scaling, and queries that are scaled by their position.
 
 Sources: arXiv:2104.09864 (rope); 2306.15595 (linear); 2309.00071 (YaRN); 2402.13753 (LongRoPE); 2407.21783 and the
 published Llama 3.1 code; `modeling_rope_utils` of transformers for proportional, partial rotation and attention_factor.
@@ -20,15 +20,17 @@ from meshtrain.sharding.rules import Layout
 
 
 class Rope(NamedTuple):
-    """cos, sin [B, T, rotated dims / 2] float32. query_scale_BT: a factor on queries; None: 1."""
+    """cos, sin [B, T, rotated dims / 2] float32. query_scale_BT: a factor on queries; None means 1."""
     cos: jax.Array
     sin: jax.Array
     query_scale_BT: jax.Array | None = None
 
 
 def of(cfg, positions_BT, length_BT=None) -> dict[str, Rope]:
-    """The rope of each mixer that rotates, by its letter; equal ones share their arrays. cfg: the [model] section.
-    length_BT: tokens of each token's sequence, which `turns` needs."""
+    """Return the rope of each mixer that rotates, by its letter. Equal ropes share their arrays.
+
+    cfg: the [model] section. length_BT: tokens of each token's sequence; required if `turns` is not empty.
+    """
     made: dict = {}
     ropes = {}
     for mixer, section in pattern.rotated(cfg).items():
@@ -38,8 +40,11 @@ def of(cfg, positions_BT, length_BT=None) -> dict[str, Rope]:
 
 
 def turns(cfg) -> tuple[int, ...]:
-    """The lengths beyond which a sequence has other frequencies: of longrope in a model that is made for no length
-    (max_seq_len 0), as a model folder describes it. A run is made for one, its data.seq_len."""
+    """Return the lengths beyond which a sequence has other frequencies.
+
+    Only longrope has such lengths, and only in a model without a fixed length (max_seq_len 0), as a model folder
+    describes it. A run has a fixed length, data.seq_len.
+    """
     return () if cfg.max_seq_len else tuple(sorted({
         section.rope_scaling.original_max_position_embeddings for section in pattern.rotated(cfg).values()
         if section.rope_scaling.rope_type == "longrope"}))
@@ -59,8 +64,10 @@ def _made(cfg, positions_BT, length_BT) -> Rope:
 
 
 def _frequencies(cfg, longer: bool = False):
-    """(the angle per position of each pair of dims, the factor on cos and sin). A factor sharpens the softmax. longer:
-    of longrope, those beyond its original length."""
+    """Return (the angle per position of each pair of dims, the factor on cos and sin). A factor sharpens the softmax.
+
+    longer: for longrope, the frequencies beyond its original length.
+    """
     scaling, width = cfg.rope_scaling, pattern.rotated_width(cfg)
     pairs, original = width // 2, scaling.original_max_position_embeddings
     freq = cfg.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
@@ -72,7 +79,8 @@ def _frequencies(cfg, longer: bool = False):
         case "yarn":
             return _slowed(freq, _by_dims(cfg, width), scaling.factor), scaling.attention_factor or _sharpness(scaling)
         case "longrope":
-            # By the run's length, not by a batch's longest position: a model never changes from batch to batch.
+            # Chosen by the run's length, not by a batch's longest position, so that the model does not change from
+            # batch to batch.
             divisors = scaling.long_factor if longer or cfg.max_seq_len > original else scaling.short_factor
             sharper = math.sqrt(1 + math.log(scaling.factor) / math.log(original))
             return freq / jnp.asarray(divisors, jnp.float32), scaling.attention_factor or sharper
@@ -83,25 +91,33 @@ def _frequencies(cfg, longer: bool = False):
 
 
 def _sharpness(scaling) -> float:
-    """YaRN's factor on queries and keys; with both weights divided by one that model.multipliers.score has instead."""
+    """Return YaRN's factor on cos and sin.
+
+    With mscale and mscale_all_dim, the factor of mscale_all_dim is divided out, because model.multipliers.score
+    contains it.
+    """
     of = lambda weight: 0.1 * weight * math.log(scaling.factor) + 1
     return of(scaling.mscale) / of(scaling.mscale_all_dim) if scaling.mscale and scaling.mscale_all_dim else of(1)
 
 
 def _slowed(freq, fast, factor: float):
-    """fast: per pair 0, divided by factor; 1, unchanged; or between."""
+    """Return the scaled frequencies.
+
+    fast, per pair: 0 divides by factor, 1 leaves unchanged, values between interpolate.
+    """
     return freq * (fast + (1 - fast) / factor)
 
 
 def _by_turns(scaling, freq):
-    """A ramp over rotations in the original length."""
+    """Return a ramp over the number of rotations in the original length."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_max_position_embeddings * freq / (2 * jnp.pi)
     return jnp.clip((turns - low) / (high - low), 0.0, 1.0)
 
 
 def _by_dims(cfg, width: int):
-    """A ramp over pair indices, between those of the two bounds, or the integers around them."""
+    """Return a ramp over pair indices, between the indices of the two bounds. With truncate these are rounded outward.
+    """
     scaling = cfg.rope_scaling
     original = scaling.original_max_position_embeddings
     pair = lambda turns: width * math.log(original / (2 * math.pi * turns)) / (2 * math.log(cfg.rope_theta))
@@ -113,7 +129,8 @@ def _by_dims(cfg, width: int):
 
 
 def rotate(x_BTNH, rope: Rope):
-    """Rotary embedding on the two halves (Hugging Face's convention) of the first dims; the rest passes."""
+    """Apply rotary embedding to the two halves (Hugging Face's convention) of the first dims. Other dims are unchanged.
+    """
     cos, sin = (a[:, :, None].astype(jnp.float32) for a in (rope.cos, rope.sin))
     width = 2 * cos.shape[-1]
     first, second = jnp.split(x_BTNH[..., :width].astype(jnp.float32), 2, -1)
@@ -122,7 +139,10 @@ def rotate(x_BTNH, rope: Rope):
 
 
 def grown(q_BTNH, rope: Rope):
-    """Queries times the scale of their position; the whole head, rotated or not."""
+    """Return queries times the scale of their position.
+
+    It applies to the whole head, including dims that are not rotated.
+    """
     if rope.query_scale_BT is None:
         return q_BTNH
     return (q_BTNH.astype(jnp.float32) * rope.query_scale_BT[:, :, None, None]).astype(q_BTNH.dtype)
@@ -130,7 +150,7 @@ def grown(q_BTNH, rope: Rope):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def normed_and_rotated(layout: Layout, heads: str, eps: float, x_BTNH, scale_H, cos_BTR, sin_BTR):
-    """RMSNorm over each head, then rotary embedding, by `kernels.rotation`. heads: logical axis of x's heads."""
+    """Apply RMSNorm over each head, then rotary embedding, by `kernels.rotation`. heads: logical axis of x's heads."""
     of_x, of_tables, _ = _specs(layout, heads)
     local = partial(rotation.forward, eps=eps)
     return on_shards(local, (of_x, P(None), of_tables, of_tables), of_x)(x_BTNH, scale_H, cos_BTR, sin_BTR)
@@ -152,7 +172,7 @@ def _normed_and_rotated_backward(layout, heads, eps, given, dy_BTNH):
 
 
 def _specs(layout: Layout, heads: str) -> tuple[P, P, tuple[str, ...]]:
-    """(the spec of heads, that of the tables, the mesh axes that split the heads)."""
+    """Return (the spec of x, the spec of cos and sin, the mesh axes that shard x)."""
     of_x = layout.spec("activations", ("batch", "seq", heads, "head_dim"))
     split = tuple(axis for dim in of_x if dim for axis in ((dim,) if isinstance(dim, str) else dim))
     return of_x, layout.spec("activations", ("batch", "seq", None)), split

@@ -1,11 +1,12 @@
 """The decoder: tokens -> embedding -> layer groups -> norm -> head and loss.
 
-RMSNorm, rope and SwiGLU by default, others by fields of `[model]`. A group is a scan over a repeating period of layers
-(leading dense layers, then the others; five layers with a window and one without), as `pattern` divides them: mostly
-there is one group of equal layers.
-Parameters are one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}, where LAYERS holds stacked
-weights [L, …] if all layers are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}.
-Only `ex.layout` depends on the run's layout; initialization depends on the seed alone.
+By default it has RMSNorm, rope and SwiGLU; fields of `[model]` select others. A group is a scan over a repeating period
+of layers, for example leading dense layers, then the others, or five layers with a window and one without. `pattern`
+divides the layers into groups. Most models have one group of equal layers.
+
+Parameters are one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}. LAYERS holds stacked weights
+[L, …] if all layers are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}. Only
+`ex.layout` depends on the run's layout. Initialization depends on the seed alone.
 """
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES, MAXIMA
 from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 
 VOCAB_MULTIPLE = 256
-LAYER_INPUT = "layer_input"     # what `offload` keeps on the host
+LAYER_INPUT = "layer_input"     # the activation that remat `offload` keeps on the host
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -50,16 +51,16 @@ class EmbeddingAndHead(nnx.Module):
 
 
 def padded_vocab(cfg) -> int:
-    """The vocabulary rounded up, the same on every layout; padding ids have zero probability."""
+    """Return the vocabulary size rounded up, the same on every layout. Padding ids have zero probability."""
     return -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerGroup:
-    """Consecutive layers: those of `period` in turn, `repeats` times.
+    """Consecutive layers: the layers of `period` in turn, `repeats` times.
 
-    The weights of each layer of the period are stacked, [repeats, …]; a period of one has no level of its own in the
-    parameter tree. leading: they run before the stages of a pipeline, in none of them.
+    The weights of each layer of the period are stacked, [repeats, …]. A period of one layer has no level of its own in
+    the parameter tree. leading: the layers run before the stages of a pipeline and are in none of them.
     """
     name: str
     period: tuple[params.Module, ...]
@@ -71,34 +72,37 @@ class LayerGroup:
         return len(self.period) * self.repeats
 
     def parameters(self, path: tuple[str, ...]) -> list[params.ParamInfo]:
-        """The group's parameters; `path`: of its subtree."""
+        """Return the group's parameters. path: that of the group's subtree."""
         axis, several = LEADING if self.leading else LAYERS, len(self.period) > 1
         paths = [(*path, str(i)) for i in range(len(self.period))] if several else [path]
         return [info for layer, path in zip(self.period, paths)
                 for info in params.infos(layer, path, self.repeats, axis)]
 
     def init(self, keys: jax.Array) -> tuple:
-        """The stacked weights of each layer of the period, from one key per layer."""
+        """Return new stacked weights of each layer of the period, from one key per layer."""
         return tuple(jax.vmap(layer.init)(keys[i::len(self.period)]) for i, layer in enumerate(self.period))
 
     def weights(self, subtree) -> tuple:
-        """The stacked weights of each layer of the period."""
+        """Return the stacked weights of each layer of the period."""
         return (subtree,) if len(self.period) == 1 else tuple(subtree[str(i)] for i in range(len(self.period)))
 
     def subtree(self, weights: tuple):
-        """The subtree with these weights."""
+        """Return the subtree with these weights."""
         return weights[0] if len(self.period) == 1 else {str(i): tree for i, tree in enumerate(weights)}
 
     def numbers(self, first: int) -> jax.Array:
-        """[repeats]: the number of each repeat's first layer; `first`: the group's."""
+        """Return [repeats]: the number of each repeat's first layer. first: the number of the group's first layer."""
         return first + len(self.period) * jnp.arange(self.repeats)
 
     def apply(self, ex: Execution, weights: tuple, x_BTD, e):
-        """(output, aux) of one repeat; weights: of each layer of the period. e: (number of its first layer, Inputs)."""
-        # XLA delays weight gradients to the end of a period's backward. Tried and left out: a barrier that lets the
-        # cotangent wait for those of the layer behind (all, or the MLP's; one layer later, too). qwen3.5-9b-continue on
-        # 8 H100 by the roofline: 7.48 to 7.50–7.56 s, reduce-scatters then being exposed, and nothing less at the peak,
-        # which is that of the loss.
+        """Return (output, aux) of one repeat.
+
+        weights: of each layer of the period. e: (number of the repeat's first layer, Inputs).
+        """
+        # XLA delays weight gradients to the end of a period's backward. Tried and left out: a barrier that makes the
+        # cotangent wait for the weight gradients of the layer after it (all of them, or the MLP's; also one layer
+        # later). By the roofline qwen3.5-9b-continue on 8 H100 took 7.50 to 7.56 s instead of 7.48, because
+        # reduce-scatters were exposed. The peak memory did not change, because it is that of the loss.
         number, inputs = e
         aux: dict = {}
         for i, (layer, layer_weights) in enumerate(zip(self.period, weights, strict=True)):
@@ -111,7 +115,7 @@ class LayerGroup:
 class Transformer:
     """The model of a `[model]` section: parameter table, initializer, loss and logits. Layers are numbered from 0.
 
-    lora: the section [lora] if layers have adapters; all else is then frozen.
+    lora: the section [lora] if layers have adapters; all other parameters are then frozen.
     """
     cfg: object
     ends: params.Module
@@ -122,7 +126,7 @@ class Transformer:
         assert sum(group.num_layers for group in self.groups) == self.cfg.num_layers
 
     def parameters(self) -> tuple[params.ParamInfo, ...]:
-        """Every parameter, in the order of the tree's leaves."""
+        """Return every parameter, in the order of the tree's leaves."""
         return self._parameters
 
     @functools.cached_property
@@ -135,23 +139,23 @@ class Transformer:
         return tuple(sorted(found, key=lambda info: info.path))
 
     def divided(self, p: dict) -> params.Divided:
-        """The trained and the frozen parameters."""
+        """Return the trained and the frozen parameters."""
         return params.divided(self.parameters(), p)
 
     def init(self, key: jax.Array):
-        """The parameters for `key`, float32 or [model].param_dtype."""
+        """Return the parameters for `key`, in float32 or [model].param_dtype."""
         ends_key, layers_key = jax.random.split(key)
         keys = jax.random.split(layers_key, self.cfg.num_layers)
         groups = [group.init(keys[first:first + group.num_layers]) for first, group in self.numbered()]
         return self.with_layers(self.ends.init(ends_key), groups)
 
     def numbered(self) -> list[tuple[int, LayerGroup]]:
-        """[(number of its first layer, group)]."""
+        """Return [(number of its first layer, group)]."""
         firsts = itertools.accumulate((group.num_layers for group in self.groups), initial=0)
         return list(zip(firsts, self.groups))
 
     def places(self) -> list[tuple[str, int]]:
-        """For each layer (the replacement of LAYERS in its stacks' paths, its index in them)."""
+        """Return, for each layer, (the replacement of LAYERS in the paths of its stacks, its index in these stacks)."""
         found = []
         for group in self.groups:
             base = LAYERS if len(self.groups) == 1 else f"{LAYERS}/{group.name}"
@@ -159,7 +163,7 @@ class Transformer:
             found += [(name, repeat) for repeat in range(group.repeats) for name in names]
         return found
 
-    # For pipelines: stages hold whole periods; the last one is padded with identity layers.
+    # For pipelines: stages hold whole periods. The last stage is padded with identity layers.
 
     @property
     def leading(self) -> LayerGroup | None:
@@ -172,21 +176,25 @@ class Transformer:
 
     @property
     def period(self) -> tuple[params.Module, ...]:
-        """The period of all staged layers; the last repeat may be incomplete. `pipeline.stages` refuses models that
-        have none."""
+        """The period of all staged layers. The last repeat may be incomplete.
+
+        `pipeline.stages` refuses models without a period.
+        """
         return self.staged[0].period
 
     def first(self, layers):
-        """The subtree of the whole periods; layers: a tree like LAYERS."""
+        """Return the subtree of the whole periods. layers: a tree like LAYERS."""
         return layers if len(self.groups) == 1 else layers[self.staged[0].name]
 
     def before(self, layers):
-        """The subtree of the leading layers; layers: a tree like LAYERS."""
+        """Return the subtree of the leading layers. layers: a tree like LAYERS."""
         return layers[self.leading.name] if self.leading else {}
 
     def by_period(self, layers, length: int):
-        """Stack the layers that have the same place in the period. Returns the tree of one period, in which each
-        array is zero-padded to [length, …]. layers: a tree like LAYERS."""
+        """Stack the layers that have the same place in the period. Return the tree of one period.
+
+        Each of its arrays is zero-padded to [length, …]. layers: a tree like LAYERS.
+        """
         first, *left = self.staged
         found = [[weights] for weights in self.weights({LAYERS: layers}, first)]
         for group in left:
@@ -201,7 +209,7 @@ class Transformer:
         return first.subtree(tuple(jax.tree.map(stacked, *trees) for trees in found))
 
     def from_period(self, tree, before):
-        """Inverse of `by_period` and `before`. Returns a tree like LAYERS."""
+        """Return a tree like LAYERS: the inverse of `by_period` and `before`."""
         first, *left = self.staged
         entries = lambda start, stop, place: jax.tree.map(lambda a: a[start:stop], place)
         places = first.weights(tree)
@@ -215,8 +223,11 @@ class Transformer:
             first.name]
 
     def cast_before_loop(self, layout: Layout) -> bool:
-        """Whether matmul weights are cast to the compute dtype before the microbatch loop: if they are gathered there,
-        or nowhere. Weights that only layers gather (ZeRO-3) are not cast, which saves a copy."""
+        """Return whether matmul weights are cast to the compute dtype before the microbatch loop.
+
+        They are cast if they are gathered before the loop, or are never gathered. Weights that only layers gather
+        (ZeRO-3) are not cast, which saves a copy.
+        """
         apart = lambda table: any(layout.spec(table, info.axes) != layout.spec("params", info.axes)
                                   for info in self.parameters())
         return apart("optimizer") or not apart(GATHERED)
@@ -224,34 +235,34 @@ class Transformer:
     def as_read(self, layout: Layout, p, dtype=None):
         """Reshard parameters from [optimizer] to [params], for the microbatch loop.
 
-        dtype: of matmul weights; None: as stored. All-gathers over the axes that only [optimizer] has: (N-1)/N of the
-        bytes.
+        dtype: of matmul weights; None: the stored dtype. All-gathers over the axes that only [optimizer] has move
+        (N-1)/N of the bytes.
         """
         def read(info: params.ParamInfo):
             w = functools.reduce(dict.__getitem__, info.path, p)
             if dtype is not None and info.role in MATMUL_ROLES:
-                # Pinned to its stored sharding, else XLA gathers float32 and casts afterwards.
+                # Constrained to its stored sharding; otherwise XLA gathers float32 and casts afterwards.
                 w = layout.constrain("optimizer", w.astype(dtype), info.axes)
             return layout.constrain("params", w, info.axes)
         return params.tree(self.parameters(), read)
 
     def weights(self, p, group: LayerGroup) -> tuple:
-        """The stacked weights of each layer of the group's period."""
+        """Return the stacked weights of each layer of the group's period."""
         return group.weights(p[LAYERS] if len(self.groups) == 1 else p[LAYERS][group.name])
 
     def with_layers(self, ends: dict, weights: list[tuple]) -> dict:
-        """The parameter tree of these ends and each group's weights."""
+        """Return the parameter tree of these ends (the parameters outside the layers) and each group's weights."""
         subtrees = {group.name: group.subtree(w) for group, w in zip(self.groups, weights, strict=True)}
         return {**ends, LAYERS: subtrees if len(self.groups) > 1 else subtrees[self.groups[0].name]}
 
-    # For pipelines, too; in embed and head_loss p needs no LAYERS.
+    # Pipelines use these functions, too. In embed and head_loss p needs no LAYERS.
 
     def inputs(self, batch, dropout_key=None) -> Inputs:
         ropes = rope.of(self.cfg, batch["positions"], batch.get("length"))
         return Inputs(batch["segments"], batch["index"], batch["sequence"], ropes, dropout_key)
 
     def embed(self, ex: Execution, p, batch, dropout_key=None):
-        """The input of the first layer [B, T, D]."""
+        """Return the input of the first layer [B, T, D]."""
         ends = self._ends(p)
         x_BTD = ends.embedding(ex, batch["tokens"])
         if (factor := self.cfg.multipliers.embedding) != 1:
@@ -262,20 +273,22 @@ class Transformer:
         return ex.after(x_BTD, without_layers(p))
 
     def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 2048):
-        """(objective, nll) of the last layer's output: sums over tokens with a target, in nats. Divide by their count.
+        """Return (objective, nll) from the last layer's output, summed over tokens with a target, in nats.
 
-        The objective is differentiated, with aux[AUX_LOSS] if the layers make one.
+        The caller divides them by the number of these tokens. The objective is differentiated, together with
+        aux[AUX_LOSS] if the layers return one.
         """
         return loss_sums(ex, *self._head_inputs(ex, p, x_BTD, chunk, z_loss=z_loss), targets_BT)
 
     def head_token_nll(self, ex: Execution, p, x_BTD, targets_BT, chunk: int = 2048, temperature: float = 1.0):
-        """nll of each token [B, T], float32, from the last layer's output; 0 without a target."""
+        """Return the nll of each token [B, T], float32, from the last layer's output; 0 without a target."""
         return token_nll(ex, *self._head_inputs(ex, p, x_BTD, chunk, temperature=temperature), targets_BT)
 
     def head_token_losses(self, ex: Execution, p, x_BTD, batch, of_token, chunk: int, temperature: float):
-        """(sum of the losses `of_token`, log-probability and entropy of each token [B, T]), as `loss.token_losses`.
+        """Return the result of `loss.token_losses` for the last layer's output.
 
-        batch: "targets" and what `of_token` is given.
+        It is (sum of the losses `of_token`, log-probability and entropy of each token [B, T]). batch: "targets" and the
+        arrays that `of_token` takes.
         """
         spec, x_BTD, w = self._head_inputs(ex, p, x_BTD, chunk, temperature=temperature)
         given = {name: x for name, x in batch.items() if name != "targets"}
@@ -289,7 +302,7 @@ class Transformer:
         return spec, self._normed(ex, p, x_BTD), w
 
     def through_layers(self, ex: Execution, p, batch, dropout_key=None):
-        """(output of the last layer, aux summed over the layers)."""
+        """Return (output of the last layer, aux summed over the layers)."""
         inputs, aux = self.inputs(batch, dropout_key), {}
         x_BTD = self.embed(ex, p, batch, dropout_key)
         for first, group in self.numbered():
@@ -305,10 +318,10 @@ class Transformer:
         return ex.layout.act(x_BTD, "batch", "residual_seq", None)
 
     def _read_after(self, ex: Execution, p, x_BTD):
-        """The parameters outside the layers; where order matters, their gathers depend on x_BTD."""
+        """Return the parameters outside the layers. Where order matters, their gathers depend on x_BTD."""
         if not ex.in_order:
             return p
-        # Pinned as stored: otherwise the gather would move before the sum.
+        # Constrained as stored; otherwise the gather would move before the sum.
         return params.tree(params.infos(self.ends), lambda info: ex.layout.constrain(
             "params", ex.after(functools.reduce(dict.__getitem__, info.path, p), x_BTD), info.axes))
 
@@ -316,7 +329,7 @@ class Transformer:
         return self.ends.bind(without_layers(p))
 
     def head_logits(self, ex: Execution, p, x_BTD):
-        """float32 logits [B, T, V] of each next token, from the last layer's output; padding removed."""
+        """Return float32 logits [B, T, V] of each next token, from the last layer's output, without padding ids."""
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
         x_BTD = ex.layout.act(self._normed(ex, p, x_BTD), "batch", "seq", None)
@@ -325,7 +338,7 @@ class Transformer:
         return capped(logits_BTV[..., :self.cfg.vocab_size], self.cfg.logit_softcap)
 
     def read_by_head(self, ends: dict) -> dict:
-        """Those of the parameters outside the layers that the head, the loss or the final norm read."""
+        """Return the parameters outside the layers that the final norm, the head or the loss reads."""
         unread = {"position"} if self.cfg.tie_embeddings else {"position", "embedding"}
         return {name: subtree for name, subtree in ends.items() if name not in unread}
 
@@ -335,9 +348,9 @@ class Transformer:
         return ("embed", "vocab"), p["head"]["kernel"]
 
     def fit(self, loaded: Rules, sizes: Mapping[str, int]) -> tuple[Rules, list[str]]:
-        """(rules without tensor on kv heads that it outnumbers, see `layers.kv_heads`; notes for the user).
+        """Return (rules without tensor on the kv heads if tensor ranks outnumber them, notes for the user).
 
-        Their weights and states are then whole on every tensor rank.
+        The weights and optimizer states of these heads are then whole on every tensor rank. See `layers.kv_heads`.
         """
         layout, split = Layout(loaded, sizes), loaded.mesh_axes("activations", "kv_heads")
         few = {what: (n, computed) for what, n in kv_heads_of(self.cfg).items()
@@ -349,19 +362,19 @@ class Transformer:
                   else {**table, "kv_heads": without(table["kv_heads"])} for name, table in loaded.tables.items()}
         num_shards = " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in split if sizes[axis] > 1)
         return dataclasses.replace(loaded, tables=tables), [
-            f"{what}: {n} key and value heads over {num_shards}: each is computed by {computed // n} ranks, and the "
-            f"weights and states of all of them lie on every rank" for what, (n, computed) in few.items()]
+            f"{what}: {n} key and value heads over {num_shards}: {computed // n} ranks compute each head, and every "
+            f"rank holds the weights and states of all heads" for what, (n, computed) in few.items()]
 
     def products(self) -> list[Tensor]:
-        """The weights of a step's matmuls, except routers and adapters, which are small."""
+        """Return the weights of a step's matmuls, except routers and adapters, which are small."""
         multiplied = ("matrix", "head", *["embedding"] * self.cfg.tie_embeddings)
         return [Tensor("params", info.name, info.shape, info.axes) for info in self.parameters()
                 if info.role in multiplied and LORA not in info.path]
 
     def activations(self, batch: int, seq_len: int, layout: Layout) -> list[Tensor]:
-        """The activations that rules shard, with full shapes, for the checks at load."""
+        """Return the activations that rules shard, with full shapes, for the checks at load."""
         cfg, (mixers, mlps) = self.cfg, map(set, zip(*pattern.kinds(self.cfg)))
-        # of the MLPs that all tokens pass through
+        # widths of the MLPs that all tokens pass through
         widths = [cfg.mlp_dim] * ("d" in mlps) + [cfg.shared_expert_dim] * bool("e" in mlps and cfg.shared_expert_dim)
         tensor = lambda name, axis, *dims: Tensor("activations", name, (batch, seq_len, *dims), (
             "batch", "residual_seq" if axis is None else "seq", axis, "head_dim")[:2 + len(dims)])
@@ -377,7 +390,7 @@ class Transformer:
 
 
 def kv_heads_of(cfg) -> dict[str, int]:
-    """The number of key and value heads of each kind of mixer that the model has."""
+    """Return the number of key and value heads of each kind of mixer that the model has."""
     found = {}
     for mixer in sorted({kind.mixer for kind in pattern.kinds(cfg)}):
         if mixer in pattern.RECURRENT:
@@ -389,7 +402,7 @@ def kv_heads_of(cfg) -> dict[str, int]:
 
 
 def build(cfg, adapters=None) -> Transformer:
-    """A run file's model, in the groups of `pattern.stretches`.
+    """Return the model of a [model] section, in the groups of `pattern.stretches`.
 
     adapters: the section [lora]. Raises: ValueError as `lora.check`.
     """
@@ -412,7 +425,7 @@ _MLPS = {"d": ("mlp", MLP), "e": ("moe", MoE), ".": None}
 
 
 def _mixer(cfg, mixer: str):
-    """(name in the parameter tree, (cfg, rngs) -> module); None without a mixer."""
+    """Return (name in the parameter tree, (cfg, rngs) -> module); None without a mixer."""
     name, make = ("linear", RecurrentMixer) if mixer in pattern.RECURRENT else (
         "attention", LatentAttention if cfg.latent.kv_dim else Attention)
     return None if mixer == "." else (name, lambda cfg, rngs: make(cfg, rngs, mixer))
@@ -423,7 +436,7 @@ def without_layers(tree: dict) -> dict:
 
 
 def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):
-    """Apply layer `number` with these weights. Returns (output, aux). ex.remat decides what is saved."""
+    """Apply layer `number` with these weights. Return (output, aux). ex.remat decides what is saved."""
     infos = params.infos(layer)
     experts = any("expert" in info.axes for info in infos)
     shards, count = parts.of_rows(ex.layout, x_BTD.shape) if not experts and _can_share(ex, infos) else (1, 1)
@@ -450,37 +463,45 @@ def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, n
 
 
 def _can_share(ex: Execution, infos) -> bool:
-    """Whether parts of a microbatch can share a layer's weights. Not in float8, whose scales are of the whole
-    microbatch, and not if every projection's backward gathers its weight again (ZeRO-3 without remat)."""
+    """Return whether parts of a microbatch can share a layer's weights.
+
+    They cannot in float8, whose scales are of the whole microbatch. They also cannot if every projection's backward
+    gathers its weight again (ZeRO-3 without remat).
+    """
     kept = all(ex.layout.spec(GATHERED, info.axes) == ex.layout.spec("params", info.axes) for info in infos)
     return not ex.float8 and (kept or ex.remat != "none")
 
 
 def add_aux(a: dict, b: dict) -> dict:
-    """Add the sums of two layers by name; a missing name counts as zero. For MAXIMA, take the maximum."""
+    """Add the sums of two layers by name. A missing name counts as zero. Of MAXIMA, take the maximum."""
     add = lambda name: jnp.maximum if name in MAXIMA else jnp.add
     return a | {name: add(name)(a[name], value) if name in a else value for name, value in b.items()}
 
 
 def summed(name: str, a):
-    """The sum of an aux over the leading dim; for MAXIMA the maximum."""
+    """Return the sum of an aux over the leading dim; of MAXIMA the maximum."""
     return a.max(0) if name in MAXIMA else a.sum(0)
 
 
 def _matmul_output(primitive, *operands, **params) -> bool:
-    """A policy of remat. Dots with a batch dim are attention scores; a float32 result of bfloat16 is one of several
-    parts of a product (`products.einsum`); weight gathers are no dots."""
+    """A remat policy: return whether this is the output of a matmul with weights.
+
+    Dots with a batch dim are attention scores. A float32 result of bfloat16 operands is one of several parts of a
+    matmul (`products.einsum`). Gathers of weights are no dots.
+    """
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params) and (
         operands[0].dtype, params["preferred_element_type"]) != (jnp.bfloat16, jnp.float32)
 
 
 def rematerialized(layer, ex: Execution):
-    """none: saves the inputs of matmuls, norms and attention; selective: matmul outputs, queries and keys as attention
-    reads them, and its o and lse; full: only the layer's input; offload: only the input, on the host (B·T·D each way,
-    overlapped with a layer's matmuls).
+    """Return the layer with the remat of `ex.remat`.
 
-    If sequences are split over devices, full and offload save these, too (B·T·N·H), so the backward repeats no
-    ring. All save the forward's float8 scales, each of which costs a pass over a tensor and an all-reduce.
+    none saves the inputs of matmuls, norms and attention. selective saves matmul outputs, queries and keys as attention
+    reads them, and its o and lse. full saves only the layer's input. offload saves only the input, on the host (B·T·D
+    each way, overlapped with a layer's matmuls).
+
+    If sequences are split over devices, full and offload also save o and lse (B·T·N·H), so that the backward repeats no
+    ring. All save the float8 scales of the forward, because each costs a pass over a tensor and an all-reduce.
     """
     policies = jax.checkpoint_policies
     if ex.remat == "none":
@@ -491,7 +512,7 @@ def rematerialized(layer, ex: Execution):
         names += ["attention_stream", "attention_rotated", "router_logits", GATE_UP] * (ex.remat == "selective")
     keep = policies.save_only_these_names(*names)
     if ex.remat == "offload":
-        # The name must be the input's: a layer's output with it silently stays on the device.
+        # The name must be the input's. A layer's output with this name silently stays on the device.
         keep = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=names, names_which_can_be_offloaded=[LAYER_INPUT],
             offload_src="device", offload_dst="pinned_host")
