@@ -133,7 +133,7 @@ def test_leading_layers_lie_whole_on_every_stage_and_the_others_are_split(tmp_pa
     assert "every stage holds all of their weights" in note and "idle" not in note
     (note,) = [note for note in assembly.assemble(made_of(tmp_path, THREE, MODELS[TWO], 4), jax.devices()[:6]).notes
                if "idle" in note]
-    assert "training.microbatches=4 leave 2 of 3 stages idle in the last round, a multiple of 3 none" in note
+    assert "with training.microbatches=4, 2 of 3 stages are idle in the last round; use a multiple of 3" in note
 
 
 def test_a_checkpoint_goes_from_stages_to_none_and_to_other_stages(tmp_path):
