@@ -12,11 +12,12 @@ from meshtrain import files
 from meshtrain.inspection import measured
 from meshtrain.inspection.report import columns
 from meshtrain.run import contents, rows, say
-from meshtrain.units import duration, many
+from meshtrain.units import counted, duration, many
 
 MOST_RUNS = 8               # of one comparison: the colours of a page
 MOST_POINTS = 1000          # of a curve
 LATEST = 0.02
+EQUAL = 1.01                # ratio of speeds that count as equal
 OF_RUN = ("name", "dir", "steps", "tokens_per_step", "step", "tokens", "state", "skipped", "objective", "loss",
           "reward", "speed", "time_s", "goodput")
 CURVES = ("loss", "val_loss", "reward", "tokens_per_s")
@@ -139,13 +140,27 @@ def verdict(data: Mapping) -> str:
                     f"the losses after {many(data['common_tokens'])} tokens are equal, {low:.4f}")
     if failed := [run["label"] for run in runs if not run["loss"]["finite"]]:
         said.append(f"{', '.join(failed)} diverged")
-    speeds = [(run["speed"]["tokens_per_s"], run["label"]) for run in runs if run["speed"]["tokens_per_s"]]
-    if len(speeds) > 1:
-        (slow, _), (fast, label) = min(speeds), max(speeds)
-        said.append(f"{label} is {fast / slow - 1:.0%} faster than the slowest" if fast > 1.01 * slow else
-                    "all are equally fast")
+    if len(runs_with_speed := [run for run in runs if run["speed"]["tokens_per_s"]]) > 1:
+        said.append(_speeds(runs_with_speed))
     text = "; ".join(said) or "no run has taken as many steps as it takes to compare them"
     return f"{text[0].upper() + text[1:] if not text.startswith(tuple(run['label'] for run in runs)) else text}."
+
+
+def _speeds(runs: Sequence[Mapping]) -> str:
+    """Which run is fastest, if the rows are enough to tell."""
+    if few := [run for run in runs if run["speed"]["between"] is None]:
+        counts = " and ".join(f"{run['label']} has {run['speed']['rows']}" for run in few)
+        return (f"too few rows to compare speeds: {counts} after the first {counted(measured.FIRST_STEPS, 'step')}, and "
+                f"{measured.FEWEST_ROWS} are needed")
+    slowest, *_, fastest = sorted(runs, key=lambda run: run["speed"]["tokens_per_s"])
+    slow, fast = slowest["speed"], fastest["speed"]
+    if fast["tokens_per_s"] <= EQUAL * slow["tokens_per_s"]:
+        return "all are equally fast"
+    if fast["between"][0] > slow["between"][1]:
+        return f"{fastest['label']} is {fast['tokens_per_s'] / slow['tokens_per_s'] - 1:.0%} faster than the slowest"
+    bounds = [f"{run['label']} {run['speed']['between'][0]:,.0f} to {run['speed']['between'][1]:,.0f}"
+              for run in (fastest, slowest)]
+    return f"the speeds differ by less than the rows of a run ({', '.join(bounds)} tokens/s)"
 
 
 def text(data: Mapping) -> str:

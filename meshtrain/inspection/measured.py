@@ -25,6 +25,8 @@ COST = "cost.json"          # what `inspect --json` prints of the step, written 
 PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops",
           "differences", "roofline", "schedule", "notes", "warnings", "broken_permutes", "recomputed_by_xla"}
 MOST_ROWS = 3000            # of metrics in the answer
+FIRST_STEPS = 3             # slower than later ones: memory, caches and files are new
+FEWEST_ROWS = 6             # that bound their median with 95% confidence: 1 - 2 / 2**6 is 97%, of 5 rows it is 94%
 SMOOTHED = ("loss", "reward", "tokens_per_s", "grad_norm")      # over a fortieth of the rows, where these are many
 MOST_STRETCHES = 60         # of steps, for numbers of every layer
 CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "grad_norm", "learning_rate", "data_wait_s",
@@ -119,9 +121,22 @@ class _Metrics:
                 "validation_best": float(validated.min()) if validated.size else None}
 
     def speed(self) -> dict:
-        """Medians, robust against the first step and pauses; None without values."""
-        values = {key: self.known(key)[1] for key in ("step_time_s", "tokens_per_s", "mfu")}
-        return {key: float(np.median(found)) if found.size else None for key, found in values.items()}
+        """Medians, robust against the first step and pauses; None without values. rows: behind the first FIRST_STEPS.
+        between: the bounds of the median of their tokens_per_s, with 95% confidence; None where rows are too few."""
+        values = {key: self.known(key) for key in ("step_time_s", "tokens_per_s", "mfu")}
+        steps, speeds = values["tokens_per_s"]
+        later = np.sort(speeds[steps > FIRST_STEPS])
+        return {key: float(np.median(found)) if found.size else None for key, (_, found) in values.items()} | {
+            "rows": later.size, "between": _bounds_of_median(later)}
+
+
+def _bounds_of_median(values: np.ndarray) -> tuple[float, float] | None:
+    """The values, of these sorted ones, between which the median lies with 95% confidence, whatever their distribution;
+    None of fewer than FEWEST_ROWS: all of them lie on one side of the median with probability 2 / 2**count."""
+    if values.size < FEWEST_ROWS:
+        return None
+    rank = max(0, int((values.size - 1) / 2 - 0.98 * values.size**0.5))
+    return float(values[rank]), float(values[-1 - rank])
 
 
 def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:

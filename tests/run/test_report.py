@@ -252,6 +252,25 @@ def test_runs_that_cannot_be_compared_have_the_reason(second, said, tmp_path):
     standing_alone(Path("both.html").read_text())
 
 
+@pytest.mark.parametrize("speeds, said", [
+    ([150.0] * 3, "too few rows to compare speeds: y has 0 after the first 3 steps, and 6 are needed"),
+    ([1.0] * 3 + [150.0] * 5, "too few rows to compare speeds: y has 5 after the first 3 steps, and 6 are needed"),
+    ([1.0] * 3 + [150.0] * 6, "y is 50% faster than the slowest"),
+    ([80.0, 150.0, 150.0] * 5, "the speeds differ by less than the rows of a run (y 80 to 150, x 100 to 100 tokens/s)"),
+    ([100.0] * 20, "all are equally fast")])
+def test_speeds_are_compared_where_the_rows_of_both_runs_can_tell(speeds, said, tmp_path):
+    ran = call(report.main, *two(tmp_path, losses=FALLING[:len(speeds)], tokens_per_s=speeds))
+    assert ran.code == 0 and said in ran.out, ran.out
+
+
+@pytest.mark.parametrize("count", [6, 7, 8, 9, 10, 50, 104, 1000])
+def test_the_bounds_of_a_median_hold_as_often_as_they_say(count):
+    """By the binomial distribution: the number of values below the median."""
+    low, high = measured._bounds_of_median(np.arange(count, dtype=float))
+    outside = 2 * sum(math.comb(count, below) for below in range(int(low) + 1)) / 2**count
+    assert low + high == count - 1 and outside <= 0.05, (count, outside)
+
+
 def test_runs_with_one_name_are_told_by_their_directories_and_hostile_names_are_text(tmp_path):
     first, second = two(tmp_path)
     Path(second, "config.toml").write_text(Path(first, "config.toml").read_text())
