@@ -12,7 +12,7 @@ from meshtrain import files
 from meshtrain.inspection import measured
 from meshtrain.inspection.report import columns
 from meshtrain.run import contents, rows, say
-from meshtrain.units import counted, duration, many
+from meshtrain.units import duration, many
 
 MOST_RUNS = 8               # of one comparison: the colours of a page
 MOST_POINTS = 1000          # of a curve
@@ -150,7 +150,7 @@ def _speeds(runs: Sequence[Mapping]) -> str:
     """Which run is fastest, if the rows are enough to tell."""
     if few := [run for run in runs if run["speed"]["between"] is None]:
         counts = " and ".join(f"{run['label']} has {run['speed']['rows']}" for run in few)
-        return (f"too few rows to compare speeds: {counts} after the first {counted(measured.FIRST_STEPS, 'step')}, and "
+        return (f"too few rows to compare speeds: {counts} after the first {measured.FIRST_STEPS} steps, and "
                 f"{measured.FEWEST_ROWS} are needed")
     slowest, *_, fastest = sorted(runs, key=lambda run: run["speed"]["tokens_per_s"])
     slow, fast = slowest["speed"], fastest["speed"]
