@@ -7,6 +7,7 @@ GPU's memory · 75 stopped on request · 1 a program that XLA cannot compile, th
 """
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions, simulate
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
-from meshtrain.inspection import chart, expect, report
+from meshtrain.inspection import chart, expect, report, summary
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.run import command, say
@@ -66,6 +67,8 @@ def main(own: config.Arguments) -> int:
     if fewer:
         say.out(fewer)
     made = assembly.assemble(run, devices)
+    if note := summary.unopened(run):
+        made = dataclasses.replace(made, notes=(*made.notes, note))
     if given and not roofline.gpu_of(made):
         raise ConfigError("--assume changes the roofline, and there is no roofline without a GPU of known speed; "
                           "add e.g. --topology h100:8")

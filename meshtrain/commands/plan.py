@@ -27,6 +27,7 @@ from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.huggingface import folder as model_folder
 from meshtrain.inference import cache, placement
 from meshtrain.inspection import plans as texts
+from meshtrain.inspection import summary
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import transformer
 from meshtrain.names import AXES
@@ -109,12 +110,14 @@ def main(options: config.Arguments) -> int:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planned:
     """The answer to a command line. answers: for each number of GPUs. compiled: of --verify, of the best plans. behind:
-    how far the fixed layout is behind the best one, if anything is fixed."""
+    how far the fixed layout is behind the best one, if anything is fixed. unopened: the files of the run that were not
+    read."""
     run: Run
     answers: list[tuple[search.Question, search.Answer]]
     length: texts.Length
     compiled: list[dict]
     behind: gap.Gap | None
+    unopened: str
 
     @property
     def best(self) -> search.Plan | None:
@@ -129,6 +132,8 @@ class Planned:
             parts.append(texts.sampling(sampled(self.run, question, answer.plans[0])))
         if self.compiled:
             parts.append(texts.verified_table(question, answer.plans, self.compiled))
+        if self.unopened:
+            parts.append(f"note: {self.unopened}")
         return "\n\n".join(parts)
 
     def as_json(self) -> dict:
@@ -153,7 +158,8 @@ class Planned:
                 "first": None if several else texts.first(question, answer, self.behind),
                 "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "step_time_s": plan.price.step_s,
                             "memory_bytes": plan.price.memory_bytes["total"]} for plan in others],
-                "caveats": texts.caveats(question, answer), "assumed": question.rated.assumed.as_dict(formula=True),
+                "caveats": [*texts.caveats(question, answer), *filter(None, [self.unopened])],
+                "assumed": question.rated.assumed.as_dict(formula=True),
                 "reasons": question.rated.assumed.reasons(formula=True), "median_error": assumptions.MEDIAN_ERROR}
 
 
@@ -167,7 +173,8 @@ def planned(options: config.Arguments) -> Planned:
     free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
     return Planned(run, answers, texts.Length(options["tokens"], options["budget-hours"]),
                    [verified(run, question, plan) for plan in answer.plans[:options["verify"]]],
-                   gap.of(question, answer.plans[0], free) if free else None)
+                   gap.of(question, answer.plans[0], free) if free else None,
+                   summary.unopened(run) if options.names[0].endswith(".toml") else "")
 
 
 def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search.Question, search.Answer]:

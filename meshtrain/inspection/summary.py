@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from meshtrain.assembly import Assembly
 from meshtrain import hardware
+from meshtrain.config import Run
 from meshtrain.cost.program import roofline
 from meshtrain.inspection import chart
 from meshtrain.sharding.mesh import MeshSpec
@@ -22,6 +23,14 @@ def of_run(made: Assembly) -> dict:
     on = mesh(made.mesh_spec, roofline.gpu_of(made), kind, simulated)
     return {"run": _run(made), "mesh": on, "parameters": parameters(made),
             "schedule": made.choice and chart.as_json(made.choice), "notes": list(made.notes)}
+
+
+def unopened(run: Run) -> str:
+    """A note on the files of a run that only training and `check` open; "" where the run names none."""
+    data = run.data
+    keys = ["data.paths"] * any(one.paths for one in (data, *data.mixture)) + [
+        "data.tokenizer"] * (data.tokenizer != "bytes")
+    return f"the files of {' and '.join(keys)} are not opened; `meshtrain check` opens them" if keys else ""
 
 
 def _run(made: Assembly) -> dict:

@@ -60,8 +60,9 @@ def test_every_plan_is_a_run_file_that_loads(words, tmp_path):
 def test_a_run_that_is_meant_for_more_devices_is_planned_for_those_that_are_asked(tmp_path):
     planned, given = tmp_path / "planned.toml", tmp_path / "given.toml"
     given.write_text("[mesh]\ndata = -1\nfull_devices = 64\n[model]\npreset = 'llama3.2-1b'\n[data]\nsource = "
-                     "'stdlib'\nglobal_batch = 64\n")
-    code, _, error = call(given, "--gpus", 16, "--gpu", "h100", "--write", planned)
+                     "'stdlib'\nglobal_batch = 64\ntokenizer = 'nowhere.json'\n")
+    code, said, error = call(given, "--gpus", 16, "--gpu", "h100", "--write", planned)
+    assert said.endswith("note: the files of data.tokenizer are not opened; `meshtrain check` opens them\n")
     assert code == 0 and config.mesh_sizes(config.load([str(planned)]), 16), error
 
 

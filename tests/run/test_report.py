@@ -90,6 +90,7 @@ def test_train_writes_down_what_inspect_says_of_its_step(trained, tiny):  # noqa
                            2, "--run.dir", trained, "--json").out)
     written = json.loads((trained / "cost.json").read_text())
     assert set(written.pop("warnings")) <= set(told.pop("warnings"))
+    assert "data.paths are not opened" in told["notes"].pop(), "which train has opened"
     assert written == told
 
 
