@@ -38,7 +38,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 import pytest  # noqa: E402
 import sampling  # noqa: E402
 import tiers  # noqa: E402
-from kept_programs import PROGRAMS, PROGRAMS_BYTES, programs_in, trim  # noqa: E402
+from kept_programs import GPU_PROGRAMS, PROGRAMS, PROGRAMS_BYTES, gpu_programs_in, programs_in, trim  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("no deadline", deadline=None)     # how busy the machine is says nothing about the code
@@ -64,6 +64,7 @@ def pytest_configure(config):
     config.pluginmanager.register(tiers.Selection(config), "tiers")
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         trim(PROGRAMS, PROGRAMS_BYTES)
+        trim(GPU_PROGRAMS, PROGRAMS_BYTES)
         return
     import_jax_in_silence()
     kept = contextlib.ExitStack()
@@ -71,6 +72,7 @@ def pytest_configure(config):
     kept.enter_context(programs_in(
         str(PROGRAMS), jax_compilation_cache_include_metadata_in_key=True,
         jax_persistent_cache_min_compile_time_secs=0.1))
+    kept.enter_context(gpu_programs_in(GPU_PROGRAMS))
 
 
 def import_jax_in_silence() -> None:

@@ -1,7 +1,15 @@
 """Compiled programs on the disk, for the processes that test and for later runs of the suite. Sets nothing when it is
 imported."""
 import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
 import platform
+import re
+import tempfile
+import types
 import zlib
 from pathlib import Path
 
@@ -14,6 +22,9 @@ CPU = [line for line in CPUINFO.read_text().splitlines()
 PROGRAMS = (Path(__file__).resolve().parent.parent / ".pytest_cache" / "programs"
             / f"{zlib.crc32(repr(CPU).encode()):08x}")
 PROGRAMS_BYTES = 2 << 30     # the oldest go first
+GPU_PROGRAMS = PROGRAMS.parent / "gpu"
+COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc",
+             "nvidia-nvvm", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 @contextlib.contextmanager
@@ -42,3 +53,106 @@ def trim(place: Path, most_bytes: int) -> None:
         kept += path.stat().st_size
         if kept > most_bytes:
             path.unlink(missing_ok=True)
+
+
+# ---- programs for GPUs that are not there: jax cannot load them again, and tests read only their text and sizes --------
+
+# loc(#loc1), loc("scope"(#loc1)), loc(callsite(#loc1 at #loc2)), loc("file.py":1:2 to :3)
+LOCATION = re.compile(r'\bloc\((?:(#loc\d*)|"([^"]*)"\((?:[^()]|\([^()]*\))*\)|[^()]*(?:\([^()]*\))?)\)')
+
+
+class KeptProgram:
+    """What tests read of a program compiled for GPUs. shards: the shapes of its arguments on a device."""
+
+    def __init__(self, tree, text: str, sizes: dict[str, int], shards: list[list[int]]):
+        self._tree, self._text, self._sizes, self._shards = tree, text, types.SimpleNamespace(**sizes), shards
+
+    def as_text(self) -> str:
+        return self._text
+
+    def memory_analysis(self):
+        return self._sizes
+
+    @property
+    def input_shardings(self):
+        import jax
+        return jax.tree.unflatten(self._tree, [types.SimpleNamespace(shard_shape=lambda shape, of=shard: tuple(of))
+                                               for shard in self._shards])
+
+
+@contextlib.contextmanager
+def gpu_programs_in(place: Path):
+    """Compile each program for GPUs once, and keep its text and sizes in `place`. Records that are missing, damaged or of
+    another program are written anew. Programs of CPUs, and those that XLA is asked to dump, are left to jax."""
+    import jax
+    compile_lowered = jax.stages.Lowered.compile
+
+    def compile_or_read(lowered, compiler_options=None, **more):
+        devices = list(lowered._lowering._device_list or ())
+        options = compiler_options or {}
+        if more or not devices or devices[0].platform == "cpu" or any("dump" in name for name in options):
+            return compile_lowered(lowered, compiler_options, **more)
+        path = place / f"{key_of(lowered, options, devices)}-cache"
+        if (kept := read_record(path)) is None:
+            with programs_in(None):         # jax's cache would keep what it cannot load
+                compiled = compile_lowered(lowered, compiler_options)
+            kept = record_of(lowered, compiled)
+            write_record(path, kept)
+        return KeptProgram(lowered.in_tree, **kept)
+    jax.stages.Lowered.compile = compile_or_read
+    try:
+        yield
+    finally:
+        jax.stages.Lowered.compile = compile_lowered
+
+
+def key_of(lowered, options: dict, devices: list) -> str:
+    """A hash of all that XLA compiles and is told: the program with the scopes of its instructions, which tests read too,
+    options, flags, devices and versions; of places in files the names of files alone, by which costs are told apart."""
+    from meshtrain.cost.program import compile
+    from meshtrain import hardware
+    text = lowered.as_text(debug_info=True)
+    files = set(re.findall(r'^#loc\d* = loc\("[^"]*/(meshtrain/[^"]*)":', text, re.MULTILINE))
+    lines = set(re.findall(r'^(#loc\d*) = loc\("[^"]*":\d', text, re.MULTILINE))
+    scopes = {number: name for number, name, inner in re.findall(
+        r'^(#loc\d*) = loc\("(.*?)"(?:\((#loc\d*)\))?\)$', text, re.MULTILINE) if inner not in lines}
+    body = LOCATION.sub(lambda found: scopes.get(found[1], found[2] or ""),
+                        "\n".join(line for line in text.splitlines() if not line.startswith("#loc")))
+    kind = hardware.from_device_kind(devices[0].device_kind)
+    told = [body, sorted(files), sorted(options.items()), os.environ.get("XLA_FLAGS", ""),
+            [(one.id, one.device_kind) for one in devices], compile.target_spec(kind.name), versions()]
+    return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    found = {}
+    for name in COMPILERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def record_of(lowered, compiled) -> dict:
+    import jax
+    sizes = compiled.memory_analysis()
+    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda one: one is None)      # None: not used
+    placed = zip(jax.tree.leaves(lowered.args_info), shardings, strict=True)
+    return {"text": compiled.as_text(), "shards": [one and one.shard_shape(argument.shape) for argument, one in placed],
+            "sizes": {name: value for name in dir(sizes) if name.endswith("_in_bytes")
+                      and isinstance(value := getattr(sizes, name), int)}}
+
+
+def read_record(path: Path) -> dict | None:
+    with contextlib.suppress(OSError, ValueError, zlib.error):
+        record = json.loads(zlib.decompress(path.read_bytes()))     # zlib ends with a checksum
+        path.touch()                                                # the oldest are removed first
+        return record
+    return None
+
+
+def write_record(path: Path, record: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(zlib.compress(json.dumps(record).encode()))
+    os.replace(file.name, path)
