@@ -7,21 +7,18 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import plain_attention
 import pytest
 import sampling
 from jax.sharding import PartitionSpec as P
-from test_context import RULES, drawn, laid_out, with_gradients
+from test_context import RULES, laid_out
 
 from meshtrain import assembly, config
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import rates
 from meshtrain.cost.program import compile, hlo
 from meshtrain.inspection import report
-from meshtrain.kernels import mosaic, pallas, tiles
+from meshtrain.kernels import blockwise, mosaic, pallas, tiles
 from meshtrain.kernels.engine import Scores
-from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.parallel.context import attention
 from meshtrain.sharding import rules
 
@@ -170,44 +167,12 @@ def test_key_heads_that_lie_otherwise_than_query_heads_are_refused_where_sequenc
                               layout) == []
 
 
-# ---- numbers on several devices --------------------------------------------------------------------------------------
-
-INTERPRETED = pallas.engine(Tiles(*[Blocks(16, 16, 4, 2)] * 3), interpret=True)
-
-
-@pytest.mark.parametrize("method, sizes, manual", [
-    (None, dict(data=2, tensor=2), ()), ("ring", dict(context=4), ()),
-    slow(None, dict(data=2, tensor=2), ("data",)), slow("ring", dict(data=2, tensor=2, context=2), ("data", "context")),
-    slow("gather", dict(context=4), ()), slow("ulysses", dict(context=2, tensor=2), ()),
-    slow("ulysses", dict(context=2, tensor=2), ("context",)), slow("gather", dict(context=2, tensor=2), ("context",))])
-def test_kernels_on_a_mesh_equal_plain_attention_inside_a_pipelines_region_too(method, sizes, manual):
-    """manual: the axes that a pipeline has made manual already; tensor is not among them."""
-    T, cp = 48, sizes.get("context", 1)
-    mesh, layout = laid_out(sizes)
-    order = attention.METHODS[method].order(T, cp) if method else np.arange(T)
-    split = attention.ContextParallel(attention.METHODS[method], INTERPRETED) if method else attention.Local(
-        INTERPRETED)
-    q, k, v, do = drawn(3, 2, T, 8, 4)
-    segments = np.stack([np.arange(T) // 7 + 1, np.arange(T) // 16 + 1]).astype(np.int32)
-    attend = partial(attention.attend, split, layout)
-
-    def body(q, k, v, segments, do):
-        pin = lambda x, axis: layout.act(x, "batch", "seq", axis, "head_dim")
-        return with_gradients(attend, pin(q, "heads"), pin(k, "kv_heads"), pin(v, "kv_heads"),
-                              segments, pin(do, "heads"))
-
-    @jax.jit
-    def run(*args):
-        spec = P(*(axis if axis in manual else None for axis in ("data", "context")))
-        inside = jax.shard_map(body, axis_names=set(manual), in_specs=(spec,) * 5, out_specs=(spec, (spec,) * 3),
-                               check_vma=False) if manual else body
-        return jax.tree.map(lambda x: x[:, np.argsort(order)], inside(*(x[:, order] for x in args)))
-
-    with jax.set_mesh(mesh):
-        got = run(q, k, v, segments, do)
-    expected = with_gradients(plain_attention.attend, q, k, v, jnp.asarray(segments), do)
-    # float32 sums of up to 48 terms, in another order.
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
+def test_a_run_chooses_an_engine_for_each_width_and_score():
+    asked, array = [], lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    attend = attention.RunAttention(lambda *of: asked.append(of) or blockwise.engine(8, of[2]))
+    for H, V, scores in ((24, 12, Scores()), (8, 8, Scores(0.5))):
+        jax.eval_shape(partial(attend, None, scores=scores), *(array(1, 16, 2, width) for width in (H, H, V)), array(1, 16))
+    assert asked == [(24, 12, Scores()), (8, 8, Scores(0.5))]
 
 
 # ---- the GPU's program -----------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""The Pallas kernels: their numbers, step by step on the CPU, against scores held whole in float64; which blocks they
-visit; and what the GPU's compiler makes of them: registers that spill, shared memory. No GPU is needed; none has run
-them here.
+"""The Pallas kernels: which blocks they visit, and what the GPU's compiler makes of them: registers that spill, shared
+memory. Their numbers: test_attention. No GPU is needed; none has run them here.
 """
 import functools
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_attention
 import pytest
 import sampling
 from jax.sharding import PartitionSpec as P
@@ -18,167 +18,12 @@ from jax.sharding import PartitionSpec as P
 from meshtrain import hardware
 from meshtrain.cost.program import compile
 from meshtrain.kernels import pallas, tiles
-from meshtrain.kernels.engine import CAUSAL, MASKED, WHOLE, Mask, Scores
-from meshtrain.kernels.tiles import Blocks, Tiles
+from meshtrain.kernels.engine import CAUSAL, WHOLE, Mask, Scores
 from meshtrain.sharding.mesh import MeshSpec
 
 slow = partial(pytest.param, marks=sampling.GRID)
-
-
-# ---- segments of queries and keys ------------------------------------------------------------------------------------
-
-
-def documents(rng, B: int, length: int, mean: float, edges=()) -> np.ndarray:
-    """int32 [B, length]: documents numbered from 1, of `mean` tokens, that end at `edges` as well."""
-    starts = rng.random((B, length)) < 1 / mean
-    starts[:, [edge for edge in edges if edge < length]] = True
-    return (1 + np.cumsum(starts, 1)).astype(np.int32)
-
-
-def pair(row: np.ndarray, T: int, S: int, causal: bool):
-    """Queries and keys of one row: the same tokens, or the last T and the S before them."""
-    return (row[:, :T], row[:, :T]) if causal else (row[:, S:S + T], row[:, :S])
-
-
-def drawn_segments(kind: str, rng, B: int, T: int, S: int, causal: bool):
-    if kind == "no order":
-        q = rng.integers(0, 4, (B, T)).astype(np.int32)
-        return q, q if causal else rng.integers(0, 4, (B, S)).astype(np.int32)
-    if kind == "nothing in common" and not causal:
-        return np.full((B, T), 5, np.int32), np.full((B, S), 3, np.int32)
-    q, k = pair(documents(rng, B, T + S, *{
-        "one document": (1e9,), "nothing in common": (1,), "short documents": (4,), "documents of half a row": (S / 2,),
-        "padding": (S / 3,),
-        "rows that see nothing": (S / 3,),
-        "borders on block edges": (1e9, (15, 16, 17, 31, 32, 33, 48, 64, 80, 96))}[kind]), T, S, causal)
-    q, k = q.copy(), k.copy()
-    if kind == "padding":           # the end of a row is no document; its tokens see each other
-        q[:, -T // 3 + 3:] = k[:, -S // 3 + 3:] = 0
-    if kind == "rows that see nothing":
-        q[:, T // 4:T // 2], k[:, S // 4:S // 2] = -1, -2
-        q[-1], k[-1] = -1, -2
-    return q, k
-
-
-KINDS = ("one document", "short documents", "documents of half a row", "borders on block edges",
-         "padding", "rows that see nothing",
-         "nothing in common", "no order")
-
-
-def seen_pairs(q_segments, k_segments, mask: Mask) -> np.ndarray:
-    """bool [B, T, S]."""
-    seen = q_segments[:, :, None] == k_segments[:, None, :]
-    T, S = seen.shape[1:]
-    apart = mask.ahead + np.arange(T)[:, None] - np.arange(S)
-    return seen & ((apart >= 0) | (not mask.causal)) & (apart < (mask.window or T + S + mask.ahead))
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def capped(s, softcap: float):
-    return softcap * np.tanh(s / softcap) if softcap else s
-
-
-def plain_forward(q, k, v, seen, softcap):
-    """o and lse in float64."""
-    G = q.shape[2] // k.shape[2]
-    s = np.where(seen[:, None], capped(np.einsum("btnh,bsnh->bnts", q, np.repeat(k, G, 2)) * q.shape[3] ** -0.5,
-                                       softcap), -np.inf)
-    some = seen.any(2)[:, None, :, None]
-    p = np.exp(s - np.where(some, s.max(-1, keepdims=True), 0))
-    total = np.where(some, p.sum(-1, keepdims=True), 1)
-    lse = np.where(some, np.where(some, s.max(-1, keepdims=True), 0) + np.log(total), MASKED)
-    return np.einsum("bnts,bsnh->btnh", p / total, np.repeat(v, G, 2)), lse[..., 0].swapaxes(1, 2)
-
-
-def plain_backward(q, k, v, seen, o, lse, do, softcap):
-    """dq, dk, dv of these pairs in float64, o and lse given."""
-    (B, S, K, H), G = k.shape, q.shape[2] // k.shape[2]
-    many = lambda x: np.repeat(x, G, 2)
-    s = capped(np.einsum("btnh,bsnh->bnts", q, many(k)) * H ** -0.5, softcap)
-    p = np.exp(np.where(seen[:, None], s - lse.swapaxes(1, 2)[..., None], -np.inf))
-    ds = p * (np.einsum("btnh,bsnh->bnts", do, many(v)) - (do * o).sum(-1).swapaxes(1, 2)[..., None]) * H ** -0.5
-    ds = ds * (1 - (s / softcap) ** 2) if softcap else ds
-    once = lambda x: x.reshape(B, S, K, G, -1).sum(3)
-    return (np.einsum("bnts,bsnh->btnh", ds, many(k)), once(np.einsum("bnts,btnh->bsnh", ds, q)),
-            once(np.einsum("bnts,btnh->bsnh", p, do)))
-
-
-SQUARE, FLAT, TALL = (Tiles(*[Blocks(rows, columns, 4, 2)] * 3) for rows, columns in ((16, 16), (16, 32), (32, 16)))
 near = lambda window: CAUSAL._replace(window=window)
 edge = lambda window, ahead: Mask(False, window, ahead)
-# T, S, N, K, H, mask, tiles, programs that fill the GPU (1: the heads of a group are summed inside dkv), softcap; for
-# values of another width H is (width of keys, of values)
-CELLS = {
-    "causal, heads summed inside": (70, 70, 4, 2, 16, CAUSAL, TALL, 1, 0),
-    "keys before queries, one kv head, S > T": (40, 72, 2, 1, 24, WHOLE, FLAT, 10**6, 0),
-    "a window, a softcap": (70, 70, 2, 1, 16, near(21), TALL, 1, 0.7),
-    "values narrower than keys": (50, 50, 4, 2, (40, 20), CAUSAL, TALL, 1, 0),
-    "values wider than keys, summed outside": (40, 72, 2, 1, (16, 40), WHOLE, FLAT, 10**6, 0),
-}
-SLOW = {
-    "S < T, no group": (90, 33, 2, 2, 16, WHOLE, TALL, 1, 0),
-    "causal, heads summed outside": (64, 64, 6, 2, 16, CAUSAL, SQUARE, 10**6, 0),
-    "causal, a head of 80": (50, 50, 2, 1, 80, CAUSAL, FLAT, 1, 0),
-    "eight heads of one": (48, 48, 8, 1, 32, CAUSAL, TALL, 1, 0),
-    "the tiles of H100": (256, 256, 2, 1, 128, CAUSAL, tiles.of(128, "h100"), 1, 0),
-    "the tiles of heads of 256": (96, 128, 2, 2, 256, WHOLE, tiles.of(256, "b200"), 1, 0),
-    "the tiles of latents": (96, 128, 2, 2, (192, 128), WHOLE, tiles.of(192, "h100", value_dim=128), 1, 0),
-    "a window of one token": (50, 50, 2, 1, 16, near(1), FLAT, 1, 0),
-    "a window of a block": (64, 64, 4, 2, 16, near(16), SQUARE, 10**6, 0),
-    "a chunk at the window's edge": (48, 48, 2, 1, 16, edge(70, 48), SQUARE, 1, 0.7),
-    "a chunk beyond the window": (33, 48, 2, 1, 16, edge(20, 80), TALL, 1, 0),
-    "a window within the tiles of H100": (256, 256, 2, 1, 128, near(100), tiles.of(128, "h100"), 1, 30.0),
-}
-# Of the largest number of a result. float32: sums of up to 128 products of 256 in another order. bfloat16: o, p and ds
-# are rounded to 8 bits before they are summed.
-TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
-
-
-@functools.cache
-def both_ways(mask: Mask, tiles: Tiles, full: int, softcap: float):
-    """Jitted (q, k, v, q segments, k segments, o, lse, do) -> forward and backward of the engine, the backward with o
-    and lse as given."""
-    engine = pallas.engine(tiles, Scores(softcap=softcap), full=full, interpret=True)
-    return jax.jit(lambda *args: (engine.forward(*args[:5], mask), engine.backward(*args, mask)))
-
-
-def check(cell, kind: str, dtype: str, seed: int):
-    """The backward is given o and lse as if the queries saw other keys as well, elsewhere."""
-    T, S, N, K, H, mask, tiles, full, softcap = cell
-    (H, V), rng, B = H if isinstance(H, tuple) else (H, H), np.random.default_rng(seed), 2
-    exact = lambda x: np.asarray(jnp.asarray(x, dtype), np.float64)     # numbers that the dtype has
-    q, k, v, do = (exact(rng.standard_normal((B, length, heads, width)))
-                   for length, heads, width in ((T, N, H), (S, K, H), (S, K, V), (T, N, V)))
-    segments = drawn_segments(kind, rng, B, T, S, mask.causal)
-    seen = seen_pairs(*segments, mask)
-    o, lse = plain_forward(q, k, v, seen, softcap)
-    elsewhere = rng.standard_normal(lse.shape)
-    together = np.logaddexp(lse, elsewhere)
-    whole = exact(o * np.exp(lse - together)[..., None] + rng.standard_normal(o.shape) * np.exp(elsewhere - together)[
-        ..., None])
-    given = [jnp.asarray(x, dtype) for x in (q, k, v)] + [jnp.asarray(x) for x in segments]
-    (got_o, got_lse), grads = both_ways(mask, tiles, full, softcap)(
-        *given, jnp.asarray(whole, dtype), jnp.asarray(together, jnp.float32), jnp.asarray(do, dtype))
-    nothing = ~seen.any(2)
-    assert not np.asarray(got_o)[nothing].any() and (np.asarray(got_lse)[nothing] == np.float32(MASKED)).all()
-    expected = (o, np.where(nothing[..., None], 0, lse), *plain_backward(q, k, v, seen, whole, together, do, softcap))
-    got = (got_o, np.where(nothing[..., None], 0, got_lse), *grads)
-    for name, a, b in zip(("o", "lse", "dq", "dk", "dv"), got, expected):
-        assert np.asarray(a).dtype in (np.float32, np.float64), name
-        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE[dtype] * max(1.0, np.abs(b).max()),
-                                   err_msg=f"{name}, {kind}")
-
-
-@pytest.mark.parametrize("cell, dtype", [
-    *((cell, "float32") for cell in CELLS), *(slow(cell, "bfloat16") for cell in CELLS),
-    *(slow(cell, "float32") for cell in SLOW),
-    slow("the tiles of H100", "bfloat16")])
-def test_kernels_equal_plain_attention_and_its_gradients(cell, dtype):
-    shape = (CELLS | SLOW)[cell]
-    for seed, kind in enumerate(KINDS):
-        check(shape, kind, dtype, seed)
 
 
 # ---- which blocks are visited ----------------------------------------------------------------------------------------
@@ -194,9 +39,9 @@ def jitted_spans(block: int, step: int, mask: Mask, own_are_queries: bool):
                          ids=["causal", "keys before queries", "a window", "a window's edge"])
 def test_visited_blocks_hold_every_visible_pair_and_where_documents_ascend_no_other_block(T, S, mask):
     rng, in_vain, visited, bare = np.random.default_rng(0), 0, 0, 0
-    for kind in [kind for kind in KINDS for _ in range(6)]:
-        q, k = drawn_segments(kind, rng, 1, T, S, mask.causal)
-        seen = seen_pairs(q, k, mask)[0]
+    for kind in plain_attention.KINDS * 6:
+        q, k = plain_attention.drawn_segments(kind, rng, 1, T, S, mask)
+        seen = plain_attention.seen_pairs(q, k, mask)[0]
         for own_are_queries, block, step in ((True, 16, 32), (True, 32, 16), (False, 16, 16), (False, 32, 32)):
             own, other, pairs = (q, k, seen) if own_are_queries else (k, q, seen.T)
             rows = np.asarray(jitted_spans(block, step, mask, own_are_queries)(own, other))[0]

@@ -1,36 +1,29 @@
 """Sequences split over devices: the numbers of one device, and what the compiled program holds and sends.
 
-Attention itself is compared with `plain_attention` in the natural order of tokens; whole runs with one device by
-`parity`, two devices and what stands beside them by `test_parity`.
+Attention itself is compared with plain attention by `test_attention`; whole runs with one device by `parity`, two devices
+and what stands beside them by `test_parity`.
 """
 import functools
-import math
 from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import parity
-import plain_attention
 import pytest
 import sampling
 import test_layouts
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 from test_layouts import MICROBATCHES, MODEL, RULES, run_of
 
 from meshtrain import assembly, config
 from meshtrain.cost.program import audit, compile
-from meshtrain.kernels import blockwise, engine
-from meshtrain.kernels.engine import CAUSAL
 from meshtrain.parallel.context import attention, zigzag
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 
 slow = partial(pytest.param, marks=sampling.GRID)
-NOWHERE = 0                                     # the segment of padding
 
 
 # ---- attention over a context mesh -----------------------------------------------------------------------------------
@@ -47,150 +40,6 @@ def with_gradients(attend, q, k, v, segments, do):
     """(o, (dq, dk, dv))."""
     o, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments), q, k, v)
     return o, back(do)
-
-
-@functools.cache
-def both_ways(method: str, sizes: tuple, block: int, length: int):
-    """Jitted (q, k, v, segments, do) in natural order -> ((o, gradients) of the method, those of plain attention)."""
-    mesh, layout = laid_out(dict(sizes))
-    order = attention.METHODS[method].order(length, dict(sizes)["context"])
-    split = attention.ContextParallel(attention.METHODS[method], blockwise.engine(block))
-
-    def split_up(*args):
-        out = with_gradients(partial(attention.attend, split, layout), *(x[:, order] for x in args))
-        return jax.tree.map(lambda x: x[:, np.argsort(order)], out)
-
-    run = jax.jit(lambda *args: (split_up(*args), with_gradients(plain_attention.attend, *args)))
-
-    def call(*args):
-        with jax.set_mesh(mesh):
-            return run(*args)
-    return call
-
-
-def drawn(seed: int, B: int, T: int, N: int, K: int, H: int = 8):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal((B, T, n, H), np.float32) for n in (N, K, K, N)]
-
-
-def check_attention(method, sizes, block, segments, *, K, G, seed=0, H=8):
-    B, T = segments.shape
-    q, k, v, do = drawn(seed, B, T, K * G, K, H)
-    got, expected = both_ways(method, tuple(sizes.items()), block, T)(q, k, v, segments, do)
-    # float32 sums of up to T terms, in another order.
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
-
-
-@st.composite
-def documents(draw, B: int, T: int, chunk: int):
-    """int32 [B, T]: documents numbered from 1, cut anywhere and often at chunk borders; at the end perhaps padding."""
-    cut = st.one_of(st.integers(1, T - 1), st.integers(1, T // chunk - 1).map(lambda n: n * chunk))
-    rows = np.zeros((B, T), np.int32)
-    for row in rows:
-        row[draw(st.lists(cut, max_size=6))] = 1
-        row[:] = 1 + np.cumsum(row)
-        row[T - draw(st.sampled_from([0, 0, 1, chunk, T // 2, T - 1])):] = NOWHERE
-    return rows
-
-
-@st.composite
-def shapes(draw):
-    method, cp = draw(st.sampled_from(sorted(attention.METHODS))), draw(st.sampled_from([2, 4, 8]))
-    chunk, K, G = draw(st.integers(1, 13)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    if method == "ulysses":                     # its heads must divide
-        G *= cp // math.gcd(K * G, cp)
-    B, block = draw(st.integers(1, 2)), draw(st.sampled_from([3, 8, 512]))
-    return method, {"context": cp}, block, draw(documents(B, 2 * cp * chunk, chunk)), K, G
-
-
-def check_shapes(case):
-    method, sizes, block, segments, K, G = case
-    check_attention(method, sizes, block, segments, K=K, G=G)
-
-
-test_attention_of_any_shape_matches_plain_attention = settings(
-    max_examples=5, deadline=None, derandomize=True)(given(shapes())(check_shapes))
-test_attention_of_many_more_shapes_matches_plain_attention = pytest.mark.long(settings(
-    max_examples=80, deadline=None)(given(shapes())(check_shapes)))
-
-
-@pytest.mark.parametrize("method, cp", [("ring", 4), ("gather", 4), ("ulysses", 4), slow("ring", 8)])
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_documents_may_end_anywhere(method, cp, data):
-    chunk = 6
-    T = 2 * cp * chunk
-    check_attention(method, {"context": cp}, 4, data.draw(documents(2, T, chunk)), K=2,
-                    G=2, seed=data.draw(st.integers(0, 9)))
-
-
-@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
-def test_documents_that_end_at_every_chunk_border(method):
-    chunk, T = 6, 48
-    check_attention(method, {"context": 4}, 4, np.tile(np.arange(T, dtype=np.int32) // chunk + 1, (2, 1)), K=2, G=2)
-
-
-@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
-def test_rows_that_see_nothing_are_zero_and_pass_no_gradient(method):
-    """An engine in which padding sees nothing, not even itself: o and gradients zero, lse MASKED, all others right."""
-    whole, T, cp = blockwise.engine(4), 48, 4
-    seen = lambda forward, s, z, *rest: forward(jnp.where(s == NOWHERE, -1, s), jnp.where(z == NOWHERE, -2, z), *rest)
-    blind = engine.Engine(
-        lambda q, k, v, s, z, mask: seen(lambda s, z: whole.forward(q, k, v, s, z, mask), s, z),
-        lambda q, k, v, s, z, *rest: seen(lambda s, z: whole.backward(q, k, v, s, z, *rest), s, z))
-    mesh, layout = laid_out({"context": cp})
-    order = attention.METHODS[method].order(T, cp)
-    segments = np.ones((2, T), np.int32)
-    segments[0, 20:] = NOWHERE                  # the end of a row, across chunks
-    segments[1, 12:24] = NOWHERE                # two whole chunks in the middle: nothing in them sees anything
-    q, k, v, do = drawn(1, 2, T, 4, 2)
-
-    @jax.jit
-    def split_up(q, k, v, segments, do):
-        split = attention.ContextParallel(attention.METHODS[method], blind)
-        args = [x[:, order] for x in (q, k, v, segments)]
-        o, lse = split.forward(layout, CAUSAL, *args)
-        grads = split.backward(layout, CAUSAL, *args, o, lse, do[:, order])
-        return jax.tree.map(lambda x: x[:, np.argsort(order)], (o, lse, *grads))
-
-    with jax.set_mesh(mesh):
-        o, lse, dq, dk, dv = jax.device_get(split_up(q, k, v, segments, do))
-    nothing = segments == NOWHERE
-    for x in (o, dq, dk, dv):
-        assert np.isfinite(x).all() and not x[nothing].any()
-    assert (lse[nothing] <= engine.MASKED / 2).all() and (lse[~nothing] > -100).all()
-    # Elsewhere plain attention is right, where padding sees padding: nothing of it reaches the rest.
-    expected, (eq, ek, ev) = with_gradients(plain_attention.attend, q, k, v, jnp.asarray(segments),
-                                            np.where(nothing[..., None, None], 0, do))
-    for got, want in ((o, expected), (dq, eq), (dk, ek), (dv, ev)):
-        np.testing.assert_allclose(got[~nothing], want[~nothing], rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
-def test_attention_inside_a_region_that_is_manual_over_context_and_data_already(method):
-    """As a pipeline calls it: one shard_map outside, tensor automatic within, varying axes checked, vjp inside."""
-    sizes, T = {"data": 2, "tensor": 2, "context": 2}, 24
-    mesh, layout = laid_out(sizes)
-    order = attention.METHODS[method].order(T, 2)
-    split = attention.ContextParallel(attention.METHODS[method], blockwise.engine(4))
-    q, k, v, do = drawn(3, 4, T, 8, 4)
-    segments = np.tile(np.arange(T, dtype=np.int32) // 7 + 1, (4, 1))
-
-    def body(q, k, v, segments, do):
-        pin = lambda x, axis: layout.act(x, "batch", "seq", axis, "head_dim")
-        q, k, v, do = pin(q, "heads"), pin(k, "kv_heads"), pin(v, "kv_heads"), pin(do, "heads")
-        return with_gradients(partial(attention.attend, split, layout), q, k, v, segments, do)
-
-    @jax.jit
-    def split_up(*args):
-        spec = P("data", "context")
-        run = jax.shard_map(body, axis_names={"data", "context"}, in_specs=(spec,) * 5, out_specs=(spec, (spec,) * 3))
-        return jax.tree.map(lambda x: x[:, np.argsort(order)], run(*(x[:, order] for x in args)))
-
-    with jax.set_mesh(mesh):
-        got = split_up(q, k, v, segments, do)
-    expected = with_gradients(plain_attention.attend, q, k, v, jnp.asarray(segments), do)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
 
 
 @given(st.integers(1, 8), st.integers(1, 5))

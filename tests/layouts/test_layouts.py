@@ -7,18 +7,14 @@ import math
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import parity
-import plain_attention
 import pytest
 import sampling
 
 from meshtrain import config
 from meshtrain.inspection import memory
-from meshtrain.kernels import blockwise
 from meshtrain.model import parts
-from meshtrain.parallel.context import attention
 
 RULES = Path(__file__).resolve().parent.parent.parent / "sharding_rules"
 MICROBATCHES = 2
@@ -164,26 +160,3 @@ def test_parts_of_a_microbatch_change_no_gradient(rule, mesh, model, training, m
     monkeypatch.setattr(parts, "cut", lambda a, shards, count: counts.add(count) or cut(a, shards, count))
     parity.check(run_of(rule, mesh, model, training))
     assert counts == {2}
-
-
-# ---- attention in blocks ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length, heads, kv_heads", [
-    (1, 2, 2), (65, 2, 1), (150, 4, 2), *(pytest.param(*case, marks=sampling.GRID)
-                                          for case in ((37, 4, 2), (64, 2, 1), (300, 2, 2)))])
-def test_blockwise_attention_matches_plain_attention(length, heads, kv_heads):
-    keys = jax.random.split(jax.random.key(length), 5)
-    draw = lambda key, n: jax.random.normal(key, (2, length, n, 16), jnp.float32)
-    q, k, v, weight = draw(keys[0], heads), draw(keys[1], kv_heads), draw(keys[2], kv_heads), draw(keys[3], heads)
-    segments = jnp.cumsum(jax.random.bernoulli(keys[4], 3 / length, (2, length)), 1)
-
-    def results(engine):
-        loss = lambda q, k, v: (weight * engine(q, k, v, segments)).sum()
-        return engine(q, k, v, segments), jax.grad(loss, (0, 1, 2))(q, k, v)
-
-    with jax.default_matmul_precision("highest"):
-        in_blocks = functools.partial(attention.attend, attention.Local(blockwise.engine(64)), None)
-        got, expected = jax.jit(lambda: (results(in_blocks), results(plain_attention.attend)))()
-    # float32 sums of up to 300 terms in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, expected)

@@ -1,135 +1,28 @@
-"""A window in attention: the numbers of whole scores with a band, on one device and over several, and no block is
-visited, no chunk is sent that the band does not touch."""
+"""A window in attention: no block is visited, no chunk is sent that the band does not touch. Its numbers:
+test_attention."""
 import functools
-import math
 from functools import partial
 
 import jax
 import numpy as np
 import parity
-import plain_attention
 import pytest
 import sampling
 import test_layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
-from test_context import drawn, laid_out, with_gradients
+from test_context import laid_out, with_gradients
 
 from meshtrain import config
 from meshtrain.cost.program import audit
 from meshtrain.kernels import blockwise
-from meshtrain.kernels.engine import CAUSAL, Mask, Scores
+from meshtrain.kernels.engine import CAUSAL, Mask
 from meshtrain.model import transformer
 from meshtrain.parallel.context import attention, band
 from meshtrain.parallel.pipeline import stages as parallel_stages
 
 slow = partial(pytest.param, marks=sampling.GRID)
 near = lambda window: CAUSAL._replace(window=window)
-
-
-def documents(rng, B: int, T: int) -> np.ndarray:
-    return np.cumsum(rng.random((B, T)) < 0.08, 1).astype(np.int32) + 1
-
-
-@functools.cache
-def programs(method: str, sizes: tuple, T: int, block: int, mask: Mask, scores: Scores, manual: tuple = ()):
-    """Jitted (q, k, v, segments, do) in natural order -> ((o, gradients) of the method, those of plain attention)."""
-    mesh, layout = laid_out(dict(sizes))
-    own = blockwise.engine(block, scores)
-    split = attention.ContextParallel(attention.METHODS[method], own) if method else attention.Local(own)
-    order = attention.METHODS[method].order(T, dict(sizes)["context"]) if method else np.arange(T)
-
-    def body(*args):
-        return with_gradients(partial(attention.attend, split, layout, mask=mask), *args)
-
-    def both(*args):
-        spec = P(None, "context")
-        inside = jax.shard_map(body, axis_names=set(manual), in_specs=(spec,) * 5,
-                               out_specs=(spec, (spec,) * 3)) if manual else body
-        out = inside(*(x[:, order] for x in args))
-        return jax.tree.map(lambda x: x[:, np.argsort(order)], out), with_gradients(
-            partial(plain_attention.attend, mask=mask, scores=scores), *args)
-
-    run = jax.jit(both)
-
-    def call(*args):
-        with jax.set_mesh(mesh):
-            return run(*args)
-    return call
-
-
-def check(method: str, cp: int, T: int, window: int, *, block: int = 16, segments=None,
-          seed: int = 0, scores=Scores(), heads=(4, 2), **more):
-    segments = documents(np.random.default_rng(seed), 2, T) if segments is None else segments
-    q, k, v, do = drawn(seed, 2, T, *heads)
-    sizes = (("context", cp),) if method else ()
-    got, expected = programs(method, sizes, T, block, near(window), scores, **more)(q, k, v, segments, do)
-    # float32 sums of up to T terms, in another order.
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), got, expected)
-
-
-@pytest.mark.parametrize(("T", "block", "window"), [
-    (40, 16, 12), (64, 16, 16), (64, 16, 17), (64, 16, 1), (50, 16, 33), (40, 512, 12), (64, 16, 63)])
-def test_blocks_with_a_window_equal_plain_attention(T, block, window):
-    check("", 1, T, window, block=block, seed=T + window)
-
-
-def test_scores_of_another_scale_within_a_softcap_equal_plain_attention():
-    check("", 1, 40, 12, scores=Scores(0.6, 0.7))
-
-
-# A window of one token, within a chunk, of a chunk and one more, odd ones over several chunks, and nearly the whole
-# sequence.
-@pytest.mark.parametrize(("method", "cp", "window"), [
-    ("ring", 2, 31), ("ring", 4, 9), ("gather", 4, 22), ("ulysses", 2, 12), *(
-        slow(method, cp, window) for method in ("ring", "gather") for cp in (2, 4)
-        for window in (1, 2, 5, 6, 7, 12, 13, 25, 37, 12 * cp - 1) if (method, cp, window) != ("gather", 4, 22))])
-def test_windows_over_chunks_equal_plain_attention(method, cp, window):
-    """Chunks of six tokens, blocks of four; documents end anywhere."""
-    T = 12 * cp
-    if window < T:
-        check(method, cp, T, window, block=4, seed=window)
-
-
-@st.composite
-def windowed(draw):
-    method, cp = draw(st.sampled_from(sorted(attention.METHODS))), draw(st.sampled_from([2, 3, 4, 8]))
-    chunk, K, G = draw(st.integers(1, 9)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    if method == "ulysses":
-        G *= cp // math.gcd(K * G, cp)
-    T = 2 * cp * chunk
-    return method, cp, T, draw(st.integers(1, T + 2)), draw(st.sampled_from([3, 512])), (K * G, K), draw(
-        st.integers(0, 99))
-
-
-@pytest.mark.long
-@settings(max_examples=60, deadline=None)
-@given(windowed())
-def test_windows_of_any_length_over_any_chunks_equal_plain_attention(case):
-    method, cp, T, window, block, heads, seed = case
-    check(method, cp, T, window, block=block, heads=heads, seed=seed)
-
-
-@pytest.mark.parametrize("method", ["ring", slow("gather")])
-def test_a_window_inside_a_region_that_is_manual_over_context_already(method):
-    """As a pipeline calls it, varying axes checked; a window of three chunks and a token."""
-    check(method, 2, 24, 19, block=4, manual=("context",))
-
-
-@pytest.mark.parametrize("documents", [False, slow(True)])
-def test_rows_of_one_document_are_not_looked_at_for_others(documents):
-    """Segments that say otherwise change nothing where the mask has no documents."""
-    T = 24
-    q, k, v, do = drawn(0, 2, T, 4, 2)
-    segments = np.tile(np.arange(T, dtype=np.int32) // 5, (2, 1))
-    of = lambda segments, documents: programs(
-        "ring", (("context", 2),), T, 4, near(9)._replace(documents=documents), Scores())(
-        q, k, v, segments, do)
-    got, _ = of(segments, documents)
-    _, expected = of(segments if documents else np.zeros_like(segments), True)
-    # Two programs, which may round differently; a token of another document changes the first digit.
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, expected)
 
 
 # ---- what is visited and sent ----------------------------------------------------------------------------------------
