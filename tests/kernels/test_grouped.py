@@ -18,84 +18,95 @@ from test_pallas import ptxas
 NARROW = tiles.GroupedBlock(16, 16, 16, 4, 2)
 SMALL = dict.fromkeys((2, 4), tiles.GroupedTiles(NARROW._replace(columns=32), NARROW, NARROW, NARROW, deep_from=32))
 ENGINES = {"loop": grouped.loop(), "kernels": grouped.kernels(SMALL, interpret=True)}
-# Rows of each group: odd ones, one that has all, none at all, whole blocks.
-SIZES = {"odd": [5, 16, 33, 0, 1], "one has all": [0, 0, 64, 0], "none": [0, 0, 0], "whole blocks": [16, 32, 16],
-         "one group": [17]}
+# Rows of each group: odd ones, one that has all, none at all, whole blocks, one group.
+SIZES = ([5, 16, 33, 0, 1], [0, 0, 64, 0, 0], [0] * 5, [16, 32, 16, 0, 0], [17])
+# A rounding of the result's dtype, twice over.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
 
 
-# a rounding of the result's dtype, twice over
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("bfloat16", 1e-2)])
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
-@pytest.mark.parametrize("dims", ["gkn", "kgn"])
-def test_every_group_is_multiplied_with_its_own_matrix(dims, sizes, name, dtype, tolerance, K=33, N=48, block=16):
-    engine, count = ENGINES[name], sum(-(-size // block) for size in sizes) + 2
-    groups, rng = grouped.groups_of(jnp.array(sizes, jnp.int32), count, block), np.random.default_rng(0)
-    owner = np.full(count * block, -1)
+def lay_out(sizes: list[int], block: int, num_blocks: int):
+    """(groups, int [R] each row's group, -1 where there is none)."""
+    groups = grouped.groups_of(jnp.array(sizes, jnp.int32), num_blocks, block)
+    owner = np.full(num_blocks * block, -1)
     for group, size in enumerate(sizes):
         owner[int(groups.first[group]) * block:][:size] = group
-    used = owner >= 0
-    rows = lambda width: jnp.asarray(rng.normal(size=(len(owner), width)) * used[:, None], dtype)
-    x, y, w = rows(K), rows(N), jnp.asarray(rng.normal(size=(len(sizes), K, N)), dtype)
-    placed, turned = w.transpose(["gkn".index(letter) for letter in dims]), dims.translate(str.maketrans("kn", "nk"))
+    return groups, owner
+
+
+def in_order(w, dims: str, into: str):
+    return w.transpose([dims.index(letter) for letter in into])
+
+
+def multiply(x_RK, w_GKN, owner) -> np.ndarray:
+    """Plainly, a row at a time; float64 [R, N]."""
+    return np.stack([row @ w_GKN[group] for row, group in zip(np.float64(x_RK), owner)])
+
+
+def near(found, expected, tolerance: float) -> bool:
+    """Of the largest number, or 1."""
+    return np.abs(np.float64(found) - expected).max(initial=0) <= tolerance * max(1, np.abs(expected).max(initial=0))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("dims", ["gkn", "kgn"])
+def test_every_group_is_multiplied_with_its_own_matrix(dims, name, dtype, K=33, N=48):
+    engine, turned, rng = ENGINES[name], dims.translate(str.maketrans("kn", "nk")), np.random.default_rng(0)
 
     @jax.jit
-    def products(x, y, w):
+    def products(x, y, w, groups):
         with jax.default_matmul_precision("highest"):
             back = [grouped.GroupedOperands(y, w, turned), grouped.GroupedOperands(y, 2 * w, turned)]
-            return *engine.rows([grouped.GroupedOperands(x, w, dims)],
-                                groups), *engine.rows(back, groups), engine.outer(x, y, groups, dims)
-    found = [np.asarray(a, np.float64) for a in products(x, y, placed)]
-    found[1], found[2] = found[1] / 3, found[2].transpose([dims.index(letter) for letter in "gkn"])
-    x, y, w = (np.asarray(a, np.float64) for a in (x, y, w))
-    wanted = [np.zeros((len(owner), N)), np.zeros((len(owner), K)), np.zeros(w.shape)]
-    for group in range(len(sizes)):
-        mine = owner == group
-        wanted[0][mine], wanted[1][mine], wanted[2][group] = x[mine] @ w[group], y[mine] @ w[group].T, x[mine].T @ y[
-            mine]
-    for got, want, where in zip(found, wanted, (used, used, slice(None))):
-        assert np.abs(got[where] - want[where]).max(initial=0) <= tolerance * max(1, np.abs(want).max())
-    assert np.isfinite(found[0][0]).all()      # row 0 is read by whoever has no row
+            return (*engine.rows([grouped.GroupedOperands(x, w, dims)], groups), *engine.rows(back, groups),
+                    engine.outer(x, y, groups, dims))
+    for sizes in SIZES:
+        groups, owner = lay_out(sizes, 16, 8)
+        used = owner >= 0
+        rows = lambda width: jnp.asarray(rng.normal(size=(len(owner), width)) * used[:, None], dtype)
+        x, y, w = rows(K), rows(N), jnp.asarray(rng.normal(size=(len(sizes), K, N)), dtype)
+        product, back, outer = jax.device_get(products(x, y, in_order(w, "gkn", dims), groups))
+        assert np.isfinite(np.float64(product[0])).all()        # row 0 is read by whoever has no row
+        x, y, w = (np.asarray(a, np.float64) for a in (x, y, w))
+        assert near(product[used], multiply(x, w, owner)[used], TOLERANCE[dtype])
+        assert near(back[used], multiply(y, 3 * w.swapaxes(1, 2), owner)[used], TOLERANCE[dtype])
+        plain = np.stack([x[owner == group].T @ y[owner == group] for group in range(len(sizes))])
+        assert near(in_order(outer, dims, "gkn"), plain, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("bfloat16", 1e-2)])     # as above
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
-def test_rows_are_taken_by_number_and_products_go_on_at_once(sizes, name, dtype, tolerance, A=24, K=33, N=40, block=16):
+def test_rows_are_taken_by_number_and_products_go_on_at_once(name, dtype, A=24, K=33, N=40):
     """As in an expert's backward: of taken rows times a matrix, with numbers beside each row and each element,
     elementwise results and a sum over the columns; then outer products with taken rows on either side."""
-    engine, count = ENGINES[name], sum(-(-size // block) for size in sizes) + 2
-    groups, rng = grouped.groups_of(jnp.array(sizes, jnp.int32), count, block), np.random.default_rng(1)
-    owner = np.full(count * block, -1)
-    for group, size in enumerate(sizes):
-        owner[int(groups.first[group]) * block:][:size] = group
-    used, number = owner >= 0, np.where(owner >= 0, rng.integers(0, A, len(owner)), -1).astype(np.int32)
-    x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((A, K), (len(sizes), K, N)))
-    share, beside = jnp.asarray(rng.normal(size=(len(owner), 1)), "float32"), jnp.asarray(
-        rng.normal(size=(len(owner), N)) * used[:, None], dtype)
+    engine, rng = ENGINES[name], np.random.default_rng(1)
 
     def then(product, share, beside):
         return product * share, (product * beside).sum(1), product + beside
 
     @jax.jit
-    def made(x, w):
+    def made(x, w, number, share, beside, groups):
         with jax.default_matmul_precision("highest"):
             x_R = engine.take(x, number)
             first, summed, second = engine.rows([grouped.GroupedOperands(x_R, w, "gkn")], groups, then, [share, beside])
-            return first, second, summed, engine.outer(x_R, first, groups, "kgn"), engine.outer(
+            return first, summed, second, engine.outer(x_R, first, groups, "kgn"), engine.outer(
                 second, x_R, groups, "gkn")
-    found = made(x, w)
-    assert [a.dtype for a in found] == [dtype, dtype, "float32", "float32", "float32"]
-    first, second, summed, into, back = (np.asarray(a, np.float64) for a in found)
-    x, w, share, beside = (np.asarray(a, np.float64) for a in (x, w, share, beside))
-    rows = np.where(used[:, None], x[number], 0)
-    product = np.stack([row @ w[group] for row, group in zip(rows, owner)])
-    near = lambda got, want: np.abs(got - want).max(initial=0) <= tolerance * max(1, np.abs(want).max(initial=0))
-    for got, want in zip((first, summed, second), then(product, share, beside)):
-        assert near(got[used], want[used])
-    for group in range(len(sizes)):
-        mine = owner == group
-        assert near(into[:, group], rows[mine].T @ first[mine]) and near(back[group], second[mine].T @ rows[mine])
+    for sizes in SIZES:
+        groups, owner = lay_out(sizes, 16, 8)
+        used, number = owner >= 0, np.where(owner >= 0, rng.integers(0, A, len(owner)), -1).astype(np.int32)
+        x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((A, K), (len(sizes), K, N)))
+        share, beside = jnp.asarray(rng.normal(size=(len(owner), 1)), "float32"), jnp.asarray(
+            rng.normal(size=(len(owner), N)) * used[:, None], dtype)
+        found = made(x, w, number, share, beside, groups)
+        assert [a.dtype for a in found] == [dtype, "float32", dtype, "float32", "float32"]
+        first, summed, second, into, back, x, w, share, beside = (
+            np.asarray(a, np.float64) for a in (*found, x, w, share, beside))
+        rows = np.where(used[:, None], x[number], 0)
+        for got, want in zip((first, summed, second), then(multiply(rows, w, owner), share, beside)):
+            assert near(got[used], want[used], TOLERANCE[dtype])
+        for group in range(len(sizes)):
+            mine = owner == group
+            assert near(into[:, group], rows[mine].T @ first[mine], TOLERANCE[dtype])
+            assert near(back[group], second[mine].T @ rows[mine], TOLERANCE[dtype])
 
 
 def test_the_large_tile_is_for_deep_sums_with_nothing_beside():

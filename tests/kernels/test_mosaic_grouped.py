@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_grouped
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from meshtrain import hardware
@@ -22,26 +23,13 @@ needs_interpreter = pytest.mark.skipif(
 BLOCK = 128
 
 
-def drawn(sizes, K: int, N: int, dims: str, pairs: int, spare: int = 1):
-    """(groups, [(x, w)], the rows' groups, -1 where there is none) of bfloat16; one block is left over."""
-    count, rng = sum(-(-size // BLOCK) for size in sizes) + spare, np.random.default_rng(len(sizes) + K)
-    groups = grouped.groups_of(jnp.array(sizes, jnp.int32), count, BLOCK)
-    owner = np.full(count * BLOCK, -1)
-    for group, size in enumerate(sizes):
-        owner[int(groups.first[group]) * BLOCK:][:size] = group
+def drawn(sizes, K: int, N: int, pairs: int):
+    """(groups, [(x, w)] of bfloat16, w in the order gkn, each row's group); one block is left over."""
+    groups, owner = test_grouped.lay_out(sizes, BLOCK, sum(-(-size // BLOCK) for size in sizes) + 1)
+    rng = np.random.default_rng(len(sizes) + K)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-    of = [(jnp.where(owner[:, None] >= 0, draw(len(owner), K), 0),
-           draw(len(sizes), K, N).transpose(["gkn".index(letter) for letter in dims])) for _ in range(pairs)]
-    return groups, of, owner
-
-
-def plain(of, owner, dims: str):
-    """In float64."""
-    found = 0
-    for x, w in of:
-        w = np.asarray(w, np.float64).transpose([dims.index(letter) for letter in "gkn"])
-        found = found + np.stack([row @ w[max(group, 0)] for row, group in zip(np.asarray(x, np.float64), owner)])
-    return found
+    return groups, [(jnp.where(owner[:, None] >= 0, draw(len(owner), K), 0), draw(len(sizes), K, N))
+                    for _ in range(pairs)], owner
 
 
 # One program and several; widths of every tile; a group without rows, one with a whole block, less than a block each.
@@ -54,13 +42,12 @@ CASES = {"256 columns, two tiles": ([200, 0, 128], 128, 512, "gkn", 1, 3),
 @needs_interpreter
 @pytest.mark.parametrize("sizes, K, N, dims, pairs, programs", CASES.values(), ids=list(CASES))
 def test_rows_in_order_are_multiplied_with_their_groups_matrix_without_a_race(sizes, K, N, dims, pairs, programs):
-    groups, of, owner = drawn(sizes, K, N, dims, pairs)
-    found = np.asarray(mosaic_grouped.rows(of, dims, groups.owner, groups.count, programs,
-                                           plgpu.InterpretGPUParams(detect_races=True)), np.float64)
-    wanted = plain(of, owner, dims)
-    used = owner >= 0
+    groups, of, owner = drawn(sizes, K, N, pairs)
+    found = mosaic_grouped.rows([(x, test_grouped.in_order(w, "gkn", dims)) for x, w in of], dims, groups.owner,
+                                groups.count, programs, plgpu.InterpretGPUParams(detect_races=True))
+    expected = sum(test_grouped.multiply(x, np.float64(w), owner) for x, w in of)
     # a rounding of the result, and sums of exact products in float32
-    assert np.abs(found - wanted)[used].max() <= 2 ** -8 * np.abs(wanted[used]).max()
+    assert test_grouped.near(np.asarray(found)[owner >= 0], expected[owner >= 0], 2 ** -8)
 
 
 @pytest.mark.parametrize("what, taken", [
@@ -72,7 +59,7 @@ def test_the_engine_for_hopper_takes_it_where_rows_lie_in_order_and_tiles_are_wh
         pairs[0][0].shape[0], pairs[0][1].shape[dims.index("n")]), jnp.bfloat16))
     monkeypatch.setattr(grouped, "_triton_rows", lambda *args, **kw: ["Triton"])
     K, N = {"columns that no tile divides": (128, 96), "sums that no step divides": (96, 128)}.get(what, (128, 128))
-    groups, ((x, w),), _ = drawn([200, 10], K, N, "gkn", 1)
+    groups, ((x, w),), _ = drawn([200, 10], K, N, 1)
     x, w = (a.astype(jnp.float32) for a in (x, w)) if what == "float32" else (x, w)
     engine = grouped.kernels(programs=132)
     one = grouped.GroupedOperands(engine.take(x, jnp.zeros(len(x), jnp.int32)) if what == "rows by number" else x, w,
