@@ -1,4 +1,5 @@
-"""Reads a run's parameters from its checkpoint with LoRA adapters merged, so that callers need not know of adapters."""
+"""Reads a run's parameters from its checkpoint and merges LoRA adapters into them. Callers need not know of adapters.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -19,13 +20,13 @@ KERNEL = "kernel"
 
 
 def section(saved: Saved) -> dict:
-    """The section [lora] of the run that saved a checkpoint; empty if it trained the whole model."""
+    """Return the section [lora] of the run that saved a checkpoint; empty if the run trained the whole model."""
     found = saved.run.get("lora", {})
     return found if found.get("rank") else {}
 
 
 def described(found: Mapping) -> str:
-    """A section [lora] in the words of a message."""
+    """Return a description of a section [lora] for messages: rank, alpha and targets, or "the whole model"."""
     if not found.get("rank"):
         return "the whole model"
     return (f"adapters of lora.rank={found['rank']}, alpha={found['alpha']} at "
@@ -33,10 +34,10 @@ def described(found: Mapping) -> str:
 
 
 def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
-    """Restore parameters of a checkpoint for a model without adapters: adapters are merged.
+    """Restore parameters of a checkpoint for a model without adapters. Adapters of the checkpoint are merged.
 
-    wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, all parameters or some. dtype: of the merged
-    ones; None: as stored. Raises: as `Checkpoints.restore`.
+    wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, for all parameters or some. dtype: dtype of the
+    merged kernels; None: the stored dtype. Raises: as `Checkpoints.restore`.
     """
     kernels, found = leaves_of(wanted), section(saved)
     if found:
@@ -52,14 +53,16 @@ def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
 
 
 def warn_left_out(saved: Saved, params: dict) -> None:
-    """Warn of parameters of a checkpoint that `params`, initialized from it, lacks; adapters are merged."""
+    """Print a note that lists the parameters of a checkpoint that `params` lacks. Adapters are not listed: they are
+    merged. params: initialized from the checkpoint."""
     paths = {path for path in leaves_of(saved.param_shapes()) if f"/{LORA}/" not in path}
     if left := sorted(paths - {path for path in leaves_of(params)}):
         say.out(f"note: the checkpoint has parameters that this model lacks; they are not loaded: {', '.join(left)}")
 
 
 def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[[str], jax.Array]:
-    """Path -> the parameter, merged in float32 if it has an adapter. leaves: path -> parameter; each is read once."""
+    """Return a function that maps a path to its parameter. An adapter is merged into the parameter in float32. leaves:
+    path -> parameter; each is read once."""
     scale = transformer.lora and transformer.lora.alpha / transformer.lora.rank
 
     def of(path: str) -> jax.Array:
@@ -71,8 +74,11 @@ def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[
 
 def leaf_of_saved(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct], *,
                   merge: bool) -> Callable[[str], jax.Array | None]:
-    """Path -> the parameter, read from a checkpoint; None if `wanted` lacks it. wanted: path -> form, with a
-    NamedSharding. merge: adapters into their kernels, in float32."""
+    """Return a function that reads the parameter at a path from a checkpoint. The function returns None if `wanted`
+    lacks the path.
+
+    wanted: path -> shape and dtype, with a NamedSharding. merge: merge adapters into their kernels, in float32.
+    """
     def read(path: str) -> jax.Array | None:
         if path not in wanted:
             return None
@@ -87,16 +93,17 @@ def _adapter_path(path: str, name: str) -> str:
 
 
 def _abstract(stored, kernel, name: str) -> jax.ShapeDtypeStruct:
-    """Abstract A or B: rank unsharded, other dims sharded as the kernel's."""
+    """Return shape, dtype and sharding of an adapter's A or B. The rank is not sharded; the other dims are sharded as
+    in the kernel."""
     spec = (*kernel.sharding.spec, *[None] * len(kernel.shape))[:len(kernel.shape)]
-    # first of B's dims after the rank; L and the inputs come before
+    # index in the kernel of the first dim that follows the rank in B; the layers and the inputs come before it
     into = len(kernel.shape) - len(stored.shape) + 2
     spec = (*spec[:len(stored.shape) - 1], None) if name == "a" else (spec[0], None, *spec[into:])
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=NamedSharding(kernel.sharding.mesh, P(*spec)))
 
 
 def _merged(leaves: Mapping[str, jax.Array], scale: float | None, dtype) -> dict[str, jax.Array]:
-    """The leaves with adapters merged into their kernels, one at a time."""
+    """Return the leaves with adapters merged into their kernels. One kernel is merged at a time."""
     out = {}
     for path, kernel in leaves.items():
         if _adapter_path(path, "a") in leaves:

@@ -1,14 +1,14 @@
-"""Checkpoints in a bucket: written from memory by all processes, committed by one object, read by ranges onto any mesh.
+"""Checkpoints in a bucket: all processes write from memory, one object commits, and any mesh reads the ranges it needs.
 
-    checkpoints/<step>              the checkpoint: its metadata, and where each piece of each array is, with its
-                                    checksum. Written last, and only if nothing has that name: this is the commit
-    checkpoints/<step>.<save>/      what it refers to: <process>-<n>, the bytes of pieces
+    checkpoints/<step>              the checkpoint: its metadata, and the location and checksum of each piece of each
+                                    array. Written last, and only if no object has that name: this is the commit
+    checkpoints/<step>.<save>/      the objects that it refers to: <process>-<n> has the bytes of pieces
     checkpoints/<step>.damaged, .aside   as in a directory
 
-Objects are never written twice: each save has its own names. A folder that no checkpoint refers to is what a save or a
-removal left, and is removed with the next. The size and checksums of what lies in the bucket are compared before it is
-used, and each piece's again when it is restored. Lists may be stale: an object is asked for by its name before anything
-is concluded from its absence.
+No object is written twice: each save has its own names. A folder that no checkpoint refers to is left from a failed
+save or a removal; the next save removes it. Sizes and checksums of the objects are verified before a checkpoint is
+used. The checksum of each piece is verified again when it is restored. Listings may be stale: the code requests an
+object by its name before it concludes that the object is absent.
 """
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from meshtrain.run import trees
 from meshtrain.storage import stores
 from meshtrain.storage.addresses import Address, StorageError
 
-AT_ONCE = 16                # requests of a process
-SERVER_FAILS_S = 3600.0     # without a checkpoint, because the server fails; then training stops
+AT_ONCE = 16                # concurrent requests of one process
+SERVER_FAILS_S = 3600.0     # training stops after so long without a checkpoint if the server fails
 
 
 class BucketCheckpoints(SharedCheckpoints):
     """The checkpoints of a run whose directory is at an address.
 
-    start: of this start of the run alone, in all its processes; names its saves. before_commit: called by process 0
-    before a checkpoint is committed; what it raises fails the save.
+    start: an ID of this start of the run, equal in all its processes; each save has it in its name. before_commit:
+    process 0 calls it before it commits a checkpoint. An exception from it fails the save.
     """
     borne_s = SERVER_FAILS_S
 
     def __init__(self, place: Address, *, start: str = "", before_commit: Callable[[], None] = lambda: None, **keys):
         self.start, self.before_commit = start, before_commit
-        self._known: tuple[int, dict] = (-1, {})        # the index read last
+        self._known: tuple[int, dict] = (-1, {})        # (step, index) read last
         self._folders: dict[str, str] = {}              # object -> the folder that it refers to
         super().__init__(place, **keys)
 
@@ -58,7 +58,7 @@ class BucketCheckpoints(SharedCheckpoints):
         return self._children()[0]
 
     def _children(self) -> tuple[list[str], list[str]]:
-        """Names of objects and of folders."""
+        """Return (names of objects, names of folders)."""
         with _judge_errors(f"{self.place} cannot be read"):
             return stores.children(self.place)
 
@@ -110,7 +110,7 @@ class BucketCheckpoints(SharedCheckpoints):
         stores.remove([folder.below(f"{process}.json") for process in range(len(found))])
 
     def _clean(self, up_to: int | None = None) -> None:
-        """Removes folders to which nothing refers."""
+        """Remove folders that no checkpoint refers to."""
         markers, folders = self._children()
         for name in folders:
             step, _, _ = name.partition(".")
@@ -122,7 +122,7 @@ class BucketCheckpoints(SharedCheckpoints):
                 stores.remove([one.address for one in stores.listed(self.place.below(name))])
 
     def _folder_of(self, marker: str) -> str:
-        """The folder that an object refers to; empty if there is no such object, or it refers to none."""
+        """Return the folder that an object refers to; empty if there is no such object."""
         if marker not in self._folders:
             try:
                 self._folders[marker] = _read(self.place.below(marker))["folder"]
@@ -133,7 +133,7 @@ class BucketCheckpoints(SharedCheckpoints):
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def _index(self, step: int) -> dict:
-        """The index of a complete step, in every process."""
+        """Return the index of a complete step. Every process reads it."""
         known = self._known      # a save in the background may replace it
         if known[0] != step:
             with _judge_errors(f"{self.named(step)} cannot be read"):
@@ -141,7 +141,7 @@ class BucketCheckpoints(SharedCheckpoints):
                     known = self._known = step, _read(self.place.below(str(step)))
                 except stores.Missing:
                     raise CheckpointError(f"{self.named(step)} was removed while it was read: the run that writes "
-                                          f"there keeps checkpoint.keep of them; start again") from None
+                                          f"there keeps only checkpoint.keep checkpoints; start again") from None
                 except _BROKEN as error:
                     raise CheckpointError(f"{self.named(step)} is damaged: {files.said(error)}") from None
         return known[1]
@@ -150,7 +150,7 @@ class BucketCheckpoints(SharedCheckpoints):
         return self._index(step)["metadata"]
 
     def fault(self, step: int, *, only_params: bool = False) -> str:
-        """Reads all of it, each process a part of the objects."""
+        """Verify the whole checkpoint; each process reads a share of the objects."""
         def found() -> str:
             try:
                 self._known = step, (index := _read(self.place.below(str(step))))
@@ -167,15 +167,15 @@ class BucketCheckpoints(SharedCheckpoints):
             except (*_BROKEN, AttributeError) as error:
                 return files.said(error)
             except stores.Missing:
-                return "it is gone"
+                return "it does not exist"
 
         def ask() -> str:
             with _judge_errors(f"{self.named(step)} cannot be read"):
-                return found() and found()      # once more: it may have been damaged on its way
+                return found() and found()      # a second read: the transfer may have damaged the first
         return next(filter(None, agree.exchange(agree.everywhere(ask))), "")
 
     def _object_fault(self, folder: str, name: str, size: int, held: Sequence[list]) -> str:
-        """How an object differs from what was written; empty if it does not. held: its pieces in order."""
+        """Return how an object differs from what was written; empty if it does not. held: its pieces in order."""
         try:
             content = memoryview(stores.read(self.place.below(f"{folder}/{name}")))
         except stores.Missing:
@@ -203,13 +203,13 @@ class BucketCheckpoints(SharedCheckpoints):
             try:
                 return pieces.restore(wanted, pieces.pieces_of(index), stored, read, AT_ONCE)
             except stores.Missing as error:
-                raise CheckpointError(f"{error}; the run that writes there may have removed it, for it keeps "
-                                      f"checkpoint.keep of them: start again") from None
+                raise CheckpointError(f"{error}; the run that writes there may have removed it, since it keeps only "
+                                      f"checkpoint.keep checkpoints; start again") from None
             except StorageError:
                 raise
             except (pieces.DamagedPiece, ValueError) as error:
-                raise CheckpointError(f"{self.named(step)} is damaged ({files.said(error)}): start again; if it "
-                                      f"stays damaged, the run resumes from the one before") from None
+                raise CheckpointError(f"{self.named(step)} is damaged ({files.said(error)}); start again: if it "
+                                      f"is still damaged, the run resumes from the checkpoint before it") from None
 
 
 _BROKEN = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError)
@@ -229,7 +229,8 @@ def _all_at_once(act: Callable, values: Sequence) -> list:
 
 @contextlib.contextmanager
 def _judge_errors(what: str) -> Iterator[None]:
-    """Judge errors: a request that the bucket rejects is the user's mistake; a failing server is not."""
+    """Convert errors of the bucket. A rejected request raises ConfigError, since the user can correct it; a failing
+    server raises CheckpointError."""
     try:
         yield
     except (stores.Missing, CheckpointError):

@@ -46,14 +46,14 @@ from meshtrain.config import ConfigError
 from meshtrain.run import trees
 
 DAMAGED, MISSING, REFUSED = "damaged", "missing", "refused"
-WRITERS_END_S = 10.0    # within so long tensorstore's threads, which a failed save does not end, make no more files
+WRITERS_END_S = 10.0    # a failed save does not end tensorstore's threads; after so long they create no more files
 
 
 class Checkpoints(SharedCheckpoints):
     """The checkpoints in one directory, which all processes share."""
 
     def __init__(self, directory: str | pathlib.Path, **keys):
-        # orbax logs 60 lines per save, a traceback for each array that a full disk refuses
+        # orbax logs 60 lines per save, and on a full disk one traceback per array
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         if not isinstance(sys.unraisablehook, _Unraisable):
@@ -66,7 +66,7 @@ class Checkpoints(SharedCheckpoints):
     def _open(self) -> None:
         def make_and_clean() -> None:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._clean()       # what cannot be renamed would be written into by the next save
+            self._clean()       # the next save would write into leftovers that cannot be renamed
         files.attempted(make_and_clean, f"{self.directory} cannot hold checkpoints",
                         "give a directory that can be written", ConfigError)
 
@@ -75,7 +75,7 @@ class Checkpoints(SharedCheckpoints):
             return files.patiently(lambda: os.listdir(self.directory))
         except FileNotFoundError:
             return []
-        except OSError as error:  # not the same as no checkpoints
+        except OSError as error:  # an unreadable directory may have checkpoints
             raise CheckpointError(f"{self.directory} cannot be read: {files.said(error)}") from error
 
     def _rename(self, step: int, name: str) -> None:
@@ -104,8 +104,8 @@ class Checkpoints(SharedCheckpoints):
         return jax.tree.map_with_path(lambda path, _: leaves[trees.name(path)], wanted)
 
     def _stored(self, step, only_params: bool) -> dict[epath.Path, dict]:
-        """Folder of `step` -> its arrays as nested dicts of jax.ShapeDtypeStruct; only params if asked and stored
-        separately."""
+        """Return folder of `step` -> its arrays as nested dicts of jax.ShapeDtypeStruct. only_params: leave out the
+        other arrays if they have a folder of their own."""
         place = self.directory / str(step)
         form = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         with _reading(place):
@@ -133,7 +133,7 @@ class Checkpoints(SharedCheckpoints):
         writing = []
         for name, keys in ((PARAMS, {PARAMS} & state.keys()), (STATE, state.keys() - {PARAMS})):
             if keys:
-                (place / name).mkdir(parents=True, exist_ok=True)   # by whoever comes first
+                (place / name).mkdir(parents=True, exist_ok=True)   # the first process makes it
                 args = ocp.args.PyTreeSave({key: state[key] for key in state if key in keys})
                 writing += await self._arrays.async_save(epath.Path(place / name), args=args) or ()
         return writing
@@ -157,11 +157,11 @@ class Checkpoints(SharedCheckpoints):
             time.sleep(WRITERS_END_S / 20)
 
     def _clean_once(self, up_to: int | None) -> bool:
-        """Remove partially written checkpoints (of no later step, which other processes may be writing) and partially
-        deleted ones. Returns whether there was one.
+        """Remove partially written and partially deleted checkpoints; return whether one was removed.
 
-        What cannot be removed is reported and left: e.g. a file still open on NFS (.nfsXXXX). Saves and restores
-        ignore its name. Raises: OSError if it cannot be renamed.
+        up_to: the last step whose leftovers are removed, since other processes may be writing later steps; None: all. A
+        leftover that cannot be removed is reported and left, e.g. a file that is still open on NFS (.nfsXXXX). Saves
+        and restores ignore its name. Raises: OSError if a leftover can be neither renamed nor removed.
         """
         found = [(path, re.fullmatch(r"\.(\d+)\.(saving|deleting)(-\w+)?", path.name))
                  for path in self.directory.glob(".*")]
@@ -185,8 +185,11 @@ class Checkpoints(SharedCheckpoints):
         return files.patiently(lambda: path.rename(self.directory / f".{step}.deleting-{secrets.token_hex(4)}"))
 
     def fault(self, step: int, *, only_params: bool = False) -> str:
-        """Reads all of it, each process a part. Damage is a wrong size or checksum, or a file that process 0 misses,
-        too. Raises: CheckpointError also if a file is missing only for processes other than 0."""
+        """Verify the whole checkpoint; each process reads a share of the files.
+
+        A checkpoint is damaged if a file has a wrong size or checksum, or if process 0 misses a file. Raises:
+        CheckpointError also if only processes other than 0 miss a file.
+        """
         place = self.directory / str(step)
         found = agree.exchange(self._check_share(place, only_params))
         # Process 0 decides on files that others miss.
@@ -198,14 +201,14 @@ class Checkpoints(SharedCheckpoints):
                    if kind == REFUSED or kind == MISSING and file in seen]
         if refused:
             raise agree.agreed(CheckpointError(
-                f"{place} cannot be read, and nothing was changed: {'; '.join(refused)}. See that the file system is "
-                f"there on every host, and that it may be read, and start again"))
+                f"{place} cannot be read, and nothing was changed: {'; '.join(refused)}. Check that every host has "
+                f"mounted the file system and may read it, and start again"))
         return next((f"{file}{text}" for wanted in (DAMAGED, MISSING) for kind, file, text, _ in found
                      if kind == wanted), "")
 
     def _check_share(self, place: pathlib.Path, only_params: bool) -> list[str]:
-        """The first fault in this process's share of the files: [kind, file, text, host]. Only REFUSED is of the file
-        system."""
+        """Return the first fault in this process's share of the files: [kind, file, text, host]. REFUSED is an error of
+        the file system; DAMAGED and MISSING are faults of the checkpoint."""
         kind, file, text, first = "", "", "", jax.process_index() == 0
         try:
             wanted = json.loads(files.patiently((place / CHECKSUMS).read_text, missing=not first))
@@ -226,9 +229,9 @@ class Checkpoints(SharedCheckpoints):
 
 
 class _Unraisable:
-    """Python's hook, without the errors of writes that end after their save failed: tensorstore's threads answer
-    orbax's event loop, already closed, with a traceback per array on a full disk. `_save` reports the failure itself.
-    """
+    """A hook for sys.unraisablehook that ignores writes which end after their save has failed. On a full disk,
+    tensorstore's threads call orbax's closed event loop, and Python would print one traceback per array. `_save`
+    reports the failure."""
 
     def __init__(self, before: Callable):
         self.before = before
@@ -240,18 +243,19 @@ class _Unraisable:
 
 @contextlib.contextmanager
 def _reading(place: pathlib.Path):
-    """Report errors while reading arrays as disk errors: checksums matched and shapes were compared."""
+    """Raise every error of the block as CheckpointError. Checksums and shapes were compared before, so the file system
+    is the cause."""
     try:
         yield
     except Exception as error:
         if not place.exists():
-            raise CheckpointError(f"{place} was removed while it was read: the run that writes there keeps "
-                                  f"checkpoint.keep of them; start again") from error
+            raise CheckpointError(f"{place} was removed while it was read: the run that writes there keeps only "
+                                  f"checkpoint.keep checkpoints; start again") from error
         raise CheckpointError(f"{place} cannot be read, and nothing was changed: {files.said(error)}") from error
 
 
 def _is_visible(path: pathlib.Path) -> bool:
-    """Whether this process sees a file, or cannot check it."""
+    """Return whether this process sees a file; True if it cannot check."""
     try:
         return files.status(path) is not None
     except (OSError, ValueError):

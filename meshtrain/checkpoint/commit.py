@@ -23,7 +23,8 @@ class NotHandedOver(OSError):
 
 
 def hand_over(place: Path, index: int) -> None:
-    """In every process, after orbax has written its arrays into the FOLDERS: sync its files and write their record."""
+    """Sync the files that this process has written into FOLDERS and write a record of their checksums. Every process
+    calls it after orbax has finished. place: the directory of the save. index: of the process."""
     own = [folder for name in FOLDERS if (folder := place / name / f"ocdbt.process_{index}").exists()]
     mine = [path for folder in own for path in files.regular_files(folder)]
     described = [path for name in FOLDERS if (path := place / name / "array_metadatas" / f"process_{index}").exists()]
@@ -36,10 +37,11 @@ def hand_over(place: Path, index: int) -> None:
 
 def commit(place: Path, count: int, document: str, merge: Callable[[Path], None],
            reason: Callable[[int], str] = lambda index: "") -> None:
-    """In process 0, when all `count` processes have finished: put the whole checkpoint on disk, with checksums.
+    """Complete a checkpoint on disk, with checksums of all its files. Process 0 calls it when all `count` processes
+    have finished.
 
-    document: its metadata, as JSON. merge: merges the processes' array indexes of a folder. word: why a process
-    failed. Raises: NotHandedOver.
+    place: the directory of the save. document: the checkpoint's metadata, as JSON. merge: merges the array indexes of
+    the processes in a folder. reason: process -> why it failed. Raises: NotHandedOver.
     """
     checksums = _handed_over(place, count, reason)
     files.write(place / METADATA, document)
@@ -62,7 +64,7 @@ def commit(place: Path, count: int, document: str, merge: Callable[[Path], None]
 
 
 def _handed_over(place: Path, count: int, reason: Callable[[int], str]) -> dict[str, list]:
-    """Name -> [bytes, checksum] of all processes' files. Raises: NotHandedOver."""
+    """Return name -> [bytes, checksum] of the files of all processes. Raises: NotHandedOver."""
     records = place / RECORDS
     try:
         present = set(files.patiently(lambda: os.listdir(records)))
@@ -80,8 +82,8 @@ def _handed_over(place: Path, count: int, reason: Callable[[int], str]) -> dict[
 
 
 def collect(count: int, read: Callable[[int], dict | None], reason: Callable[[int], str]) -> list[dict]:
-    """Collect the records that the processes handed over. read: process -> its record; None if there is none. Raises:
-    NotHandedOver."""
+    """Return the records that the processes handed over, in the order of processes. read: process -> its record; None
+    if there is none. reason: process -> why it has none. Raises: NotHandedOver."""
     with concurrent.futures.ThreadPoolExecutor(READERS) as threads:
         found = list(threads.map(read, range(count)))
     if missing := [index for index, one in enumerate(found) if one is None]:

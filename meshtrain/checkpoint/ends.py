@@ -1,8 +1,8 @@
-"""The stop tokens that end an answer, of a run or a folder, for sampling, generating, evaluating and exports alike.
+"""Finds the stop tokens of a run or a model folder. Sampling, generating, evaluating and exports use the same ones.
 
-First come those that the training writes: behind an answer the chat template's end of turn, behind a document data.eos
-or the separator. Then come those of the weights that the run starts from: eos_token_id of a model folder, or the ends
-of another run. A run's ends are saved with its checkpoints.
+The first are those that training writes: the chat template's end of turn after an answer, and data.eos or the separator
+after a document. Those of the initial weights follow: eos_token_id of a model folder, or the stop tokens of another
+run. A run's stop tokens are saved with its checkpoints.
 """
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from meshtrain.data.documents import chat, tokenizer
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.huggingface import folder, settings
 
-CHATS = (*sources.CHATS, "prompts")     # sources with answers that a chat template writes, of prompts perhaps
-ANSWER = "zebra"        # of the probe: a word that templates leave as it is, but for its case
+CHATS = (*sources.CHATS, "prompts")     # sources that use a chat template; prompts may be plain texts instead
+ANSWER = "zebra"        # the answer in PROBE; a template may change its case, but no more
 PROBE = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": ANSWER}]
 
 
 @dataclasses.dataclass(frozen=True)
 class Ends:
-    """ids: stop tokens, those that were taught first. stops: stop strings, where a template writes no special token.
+    """The stop tokens and stop strings of a model.
+
+    ids: stop tokens; those of the training data come first. stops: stop strings, if a template writes no special token.
     turn: the template's end of turn, the first of ids; None: there is none. bos: the token before a document; None:
-    unknown. note: what the user should know."""
+    unknown. note: a warning for the user.
+    """
     ids: tuple[int, ...] = ()
     stops: tuple[str, ...] = ()
     turn: int | None = None
@@ -37,21 +40,21 @@ class Ends:
     note: str = ""
 
     def shown(self, reader: Tokenizer) -> str:
-        """For messages: <|im_end|> (279), <|endoftext|> (277)."""
+        """Return the stop tokens and strings for messages: <|im_end|> (279), <|endoftext|> (277)."""
         found = [shown(reader, one) for one in self.ids] + [f"the text {one!r}" for one in self.stops]
         return ", ".join(found) or "nothing but their length"
 
     def as_saved(self) -> dict:
-        """For a checkpoint's metadata."""
+        """Return the entry for a checkpoint's metadata."""
         return {"ids": list(self.ids), "stops": list(self.stops), "turn": self.turn}
 
     def as_json(self) -> int | list[int] | None:
-        """eos_token_id of a folder."""
+        """Return eos_token_id for the config files of a model folder."""
         return list(self.ids) if len(self.ids) > 1 else next(iter(self.ids), None)
 
 
 def together(found: Callable[[], Ends]) -> Ends:
-    """found() in process 0, for all. Raises: as it does."""
+    """Call found() in process 0; return its value in every process. Raises: as found()."""
     one = agree.on_first(lambda: dataclasses.asdict(found()))
     return Ends(**(one | {"ids": tuple(one["ids"]), "stops": tuple(one["stops"])}))
 
@@ -62,9 +65,9 @@ def shown(reader: Tokenizer, id: int) -> str:
 
 
 def of_template(template: chat.Template) -> Ends:
-    """What a chat template writes behind an answer: its first special token, then the tokenizer's eos_token. Where it
-    writes none, the text itself, unless a tokenizer.json leaves only white space of it. Raises: ValueError where the
-    template refuses a question with an answer."""
+    """Return the tokens that a chat template writes after an answer: its first special token, then the tokenizer's
+    eos_token. If it writes no special token, the text that it writes is a stop string; a tokenizer.json may leave only
+    white space of it, and then there is none. Raises: ValueError if the template refuses a question with an answer."""
     (whole,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])], learn_all=True)
     ids, library = [int(one) for one in whole.ids], template.library
     decode = template.tokenizer.decode if library is None else lambda some: library.decode(
@@ -84,13 +87,13 @@ def of_template(template: chat.Template) -> Ends:
 
 
 def of_folder(directory: Path | None) -> Ends:
-    """Those that a model folder's files name; none without a folder. Raises: ValueError."""
+    """Return the stop tokens in a model folder's files; none if `directory` is None. Raises: ValueError."""
     return Ends(settings.stop_ids(directory) if directory and folder.is_one(directory) else ())
 
 
 def of_data(data: Data, vocab_size: int, before: Ends, folders: Sequence[Path]) -> Ends:
-    """The stop tokens of a run with this section [data]. before: those of the weights that it starts from. folders: as
-    `sources.describe`. Raises: ValueError where the tokenizer cannot be opened."""
+    """Return the stop tokens of a run with this section [data]. before: the stop tokens of the initial weights.
+    folders: as in `sources.describe`. Raises: ValueError if the tokenizer cannot be opened."""
     reader, eos = sources.reader_of(data, vocab_size=vocab_size)
     kinds = _kinds(data)
     turn = _of_chats(data, reader, folders, kinds) if kinds & set(CHATS) else Ends()
@@ -108,37 +111,37 @@ def _of_chats(data: Data, reader: Tokenizer, folders: Sequence[Path], kinds: set
     try:
         template = chat.open_template(reader, data.chat_template, folders)
     except ValueError as error:
-        if kinds == {"prompts"} and not data.chat_template:     # they may all be texts
+        if kinds == {"prompts"} and not data.chat_template:     # the prompts may all be plain texts
             return Ends()
-        return Ends(note=f"what the chat template writes behind an answer is unknown: {error}")
+        return Ends(note=f"it is unknown what the chat template writes after an answer: {error}")
     try:
         found = of_template(template)
     except ValueError as error:
-        return Ends(note=f"what the chat template writes behind an answer is unknown, since it refuses a question with "
-                         f"an answer: {error}")
+        return Ends(note=f"it is unknown what the chat template writes after an answer, since it refuses a question "
+                         f"with an answer: {error}")
     if found.turn is None and not found.stops:
         return dataclasses.replace(found, note=(
-            f"the chat template {template.path} writes nothing behind an answer that could end it, so the model does "
-            f"not learn to stop; data.chat_template may name one that writes an end of turn"))
+            f"the chat template {template.path} writes no token after an answer that could end it, so the model does "
+            f"not learn to stop; set data.chat_template to a template that writes an end of turn"))
     if found.turn is not None and data.loss_on == "assistant" and kinds & set(sources.CHATS) and _is_not_learned(
             template, found.turn):
         return dataclasses.replace(found, note=(
-            f"the chat template {template.path} closes {{% generation %}} before {shown(reader, found.turn)}, which is "
-            f"not learned, so the model does not learn to stop; data.chat_template may name one that closes it behind"))
+            f"the chat template {template.path} closes {{% generation %}} before {shown(reader, found.turn)}, so the "
+            f"model does not learn to stop; set data.chat_template to a template that closes it after this token"))
     return found
 
 
 def _is_not_learned(template: chat.Template, turn: int) -> bool:
     try:
         (one,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])])
-    except ValueError:      # of conversations it is told with their line
+    except ValueError:      # reported when the conversations are read, with their line
         return False
     return turn not in one.ids[one.mask]
 
 
 def of_saved(saved: Saved, companions: Path | None) -> Ends:
-    """The stop tokens of a run, from one of its checkpoints. companions: run.dir/hf; None: there is none. Raises:
-    ValueError."""
+    """Return the stop tokens of a run, from one of its checkpoints. companions: run.dir/hf; None if it does not exist.
+    Raises: ValueError."""
     recorded = saved.metadata["data"]
     bos = recorded["tokenizer"][1]
     if found := recorded.get("ends"):
@@ -153,8 +156,8 @@ def of_saved(saved: Saved, companions: Path | None) -> Ends:
 
 
 def of_run(run: Run, saved: Saved | None) -> Ends:
-    """The stop tokens of a run that begins or resumes. saved: its checkpoint, or that of the run that
-    checkpoint.init_from names; None: neither. Raises: ValueError."""
+    """Return the stop tokens of a run that begins or resumes. saved: the checkpoint that the run resumes from, or the
+    one that checkpoint.init_from names; None: neither. Raises: ValueError."""
     folders = folder.companions_of(run.run.dir, run.checkpoint.init_from)
     there = next(filter(folder.is_one, folders), None)
     return of_data(run.data, run.model.vocab_size, of_saved(saved, there) if saved else of_folder(there), folders)
@@ -164,16 +167,18 @@ def of_run(run: Run, saved: Saved | None) -> Ends:
 
 
 def of_documents(directory: Path, separator: int | None) -> int | None:
-    """The end of documents that a model folder's files name: the first eos_token_id of config.json, else of
-    generation_config.json. None where there is none, or where the separator ends them."""
+    """Return the token that ends documents according to a model folder's files: the first eos_token_id of config.json,
+    else of generation_config.json. None if there is none, or if the separator is among them."""
     ids = (*settings.eos_ids(directory, settings.CONFIG), *settings.eos_ids(directory, settings.GENERATION))
     return None if separator in ids else next(iter(ids), None)
 
 
 def default(run: Run, origin: Saved | None) -> tuple[str, str]:
-    """(data.eos of a run that begins, a line to tell or "", where it has documents): that of the run file, else the end
-    of documents of the weights that it starts from. origin: the checkpoint of checkpoint.init_from, where that is a
-    run. Raises: ValueError."""
+    """Return (data.eos of a new run, a line to print). The value is data.eos of the run file, else the token that ends
+    documents in the initial weights. The line is empty if there is nothing to report or the data have no documents.
+
+    origin: the checkpoint that checkpoint.init_from names, if it names a run. Raises: ValueError.
+    """
     eos, line = _default(run, origin)
     return eos, line if _kinds(run.data) - set(CHATS) else ""
 
@@ -184,16 +189,16 @@ def _default(run: Run, origin: Saved | None) -> tuple[str, str]:
         return run.data.eos, ""
     try:
         reader, separator = sources.reader_of(run.data, vocab_size=vocab_size)
-    except ValueError:      # told where the data are opened
+    except ValueError:      # reported when the data are opened
         return "", ""
     if isinstance(reader, tokenizer.Bytes):
         return "", ""
     if origin and (name := origin.run["data"]["eos"]):
         try:
             _, id = sources.reader_of(run.data.model_copy(update={"eos": name}), vocab_size=vocab_size)
-        except ValueError:      # of another tokenizer
+        except ValueError:      # this run has another tokenizer
             return "", ""
-        return name, f"documents end with {shown(reader, id)}, data.eos of {source}; data.eos names another"
+        return name, f"documents end with {shown(reader, id)}, data.eos of {source}; set data.eos to use another"
     directory = next(filter(folder.is_one, folder.companions_of("", source)), None)
     id = of_documents(directory, separator) if directory else None
     if id is None:
@@ -205,15 +210,15 @@ def _default(run: Run, origin: Saved | None) -> tuple[str, str]:
         name = token.content if token and token.special else ""
     if not name or id >= vocab_size:
         return "", (f"note: documents end with the separator {shown(reader, separator)}, since the eos_token_id {id} "
-                    f"of {source} is no special token of data.tokenizer; data.eos names another")
-    return name, f"documents end with {shown(reader, id)}, the eos_token_id of {source}; data.eos names another"
+                    f"of {source} is no special token of data.tokenizer; set data.eos to use another")
+    return name, f"documents end with {shown(reader, id)}, the eos_token_id of {source}; set data.eos to use another"
 
 
 # ---- written to folders ----------------------------------------------------------------------------------------------
 
 
 def generation_of(source: Path, ends: Ends) -> dict | None:
-    """Build the content of an export's generation_config.json: the ids of `ends`, then those of `source`. None if
+    """Return the content of an export's generation_config.json: the ids of `ends`, then those of `source`. None if
     `source` already has these ids. Raises: ValueError."""
     before = settings.stop_ids(source)
     ids = tuple(dict.fromkeys((*ends.ids, *before)))
@@ -221,15 +226,18 @@ def generation_of(source: Path, ends: Ends) -> dict | None:
         return None
     if files.is_file(source / settings.GENERATION):
         found = settings.read(source, settings.GENERATION)
-    else:       # what others take from config.json where there is no such file
+    else:       # without the file, other programs take these from config.json
         of_config = settings.text_of(settings.read(source))
         found = {key: of_config[key] for key in ("bos_token_id", "pad_token_id") if of_config.get(key) is not None}
     return {**found, "eos_token_id": Ends(ids).as_json()}
 
 
 def write_ends(place: Path, source: Path | None, ends: Ends) -> None:
-    """Make an export name the ends: in generation_config.json where it has the companions of `source`, and where a chat
-    template ended the answers, as eos_token of the tokenizer's files. Raises: ValueError."""
+    """Write the stop tokens into an export's files. Raises: ValueError.
+
+    generation_config.json is written if the export has the companion files of `source`. If a chat template ended the
+    answers, eos_token in the tokenizer's files is the template's end of turn.
+    """
     if source and (generation := generation_of(source, ends)):
         files.write(place / settings.GENERATION, json.dumps(generation, indent=1))
     path = place / tokenizer.FILE
@@ -240,7 +248,7 @@ def write_ends(place: Path, source: Path | None, ends: Ends) -> None:
     template = place / chat.TEMPLATE_FILE
     texts = [json.dumps(one.get("chat_template")) for one in found.values()] + [
         template.read_text(encoding="utf-8") if files.is_file(template) else ""]
-    if not name or any("eos_token" in text for text in texts):      # another would change what the template writes
+    if not name or any("eos_token" in text for text in texts):      # a new one would change what the template writes
         return
     for file, content in found.items():
         token = content.get("eos_token")

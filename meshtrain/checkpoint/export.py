@@ -1,8 +1,8 @@
 """Exports a run's weights as a Hugging Face model folder: atomically, one tensor in memory at a time, on any mesh.
 
 For each tensor a compiled program slices the layer, casts, converts and gathers it; the process that owns the file
-writes it in place. Sizes are known in advance, so headers come first. After the synced weights come index, config and
-tokenizer files. It is there as a whole or not at all: see `new_folder`.
+writes it in place. Sizes are known in advance, so the headers are written first. The index, the config and the
+tokenizer files are written after the weights are synced. The folder appears as a whole or not at all: see `new_folder`.
 """
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.model.transformer import Transformer
 
 DTYPES = ("float32", "bfloat16", "float16")
-SHARD_BYTES = 5_000_000_000     # of one file
+SHARD_BYTES = 5_000_000_000     # size of one file
 
 
 def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[str], jax.Array], *, dtype: str,
           shard_bytes: int, data: Mapping, ends: Ends, source: Path | None) -> int:
     """Write the folder; return the bytes of its weights. All processes make the same call.
 
-    leaf: path -> parameter; each is read once and not kept. data: the section [data] of the training. ends: of its
-    answers and documents. source: a folder whose other settings, tokenizer and templates are copied; None: made from
-    the data. Raises: ConfigError if `target` is not free or the model has no family; CheckpointError if a file cannot
-    be written. Nothing is left behind then.
+    leaf: path -> parameter; each is read once and not kept. data: the section [data] of the training. ends: the stop
+    tokens of the model. source: a folder whose other settings, tokenizer and templates are copied; None: they are made
+    from `data`. Raises: ConfigError if `target` is not free or the model has no family; CheckpointError if a file
+    cannot be written. After an error no files are left.
     """
     model, places = transformer.cfg, transformer.places()
     with user_errors():
@@ -49,7 +49,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
                                         else ({}, []))
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
         theirs = theirs or {"bos_token_id": ends.bos, "eos_token_id": ends.as_json(),
-                            "pad_token_id": None}       # else the class's, beyond a small vocabulary
+                            "pad_token_id": None}       # else the class's default, which may exceed the vocabulary
         rows = folder.rows(family, model, parameter_paths(transformer), folder.prefixes_of(theirs, beside))
     parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes, whole=not beside)
     with new_folder.writing(target) as place:
@@ -73,7 +73,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
 
 
 def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array], layers, written: Files) -> None:
-    """rows: of one kind. layers: [(number, index in the leaves)]."""
+    """Write the tensors of rows of one kind. layers: [(number of the layer, its index in the leaves)]."""
     program, before = _program(rows[0], leaves, written.dtype), None
     for (layer, index), row in itertools.product(layers, rows):
         # Overlap: write the previous tensor while this one is gathered; at most one in flight.
@@ -86,7 +86,8 @@ def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array], layers, w
 
 
 def _put(row: folder.WeightRow, layer: int | None, array: jax.Array, written: Files) -> None:
-    """Write a row's tensor, its part of one, or the several that it is stored as."""
+    """Write the tensor of a row. The row may be one of several parts of a stored tensor, or be stored as several
+    tensors."""
     begin, tensors = 0, row.tensors(layer)
     for name, shape in tensors.items():
         if len(tensors) == 1:
@@ -97,7 +98,7 @@ def _put(row: folder.WeightRow, layer: int | None, array: jax.Array, written: Fi
 
 
 def _program(row: folder.WeightRow, leaves: list[jax.Array], dtype: np.dtype):
-    """Jitted (leaves, layer, expert) -> the row's tensor, replicated on every device."""
+    """Return a jitted function (leaves, layer, expert) -> the row's tensor, replicated on every device."""
     mesh, num_shards = leaves[0].sharding.mesh, [layer_shards(leaf) if row.stacked else 1 for leaf in leaves]
 
     def gather(leaves, layer, expert):
@@ -112,13 +113,13 @@ def _program(row: folder.WeightRow, leaves: list[jax.Array], dtype: np.dtype):
 
 
 def layer_shards(leaf: jax.Array) -> int:
-    """Number of shards of a stack's layer dim."""
+    """Return the number of shards of a stack's layer dim."""
     return leaf.shape[0] // leaf.sharding.shard_shape(leaf.shape)[0]
 
 
 def layer_of(leaf, layer, num_shards: int, dtype: np.dtype):
-    """One layer of a stack, cast. If stages hold the layers, an all-reduce of its bits moves one layer; an index would
-    gather the stack."""
+    """Return one layer of a stack, cast to `dtype`. If stages hold the layers, an all-reduce of the layer's bits moves
+    only that layer; indexing would gather the whole stack."""
     if num_shards == 1:
         return jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False).astype(dtype)
     each = leaf.shape[0] // num_shards
@@ -130,8 +131,8 @@ def layer_of(leaf, layer, num_shards: int, dtype: np.dtype):
 
 
 class Files:
-    """The files of an export; this process writes every N-th. Errors are raised at the end: until then the others need
-    this process to gather."""
+    """The files of an export. Each process writes every N-th file, with N processes. `close` raises the errors: until
+    then the other processes need this one for every gather."""
 
     def __init__(self, place: Path, parts: Mapping[str, Mapping[str, tuple[int, ...]]], kind: str):
         self.dtype, self.size, self.failed = safetensors.DTYPES[kind], 0, None
@@ -148,7 +149,7 @@ class Files:
         self._write(self.open[path.name], text, 0)
 
     def put(self, tensor: str, array: jax.Array, part: int = 0) -> None:
-        """Write a tensor, or that of its equal parts."""
+        """Write a tensor, or part number `part` of a tensor that is written in equal parts."""
         if tensor in self.at and not self.failed:
             name, begin = self.at[tensor]
             numbers = np.ascontiguousarray(array.addressable_data(0))
@@ -169,7 +170,8 @@ class Files:
             self.failed = self.failed or error
 
     def close(self) -> None:
-        """All processes call it. Raises: CheckpointError, in every process, if one could not write its files."""
+        """Sync and close the files. All processes call it. Raises: CheckpointError, in every process, if any process
+        could not write its files."""
         for file in self.open.values():
             self._try(lambda: os.fsync(file.fileno()))
             self._try(file.close)
@@ -181,7 +183,8 @@ class Files:
 
 def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_bytes: int,
            whole: bool) -> dict[str, dict[str, tuple[int, ...]]]:
-    """File -> tensor -> shape: tensors before, in and after the layers; none is split. whole: there are no others."""
+    """Return file -> tensor -> shape. The order is: tensors before, in and after the layers; no tensor is split over
+    files. whole: the folder has no other weight files."""
     first, *last = ({row.name: row.shape} for row in rows if not row.stacked)
     layers = (row.tensors(layer) for layer in range(num_layers) for row in rows if layer in row.layers)
     files, size = [{}], 0
@@ -197,7 +200,7 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
 
 
 def write_companions(place: Path, source: Path | None, data: Mapping, names: Sequence[str]) -> None:
-    """Write the files of these names that `source` has, else the tokenizer of [data], and the chat template that the
+    """Write the files of these names that `source` has, else the tokenizer of [data]; then the chat template that the
     run was trained with. Raises: ValueError."""
     home = None
     if source:

@@ -1,8 +1,8 @@
 """checkpoint.export: exports the weights of saved steps to run.dir/export/STEP.
 
-A failed export is reported, leaves nothing behind and stops nothing. It is repeated from its checkpoint with the next
-export, at the end of the run, or when the finished run is started again. With "every", checkpoints still to be
-exported may outlast checkpoint.keep.
+A failed export is reported and leaves no files; training continues. It is repeated from its checkpoint with the next
+export, at the end of the run, or when the finished run is started again. With "every", checkpoints that are still to be
+exported may be kept longer than checkpoint.keep says.
 """
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from meshtrain.storage import addresses, mirror, stores
 from meshtrain.storage.addresses import Address, StorageError
 
 class Exports:
-    """The exports of one run. All processes make the same calls. wanted: its parameters as jax.ShapeDtypeStruct with
-    shardings. Raises: ConfigError if the model cannot be exported."""
+    """The exports of one run. All processes make the same calls. wanted: the run's parameters as jax.ShapeDtypeStruct
+    with shardings. Raises: ConfigError if the model cannot be exported."""
 
     def __init__(self, run: Run, transformer: Transformer, checkpoints: SharedCheckpoints, wanted: dict):
         self.run, self.transformer, self.checkpoints = run, transformer, checkpoints
         self.wanted, self.directory = leaves_of(wanted), mirror.directory(run.run.dir)
         self.place, self._of_adapters = place_of(run.run.dir), run.lora.export == "adapters"
-        self.failed: dict[int, str] = {}     # step -> reason, of exports not made yet
+        self.failed: dict[int, str] = {}     # step -> why its export failed; made ones are removed
         with user_errors("run.dir: "):
             agree.on_first(self._clean)
         checkpoints.is_needed = lambda step: run.checkpoint.export == "every" and not self._exists(step)
@@ -45,14 +45,14 @@ class Exports:
                 agree.on_first(self._check)
 
     def due(self, step: int, ending: bool) -> bool:
-        """Whether to export a step. ending: training ends with it, perhaps early."""
+        """Return whether to export a step. ending: training ends with this step, perhaps early."""
         if self.run.checkpoint.export == "every":
             return ending or self.checkpoints.due(step)
         return self.run.checkpoint.export == "last" and step == self.run.training.steps
 
     def make(self, step: int, params: dict, of: Ends) -> dict:
-        """Export the parameters of a step, then missing earlier ones; return no metrics. params: of the run's state,
-        adapters included. of: what ends the run's answers."""
+        """Export the parameters of a step, then missing exports of earlier steps; return an empty dict of metrics.
+        params: of the run's state, adapters included. of: the run's stop tokens."""
         if not self._is_exported(step):
             leaves = leaves_of(params)
             leaf = leaves.get if self._of_adapters else adapters.leaf(self.transformer, leaves)
@@ -61,7 +61,8 @@ class Exports:
         return {}
 
     def finish(self) -> str:
-        """Export missing saved steps at the end of the run; describe those not made (empty: none)."""
+        """Make missing exports of saved steps at the end of the run. Return why others could not be made; empty: none.
+        """
         if self.run.checkpoint.export == "off":
             return ""
         self._make_saved({*self.failed, *self._due()})
@@ -69,12 +70,12 @@ class Exports:
                          for step, why in sorted(self.failed.items()))
 
     def _due(self) -> list[int]:
-        """The saved steps that have an export, or need one."""
+        """Return the saved steps that should have an export."""
         saved = self.checkpoints.steps()
         return saved if self.run.checkpoint.export == "every" else saved[-1:]
 
     def _make_saved(self, steps: set[int]) -> None:
-        """Export steps from their checkpoints, as far as these exist."""
+        """Export steps from their checkpoints. A step whose checkpoint is gone stays in `failed`."""
         saved = self.checkpoints.steps() if steps else []
         for step in sorted(steps):
             if self._is_exported(step):
@@ -105,7 +106,8 @@ class Exports:
                          shard_bytes=export.SHARD_BYTES, data=data, ends=of, source=source)
 
     def _try(self, step: int, write: Callable[[], None]) -> None:
-        """Report an error common to all processes and keep it in `failed`."""
+        """Call write(). An error that all processes share is reported and kept in `failed`; any other error is raised.
+        """
         try:
             write()
             self.failed.pop(step, None)
@@ -118,21 +120,22 @@ class Exports:
                         "the export is tried again")
 
     def _discard_half(self, step: int) -> None:
-        with contextlib.suppress(OSError, StorageError):    # told by the write that follows
+        with contextlib.suppress(OSError, StorageError):    # the write that follows reports it
             new_folder.discard_half(self.place / str(step))
 
     def _is_exported(self, step: int) -> bool:
         return agree.on_first(lambda: self._exists(step))
 
     def _exists(self, step: int) -> bool:
-        """Whether the export exists; no if the file system fails, which the following write then reports."""
+        """Return whether the export exists. False if the file system fails; the write that follows reports the failure.
+        """
         try:
             return new_folder.exists(self.place / str(step))
         except (OSError, StorageError):
             return False
 
     def _clean(self) -> None:
-        """Remove leftovers of killed starts; only this start uses the run's directory."""
+        """Remove leftovers of killed starts. No other start uses the run's directory."""
         if isinstance(self.place, Address):
             for step in _steps(self.place):
                 new_folder.discard_half(self.place / str(step))
@@ -141,7 +144,7 @@ class Exports:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _check(self) -> None:
-        """Raises: ValueError, before training, if no Hugging Face family computes the model."""
+        """Check before training that a Hugging Face family computes the model. Raises: ValueError if none does."""
         source = next(filter(folder.is_one,
                              folder.companions_of(self.run.run.dir, self.run.checkpoint.init_from)), None)
         model = self.transformer.cfg
@@ -153,18 +156,18 @@ GONE = "; and its checkpoint is no longer there"
 
 
 def kept(run_dir: Path) -> Path | None:
-    """Companion files of the weights that a run started from."""
+    """Return the directory of companion files of the weights that a run started from; None if there is none."""
     companions = run_dir / folder.KEPT
     return companions if agree.on_first(lambda: files.is_file(companions / settings.CONFIG)) else None
 
 
 def place_of(run_dir: str) -> new_folder.Target:
-    """The place of a run's exports."""
+    """Return the directory or address of a run's exports."""
     return (addresses.parse(run_dir) if addresses.is_remote(run_dir) else Path(run_dir)) / contents.EXPORT
 
 
 def _steps(place: new_folder.Target) -> list[int]:
-    """The names of the folders there. Raises: StorageError, OSError."""
+    """Return the exported steps in `place`, sorted. Raises: StorageError, OSError."""
     if isinstance(place, Address):
         names = stores.children(place)[1]
     else:
@@ -173,8 +176,8 @@ def _steps(place: new_folder.Target) -> list[int]:
 
 
 def set_aside_after(run_dir: str, step: int) -> list[str]:
-    """In process 0: rename the exports of steps later than `step`, from which a run resumes; return their new names.
-    Raises: ConfigError, files.FileSystemError."""
+    """Rename the exports of steps later than `step`; return their new names. Process 0 calls it before a run resumes
+    from `step`. Raises: ConfigError, files.FileSystemError."""
     place = place_of(run_dir)
     with user_errors():
         return files.attempted(

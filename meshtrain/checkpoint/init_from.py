@@ -1,8 +1,8 @@
 """checkpoint.init_from: initializes a run from another run's checkpoint.
 
-Adapters are kept if both runs have the same [lora], else merged. A run with experts may start from a dense one: every
-expert is the layer's MLP, the router is freshly initialized. With normalized weights and no noise the model initially
-equals the dense one. Source: arXiv:2212.05055.
+Adapters are kept if both runs have the same [lora], else merged. A run with experts may start from a dense run: each
+expert is a copy of the layer's MLP, and the router is freshly initialized. With normalized weights and no noise the
+model initially equals the dense one. Source: arXiv:2212.05055.
 """
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DENSE = dict(num_experts=0, shared_expert_dim=0, mlps="d")
 
 
 def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes: State, fresh: State) -> State:
-    """The initial state of a run with another run's weights. shapes: of the state, with shardings. fresh: the
-    initialized state.
+    """Return the initial state of a run, with another run's weights. layout, mesh: of the new run. shapes: its state as
+    jax.ShapeDtypeStruct with shardings. fresh: its initialized state.
 
     Raises: ConfigError if the checkpoint is missing or does not fit; as `Checkpoints.restore`.
     """
@@ -37,16 +37,16 @@ def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes
         upcycles = bool(run.model.num_experts) and not source.run["model"].get("num_experts")
         if upcycles and not run.lora.rank:
             if asks_state:
-                raise ValueError(f"{where} has no experts, whose state checkpoint.init_optimizer=true asks for; leave "
-                                 f"it out")
+                raise ValueError(f"{where} has no experts, so checkpoint.init_optimizer=true finds no state for them; "
+                                 f"leave it out")
             upcycled_params = upcycled(run, layout, mesh, source, fresh.params)
-            say.out(f"weights from step {source.step} of {where}, every expert starts as its MLP")
+            say.out(f"weights from step {source.step} of {where}; every expert starts as a copy of its layer's MLP")
             return State(fresh.step, upcycled_params, fresh.opt_state)
         if (source_lora or run.lora.rank) and config.Lora(**source_lora) != run.lora:
             if asks_state:
                 raise ValueError(f"{where} trained other parameters ({adapters.described(source_lora)}) than this run "
-                                 f"({adapters.described(run.lora.model_dump())}), and checkpoint.init_optimizer=true "
-                                 f"asks for their state; leave it out")
+                                 f"({adapters.described(run.lora.model_dump())}), so checkpoint.init_optimizer=true "
+                                 f"finds no state for these; leave it out")
             trained, _ = model.divided(fresh.params) if run.lora.rank else ({}, {})
             _, wanted = model.divided(shapes.params) if run.lora.rank else ({}, shapes.params)
             restored = {"params": params.joined(trained, adapters.restore(source, wanted))}
@@ -59,28 +59,28 @@ def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes
 
 
 def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
-    """Parameters of a run with experts, from a dense run's. layout, mesh: of the new run; fresh: its initialized
-    parameters.
+    """Return the parameters of a run with experts, initialized from a dense run's checkpoint. layout, mesh: of the new
+    run. fresh: its initialized parameters.
 
     Raises: ValueError if the dense MLPs do not match the experts; as `Checkpoints.restore`.
     """
     cfg, source_model = run.model, source.run["model"]
     width, activation = source_model["mlp_dim"], source_model.get("activation", cfg.activation)
     if activation != cfg.activation:
-        raise ValueError(f'model.activation="{cfg.activation}": the dense run has MLPs of "{activation}", with which '
-                         f'experts start; use it too')
+        raise ValueError(f'model.activation="{cfg.activation}": experts start as copies of the dense MLPs, which have '
+                         f'"{activation}"; use "{activation}"')
     if source_model.get("mlp_bias"):
         raise ValueError("the MLPs of the dense run have biases (model.mlp_bias=true), which experts cannot use; "
                          "start from a run without them")
     wrong = [f"model.{key}={have}" for key, have in (("expert_mlp_dim", cfg.expert_mlp_dim), ("mlp_dim", cfg.mlp_dim))
              if have != width and (key == "expert_mlp_dim" or pattern.share(cfg, mlps="d"))]
     if wrong:
-        raise ValueError(f"{' and '.join(wrong)}: the dense run has MLPs of model.mlp_dim={width}, as which experts "
-                         f"start; use {width}")
+        raise ValueError(f"{' and '.join(wrong)}: experts start as copies of the dense MLPs, which have "
+                         f"model.mlp_dim={width}; use {width}")
     first = pattern.leading(cfg)
     if len(set(pattern.kinds(cfg))) > 1 + bool(first):
-        raise ValueError(f'model.mixers="{cfg.mixers}" and mlps="{cfg.mlps}": experts cannot start from layers of '
-                         f"several kinds; leave the patterns out")
+        raise ValueError(f'model.mixers="{cfg.mixers}" and model.mlps="{cfg.mlps}": experts cannot start from a dense '
+                         f"run if the layers are of several kinds; leave the patterns out")
     dense = transformer.build(cfg.model_copy(update=DENSE | {"mlp_dim": width}))
     wanted = state.stored(dense, layout, mesh)
     restored = leaves_of(adapters.restore(source, wanted))

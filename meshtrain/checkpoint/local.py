@@ -1,16 +1,16 @@
 """Local (per-host) checkpoints: every few steps each process saves its own shards on its host, on disk or in memory.
 
-    <local_dir>/<run>/process-<index>/<step>/   shards: bytes of `pieces`; index.json: run and index, with a checksum
+    <local_dir>/<run>/process-<index>/<step>/   shards: bytes of `pieces`; index.json: metadata and index, checksummed
     <local_dir>/<run>/process-<index>/.saving/  being written
 
-Of several hosts each also has the files of another (`partner`), from which a host that was replaced gets its own back.
-A local checkpoint is used if every process then finds on its host all the pieces that it needs, of one step and one
-start, newer than the shared checkpoint, with matching checksums; else the shared one, with a line that says why.
-run.dir/local.json names the start whose pieces are valid: those of other runs or discarded steps are never used. Mesh
-and process count may change if the pieces are on the host. Source: Gemini's in-memory checkpoints (SOSP 2023). This
-module knows no model.
+With several hosts, each host also keeps the files of another host (`partner`); a replaced host fetches its files from
+there. A local checkpoint is used if every process finds all the pieces that it needs on its host. They must be of one
+step and one start, newer than the shared checkpoint, and have matching checksums. Otherwise the shared checkpoint is
+used, and a line says why. run.dir/local.json names the start whose pieces are valid: pieces of other runs or of
+discarded steps are never used. Mesh and process count may change if the pieces are on the host. Source: Gemini's
+in-memory checkpoints (SOSP 2023). This module knows no model.
 
-A run in a bucket saves here, too, while the bucket takes no checkpoint (`SharedCheckpoints.fallback`).
+A run in a bucket also saves here while the bucket accepts no checkpoint (`SharedCheckpoints.fallback`).
 """
 from __future__ import annotations
 
@@ -38,21 +38,24 @@ from meshtrain.config import ConfigError
 from meshtrain.run import say, trees
 
 LINEAGE, INDEX, SHARDS = "local.json", "index.json", "shards"
-LOCAL_FORMAT = 2        # of the index; others are refused: local checkpoints outlast no update
+LOCAL_FORMAT = 2        # version of index.json; other versions are refused
 AT_ONCE = 4             # threads that read pieces
 
 
 class _Part(NamedTuple):
-    """One process's files of a step, on this host. index: what index.json has."""
+    """One process's files of a step on this host. index: the content of index.json."""
     process: int
     step: int
     index: dict
 
 
 class LocalCheckpoints(Store):
-    """The local checkpoints of one run. All processes make the same calls. Without a directory it saves and finds
-    nothing. fallback: a directory of this run alone, used where there is no local_dir; nothing is due there. Raises:
-    ConfigError, in every process, if one cannot write to local_dir."""
+    """The local checkpoints of one run. All processes make the same calls.
+
+    local_dir: a directory that every host has. every: steps between its saves. fallback: a directory of this run alone,
+    used if local_dir is empty; regular saves are not due there. Without either, nothing is saved or found. Raises:
+    ConfigError, in every process, if one cannot write to local_dir.
+    """
 
     def __init__(self, local_dir: str, every: int, run_dir: Path, tell: Callable[[str], None] = say.err,
                  fallback: Path | None = None):
@@ -73,7 +76,7 @@ class LocalCheckpoints(Store):
             self._meet()
 
     def _meet(self) -> None:
-        """Finds this process's partner; each process tells the others where it may be reached."""
+        """Choose this process's partner and exchange the addresses of all processes."""
         hosts = agree.exchange(agree.everywhere(lambda: partner.host_of(self._root)))
         if (other := partner.partner_of(hosts, jax.process_index())) is None:
             return
@@ -84,8 +87,9 @@ class LocalCheckpoints(Store):
         self._partner = other
 
     def newest(self, after: int, wanted: Any) -> Saved | None:
-        """The newest step after `after` that can be restored onto `wanted`; None if there is none. wanted: a pytree of
-        jax.ShapeDtypeStruct with shardings. Every process reads its pieces; all return the same decision."""
+        """Return the newest step after `after` that can be restored onto `wanted`; None if there is none. wanted: a
+        pytree of jax.ShapeDtypeStruct with shardings. Every process reads its pieces; all processes return the same
+        step."""
         self._join()
         self._fetch_missing(after)
         found = collections.defaultdict(list)
@@ -105,7 +109,7 @@ class LocalCheckpoints(Store):
         return None
 
     def _fetch_missing(self, after: int) -> None:
-        """Gets this process's files of the newest step that all processes' files exist of, on whatever host."""
+        """Fetch this process's files of the newest step for which some host has the files of every process."""
         if agree.exchange(self._exchange is None)[0]:
             return
         held = agree.exchange([[part.process, part.step] for part in self._parts() if part.step > after])
@@ -117,26 +121,27 @@ class LocalCheckpoints(Store):
         other, step = where[me, max(whole)], max(whole)
         try:
             self._exchange.fetch(self._at[other], me, step)
-            self.tell(f"{self.name}: process {me} has its part of step {step} from process {other}, whose "
+            self.tell(f"{self.name}: process {me} fetched its part of step {step} from process {other}, whose "
                       f"host kept a copy")
         except OSError as error:
             self.tell(f"{self.name}: the copy of step {step} that process {other} keeps cannot be fetched "
                       f"({files.said(error)})")
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
-        """Restore arrays of a step found by `newest` to the shardings of `wanted`, which may be a part of them."""
+        """Restore arrays of a step that `newest` has returned, with the shardings of `wanted`. `wanted` may lack arrays
+        of the step. Raises: FileSystemError if a piece cannot be read."""
         try:
             used, stored = self._used[step]
             if wider := [name for name, form in forms(wanted).items() if widens(stored[name], form)]:
                 tell_widened(f"step {step} in {self._home()}", wider)
             return pieces.restore(wanted, used, stored, self._read, AT_ONCE)
         except (KeyError, OSError, DamagedPiece, ValueError):
-            raise files.FileSystemError(f"{self.name}: step {step} in {self._home()}, whose checksums have just held, "
-                                        f"cannot be read any more; check the file system and start again") from None
+            raise files.FileSystemError(f"{self.name}: step {step} in {self._home()} cannot be read, although its "
+                                        f"checksums have just matched; check the file system and start again") from None
 
     def begin(self, step: int, used: bool) -> None:
-        """Training is about to continue after `step`: from now on only this start's checkpoints are valid and, if
-        `used`, the one it resumed from. All others of this run are removed."""
+        """Set which local checkpoints are valid, before training continues after `step`: those of this start and, if
+        `used`, the one of `step` that it resumed from. All others of this run are removed."""
         self._join()
         lineage = self._lineage
         if lineage is None and self._root is None:
@@ -160,15 +165,15 @@ class LocalCheckpoints(Store):
         self._remove(lambda other: not used or other != step)
         for place in self._places(".coming-*"):
             files.remove(place)
-        if self._fallback is not None:      # of runs that had this place before
+        if self._fallback is not None:      # of runs that used this directory before
             for place in self._fallback.glob("*"):
                 if place != self._home():
                     files.remove(place)
 
     def save(self, step: int, state: Any, metadata: dict) -> float:
-        """Start saving this process's shards of `state` and `metadata` (JSON); return the seconds blocked, for the
-        copy to the host. The previous step is removed once all processes have this one. The first failure is reported;
-        none stops training."""
+        """Start saving this process's shards of `state` and `metadata` (JSON); return the seconds that the copy to the
+        host blocked. The previous step is removed when all processes have saved this one. A failure never stops
+        training; the same failure is reported once."""
         began = time.perf_counter()
         self._settle()
         self._started = step
@@ -179,20 +184,21 @@ class LocalCheckpoints(Store):
         return time.perf_counter() - began
 
     def last(self) -> int:
-        """The newest step that every process has kept, or that `newest` has found; 0: none. Waits for a save in
-        progress."""
+        """Return the newest step that every process has saved, or that `newest` has returned; 0: none. Waits for a save
+        in progress."""
         self._settle()
         return self._whole
 
     def forget(self) -> None:
-        """Remove all local checkpoints of this run: a shared one is newer."""
+        """Remove all local checkpoints of this run, because a shared checkpoint is newer."""
         self._join()
         if self._lineage is not None and self._root is not None:
             agree.exchange(None)        # barrier: no process is writing
             files.remove(self._home())
 
     def _settle(self) -> None:
-        """Process the last save's result in all processes."""
+        """Wait for the last save and agree on its result. Remove older steps if it succeeded everywhere, else report it
+        and remove its files."""
         self._join()
         failures = agree.exchange(self._failure)
         bad = [f"process {index}: {text}" for index, text in enumerate(failures) if text]
@@ -203,8 +209,8 @@ class LocalCheckpoints(Store):
             self._remove(lambda step: step < self._whole)
             return
         if (message := "; ".join(bad[:4])) != self._reported and jax.process_index() == 0:
-            self.tell(f"step {self._started} is not kept in {self.name} ({message}); training continues, with "
-                      f"what was kept before")
+            self.tell(f"step {self._started} is not saved in {self.name} ({message}); training continues, and the "
+                      f"step saved before is kept")
         self._reported, self._failure = message, ""
         self._remove(lambda step: step == self._started)
 
@@ -228,8 +234,8 @@ class LocalCheckpoints(Store):
                 self._exchange.send(self._at[self._partner], jax.process_index(), step)
             except OSError as error:
                 self._without = files.said(error)
-                self.tell(f"{self.name}: process {self._partner} does not get the copies of process "
-                          f"{jax.process_index()} any more ({self._without}); training continues without them")
+                self.tell(f"{self.name}: process {jax.process_index()} cannot send copies to process "
+                          f"{self._partner} ({self._without}); training continues without them")
 
     def _home(self) -> Path:
         return self._root / self._lineage["run"]
@@ -241,8 +247,8 @@ class LocalCheckpoints(Store):
         return self._home() / f"process-{jax.process_index()}"
 
     def _read_lineage(self) -> dict | None:
-        """In process 0: identify the run and start. A copied or moved run.dir is another run; a linked one is the
-        same."""
+        """Return the content of local.json, which identifies the run and its start; None if it is missing or invalid.
+        Process 0 calls it. A copied or moved run.dir counts as another run, a linked one as the same run."""
         try:
             lineage = json.loads(files.patiently(lambda: self._lineage_file.read_text(encoding="utf-8")))
             here = Path(lineage["at"]).resolve() == self._lineage_file.parent.resolve()
@@ -267,11 +273,11 @@ class LocalCheckpoints(Store):
                         ConfigError)
 
     def _places(self, pattern: str) -> Iterator[Path]:
-        """The local files of the run on this host, of any process."""
+        """Return the paths that match `pattern` in the run's directory of each process on this host."""
         return iter(()) if self._root is None or self._lineage is None else self._home().glob(f"process-*/{pattern}")
 
     def _parts(self) -> list[_Part]:
-        """The parts of the valid start on this host. Unreadable parts are ignored."""
+        """Return the parts on this host that belong to the valid start. Unreadable parts are left out."""
         found = []
         for place in self._places("*"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -288,21 +294,21 @@ class LocalCheckpoints(Store):
             return files.patiently(lambda: os.pread(file.fileno(), stop - start, start))
 
     def _fault(self, step: int, parts: list[_Part], wanted: Any) -> str:
-        """Why this process cannot restore from the pieces on its host; empty if it can. Reads the pieces that it needs:
-        its own, and those of others that it lacks."""
+        """Return why this process cannot restore from the pieces on its host; empty if it can. Reads the pieces that
+        its devices need: its own, then those of other processes."""
         if not parts:
-            return "it has no part of it"
+            return "its host has no files of this step"
         used, damaged = {}, ""
         for part in sorted(parts, key=lambda part: part.process != jax.process_index()):
             if part.index.get("format") != LOCAL_FORMAT:
-                return "another version of meshtrain has written it"
+                return "another version of meshtrain has written its files"
             stored, held = pieces.forms_of(part.index), pieces.pieces_of(part.index, f"process-{part.process}/{step}/")
             for name, form in forms(wanted).items():
                 if stored.get(name) != form and not widens(stored.get(name), form):
-                    return f"its {name} has another form"
+                    return f"its {name} has another shape or dtype"
             for name, leaf in trees.leaves_of(wanted).items():
                 of = used.setdefault(name, {})
-                for piece in pieces.select_needed(held[name], leaf):       # those of one step are equal or disjoint
+                for piece in pieces.select_needed(held[name], leaf):       # pieces of a step are equal or disjoint
                     if piece.region not in of:
                         try:
                             pieces.fetch(piece, stored[name][1], self._read)
@@ -312,12 +318,12 @@ class LocalCheckpoints(Store):
         for name, leaf in trees.leaves_of(wanted).items():
             for asked in pieces.asked_of(leaf):
                 if sum(pieces.volume(pieces.intersection(one, asked)) for one in used[name]) != pieces.volume(asked):
-                    return damaged or f"not all of {name} that it needs is on its host"
+                    return damaged or f"a part of {name} that it needs is not on its host"
         self._used[step] = {name: list(of.values()) for name, of in used.items()}, stored
         return ""
 
     def _remove(self, doomed: Callable[[int], bool]) -> None:
-        """Remove steps of this run on this host, of any process."""
+        """Remove the steps of this run on this host for which doomed(step) is true, of all processes."""
         for place in self._places("*"):
             if place.name.isdecimal() and doomed(int(place.name)):
                 _delete(place)

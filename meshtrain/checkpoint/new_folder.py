@@ -1,4 +1,4 @@
-"""A model folder that is being written: in a directory or in a bucket it is there as a whole, or not at all."""
+"""Writes a model folder atomically: in a directory or a bucket it appears as a whole, or not at all."""
 from __future__ import annotations
 
 import contextlib
@@ -22,20 +22,21 @@ from meshtrain.storage import copies, stores
 from meshtrain.storage.addresses import Address, StorageError
 
 ADAPTERS = "adapter_config.json"
-MARKS = (settings.CONFIG, ADAPTERS)     # in a bucket the last object of a folder, without which it is none
-CLAIM = ".writing"          # in a bucket its first object, removed after the mark: a nonce of who writes the folder
-SCRATCH = "exports"         # in the directory of copies
+MARKS = (settings.CONFIG, ADAPTERS)     # in a bucket one of them is written last: without it a folder is incomplete
+CLAIM = ".writing"          # in a bucket the first object, removed after the mark is written: the writer's nonce
+SCRATCH = "exports"         # a folder in the directory of local copies
 Target = Path | Address
 Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
 def writing(target: Target) -> Iterator[Path]:
-    """Yield a temporary directory; at the end of the block its files become those of `target`, on failure none do.
+    """Yield a temporary directory. At the end of the block its files become those of `target`; after an exception, none
+    do.
 
-    All processes enter it together, and each writes files of its own. A second writer is refused: in a directory at
-    once, in a bucket at the latest before the mark. Raises: ConfigError if `target` is not free; CheckpointError, in
-    every process, on an error of the file system or the bucket.
+    All processes enter the block together, and each writes files of its own. A second writer is refused: in a directory
+    at once, in a bucket before the mark is written. Raises: ConfigError if `target` is not free; CheckpointError, in
+    every process, if the file system or the bucket fails.
     """
     with (_in_bucket(target) if isinstance(target, Address) else _in_directory(target)) as place:
         yield place
@@ -43,7 +44,7 @@ def writing(target: Target) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _in_directory(directory: Path) -> Iterator[Path]:
-    """It is renamed. Process 0 holds a lock."""
+    """Write into a temporary directory and rename it at the end of the block. Process 0 holds a lock and renames."""
     place = directory.with_name(f".{directory.name}.saving")
     with contextlib.ExitStack() as held:
         on_first(directory, lambda: held.enter_context(_locked_place(directory, place)))
@@ -58,7 +59,8 @@ def _in_directory(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _in_bucket(target: Address) -> Iterator[Path]:
-    """Process 0 claims the folder, each process creates its objects, then process 0 the mark."""
+    """Write into a local directory and upload its files at the end of the block. Process 0 claims the folder, each
+    process creates its objects, then process 0 creates the mark."""
     scratch = copies.named_home(SCRATCH, target) / f"process-{jax.process_index()}"
     nonce = agree.on_first(lambda: uuid.uuid4().hex)
 
@@ -114,21 +116,21 @@ def _in_bucket(target: Address) -> Iterator[Path]:
 def _check_free(target: Address) -> None:
     names, folders = stores.children(target)
     if names and not {*MARKS} & {*names}:
-        raise ConfigError(f"{target} has files and no {MARKS[0]}, as a writer that is at work or was killed leaves "
-                          f"them; remove them, or name another folder")
+        raise ConfigError(f"{target} has files and no {MARKS[0]}: another process is writing it, or was killed while "
+                          f"it did; remove the files, or name another folder")
     if names or folders:
         raise ConfigError(f"{target} is there already, and nothing is written over; name another folder")
 
 
 def exists(target: Target) -> bool:
-    """Whether a folder is there, as a whole. Raises: StorageError, OSError."""
+    """Return whether a folder exists as a whole. Raises: StorageError, OSError."""
     if isinstance(target, Address):
         return bool({*MARKS} & {*stores.children(target)[0]})
     return files.status(target) is not None
 
 
 def discard_half(target: Target) -> None:
-    """Remove the files of an unfinished folder in a bucket, as a killed writer leaves them. Raises: StorageError,
+    """Remove the files of an incomplete folder in a bucket, which a killed writer has left. Raises: StorageError,
     OSError."""
     if isinstance(target, Address) and not exists(target):
         stores.remove([one.address for one in stores.listed(target)])
@@ -142,7 +144,7 @@ def set_aside(target: Target) -> str:
     taken = stores.children(target.at(parent))[1]
     new = files.free_name(f"{name}.aside", lambda one: one in taken)
     found = sorted((one.address for one in stores.listed(target)), key=_is_mark)
-    for one in found:       # the mark last, and first to be removed
+    for one in found:       # the mark is copied last and removed first
         stores.copy(one, target.at(f"{parent}/{new}/{one.path.removeprefix(f'{target.path}/')}"))
     stores.remove([one for one in found if _is_mark(one)])
     stores.remove([one for one in found if not _is_mark(one)])
@@ -154,8 +156,8 @@ def _is_mark(address: Address) -> bool:
 
 
 def on_first(target: Target, act: Callable[[], Value]) -> Value:
-    """Call act() in process 0; return its value in every process. Raises: CheckpointError on an error of the file
-    system, or of a bucket that fails (elsewhere PeerError); ConfigError where the bucket refuses."""
+    """Call act() in process 0; return its value in every process. Raises: CheckpointError if the file system or the
+    bucket's server fails (PeerError in other processes); ConfigError if the bucket refuses a request."""
     return agree.on_first(lambda: _judge(target, act))
 
 
@@ -165,13 +167,14 @@ def _judge(target: Target, act: Callable[[], Value]) -> Value:
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {files.said(error)}") from error
     except StorageError as error:
-        with user_errors():     # credentials that are refused at a restart are no mistake
+        with user_errors():     # except credentials that are refused at a restart, which have expired
             raise error
 
 
 @contextlib.contextmanager
 def _locked_place(directory: Path, place: Path) -> Iterator[None]:
-    """In process 0: check that `directory` is free, make `place` empty, and lock both until the block ends."""
+    """Check that `directory` is free, empty `place`, and hold a lock on `directory` until the block ends. Process 0
+    calls it."""
     if files.status(directory) and not (files.is_dir(directory) and not any(directory.iterdir())):
         raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")
     with contextlib.ExitStack() as held:
@@ -191,8 +194,8 @@ def _locked_place(directory: Path, place: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(directory: Path, path: Path) -> Iterator[None]:
-    """Hold a lock file, removed afterwards; one left by a killed process is not locked. Without locks (Lustre without
-    `-o flock`) two writers are not detected."""
+    """Hold a lock file until the block ends, then remove it. A file that a killed process has left is not locked. On a
+    file system without locks (Lustre without `-o flock`) a second writer is not detected."""
     while True:
         with open(path, "a", encoding="utf-8") as lock:
             try:
@@ -204,7 +207,7 @@ def _locked(directory: Path, path: Path) -> Iterator[None]:
                 if error.errno not in NO_LOCKS:
                     raise
             with contextlib.suppress(FileNotFoundError):
-                # else its last holder has just removed it
+                # else the last holder has just removed the file: open it again
                 if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
                     try:
                         yield
@@ -216,5 +219,5 @@ def _locked(directory: Path, path: Path) -> Iterator[None]:
 
 def _name(place: Path, directory: Path) -> None:
     files.sync(place)
-    place.rename(directory)         # fails unless absent or an empty directory
+    place.rename(directory)         # fails unless `directory` is absent or empty
     files.sync(directory.parent)

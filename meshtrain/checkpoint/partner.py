@@ -1,9 +1,9 @@
-"""Copies of local checkpoints on another host, so that a lost host costs no more than a lost process.
+"""Copies local checkpoints to another host, so that a lost host costs no more than a lost process.
 
-Each process has a partner, the one in its place on the next host, and sends it its files over the network (TCP), in the
-background. A process whose host was replaced fetches its files from whoever holds them. Who connects shows a secret
-that only the processes of this start have. Source: Gemini's in-memory checkpoints (SOSP 2023). This module knows no
-array and no run.
+Each process has a partner: the process at the same position on the next host. It sends its files to the partner over
+TCP, in the background. A process whose host was replaced fetches its files from the process that holds them. A client
+sends a secret that only the processes of this start have. Source: Gemini's in-memory checkpoints (SOSP 2023). This
+module knows no array and no run.
 """
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ from pathlib import Path
 from meshtrain import files
 from meshtrain.run import say
 
-SILENCE_S = 30.0        # of the other side, after which a transfer is given up
-PAUSE_S = 1.0           # after an answer that could not begin
+SILENCE_S = 30.0        # a transfer fails after so long without data from the other side
+PAUSE_S = 1.0           # pause after an error, before the next connection is accepted
 SECRET_BYTES = 32
 LENGTH = struct.Struct(">Q")
 MOST_HEADER_BYTES = 1 << 16
-MOST_ADDRESSES = 16     # of one host
+MOST_ADDRESSES = 16     # tried for one host
 
 
 class TransferError(OSError):
-    """Files could not be sent or fetched. The message says to or from where, and why."""
+    """Files could not be sent or fetched. The message has the address and the reason."""
 
 
 def host_of(directory: Path) -> list:
-    """Equal in processes that see the same directory of the same host."""
+    """Return [host name, device, inode] of a directory. It is equal in processes that see the same directory on the
+    same host."""
     found = os.stat(directory)
     return [socket.gethostname(), found.st_dev, found.st_ino]
 
 
 def partner_of(hosts: Sequence[list], index: int) -> int | None:
-    """The process that keeps the files of process `index`; None where all are on one host. hosts: of each process."""
+    """Return the process that keeps the files of process `index`; None if all processes are on one host. hosts:
+    `host_of` for each process."""
     distinct = list(dict.fromkeys(map(tuple, hosts)))
     if len(distinct) < 2:
         return None
@@ -55,12 +57,12 @@ def partner_of(hosts: Sequence[list], index: int) -> int | None:
 
 
 def own_addresses(first: str = "") -> list[str]:
-    """Addresses by which other hosts may reach this one, the likeliest first: that of the interface which leads to the
-    host `first`, of process 0; of the default route; of all other interfaces. Those of loopback only where there is no
-    other: Debian gives a host's own name 127.0.1.1."""
+    """Return addresses by which other hosts may reach this one, the likeliest first: the interface that leads to the
+    host `first` (of process 0), the interface of the default route, then all others. Loopback addresses are returned
+    only if there are no others: Debian maps a host's own name to 127.0.1.1."""
     found = [address for host in (first, "192.0.2.1", "2001:db8::1") if host for address in _towards(host)]
     found += _of_interfaces()
-    # IPv6's link-local addresses mean nothing without an interface of the other host's.
+    # An IPv6 link-local address is of no use without the name of the other host's interface.
     usable = [address for address in dict.fromkeys(found) if not (":" in address and
                                                                   ipaddress.ip_address(address).is_link_local)]
     far = [address for address in usable if not ipaddress.ip_address(address).is_loopback]
@@ -68,7 +70,7 @@ def own_addresses(first: str = "") -> list[str]:
 
 
 def _towards(host: str) -> list[str]:
-    """This host's addresses of the interfaces by which it would reach `host`; nothing is sent."""
+    """Return this host's addresses on the interfaces that lead to `host`. Nothing is sent."""
     found = []
     with contextlib.suppress(OSError, UnicodeError):
         for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
@@ -79,7 +81,7 @@ def _towards(host: str) -> list[str]:
 
 
 def _of_interfaces() -> list[str]:
-    """The addresses of this host's interfaces, those of IPv4 before those of IPv6. Linux only."""
+    """Return the addresses of this host's interfaces, IPv4 before IPv6. Linux only."""
     found = []
     with contextlib.suppress(OSError):
         found += re.findall(r"-- (\S+)\n.*/32 host LOCAL", Path("/proc/net/fib_trie").read_text(encoding="ascii"))
@@ -89,10 +91,12 @@ def _of_interfaces() -> list[str]:
 
 
 class Exchange:
-    """Takes and gives files of local checkpoints. place: (process, step) -> the directory of its files on this host.
-    names: of the files in it, in the order in which they are written: the last makes it whole. secret: of this start.
-    first: the host of process 0. tell: gets each reason why an answer failed, once. at: [address, port] by which others
-    reach it.
+    """Sends, receives and serves files of local checkpoints.
+
+    place: (process, step) -> the directory of that process's files on this host. names: of the files in it, in the
+    order in which they are written; the directory is complete with the last one. secret: of this start, in hexadecimal.
+    first: the host of process 0. tell: receives each reason of a failed transfer once. at: list of [address, port] at
+    which this process listens.
     """
 
     def __init__(self, place: Callable[[int, int], Path], names: Sequence[str], secret: str, first: str = "",
@@ -104,18 +108,19 @@ class Exchange:
         self.at = [[address, self._listening.getsockname()[1]] for address in own_addresses(first)]
         threading.Thread(target=self._serve, daemon=True, name="partner").start()
 
-    # ---- asking ------------------------------------------------------------------------------------------------------
+    # ---- client ------------------------------------------------------------------------------------------------------
 
     def send(self, at: Sequence[list], process: int, step: int) -> None:
-        """Sends the files of this host's `process` to where they are kept, too. at: of the other side. Raises:
-        TransferError."""
+        """Send the files of `process` on this host to another process, which keeps a copy. at: the addresses of that
+        process. Raises: TransferError."""
         with self._asked(at, {"does": "keep", "process": process, "step": step}) as link:
             self._send(link, process, step)
             if _exactly(link, 1) != b"\1":
-                raise OSError("it could not keep them")
+                raise OSError("the other host could not keep the files")
 
     def fetch(self, at: Sequence[list], process: int, step: int) -> None:
-        """Brings the files of `process` to this host. Raises: TransferError."""
+        """Fetch the files of `process` to this host. at: the addresses of the process that has them. Raises:
+        TransferError."""
         with self._asked(at, {"does": "give", "process": process, "step": step}) as link:
             self._receive(link, process, step)
 
@@ -127,7 +132,7 @@ class Exchange:
                 link = socket.create_connection((address, port), SILENCE_S)
                 with link:
                     link.sendall(self.secret + LENGTH.pack(len(text := json.dumps(header).encode())) + text)
-                    # of several addresses one may be another host's
+                    # one of several addresses may belong to another host
                     if not hmac.compare_digest(_exactly(link, SECRET_BYTES), self.secret[::-1]):
                         raise OSError("another process answers there")
                     try:
@@ -141,7 +146,7 @@ class Exchange:
                 reasons.append(f"{address}:{port}: {files.said(error)}")
         raise TransferError("; ".join(reasons))
 
-    # ---- answering ---------------------------------------------------------------------------------------------------
+    # ---- server ------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while self._listening.fileno() >= 0:
@@ -172,13 +177,13 @@ class Exchange:
                     link.sendall(b"\1")
                 else:
                     self._send(link, process, step)
-        except (ConnectionError, TimeoutError):     # the other side tells it, or is a stranger
+        except (ConnectionError, TimeoutError):     # the other side reports it, or is no process of this run
             pass
         except Exception as error:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        """Tell a reason once; none after `close`."""
+        """Report a reason once; report nothing after `close`."""
         if (reason := files.said(error)) not in self._told and self._listening.fileno() >= 0:
             self._told.add(reason)
             self.tell(f"a copy of a local checkpoint is not exchanged with another host: {reason}; training continues")

@@ -1,9 +1,9 @@
 """Exports a run's adapters as a PEFT folder (adapter_model.safetensors, adapter_config.json, and the tokenizer's files
 with the chat template that the adapters learned), atomically.
 
-PEFT's lora_A is [rank, in] and lora_B [out, rank], named after the family's modules. For a fused module (Phi-3's
-qkv_proj, GPT-2's c_attn) the A's are concatenated and the B's block-diagonal: the same product, with the sum of the
-ranks. Written as `run.export` writes a model.
+PEFT's lora_A is [rank, in] and lora_B [out, rank], named after the family's modules. A fused module (Phi-3's qkv_proj,
+GPT-2's c_attn) gets the concatenated A's and the block-diagonal B's: the product is the same, and its rank is the sum
+of the ranks. The folder is written like that of a model, see `export`.
 """
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
 
     leaf: path of an adapter's A or B -> parameter; None if the projection has no adapter. base: name or path of the
     base model. data: the section [data] of the training. source: a folder that gives the model's family, and whose
-    tokenizer and templates are copied; None: made from the data. ends: what ended the answers, written where the folder
-    names others. Raises: as `export.write`.
+    tokenizer and templates are copied; None: they are made from `data`. ends: stop tokens of the model, written if the
+    folder names others. Raises: as `export.write`.
     """
     model, places, of = transformer.cfg, transformer.places(), transformer.lora
     with user_errors():
@@ -78,7 +78,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
 
 
 def _adapted(transformer: Transformer, row: folder.WeightRow) -> list[str]:
-    """The parameters of a row that have adapters."""
+    """Return the paths of a row's parameters that have adapters."""
     found = {info.name for info in transformer.parameters() if info.trainable}
     stacks = [transformer.places()[layer][0] for layer in row.layers][:1]
     return [path for stack in stacks for path in paths_of(row, stack)
@@ -90,23 +90,23 @@ def _path(kernel: str, name: str) -> str:
 
 
 def _shapes(row: folder.WeightRow, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of a row's lora_A and lora_B."""
+    """Return the shapes of a row's lora_A and lora_B."""
     inputs = row.shape[_inputs(row)]
     return (rank, inputs), (math.prod(row.shape) // inputs, rank)
 
 
 def _inputs(row: folder.WeightRow) -> int:
-    """The dim of theirs that is the input of a matrix: the one with the first of ours."""
+    """Return which dim of a stored matrix is its input: the one that contains the first dim of our parameter."""
     form = row.pieces[0].form
     return next(i for i, words in enumerate(form.theirs.dims) if form.ours.dims[0][0] in words)
 
 
 def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
-    """Jitted (leaves, layer) -> (lora_A, lora_B), replicated on every device. leaves: (A, B) or (None, None) per
-    parameter."""
+    """Return a jitted function (leaves, layer) -> (lora_A, lora_B), replicated on every device. leaves: (A, B) or
+    (None, None) per parameter."""
     arrays = jax.tree.leaves(leaves)
     num_shards = {export.layer_shards(array) for array in arrays}
-    assert len(num_shards) == 1, "all of a stack lie alike over the stages"
+    assert len(num_shards) == 1, "all parameters of a stack are sharded alike over the stages"
     one = lambda leaf, layer: export.layer_of(leaf, layer, min(num_shards), dtype)
     inputs = _inputs(row)
     first, *others = row.pieces[0].form.theirs.dims[inputs]
@@ -129,14 +129,15 @@ def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
 
 
 def _short(module: str, modules: list[str]) -> str:
-    """A module's short name, as PEFT's users write it; one component longer if ambiguous."""
+    """Return a module's short name, as PEFT's users write it; with one more component if the short name is ambiguous.
+    """
     last = module.rpartition(".")[2]
     return last if sum(other.rpartition(".")[2] == last for other in modules) == 1 else ".".join(module.split(".")[-2:])
 
 
 def _config(of, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
-    """Ranks other than lora.rank are written as patterns, with alphas that keep alpha / rank. A base of the hub has its
-    name there and its revision."""
+    """Return the content of adapter_config.json. Ranks other than lora.rank are written as patterns, with alphas that
+    keep alpha / rank. A base model from the hub is given by its name and revision."""
     revision = None
     if addresses.is_remote(base) and (parsed := addresses.parse(base)).scheme == addresses.HUB and not parsed.path:
         base, revision = parsed.home, parsed.revision or None

@@ -1,12 +1,12 @@
-"""Arrays cut into pieces: which process writes which, and arrays of any sharding put together from them again.
+"""Cuts arrays into pieces, decides which process writes which piece, and restores arrays of any sharding from pieces.
 
 A piece is a region of one array, cut along its first dims into at most PIECE_BYTES, so that another mesh reads little
-that it does not need. Pieces lie behind each other in objects: files, or what a bucket holds. An index, JSON, says
-where each is, with its checksum:
+that it does not need. Pieces are stored one after another in objects: files, or objects of a bucket. A JSON index has
+the location and checksum of each piece:
 
     {"arrays": {name: [shape, dtype]}, "objects": {name: bytes}, "pieces": [[array, region, object, offset, xxh3-64]]}
 
-This module knows no file and no bucket.
+This module does not know whether an object is a file.
 """
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ import xxhash
 from meshtrain.run import trees
 
 PIECE_BYTES = 64 << 20
-AHEAD_BYTES = 2 << 30       # read, or being read, before the arrays they are for
-Region = tuple[tuple[int, int], ...]        # [start, stop) along each dim; of a scalar: none
+AHEAD_BYTES = 2 << 30       # pieces are read ahead of the array that is being assembled, up to this size
+Region = tuple[tuple[int, int], ...]        # [start, stop) along each dim; empty for a scalar
 Read = Callable[[str, int, int], bytes]     # (object, start, stop)
 
 
@@ -48,7 +48,7 @@ def region_of(index: Sequence[slice], shape: Sequence[int]) -> Region:
 
 
 def intersection(a: Region, b: Region) -> Region | None:
-    """None if empty. Scalars have the empty region, of volume 1."""
+    """Return the intersection of two regions; None if it is empty. A scalar has the empty region, of volume 1."""
     both = tuple((max(lo, start), min(hi, stop)) for (lo, hi), (start, stop) in zip(a, b, strict=True))
     return None if any(lo >= hi for lo, hi in both) else both
 
@@ -70,7 +70,8 @@ def as_bytes(data: np.ndarray) -> memoryview:
 
 
 def cut(region: Region, itemsize: int, most: int = PIECE_BYTES) -> list[Region]:
-    """The region in order, cut along its first dims into at most `most` bytes each, one element at least."""
+    """Cut a region along its first dims into regions of at most `most` bytes, in order. A region has at least one
+    element."""
     if volume(region) * itemsize <= most or not region:
         return [region]
     (start, stop), *rest = region
@@ -82,8 +83,8 @@ def cut(region: Region, itemsize: int, most: int = PIECE_BYTES) -> list[Region]:
 
 
 def own(state: Any, *, copies: bool = False) -> Iterator[tuple[str, Region, np.ndarray]]:
-    """(array, region, data on the host) of the pieces that this process writes of a pytree of jax arrays. All processes
-    together have each element once; with `copies` each has all that lies on its devices."""
+    """Yield (array, region, data on the host) of the pieces of a pytree of jax arrays that this process writes. Each
+    element is written by one process. copies: yield everything on this process's devices instead."""
     me = jax.process_index()
     arrays = []
     for name, leaf in trees.leaves_of(state).items():
@@ -91,7 +92,7 @@ def own(state: Any, *, copies: bool = False) -> Iterator[tuple[str, Region, np.n
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
             holders[region_of(index, leaf.shape)].add(device.process_index)
         shards = {region_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
-        first = zlib.crc32(name.encode())      # small arrays have one piece: not all of them are process 0's
+        first = zlib.crc32(name.encode())      # a small array has one piece; this spreads them over the processes
         for region, data in shards.items():
             among = [me] if copies else sorted(holders[region])
             mine = [piece for number, piece in enumerate(cut(region, leaf.dtype.itemsize))
@@ -105,13 +106,14 @@ def own(state: Any, *, copies: bool = False) -> Iterator[tuple[str, Region, np.n
 
 
 def begin_index(state: Any) -> dict:
-    """The index of a pytree of arrays, without objects."""
+    """Return the index of a pytree of arrays, without objects."""
     arrays = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in trees.leaves_of(state).items()}
     return {"arrays": arrays, "objects": {}, "pieces": []}
 
 
 def lay_out(index: dict, name: str, some: Iterable[tuple[str, Region, np.ndarray]]) -> list[memoryview]:
-    """Add an object with these pieces of `own` to the index; return its bytes. Threads may share the index."""
+    """Add an object to the index; return the object's bytes. name: of the object. some: its pieces, as from `own`.
+    Threads may share the index."""
     content, offset = [], 0
     for array, region, data in some:
         content.append(as_bytes(data))
@@ -122,12 +124,12 @@ def lay_out(index: dict, name: str, some: Iterable[tuple[str, Region, np.ndarray
 
 
 def forms_of(index: dict) -> dict[str, tuple]:
-    """Array -> (shape, dtype)."""
+    """Return array -> (shape, dtype) of an index."""
     return {name: (tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype) in index["arrays"].items()}
 
 
 def pieces_of(index: dict, folder: str = "") -> dict[str, list[Piece]]:
-    """Array -> its pieces. folder: put before the names of objects."""
+    """Return array -> its pieces of an index. folder: a prefix for the names of objects."""
     found: dict[str, list[Piece]] = {name: [] for name in index["arrays"]}
     for name, region, *where, sum in index["pieces"]:
         found[name].append(Piece(tuple(map(tuple, region)), f"{folder}{where[0]}", where[1], sum))
@@ -135,22 +137,23 @@ def pieces_of(index: dict, folder: str = "") -> dict[str, list[Piece]]:
 
 
 def asked_of(leaf: jax.ShapeDtypeStruct) -> set[Region]:
-    """The regions of an array that lie on this process's devices."""
+    """Return the regions of an array that are on this process's devices."""
     return {region_of(index, leaf.shape)
             for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
 
 
 def select_needed(some: Iterable[Piece], leaf: jax.ShapeDtypeStruct) -> list[Piece]:
-    """The pieces of an array that this process's devices need."""
+    """Return the pieces of an array that this process's devices need."""
     asked = asked_of(leaf)
     return [piece for piece in some
             if any(intersection(piece.region, region) is not None for region in asked)]
 
 
 def fetch(piece: Piece, dtype: np.dtype, read: Read) -> np.ndarray:
-    """Raises: DamagedPiece; what `read` raises."""
+    """Read a piece, verify its checksum and return its data in the shape of its region. Raises: DamagedPiece; what
+    `read` raises."""
     size = volume(piece.region) * dtype.itemsize
-    for _ in range(2):      # once more where it was damaged on its way
+    for _ in range(2):      # a second read if the transfer damaged the first
         data = read(piece.object, piece.offset, piece.offset + size)
         if len(data) == size and xxhash.xxh3_64_hexdigest(data) == piece.sum:
             return np.frombuffer(data, dtype).reshape(shape_of(piece.region))
@@ -159,9 +162,9 @@ def fetch(piece: Piece, dtype: np.dtype, read: Read) -> np.ndarray:
 
 def restore(wanted: Any, pieces: Mapping[str, Sequence[Piece]], forms: Mapping[str, tuple], read: Read,
              at_once: int) -> Any:
-    """Arrays with the shardings and dtypes of `wanted`, a pytree of jax.ShapeDtypeStruct. forms: in which they are
-    stored. read: is called in several threads. Raises: DamagedPiece; ValueError where elements are missing; what `read`
-    raises."""
+    """Return arrays with the shardings and dtypes of `wanted`, a pytree of jax.ShapeDtypeStruct. pieces: array -> its
+    pieces. forms: array -> (shape, dtype), as stored. read: called in several threads. at_once: number of threads.
+    Raises: DamagedPiece; ValueError if elements are missing; what `read` raises."""
     leaves = [(trees.name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)]
     arrays = []
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
@@ -173,7 +176,7 @@ def restore(wanted: Any, pieces: Mapping[str, Sequence[Piece]], forms: Mapping[s
 
 
 def _arrays(leaves, pieces, forms, read, pool) -> Iterator[jax.Array]:
-    """One array after the other, while the pieces of those behind it come."""
+    """Yield the arrays in order; meanwhile the pieces of the following arrays are read."""
     waiting, ahead, rest = collections.deque(), 0, iter(leaves)
     while True:
         while ahead < AHEAD_BYTES and (more := next(rest, None)):
@@ -205,7 +208,7 @@ def _array(name: str, leaf: jax.ShapeDtypeStruct, found: Sequence[tuple[Region, 
 
 
 def batched(sizes: Sequence[int], most: int = PIECE_BYTES) -> Iterator[range]:
-    """Ranges of neighbours of at most `most` together, or of one that is larger."""
+    """Yield ranges of consecutive sizes whose sum is at most `most`. A larger size has a range of its own."""
     start = held = 0
     for number, size in enumerate(itertools.chain(sizes, [math.inf])):
         if number > start and held + size > most:

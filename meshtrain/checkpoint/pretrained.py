@@ -2,8 +2,8 @@
 
 Every device reads an equal, contiguous share of each tensor, in the file's dtype: each byte is read once. A compiled
 program per kind of tensor gathers, converts, casts and writes it into place. A host holds its devices' shares of one
-tensor, a device one whole tensor beside its parameters. Reading our shards directly would be strided: an eighth of a
-matrix's columns reads all of it from disk.
+tensor; a device holds one whole tensor besides its parameters. Devices do not read their shards directly, because such
+reads are strided: an eighth of a matrix's columns reads the whole matrix from disk.
 """
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from meshtrain.run import say, trees
 from meshtrain.storage.addresses import StorageError
 from meshtrain.units import counted
 
-E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)    # by code
+E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)    # code -> value
 
 
 def parameter_paths(transformer) -> folder.Paths:
-    """The paths of a Transformer's parameters, by layer."""
+    """Return the paths of a Transformer's parameters, by layer."""
     return folder.Paths.of([info.name for info in transformer.parameters()], transformer.places())
 
 
 def opened(run: Run, transformer) -> tuple[folder.Folder, list[folder.WeightRow]] | None:
-    """The model folder of checkpoint.init_from with its rows; None if it is not a model folder. Raises: ConfigError
-    with every fault of the folder."""
+    """Return the model folder of checkpoint.init_from and its rows; None if it is not a model folder. Raises:
+    ConfigError that lists every fault of the folder."""
     source = run.checkpoint.init_from
     if not source or not folder.is_one(source):
         return None
@@ -49,7 +49,7 @@ def opened(run: Run, transformer) -> tuple[folder.Folder, list[folder.WeightRow]
         raise ConfigError(f"checkpoint.step={run.checkpoint.step}: checkpoint.init_from={source} is a model folder, "
                           f"which has no steps; leave it out")
     with user_errors("checkpoint.init_from: "):
-        # Of several processes each reads its shares of every tensor: from a bucket no host needs all of it.
+        # Each of several processes reads its shares of every tensor, so no host copies the whole folder of a bucket.
         directory = folder.local(source, weights="copied" if jax.process_count() == 1 else "ranges", tell=say.out)
         found = folder.open_folder(directory)
         folder.companions(directory)        # checked now rather than after the compile
@@ -60,8 +60,8 @@ def load(found: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequenc
          params: dict) -> dict:
     """Return the parameters with the folder's values; `params` is donated.
 
-    places: of the layers, `Transformer.places`. params: nested dicts of arrays on one mesh, which give shape, dtype
-    and sharding. Raises: CheckpointError if a file fails.
+    places: stack and index of each layer, as `Transformer.places`. params: nested dicts of arrays on one mesh, which
+    give shape, dtype and sharding. Raises: CheckpointError if a file cannot be read.
     """
     leaves = trees.leaves_of(params)
     (mesh,) = {leaf.sharding.mesh for leaf in leaves.values()}
@@ -83,12 +83,13 @@ def load(found: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequenc
 
 
 def paths_of(row: folder.WeightRow, stack: str) -> list[str]:
-    """The paths of a row's parameters. stack: the stack of a layer's row."""
+    """Return the paths of a row's parameters. stack: path of the stack that has the layer, if the row is of layers."""
     return [stack + path.removeprefix(LAYERS) if row.stacked else path for path in row.paths]
 
 
 def keep_companions(run: Run, directory: Path) -> None:
-    """In process 0: copy config, tokenizer and templates of the weights (a folder or another run) to run.dir/hf."""
+    """Copy config, tokenizer and templates of the initial weights (of a model folder or another run) to run.dir/hf.
+    Process 0 copies."""
     source = folder.local(run.checkpoint.init_from)
     source = source if folder.is_one(source) else source / KEPT
     if run.checkpoint.init_from and source.is_dir():
@@ -98,7 +99,7 @@ def keep_companions(run: Run, directory: Path) -> None:
 def copy_companions(source: Path, target: Path, names: Sequence[str] = folder.COMPANIONS) -> None:
     """Copy a folder's companion files of these names to `target`, made if needed. Raises: ValueError.
 
-    The tensors beside those of the text model are one file among them: folder.CARRIED.
+    Tensors of the folder that the text model does not use are copied to one more file, folder.CARRIED.
     """
     found = {path.name: partial(shutil.copyfile, path) for path in folder.companions(source) if path.name in names}
     if folder.CARRIED in {*names} - found.keys() and (carried := folder.carried(source)):
@@ -114,7 +115,7 @@ def tell(found: folder.Folder) -> None:
     for note in found.notes:
         say.out(f"note: {note}")
     files = {entry.path for entry in found.entries.values()}
-    further = " (what predicts further tokens is not trained with the model)" if any(
+    further = " (modules that predict further tokens are not trained with the model)" if any(
         name.startswith(MTP) or ".layers." in name and name.startswith(found.family.prefix) and "visual" not in name
         for name in found.carried) else ""
     size = sum(entry.stop - entry.start for entry in found.entries.values())
@@ -125,7 +126,7 @@ def tell(found: folder.Folder) -> None:
 
 
 def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
-    """The elements of a tensor, padded to equal shares on all devices."""
+    """Return the elements of a tensor, flat and padded to equal shares on all devices."""
     count, num_shards = int(np.prod(entry.shape, dtype=np.int64)), sharding.mesh.size
     each = -(-count // num_shards)
     # jax has no float64 here.
@@ -142,7 +143,7 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
 
 
 def _whole(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
-    """A small tensor in float32, replicated; every process reads it."""
+    """Return a small tensor in float32, replicated; every process reads it."""
     numbers = _read(entry, 0, math.prod(entry.shape))
     if entry.dtype == "U8":     # exponents
         numbers = numbers.view(safetensors.READABLE["F8_E8M0"])
@@ -158,8 +159,8 @@ def _read(entry: safetensors.Entry, start: int, stop: int) -> np.ndarray:
 
 
 def _program(row: folder.WeightRow, stacks, mesh, block: tuple[int, int] | None):
-    """Jitted (stacks, shares of the row's tensor, index in the stacks, scales by block or None) -> stacks with the
-    tensor in place."""
+    """Return a jitted function (stacks, shares of the row's tensor, index in the stacks, scales by block or None) ->
+    stacks with the tensor in place."""
     count, shardings = math.prod(row.shape) // (2 if row.in_blocks else 1), tuple(stack.sharding for stack in stacks)
 
     lead = len(row.at(0))
@@ -189,7 +190,7 @@ def _program(row: folder.WeightRow, stacks, mesh, block: tuple[int, int] | None)
 
 
 def _from_blocks(codes, scales):
-    """The numbers of MXFP4 in float32: codes of two a byte, the low half first; a scale for each `folder.BLOCK` of
-    them. Source: OCP Microscaling Formats 1.0, E2M1."""
+    """Return MXFP4 numbers in float32. codes: two numbers a byte, the low half first. scales: one for each
+    `folder.BLOCK` numbers. Source: OCP Microscaling Formats 1.0, E2M1."""
     halves = jnp.stack([codes & 15, codes >> 4], -1).reshape(-1, folder.BLOCK)
     return jnp.asarray(E2M1)[halves] * scales.reshape(-1, 1)

@@ -68,10 +68,11 @@ RECORD = "changes.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run begins: after the checkpoint `saved`; None: a fresh run.
+    """Where a run begins: after the checkpoint `saved`, or from the beginning if it is None.
 
-    changes: recorded (key, old, new). skip_batches: batches skipped from here on. back: to a step before the newest.
-    rollbacks: times the run has gone back before a loss spike, including this one.
+    changes: changed settings to record, as (key, old, new). skip_batches: number of batches to skip from here on. back:
+    whether the run goes back to a step before its newest one. rollbacks: how often the run has gone back before a loss
+    spike, including this start.
     """
     saved: Saved | None = None
     changes: tuple[tuple[str, object, object], ...] = ()
@@ -84,41 +85,41 @@ class Start:
         return self.saved.step if self.saved else 0
 
     def kept(self, name: str):
-        """A value of the checkpoint's metadata; None in a fresh run."""
+        """Return a value of the checkpoint's metadata; None in a fresh run."""
         return self.saved and self.saved.metadata.get(name)
 
     def is_of(self, store: Store) -> bool:
-        """Whether the run resumes from a checkpoint of this store."""
+        """Return whether the run resumes from a checkpoint of this store."""
         return self.saved is not None and self.saved.store is store
 
     @property
     def leaves_the_course(self) -> bool:
-        """Whether steps behind this one, if they were taken before, may come out differently."""
+        """Whether the following steps may have other results than they had in an earlier start."""
         return self.back or self.skip_batches > 0 or any(
             fnmatch.fnmatchcase(key, pattern) for key, *_ in self.changes for pattern in RETRIED)
 
     @property
     def cause(self) -> str:
-        """Description for the history."""
+        """A description of the start for the history."""
         if self.saved is None:
             return "from the beginning"
         return f"back to step {self.step}" if self.back else f"resuming after step {self.step}"
 
 
 def rule(key: str) -> str:
-    """The rule for a changed section.key in a resumed run."""
+    """Return the rule for a changed section.key in a resumed run."""
     return next(meaning for pattern, meaning in CHANGES if fnmatch.fnmatchcase(key, pattern))
 
 
 def find(run: Run, checkpoints: SharedCheckpoints, local: LocalCheckpoints | None = None, wanted=None,
          named: Mapping[str, str] | None = None) -> Start:
-    """The checkpoint to resume from: the newest complete one, or that of checkpoint.step. All processes call it.
+    """Return the start after the newest complete checkpoint, or after that of checkpoint.step. All processes call it.
 
-    local: may have a newer one than the shared `checkpoints`. wanted: what to restore, with shardings. named: keys that
-    name a file -> its content, as `files` of the metadata.
-    `checkpoint.step` and `data.skip_batches` take effect once: a later checkpoint saved under the same two is resumed,
-    so the command can be repeated. If a setting in RETRIED changes, the run goes back again. Raises: ConfigError if
-    checkpoint.step is missing, or a fixed setting has changed.
+    local: may have a newer checkpoint than the shared `checkpoints`. wanted: the state to restore, as a pytree of
+    jax.ShapeDtypeStruct with shardings. named: key that names a file -> the file's content, like `files` in the
+    metadata. `checkpoint.step` and `data.skip_batches` take effect once: the run resumes from a later checkpoint that
+    was saved with the same two values, so the command can be repeated. If a setting in RETRIED changes, the run goes
+    back again. Raises: ConfigError if the checkpoint of checkpoint.step is missing, or if a fixed setting has changed.
     """
     requested, saved, newest = run.checkpoint.step, None, None
     try:
@@ -138,14 +139,16 @@ def find(run: Run, checkpoints: SharedCheckpoints, local: LocalCheckpoints | Non
 
 
 def in_force(run: Run, start: Start) -> Run:
-    """The run with data.eos of its checkpoint where the run file names none: what ends documents stays."""
+    """Return the run with data.eos of its checkpoint if the run file names none. The token that ends documents stays.
+    """
     eos = start.saved.run["data"].get("eos", "") if start.saved else ""
     return run if run.data.eos or not eos else run.replaced(data={"eos": eos})
 
 
 def origin(run: Run) -> Saved | None:
-    """The checkpoint of another run that a new one takes its weights from, not verified yet; None: they are of a model
-    folder, or new, or it is not there, which is told where they are read. All processes call it."""
+    """Return the checkpoint of another run that a new run takes its weights from; it is not verified yet. None if the
+    weights are those of a model folder or fresh, or if the checkpoint is missing, which is reported when the weights
+    are read. All processes call it."""
     where = run.checkpoint.init_from
     with user_errors():
         if not where or folder.is_one(where):
@@ -162,16 +165,17 @@ def origin(run: Run) -> Saved | None:
 
 def before_spike(run: Run, start: Start, spiked: int, checkpoints: SharedCheckpoints, local: LocalCheckpoints,
                  wanted) -> Start:
-    """Where a run that began at `start` goes back to after a loss spike at step `spiked`: its newest checkpoint,
-    before the spike, skipping the batches up to it. Batches that `start` skips after the same checkpoint stay skipped.
-    """
+    """Return the start after the newest checkpoint before a loss spike. The batches up to the spike are skipped.
+    Batches that `start` skips after the same checkpoint stay skipped. start: the start of this run. spiked: the step of
+    the spike."""
     new = find(run.replaced(checkpoint={"step": 0}), checkpoints, local, wanted)
     again = start.skip_batches if new.step == start.step else 0
     return dataclasses.replace(new, changes=(), skip_batches=again + spiked - new.step, back=True)
 
 
 def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
-    """Raises: ConfigError if it is not the run's tokenizer; called before tokenizing, which may take hours."""
+    """Check that the tokenizer is that of the run, before tokenizing, which may take hours. Raises: ConfigError if it
+    is not."""
     if (data := start.kept("data")) and data["tokenizer"] != [tokenizer.key, tokenizer.bos]:
         raise ConfigError(f"data.tokenizer={json.dumps(run.data.tokenizer)} is not the one that the run in "
                           f"{run.run.dir} was trained with (compared by its content); give that one, or another "
@@ -179,7 +183,7 @@ def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
 
 
 def check_data(run: Run, start: Start, fingerprint: str) -> None:
-    """Raises: ConfigError if the documents are not the run's."""
+    """Check that the documents are those of the run. Raises: ConfigError if they are not."""
     if (data := start.kept("data")) and data["fingerprint"] != fingerprint:
         raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {start.step} "
                           f"(documents were added, removed or changed in length); restore the files or start another "
@@ -187,16 +191,18 @@ def check_data(run: Run, start: Start, fingerprint: str) -> None:
 
 
 def check_prompts(run: Run, start: Start, digest: str) -> None:
-    """Raises: ConfigError if other prompts are held out than before. digest: of those to train on."""
+    """Check that the run trains on the same prompts as before. digest: of the prompts to train on. Raises: ConfigError
+    if it does not."""
     if (data := start.kept("data")) and data["position"].get("prompts", digest) != digest:
         raise ConfigError(f"data.validation_paths={json.dumps(list(run.data.validation_paths))} leaves other prompts "
-                          f"to train on than the run in {run.run.dir} had up to step {start.step}: what was held out "
-                          f"until then would be trained on, or the other way round; give the validation_paths of "
-                          f"before, or another run.name with checkpoint.init_from")
+                          f"to train on than the run in {run.run.dir} had up to step {start.step}: prompts that were "
+                          f"held out would be trained on, or the other way round; restore data.validation_paths, or "
+                          f"give another run.name with checkpoint.init_from")
 
 
 def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
-    """The run's data from `start` on. pack: makes batches from an earlier start's position, or None."""
+    """Return the run's batches from `start` on. pack: makes batches from the data position of an earlier start, or from
+    None."""
     data = pack(start.saved and start.saved.metadata["data"]["position"])
     if not start.skip_batches:
         return data
@@ -207,15 +213,16 @@ def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
 
 
 def data_metadata(corpus: Corpus, data: Batches, step: int, ends: Ends) -> dict:
-    """A checkpoint's metadata on the data."""
+    """Return the entry "data" of a checkpoint's metadata."""
     return {"fingerprint": corpus.fingerprint, "tokenizer": [corpus.tokenizer.key, corpus.tokenizer.bos],
             "position": data.position(step), "ends": ends.as_saved()}
 
 
 def begin(run: Run, start: Start, checkpoints: SharedCheckpoints, local: LocalCheckpoints | None,
           rules_text: str) -> None:
-    """Last action before the first step: set aside checkpoints after `start`, report and record changes, and drop
-    metrics of steps to be repeated. Raises: ConfigError or FileSystemError if run.dir cannot be written."""
+    """Set aside checkpoints and exports after `start`, report and record changed settings, and drop metrics of steps
+    that will be repeated. This is the last action before the first step. Raises: ConfigError or FileSystemError if
+    run.dir cannot be written."""
     directory, messages = mirror.directory(run.run.dir), []
     if aside := _written(directory, lambda: exports.set_aside_after(run.run.dir, start.step)):
         messages = [f"exports of later steps are kept as {', '.join(f'{contents.EXPORT}/{name}' for name in aside)}"]
@@ -249,8 +256,8 @@ def _written(directory: Path, write: Callable):
 
 
 def checkpoints_of(run_dir: str, claim: rundir.Claim | None = None, **keys) -> SharedCheckpoints:
-    """The checkpoints of a run; without a claim only to be read. run_dir: its directory or address. keys: of
-    `SharedCheckpoints`. All processes call it."""
+    """Return the checkpoints of a run; without a claim they are read-only. run_dir: its directory or address. claim:
+    this start's claim of the directory. keys: of `SharedCheckpoints`. All processes call it."""
     keys |= {"read_only": True} if claim is None else {"check_claim": claim.check}
     if not addresses.is_remote(run_dir):
         return Checkpoints(Path(run_dir) / contents.CHECKPOINTS, **keys)
@@ -260,7 +267,7 @@ def checkpoints_of(run_dir: str, claim: rundir.Claim | None = None, **keys) -> S
 
 
 def _checkpoints_there(run_dir: str) -> SharedCheckpoints | None:
-    """Those of another run; None if its directory has none."""
+    """Return the checkpoints of another run; None if its directory has none."""
     with user_errors():
         there = addresses.is_remote(run_dir) or files.is_dir(Path(run_dir) / contents.CHECKPOINTS)
         return checkpoints_of(run_dir) if there else None
@@ -268,8 +275,9 @@ def _checkpoints_there(run_dir: str) -> SharedCheckpoints | None:
 
 def source(run_dir: str, step: int, name: str, option: str = "checkpoint.step=", *,
            only_params: bool = True) -> Saved:
-    """The checkpoint of a run that provides weights: of a step, or the newest. name, option: of the two, for messages.
-    only_params: read and verify nothing else. Raises: ConfigError if there is none."""
+    """Return the checkpoint of a run that provides weights: that of `step`, or the newest if `step` is 0. name, option:
+    the run and the option of the step, for messages. only_params: read and verify only the parameters. Raises:
+    ConfigError if there is none."""
     checkpoints = _checkpoints_there(run_dir)
     if checkpoints and step:
         return _verified(checkpoints, step, option, only_params=only_params)
@@ -280,7 +288,8 @@ def source(run_dir: str, step: int, name: str, option: str = "checkpoint.step=",
 
 
 def _took_effect(run: Run, saved: Saved | None) -> bool:
-    """Whether a checkpoint after this start's checkpoint.step and data.skip_batches exists. Step 0 requests nothing."""
+    """Return whether checkpoint.step and data.skip_batches have taken effect: `saved` was saved with the same values. A
+    checkpoint.step of 0 requests nothing."""
     if saved is None:
         return False
     step, skip = (saved.run[section].get(key, 0) for section, key in (("checkpoint", "step"), ("data", "skip_batches")))
@@ -289,12 +298,12 @@ def _took_effect(run: Run, saved: Saved | None) -> bool:
 
 def _verified(checkpoints: SharedCheckpoints, step: int, option: str = "checkpoint.step=", *,
               only_params: bool = False) -> Saved:
-    """The requested checkpoint. Raises: ConfigError if it is missing or damaged."""
+    """Return the requested checkpoint. Raises: ConfigError if it is missing or damaged."""
     steps = checkpoints.steps()
     if step not in steps:
-        there = f"has those of steps {', '.join(map(str, steps))}" if steps else "has none"
-        raise agree.agreed(ConfigError(f"{option}{step} is not saved: {checkpoints.place} {there}; name one that "
-                                       "is, or 0 for the newest"))
+        there = f"has steps {', '.join(map(str, steps))}" if steps else "has none"
+        raise agree.agreed(ConfigError(f"{option}{step} is not saved: {checkpoints.place} {there}; give a saved step, "
+                                       "or 0 for the newest"))
     if fault := checkpoints.fault(step, only_params=only_params):
         raise agree.agreed(ConfigError(f"{option}{step}: {checkpoints.named(step)} is damaged ({fault}); "
                                        "name another"))
@@ -302,7 +311,7 @@ def _verified(checkpoints: SharedCheckpoints, step: int, option: str = "checkpoi
 
 
 def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple[tuple[str, object, object], ...]:
-    """The changes to record. Raises: ConfigError listing every fixed setting that changed."""
+    """Return the changes to record. Raises: ConfigError that lists every fixed setting that has changed."""
     refused, recorded = [], []
     contents_then = {"sharding.rules": saved.metadata.get("rules"), **saved.metadata.get("files", {})}
     for section, values in rundir.settings(run).items():
@@ -330,7 +339,8 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
 
 
 def _parse(content: str) -> object:
-    """A rule file without its spelling; any other content as it is."""
+    """Return the parsed TOML of a rule file, so that its spelling does not matter; return any other content as it is.
+    """
     try:
         return tomllib.loads(content)
     except tomllib.TOMLDecodeError:
@@ -342,7 +352,8 @@ def _digest(content: str) -> str:
 
 
 def _record(path: Path, step: int, changes: list[tuple[str, object, object]]) -> None:
-    """Append changes that a start killed before its first checkpoint has not already recorded."""
+    """Append changes to the record, except those that a start killed before its first checkpoint has already recorded.
+    """
     known = [(row["step"], row["key"], row["to"]) for row in rows.Log(path, rows.is_change).read()]
     added = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
              for key, old, new in changes if (step, key, new) not in known]

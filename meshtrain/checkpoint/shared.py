@@ -1,5 +1,6 @@
-"""Checkpoints that all processes of a run share, in a directory or a bucket: when they are saved, which of them is the
-newest whole one, and what a failed save does. Where the bytes lie is of `checkpoint` and `bucket`."""
+"""Checkpoints that all processes of a run share, in a directory or a bucket. This module decides when they are saved,
+which one is the newest complete one, and what happens after a failed save. The modules `checkpoint` and `bucket` read
+and write the bytes."""
 from __future__ import annotations
 
 import abc
@@ -19,12 +20,11 @@ from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, older
 from meshtrain.run import rundir, say, trees
 
-# Version of what is saved; readers refuse higher ones. 1 had no checksums, 2 was of runs with another data order, 3 had
-# all arrays in state/.
+# Version of a checkpoint; readers refuse higher ones. 1 has no checksums, 2 another data order, 3 all arrays in state/.
 FORMAT = 4
 PARAMS = "params"
-MOST_FAILED = 3         # saves in a row; then training stops
-PEERS_TIMEOUT_S = 3600  # waiting time for other processes' writes
+MOST_FAILED = 3         # training stops after so many failed saves in a row
+PEERS_TIMEOUT_S = 3600  # waiting time for the writes of other processes
 
 
 class CheckpointError(files.FileSystemError):
@@ -32,16 +32,16 @@ class CheckpointError(files.FileSystemError):
 
 
 class Store(abc.ABC):
-    """Where a run saves its state in the background: `SharedCheckpoints`, or `LocalCheckpoints` (per host). All
-    processes make the same calls. every: steps between regular saves; 0: none. tell: gets each failure at once, from
-    any thread."""
+    """Saves the state of a run in the background: `SharedCheckpoints`, or `LocalCheckpoints` (per host). All processes
+    make the same calls. every: steps between regular saves; 0: none. tell: receives each failure at once, from any
+    thread."""
 
     def __init__(self, every: int, tell: Callable[[str], None]):
         self.every, self.tell = every, tell
         self._thread: threading.Thread | None = None
 
     def due(self, step: int) -> bool:
-        """Whether a regular save follows this step."""
+        """Return whether a regular save follows this step."""
         return self.every > 0 and step % self.every == 0
 
     @abc.abstractmethod
@@ -52,14 +52,14 @@ class Store(abc.ABC):
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
         """Restore the state of `step` to the shardings of `wanted`.
 
-        wanted: a pytree of jax.ShapeDtypeStruct with shardings of any mesh; the result has its structure. part: it may
-        lack arrays of the checkpoint, e.g. have only {"params": …}.
+        wanted: a pytree of jax.ShapeDtypeStruct with shardings of any mesh; the result has its structure. part:
+        `wanted` may lack arrays of the checkpoint, e.g. have only {"params": …}.
 
-        An array that was stored in bfloat16 and is float32 now is read as float32, and told: norms, biases and routers
-        were once stored in model.param_dtype.
+        An array that is stored in bfloat16 and wanted in float32 is read as float32, and a line reports it: earlier
+        versions stored norms, biases and routers in model.param_dtype.
 
-        Raises: ValueError listing every array whose presence, shape or dtype differs else (no silent reshape or cast);
-        CheckpointError if they cannot be read.
+        Raises: ValueError that lists every array with another difference in presence, shape or dtype (there is no
+        silent reshape or cast); CheckpointError if the arrays cannot be read.
         """
 
     def _start(self, act: Callable[..., None], *args: Any) -> None:
@@ -73,29 +73,30 @@ class Store(abc.ABC):
 
 
 class Fallback(Protocol):
-    """Keeps the state while the place takes no checkpoint: `LocalCheckpoints`."""
+    """Saves the state while the shared place accepts no checkpoint: `LocalCheckpoints`."""
     name: str
 
     def save(self, step: int, state: Any, metadata: dict) -> float: ...
 
     def last(self) -> int:
-        """The newest step that it has from every process; 0: none."""
+        """Return the newest step that it has from every process; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Saved:
-    """A complete checkpoint in its store. `metadata` was read once, by process 0 for all."""
+    """A complete checkpoint in its store. Process 0 has read `metadata` once, for all processes."""
     store: Store
     step: int
     metadata: dict
 
     @property
     def run(self) -> dict:
-        """Section -> key -> value of the run that saved it."""
+        """The settings of the run that saved it: section -> key -> value."""
         return older.translated(self.metadata["run"], saved=True)
 
     def param_shapes(self) -> dict:
-        """Nested dicts of jax.ShapeDtypeStruct without shardings; for `SharedCheckpoints` only."""
+        """Return shapes and dtypes of the parameters: nested dicts of jax.ShapeDtypeStruct without shardings. Only for
+        checkpoints in `SharedCheckpoints`."""
         return self.store.arrays(self.step, only_params=True)[PARAMS]
 
     def restore(self, wanted: Any, *, part: bool = False) -> Any:
@@ -104,19 +105,19 @@ class Saved:
 
 class SharedCheckpoints(Store):
     """The checkpoints in one place, named by step. All processes make the same calls. Use it in a `with` statement: an
-    interpreter that exits during a save abandons it.
+    interpreter that exits during a save abandons the save.
 
     place: a directory, or an address. every: steps between regular checkpoints; 0: none. keep: number of newest
-    complete checkpoints kept; 0: all. The last is deleted only when a newer one is complete. keep_every: a checkpoint
-    of a multiple of these steps is kept for ever, also if only the start that saved it said so; 0: none now; None:
-    nor any that was saved before. read_only: for another
-    run's place; changes nothing there. tell: reports each failed save at once (from a background thread) and each
-    damaged checkpoint; None: stderr. check_claim: raises FileSystemError if another start has claimed the run's
-    directory; called before anything is written, renamed or removed.
+    complete checkpoints kept; 0: all. The last one is deleted only when a newer one is complete. keep_every: a
+    checkpoint whose step is a multiple of it is never removed, nor is one whose step was a multiple of keep_every in
+    the start that saved it. 0: keep only the latter; None: keep neither. read_only: the place belongs to another run;
+    nothing in it is changed. tell: reports each failed save at once (from a background thread) and each damaged
+    checkpoint; None: stderr. check_claim: raises FileSystemError if another start has claimed the run's directory;
+    called before anything is written, renamed or removed.
 
     Raises: ConfigError if the place cannot be written, FileSystemError if its system fails.
     """
-    borne_s = 0.0       # how long saves may fail because the place's server fails, before they are counted
+    borne_s = 0.0       # training goes on for so long without a checkpoint if the server of the place fails
 
     def __init__(self, place, *, every: int = 0, keep: int = 0, keep_every: int | None = None, read_only: bool = False,
                  tell: Callable[[str], None] | None = None, check_claim: Callable[[], None] = lambda: None):
@@ -124,77 +125,80 @@ class SharedCheckpoints(Store):
         self.place, self.keep, self.keep_every, self.read_only = place, keep, keep_every, read_only
         # whether a step is still needed, see `retired`
         self.is_needed: Callable[[int], bool] = lambda step: False
-        self.fallback: Fallback | None = None   # what keeps the state after a save that has failed
+        self.fallback: Fallback | None = None   # saves the state after a failed save
         self.check_claim, self._claimed = check_claim, False
         self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0
-        self._passing = False               # the last save failed in this process because a server did
+        self._passing = False               # the last save failed in this process because a server failed
         self._saved, self._saved_s = 0, time.monotonic()    # last complete step, as process 0 knows it, and when
         self._last: tuple[Any, dict] | None = None      # state and metadata of the last save, where there is a fallback
         self._promised: dict[int, int] = {}     # step -> keep_every of the start that saved it
         self._step, self._saves = -1, 0  # last step whose save began; number of saves
-        self._after_failure = False         # the save before failed, and may still be written
-        self._told_wider: set[int] = set()  # steps of which `_check` has told arrays that are float32 now
+        self._after_failure = False         # the previous save failed, and its threads may still write
+        self._told_wider: set[int] = set()  # steps for which `_check` has reported arrays that are widened to float32
         if not read_only:
             agree.on_first(self._open)      # all wait until leftovers are removed
 
     # ---- the place ---------------------------------------------------------------------------------------------------
 
     def named(self, step: int) -> str:
-        """The path of a step, for messages."""
+        """Return the path of a step, for messages."""
         return f"{self.place}/{step}"
 
     @abc.abstractmethod
     def _open(self) -> None:
-        """In process 0: make the place, and remove what saves have left there."""
+        """Create the place and remove leftovers of earlier saves. Process 0 calls it."""
 
     @abc.abstractmethod
     def _names(self) -> list[str]:
-        """In process 0: what is there: <step>, <step>.damaged, <step>.aside, and names of others. Raises: OSError,
-        ValueError."""
+        """Return the names in the place: <step>, <step>.damaged, <step>.aside, and others. Process 0 calls it. Raises:
+        OSError, ValueError."""
 
     @abc.abstractmethod
     def _metadata(self, step: int) -> dict:
-        """In process 0: what a step was saved with. Raises: CheckpointError."""
+        """Return the metadata that a step was saved with. Process 0 calls it. Raises: CheckpointError."""
 
     @abc.abstractmethod
     def _copied(self, step: int, state: dict) -> Callable[[], None]:
-        """In every process: copies its arrays to the host; returns what writes them."""
+        """Copy this process's arrays to the host; return a function that writes them. Every process calls it."""
 
     @abc.abstractmethod
     def _commit(self, step: int, document: str, reason: Callable[[int], str]) -> None:
-        """In process 0, when all have written: make the step a checkpoint. reason: why a process has not."""
+        """Make the step a complete checkpoint. Process 0 calls it when all processes have written. document: the
+        metadata, as JSON. reason: process -> why it has not written."""
 
     @abc.abstractmethod
     def _remove(self, steps: Sequence[int]) -> None:
-        """In process 0. A kill in between leaves whole checkpoints, and what `_clean` removes."""
+        """Remove steps. Process 0 calls it. A kill meanwhile leaves only complete checkpoints, and files that `_clean`
+        removes."""
 
     @abc.abstractmethod
     def _clean(self, up_to: int | None = None) -> None:
-        """In process 0: remove what saves and removals have left, of no later step, which others may be writing."""
+        """Remove leftovers of saves and removals. Process 0 calls it. up_to: the last step whose leftovers are removed,
+        since other processes may be writing later steps; None: all."""
 
     @abc.abstractmethod
     def _rename(self, step: int, name: str) -> None:
-        """In process 0. Raises: OSError, ValueError."""
+        """Rename a step to `name`. Process 0 calls it. Raises: OSError, ValueError."""
 
     @abc.abstractmethod
     def fault(self, step: int, *, only_params: bool = False) -> str:
-        """The damage in `step` (or its params, if stored separately), over all processes; empty if there is none.
-        Raises: CheckpointError if it cannot be read."""
+        """Verify `step` (or its params, if stored separately) over all processes; return the damage, empty if there is
+        none. Raises: CheckpointError if it cannot be read."""
 
     @abc.abstractmethod
     def arrays(self, step: int, *, only_params: bool = False) -> dict:
-        """Shapes and dtypes of a saved step, or of its params: nested dicts of jax.ShapeDtypeStruct without
+        """Return shapes and dtypes of a saved step, or of its params: nested dicts of jax.ShapeDtypeStruct without
         shardings."""
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, metadata: dict) -> float:
-        """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON) as `step`; return the seconds blocked:
-        for a save in progress and the copy to the host. A step that is already saved is kept.
+        """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON) as `step`. Return the seconds that it
+        blocked, for a save in progress and the copy to the host. A step that is already saved is kept.
 
-        A failed save is reported and leaves nothing behind; training continues, and `wait` raises if it was the last.
-        Raises: CheckpointError if this is the last of MOST_FAILED consecutive failures; it waits for that one. While
-        all of them are failures of the place's server, only if nothing was saved for `borne_s`.
+        A failed save is reported and leaves no files; training continues, and `wait` raises if it was the last save.
+        Raises: CheckpointError if this is the last of MOST_FAILED consecutive failures; the call waits for this save.
+        If the server of the place fails, it raises only after `borne_s` without a checkpoint.
         """
         start = time.perf_counter()
         document = json.dumps({"format": FORMAT, **metadata})
@@ -223,13 +227,13 @@ class SharedCheckpoints(Store):
         return time.perf_counter() - start
 
     def _resumed_from(self) -> str:
-        """The state that the next start resumes from, after failed saves."""
+        """Return a description of the state that the next start resumes from, after failed saves."""
         if kept := self.fallback and self.fallback.last():
             return f"step {kept}, which these hosts have in {self.fallback.name}"
         return "the last checkpoint that was saved"
 
     def _save(self, step, state, document, copied):
-        """In the background, in every process: write its part; process 0 then commits."""
+        """Write this process's part; then process 0 commits. Runs in the background in every process."""
         index = jax.process_index()
         key, error = f"{str(self.place).rpartition('/')[2]} {step} {self._saves}", None
         try:
@@ -243,7 +247,7 @@ class SharedCheckpoints(Store):
         finally:
             copied.set()
         try:
-            # Also after a failure: a part not handed over by now does not exist.
+            # Also wait after a failure: afterwards, a part that is not handed over does not exist.
             ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=PEERS_TIMEOUT_S * 1000)
             if index == 0 and error is None:
                 self._commit(step, document, lambda index: agree.word(f"{key} {index}"))
@@ -262,7 +266,8 @@ class SharedCheckpoints(Store):
             self.tell(self._failure)
 
     def _clean_after(self, step: int, index: int) -> None:
-        """Find out whether another start has claimed the directory; if not, remove in process 0 what may go."""
+        """Check whether another start has claimed the directory; if not, remove old checkpoints and leftovers in
+        process 0."""
         try:
             self.check_claim()
             if index == 0:
@@ -274,19 +279,19 @@ class SharedCheckpoints(Store):
                 self._report_leftovers(refused)
 
     def _retire(self, step: int) -> None:
-        """In process 0: remove checkpoints beyond `keep`, and what failed saves up to `step` have left."""
+        """Remove checkpoints beyond `keep`, and leftovers of failed saves up to `step`. Process 0 calls it."""
         self._remove(self.retired())
         self._clean(step)
 
     def retired(self) -> list[int]:
-        """The steps beyond `keep` that may be removed. Those still needed for exports stay: at most `keep`, and none
-        after a failed save, which may need their space."""
+        """Return the steps beyond `keep` that may be removed. Steps that exports still need stay: at most `keep` of
+        them, and none after a failed save, which may need their space."""
         old = [one for one in self._steps()[: -self.keep] if not self._is_kept(one)] if self.keep else []
         held = [] if self._failed else [one for one in old if self.is_needed(one)][-self.keep:]
         return [one for one in old if one not in held]
 
     def _is_kept(self, step: int) -> bool:
-        """Whether a step is kept for ever."""
+        """Return whether `keep_every` protects a step from removal."""
         if self.keep_every is None:
             return False
         if self.keep_every and step % self.keep_every == 0:
@@ -294,7 +299,7 @@ class SharedCheckpoints(Store):
         if step not in self._promised:
             try:
                 self._promised[step] = self._metadata(step).get("run", {}).get("checkpoint", {}).get("keep_every", 0)
-            except (OSError, ValueError):       # nothing is removed whose promise cannot be read
+            except (OSError, ValueError):       # a step whose metadata cannot be read is not removed
                 return True
         return self._promised[step] > 0 and step % self._promised[step] == 0
 
@@ -302,18 +307,18 @@ class SharedCheckpoints(Store):
         self.tell(f"files of old checkpoints in {self.place} cannot be removed: {files.said(error)}")
 
     def settle(self) -> None:
-        """Wait until no process is writing. Failed saves were reported."""
+        """Wait until no process is writing. A failed save raises nothing here: it was reported."""
         self._join()
         agree.exchange(None)
 
     @property
     def failure(self) -> str:
-        """Why the last save failed, in this process; empty while it is under way."""
+        """Why the last save failed in this process; empty while a save is in progress."""
         return "" if self._thread is not None and self._thread.is_alive() else self._failure
 
     def wait(self) -> None:
-        """Wait until no process is writing. If the last save failed, the fallback keeps its state, unless a later step
-        has taken its buffers. Raises: CheckpointError if it failed."""
+        """Wait until no process is writing. If the last save failed, the fallback saves its state, unless a later step
+        has donated its buffers. Raises: CheckpointError if it failed."""
         self._join()
         there = self._last is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._last[0]))
         states = agree.exchange([self._failure, self._claimed, there])
@@ -337,13 +342,13 @@ class SharedCheckpoints(Store):
 
     def newest(self, newer_in: Callable[[int], Saved | None] = lambda after: None, *,
                only_params: bool = False) -> Saved | None:
-        """The newest checkpoint in which nothing is damaged, opened, or a newer one that `newer_in` returns; None if
-        there are no checkpoints. Waits for a save in progress.
+        """Open the newest undamaged checkpoint, or return a newer one from `newer_in`; None if there are no
+        checkpoints. Waits for a save in progress.
 
-        Damaged ones are reported and set aside. newer_in: step -> a checkpoint newer than it (0: any) from another
-        store. Called before a checkpoint is read, and again after a damaged one. Raises: ConfigError if there are
-        checkpoints but none is complete: a run would restart from step 1 over them. CheckpointError if one cannot be
-        read; it is left as is.
+        Damaged checkpoints are reported and set aside. newer_in: step -> a checkpoint of another store that is newer
+        than the step (0: any), or None. It is called before a checkpoint is read, and again after a damaged one.
+        Raises: ConfigError if all checkpoints are damaged, because the run would restart from step 1 over them;
+        CheckpointError if one cannot be read, which is left as it is.
         """
         self.settle()
         steps, gone = self.steps(), set()
@@ -360,7 +365,7 @@ class SharedCheckpoints(Store):
                 self._saved = newest
                 return self.open(newest)
             gone.add(newest)
-            if self.read_only and newest not in (now := self.steps()):     # by the run that writes here: `keep`
+            if self.read_only and newest not in (now := self.steps()):     # the run that writes here has removed it
                 steps = now
                 continue
             if jax.process_index() == 0:
@@ -371,26 +376,26 @@ class SharedCheckpoints(Store):
         if damaged:
             raise agree.agreed(ConfigError(
                 f"{self.place} has no intact checkpoint, only damaged ones ({', '.join(damaged)}); restore the files "
-                f"of one and give it its number as name again, or remove them all to start from step 1"))
+                f"of one and rename it to its step number, or remove them all to start from step 1"))
         return None
 
     def _set_damaged_aside(self, step: int) -> str:
-        """Set a damaged checkpoint aside; describe the result."""
+        """Set a damaged checkpoint aside; return a description of the result."""
         try:
             return "" if self.read_only else f", kept as {self._set_aside(step, 'damaged')}"
         except (OSError, ValueError) as error:
             return f", cannot be set aside: {files.said(error)}"
 
     def steps(self) -> list[int]:
-        """All saved steps in order, complete or damaged. Process 0 lists for all: renames on a shared file system are
-        not visible everywhere at once."""
+        """Return all saved steps in order, complete or damaged. Process 0 lists them for all processes: renames on a
+        shared file system are not visible everywhere at once."""
         return agree.on_first(self._steps)
 
     def _steps(self) -> list[int]:
         return sorted(int(name) for name in self._names() if name.isdecimal())
 
     def _set_aside(self, step: int, kind: str) -> str:
-        """In process 0: keep a step under another name, which it returns. kind: aside or damaged."""
+        """Rename a step, to keep it; return its new name. Process 0 calls it. kind: aside or damaged."""
         taken = self._names()
         name = files.free_name(f"{step}.{kind}", lambda name: name in taken)
         self._rename(step, name)
@@ -406,8 +411,8 @@ class SharedCheckpoints(Store):
         return agree.on_first(set_aside)
 
     def open(self, step: int) -> Saved:
-        """Open a step's checkpoint: what `save` was given, and `format`; reads no arrays. Raises: ConfigError if a
-        newer version wrote it; CheckpointError if it cannot be read."""
+        """Open a step's checkpoint. Its metadata is that given to `save`, and `format`; no arrays are read. Raises:
+        ConfigError if a newer version wrote it; CheckpointError if it cannot be read."""
         self._join()
 
         def metadata():
@@ -419,7 +424,8 @@ class SharedCheckpoints(Store):
         return Saved(self, step, agree.on_first(metadata))
 
     def _check(self, step: int, stored: dict[str, tuple], wanted: Any, part: bool) -> None:
-        """stored: array -> its form. Raises: ValueError."""
+        """Compare stored arrays with those of `wanted`. stored: array -> (shape, dtype). part: `wanted` may lack
+        arrays. Raises: ValueError that lists all differences."""
         wanted = forms(wanted)
         show = lambda entry: "absent" if entry is None else f"{entry[1]}{list(entry[0])}"
         names = wanted.keys() if part else wanted.keys() | stored.keys()
@@ -436,8 +442,8 @@ class SharedCheckpoints(Store):
 
 
 def widens(stored: tuple | None, wanted: tuple | None) -> bool:
-    """Whether an array of the first form is read as one of the second: the same bfloat16 numbers in float32. Forms:
-    (shape, dtype)."""
+    """Return whether an array is read with another dtype than it is stored with: bfloat16 as float32, in the same
+    shape. stored, wanted: (shape, dtype); None: absent."""
     return bool(stored and wanted) and stored[0] == wanted[0] and (
         str(stored[1]), str(wanted[1])) == ("bfloat16", "float32")
 
@@ -449,5 +455,5 @@ def tell_widened(where: str, names: Sequence[str]) -> None:
 
 
 def forms(tree: Any) -> dict[str, tuple]:
-    """Array -> (shape, dtype)."""
+    """Return array -> (shape, dtype)."""
     return {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in trees.leaves_of(tree).items()}

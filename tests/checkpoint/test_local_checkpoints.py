@@ -167,8 +167,8 @@ def test_a_full_disk_is_told_once_and_what_was_kept_before_stays(small_disk):  #
     for step in (4, 6, 8):
         tier.save(step, large, {})
     tier._settle()
-    assert told == ["step 4 is not kept in checkpoint.local_dir (process 0: No space left on device); training "
-                    "continues, with what was kept before"]
+    assert told == ["step 4 is not saved in checkpoint.local_dir (process 0: No space left on device); training "
+                    "continues, and the step saved before is kept"]
     assert found(small_disk)[1] == (2, {"position": 2}) and names(tier._own()) == ["2"]
 
 
@@ -216,15 +216,15 @@ partner.Exchange.fetch = lambda *_: (_ for _ in ()).throw(partner.TransferError(
 say("lost", again().newest(0, forms()))
 """
     zero, one = run_processes(2, tmp_path, body)
-    full = ("told step 6 is not kept in checkpoint.local_dir (process 1: No space left on device); training continues, "
-            "with what was kept before")
+    full = ("told step 6 is not saved in checkpoint.local_dir (process 1: No space left on device); training "
+            "continues, and the step saved before is kept")
     same = ["kept ['4'] ['process-0', 'process-1']", "newest (4, {'format': 4, 'position': 4})", "same True"]
     assert zero[0] == full and zero[1:4] == same == one[:3]
     assert zero[4:6] == ["reshard 4", "replaced 4 True"] and zero[7] == "lost None", zero
     assert zero[6].startswith("told checkpoint.local_dir: step 4 is not used (process 1 on"), zero
     assert one[3:] == [
-        "reshard 4", "told checkpoint.local_dir: process 1 has its part of step 4 from process 0, whose host kept a "
-        "copy", "replaced 4 True", "told checkpoint.local_dir: the copy of step 4 that process 0 keeps cannot be "
+        "reshard 4", "told checkpoint.local_dir: process 1 fetched its part of step 4 from process 0, whose host kept "
+        "a copy", "replaced 4 True", "told checkpoint.local_dir: the copy of step 4 that process 0 keeps cannot be "
         "fetched (127.0.0.1: no route)", "lost None"], one
 
 

@@ -236,7 +236,7 @@ def test_another_batch_and_sequence_length_go_on_behind_the_last_token(tmp_path)
 
 def test_a_step_that_is_not_there_or_damaged_is_told_with_those_that_are(two):
     with pytest.raises(ConfigError,
-                       match="checkpoint.step=3 is not saved: .* has those of steps 2, 4; name one that is, or 0"):
+                       match="checkpoint.step=3 is not saved: .* has steps 2, 4; give a saved step, or 0"):
         found(two, "--checkpoint.step", 3)
     (two / "checkpoints" / "2" / "metadata.json").write_text("{}")
     with pytest.raises(ConfigError,

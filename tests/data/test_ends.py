@@ -114,7 +114,7 @@ def begins(place: Path, **keys) -> config.Run:
     (BOS, None, {}, "", None), ([EOS, BOS], None, {}, "", None), (EOS, {"eos_token_id": [EOS, BOS]}, {}, "", None),
     (None, None, {}, "", None),
     (EOS, None, {"eos": "<|eot|>"}, "<|eot|>", None), (EOS, None, {"source": "chat"}, "</s>", None),
-    (77, None, {}, "", "is no special token of data.tokenizer; data.eos names another"),
+    (77, None, {}, "", "is no special token of data.tokenizer; set data.eos to use another"),
     (1000, None, {}, "", "is no special token"),
     (EOS, None, {"tokenizer": "bytes", "source": "text"}, "", None),
     (EOS, None, {"tokenizer": "bytes", "source": "tokens", "bos_token": "0"}, "1", "documents end with 1")])
@@ -123,7 +123,7 @@ def test_documents_end_as_the_folder_names_it_where_the_run_file_names_nothing(
     place = home(tmp_path / "home", config={"model_type": "llama", "bos_token_id": BOS, "eos_token_id": named},
                  generation_config=generation)
     found, line = ends.default(begins(place, **keys), None)
-    assert found == eos and (part in line and "data.eos names another" in line if part else line == "")
+    assert found == eos and (part in line and "set data.eos to use another" in line if part else line == "")
 
 
 def test_a_run_that_starts_from_another_ends_documents_as_that_one_did(tmp_path):

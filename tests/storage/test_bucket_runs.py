@@ -89,7 +89,7 @@ def test_commands_on_a_trained_model_read_a_bucket(server, tiny, tmp_path):
     assert call(generate.main, there, *words).out == call(generate.main, "here", *words).out
     assert call(convert.main, there, "out").code == call(convert.main, "here", "own").code == 0
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "own/model.safetensors").read_bytes()
-    refused(call(convert.main, there, "other", "--step", "3"), "--step 3", f"{there}/checkpoints has those of steps 4, 6")
+    refused(call(convert.main, there, "other", "--step", "3"), "--step 3", f"{there}/checkpoints has steps 4, 6")
     first = ("--training.steps", "1", "--checkpoint.init_optimizer", "true")
     for source, name in ((there, "from-there"), ("here", "from-here")):
         assert f"weights and optimizer from step 6 of {source}" in ran(

@@ -116,8 +116,8 @@ def test_contradictions_are_told_with_a_remedy(words, said):
 
 
 @pytest.mark.parametrize("source, words, said", [
-    ("dense", "--model.expert_mlp_dim 48", "model.expert_mlp_dim=48: the dense run has MLPs of model.mlp_dim=64"),
-    ("dense", "--model.activation gelu", 'model.activation="gelu": the dense run has MLPs of "swiglu"')])
+    ("dense", "--model.expert_mlp_dim 48", "model.expert_mlp_dim=48: experts start as copies of the dense MLPs"),
+    ("dense", "--model.activation gelu", 'model.activation="gelu": experts start as copies of the dense MLPs')])
 def test_runs_whose_mlps_cannot_become_experts_are_refused(runs, tiny, source, words, said):
     done = call(train.main, *tiny, "--run.dir", "wrong", *EXPERTS, *words.split(), "--checkpoint.init_from",
                 str(runs / source),
