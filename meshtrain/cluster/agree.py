@@ -1,5 +1,5 @@
-"""Collectives on small values, by which the processes of a run decide together. Every process must call them in the
-same order. With one process each is a plain call. This module knows no run, model or data."""
+"""Collectives on small values, with which the processes of a run agree. Every process must call them in the same order.
+With one process, each is a plain call. This module knows no run, model or data."""
 from __future__ import annotations
 
 import contextlib
@@ -26,9 +26,9 @@ INDEX_BITS, MOST_LATE_MS = 15, 65_535      # process and milliseconds packed int
 def on_first(function: Callable):
     """Call function() in process 0 only and return its JSON-able value in every process.
 
-    Raises: in every process, the ConfigError or ValueError of process 0 (wrap in `user_errors` a ValueError that is a
-    user's mistake); any other error as is in process 0 and as PeerError elsewhere. `told_by_first` and `leave`
-    recognize it.
+    Raises: a ConfigError or ValueError of process 0, in every process (use `user_errors` if the ValueError is a mistake
+    of the user's). Any other error is raised unchanged in process 0, and as PeerError in the others. `told_by_first`
+    and `leave` recognize these errors.
     """
     if jax.process_count() == 1:
         return function()
@@ -52,9 +52,9 @@ def on_first(function: Callable):
 def everywhere(function: Callable):
     """Call function() in every process; each returns its own value, of any type.
 
-    Raises: in every process, if any call raised. ConfigError if all raised it: the mistake is in the shared run file.
-    PeerError naming the hosts if only some did (a missing mount, an unwritable directory). Any other error as is in
-    the first process that raised it, and as PeerError elsewhere.
+    Raises an error in every process if any call raised one. ConfigError: every call raised one, so the mistake is in
+    the shared run file. PeerError that names the processes: only some raised it (a missing mount, an unwritable
+    directory). Any other error is raised unchanged in the first process that met it, and as PeerError in the others.
     """
     if jax.process_count() == 1:
         return function()
@@ -81,8 +81,8 @@ def everywhere(function: Callable):
 
 
 def same_everywhere(name: str, text: str) -> None:
-    """Raises: ConfigError in every process, with the differing lines and their processes, unless all pass the same
-    text."""
+    """Check that all processes pass the same text. Raises: ConfigError, in every process, with the differing lines and
+    their processes."""
     holders: dict[str, list[int]] = {}
     for index, other in enumerate(exchange(text)):
         holders.setdefault(other, []).append(index)
@@ -97,12 +97,12 @@ def same_everywhere(name: str, text: str) -> None:
 
 
 def told_by_first(error: BaseException) -> bool:
-    """Whether process 0 raised the same error, so this other process need not report it."""
+    """Return whether process 0 raised the same error, so that this other process need not report it."""
     return getattr(error, "agreed", False) and jax.process_index() != 0
 
 
 def exchange(value) -> list:
-    """All-gather a JSON-able value: the list of all processes' values, by process index."""
+    """All-gather a JSON-able value. Return the values of all processes, by process index."""
     if jax.process_count() == 1:
         return [value]
     _gather()
@@ -125,8 +125,8 @@ _gathered = 0
 
 
 def _gather() -> None:
-    """Barrier before collectives, which would wait forever and name no process. Raises: PeerError naming the missing.
-    """
+    """Wait for all processes before a collective, which would wait forever and name no process. Raises: PeerError that
+    names the missing processes."""
     global _gathered
     _gathered, client, limit_s = _gathered + 1, jax_private.coordination_client(), min(patience_s(), MOST_PATIENCE_S)
     if client is None:
@@ -138,25 +138,26 @@ def _gather() -> None:
         if not gone:
             raise
         raise PeerError(f"{named(gone)} of {jax.process_count()} did not answer within {limit_s:.0f} s; "
-                        f"look at what {'it' if len(gone) == 1 else 'they'} said") from None
+                        f"read {'its' if len(gone) == 1 else 'their'} output") from None
 
 
 def leave_word(key: str, text: str) -> None:
-    """Publish text under a key for `word` of another process, from any thread. Best effort: raises nothing."""
+    """Publish a text under a key; `word` reads it in another process. Any thread may call it. A failure raises nothing.
+    """
     with contextlib.suppress(Exception):
         jax_private.coordination_client().key_value_set(f"meshtrain {key}", text)
 
 
 def word(key: str) -> str:
-    """The text that a process published under this key; empty if none."""
+    """Return the text that a process published under this key; empty if there is none."""
     with contextlib.suppress(Exception):
         return jax_private.coordination_client().key_value_try_get(f"meshtrain {key}")
     return ""
 
 
 def part(timeout_s: float = 5.0) -> None:
-    """Before an immediate exit, wait for the other processes that stop too. Process 0 exits last, because jax aborts
-    the others when it is gone. Raises nothing; gives up after timeout_s."""
+    """Wait for the other processes that also stop, before an immediate exit. Process 0 exits last, because jax aborts
+    the others when process 0 is gone. Raises nothing; returns after timeout_s at the latest."""
     if jax.distributed.is_initialized():
         with contextlib.suppress(Exception):
             ocp.multihost.get_barrier_sync_fn()(key="part", timeout_ms=int(timeout_s * 1000))
@@ -164,10 +165,11 @@ def part(timeout_s: float = 5.0) -> None:
 
 
 class StopAgreement:
-    """Make all processes stop after the same step: the one after the first in which any process requested it.
+    """Makes all processes stop after the same step: the one that follows the first request of any process.
 
-    Requests are read one step later, so that no process waits; 12 bytes per device and step. late: (process, seconds)
-    of the last to reach the step read last, relative to the earliest; None: unknown.
+    Requests are read one step later, so that no process waits. The cost is 12 bytes per device and step. late:
+    (process, seconds), the last process to reach the step that was read last, and its delay behind the earliest one;
+    None: unknown.
     """
 
     def __init__(self):
@@ -184,15 +186,17 @@ class StopAgreement:
             self._most = most.lower(self._on_time[0]).compile()
 
     def _placed(self, wish: int, late_ms: int) -> jax.Array:
-        """On this process's devices; the maximum over all gives the request, the latest process and its delay."""
+        """Place a request and a delay on this process's devices. The maximum over all devices has the request, the
+        latest process and its delay."""
         row = np.array([[wish, late_ms << INDEX_BITS | jax.process_index() % (1 << INDEX_BITS), -late_ms]], np.int32)
         return jax.make_array_from_callback(self._shape, self._split, lambda index: row)
 
     def reached(self, wish: int, late_s: float | None = None) -> int:
-        """Call once per step in every process: the largest wish, by which all stop now; 0: go on. With one process, its
-        own. wish: 0, or why this process is to stop, up to 2.
+        """Return the largest wish of all processes at the previous step, with which all stop now; 0: go on. Every
+        process calls it once per step. One process alone gets its own wish. wish: 0, or the reason why this process
+        should stop, up to 2.
 
-        late_s: how long this process's devices were idle before the step; None, in all processes alike: unknown.
+        late_s: how long this process's devices were idle before the step; None: unknown, in all processes alike.
         """
         if jax.process_count() == 1:
             return wish
@@ -208,7 +212,7 @@ class StopAgreement:
 
 
 def _outcome(error: Exception) -> dict:
-    """How the error is described to the other processes."""
+    """Return the description of an error for the other processes."""
     if isinstance(error, ConfigError):
         return {"kind": "ConfigError", "messages": error.messages}
     message = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
@@ -222,7 +226,7 @@ def _again(outcome: dict) -> Exception:
 
 
 def _broadcast(value):
-    """Process 0's JSON-able value, in every process."""
+    """Return process 0's JSON-able value in every process."""
     _gather()
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
@@ -230,7 +234,7 @@ def _broadcast(value):
 
 
 def _padded(text: np.ndarray, size: int) -> np.ndarray:
-    """Pad to at least `size` bytes, a power of two: few programs to compile."""
+    """Pad to at least `size` bytes. The size is a power of two, so that few programs are compiled."""
     padded = np.zeros(max(64, 1 << (int(size) - 1).bit_length()), np.uint8)
     padded[:len(text)] = text
     return padded

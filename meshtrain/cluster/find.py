@@ -1,9 +1,9 @@
-"""This process's index and count, from flags or a launcher's environment.
+"""Finds this process's index and the number of processes, from flags or a launcher's environment.
 
 Priority: [distributed]; then process variables of JAX (JAX_PROCESS_ID, Kubeflow) and PyTorch (RANK, torchrun); then
 Open MPI; then Slurm; then other launchers of MPI programs (RANKS). Two sources that disagree are refused, because a
-batch script may have exported one of them for all its tasks. Only torchrun may run below another launcher, whose task
-it divides. This module knows no run, model or data, and starts nothing.
+batch script may have exported one of them for all its tasks. Only torchrun may run below another launcher, and divides
+that launcher's task. This module knows no run, model or data, and starts nothing.
 """
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ SLURM_OWN_STEPS = 0xFFFFFFF0    # step ids from here up are Slurm's own: the bat
 JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
 TORCH = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# Variables that identify one start of a run, from launch.pod and from launchers that number processes. Not used where
-# flags number them: flags may join tasks of two jobs, and several srun steps may make up one start.
+# Variables that identify one start of a run, from launch.pod and from launchers that number processes. The launchers'
+# are not used if flags number the processes: flags may join tasks of two jobs, or several srun steps, into one start.
 OWN_STARTS = ("MESHTRAIN_START",)
 STARTS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "FLUX_JOB_ID", "PALS_APID")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Names of a launcher's variables. local_size, local_rank: among the processes of the host; the first one set."""
+    """Names of a launcher's variables. local_size, local_rank: count and index among the processes of the host; the
+    first variable that is set is used."""
     size: str
     rank: str
     local_size: tuple[str, ...] = ()
@@ -44,18 +45,19 @@ RANKS = (
     Ranks("FLUX_JOB_SIZE", "FLUX_TASK_RANK", (), ("FLUX_TASK_LOCAL_ID",)),
     *(Ranks(f"{name}_SIZE", f"{name}_RANK", (f"{name}_LOCAL_SIZE",), (f"{name}_LOCAL_RANK",))
       for name in ("MV2_COMM_WORLD", "MVP_COMM_WORLD", "JSM_NAMESPACE")),     # MVAPICH 2 and later, LSF's jsrun
-    # Hydra, mpiexec of MPICH and Intel MPI, counts the local ones as MPI_LOCAL…; Cray PALS sets PMI's, too.
+    # Hydra (mpiexec of MPICH and Intel MPI) sets MPI_LOCAL… for the local processes; Cray PALS sets PMI's, too.
     Ranks("PMI_SIZE", "PMI_RANK", ("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"),
           ("PMI_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID")),
 )
-RANK_ALONE = ("PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID")      # no variable counts the ranks beside these
+RANK_ALONE = ("PALS_RANKID", "PMIX_RANK", "ALPS_APP_PE", "PMI_ID")      # no other variable has the number of ranks
 MPI_JOBS = ("FLUX_JOB_ID", "PALS_APID", "PMI_JOBID", "PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """One process among `count`. coordinator: "host:port" of process 0. local_devices: its own GPUs of this host; None
-    = all visible. token: identifies this start of the run; processes with another token are turned away."""
+    """One process among `count`. coordinator: "host:port" of process 0. local_devices: indices of its own GPUs on this
+    host; None: all visible ones. token: identifies this start of the run; process 0 rejects processes with another
+    token."""
     coordinator: str
     count: int
     index: int
@@ -80,11 +82,11 @@ class Cluster:
 
 
 def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster described by [distributed] or else by a launcher's environment; None = a single process.
+    """Return the cluster described by [distributed], or else by a launcher's environment; None: a single process.
 
     section: coordinator_address, num_processes and process_id of a valid run. coordinator_address (or
-    JAX_COORDINATOR_ADDRESS) alone only moves a launcher's meeting address. Raises: ConfigError if the description is
-    incomplete or contradictory.
+    JAX_COORDINATOR_ADDRESS) alone only replaces the rendezvous address of a launcher. Raises: ConfigError if the
+    description is incomplete or contradictory.
     """
     address = section.coordinator_address
     if section.num_processes:
@@ -93,8 +95,8 @@ def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
         found = _of_environment(environ, address)
         found = found and dataclasses.replace(found, token=_token(environ, (*OWN_STARTS, *STARTS)))
     if address and found is None:
-        raise ConfigError(f"distributed.coordinator_address={address} is for several processes, and no launcher's "
-                          f"environment tells which of them this is; give distributed.num_processes and "
+        raise ConfigError(f"distributed.coordinator_address={address} is for several processes, but no launcher's "
+                          f"environment has the index of this process; give distributed.num_processes and "
                           f"distributed.process_id too")
     return found if found is not None and found.count > 1 else None
 
@@ -124,7 +126,7 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
                           f"{'; '.join(said for said, _, _ in places)}; unset the variables that are not meant "
                           "(a batch script that exports them gives every task the same), or give "
                           "--distributed.coordinator_address, --distributed.num_processes and "
-                          "--distributed.process_id, which win")
+                          "--distributed.process_id, which take precedence")
     if named:
         return named[0][1]
     address = address or _address(environ)
@@ -132,15 +134,15 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
         return _slurm(environ, address) if srun else _mpiexec(environ, address, ranks)
     alone = [name for name in (*(ranks.rank for ranks in RANKS), *RANK_ALONE) if name in environ]
     if alone and "SLURM_PROCID" not in environ:       # salloc's shell may have one
-        raise ConfigError(f"{_said(environ, alone)} is one process of a launcher's, and nothing tells of how many; "
+        raise ConfigError(f"{_said(environ, alone)} is one process of a launcher, but no variable has their number; "
                           f"give --distributed.coordinator_address HOST:PORT, --distributed.num_processes and "
                           f"--distributed.process_id, or unset {', '.join(alone)} for a single process")
     return None
 
 
 def _ranks(environ: Mapping[str, str]) -> list[Ranks]:
-    """The launchers that number this process, of several processes where there are such; first the one that counts the
-    processes of this host."""
+    """Return the launchers that number this process. If one has several processes, those with a single process are left
+    out. A launcher that counts the processes of this host comes first."""
     if OPEN_MPI.rank in environ:
         return [OPEN_MPI]
     found = [ranks for ranks in RANKS if ranks.size in environ and ranks.rank in environ]
@@ -149,14 +151,15 @@ def _ranks(environ: Mapping[str, str]) -> list[Ranks]:
 
 
 def _of_daemons(environ: Mapping[str, str], ranks: Ranks) -> bool:
-    """Whether Slurm's tasks are the daemons of another launcher, one on each node, which start these processes."""
+    """Return whether Slurm's tasks are daemons of another launcher, one on each node, which start these processes."""
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1")
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     return _whole(environ, ranks.size) > tasks and set(_tasks_per_node(per_node)) == {1}
 
 
 def _jax(environ: Mapping[str, str], address: str, launched: bool) -> Cluster | None:
-    """Variables of Kubeflow's JAX runtime. The address alone is allowed where a launcher provides the rest."""
+    """Return the cluster in the variables of Kubeflow's JAX runtime; None if they are not set. The address alone is
+    allowed if a launcher provides the rest."""
     given = [name for name in JAX if name in environ]
     if not given or launched and given == ["JAX_COORDINATOR_ADDRESS"]:
         return None
@@ -166,8 +169,9 @@ def _jax(environ: Mapping[str, str], address: str, launched: bool) -> Cluster | 
 
 
 def _torch(environ: Mapping[str, str], address: str, launched: bool) -> Cluster | None:
-    """Variables of torchrun and Kubeflow's PyTorch runtime. Batch scripts below srun and mpirun export all but RANK
-    for every task: without RANK they identify no process and are ignored."""
+    """Return the cluster in the variables of torchrun and Kubeflow's PyTorch runtime; None if they are not set. Below
+    srun and mpirun, batch scripts export all of them but RANK for every task. Without RANK they identify no process and
+    are ignored."""
     if not any(name in environ for name in TORCH) or launched and "RANK" not in environ:
         return None
     _whole_or_nothing(environ, TORCH, address)
@@ -184,7 +188,8 @@ def _torch(environ: Mapping[str, str], address: str, launched: bool) -> Cluster 
 
 
 def _local_rank(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The GPUs of PyTorch's local rank; one GPU, as in PyTorch, if the number of processes on the host is unknown."""
+    """Return the GPUs of PyTorch's local rank; None: all visible ones. If the number of processes on the host is
+    unknown, it is one GPU, as in PyTorch."""
     if "LOCAL_RANK" not in environ:
         return None
     if "LOCAL_WORLD_SIZE" in environ:
@@ -193,7 +198,7 @@ def _local_rank(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     index, seen = _whole(environ, "LOCAL_RANK"), len(gpus.visible(environ))
     if 1 < seen <= index:
         raise ConfigError(f"LOCAL_RANK={index} has no GPU of its own: this process sees {seen}; start at most {seen} "
-                          f"processes per host, or set LOCAL_WORLD_SIZE, by which the GPUs are divided")
+                          f"processes per host, or set LOCAL_WORLD_SIZE, which divides the GPUs among processes")
     return None if seen == 1 else (index,)
 
 
@@ -206,9 +211,9 @@ def _address(environ: Mapping[str, str]) -> str:
 
 
 def _whole_or_nothing(environ: Mapping[str, str], names: Sequence[str], address: str) -> None:
-    """Raises: ConfigError if only some of the variables that describe a process are set."""
+    """Check the variables that describe a process. Raises: ConfigError if only some of them are set."""
     missing = [name for name in names if name not in environ]
-    if address:     # set separately
+    if address:     # it replaces these variables
         missing = [name for name in missing if name not in ("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR", "MASTER_PORT")]
     if missing:
         raise ConfigError(f"{_said(environ, names)} describe one process together with {', '.join(missing)}, which "
@@ -236,12 +241,13 @@ def _said(environ: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def _token(environ: Mapping[str, str], names: Sequence[str]) -> str:
-    """`_said`, without empty variables."""
+    """Return NAME=VALUE of the variables that are set and not empty."""
     return _said({name: value for name, value in environ.items() if value}, names)
 
 
 def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
-    """The tasks of one srun. Batch scripts and salloc's shell have most of these variables but are no tasks."""
+    """Return the cluster of the tasks of one srun. Batch scripts and salloc's shell have most of these variables, but
+    are no tasks."""
     count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1"))
     local_count = per_node[min(int(environ.get("SLURM_NODEID", 0)), len(per_node) - 1)]
@@ -255,7 +261,7 @@ def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
 
 
 def _mpiexec(environ: Mapping[str, str], address: str, ranks: Ranks) -> Cluster:
-    """Ranks of MPI, jsrun or Flux. Open MPI alone tells where process 0 may be."""
+    """Return the cluster of the ranks of MPI, jsrun or Flux. Only Open MPI gives the host on which process 0 may be."""
     count, index = _place(environ, ranks.size, ranks.rank)
     here = next((_whole(environ, name) for name in ranks.local_size if name in environ), 0)
     local = next((_whole(environ, name) for name in ranks.local_rank if name in environ), None)
@@ -268,14 +274,15 @@ def _mpiexec(environ: Mapping[str, str], address: str, ranks: Ranks) -> Cluster:
         address = joined(host, _port(job)) if host else ""
     if not address and count > 1:
         raise ConfigError(f"{_said(environ, (ranks.size, ranks.rank))}: a launcher started {count} processes and does "
-                          f"not tell where process 0 is; give --distributed.coordinator_address HOST:PORT, with a free "
-                          f"port of the host of rank 0 (or that, --distributed.num_processes and "
-                          f"--distributed.process_id, which win)")
+                          f"not give the host of process 0; give --distributed.coordinator_address HOST:PORT, with the "
+                          f"host of rank 0 and a free port (or also --distributed.num_processes and "
+                          f"--distributed.process_id, which take precedence)")
     return Cluster(address, count, index, own)
 
 
 def _of_mpirun(environ: Mapping[str, str]) -> tuple[str, str]:
-    """(mpirun's host, its job). Open MPI 4 gives mpirun's address; 5 names jobs after its host: prterun-HOST-PID@1."""
+    """Return (mpirun's host, its job). Open MPI 4 gives mpirun's address; Open MPI 5 names jobs after its host:
+    prterun-HOST-PID@1."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     jobs = [environ[key] for key in sorted(environ) if key == "PMIX_NAMESPACE" or key.startswith("PMIX_SERVER_URI")]
     named = next(filter(None, (re.match(r"prte(?:run)?-(.+)-\d+@", job) for job in jobs)), None)
@@ -289,16 +296,17 @@ def joined(host: str, port: int) -> str:
 
 
 def _first_host(nodes: str) -> str:
-    """'rack[1-2]n[03,07-9],other' -> 'rack1n03'."""
+    """Return the first host of a Slurm node list: 'rack[1-2]n[03,07-9],other' -> 'rack1n03'."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """'4(x2),3' -> [4, 4, 3]."""
+    """Return the number of tasks on each node: '4(x2),3' -> [4, 4, 3]."""
     return [int(tasks) for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
 
 
 def _port(job: str) -> int:
-    """The same port in all processes of a job, and probably another in the next job on this host."""
+    """Return a port that is the same in all processes of a job, and probably another one in the next job on this host.
+    """
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS

@@ -1,5 +1,5 @@
 """Assigns a host's GPUs to its processes, evenly. A process that its launcher bound to GPUs (`srun --gpus-per-task`)
-uses all it sees. This module starts no driver and knows no run."""
+uses all GPUs that it sees. This module starts no driver and knows no run."""
 from __future__ import annotations
 
 import collections
@@ -13,7 +13,7 @@ from meshtrain.units import counted, plural
 
 
 def visible(environ: Mapping[str, str]) -> list[str]:
-    """The names of the visible GPUs, without starting a driver; empty if they cannot be counted."""
+    """Return the names of the visible GPUs, without starting a driver; empty if they cannot be counted."""
     for variable in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if variable in environ:
             return [gpu for gpu in environ[variable].split(",") if gpu not in ("", "-1", "NoDevFiles")]
@@ -21,8 +21,8 @@ def visible(environ: Mapping[str, str]) -> list[str]:
 
 
 def own(local_index: int, local_count: int, environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Indices, among the visible GPUs, of those of process `local_index` of `local_count`; None: all. Raises:
-    ConfigError if they do not divide evenly."""
+    """Return the indices, among the visible GPUs, of the GPUs of process `local_index` of `local_count`; None: all.
+    Raises: ConfigError if they do not divide evenly."""
     seen = len(visible(environ))
     if local_count == 1 or _bound(seen, local_count, environ):
         return None
@@ -37,7 +37,7 @@ def own(local_index: int, local_count: int, environ: Mapping[str, str]) -> tuple
 
 
 def divided(gpus: Sequence[str], count: int) -> list[list[str]]:
-    """The GPUs of each of `count` processes. Raises: ConfigError if they do not divide evenly."""
+    """Return the GPUs of each of `count` processes. Raises: ConfigError if they do not divide evenly."""
     if not gpus or len(gpus) % count:
         remedy = f"use {_divisors(len(gpus))}" if gpus else "use one process"
         raise ConfigError(f"--processes {count} cannot share {len(gpus)} GPUs evenly; {remedy}, or "
@@ -47,7 +47,7 @@ def divided(gpus: Sequence[str], count: int) -> list[list[str]]:
 
 
 def shares(taken: Sequence[tuple[str, int, int]]) -> str:
-    """One line on which GPUs the processes use. taken: (host, GPUs used, GPUs visible) of each process."""
+    """Return a line that says which GPUs the processes use. taken: (host, GPUs used, GPUs visible) of each process."""
     hosts: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
     for host, took, seen in taken:
         hosts[host].append((took, seen))
@@ -67,8 +67,8 @@ def _share(ones: tuple[tuple[int, int], ...], hosts: list[str]) -> str:
 
 
 def _bound(seen: int, local_count: int, environ: Mapping[str, str]) -> bool:
-    """Whether a launcher restricted this process to its own GPUs."""
-    # a100:4
+    """Return whether a launcher restricted this process to its own GPUs."""
+    # the value may be a100:4
     numbers = (re.search(r"\d+$", environ.get(name, "")) for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE"))
     per_task, on_node = (int(number[0]) if number else 0 for number in numbers)
     return 0 < seen < max(local_count, on_node) or 0 < seen == per_task

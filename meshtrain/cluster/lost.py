@@ -1,12 +1,12 @@
 """Error messages by which XLA, Gloo, NCCL and jax's coordination service report lost processes. The process itself and
-the launchers, which read its output, share this table. No jax."""
+the launchers, which read its output, share this table. This module does not import jax."""
 from __future__ import annotations
 
 import re
 
 
 class PeerError(RuntimeError):
-    """Processes of a run did not meet, or one failed alone; the message names it."""
+    """Processes of a run did not meet, or some failed alone. The message names them."""
 
 
 # ---- in the message of an error --------------------------------------------------------------------------------------
@@ -22,7 +22,8 @@ TIMED_OUT = re.compile(r"(?:timed out task names|stopped sending heartbeats\)):\
 
 
 def others(error: BaseException | str) -> list[int] | None:
-    """The processes that an error reports as lost, sorted; empty if it names none; None: not an error of this kind."""
+    """Return the processes that an error reports as lost, sorted; empty if it names none; None: the error is not of
+    this kind."""
     text = str(error)
     if not (isinstance(error, PeerError) or LOST.search(text)):
         return None
@@ -43,9 +44,9 @@ SECONDARY = re.compile(b"|".join([LOST_PEERS, LATE.pattern, CONNECTION.encode(),
     rb"error: process(es)? [\d, and]+(of \d+ did not come to|: )")]))
 # Processes missing at the coordination service, or at process 0's rendezvous.
 UNHEARD = re.compile(rb"\bTask (\d+) heartbeat timeout|error: process (\d+) of \d+ did not come")
-# Process 0's own, if jax's service, which goes by the wall clock, declares that process dead.
+# Written by process 0 if jax's service, which uses the wall clock, declares process 0 dead.
 CLOCK_SET = re.compile(rb"stopped sending heartbeats\):\s+(?:\S+\n)*?(?:\S*task:)?0\n")
-# Written by process 0: the reason for which all end.
+# Written by process 0: the reason why all processes end.
 BLAMED = re.compile(rb"\berror: .* not saved in .*?: process (\d+): ")
 NOT_SAVED = b" not saved in "       # one process's disk is full: the run goes on, and process 0 reports nothing
 MISMATCHED = b"gloo::EnforceNotMet"     # processes of one group called different collectives

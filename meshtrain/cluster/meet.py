@@ -1,6 +1,7 @@
-"""Rendezvous of a run's processes at one port before jax's own, which aborts without naming the missing ones.
+"""Rendezvous of a run's processes at one port. It precedes jax's own rendezvous, which aborts without naming the
+missing ones.
 
-Each process sends the token of its start. Processes of another start or run are told so and disconnected. The token is
+Each process sends the token of its start. Processes of another start or run are reported and disconnected. The token is
 no secret: whoever reaches the port can disturb the run. This module knows no run, model or data.
 """
 from __future__ import annotations
@@ -24,14 +25,14 @@ from meshtrain.units import plural
 HELLO, ANSWER = b"meshtrain-process-2 ", b"meshtrain-answer-2 "
 LINE_BYTES = 4096
 TELL_AFTER_S, TELL_AGAIN_S = 30.0, 60.0     # report missing processes after this long, and again
-MOST_LISTED = 16                # in a message
+MOST_LISTED = 16                # processes in a message
 SHUTDOWN_TIMEOUT_S = 120        # how long finished processes wait for one that still writes
 
 
 def meet(cluster: Cluster, timeout_s: float) -> None:
-    """Return in every process once all processes of the cluster are present.
+    """Wait until all processes of the cluster are present; then return in every process.
 
-    No process waits longer than timeout_s (for process 0: counted from the first arrival). Raises: PeerError naming
+    No process waits longer than timeout_s (for process 0: counted from the first arrival). Raises: PeerError that names
     the missing processes, a taken port, or contradicting processes (perhaps of an older start). The next attempt may
     succeed.
     """
@@ -45,7 +46,7 @@ def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
     for this long is lost, and all end.
     """
     meet(cluster, timeout_s)
-    # Its handler would replace ours of SIGTERM; orbax treats it as absent.
+    # Its handler would replace our handler of SIGTERM. orbax works without the service.
     jax.config.update("jax_enable_preemption_service", False)
     with _without_proxy(cluster.host):
         jax.distributed.initialize(
@@ -59,9 +60,9 @@ def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
 
 @contextlib.contextmanager
 def _without_proxy(host: str) -> Iterator[None]:
-    """Context: gRPC connects to this host directly, whatever grpc_proxy, https_proxy and http_proxy say. jax's client
-    would ask the proxy for its coordinator, and abort the process when that fails. gRPC reads the variables when it
-    makes a channel, and no_grpc_proxy in place of no_proxy; no other library reads no_grpc_proxy."""
+    """Make gRPC connect to `host` directly during the block, whatever grpc_proxy, https_proxy and http_proxy say. jax's
+    client would ask the proxy for its coordinator, and abort the process when that fails. gRPC reads the variables when
+    it makes a channel. It reads no_grpc_proxy instead of no_proxy; no other library reads no_grpc_proxy."""
     before = os.environ.get("no_grpc_proxy")
     excepted = before or os.environ.get("no_proxy", "")
     os.environ["no_grpc_proxy"] = f"{excepted},{host}".lstrip(",")
@@ -75,8 +76,8 @@ def _without_proxy(host: str) -> Iterator[None]:
 
 
 def leave(code: int, error: BaseException) -> None:
-    """Exit at once if this one of several processes met `error` alone; else return, for an orderly exit. An orderly
-    exit would deadlock: jax waits for the others, which wait for this process in a collective. They notice an
+    """Exit at once if, of several processes, only this one met `error`; else return, for an orderly exit. An orderly
+    exit would deadlock: jax waits for the other processes, which wait for this one in a collective. They notice an
     immediate exit."""
     if jax.distributed.is_initialized() and not getattr(error, "agreed", False):
         sys.stdout.flush()
@@ -90,7 +91,8 @@ def _end_alone(kind, error, trace) -> None:
 
 
 def _receive(cluster: Cluster, timeout_s: float) -> None:
-    """Process 0: wait for all others at the coordinator's port, then release them all or fail them all."""
+    """Wait in process 0 for all others at the coordinator's port; then release all of them, or send the fault to all.
+    """
     began = time.monotonic()
     deadline, tell_at = began + timeout_s, began + TELL_AFTER_S
     arrived: dict[int, tuple[socket.socket, dict]] = {}
@@ -154,12 +156,13 @@ def _turned_away(cluster: Cluster, about: dict, strangers: dict[str, str]) -> No
 
 
 def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | None:
-    """The fault in a process's `about`. before: the `about` of a process already present with its index."""
+    """Return the fault in a process's `about`; None if there is none. before: the `about` of a process already present
+    with the same index."""
     index, first = about["index"], _about(cluster)
     if about["count"] != cluster.count:
         return (f"process {index} ({_where(about)}) has distributed.num_processes={about['count']}, and process 0 "
-                f"({_where(first)}) has {cluster.count}; start all with the same number, and see that no older start "
-                f"is left")
+                f"({_where(first)}) has {cluster.count}; start all with the same number, and check that no older start "
+                f"is running")
     if index == 0 or before is not None and _where(before) != _where(about):
         return (f"distributed.process_id={index} came twice: {_where(before or first)} and {_where(about)}; "
                 f"give each process its own, 0 to {cluster.count - 1}, and check that no earlier start is running")
@@ -167,7 +170,8 @@ def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | 
 
 
 def _arrive(cluster: Cluster, timeout_s: float) -> None:
-    """Every other process: report to process 0 and wait for its answer, which comes when all are present."""
+    """Report to process 0 and wait for its answer, which it sends when all are present. Every other process calls it.
+    """
     began, why, warned = time.monotonic(), "no connection", False
     deadline = began + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
@@ -211,8 +215,8 @@ def _listen(cluster: Cluster) -> socket.socket:
         listener = socket.create_server(address, **options)
     except OSError as error:
         raise PeerError(f"distributed.coordinator_address={cluster.coordinator}: process 0 cannot listen there "
-                        f"({error.strerror}); start again, which takes another port where the launcher chooses it, or "
-                        f"give a port that is free on its host, and see that no older run still holds it") from None
+                        f"({error.strerror}); start again if the launcher chooses the port, or give a port that is "
+                        f"free on its host, and check that no older run uses it") from None
     listener.setblocking(False)
     return listener
 
@@ -227,14 +231,14 @@ def _where(about: dict) -> str:
 
 
 def _read(connection: socket.socket) -> bytes:
-    """The bytes received; empty if the peer closed."""
+    """Return the bytes received; empty if the peer closed the connection."""
     with contextlib.suppress(OSError):
         return connection.recv(LINE_BYTES)
     return b""
 
 
 def _parse(magic: bytes, line: bytes) -> dict | None:
-    """The JSON object that follows the magic word in a complete line; None for anything else."""
+    """Return the JSON object that follows the magic word in a complete line; None for anything else."""
     if line.startswith(magic) and line.endswith(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):
             said = json.loads(line[len(magic):])
@@ -243,7 +247,7 @@ def _parse(magic: bytes, line: bytes) -> dict | None:
 
 
 def _hello(line: bytes) -> dict | None:
-    """The message in which a process describes itself; None if it is incomplete or not from meshtrain."""
+    """Return the message in which a process describes itself; None if it is incomplete or not from meshtrain."""
     about = _parse(HELLO, line)
     kinds = {"index": int, "count": int, "pid": int, "host": str, "token": str}
     if about is None or any(type(about.get(name)) is not kind for name, kind in kinds.items()):
@@ -267,7 +271,7 @@ def _missing(cluster: Cluster, here: list[dict], timeout_s: float, strangers: li
     missing = [str(index) for index in range(cluster.count) if index not in came]
     return (f"{named(missing)} of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s; "
             f"there {'is' if len(came) == 1 else 'are'} {_listed([came[index] for index in sorted(came)])}. "
-            "Look at what the missing said, and whether their hosts reach that address"
+            "Read the output of the missing processes, and check that their hosts reach that address"
             + (f". Turned away, because this is {cluster.token or 'no job'}: {_listed(strangers)}"
                if strangers else ""))
 

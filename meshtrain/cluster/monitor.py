@@ -1,12 +1,12 @@
-"""A small process beside each watched one. It ends that one if nothing of Python runs there any more, because a call
-holds the interpreter's lock: then no thread of the process itself can.
+"""A small monitor process beside each process of a run. It ends the watched process if no Python code can run there,
+because a call holds the interpreter's lock: then no thread of that process can end it.
 
 A timer of wall time must not end a process: one that was stopped (SIGSTOP, scontrol suspend, docker pause, a debugger)
 would end when it is continued. So the monitor counts only seconds in which the watched process was not stopped and the
 monitor itself ran. faulthandler writes the stacks in a signal handler, which does not need the lock. The monitor sends
-the signal only when it ends the process: to walk the frames of threads that run can crash. The exit code is 1: glibc
-calls _exit as soon as a byte arrives in a pipe. This file is the monitor's program, too; it imports the standard
-library alone.
+the signal only before it ends the process, because walking the frames of running threads can crash. The exit code is 1:
+glibc calls _exit as soon as a byte arrives in a pipe. This file is also the monitor's program; it imports only the
+standard library.
 """
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 1.0
-STACKS_S = 2.0      # for the signal handler, to its last line
+STACKS_S = 2.0      # time limit of the signal handler
 STACKS = signal.SIGRTMIN + 9        # the signal
-STUCK_S = 3.0       # for a file system or a terminal that hangs
+STUCK_S = 3.0       # time limit for a write to a file system or a terminal that may hang
 EXIT_S = 2.0        # from the byte to SIGKILL
 MOST_STACKS = 1 << 20
 SIGEV_THREAD = 2
 SET_PARENT_DEATH_SIGNAL = 1     # of prctl
-TIMEOUT = b"Timeout (no thread of Python runs)!\n"      # as faulthandler's own, see `stacks`
+TIMEOUT = b"Timeout (no thread of Python runs)!\n"      # begins like faulthandler's own line, see `stacks`
 
 
 class Clock:
-    """Counts the seconds in which this process runs. Someone calls `look` every `look_s` seconds; a longer time between
-    two calls counts as twice that: the process was stopped or starved."""
+    """Counts the seconds in which this process runs. A thread must call `look` every `look_s` seconds. A longer time
+    between two calls counts as 2 * look_s, because the process was stopped or starved."""
 
     def __init__(self, look_s: float):
         self.most_s = 2 * look_s
         self._last = 0.0, time.monotonic()
 
     def now(self) -> float:
-        """Seconds since the clock was made."""
+        """Return the counted seconds since the clock was made."""
         counted, looked = self._last
         return counted + min(time.monotonic() - looked, self.most_s)
 
@@ -56,7 +56,7 @@ class Clock:
 
 
 def within(limit_s: float, function: Callable[[], object]) -> None:
-    """Call it in a thread, and wait at most limit_s. Whatever it raises is ignored."""
+    """Call function() in a thread and wait at most limit_s seconds. Its exceptions are ignored."""
     def quietly():
         with contextlib.suppress(Exception):
             function()
@@ -69,12 +69,13 @@ def within(limit_s: float, function: Callable[[], object]) -> None:
 
 
 class Monitor:
-    """The monitor of this process. head: bytes of a file of stacks that come before the stacks. tell: prints a line."""
+    """The watched process's side of its monitor. head: bytes in a file of stacks before the stacks. tell: prints a
+    line."""
 
     def __init__(self, head: int, tell: Callable[[str], None]):
         self.head, self.tell = head, tell
-        self._stacks = tempfile.TemporaryFile()     # faulthandler's, read by the monitor
-        self.thread = threading.get_native_id()     # gets the signal, which interrupts what a thread waits for
+        self._stacks = tempfile.TemporaryFile()     # faulthandler writes it, the monitor reads it
+        self.thread = threading.get_native_id()     # gets the signal, which interrupts the thread's system call
         faulthandler.register(STACKS, self._stacks)
         self._process: subprocess.Popen | None = None
         self._target = -1
@@ -82,7 +83,7 @@ class Monitor:
         self.keep()
 
     def keep(self) -> None:
-        """Start the monitor, also again if it has died."""
+        """Start the monitor if it is not running."""
         if self._target is None or self._process and self._process.poll() is None:
             return
         try:
@@ -91,20 +92,20 @@ class Monitor:
             before, self._target = self._target, target
             with contextlib.suppress(OSError):
                 os.close(before)
-            self._send()        # lies in the pipe: what hangs while the monitor starts is seen, too
+            self._send()        # waits in the pipe: a hang while the monitor starts is noticed, too
             with os.fdopen(source):
                 passed = [source, self._stacks.fileno(), _exit_pipe()[0]]
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", __file__, *map(str, (os.getpid(), *passed, self.head))],
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=passed, start_new_session=True)
-        except OSError as error:        # no process is to be had
+        except OSError as error:        # no process can be started
             self._target = None
-            self.tell(f"warning: no process can be started that watches this one ({error}): a hang that holds the "
+            self.tell(f"warning: the monitor of this process cannot be started ({error}): a hang that holds the "
                       f"interpreter's lock will not end the process")
 
     def expect(self, left_s: float, words: str, path: str) -> None:
-        """End this process unless the next call comes within left_s seconds (inf: never). words: what it hangs in, for
-        the terminal. path: where the stacks go; empty: to the terminal, too."""
+        """End this process unless the next call comes within left_s seconds (inf: never). words: a description of the
+        hang for the terminal. path: the file for the stacks; empty: they go to the terminal, too."""
         if self._stacks.closed:     # a thread has outlived the command
             return
         self._last = json.dumps([left_s, words, path, self.thread]).encode() + b"\n"
@@ -128,7 +129,7 @@ class Monitor:
 
 
 class _Sigevent(ctypes.Structure):
-    """glibc's, on 64-bit machines."""
+    """struct sigevent of glibc on 64-bit machines."""
     _fields_ = [("value", ctypes.c_void_p), ("signo", ctypes.c_int), ("notify", ctypes.c_int),
                 ("function", ctypes.c_void_p), ("rest", ctypes.c_char * 40)]
 
@@ -141,8 +142,9 @@ class _Aiocb(ctypes.Structure):
 
 @functools.cache
 def _exit_pipe() -> tuple[int, object]:
-    """(the writing end of a pipe, memory that must stay): a byte in the pipe ends this process with exit code 1,
-    whatever holds the interpreter's lock. Both ends stay open. Without glibc nothing reads it, and SIGKILL follows."""
+    """Return (the writing end of a pipe, memory that must stay allocated). A byte in the pipe ends this process with
+    exit code 1, even while the interpreter's lock is held. Both ends stay open. Without glibc nothing reads the pipe,
+    and SIGKILL ends the process."""
     source, target = os.pipe()
     buffer = ctypes.create_string_buffer(1)
     request = _Aiocb(fildes=source, buffer=ctypes.addressof(buffer), nbytes=1)
@@ -157,7 +159,7 @@ def _exit_pipe() -> tuple[int, object]:
 
 
 def main(parent: int, source: int, stacks: int, ending: int, head: int) -> None:
-    with contextlib.suppress(AttributeError):       # Linux alone: one that is stopped cannot see its parent end
+    with contextlib.suppress(AttributeError):       # Linux only: a stopped monitor cannot see that its parent ended
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)       # it ends with the watched process
@@ -185,7 +187,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _stacks_of(parent: int, thread: int, stacks: int) -> bytes:
-    """The stacks that faulthandler writes in a thread of the watched process, after the line TIMEOUT."""
+    """Return the stacks that faulthandler writes in a thread of the watched process, after the line TIMEOUT."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "tgkill"):         # glibc from 2.30 on
         libc.tgkill(parent, thread, int(STACKS))
@@ -202,7 +204,8 @@ def _stacks_of(parent: int, thread: int, stacks: int) -> bytes:
 
 
 def end(parent: int, stacks: bytes, words: str, path: str, ending: int, head: int) -> None:
-    """End the watched process, with words on the terminal and its stacks at `path`."""
+    """End the watched process. Print `words` on the terminal and write the stacks to `path`; print them, too, if it is
+    empty."""
     def speak():
         place = path if path else "\n" + stacks.decode(errors="replace")
         os.write(2, f"error: {words}; its stacks: {place}\n".encode())

@@ -1,11 +1,11 @@
 """Binds a process to the CPUs next to its GPUs: those of their NUMA node.
 
-The kernel's /proc and /sys tell where a GPU is; no driver is started and no tool is called. A process is left as it is
-where its GPUs cannot be told for sure, where they are on several nodes (one process with all GPUs of a host), and where
-it may not run on all CPUs of its machine: then the user, Slurm or the kubelet has bound it.
+The location of a GPU is read from the kernel's /proc and /sys; no driver is started and no tool is called. A process is
+not bound if its GPUs cannot be determined, or if they are on several nodes (one process with all GPUs of a host). It is
+also not bound if it may not run on all CPUs of its machine: then the user, Slurm or the kubelet has bound it.
 
-Memory follows by first touch: bound threads get pages of their own node, and those of another once it is full. A strict
-policy (set_mempolicy) would kill the process there.
+Memory follows by first touch: bound threads get pages of their own node, and of another node once theirs is full. A
+strict policy (set_mempolicy) would kill the process then.
 """
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ ROOT = Path("/")
 
 
 def bind(local_devices: Sequence[int] | None, environ: Mapping[str, str], root: Path = ROOT) -> str:
-    """Binds all threads of this process, and so those that they start. Returns a line about it; empty: nothing done.
+    """Bind all threads of this process, and so the threads that they start. Return a line that reports it; empty:
+    nothing is done.
 
-    local_devices: indices of its own among the visible GPUs; None: all. root: of a tree with proc, sys and dev.
+    local_devices: indices of its GPUs among the visible GPUs; None: all. root: a directory with proc, sys and dev.
     """
     try:
         cpus, node = _beside(_addresses(local_devices, environ, root), root)
@@ -31,7 +32,7 @@ def bind(local_devices: Sequence[int] | None, environ: Mapping[str, str], root: 
         return ""
     if not cpus or not cpus < online or os.sched_getaffinity(0) != online:
         return ""
-    for thread in os.listdir("/proc/self/task"):        # affinity is a thread's; jax has started some already
+    for thread in os.listdir("/proc/self/task"):        # affinity is set per thread, and jax has already started some
         try:
             os.sched_setaffinity(int(thread), cpus)
         except ProcessLookupError:
@@ -42,7 +43,7 @@ def bind(local_devices: Sequence[int] | None, environ: Mapping[str, str], root: 
 
 
 def _addresses(local_devices: Sequence[int] | None, environ: Mapping[str, str], root: Path) -> list[str]:
-    """PCI addresses of the process's GPUs; empty if one of them is unknown."""
+    """Return the PCI addresses of the process's GPUs; empty if one of them is unknown."""
     there = _found(root)
     names = gpus.visible(environ)
     if "CUDA_VISIBLE_DEVICES" not in environ:
@@ -60,12 +61,13 @@ def _addresses(local_devices: Sequence[int] | None, environ: Mapping[str, str], 
 
 
 def _is_prefix(name: str, uuid: str) -> bool:
-    """CUDA takes the beginning of a UUID, too. Parts of a GPU (MIG-…) have other ones, and are unknown here."""
+    """Return whether `name` begins a GPU's UUID: CUDA accepts such a prefix. Parts of a GPU (MIG-…) have other UUIDs,
+    which are unknown here."""
     return name.startswith("GPU-") and uuid.startswith(name)
 
 
 def _found(root: Path) -> list[tuple[str, str, str]]:
-    """(PCI address, model, UUID) of the GPUs that CUDA would find, by address."""
+    """Return (PCI address, model, UUID) of the GPUs that CUDA would find, sorted by address."""
     found = []
     for folder in (root / "proc/driver/nvidia/gpus").iterdir():
         told = dict(re.findall(r"^([\w ]+):[ \t]*(.*?)[ \t]*$", (folder / "information").read_text(encoding="utf-8"),
@@ -76,7 +78,8 @@ def _found(root: Path) -> list[tuple[str, str, str]]:
 
 
 def _opens(device: Path) -> bool:
-    """Whether this process may use it: a container has no others, and a cgroup (Slurm) refuses them when opened."""
+    """Return whether this process may use a device. A container has no other devices; a cgroup (Slurm) refuses to open
+    them."""
     try:
         os.close(os.open(device, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
@@ -85,15 +88,16 @@ def _opens(device: Path) -> bool:
 
 
 def _beside(addresses: Sequence[str], root: Path) -> tuple[set[int], int]:
-    """(the CPUs of the NUMA node of these PCI devices, the node); no CPUs unless it is one node."""
+    """Return (the CPUs of the NUMA node of these PCI devices, the node). There are no CPUs unless all devices are on
+    one node."""
     places = [root / "sys/bus/pci/devices" / address for address in addresses]
     nodes = {int((place / "numa_node").read_text(encoding="utf-8")) for place in places}
-    if len(nodes) != 1 or min(nodes) < 0:       # -1: the machine does not tell, as most virtual ones
+    if len(nodes) != 1 or min(nodes) < 0:       # -1: unknown, as on most virtual machines
         return set(), -1
     return set.union(*(_numbers((place / "local_cpulist").read_text(encoding="utf-8")) for place in places)), min(nodes)
 
 
 def _numbers(text: str) -> set[int]:
-    """'0-3,8' -> {0, 1, 2, 3, 8}."""
+    """Return the numbers in a list of ranges: '0-3,8' -> {0, 1, 2, 3, 8}."""
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
     return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}

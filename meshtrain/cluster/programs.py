@@ -1,10 +1,10 @@
-"""Compiled programs that are kept for the next start, in run.compilation_cache: a directory that this user alone may
-write.
+"""Keeps compiled programs for the next start in run.compilation_cache, a directory that only this user may write.
 
-jax's own cache is written by process 0 alone: where hosts do not share the directory, and on CPUs, whose keys differ
-between processes, all others would compile again at each start. There each process has a cache of jax's for each
-program, and uses it only where all have theirs: on GPUs a process that compiles waits for what the others tune. A
-program is machine code: whoever writes one runs code in every process that loads it.
+Only process 0 writes jax's own cache. The other processes would compile again at each start if hosts do not share the
+directory, and on CPUs, where keys differ between processes. In these cases each process has its own jax cache for each
+program. A program is taken from it only if every process has one: on GPUs a process that compiles waits for the
+autotuning results of the others. A program is machine code: whoever writes one can run code in every process that loads
+it.
 """
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from meshtrain.cluster import agree
 
 FOLDER = "processes"        # in run.compilation_cache
 PROFILES = "profiles"       # beside it: files that XLA reads while it compiles
-MOST_KEPT = 64              # of each, of all processes and runs
+MOST_KEPT = 64              # entries in each of the two folders, of all processes and runs
 SUMS = "sums.json"          # of a program's files; written last
 
 
 def distrust(directory: Path) -> str:
-    """Make the directory, if it is not there, for this user alone. Returns why others may put files there, in words
-    after its name; "" where they may not. Raises: OSError."""
+    """Create the directory for this user alone, if it does not exist. Return why other users may write to it, in words
+    that follow its name; "" if they may not. Raises: OSError."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = directory.stat()
     if status.st_uid not in (os.geteuid(), 0):
@@ -43,8 +43,8 @@ def distrust(directory: Path) -> str:
 
 
 def compiled(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-    """`lowered.compile(options)`, or what an earlier start has made of the same. devices: of the program. All processes
-    call it."""
+    """Return `lowered.compile(options)`, or the same program from an earlier start. devices: of the program. All
+    processes call it."""
     directory = jax.config.jax_compilation_cache_dir
     if jax.process_count() == 1 or not directory or (
             devices[0].platform != "cpu" and _is_shared(Path(directory))):
@@ -56,7 +56,7 @@ def compiled(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.D
     files.remove(place)
     with jax_private.programs_kept_in(place):
         executable = lowered.compile(compiler_options=options)
-    with contextlib.suppress(OSError):      # best effort: a start that finds none compiles
+    with contextlib.suppress(OSError):      # best effort: a start that finds no program compiles it
         files.replace(place / SUMS, json.dumps(_sums(place)))
         _drop_old(place.parent)
     return executable
@@ -75,10 +75,11 @@ def _is_whole(place: Path) -> bool:
 
 
 def kept_profile(content: str) -> Path | None:
-    """Write a profile for XLA to read, and return its path. All processes call it.
+    """Write a profile that XLA reads; return its path, or None if any process cannot write the file. All processes call
+    it.
 
-    The path follows from the content: it is an option of the compilation, and by its options a compiled program is
-    found again at the next start. None if any process cannot write the file.
+    The path is a function of the content. It is a compiler option, and the options are part of the key by which the
+    next start finds the compiled program.
     """
     directory = jax.config.jax_compilation_cache_dir or Path(tempfile.gettempdir()) / f"meshtrain-{os.getuid()}"
     path = Path(directory) / PROFILES / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.pbtxt"
@@ -93,7 +94,7 @@ def kept_profile(content: str) -> Path | None:
 
 @functools.cache
 def _is_shared(directory: Path) -> bool:
-    """Whether all processes see the same directory. All processes call it."""
+    """Return whether all processes see the same directory. All processes call it."""
     name = agree.on_first(lambda: f".{secrets.token_hex(8)}")
     with contextlib.suppress(OSError):
         if jax.process_index() == 0:
@@ -108,7 +109,8 @@ def _is_shared(directory: Path) -> bool:
 
 
 def _key(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Device]) -> str:
-    """The key of what the compiled program depends on. jax's own keys inside the directory cover the rest."""
+    """Return a key of everything that the compiled program depends on, except what jax's own keys inside the directory
+    cover."""
     parts = [lowered.as_text(), sorted((key, str(value)) for key, value in options.items()), jax.__version__,
              devices[0].client.platform_version, os.environ.get("XLA_FLAGS", "")]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -1,15 +1,15 @@
 """Stack files of a hung run: one per process in run.dir/stacks, from which the culprit is found. Processes that wait
-for others are in a collective, a barrier or an agreement; the culprit is elsewhere, or wrote no stacks because it is
+for others are in a collective, a barrier or an agreement. The culprit is elsewhere, or wrote no stacks because it is
 stopped. This module starts nothing.
 
     process-<i>.txt   the first HEAD bytes: a line of words, a line of JSON (the fields of `ProcessState`), blanks; then
                       stacks in faulthandler's format, possibly several times
     try-<k>/          the files of an earlier start of the run, the newest KEPT_TRIES of them
 
-state: "runs" (nothing happened; also if the process was killed or stopped, or if its C watchdog fired because the
-interpreter's lock was held: then stacks follow) · "hangs" (its watchdog fired) · "ends" (and it has seen the stacks of
-all others) · "failed" (an error of its own, in `words`) · "lost" (it failed because others were gone; `words` names
-them if known).
+state: "runs": no fault is recorded; the process may have been killed or stopped, or its monitor has ended it because
+the interpreter's lock was held (then stacks follow). "hangs": its watchdog fired. "ends": its watchdog fired, and it
+has seen the stacks of all others. "failed": it met an error of its own, in `words`. "lost": it failed because others
+were gone; `words` names them if they are known.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 HEAD = 1024         # bytes: words and JSON, rewritten in place before the stacks
 KEPT_TRIES = 5
-# Where a thread waits for other processes: (end of the file's name, function, or "" for any in it).
+# Functions in which a thread waits for other processes: (end of the file's path, function; "": any function).
 WAITING = [
     *(("meshtrain/cluster/agree.py", name) for name in ("exchange", "_broadcast", "part", "reached", "_gather")),
     ("meshtrain/cluster/meet.py", ""), ("jax/experimental/multihost_utils.py", ""),
@@ -55,8 +55,8 @@ class StackFrame(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessState:
-    """One process's record. since: wall clock, seconds. moment: phases begun so far, comparable between processes: the
-    lowest is behind. main: ident of its main thread in the stacks."""
+    """One process's record. since: when its phase began, wall clock in seconds. moment: number of phases begun so far;
+    among several processes, the one with the lowest number is behind. main: ident of its main thread in the stacks."""
     process: int
     count: int
     host: str
@@ -88,7 +88,7 @@ class Report:
 
     @property
     def fired(self) -> bool:
-        """Whether its watchdog fired."""
+        """Whether its watchdog or its monitor fired."""
         return self.locked or self.state.state in ("hangs", "ends")
 
     @property
@@ -104,7 +104,8 @@ class Report:
 
     @property
     def where(self) -> str:
-        """The innermost frame of the main thread that does not just wait for another thread of the process."""
+        """The innermost frame of the main thread that does more than wait for another thread of the process; empty
+        without stacks."""
         frames = [frame for frame in self.main if not _in(JOINS, frame)] or self.main
         return f" in {frames[0]}" if frames else ""
 
@@ -122,7 +123,7 @@ def at(wall: float) -> str:
 
 
 def begin(directory: Path) -> str:
-    """Move the stacks of earlier starts away and return a name for this start. One process calls it, before any
+    """Move the stacks of earlier starts away and return a name for this start. One process calls it, before any process
     writes."""
     directory.mkdir(parents=True, exist_ok=True)
     earlier = read(directory)
@@ -140,7 +141,8 @@ def begin(directory: Path) -> str:
 
 
 def read(directory: Path, since: float = 0.0) -> dict[int, Report]:
-    """Process -> report, of files last written at or after `since` (wall clock, seconds)."""
+    """Return process -> report for the newest start. since: wall clock in seconds; files last written before it are
+    ignored."""
     one = [_report_in(path, since) for path in Path(directory).glob("process-*.txt")]
     found = {report.state.process: report for report in one if report}
     newest = max(found.values(), key=lambda report: report.state.since, default=None)
@@ -148,15 +150,16 @@ def read(directory: Path, since: float = 0.0) -> dict[int, Report]:
 
 
 def of(directory: Path, index: int, attempt: str) -> Report | None:
-    """The report of one process; None if it has none of this start."""
+    """Return the report of one process; None if it has none of this start."""
     found = _report_in(directory / f"process-{index}.txt")
     return found if found and found.state.attempt == attempt else None
 
 
 def culprit(directory: Path | str, since: float = 0.0) -> tuple[int, str] | None:
-    """(process, what it was doing) of the one the others waited for or died of; None: unknown, or all wait alike.
+    """Return (process, what it was doing) of the process that the others waited for or died of; None: unknown, or all
+    wait alike.
 
-    directory: run.dir/stacks. since: wall clock, seconds, e.g. the start of this attempt; older files are ignored.
+    directory: run.dir/stacks. since: wall clock in seconds, e.g. the start of this attempt; older files are ignored.
     """
     reports = read(Path(directory), since)
     crashed = [report for report in reports.values() if report.fatal]
@@ -186,7 +189,8 @@ def _report_in(path: Path, since: float = 0.0) -> Report | None:
 
 
 def died(directory: Path) -> tuple[int, str] | None:
-    """(process, how) of one on this host that died without a report, usually by kill -9; None: none on this host.
+    """Return (process, how) of a process on this host that died without a report, usually by kill -9; None if there is
+    none.
 
     Each live process holds a lock on its file. Other hosts are not checked: not every file system shares locks.
     """
@@ -199,13 +203,13 @@ def died(directory: Path) -> tuple[int, str] | None:
 
 
 def report(state: ProcessState, text: str) -> Report:
-    """text: the stacks that follow the head."""
+    """Return the report of a process. text: the stacks in its file after the head."""
     fatal = FATAL.search(text)
     return Report(state, _threads(text), fatal[1] if fatal else "", text.startswith("Timeout ("))
 
 
 def _threads(text: str) -> dict[str, list[StackFrame]] | None:
-    """Thread -> frames, innermost first, of the first stacks in the text."""
+    """Return thread -> frames, innermost first, of the first stacks in the text; None if there are none."""
     threads: dict[str, list[StackFrame]] = {}
     frames = None
     for line in text.splitlines():
@@ -220,13 +224,14 @@ def _threads(text: str) -> dict[str, list[StackFrame]] | None:
 
 
 def _in(functions: Sequence[tuple[str, str]], *frames: StackFrame) -> bool:
-    """Whether any of these frames is in one of the functions."""
+    """Return whether any of these frames is in one of the functions."""
     return any(frame.file.endswith(file) and function in ("", frame.function)
                for frame in frames for file, function in functions)
 
 
 def written(threads: Sequence[tuple[int, str, object]]) -> str:
-    """Stacks of (ident, name, innermost frame) threads in faulthandler's format, without its limit on their number."""
+    """Return stacks in faulthandler's format, without its limit on the number of threads. threads: (ident, name,
+    innermost frame) of each."""
     lines = []
     for ident, name, frame in threads:
         lines += ["", f"Thread 0x{ident:016x} [{name}] (most recent call first):"]

@@ -1,12 +1,12 @@
-"""A watchdog in every process: one that makes no progress in time writes its stacks and exits, and the culprit is
+"""A watchdog in every process. A process that makes no progress in time writes its stacks and exits, and the culprit is
 named.
 
-Each phase has a limit: start, compile, restore and save by a key each; a step LONGER_THAN_MEDIAN times the median of
-earlier steps, at least LEAST_STEP_S. A thread checks every LOOK_S. On a timeout it writes all threads' stacks to
-run.dir/stacks (`cluster.stacks`). The other watchdogs fire at about the same time, because all processes wait for one;
-it waits for them until process 0 has seen all stacks, at most WINDOW_S, then exits with code 1. If the interpreter's
-lock is held, a process beside it does that instead, a little later (`cluster.monitor`). Time in which the process is
-stopped is not counted.
+Each phase has a limit. Keys of the run file set those of start, compile, restore and save. A step may take
+LONGER_THAN_MEDIAN times the median of earlier steps, at least LEAST_STEP_S. A thread checks every LOOK_S. On a timeout
+it writes all threads' stacks to run.dir/stacks (`cluster.stacks`). The other watchdogs fire at about the same time,
+because all processes wait for one. Each waits until process 0 has seen all stacks, at most WINDOW_S, then exits with
+code 1. If the interpreter's lock is held, a monitor process does that instead, a little later (`cluster.monitor`). Time
+in which the process is stopped is not counted.
 
 jax's own heartbeats come from a C++ thread: they detect a dead or stopped process, but not one whose Python or
 collective is stuck. This module knows no run and no model.
@@ -55,7 +55,8 @@ UNLIMITED = ""
 
 @dataclasses.dataclass(frozen=True)
 class PhaseLimits:
-    """Seconds that each kind of phase may last. Below 0: no limit. step = 0: from the median of the steps."""
+    """Seconds that each kind of phase may last. Below 0: no limit. step=0: the limit follows from the median of the
+    steps."""
     step: float = 0.0
     start: float = 300.0
     compile: float = 3600.0
@@ -65,8 +66,8 @@ class PhaseLimits:
 
 @dataclasses.dataclass(frozen=True)
 class _Now:
-    """The current phase. kind: a key of KEYS. limit_s: may be infinite. began: by the watchdog's clock; since: wall
-    clock."""
+    """The current phase. kind: a key of KEYS. limit_s: may be infinite. began: by the watchdog's clock. since: wall
+    clock. moment: number of phases before it."""
     phase: str
     kind: str
     limit_s: float
@@ -98,7 +99,7 @@ class Watchdog:
             threading.Thread(target=self._watch_clock, daemon=True, name="clock").start()
 
     def enter(self, phase: str, kind: str, limit_s: float | None = None) -> None:
-        """Begin another phase. kind: a key of KEYS, or UNLIMITED. limit_s: None: by its kind."""
+        """Begin another phase. kind: a key of KEYS, or UNLIMITED. limit_s: in seconds; None: the limit of its kind."""
         before, now = self._now.kind, self._clock.now()
         if self._in_step:
             self._steps_s.append(now - self._now.began)
@@ -128,9 +129,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def kept_in(self, directory: Path, *, apart: bool = False) -> Iterator[None]:
-        """Meanwhile write stacks to this directory. Every process calls it. The file of a process that hangs, crashes
-        or fails alone is kept. apart: each host has a directory of its own; then jax's service carries what the others
-        must know."""
+        """Write stacks to this directory during the block. Every process calls it. The file of a process that hangs,
+        crashes or fails alone is kept. apart: each host has a directory of its own; jax's service then carries the
+        stacks to other hosts."""
         self._attempt = agree.on_first(lambda: stacks.begin(directory))
         if apart:
             self._begin_apart(directory)
@@ -167,7 +168,7 @@ class Watchdog:
         places = agree.exchange([socket.gethostname(), str(directory)])
         own = places[self.index]
         self._others = frozenset(index for index, place in enumerate(places) if place != own)
-        # by the first process of each host; process 0 has
+        # the first process of each host calls it; process 0 already has
         agree.everywhere(lambda: stacks.begin(directory) if 0 < self.index == places.index(own) else None)
 
     def _keep_of(self, index: int, text: str) -> None:
@@ -184,7 +185,7 @@ class Watchdog:
                 (self._directory / f"process-{index}.txt").unlink()
 
     def _fetch(self, index: int, state: str) -> None:
-        """The files that a process on another host left when it came to this state."""
+        """Copy the file of a process on another host, as it was when that process came to this state."""
         if index in self._others:
             self._keep_of(index, agree.word(f"stacks {self._attempt} {index} {state}"))
 
@@ -213,7 +214,7 @@ class Watchdog:
         return self._now.began + self._now.limit_s - self._clock.now()
 
     def patience_s(self) -> float:
-        """Timeout of an agreement in this phase: until all watchdogs have reported."""
+        """Return the timeout in seconds of an agreement in this phase. All watchdogs have reported by then."""
         return max(self._left_s(), 0) + AFTER_WATCHDOGS_S
 
     # ---- the thread --------------------------------------------------------------------------------------------------
@@ -239,11 +240,11 @@ class Watchdog:
                 self.tell(
                     f"warning: the clock of {socket.gethostname()} jumped by {jump_s:+.0f} s (it was set, or the "
                     f"machine was suspended)"
-                    + ("; jax's heartbeats go by it here, and all processes will seem dead: let the clock be slewed "
-                       "(chrony, ntpd -x), never stepped, while a run goes on" if self.index == 0 else ""))
+                    + ("; jax's heartbeats use this host's clock, so all processes will seem dead: slew the clock "
+                       "(chrony, ntpd -x), never step it, during a run" if self.index == 0 else ""))
 
     def _arm(self) -> None:
-        """Tell the monitor how long this phase may last, and what to say if this thread cannot run."""
+        """Send the monitor the time left in this phase, and the message that it prints if this thread cannot run."""
         now = self._now
         self._await(self._left_s() + LOCK_HELD_S,
                     f"hangs in {now.phase} since {stacks.at(now.since)}, and holds the interpreter's lock: "
@@ -259,9 +260,9 @@ class Watchdog:
         return self._directory / f"process-{self.index}.txt"
 
     def _fire(self, now: _Now, lasted_s: float) -> None:
-        """Report and exit; both are limited to some seconds."""
-        self._fired = True      # what is written from here on says that it hangs
-        self._await(_window_s(now) + 3 * STUCK_S + 5, "hangs, also while it leaves its stacks")
+        """Report the hang and exit. Each takes at most some seconds."""
+        self._fired = True      # `_note` must not overwrite the state "hangs"
+        self._await(_window_s(now) + 3 * STUCK_S + 5, "hangs while it writes its stacks")
         words = f"{lasted_s:.0f} s are more than {KEYS[now.kind]} allows ({now.limit_s:g} s)"
         text = self._stacks()
         report = stacks.report(self._state("hangs", words), text)
@@ -276,7 +277,7 @@ class Watchdog:
         if self.index < READERS:
             within(STUCK_S, lambda: [self._fetch(index, "hangs") for index in self._others if self.index])
             within(STUCK_S, self._name_culprit)
-        else:       # a launcher on this host would take those for silent whose stacks are elsewhere
+        else:       # a launcher on this host would report processes of other hosts as silent
             self._forget_others()
         if self.index == 0 and self.count > 1:
             if heard.is_set():
@@ -285,8 +286,8 @@ class Watchdog:
         os._exit(1)
 
     def _listen(self, heard: threading.Event, deadline: float) -> None:
-        """Process 0 waits for the stacks of all others, and they only for its word that it has them: thousands of
-        processes must not each read all files."""
+        """Set `heard` when all stacks are seen, until `deadline`. Process 0 reads the files of all others. The others
+        read only its file, because thousands of processes must not each read all files."""
         unheard = set(range(1, self.count)) if self.index == 0 else {0}
         while self._directory and unheard and time.monotonic() < deadline:
             began = time.monotonic()
@@ -300,7 +301,7 @@ class Watchdog:
             heard.set()
 
     def _stacks(self) -> str:
-        """The stacks of all threads but this one, the main thread first."""
+        """Return the stacks of all threads but this one, the main thread first."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
         del frames[threading.get_ident()]
@@ -323,7 +324,7 @@ class Watchdog:
             self.tell(f"error: all processes wait for each other ({self._now.phase}); see {self._directory}")
 
     def _note(self) -> None:
-        """Write the state into the file, unless it is there, or the watchdog has fired."""
+        """Write the state into the file, unless the file already has it or the watchdog has fired."""
         before, self._noted = self._noted, self._now
         if before is not self._now and not self._fired:
             with contextlib.suppress(OSError, AttributeError):      # no file, or closed
@@ -336,7 +337,7 @@ class Watchdog:
 
 
 def _window_s(now: _Now) -> float:
-    """WINDOW_S plus a margin: medians of steps, and so limits, differ slightly between processes."""
+    """Return WINDOW_S plus a margin: medians of steps, and so limits, differ slightly between processes."""
     return WINDOW_S + 0.02 * now.limit_s
 
 
@@ -361,8 +362,8 @@ def on(limits: PhaseLimits, index: int, count: int, tell: Callable[[str], None])
 
 @contextlib.contextmanager
 def phase(name: str, kind: str, limit_s: float | None = None) -> Iterator[None]:
-    """Meanwhile this process is in phase `name`, with a limit of this kind (KEYS, UNLIMITED) or of limit_s; then in the
-    previous one again."""
+    """Put this process into phase `name` during the block, with the limit of `kind` (a key of KEYS, or UNLIMITED) or of
+    limit_s seconds; then put it back into the previous phase."""
     watchdog = _watchdog
     if watchdog is None:
         yield

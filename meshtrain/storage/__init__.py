@@ -1,1 +1,2 @@
-"""Files at addresses, s3://, gs://, hf:// and https://: listed, compared by their etags, and copied to the host."""
+"""Files at addresses (s3://, gs://, hf:// and https://): listing them, comparing their etags, and copying them to the
+host."""

@@ -1,7 +1,7 @@
-"""Addresses of files that lie in no file system: s3://, gs://, hf://, https:// and http://.
+"""Addresses of files outside the file system: s3://, gs://, hf://, https:// and http://.
 
-An address is written into config.toml and into messages, so it holds no secret: a password or a query, which may be a
-signature, is refused, and the message hides it. Globs are those of Python's glob. This module reads nothing.
+An address is written into config.toml and into messages, so it must hold no secret. A password, or a query, which may
+be a signature, is refused, and the message hides it. Globs are those of Python's glob. This module reads no files.
 """
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ NAME = r"[\w.-]+"       # of an owner, a model or a data set of the hub
 
 
 class StorageError(ValueError):
-    """A file at an address cannot be had. The message has the address and the remedy, and no secret."""
+    """A file at an address cannot be read or written. The message has the address and the remedy, and no secret."""
 
 
 class Refused(StorageError):
-    """The credentials do not permit it. Unlike a wrong name this may end by itself: they expire, and are renewed."""
+    """The credentials do not permit the request. Unlike a wrong name, this may pass: credentials expire and are
+    renewed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """home: the bucket, HOST[:PORT], or [datasets/]OWNER/NAME of the hub. path: within it. revision: of the hub."""
+    """The parts of an address. home: the bucket, HOST[:PORT], or [datasets/]OWNER/NAME on the hub. path: the path
+    within it. revision: of the hub."""
     scheme: str
     home: str
     path: str
@@ -37,22 +39,22 @@ class Address:
         return f"{self.scheme}://{self.home}{at}" + (f"/{self.path}" if self.path else "")
 
     def at(self, path: str) -> Address:
-        """Another path of the same home."""
+        """Return the address of another path in the same home."""
         return dataclasses.replace(self, path=path)
 
     def below(self, name: str) -> Address:
         return self.at(f"{self.path.rstrip('/')}/{name}".lstrip("/"))
 
-    __truediv__ = below     # as of a Path
+    __truediv__ = below     # like that of Path
 
 
 def is_remote(text: object) -> bool:
-    """Whether a value is an address of any scheme, rather than a path."""
+    """Return whether a value is an address of any scheme, rather than a path."""
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
 def shown(text: str) -> str:
-    """An address without what may be secret: everything before an @ in its host, and its query."""
+    """Return an address without the parts that may be secret: everything before an @ in its host, and its query."""
     scheme, _, rest = text.partition("://")
     host, slash, path = rest.partition("/")
     host = f"…@{host.rpartition('@')[2]}" if "@" in host else host
@@ -61,11 +63,11 @@ def shown(text: str) -> str:
 
 
 def parse(text: str) -> Address:
-    """Raises: StorageError if the address is of no known form, or may hold a secret."""
+    """Return the address that a text names. Raises: StorageError if its form is unknown, or if it may hold a secret."""
     scheme, _, rest = text.partition("://")
     home, _, path = rest.partition("/")
     if scheme not in (*BUCKETS, *WEB, HUB):
-        raise StorageError(f"{shown(text)} is an address of {scheme}://, which cannot be read; known are {EXAMPLES}")
+        raise StorageError(f"{shown(text)} is an address of {scheme}://, which cannot be read; use {EXAMPLES}")
     if "@" in home:
         raise StorageError(f"{shown(text)} has a name or password before the host, which would be written to "
                            f"config.toml; leave it out: credentials come from the environment")
@@ -79,7 +81,7 @@ def parse(text: str) -> Address:
     if scheme == HUB:
         return _of_hub(text, rest)
     if not home:
-        raise StorageError(f"{text} names no {'bucket' if scheme in BUCKETS else 'host'}; known are {EXAMPLES}")
+        raise StorageError(f"{text} names no {'bucket' if scheme in BUCKETS else 'host'}; use {EXAMPLES}")
     return Address(scheme, home, path)
 
 
@@ -87,20 +89,20 @@ def _of_hub(text: str, rest: str) -> Address:
     kind, rest = ("datasets/", rest[len("datasets/"):]) if rest.startswith("datasets/") else ("", rest)
     found = re.fullmatch(rf"({NAME})/({NAME})(?:@([^/]+))?(?:/(.*))?", rest)
     if not found or found[1] in ("datasets", "models", "spaces"):
-        raise StorageError(f"{text} is not hf://OWNER/NAME, hf://OWNER/NAME@REVISION or hf://datasets/OWNER/NAME, with "
-                           f"/PATH behind it; name the model or data set in full")
+        raise StorageError(f"{text} is not hf://OWNER/NAME, hf://OWNER/NAME@REVISION or hf://datasets/OWNER/NAME, "
+                           f"with or without /PATH; name the model or data set in full")
     return Address(HUB, f"{kind}{found[1]}/{found[2]}", (found[4] or "").rstrip("/"),
                    urllib.parse.unquote(found[3] or ""))
 
 
 def folder_of(path: str) -> str:
-    """The folder before a glob's first wildcard: what must be listed to find its files."""
+    """Return the folder before a glob's first wildcard. It must be listed to find the files of the glob."""
     return MAGIC.split(path)[0].rpartition("/")[0]
 
 
 def is_match(path: str, pattern: str) -> bool:
-    """Whether glob.glob(pattern, recursive=True) would find the path: * and ? match within a name, ** any folders; a
-    name that begins with a dot matches only where the pattern's does."""
+    """Return whether glob.glob(pattern, recursive=True) would find the path. * and ? match within a name, ** matches
+    any folders. A name that begins with a dot matches only if its part of the pattern begins with a dot, too."""
     return _match(path.split("/"), pattern.split("/"))
 
 

@@ -1,9 +1,9 @@
-"""Copies of files at addresses, on this host: made once, by one of its processes, and renamed when they are whole.
+"""Copies files at addresses to this host. One process makes each copy, and renames it when it is complete.
 
-A copy lies in a directory that is named by addresses, sizes and etags, of the file and of those that belong beside it:
-a file that changes gets another directory, and what reads the older copy goes on with it. So a directory is never
-stale, and a second run asks the store for a list alone. What this process found at addresses is kept until `forget`,
-so that all of a run sees one state. The directory of all copies is given, or `home`.
+The directory of a copy is named after addresses, sizes and etags, of the file and of its companion files. A changed
+file gets another directory, and readers of the older copy can go on. So a directory is never stale, and a second run
+only requests a listing from the store. The files that this process found at addresses are remembered until `forget`, so
+that a run sees one state of them. The caller gives the directory of all copies, or `home` is used.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshtrain.storage.addresses import BUCKETS, HUB, MAGIC, WEB, Address, Stora
 from meshtrain.storage.stores import RemoteFile
 from meshtrain.units import counted
 
-AT_ONCE = 8     # files
+AT_ONCE = 8     # files copied at the same time
 POLL_S, TELL_S = 0.2, 30.0
 LISTINGS, RUN_MARK = "commits", "config.toml"
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -35,8 +35,9 @@ MOST_INDEX_BYTES = 100_000_000
 
 @dataclasses.dataclass
 class _Seen:
-    """What this process found: files (None: there is none), folders of which all files are known, and the digest of
-    each name of the run file. remote: files of which there is no copy, by the path where it would be."""
+    """The files that this process found. files: address -> file; None: there is none. folders: completely listed
+    folders. digests: name in the run file -> digest of its files. remote: files without a copy, by the path that a copy
+    would have."""
     files: dict[str, RemoteFile | None] = dataclasses.field(default_factory=dict)
     folders: set[Address] = dataclasses.field(default_factory=set)
     digests: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -47,18 +48,19 @@ _seen = _Seen()
 
 
 def forget() -> None:
-    """Look at every address anew: a run begins."""
+    """Forget the files that this process found: a run begins."""
     global _seen
     _seen = _Seen()
 
 
 def identities() -> str:
-    """A line for each address that this process has listed: equal in two processes that saw the same files."""
+    """Return a line for each address that this process has listed. It is equal in two processes that saw the same
+    files."""
     return "\n".join(f"{name} {digest}" for name, digest in sorted(_seen.digests.items()))
 
 
 def home() -> Path:
-    """The directory of copies where none is given. Raises: StorageError without a home directory."""
+    """Return the default directory of copies. Raises: StorageError if there is no home directory."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(base):
         raise StorageError("there is no home directory for copies of files at addresses; set XDG_CACHE_HOME to a "
@@ -67,13 +69,13 @@ def home() -> Path:
 
 
 def is_run(name: str) -> bool:
-    """Whether a run's directory is at an address. Raises: StorageError, FileSystemError."""
+    """Return whether a run's directory is at an address. Raises: StorageError, FileSystemError."""
     place = addresses.parse(name)
     return place.scheme in BUCKETS and _file(place.below(RUN_MARK)) is not None
 
 
 def named_home(kind: str, address: Address) -> Path:
-    """A directory of this host for what is at an address. kind: what it is for."""
+    """Return a directory of this host for files of an address. kind: what they are for, a folder in `home`."""
     name = os.path.basename(address.path.rstrip("/") or address.home)[:60]
     return home() / kind / f"{_digest([str(address), *stores.endpoints(address)])}-{name}"
 
@@ -82,8 +84,8 @@ def named_home(kind: str, address: Address) -> Path:
 
 
 def matched(pattern: str) -> list[str]:
-    """The addresses of the files that a glob matches, sorted; an existing name is taken literally. Raises:
-    StorageError, also where there is none."""
+    """Return the addresses of the files that a glob matches, sorted. The name of an existing file is taken literally.
+    Raises: StorageError, also if no file matches."""
     wanted = addresses.parse(pattern)
     if wanted.scheme in WEB or not MAGIC.search(wanted.path) and wanted.scheme != HUB:
         found = [one] if (one := _file(wanted)) else []
@@ -100,7 +102,7 @@ def matched(pattern: str) -> list[str]:
 
 
 def _file(address: Address) -> RemoteFile | None:
-    """One file; None if there is none."""
+    """Return the file at an address; None if there is none."""
     name = str(address)
     if address.scheme == HUB and address.at("") not in _seen.folders:
         _listing(address)
@@ -112,7 +114,7 @@ def _file(address: Address) -> RemoteFile | None:
 
 
 def _listing(folder: Address) -> list[RemoteFile]:
-    """Every file below a folder."""
+    """Return every file below a folder."""
     if folder.scheme == HUB:
         folder = folder.at("")
     if folder not in _seen.folders:
@@ -124,14 +126,15 @@ def _listing(folder: Address) -> list[RemoteFile]:
 
 
 def _hub_listing(folder: Address) -> list[RemoteFile]:
-    """As `stores.listed`; from the last list where the hub is not to be asked, or a commit is named."""
+    """Return every file of a model or data set on the hub. If HF_HUB_OFFLINE is set or the revision is a commit, the
+    listing that this host has kept is used."""
     kept = home() / LISTINGS / f"{_digest([stores.hub(), str(folder)])}.json"
     if is_offline() or COMMIT.fullmatch(folder.revision):
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
             return [RemoteFile(folder.at(path), *rest) for path, *rest in json.loads(kept.read_text(encoding="utf-8"))]
         if is_offline():
-            raise StorageError(f"{folder} has not been read on this host, and HF_HUB_OFFLINE forbids to ask for it; "
-                               f"start once without, or copy {home()} from a host that has it")
+            raise StorageError(f"{folder} has not been read on this host, and HF_HUB_OFFLINE forbids a request; start "
+                               f"once without HF_HUB_OFFLINE, or copy {home()} from a host that has it")
     found = stores.listed(folder)
     text = json.dumps([[one.address.path, one.size, one.etag, one.commit] for one in found])
     with writing(kept.parent):
@@ -160,27 +163,29 @@ def _digest(value) -> str:
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-# Of a model folder: none, copies on this host, or read from a bucket by ranges, by whom they are asked for; others are
-# copied: the hub limits its requests, and a web server may have no ranges.
+# How weights of a model folder are read: not at all, from copies on this host, or as ranges of a bucket's objects when
+# they are needed. Weights outside buckets are copied: the hub limits requests, and a web server may have no ranges.
 Weights = Literal["", "copied", "ranges"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Copying:
-    """Where copies lie, and who hears of long work. check: is called between pieces of it, and may raise."""
+    """Where copies are written, and callbacks during long work. tell: receives a line on the progress. check: called
+    between pieces of work; may raise."""
     directory: Path
     tell: Callable[[str], None] = lambda line: None
     check: Callable[[], None] = lambda: None
 
 
 def copied(names: Sequence[str], beside: Callable[[str], Sequence[str]], copying: Copying) -> list[Path]:
-    """The local files of addresses, each with those that `beside` names for it, as far as they exist, in a directory of
-    its own. Raises: StorageError, ValueError, FileSystemError; what `check` raises."""
+    """Copy files at addresses to this host; return the local files. beside: name -> names of its companion files. Those
+    that exist are copied into the same directory, which no other file of `names` shares. Raises: StorageError,
+    ValueError, FileSystemError; what `check` raises."""
     groups = []
     for name in names:
         group = [_file(addresses.parse(other)) for other in (name, *beside(name))]
         if group[0] is None:
-            raise StorageError(f"{name} is not there; name a file that is")
+            raise StorageError(f"{name} does not exist; name an existing file")
         groups.append([*filter(None, group)])
     _note(f"{names[0]} and what is read with it", [one for group in groups for one in group])
     places = [copying.directory / f"{_digest([_identity(one) for one in group])}-{_name(group[0])[:60]}"
@@ -191,10 +196,10 @@ def copied(names: Sequence[str], beside: Callable[[str], Sequence[str]], copying
 
 def folder(name: str, companions: Sequence[str], index: str, suffix: str, *, weights: Weights,
            tell: Callable[[str], None] = lambda line: None) -> Path:
-    """The local directory of a model folder at an address.
+    """Return the local directory of a model folder at an address.
 
-    companions: names of small files, of which any may be missing. index: of those, the JSON whose weight_map names the
-    files of weights. suffix: of the names of weights. Raises: as `copied`.
+    companions: names of small files, any of which may be missing. index: the companion whose weight_map names the
+    weight files, in JSON. suffix: of the names of weight files. Raises: as `copied`.
     """
     place = addresses.parse(name)
     found = _web_folder(place, companions, index, suffix) if place.scheme in WEB else [
@@ -212,12 +217,12 @@ def folder(name: str, companions: Sequence[str], index: str, suffix: str, *, wei
 
 
 def remote(path: Path) -> RemoteFile | None:
-    """The file of a bucket that has no copy at this path; None for any other path."""
+    """Return the file of a bucket that is read by ranges instead of a copy at this path; None for any other path."""
     return _seen.remote.get(path)
 
 
 def _web_folder(place: Address, companions: Sequence[str], index: str, suffix: str) -> list[RemoteFile]:
-    """The files of a model folder on the web, where nothing lists them."""
+    """Return the files of a model folder on a web server, which cannot list them."""
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         found = [*filter(None, pool.map(_file, map(place.below, (*companions, f"model{suffix}"))))]
         if not any(_name(one) == index for one in found):
@@ -227,7 +232,7 @@ def _web_folder(place: Address, companions: Sequence[str], index: str, suffix: s
             names = set(json.loads(path.read_bytes())["weight_map"].values()) if \
                 path.stat().st_size < MOST_INDEX_BYTES else set()
         except (ValueError, KeyError, TypeError, AttributeError):
-            return found        # whoever opens the folder says what is wrong with its index
+            return found        # the fault of the index is reported when the folder is opened
         plain = [one for one in names if isinstance(one, str) and re.fullmatch(rf"[\w.-]+{re.escape(suffix)}", one)]
         return [*found, *filter(None, pool.map(_file, map(place.below, sorted(plain))))]
 
@@ -237,14 +242,14 @@ def _name(found: RemoteFile) -> str:
 
 
 def _copy(groups: Sequence[tuple[Path, Sequence[RemoteFile]]], copying: Copying) -> None:
-    """Copies what is missing in the directories: each file is copied by one process, and the others wait for it."""
+    """Copy the files that are missing in the directories. One process copies each file, and the others wait for it."""
     wanted = {place / _name(one): one for place, group in groups for one in group}
     with writing(copying.directory):
         if not (left := {path: one for path, one in wanted.items() if not _is_whole(path, one)}):
             return
         if refused := [one for one in left.values() if one.address.scheme == HUB and is_offline()]:
             raise StorageError(f"{refused[0].address} has not been copied to {copying.directory}, and HF_HUB_OFFLINE "
-                               f"forbids to ask for it; start once without")
+                               f"forbids a request; start once without HF_HUB_OFFLINE")
         _fetch(left, copying)
 
 
@@ -267,7 +272,7 @@ def _fetch(wanted: dict[Path, RemoteFile], copying: Copying) -> None:
         came.append(count)      # from several threads
         if time.monotonic() - told > TELL_S:
             told = time.monotonic()
-            copying.tell(f"{what}: {sum(came) / 1e6:,.1f} MB are there")
+            copying.tell(f"{what}: {sum(came) / 1e6:,.1f} MB copied")
 
     def fetch(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -275,9 +280,9 @@ def _fetch(wanted: dict[Path, RemoteFile], copying: Copying) -> None:
         with _alone(temporary, copying) as file:
             try:
                 if not _is_whole(path, wanted[path]):       # another process may have made it
-                    for line in first:      # of all threads one gets it
+                    for line in first:      # one of the threads prints it
                         copying.tell(line)
-                    file.truncate(0)        # left by one that was killed
+                    file.truncate(0)        # bytes that a killed process has left
                     stores.read_into(wanted[path], file, grew)
                     os.fsync(file.fileno())
                     temporary.replace(path)
@@ -293,8 +298,8 @@ def _fetch(wanted: dict[Path, RemoteFile], copying: Copying) -> None:
 
 @contextlib.contextmanager
 def _alone(path: Path, copying: Copying) -> Iterator[BinaryIO]:
-    """A file that no other process writes: its lock is freed by the system when its owner dies. Raises: FileSystemError
-    where another has the lock and the file does not change for long."""
+    """Yield a file that no other process writes. The system frees its lock when its owner dies. Raises: FileSystemError
+    if another process has the lock and the file does not change for long."""
     waiting = files.Waiting(f"{path} is being written by ", copying.tell)
     while True:
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file:
@@ -313,7 +318,7 @@ def _alone(path: Path, copying: Copying) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Raises: StorageError or FileSystemError for an OSError."""
+    """Convert an OSError of the block. Raises: StorageError if the user can correct it, else FileSystemError."""
     try:
         yield
     except OSError as error:

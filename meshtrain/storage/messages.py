@@ -1,7 +1,7 @@
-"""Small files by which launchers on several hosts tell each other something: in a run's directory, or at its address.
+"""Small files with which launchers on several hosts exchange messages, in a run's directory or at its address.
 
-All of them raise StorageError where a person has to change something, FileSystemError where the place does not answer
-for a moment: neither says that there is no message.
+Every function raises StorageError if the user has to change something, and FileSystemError if the directory does not
+answer for a moment. Neither error means that a message is missing.
 """
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshtrain import files
 from meshtrain.storage import addresses, stores
 from meshtrain.storage.addresses import StorageError
 
-REMEDY = "give a run.dir that can"
+REMEDY = "check it, or give another run.dir"
 
 
 def read(run_dir: str, name: str) -> str | None:
-    """None where there is none."""
+    """Return the text of a message; None if there is none."""
     path = Path(run_dir) / name
     try:
         if addresses.is_remote(run_dir):
@@ -47,7 +47,7 @@ def remove(run_dir: str, name: str) -> None:
 
 
 def names(run_dir: str, folder: str) -> list[str]:
-    """The names of the messages in a folder, as `read` takes them."""
+    """Return the names of the messages in a folder, in the form that `read` takes."""
     path = Path(run_dir) / folder
     try:
         found = stores.children(addresses.parse(run_dir).below(folder))[0] if addresses.is_remote(run_dir) else \

@@ -1,7 +1,7 @@
-"""A directory of a bucket, as a local directory of this host: fetched when it begins, sent as its files change.
+"""Mirrors a bucket's directory in a local directory: files are fetched when a run begins and sent when they change.
 
-Writers and readers of a run know directories alone. For an address the directory is this host's `directory(address)`;
-what a file system does by locks does a `Lease`. This module knows no run.
+Writers and readers of a run use only directories. For an address this is `directory(address)` on this host. A `Lease`
+replaces the locks of a file system. This module knows no run.
 """
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from meshtrain.storage.addresses import Address, StorageError
 from meshtrain.storage.stores import Version
 
 EVERY_S = 5.0
-SLOWEST_BYTES_S = 2e6       # a large file that grows is sent so much less often
+SLOWEST_BYTES_S = 2e6       # a file that grows is sent at most every (size / SLOWEST_BYTES_S) seconds
 AT_ONCE = 8
-RUNS, READ = "runs", "runs-read"     # in the directory of copies
+RUNS, READ = "runs", "runs-read"     # folders in the directory of copies
 BEAT_S, LEASE_S = 5.0, 30.0
 TEMPORARY = re.compile(r".+\.tmp|\.nfs.*")
 
 
 def directory(name: str) -> Path:
-    """The local directory of a run's directory: itself, or what stands for an address on this host."""
+    """Return the local directory of a run: the path itself, or this host's directory for an address."""
     if not addresses.is_remote(name):
         return Path(name)
     return copies.named_home(RUNS, addresses.parse(name))
 
 
 def read(address: Address, wanted: Callable[[str], bool], within: str = "") -> Path:
-    """The local directory of a run that this process only reads, with the files as they are in the bucket now. wanted,
-    within: as of `fetch`. Raises: StorageError, FileSystemError."""
+    """Return the local directory of a run that this process only reads, after a fetch from the bucket. wanted, within:
+    as in `fetch`. Raises: StorageError, FileSystemError."""
     directory = copies.named_home(READ, address)
     fetch(address, directory, wanted, within)
     return directory
@@ -48,18 +48,19 @@ def read(address: Address, wanted: Callable[[str], bool], within: str = "") -> P
 
 def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: str = "",
           needed: Sequence[str] = ()) -> None:
-    """Make the files in a local directory those of the bucket. wanted: by name within it; all others stay as they are.
-    within: the folder in which all of them are.
+    """Make files in a local directory equal to those in the bucket. wanted: name within the directory -> whether to
+    fetch the file; other files stay as they are. within: the folder that has all wanted files.
 
-    needed: as of a Mirror, which this host may have had before. If nobody has written to the bucket since, files that
-    the bucket did not get stay, and the next Mirror sends them. Raises: StorageError, FileSystemError.
+    needed: as in `Mirror`, for a directory that this host may have mirrored before. If no other host has written to the
+    bucket since, files that the bucket lacks stay, and the next Mirror sends them. Raises: StorageError,
+    FileSystemError.
     """
     listed = stores.listed(source.below(within) if within else source)
     there = {one.address.path.removeprefix(f"{source.path.rstrip('/')}/"): one for one in listed}
     with copies.writing(target), concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         target.mkdir(parents=True, exist_ok=True)
         here = set(filter(wanted, _names(target, _refuse)))
-        # a list may lack what is there
+        # a listing may lack existing objects
         unlisted = [name for name in (here | set(needed)) - there.keys() if name.isprintable()]
         found = pool.map(stores.looked_up, map(source.below, unlisted))
         there |= {name: one for name, one in zip(unlisted, found) if one}
@@ -94,13 +95,13 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
             _write_sent(target, {name: sent[name] for name in there if name in sent and wanted(name)})
 
 
-# Kept beside the directory: of each file in the bucket the object's etag, and the state of the local file that it was
-# made of. A file of another state was not sent; an object with another etag was written by another host.
+# A file beside the directory records each object in the bucket: its etag, and the state of the local file when it was
+# sent. A file in another state has not been sent; another host has written an object with another etag.
 Sent = dict[str, tuple[str, tuple[int, ...] | None]]
 
 
 def _read_sent(directory: Path) -> Sent | None:
-    """None if nothing was kept."""
+    """Return the record of sent files; None if there is none."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         kept = json.loads(directory.with_name(f"{directory.name}.sent").read_text(encoding="utf-8"))
         return {name: (etag, state and tuple(state)) for name, (etag, state) in kept.items()}
@@ -112,15 +113,14 @@ def _write_sent(directory: Path, sent: Sent) -> None:
 
 
 def _state(path: Path) -> tuple[int, ...] | None:
-    """Changes when the file does; None for what is no file. Raises: OSError."""
+    """Return a value that changes when the file does; None if it is no regular file. Raises: OSError."""
     status = os.stat(path)
     return (status.st_mtime_ns, status.st_size, status.st_ino) if stat.S_ISREG(status.st_mode) else None
 
 
 def _names(directory: Path, refused: Callable[[OSError], None]) -> Iterator[str]:
-    """The names of the files inside, without those that are being written. refused: gets what keeps a directory from
-    being read.
-    """
+    """Yield the names of the files inside, without those that are being written. refused: receives the error if a
+    directory cannot be read."""
     for at, _, names in os.walk(directory, onerror=refused):
         inside = os.path.relpath(at, directory)
         yield from (os.path.normpath(os.path.join(inside, name)) for name in names if not TEMPORARY.fullmatch(name))
@@ -131,19 +131,19 @@ def _refuse(error: OSError) -> None:
 
 
 class LostClaimError(files.FileSystemError):
-    """Another start has claimed run.dir, because this one's lock had lapsed; this one must not write there any more."""
+    """Another start has claimed run.dir after this start's lock had lapsed. This start must not write there."""
 
 
 class _Gone(Exception):
-    """A file was sent, and is no longer in the directory."""
+    """A file that was sent is no longer in the directory."""
 
 
 _at_work: list[Mirror] = []
 
 
 def remove(path: Path) -> None:
-    """Remove a file of a run's directory, and of the bucket if this process sends the directory there. Raises: OSError.
-    """
+    """Remove a file from a run's directory, and from the bucket if this process sends the directory there. Raises:
+    OSError."""
     for mirror in _at_work:
         if path.is_relative_to(mirror.source):
             mirror.forget(os.path.relpath(path, mirror.source))
@@ -151,17 +151,18 @@ def remove(path: Path) -> None:
 
 
 class Mirror(contextlib.AbstractContextManager):
-    """Sends what changes in a local directory to a bucket, every few seconds and on request. One process of a run has
+    """Sends changed files of a local directory to a bucket, every few seconds and on request. One process of a run has
     it.
 
-    It adds and replaces, and removes only what `forget` names. A file that is gone from the directory stays in the
-    bucket, and is not sent again: somebody has emptied this host's cache, and what is written there later is not whole.
-    What it could not send when it ends stays in the directory, for `fetch` and the next one to send.
+    It adds and replaces objects, and removes only those that `forget` names. The object of a file that is gone from the
+    directory stays, and the file is not sent again: someone has emptied this host's cache, and later writes to the file
+    are incomplete. Changes that could not be sent at the end stay in the directory; after `fetch` the next Mirror sends
+    them.
 
-    wanted: whether a file, by its name within the directory, is sent. needed: top-level names without which a
-    checkpoint is worth nothing; the first is sent before all others. check_claim: called before anything is sent;
-    raises LostClaimError if another start has taken the place over. A file that cannot be sent is told by name and
-    tried again. `fetch` has filled the directory.
+    wanted: name within the directory -> whether the file is sent. needed: top-level names without which a checkpoint is
+    useless; the first one is sent before all others. tell: receives the name of each file that cannot be sent, which is
+    tried again. check_claim: called before anything is sent; raises LostClaimError if another start has claimed the
+    run. `fetch` must have filled the directory.
     """
 
     def __init__(self, source: Path, target: Address, wanted: Callable[[str], bool], *, needed: Sequence[str],
@@ -178,23 +179,23 @@ class Mirror(contextlib.AbstractContextManager):
         _at_work.append(self)
 
     def send(self) -> None:
-        """Send what has changed. Raises: LostClaimError; OSError, ValueError where the claim cannot be checked or a
-        needed file cannot be sent. One that is gone is no reason."""
+        """Send the files that have changed. Raises: LostClaimError; OSError, ValueError if the claim cannot be checked
+        or a needed file cannot be sent. A file that is gone raises nothing."""
         for name, error in self._send().items():
             if not name or self._is_needed(name) and not isinstance(error, _Gone):
                 raise error
 
     def forget(self, name: str) -> None:
-        """The next send removes this file from the bucket, if it is no longer in the directory."""
+        """Have the next send remove this file from the bucket, if it is no longer in the directory."""
         self._forgotten.add(name)
 
     def _send(self, *, all_of_them: bool = True) -> dict[str, Exception]:
-        """Send all changed files, or those that are due. Returns name -> why it could not be sent ("": why none could);
-        tells each once. Raises: LostClaimError."""
+        """Send all changed files, or those that are due. Return name -> why the file could not be sent; the name ""
+        means all files. Each reason is reported once. Raises: LostClaimError."""
         failed: dict[str, Exception] = {}
 
         def put(name: str) -> None:
-            with _collect(failed, name), contextlib.suppress(FileNotFoundError):      # since it was found
+            with _collect(failed, name), contextlib.suppress(FileNotFoundError):      # removed since it was found
                 if not name.isprintable():
                     raise ValueError("no object can have this name")
                 version = stores.write(self.target.below(name), self.source / name)
@@ -211,7 +212,7 @@ class Mirror(contextlib.AbstractContextManager):
                     self.check_claim()
                 if self.needed[0] in due:
                     put(self.needed[0])
-                if self.needed[0] not in failed:        # without it the others are no run
+                if self.needed[0] not in failed:        # without it the others are useless
                     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
                         list(pool.map(put, [name for name in due if name != self.needed[0]]))
                 stores.remove([self.target.below(name) for name in forgotten])
@@ -229,8 +230,8 @@ class Mirror(contextlib.AbstractContextManager):
         return name.split(os.sep)[0] in self.needed
 
     def _find(self, failed: dict[str, Exception]) -> dict[str, tuple]:
-        """Name -> a tuple that changes when the file does. failed: gets what is gone or cannot be read; ".": the
-        directory."""
+        """Return name -> a value that changes when the file does. failed: receives the error of each file that is gone
+        or cannot be read; the name "." means the directory."""
         found = {}
 
         def note(error: OSError) -> None:
@@ -247,7 +248,7 @@ class Mirror(contextlib.AbstractContextManager):
                        if not f"{name}/".startswith(unread)}
         self._sent = {name: one for name, one in self._sent.items() if name not in self._gone}
         if os.curdir not in failed:
-            failed |= dict.fromkeys(self._gone, _Gone("it is gone there; the bucket keeps what it has"))
+            failed |= dict.fromkeys(self._gone, _Gone("removed from that directory; the bucket keeps its copy"))
         return {name: state for name, state in found.items() if name not in self._gone}
 
     def _tell(self, failed: dict[str, Exception]) -> None:
@@ -256,12 +257,12 @@ class Mirror(contextlib.AbstractContextManager):
             self.tell(f"{self.target} does not get {_list(names)} of {self.source}: {why}")
 
     def _keep_sending(self) -> None:
-        with contextlib.suppress(LostClaimError):       # who has found it tells it
+        with contextlib.suppress(LostClaimError):       # check_claim has reported it
             while not self._done.wait(EVERY_S):
                 self._send(all_of_them=False)
 
     def undo(self) -> None:
-        """Send nothing more, and remove what was sent. Raises: StorageError, FileSystemError."""
+        """Send nothing more, and remove from the bucket what was sent. Raises: StorageError, FileSystemError."""
         self.stop()
         stores.remove([self.target.below(name) for name in self._sent.keys() | self._gone])
 
@@ -272,7 +273,8 @@ class Mirror(contextlib.AbstractContextManager):
         self._thread.join()     # nothing is sent after it
 
     def __exit__(self, kind, *_) -> None:
-        """Send the rest. Raises: FileSystemError where the bucket does not have it then; not while an error passes."""
+        """Send the remaining changes. Raises: FileSystemError if some cannot be sent, unless the block has raised an
+        error."""
         if self._done.is_set():
             return
         self.stop()
@@ -286,8 +288,8 @@ class Mirror(contextlib.AbstractContextManager):
                  or isinstance(error, (StorageError, files.FileSystemError))]
         if lacks and kind is None:
             raise files.FileSystemError(
-                f"{self.target} does not have the end of {_list(lacks)}: {files.said(failed[lacks[0]])}. What is in "
-                f"{self.source} stays, and the next start on this host sends it")
+                f"{self.target} does not have the end of {_list(lacks)}: {files.said(failed[lacks[0]])}. The files in "
+                f"{self.source} are kept, and the next start on this host sends them")
 
 
 def _list(names: Sequence[str]) -> str:
@@ -297,7 +299,8 @@ def _list(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _collect(failed: dict[str, Exception], name: str) -> Iterator[None]:
-    """Context: failed[name] gets what is raised inside, also a panic of obstore, which is no Exception."""
+    """Store an error of the block in failed[name]. This includes a panic of obstore, which is no Exception;
+    LostClaimError is raised."""
     try:
         yield
     except LostClaimError:
@@ -309,7 +312,7 @@ def _collect(failed: dict[str, Exception], name: str) -> Iterator[None]:
 
 
 class LeaseHeld(Exception):
-    """Somebody else has the lease. text: what is in it; sign: changes as long as its owner lives."""
+    """Another process has the lease. text: its content; sign: changes as long as the owner lives."""
 
     def __init__(self, text: str, sign: object):
         super().__init__()
@@ -317,10 +320,11 @@ class LeaseHeld(Exception):
 
 
 class Lease:
-    """An object that one process at a time has: it writes it anew every BEAT_S, each time only over its own.
+    """A lock in a bucket: an object that one process owns. The owner rewrites it every BEAT_S, only if it is its own.
 
-    Without a sign of its owner for LEASE_S another may take it: by the taker's own clock, as clocks of hosts differ.
-    lost: called with the text of the process that has taken it. tell: gets what keeps it from being written.
+    If the object does not change for LEASE_S, another process may take it. The taker measures with its own clock,
+    because clocks of hosts differ. lost: called with the text of the process that has taken it. tell: receives the
+    reason if the object cannot be written.
     """
 
     def __init__(self, address: Address, *, lost: Callable[[str], None] = lambda text: None,
@@ -331,8 +335,8 @@ class Lease:
         self._seen: tuple[Version | None, float] = (None, 0.0)
 
     def take(self, text: str, is_dead: Callable[[str], bool]) -> None:
-        """Try to have it. text: what tells who has it; differs from all others'. is_dead: whether the owner that a text
-        names is known to be gone. Raises: LeaseHeld; StorageError, FileSystemError."""
+        """Take the lease if it is free. text: describes the owner, and differs from the texts of all others. is_dead:
+        text -> whether its owner is known to have ended. Raises: LeaseHeld; StorageError, FileSystemError."""
         found = stores.read_versioned(self.address)
         before = text_of(found[0]) if found else ""
         if found and before:
@@ -351,7 +355,7 @@ class Lease:
         return f"{self._text}\n{time.time()}".encode()
 
     def _keep(self) -> None:
-        while not self._done.wait(BEAT_S):      # a request that stalls holds up no other
+        while not self._done.wait(BEAT_S):      # a request that stalls does not delay the next
             beat = threading.Thread(target=self._beat, daemon=True, name="beat of the lease")
             beat.start()
             beat.join(BEAT_S)
@@ -368,7 +372,7 @@ class Lease:
         self._told = why
 
     def _renew(self) -> str | None:
-        """Returns the text of another that has it."""
+        """Rewrite the object. Return the text of another owner if there is one, else None."""
         version = stores.write_if(self.address, self._content(), self._version)
         if version is None:     # it was removed, or another beat has written it
             found = stores.read_versioned(self.address)
@@ -379,7 +383,8 @@ class Lease:
         return None
 
     def leave(self, *, remove: bool = False) -> None:
-        """Gives it back, if it is still held: the next may have it at once. remove: with the object."""
+        """Give the lease back if it is still held, so that another process may take it at once. remove: remove the
+        object, too."""
         if self._done.is_set():
             return
         self._done.set()
@@ -391,5 +396,5 @@ class Lease:
 
 
 def text_of(content: bytes | None) -> str:
-    """The text that a lease's owner wrote about itself; empty: the lease is free."""
+    """Return the text that a lease's owner wrote about itself; empty if the lease is free."""
     return (content or b"").decode(errors="replace").partition("\n")[0]

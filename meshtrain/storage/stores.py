@@ -1,9 +1,9 @@
-"""Reads the metadata and the bytes of files at addresses: buckets by obstore, the hub and the web by HTTP. Objects
-of buckets are written, too.
+"""Reads metadata and bytes of files at addresses: buckets through obstore, the hub and the web through HTTP. It also
+writes objects of buckets.
 
-Credentials are the environment's: AWS_*, GOOGLE_*, HF_TOKEN. They are sent to the store's own host alone, and no
-message repeats what a library says of a request beyond its status. Each request is made again where the server fails
-or does not answer. This module knows no cache.
+Credentials come from the environment: AWS_*, GOOGLE_*, HF_TOKEN. They are sent only to the store's own host. Messages
+hide everything in a library's text that may be secret. A request is repeated if the server fails or does not answer.
+This module knows no cache.
 """
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from meshtrain import files, panics
 from meshtrain.storage.addresses import BUCKETS, HUB, Address, Refused, StorageError
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0)     # before each further try
-PATIENT_PAUSES_S = (*PAUSES_S, 8.0, 15.0, 30.0)     # of what is written in the background
-SILENCE_S = 30.0        # without a byte from the server, after which a request is given up
-# A server says nothing while it is sent an object, and the library does not tell how far it is: a write is given up
-# after the time that its bytes take at SENT_BYTES_S, at least SILENCE_S, and is sent again with LONGER times as much.
+PATIENT_PAUSES_S = (*PAUSES_S, 8.0, 15.0, 30.0)     # for writes in the background
+SILENCE_S = 30.0        # a request fails after so long without a byte from the server
+# A server is silent while it receives an object, and the library does not report its progress. So the time limit of a
+# write is its bytes / SENT_BYTES_S, at least SILENCE_S. It is repeated with limits that are LONGER times as long.
 SENT_BYTES_S, LONGER = 1 << 20, (1, 4, 16)
-RANGE_BYTES, RANGES = 8 << 20, 4    # of a bucket's file: one request, and how many at once
+RANGE_BYTES, RANGES = 8 << 20, 4    # bytes of one request for a part of an object; number of concurrent requests
 MOST_LISTING_BYTES = 1 << 28        # of the hub's answer
-PART_BYTES = 64 << 20   # of a file that is written in parts, of which S3 takes 10,000
+PART_BYTES = 64 << 20   # of a multipart upload; S3 accepts 10,000 parts
 MOST_REMOVED = 1000     # objects in a request
 CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGNATURE=true for a public bucket), "
                      "AWS_REGION and AWS_ENDPOINT_URL",
@@ -44,16 +44,16 @@ CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGN
                HUB: "HF_TOKEN (for a gated model accept its terms at the hub first)",
                "https": "", "http": ""}
 HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
-EXPIRED = ("ExpiredToken", "TokenRefreshRequired")     # S3 answers 400 with them
-WRITER = "writer"       # the attribute of an object by which a write knows its own
+EXPIRED = ("ExpiredToken", "TokenRefreshRequired")     # S3 sends these with status 400
+WRITER = "writer"       # an attribute of an object: the ID of the write that made it
 ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[!-~]*)?")
 Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
-    """A file at an address. etag: changes with the content; "" if the server has none. size: bytes; None: not told.
-    commit: of the hub. No URL: one that was kept in a file could name a host that must not get the credentials."""
+    """A file at an address. etag: changes with the content; "" if the server has none. size: bytes; None: unknown.
+    commit: of the hub. It has no URL: a URL from a file could name a host that must not get the credentials."""
     address: Address
     size: int | None
     etag: str
@@ -64,15 +64,15 @@ class RemoteFile:
 class Version:
     """The version of an object. A write that names a version is refused if the object has changed since."""
     etag: str | None
-    number: str | None      # of Google's
+    number: str | None      # Google's generation
 
 
 class _Moment(Exception):
-    """The server failed, and may not at the next request."""
+    """The server failed; the next request may succeed."""
 
 
 class _Silence(Exception):
-    """The server answered a write with nothing within the limit."""
+    """The server did not answer a write within the limit."""
 
 
 class Missing(StorageError):
@@ -80,19 +80,19 @@ class Missing(StorageError):
 
 
 class Changed(StorageError):
-    """The file is not the one that it was."""
+    """The file has changed since it was listed or read."""
 
 
 # ---- any store -------------------------------------------------------------------------------------------------------
 
 
 def listed(folder: Address) -> list[RemoteFile]:
-    """Every file below a folder of a bucket or of the hub. Raises: StorageError."""
+    """Return every file below a folder of a bucket or of the hub. Raises: StorageError."""
     return _bucket_listing(folder) if folder.scheme in BUCKETS else _hub_listing(folder)
 
 
 def looked_up(address: Address) -> RemoteFile | None:
-    """A file of a bucket or of the web; None if there is none. Raises: StorageError."""
+    """Return a file of a bucket or of the web; None if there is none. Raises: StorageError."""
     try:
         return _bucket_file(address) if address.scheme in BUCKETS else _web_file(address)
     except Missing:
@@ -113,9 +113,11 @@ def read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) ->
 
 def _patiently(address: Address, act: Callable[[], Value], done: Callable[[], int] = lambda: 0, *,
                verb: str = "read", patient: bool = False) -> Value:
-    """act(), again after each pause where the server fails; anew from the first pause once `done` has grown.
+    """Return act(). If the server fails, repeat it after each pause; if done() has grown meanwhile, begin with the
+    first pause.
 
-    Raises: FileSystemError where it goes on failing, which is nobody's mistake: a launcher starts again. StorageError.
+    Raises: FileSystemError if it still fails after all pauses, which is no mistake of the user's; a launcher starts
+    again. StorageError.
     """
     tries, before, pauses_s = 0, done(), PATIENT_PAUSES_S if patient else PAUSES_S
     while True:
@@ -131,20 +133,20 @@ def _patiently(address: Address, act: Callable[[], Value], done: Callable[[], in
 
 
 def _refused(address: Address, code: int, what: str, verb: str = "read") -> Exception:
-    """The error for an HTTP status. what: the status in words."""
-    if code in (408, 409, 425, 429) or code >= 500:     # 409: of two writers that meet, S3 sends one away
+    """Return the error for an HTTP status. what: the status in words."""
+    if code in (408, 409, 425, 429) or code >= 500:     # 409: S3 rejects one of two concurrent writes
         return _Moment(f"the server answers {code} ({what})")
     told = CREDENTIALS[address.scheme]
     if code in (401, 403) or what in EXPIRED:
         return Refused(f"{address} is refused with {code} ({what})" + (
-            f"; give credentials with which it may be {verb}, by {told}" if told else
-            "; only files that anybody may read can be named by an https:// address"))
+            f": it cannot be {verb} with these credentials; set {told}" if told else
+            "; an https:// address must name a file that anybody may read"))
     if code == 404:
-        unseen = f", or it may not be seen: credentials come from {told}" if address.scheme == HUB else ""
-        return Missing(f"{address} is not there ({code}, {what}){unseen}; name one that is")
+        unseen = f", or is hidden without credentials; set {told}, or" if address.scheme == HUB else ";"
+        return Missing(f"{address} is not there ({code}, {what}){unseen} name an existing file")
     if code == 412:
         return Changed(f"{address} has changed since it was listed; start again when no program writes to it")
-    where = "; is AWS_REGION the bucket's?" if address.scheme == "s3" and code in (301, 307, 400) else ""
+    where = "; is AWS_REGION the region of the bucket?" if address.scheme == "s3" and code in (301, 307, 400) else ""
     return StorageError(f"{address} cannot be {verb}: the server answers {code} ({what}){where}; check the address")
 
 
@@ -185,26 +187,27 @@ def _read_ranges(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None])
 
 
 def read_range(found: RemoteFile, start: int, stop: int) -> bytes:
-    """Bytes of a bucket's file, which must be as it was listed. Raises: StorageError, Changed, FileSystemError."""
+    """Return bytes [start, stop) of a bucket's file. Raises: Changed if it is not as it was listed; StorageError,
+    FileSystemError."""
     with concurrent.futures.ThreadPoolExecutor(RANGES) as pool:
         return b"".join(pool.map(lambda begin: _range(found, begin, min(begin + RANGE_BYTES, stop)),
                                  range(start, stop, RANGE_BYTES)))
 
 
 def _range(found: RemoteFile, start: int, stop: int) -> Any:
-    """One request's bytes."""
+    """Return the bytes of one range request."""
     options = {"range": (start, stop)} | ({"if_match": found.etag} if found.etag else {})
     return _ask(found.address, lambda store: store.get(found.address.path, options=options).bytes())
 
 
 def read(address: Address, start: int = 0, stop: int | None = None) -> bytes:
-    """An object of a bucket, or a range of it. Raises: StorageError, Missing where there is none."""
+    """Return an object of a bucket, or bytes [start, stop) of it. Raises: Missing if there is none; StorageError."""
     options = None if stop is None else {"range": (start, stop)}
     return _ask(address, lambda store: store.get(address.path, options=options).bytes().to_bytes())
 
 
 def read_versioned(address: Address) -> tuple[bytes, Version] | None:
-    """An object of a bucket and what to name in `write_if`; None if there is none. Raises: StorageError."""
+    """Return an object of a bucket and its version for `write_if`; None if there is none. Raises: StorageError."""
     found = _with_attributes(address)
     return found and found[:2]
 
@@ -220,8 +223,8 @@ def _with_attributes(address: Address) -> tuple[bytes, Version, dict[str, str]] 
 
 
 def write(address: Address, content: bytes | Path) -> Version:
-    """Write an object of a bucket, or a local file as one: it is there as a whole, or as it was. Raises: StorageError,
-    OSError of the local file."""
+    """Write bytes or a local file as an object of a bucket; return its version. The object is replaced as a whole, or
+    stays as it was. Raises: StorageError; OSError of the local file."""
     if isinstance(content, Path) and content.stat().st_size > PART_BYTES:
         return _put(address, content, PART_BYTES, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=RANGES)
     body = content.read_bytes() if isinstance(content, Path) else content
@@ -229,9 +232,9 @@ def write(address: Address, content: bytes | Path) -> Version:
 
 
 def create(address: Address, path: Path) -> str:
-    """Write a local file as an object of a bucket that is not there yet. Returns its etag. Raises: Changed where there
-    is one; StorageError, OSError of the local file."""
-    if path.stat().st_size > PART_BYTES:        # parts have no condition
+    """Write a local file as a new object of a bucket; return its etag. Raises: Changed if the object exists;
+    StorageError; OSError of the local file."""
+    if path.stat().st_size > PART_BYTES:        # a multipart upload cannot be conditional
         made = None if looked_up(address) else write(address, path)
     else:
         made = write_if(address, path.read_bytes(), None, patient=True)
@@ -241,15 +244,15 @@ def create(address: Address, path: Path) -> str:
 
 
 def write_if(address: Address, content: bytes, before: Version | None, *, patient: bool = False) -> Version | None:
-    """Write an object of a bucket if it is still as it was; None: if there is none. Returns what it is now, or None
-    where somebody else has written it. Raises: StorageError."""
+    """Write an object of a bucket if its version is still `before`; None: if it does not exist. Return its new version,
+    or None if another process has written it. patient: repeat a failed request for longer. Raises: StorageError."""
     named = {"e_tag": before.etag, "version": before.number} if before else {}
     mode = {key: value for key, value in named.items() if value is not None} or "create"
     nonce = uuid.uuid4().hex
     try:
         return _put(address, content, len(content), patient=patient, mode=mode, use_multipart=False,
                     attributes={WRITER: nonce})
-    except Missing:         # it is gone
+    except Missing:         # it was removed
         return None
     except Changed:
         # A try whose answer was lost may have written it.
@@ -258,9 +261,10 @@ def write_if(address: Address, content: bytes, before: Version | None, *, patien
 
 
 def _put(address: Address, body: bytes | Path, sent: int, *, patient: bool = True, **options: Any) -> Version:
-    """sent: bytes of a request."""
+    """Write an object with limits on the time of a request; return its version. sent: bytes of one request. options: of
+    obstore's put."""
     for longer in LONGER:
-        # Of few values: each is another client.
+        # Rounded to few values, because each needs a client of its own.
         limit_s = SILENCE_S * 2 ** math.ceil(math.log2(max(1.0, longer * sent / SENT_BYTES_S / SILENCE_S)))
         try:
             made = _ask(address, lambda store: store.put(address.path, body, **options), "written", patient=patient,
@@ -273,13 +277,13 @@ def _put(address: Address, body: bytes | Path, sent: int, *, patient: bool = Tru
 
 
 def copy(source: Address, target: Address) -> None:
-    """Copy an object within its bucket; nothing passes through this host. Raises: StorageError."""
+    """Copy an object within its bucket; its bytes do not pass through this host. Raises: StorageError."""
     _ask(source, lambda store: store.copy(source.path, target.path), "copied", patient=True,
-         silence_s=SILENCE_S * LONGER[1])       # it says nothing while it copies
+         silence_s=SILENCE_S * LONGER[1])       # the server is silent while it copies
 
 
 def remove(found: Sequence[Address]) -> None:
-    """Remove objects of one bucket; those that are not there are no error. Raises: StorageError."""
+    """Remove objects of one bucket. A missing object is no error. Raises: StorageError."""
     for start in range(0, len(found), MOST_REMOVED):
         paths = [one.path for one in found[start:start + MOST_REMOVED]]
         with contextlib.suppress(Missing):
@@ -287,7 +291,7 @@ def remove(found: Sequence[Address]) -> None:
 
 
 def children(folder: Address) -> tuple[list[str], list[str]]:
-    """(names of objects, names of folders) right below a folder of a bucket. Raises: StorageError."""
+    """Return (names of objects, names of folders) directly below a folder of a bucket. Raises: StorageError."""
     found = _ask(folder, lambda store: store.list_with_delimiter(folder.path.rstrip("/") or None))
     paths = [one["path"] for one in found["objects"]], found["common_prefixes"]
     objects, folders = ([path.rstrip("/").rpartition("/")[2] for path in some] for some in paths)
@@ -295,22 +299,23 @@ def children(folder: Address) -> tuple[list[str], list[str]]:
 
 
 def _check_environment(address: Address) -> None:
-    """Raises: StorageError for what would abort the library, which takes it for granted."""
+    """Check variables that would abort the library if they were invalid. Raises: StorageError if one is."""
     for key, value in _environment() if address.scheme == "s3" else ():
         if key.startswith("AWS_ENDPOINT") and not ENDPOINT.fullmatch(value):
             raise StorageError(f"{address}: {key} is not https://HOST[:PORT] or http://HOST[:PORT]; fix or unset it")
         if key in HEADERS and not re.fullmatch(r"[!-~]*", value):
-            raise StorageError(f"{address}: {key} has a character that no request can have; fix or unset it")
+            raise StorageError(f"{address}: {key} has a character that HTTP does not allow; fix or unset it")
 
 
 def endpoints(address: Address) -> list[str]:
-    """The servers that the environment names in place of the store's own: a bucket's name says nothing without them."""
+    """Return the servers that the environment sets in place of the store's own. Without them, a bucket's name is
+    ambiguous."""
     wanted = {"s3": "AWS_ENDPOINT", "gs": "GOOGLE_BASE_URL"}[address.scheme]
     return [value for key, value in _environment() if key.startswith(wanted)]
 
 
 def _environment() -> tuple[tuple[str, str], ...]:
-    """The variables that decide how a bucket is opened. A store is opened again if they change."""
+    """Return the variables that decide how a bucket is opened. If they change, the store is opened again."""
     return tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith(("AWS_", "GOOGLE_"))))
 
 
@@ -318,8 +323,8 @@ def _environment() -> tuple[tuple[str, str], ...]:
 def _bucket(scheme: str, name: str, environment: tuple, silence_s: float) -> Any:
     store = importlib.import_module("obstore.store")
     kind = store.S3Store if scheme == "s3" else store.GCSStore
-    # allow_http: of the endpoints that the environment names. Tries are counted here, in one place. read_timeout: from
-    # the request's begin to its answer, then between two reads. timeout: of a whole request, which nothing limits.
+    # max_retries: `_patiently` repeats requests instead. allow_http: for endpoints in the environment. read_timeout:
+    # from the start of a request to its answer, then between two reads. timeout: of a whole request; it has no limit.
     return kind(name, retry_config={"max_retries": 0}, client_options={
         "allow_http": True, "connect_timeout": "10s", "read_timeout": f"{silence_s * 1000:.0f}ms",
         "timeout": "365days"})
@@ -327,9 +332,9 @@ def _bucket(scheme: str, name: str, environment: tuple, silence_s: float) -> Any
 
 def _ask(address: Address, act: Callable[[Any], Value], verb: str = "read", *, patient: bool = False,
          silence_s: float | None = None) -> Value:
-    """act(the bucket of the address, a store of obstore), again where the server fails. verb: what is done, for
-    messages. patient: for longer. silence_s: until a request is given up; None: SILENCE_S. Raises: StorageError,
-    FileSystemError; _Silence where a write takes too long."""
+    """Return act(store), with obstore's store of the address's bucket; repeat it if the server fails. verb: the action
+    in messages, e.g. "read". patient: repeat it for longer. silence_s: time limit of a request; None: SILENCE_S.
+    Raises: StorageError, FileSystemError; _Silence if a write takes too long."""
     try:
         exceptions = importlib.import_module("obstore").exceptions
     except ImportError:
@@ -340,7 +345,7 @@ def _ask(address: Address, act: Callable[[Any], Value], verb: str = "read", *, p
         with panics.caught():
             store = _bucket(address.scheme, address.home, _environment(), silence_s or SILENCE_S)
     except (exceptions.BaseError, OSError, ValueError, panics.LibraryPanic):
-        # the text may repeat what it cannot parse
+        # the library's text may repeat the credentials
         raise StorageError(f"{address}: the environment has credentials or an endpoint that cannot be used; check "
                            f"{CREDENTIALS[address.scheme]}") from None
 
@@ -354,18 +359,18 @@ def _ask(address: Address, act: Callable[[Any], Value], verb: str = "read", *, p
 
 
 def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
-    """The error to raise for an error of obstore, whose text may have URLs with tokens in them."""
+    """Return the error to raise for an error of obstore. Its text may have URLs with tokens, which are left out."""
     text, kind = str(error), type(error).__name__
-    if re.search(r"https?://(169\.254\.\d+\.\d+|\[fd00:|metadata)", text):   # it looks for a role of the machine
+    if re.search(r"https?://(169\.254\.\d+\.\d+|\[fd00:|metadata)", text):   # obstore looks for a role of the machine
         return StorageError(f"{address}: there are no credentials in the environment, and this machine has no role; "
-                            f"give {CREDENTIALS[address.scheme]}")
+                            f"set {CREDENTIALS[address.scheme]}")
     if status := re.search(r"status code: (\d{3}) ?([A-Za-z ]*)", text):
         code = re.search(r"<Code>([A-Za-z.]+)</Code>", text)
         return _refused(address, int(status[1]), code[1] if code else status[2].strip(), verb)
     if "kind: Timeout" in text:
         return _Silence() if verb == "written" else _Moment("the server did not answer in time")
     first = re.sub(r"//[^/\s]*@", "//…@", re.sub(r"\?\S+", "?…", text.partition("\n")[0]))[:300]
-    first = re.sub(r" in [\d.]+[nµm]?s\b", "", first)      # so that a reason is the same each time
+    first = re.sub(r" in [\d.]+[nµm]?s\b", "", first)      # so that equal reasons have equal texts
     if kind == "InvalidPathError":
         key = found[1] if (found := re.search(r'Path "(.*?)"', text, re.DOTALL)) else first
         return StorageError(f"{address} cannot be {verb}: the bucket has the key {key!r} there, and no key with //, . "
@@ -396,14 +401,14 @@ def _web_file(address: Address) -> RemoteFile:
 
 
 def _url(address: Address, commit: str = "") -> str:
-    """The URL of the bytes of a file on the web, or on the hub at a commit."""
+    """Return the URL of the bytes of a file on the web, or on the hub at a commit."""
     if address.scheme != HUB:
         return f"{address.scheme}://{address.home}/{urllib.parse.quote(address.path, safe='/%:@!$&()*+,;=~')}"
     return f"{hub()}/{address.home}/resolve/{urllib.parse.quote(commit, safe='')}/{urllib.parse.quote(address.path)}"
 
 
 def _read_stream(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
-    """One request, gone on with from where it broke."""
+    """Read a file in one request. After an interruption, the next request continues from the byte reached."""
     reached = 0
 
     def act():
@@ -428,7 +433,7 @@ def _read_stream(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None])
 
 
 def _receive(read: Callable[[int], bytes], most: int) -> bytes:
-    """The next bytes of an answer. Raises: _Moment."""
+    """Return the next bytes of an answer. Raises: _Moment."""
     try:
         return read(most)
     except (OSError, http.client.HTTPException) as error:
@@ -436,7 +441,7 @@ def _receive(read: Callable[[int], bytes], most: int) -> bytes:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows to another host without the credentials, and never from https to anything else."""
+    """Follows redirects: to another host without the credentials, and never from https to another scheme."""
 
     def redirect_request(self, request, reply, code, message, headers, url):
         before, after = urllib.parse.urlsplit(request.full_url), urllib.parse.urlsplit(url)
@@ -444,7 +449,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
             raise urllib.error.URLError(f"a redirection from {before.scheme}:// to {after.scheme}://")
         made = super().redirect_request(request, reply, code, message, headers, url)
         if made is not None:
-            made.method = request.get_method()      # Python 3.11 asks with GET where HEAD was asked
+            made.method = request.get_method()      # Python 3.11 changes HEAD to GET
             if before[:2] == after[:2]:
                 made.unredirected_hdrs.update(request.unredirected_hdrs)
         return made
@@ -455,16 +460,16 @@ _OPENER = urllib.request.build_opener(_Redirects)
 
 def _opened(address: Address, url: str, headers: dict[str, str] | None = None, *,
             method: str = "GET") -> http.client.HTTPResponse:
-    """Raises: _Moment, StorageError."""
+    """Send a request; return the open response. Raises: _Moment, StorageError."""
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "meshtrain", **(headers or {})}, method=method)
         if token := _token(address):
             request.add_unredirected_header("Authorization", f"Bearer {token}")
         return _OPENER.open(request, timeout=SILENCE_S)
     except ValueError:      # its text has the header's value
-        remedy = "set HF_ENDPOINT to https://HOST and HF_TOKEN to a word of ASCII, or neither" \
+        remedy = "set HF_ENDPOINT to https://HOST and HF_TOKEN to an ASCII word, or unset both" \
             if address.scheme == HUB else "check the address"
-        raise StorageError(f"{address} cannot be asked for: no request can be made of it; {remedy}") from None
+        raise StorageError(f"{address} cannot be requested: it gives no valid URL or header; {remedy}") from None
     except urllib.error.HTTPError as error:
         error.close()
         raise _refused(address, error.code, http.client.responses.get(error.code, "")) from None
@@ -477,7 +482,7 @@ def _opened(address: Address, url: str, headers: dict[str, str] | None = None, *
 
 
 def hub() -> str:
-    """The address of the hub."""
+    """Return the address of the hub."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
 
 
@@ -486,7 +491,7 @@ def _token(address: Address) -> str:
 
 
 def _hub_listing(folder: Address) -> list[RemoteFile]:
-    """All files of a model or data set, as one commit has them."""
+    """Return all files of a model or data set at one commit."""
     name = folder.home if folder.home.startswith("datasets/") else f"models/{folder.home}"
     revision = urllib.parse.quote(folder.revision or "main", safe="")
 
@@ -495,7 +500,7 @@ def _hub_listing(folder: Address) -> list[RemoteFile]:
             return _receive(reply.read, MOST_LISTING_BYTES + 1)
     text = _patiently(folder, act)
     if len(text) > MOST_LISTING_BYTES:
-        raise StorageError(f"{folder}: the list of its files is longer than {MOST_LISTING_BYTES:,} bytes; name another")
+        raise StorageError(f"{folder}: its list of files is longer than {MOST_LISTING_BYTES:,} bytes; name another one")
     try:
         answer = json.loads(text)
         commit, siblings = answer["sha"], answer["siblings"]
@@ -503,4 +508,4 @@ def _hub_listing(folder: Address) -> list[RemoteFile]:
                            (one.get("lfs") or {}).get("sha256") or one.get("blobId") or commit, commit)
                 for one in siblings]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
-        raise StorageError(f"{folder}: the hub answers with no list of files; is HF_ENDPOINT one?") from None
+        raise StorageError(f"{folder}: the hub's answer has no list of files; check HF_ENDPOINT") from None

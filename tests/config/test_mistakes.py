@@ -266,7 +266,7 @@ ROWS = {
         ("run --prompt a --training.steps 3 --model.embed_dim 64", "training.steps has no effect",
          "model.embed_dim has no effect"),
         ("run --prompt a --data.tokenizer list.json", "list.json"),
-        ("'hdfs://node/run' --prompt a", "hdfs://node/run", "known are s3://"),
+        ("'hdfs://node/run' --prompt a", "hdfs://node/run", "use s3://"),
         ("run --json=yes --prompt a", "--json"),
     ],
     "evaluate": [

@@ -159,7 +159,7 @@ def test_all_processes_know_who_came_last_and_by_how_much(said):
 def test_who_does_not_come_to_an_agreement_is_named_and_nobody_waits_for_ever(said):
     for one in said[:2]:
         assert one["missing"][:2] == ["PeerError",
-                                      "process 2 of 3 did not answer within 2 s; look at what it said"]
+                                      "process 2 of 3 did not answer within 2 s; read its output"]
 
 
 def test_a_process_that_fails_alone_ends_at_once(children, said):

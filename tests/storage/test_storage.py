@@ -310,7 +310,7 @@ def test_a_missing_extra_is_told(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("text", "part"), [
     ("https://me:secret@host/a", "https://…@host/a has a name or password"),
     ("https://host/a?sig=secret", "has a query"),
-    ("s3://id:secret@bucket/a", "s3://…@bucket/a has a name"), ("abfs://a/b", "known are s3://"),
+    ("s3://id:secret@bucket/a", "s3://…@bucket/a has a name"), ("abfs://a/b", "use s3://"),
     ("hf://name", "hf://OWNER/NAME"), ("hf://datasets/name", "hf://OWNER/NAME"), ("hf://spaces/a/b", "hf://OWNER/NAME"),
     ("s3:///key", "names no bucket"), ("https:///a", "names no host"), ("s3://bucket/a/../b", ". or .."),
     ("s3://bucket/a\nb", "control character")])
