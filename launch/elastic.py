@@ -1,8 +1,8 @@
-"""How many processes (or hosts) with D devices each, from N down to K, can train a run meant for F devices: meshtrain
-launch elastic --processes N --devices D -- [RUN.toml].
+"""Finds how many processes (or hosts) with D devices each can train a run meant for F devices: meshtrain launch elastic
+--processes N --devices D -- [RUN.toml].
 
-Prints the number, followed by the options that the processes then need. Exit codes: 0, or 2 with the reason if none
-can. Starts no devices.
+Tries N processes, then fewer, down to K. Prints the first number that can train the run, followed by the options that
+the processes then need. Exit codes: 0, or 2 with the reason if no number can. Starts no devices.
 """
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from meshtrain.run import command, say
 
 OPTIONS = {
     "processes": config.Option("how many processes", "N", "2", config.whole(1), required="nothing says how many"),
-    "min-processes": config.Option("goes on with fewer, down to K, where the same one fails twice in a row or the "
-                                   "cluster has no room for all; the axis of -1 shrinks, and the batch stays (default "
-                                   "N)", "K",
+    "min-processes": config.Option("continues with fewer processes, down to K, if the same one fails twice in a row or "
+                                   "the cluster has no room for all; the mesh axis of -1 shrinks, the batch does not "
+                                   "(default N)", "K",
                                    "1", config.whole(), 0),
 }
 COMMAND = config.Command("meshtrain.launch.elastic", {
-    "processes": dataclasses.replace(OPTIONS["processes"], help="that are there"),
-    "min-processes": config.Option("fewer are not worth it", "K", "1", config.whole(1), 1),
-    "devices": config.Option("of each process", "D", "8", config.whole(1), required="nothing says how many"),
-    "full": config.Option("devices for which the run file is written (default: its mesh.full_devices; 0 = nothing "
-                          "shrinks)", "F", "64", config.whole(1)),
+    "processes": dataclasses.replace(OPTIONS["processes"], help="available processes"),
+    "min-processes": config.Option("smallest number of processes that is tried", "K", "1", config.whole(1), 1),
+    "devices": config.Option("devices of each process", "D", "8", config.whole(1), required="nothing says how many"),
+    "full": config.Option("number of devices that the run file is written for (default: its mesh.full_devices; if "
+                          "that is 0, N processes are the answer)", "F", "64", config.whole(1)),
 }, launcher=True)
 LONGEST_S = 300.0       # limit of `most`, which takes seconds
 
 
 def overrides(processes: int, devices: int, full: int, simulated: bool) -> list[str]:
-    """Options for `processes` of `devices` each, in a run meant for `full` devices."""
+    """Return the options for `processes` with `devices` each, in a run meant for `full` devices."""
     simulate = [f"--mesh.simulated_devices={processes * devices}"] if simulated else []
     return [f"--mesh.full_devices={full}", *simulate] if processes * devices < full else []
 
 
 def run_of(given: config.Arguments) -> Run:
-    """The run of a launcher's command line. Raises: ConfigError."""
+    """Return the run of a launcher's command line. Raises: ConfigError."""
     count, least = given["processes"], given["min-processes"]
     if least > count:
         raise ConfigError(f"--min-processes {least} must be from 1 to --processes {count}")
@@ -55,14 +55,14 @@ def run_of(given: config.Arguments) -> Run:
 
 
 def most(words: Sequence[str], processes: int, least: int, devices: int, full: int) -> tuple[int, str]:
-    """(number of processes that can train the run of these words, ""), or (0, the reason). Runs in a subprocess,
-    because it needs jax and a launcher does not, and with a timeout: a file system may hang."""
+    """Return (number of processes that can train the run of these words, ""), or (0, the reason). It runs in a
+    subprocess, because it imports jax and a launcher does not. A time limit covers file systems that hang."""
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "meshtrain.launch.elastic", f"--processes={processes}", f"--min-processes={least}",
              f"--devices={devices}", f"--full={full}", "--", *words], capture_output=True, text=True, timeout=LONGEST_S)
     except subprocess.TimeoutExpired:
-        return 0, f"whether fewer can train it is unknown after {LONGEST_S:g} s"
+        return 0, f"the check whether fewer can train it did not end within {LONGEST_S:g} s"
     found = ran.stdout.split()
     if ran.returncode or not found or not found[0].isdecimal():
         return 0, (ran.stderr.strip().splitlines() or ["?"])[-1].removeprefix("error: ")
@@ -71,7 +71,7 @@ def most(words: Sequence[str], processes: int, least: int, devices: int, full: i
 
 @command.entry(COMMAND, __doc__)
 def main(given: config.Arguments) -> None:
-    """Print the answer. Raises: ConfigError if no number of processes can train the run."""
+    """Print the number and its options. Raises: ConfigError if no number of processes can train the run."""
     words, processes, least, devices = given.run, given["processes"], given["min-processes"], given["devices"]
     run = config.load(words)
     full = given["full"] or run.mesh.full_devices

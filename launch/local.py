@@ -1,9 +1,11 @@
-"""Run N processes on this machine: meshtrain launch local --processes 2 -- configs/quickstart.toml.
+"""Runs N processes on this machine: meshtrain launch local --processes 2 -- configs/quickstart.toml.
 
 They connect over loopback and divide the simulated devices, or the GPUs, among them. Signals to the launcher are
-forwarded to every process. Without RUN.toml: configs/quickstart.toml. With rl.lag, --samplers N draw answers beside
-them, on GPUs of their own. Linux only.
-Exit codes: the run's 0, 2 or 75 if all processes agree on it; 2 also if the others failed because of it; else 1.
+forwarded to every process. Without RUN.toml the run file is configs/quickstart.toml. With rl.lag, --samplers N generate
+answers in separate processes, on GPUs of their own. Linux only.
+
+Exit codes: the run's 0, 2 or 75 if all processes agree on it; also 2 if a mistake that one process reports made the
+others fail; else 1.
 """
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ def main(given: config.Arguments) -> int:
 
 def _supervised(run: Run, rest: Sequence[str], slots: Slots, environs: Sequence[Mapping[str, str]],
                 failures: restart.Failures) -> int:
-    """Starts the processes, and again where they fail. Returns the exit code."""
-    for start in itertools.count():     # a new port each time: an old process may still hold the last one
+    """Start the processes, and start them again after a failure. Return the exit code."""
+    for start in itertools.count():     # each start takes a new port: an old process may still hold the last one
         words = commands([*rest, *slots.overrides()], len(slots.taken), supervise.free_port())
         outcome = supervise.supervise(words, [environs[slot] | {"MESHTRAIN_START": str(start)} for slot in slots.taken],
                                       left=mirror.directory(run.run.dir) / contents.STACKS,
@@ -63,9 +65,9 @@ def _supervised(run: Run, rest: Sequence[str], slots: Slots, environs: Sequence[
 class Slots:
     """The slots of processes, 0 to count − 1, and which of them take part in the next start.
 
-    A slot whose process failed first twice in a row, without a newer checkpoint in between, is left out, and the run
-    continues with as many as can train it, at least `least`. After a newer checkpoint the next start has all again.
-    devices: of all slots. full: devices that the run is meant for; 0: these.
+    A slot is left out if its process was the first to fail twice in a row, without a newer checkpoint in between. The
+    run then continues with as many slots as can train it, at least `least`. After a newer checkpoint the next start has
+    all slots again. devices: of all slots. full: devices that the run is meant for; 0: as many as `devices`.
     """
     words: Sequence[str]
     count: int
@@ -84,8 +86,8 @@ class Slots:
         return elastic.overrides(len(self.taken), self.devices // self.count, self.full, self.simulated)
 
     def after(self, culprit: int | None, first: bool) -> None:
-        """Update after a failure. culprit: index among that start's processes. first: a checkpoint has come since the
-        last."""
+        """Update the slots after a failure. culprit: index among that start's processes. first: whether a checkpoint
+        was saved since the previous failure."""
         slot = None if culprit is None else self.taken[culprit]
         if first and self.lost:
             self.lost.clear()
@@ -108,7 +110,7 @@ class Slots:
 
 
 def commands(rest: Sequence[str], count: int, port: int) -> list[list[str]]:
-    """The command line of every process; a single one is a plain run."""
+    """Return the command line of every process. A single process is a plain run."""
     train = [sys.executable, "-m", "meshtrain.train", *rest]
     if count == 1:
         return [train]
@@ -117,7 +119,7 @@ def commands(rest: Sequence[str], count: int, port: int) -> list[list[str]]:
 
 
 def environments(run: Run, count: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """The environment of every process, with its GPUs, if any.
+    """Return the environment of every process, with its GPUs if there are any.
 
     Raises: ConfigError if the run's devices cannot be divided among `count` processes.
     """

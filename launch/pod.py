@@ -1,10 +1,10 @@
-"""One process of a run on Kubernetes, in a pod of launch/kubernetes.yaml, which gives its index.
+"""Runs one process of a run on Kubernetes, in a pod of launch/kubernetes.yaml, which gives its index.
 
-JobSet restarts all pods at once whatever ended one of them, and knows no checkpoints. This applies the rule of all
-launchers (`launch.restart`): K is JobSet's count of restarts; before each start but the first, process 0 decides
+JobSet restarts all pods whatever ended one of them, and knows no checkpoints. This launcher applies the rule of all
+launchers (`launch.restart`); K is JobSet's count of restarts. Before each start but the first, process 0 decides
 whether and when to start, and the others wait for its decision in run.dir/restarts.json. A failing process writes its
-last words to run.dir/last_words, because its pod is deleted with its log. Giving up is exit code 2, which ends the
-JobSet. Imports no jax. Exit codes: the run's 0, 2 and 75; 2 also when giving up; else 1.
+last words to run.dir/last_words, because its log is deleted with its pod. If the run is given up, the exit code is 2,
+which ends the JobSet. Imports no jax. Exit codes: the run's 0, 2 and 75; 2 also if the run is given up; else 1.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshtrain.storage import messages
 
 COMMAND = config.Command("meshtrain.launch.pod", {
     "attempt": config.Option("JobSet's count of restarts", "K", "0", config.whole(),
-                             required="without it every start is the first"),
+                             required="without it every start counts as the first"),
     "max-restarts": dataclasses.replace(restart.OPTIONS["max-restarts"], default=5),
 }, launcher=True)
 LOOK_S = 1.0        # between polls for the decision of process 0
@@ -54,9 +54,9 @@ def main(given: config.Arguments) -> int:
 
 
 def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
-    """On process 0: wall-clock time of this start; None: give up, after a message. Raises: ConfigError,
-    FileSystemError."""
-    if attempt == 0:        # restarts.json and last words are of another JobSet
+    """Return the wall-clock time of this start; None: give up, after a message. Process 0 calls it. Raises:
+    ConfigError, FileSystemError."""
+    if attempt == 0:        # restarts.json and last words are those of another JobSet
         _remove(run, lambda name: True, restart.KEPT)
         return 0.0
     code, said = _last_words(run, attempt - 1)
@@ -69,11 +69,11 @@ def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
 
 
 def _decided(run: Run, attempt: int) -> float:
-    """On the others: when process 0 starts; 0 if it never decides: the run itself then meets it or times out. Raises:
-    ConfigError."""
+    """Return when process 0 starts; 0 if it does not decide in time: the run itself then meets process 0 or times out.
+    Every other process calls it. Raises: ConfigError."""
     until = time.monotonic() + run.distributed.timeout_s
     while attempt and time.monotonic() < until:
-        with contextlib.suppress(files.FileSystemError):    # told by who asks again
+        with contextlib.suppress(files.FileSystemError):    # it is read again
             kept = restart.read(run)
             if kept.get("restarts") == attempt:
                 return kept["begins"]
@@ -82,7 +82,8 @@ def _decided(run: Run, attempt: int) -> float:
 
 
 def _remove(run: Run, is_old: Callable[[str], bool], *more: str) -> None:
-    """Removes last words and other messages. Raises: ConfigError, FileSystemError."""
+    """Remove last words for which is_old(name) is true, and the messages in `more`. Raises: ConfigError,
+    FileSystemError."""
     with config.user_errors("run.dir: "):
         for name in [*more, *filter(is_old, messages.names(run.run.dir, LAST_WORDS))]:
             messages.remove(run.run.dir, name)
@@ -97,7 +98,7 @@ def _leave_words(run: Run, attempt: int, index: int, outcome: supervise.LaunchOu
 
 
 def _last_words(run: Run, attempt: int) -> tuple[int, str]:
-    """(exit code, words) of the process that failed first in that attempt, if it left any."""
+    """Return (exit code, words) of the process that failed first in that attempt, if it left any."""
     left = []
     try:
         with config.user_errors("run.dir: "):

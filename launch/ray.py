@@ -1,10 +1,11 @@
-"""Run N processes on a Ray cluster: meshtrain launch ray --processes 8 -- RUN.toml.
+"""Runs N processes on a Ray cluster: meshtrain launch ray --processes 8 -- RUN.toml.
 
-A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` as a child process;
-no data of the run passes through Ray. The cluster is that of RAY_ADDRESS, or this machine; on KubeRay use this
-command in a RayJob. meshtrain must be installed on all nodes, and run.dir shared by them. A failed run is restarted by
-the rule of all launchers, once Ray has the resources again. With rl.lag, --samplers N are actors beside the group;
-one that is lost is started again wherever there is room. Extra `ray`.
+A placement group reserves the GPUs, and one actor per bundle starts `python -m meshtrain.train` as a child process. No
+data of the run passes through Ray. The cluster is that of RAY_ADDRESS, or this machine; on KubeRay use this command in
+a RayJob. meshtrain must be installed on all nodes, and all nodes must share run.dir. A failed run is restarted by the
+rule of all launchers, once Ray has the resources again. With rl.lag, --samplers N are actors outside the placement
+group; a lost one is started again on any node with room. Extra `ray`.
+
 Exit codes: the run's 0, 2 or 75 if all processes agree on it, else 1.
 """
 from __future__ import annotations
@@ -37,21 +38,21 @@ except ImportError:
 
 COMMAND = config.Command("meshtrain.launch.ray", {
     **elastic.OPTIONS, **restart.OPTIONS,
-    "gpus-per-process": config.Option("GPUs of each, at best all of a host (default 1; 0 with mesh.simulated_devices)",
+    "gpus-per-process": config.Option("GPUs per process, at best all of a host (default 1; 0 for simulated devices)",
                                       "G", "8", config.whole()),
     "cpus-per-process": config.Option("cores that Ray reserves per process", "C", "4", config.whole(1), 1),
     **samplers.OPTIONS,
 }, launcher=True)
 FIRST_PORT = 20_000
 POLL_S = 0.3
-FIRST_TOLD_S = 5.0      # until the first message that there is no room
-ANSWER_S = 60.0         # for an actor to answer; Ray notices a lost node after about half as long
+FIRST_TOLD_S = 5.0      # time until the first message that there is no room
+ANSWER_S = 60.0         # time limit of an actor's answer; Ray notices a lost node after about half as long
 TOLD_EVERY_S = 30.0
-ROOM_S = 30.0           # with --min-processes: wait for the missing ones before continuing with fewer
+ROOM_S = 30.0           # with --min-processes: wait so long for missing processes before continuing with fewer
 
 
 class Process:
-    """The actor of one bundle: runs one training process, which dies with it."""
+    """The actor of one bundle. It runs one training process, which ends with the actor."""
 
     def __init__(self):
         self.child: subprocess.Popen | None = None
@@ -59,15 +60,15 @@ class Process:
         self.lock = threading.Lock()
 
     def place(self) -> tuple[str, list[str]]:
-        """The address of its node, and its GPUs."""
+        """Return (address of its node, names of its GPUs)."""
         return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def port(self) -> int:
-        """A free port of its node, above Ray's worker ports."""
+        """Return a free port of its node, above the ports of Ray's workers."""
         return supervise.free_port("", FIRST_PORT)
 
     def run(self, words: Sequence[str], environ: dict[str, str], folder: str) -> int:
-        """Run python with these words until it ends; return its code, as of subprocess."""
+        """Run python with these words until it ends; return its exit code, negative for a signal."""
         self.child = supervise.begin([sys.executable, *words], os.environ | environ, stdout=subprocess.PIPE,
                                      stderr=subprocess.PIPE, cwd=folder if Path(folder).is_dir() else None)
         readers = [threading.Thread(target=self._read, args=(number, stream), daemon=True)
@@ -85,13 +86,13 @@ class Process:
                 self.said.append((number, line))
 
     def new_lines(self) -> list[tuple[int, bytes]]:
-        """Output since the last call: (1 for stdout or 2 for stderr, a line)."""
+        """Return the output since the last call: (1 for stdout or 2 for stderr, a line)."""
         with self.lock:
             lines, self.said = self.said, []
         return lines
 
     def about(self) -> tuple[int, bool]:
-        """(pid, whether it is stopped (SIGSTOP))."""
+        """Return (pid, whether the process is stopped (SIGSTOP))."""
         return (self.child.pid, supervise.is_stopped(self.child.pid)) if self.child else (0, False)
 
     def send(self, number: int) -> None:
@@ -101,7 +102,7 @@ class Process:
 
 @dataclasses.dataclass(eq=False)
 class Member(supervise.Child):
-    """One process as seen by the driver. lost: its node or Ray worker has gone, so its exit code is unknown."""
+    """One process, as the driver sees it. lost: its node or Ray worker is gone, so its exit code is unknown."""
     actor: object = None
     host: str = ""
     pid: int = 0
@@ -133,12 +134,12 @@ class Member(supervise.Child):
 
     @property
     def ending(self) -> str:
-        return "its node is lost, or the worker of Ray's that held it was killed" if self.lost else super().ending
+        return "its node is lost, or the Ray worker that ran it was killed" if self.lost else super().ending
 
 
 class Beside:
-    """A sampler: an actor that runs `launch.samplers` for one, with GPUs of its own. It begins once the trainer has its
-    room; where its node is lost, Ray starts it again wherever there is room. rest: the run's words."""
+    """A sampler: an actor that runs `launch.samplers` for one sampler, with GPUs of its own. It begins when the trainer
+    has its resources. If its node is lost, Ray starts it again on any node with room. rest: the run's words."""
 
     def __init__(self, index: int, gpus: int, rest: Sequence[str]):
         self.index, self.gpus, self.words = index, gpus, samplers.words(1, gpus, rest, index)
@@ -146,7 +147,7 @@ class Beside:
         self.is_lost = False
 
     def look(self) -> None:
-        """Called now and then."""
+        """Start the sampler, or print its new messages. The launcher calls it repeatedly."""
         if self.actor is None:
             self.actor = ray.remote(num_cpus=1, num_gpus=self.gpus, max_restarts=-1, max_task_retries=-1,
                                     max_concurrency=4)(Process).remote()
@@ -159,8 +160,8 @@ class Beside:
                 self.is_lost = False
             except ray.exceptions.RayError:
                 if not self.is_lost:
-                    say.err(f"sampler {self.index} is lost, with its node or its worker of Ray's; it is started again, "
-                            f"and others draw what it had begun")
+                    say.err(f"sampler {self.index} is lost: its node or its Ray worker has ended. It is started again; "
+                            f"meanwhile the other samplers generate its unfinished answers")
                 self.is_lost = True
         else:
             return
@@ -176,7 +177,7 @@ def main(given: config.Arguments) -> int:
     run, rest = elastic.run_of(given), given.run
     bundle, drawing = bundle_of(run, given), samplers.asked(run, given)
     if ray is None:
-        raise ConfigError("ray is not installed here; pip install '.[ray]' in the checkout of meshtrain")
+        raise ConfigError("ray is not installed here; run pip install '.[ray]' in the checkout of meshtrain")
     asked: list[int] = []
     for number in (signal.SIGUSR1, signal.SIGUSR2):     # Ray takes SIGINT and SIGTERM
         signal.signal(number, lambda number, frame: sys.exit(stops.STOPPED))
@@ -187,7 +188,7 @@ def main(given: config.Arguments) -> int:
         return stops.STOPPED
     except ConnectionError as error:
         say.err(f"error: no Ray cluster at RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')} ({_first_line(error)}); "
-                f"give the address of one that runs, or unset it to use this machine")
+                f"give the address of a cluster that runs, or unset RAY_ADDRESS to use this machine")
         return stops.USER_ERROR
     except Exception as error:
         say.err(f"error: Ray does not start: {_first_line(error)}")
@@ -214,25 +215,26 @@ def main(given: config.Arguments) -> int:
 
 
 def bundle_of(run: Run, options: config.Arguments) -> dict[str, int]:
-    """The resources of one process. Raises: ConfigError if they contradict the run."""
+    """Return the resources of one process: CPU, and GPU if it has any. Raises: ConfigError if they contradict the run.
+    """
     total, count = run.mesh.simulated_devices, options["processes"]
     if total % count:
         raise ConfigError(f"mesh.simulated_devices={total} cannot be divided among --processes {count}; use a multiple "
                           f"of {count}")
     gpus = options["gpus-per-process"] if "gpus-per-process" in options else 0 if total else 1
     if total and gpus:
-        raise ConfigError(f"mesh.simulated_devices={total} needs no GPUs; leave --gpus-per-process {gpus} out, or "
-                          f"simulate none")
+        raise ConfigError(f"mesh.simulated_devices={total} needs no GPUs; leave out --gpus-per-process {gpus}, or "
+                          f"mesh.simulated_devices")
     if not total and not gpus:
-        raise ConfigError("--gpus-per-process 0 leaves the run without devices; give each process some, or "
+        raise ConfigError("--gpus-per-process 0 leaves the run without devices; give each process 1 or more, or set "
                           "mesh.simulated_devices")
     return {"CPU": options["cpus-per-process"]} | ({"GPU": gpus} if gpus else {})
 
 
 @dataclasses.dataclass
 class Room:
-    """The placement group of the next start's bundles: for all processes or, if the cluster has no room, fewer, at
-    least --min-processes. asked: signals received. beside: the samplers, which outlive a start."""
+    """The placement group of the next start. It has a bundle for every process or, if the cluster has no room, for
+    fewer, at least --min-processes. asked: signals received. beside: the samplers, which run on between starts."""
     run: Run
     options: config.Arguments
     words: Sequence[str]
@@ -240,7 +242,7 @@ class Room:
     asked: list[int]
     group: object = None
     count: int = 0
-    starts: int = 0     # before the next
+    starts: int = 0     # number of earlier starts
     beside: list[Beside] = dataclasses.field(default_factory=list)
 
     @property
@@ -250,14 +252,15 @@ class Room:
 
     @property
     def full(self) -> int:
-        """Devices that the run is meant for."""
+        """Number of devices that the run is meant for."""
         return self.run.mesh.full_devices or self.devices * self.options["processes"]
 
     def overrides(self) -> list[str]:
         return elastic.overrides(self.count, self.devices, self.full, "GPU" not in self.bundle)
 
     def reserve(self) -> bool:
-        """Wait until the cluster has room, e.g. after a lost node. False: no room, after a message, or a signal."""
+        """Wait until the cluster has room, e.g. after a lost node. Return False if there is no room, after a message,
+        or if a signal came."""
         most, least = self.options["processes"], self.options["min-processes"] or self.options["processes"]
         limit_s, begun, count = self.run.distributed.timeout_s, time.monotonic(), most
         while not self.asked:
@@ -268,7 +271,7 @@ class Room:
                 return True
             if time.monotonic() - begun > limit_s and not self.asked:
                 say.err(f"error: the cluster has no room for {least} processes of {self.bundle} within "
-                        f"distributed.timeout_s={limit_s:g}; free are {_free()}. Add nodes, or start fewer processes")
+                        f"distributed.timeout_s={limit_s:g}; free: {_free()}. Add nodes, or start fewer processes")
                 return False
             count = self._fewer(min(count, most) - 1, least) or most
         return False
@@ -292,15 +295,15 @@ class Room:
                 return True
             except ray.exceptions.GetTimeoutError:
                 pass
-            except ray.exceptions.RayError:     # it asked a lost node
+            except ray.exceptions.RayError:     # a node was lost meanwhile
                 ready = self.group.ready()
             if time.monotonic() > tell:
                 tell = time.monotonic() + TOLD_EVERY_S
-                say.err(f"waiting for room for {self.count} processes of {self.bundle}; free are {_free()}")
+                say.err(f"waiting for room for {self.count} processes of {self.bundle}; free: {_free()}")
         return False
 
     def _fewer(self, most: int, least: int) -> int:
-        """How many processes, at most `most`, can train the run and have room; 0 if fewer than `least`."""
+        """Return how many processes, at most `most`, can train the run and have room; 0 if fewer than `least`."""
         self.leave()
         time.sleep(POLL_S)      # until partial reservations are released
         most = min([most, *(int(_free().get(kind, 0) // each) for kind, each in self.bundle.items())])
@@ -313,7 +316,8 @@ class Room:
 
 
 def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome:
-    """Run one start of all processes to its end. left: the directory of hanging processes' stacks."""
+    """Run one start of all processes to its end; return its outcome. left: the directory with stacks of hanging
+    processes."""
     start, since = time.monotonic(), time.time()
     count, bundle = room.count, room.bundle
     # Concurrent, because it is polled while it runs the process.
@@ -322,7 +326,7 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome
     actors = [kind.options(scheduling_strategy=one).remote() for one in bundles]
     try:
         places = ray.get([actor.place.remote() for actor in actors], timeout=ANSWER_S)
-        # By host: the last axis of the placement must stay inside a host.
+        # Indices follow the hosts: the last axis of the placement must stay inside a host.
         order = sorted(range(count), key=lambda i: (places[i], i))
         members = [Member(index, None, -1, actor=actors[i], host=places[i][0]) for index, i in enumerate(order)]
         place = []
@@ -347,7 +351,8 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome
 
 
 def _polling(running: dict[object, Member], room: Room) -> Callable[[float], Iterable[Member]]:
-    """The poll for these: forwards their output and received signals. running: by Ray's reference to their end."""
+    """Return a function that waits for processes to end and yields them. It also forwards their output, and received
+    signals to them. running: Ray's reference to the end of a process -> the process."""
     asked = room.asked
     members, passed_on = list(running.values()), 0
 
@@ -375,7 +380,7 @@ def _polling(running: dict[object, Member], room: Room) -> Callable[[float], Ite
 
 
 def _hear(members: Sequence[Member]) -> None:
-    """Collect the output of these; the first process's is also the driver's."""
+    """Collect the output of these processes. The output of process 0 is also that of the driver."""
     for member in members:
         with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             for number, line in ray.get(member.actor.new_lines.remote(), timeout=ANSWER_S):

@@ -1,15 +1,16 @@
-"""Whether and when to restart a run that has ended: one rule for all launchers.
+"""Decides whether and when to restart a run that has ended: one rule for all launchers.
 
-Exit codes 0, 2 and 75 end a run: done, the user's mistake, stopped on request. After any other, the run restarts from
-its newest complete checkpoint, after 5, 10, 20 … 300 s; after too many failures in a row without a newer checkpoint it
-is given up, with the last words of each. If a scheduler stops the run, it should restart: then 75 counts like a
-failure, unless there is a newer checkpoint. Credentials that are refused are a failure here, too: they expire. This
-module starts and ends nothing, and imports no jax.
+Exit codes 0, 2 and 75 end a run: it is done, the user made a mistake, or it was stopped on request. After any other
+code, the run restarts from its newest complete checkpoint, after 5, 10, 20 … 300 s. After too many failures in a row
+without a newer checkpoint it is given up, and the last words of each failure are printed. If a scheduler stops the run,
+the run should restart: then 75 counts like a failure, unless there is a newer checkpoint. Refused credentials count as
+a failure, because they may have expired. This module starts and ends nothing, and imports no jax.
 
-meshtrain launch restart CODE -- [RUN.toml] [--section.key value ...] is the rule for shell scripts, with the count in
-run.dir/restarts.json. It prints the seconds to wait and exits with 0 if the run should restart, else with 1, after a
-mistake with 2. Where run.dir does not answer for a moment, Slurm's own count of restarts is the limit. Without one
-run.dir is asked again, with --scheduled, after the waits of as many failures; then the exit code is 1.
+meshtrain launch restart CODE -- [RUN.toml] [--section.key value ...] applies the rule in shell scripts, with the count
+in run.dir/restarts.json. It prints the seconds to wait. The exit code is 0 if the run should restart, 2 after a
+mistake, else 1. If run.dir does not answer for a moment, Slurm's own count of restarts is the limit. Without such a
+count, --scheduled reads run.dir again after the waiting times of --max-restarts failures; if it still does not answer,
+the exit code is 1.
 """
 from __future__ import annotations
 
@@ -40,23 +41,23 @@ COMMAND = config.Command("meshtrain.launch.restart", {
 }, "CODE", (1, 1), launcher=True)
 ENDS = (stops.DONE, stops.USER_ERROR, stops.STOPPED)
 FIRST_S, LONGEST_S = 5.0, 300.0
-# in run.dir: the count of the command below, and which parts of local checkpoints are valid
+# in run.dir: the count of failures, and which local checkpoints are valid
 KEPT, LINEAGE = contents.RESTARTS, "local.json"
-INDEX = "index.json"        # of a part: a line with its checksum, then JSON
+INDEX = "index.json"        # of a process's local checkpoint: a line with its checksum, then JSON
 TASK_ENDED = re.compile(r"^srun: error: (\S+: tasks? .*)$", re.MULTILINE)
 READ_BYTES = 1 << 20    # the end of a start's output
 UNCOUNTED = "a start whose end was not counted"
 
 
 def newest(run: Run) -> int:
-    """The step of the newest checkpoint, this host's local ones included; 0: none. Incomplete ones are named otherwise.
-    Raises: ConfigError, and FileSystemError where it cannot be told for a moment."""
+    """Return the step of the newest checkpoint, this host's local ones included; 0: none. Incomplete checkpoints have
+    other names. Raises: ConfigError; FileSystemError if the directory does not answer for a moment."""
     steps = [0]
     with config.user_errors("run.dir: "):
         try:
             steps += contents.steps(run.run.dir)
             if run.checkpoint.local_dir and (text := messages.read(run.run.dir, LINEAGE)):
-                with contextlib.suppress(ValueError, KeyError, TypeError):      # truncated: there is none yet
+                with contextlib.suppress(ValueError, KeyError, TypeError):      # truncated: no local checkpoint yet
                     lineage = json.loads(text)
                     steps += _kept(Path(run.checkpoint.local_dir) / lineage["run"], lineage)
         except OSError as error:
@@ -65,7 +66,8 @@ def newest(run: Run) -> int:
 
 
 def _kept(home: Path, lineage: dict) -> Iterator[int]:
-    """Steps of this host's local checkpoints that the next start may use: not those of a start that was rolled back."""
+    """Yield the steps of this host's local checkpoints that the next start may use. Those of a start that was rolled
+    back are left out."""
     for place in home.glob("process-*/*"):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
             step, start = int(place.name), json.loads((place / INDEX).read_text(encoding="utf-8").partition("\n")[2])[
@@ -76,7 +78,8 @@ def _kept(home: Path, lineage: dict) -> Iterator[int]:
 
 @dataclasses.dataclass
 class Failures:
-    """Failures in a row without a newer checkpoint. said: the last words of each. step: of that checkpoint.
+    """Counts failures in a row without a newer checkpoint. said: the last words of each failure. step: of the newest
+    checkpoint.
 
     scheduled: a scheduler stops and restarts the run. Stops then count like failures, because a time limit shorter than
     the start-up would repeat forever.
@@ -89,9 +92,9 @@ class Failures:
 
     @config.restarting()
     def wait_s(self, code: int, words: str = "") -> float | None:
-        """Seconds until the next start, after one ended with this code and these last words (one line). None: the run
-        has ended or is given up, after a message. Raises: ConfigError, and FileSystemError where the run would be
-        given up although a newer checkpoint may be there: for a moment it cannot be seen."""
+        """Return the seconds until the next start, after a start that ended with this code and these last words (one
+        line). None: the run has ended, or is given up after a message. Raises: ConfigError; FileSystemError if the run
+        would be given up while its checkpoints cannot be seen for a moment."""
         stopped = code == stops.STOPPED
         if code in ENDS and not (stopped and self.scheduled):
             self.said = []
@@ -114,8 +117,8 @@ class Failures:
         count = len(self.said)
         if count > self.most:
             if self.most:
-                say.err(f"given up after {count} failures in a row without a newer checkpoint than "
-                        f"{f'that of step {reached}' if reached else 'none'}:")
+                say.err(f"given up after {count} failures in a row without "
+                        f"{f'a newer checkpoint than that of step {reached}' if reached else 'a checkpoint'}:")
                 for number, one in enumerate(self.said, 1):
                     say.err(f"  {number}: {one}")
             return None
@@ -130,14 +133,14 @@ class Failures:
 
 
 def pause_s(count: int) -> float:
-    """Seconds before the next start after so many failures in a row."""
+    """Return the seconds before the next start after so many failures in a row."""
     return min(FIRST_S * 2 ** (count - 1), LONGEST_S)
 
 
 @command.entry(COMMAND, __doc__)
 @config.restarting()
 def main(given: config.Arguments) -> int:
-    """Raises: ConfigError."""
+    """Print the seconds to wait. Raises: ConfigError."""
     try:
         code = int(*given.names)
     except ValueError:
@@ -152,7 +155,7 @@ def main(given: config.Arguments) -> int:
         except files.FileSystemError as error:
             if not scheduled or restarts is not None or tries > most:
                 raise
-            say.err(f"{error}; asked again in {pause_s(tries):g} s")
+            say.err(f"{error}; trying again in {pause_s(tries):g} s")
             wait(pause_s(tries))
     if wait_s is None:
         return 1
@@ -161,7 +164,8 @@ def main(given: config.Arguments) -> int:
 
 
 def _last_words(code: int, said: Path | None) -> str:
-    """The exit code, the task that ended first according to srun, and the last line that is not a peer's."""
+    """Return the exit code, the task that ended first according to srun, and the last line of output that is no
+    consequence of another process's failure."""
     if said is None or code in ENDS:
         return ""
     with contextlib.suppress(OSError), open(said, "rb") as file:
@@ -178,11 +182,12 @@ def _last_words(code: int, said: Path | None) -> str:
 
 @config.restarting()
 def count(failures: Failures, code: int, words: str = "", restarts: int | None = None) -> float | None:
-    """`Failures.wait_s`, with the count in run.dir/restarts.json, and the wall-clock time of the next start, `begins`.
+    """Return `Failures.wait_s`, and keep the count and the wall-clock time of the next start (`begins`) in
+    run.dir/restarts.json.
 
-    restarts: the scheduler's count, the next start included; None: it has none. It stands for ours where the file
-    cannot be read or written for a moment, and starts that left no count are failures. Raises: ConfigError;
-    FileSystemError where nothing would limit the restarts.
+    restarts: the scheduler's count of restarts, the next start included; None: it has none. If the file cannot be read
+    or written for a moment, this count is used instead. Starts that left no count are failures. Raises: ConfigError;
+    FileSystemError if nothing would limit the restarts.
     """
     run_dir = failures.run.run.dir
     try:
@@ -204,13 +209,13 @@ def count(failures: Failures, code: int, words: str = "", restarts: int | None =
                                                           "begins": time.time() + wait_s, "restarts": restarts}))
     except files.FileSystemError as error:
         if restarts is None:
-            raise files.FileSystemError(f"{error}; until then it is not started again") from None
+            raise files.FileSystemError(f"{error}; the run is not started again until then") from None
         say.err(f"{error}. The scheduler's count of restarts, {restarts}, is used instead")
     return wait_s
 
 
 def read(run: Run) -> dict:
-    """The content of run.dir/restarts.json; empty if nothing has failed yet or the file is truncated. Raises:
+    """Return the content of run.dir/restarts.json; empty if nothing has failed yet or the file is truncated. Raises:
     ConfigError, FileSystemError."""
     with config.user_errors("run.dir: "):
         text = messages.read(run.run.dir, KEPT)
@@ -221,21 +226,21 @@ def read(run: Run) -> dict:
 
 
 def wait(seconds: float) -> None:
-    """Sleep, and handle a signal within a second. The kernel may deliver it to another thread, and then time.sleep goes
-    on to its end."""
+    """Sleep; a signal is handled within a second. The kernel may deliver a signal to another thread, and then a single
+    time.sleep would not end early."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, 1.0))
 
 
 def leave_on_request() -> None:
-    """From now on a signal ends this process at once, with 75: there is no child to forward it to."""
+    """Make each stop signal end this process at once, with exit code 75. It has no child that needs the signal."""
     for number in stops.heeded():
         signal.signal(number, _leave)
 
 
 def _leave(number, frame) -> None:
-    """Does not use `say`: the signal may arrive in the middle of a line."""
+    """Print a line and exit. It does not use `say`: the signal may arrive in the middle of a line."""
     with contextlib.suppress(OSError):
         os.write(2,
                  f"{signal.Signals(number).name}: nothing runs; the same command starts or resumes the run\n".encode())

@@ -1,8 +1,9 @@
-"""Run the processes of one start to their end, and report which of them failed first.
+"""Runs the processes of one start to their end, and reports which of them failed first.
 
-Process 0's output is the launcher's; that of others is shown if they fail, because their peers then fail with pages
-about themselves. If a process is stopped (SIGSTOP) or hangs, the others die first: they are collateral, and it is the
-one named. A process that is stopped for too long is killed, even if it is alone. This module knows no run.
+The output of process 0 is the output of the launcher. The output of other processes is shown only if they fail, because
+their peers then print pages about their own errors. If a process is stopped (SIGSTOP) or hangs, the others end first;
+the process that was stopped or hung is reported as the cause. A process that is stopped for too long is killed, even if
+it is the only one. This module knows no run.
 """
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ from meshtrain.cluster import lost, stacks
 from meshtrain.run import say, stops
 
 AGREED = (0, 2, 75)
-GRACE_S = 5.0       # for peers of a failed process to exit by themselves, then after SIGTERM
-KILLED_GRACE_S = 0.5    # both, where it was killed: its peers wait for it in a step that never ends
+GRACE_S = 5.0       # time for peers of a failed process to exit by themselves, and again after SIGTERM
+KILLED_GRACE_S = 0.5    # the same if the process was killed: its peers wait for it in a step that never ends
 KEPT_LINES = 40
-LAST_WORDS_S = 3.0  # to read what ended processes wrote last, whose children may hold the pipe
+LAST_WORDS_S = 3.0  # time limit for reading the last output of ended processes, whose children may hold the pipe
 LOOK_S = 1.0        # between checks for stopped processes
 MOST_TOLD = 3       # processes whose last lines are shown
 # Unrelated to failures: Gloo's connections, and an installed CUDA plugin that finds no GPU.
@@ -41,8 +42,9 @@ FIRST_PORT, LAST_PORT = 10_000, 29_999
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOutcome:
-    """How a start ended. code: of the whole. culprit: the process that failed first, or None. words: one-line cause.
-    secondary: the process ended because an unknown peer failed. asked: a signal requested the end."""
+    """How a start ended. code: exit code of the whole. culprit: the process that failed first, or None. words: the
+    cause in one line. secondary: the process ended because an unknown peer failed. asked: a signal requested the end.
+    """
     code: int
     culprit: int | None = None
     words: str = ""
@@ -52,10 +54,11 @@ class LaunchOutcome:
 
 @dataclasses.dataclass(eq=False)
 class Child:
-    """One process, its last lines and its end. code: subprocess's, negative for a signal; None while it runs.
+    """One process, its last lines and its end. code: exit code, negative for a signal; None while it runs.
 
-    forced: it was signalled to end, usually because another had failed. stopped: it was stopped (SIGSTOP, a debugger)
-    at that time. stood: (since when it is stopped, its context switches by then); None: it runs.
+    forced: this launcher sent it SIGTERM or SIGKILL, usually because another process had failed. stopped: it was
+    stopped (SIGSTOP, a debugger) at that time. called: its name in messages; empty: by its index. stood: (time since
+    which it is stopped, its context switches at that time); None: it runs.
     """
     index: int
     process: subprocess.Popen
@@ -66,7 +69,7 @@ class Child:
     ended_s: float = 0.0
     forced: bool = False
     stopped: bool = False
-    called: str = ""     # default: by its index
+    called: str = ""
     stood: tuple[float, list[str]] | None = None
 
     def listen(self) -> None:
@@ -93,11 +96,11 @@ class Child:
         self.code = -signal.SIGKILL
 
     def stands_still(self) -> bool:
-        """Whether it is stopped now, according to the kernel."""
+        """Return whether it is stopped now, according to the kernel."""
         return self.still_s() is not None
 
     def still_s(self) -> float | None:
-        """For how long it has been stopped; None if it runs or has run since the last call."""
+        """Return the seconds for which it has been stopped; None if it runs or has run since the last call."""
         stood, self.stood = self.stood, None
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
@@ -113,7 +116,7 @@ class Child:
 
     @property
     def killed(self) -> bool:
-        """Whether SIGKILL ended it: the kernel, for memory, or a person."""
+        """Whether another program ended it by SIGKILL: the kernel, for lack of memory, or a person."""
         return self.code == -signal.SIGKILL and not self.forced
 
     @property
@@ -140,11 +143,12 @@ class Child:
 
 def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], grace_s: float = GRACE_S,
               left: Path | None = None, called: str = "", still_s: float = math.inf) -> LaunchOutcome:
-    """Run all commands until all have ended; call it from the main thread. left: directory of hanging processes'
-    stacks. called: the name of a process whose peers are elsewhere.
+    """Run all commands until all have ended; return the outcome. Call it from the main thread. left: directory with
+    stacks of hanging processes. called: the name of a process whose peers run elsewhere.
 
-    The output of the first is the launcher's. Once one has failed, the others have grace_s seconds to exit by
-    themselves and as long after SIGTERM. One stopped for still_s seconds is killed. Signals are forwarded to all.
+    The output of the first process is the output of the launcher. After a failure the other processes have grace_s
+    seconds to exit by themselves, and again after SIGTERM. A process that is stopped for still_s seconds is killed.
+    Signals are forwarded to all processes.
     """
     children: list[Child] = []
     asked: list[int] = []
@@ -178,14 +182,15 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
 
 
 def begin(argv: Sequence[str], environ: Mapping[str, str], **options: object) -> subprocess.Popen:
-    """Start a process that the kernel kills when the thread that calls this is gone, however it died. Its session is
-    its own: Ctrl-C reaches the launcher alone, which forwards it once. options: of Popen."""
+    """Start a process that the kernel kills when the calling thread has ended, in whatever way. The process has a
+    session of its own: Ctrl-C reaches only the launcher, which forwards it once. options: of Popen."""
     return subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
                             preexec_fn=die_with(os.getpid()), **options)
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """preexec_fn: the kernel kills the child when the launcher is gone, however it died."""
+    """Return a preexec_fn for Popen: the kernel kills the child when the parent has ended, in whatever way. parent:
+    pid."""
     prctl = ctypes.CDLL(None).prctl
 
     def apply():
@@ -196,7 +201,7 @@ def die_with(parent: int) -> Callable[[], None]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped now (SIGSTOP, a debugger), according to the kernel."""
+    """Return whether a process is stopped now (SIGSTOP, a debugger), according to the kernel."""
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         return re.search(r"^State:\s+[Tt] ", status, re.MULTILINE) is not None
@@ -205,11 +210,11 @@ def is_stopped(pid: int) -> bool:
 
 def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], start: float, grace_s: float,
          longest_still_s: float = math.inf, killed_s: float = math.inf) -> list[Child]:
-    """The children in the order in which they ended.
+    """Wait until all children have ended; return them in the order of their ends.
 
-    poll: waits at most so many seconds → those that have ended, with their code. Once one has failed, the others have
-    grace_s seconds (KILLED_GRACE_S if it was killed) to exit by themselves and as long after SIGTERM; killed_s after
-    SIGKILL they are given up.
+    poll: waits at most so many seconds and yields the children that have ended, with their code. After a failure the
+    others have grace_s seconds (KILLED_GRACE_S if the failed one was killed) to exit by themselves, and again after
+    SIGTERM. If some still run killed_s after SIGKILL, it waits no longer.
     """
     ended: list[Child] = []
     measures, deadline = [signal.SIGTERM, signal.SIGKILL], math.inf
@@ -227,8 +232,8 @@ def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], st
         for child in running:
             if not child.stopped and (child.still_s() or 0) >= longest_still_s:
                 child.forced = child.stopped = True
-                _tell(f"{child.name} has stood still for {longest_still_s:g} s (SIGSTOP, or a debugger) and is killed: "
-                      f"distributed.heartbeat_timeout_s allows no more")
+                _tell(f"{child.name} has been stopped for {longest_still_s:g} s (SIGSTOP, or a debugger) and is "
+                      f"killed: distributed.heartbeat_timeout_s allows no more")
                 child.send(signal.SIGKILL)
         for child in poll(min(LOOK_S, max(0, deadline - time.monotonic()))):
             child.ended_s = time.monotonic() - start
@@ -243,7 +248,7 @@ def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], st
 
 @contextlib.contextmanager
 def _polling(children: Sequence[Child]) -> Iterator[Callable[[float], Iterable[Child]]]:
-    """The poll for processes of this machine."""
+    """Yield the poll for processes of this machine, see `wait`."""
     with selectors.DefaultSelector() as selector:
         for child in children:
             selector.register(child.pidfd, selectors.EVENT_READ, child)
@@ -258,10 +263,11 @@ def _polling(children: Sequence[Child]) -> Iterator[Callable[[float], Iterable[C
 
 
 def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.0) -> LaunchOutcome:
-    """The outcome of the whole; unless all end with one of a run's exit codes, reports who failed first. A user's
-    mistake (2) that only one process saw, and because of which the others failed, is the whole's: it would recur.
+    """Return the outcome of a start. Report which process failed first, unless all ended with the same exit code of
+    AGREED. If only one process saw a mistake of the user's (2) and the others failed because of it, the outcome has
+    code 2, since the mistake would recur.
 
-    left: the directory of their stacks, if any. since: wall-clock time of the start.
+    left: the directory with their stacks, if any. since: wall-clock time of the start.
     """
     until = time.monotonic() + LAST_WORDS_S
     for child in [child for child in ended if child.reader is not None]:
@@ -279,17 +285,17 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
         words = (f"{first.name} failed first: it was stopped (SIGSTOP, or a "
                  f"debugger){', and the others lost it' * (len(ended) > 1)}")
     elif first.out_of_time:
-        words = (f"{first.name} failed first: its clock was set, or its machine was suspended, and jax takes all "
-                 f"processes for dead that are silent for so long by the clock")
+        words = (f"{first.name} failed first: its clock was set, or its machine was suspended, and jax declares every "
+                 f"process dead that is silent for so long by this clock")
     elif first.forced or first in _waited_for(ended):
-        words = f"{first.name} failed first: the others have not heard of it any more"
+        words = f"{first.name} failed first: the others lost contact with it"
     else:
         words = f"{first.name} failed first, {first.ended_s:.1f} s after the start: {first.ending}"
     if found and found[0] == first.index:
         words += f"; it {found[1]}"
     _tell(words)
     shown = [first, *(child for child in ended if child.failed and not child.secondary and child is not first)]
-    # process 0's are on the screen
+    # the lines of process 0 are on the screen already
     for child in [child for child in shown if child.index and child.lines][:MOST_TOLD]:
         _tell("its last lines:" if child is first else f"the last lines of {child.name}:",
               *(f"  {_text(line)}" for line in child.lines))
@@ -297,7 +303,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
         child.secondary or child.code == stops.USER_ERROR for child in ended)
     if any(lost.MISMATCHED in line for child in ended if child.failed for line in child.lines):
         _tell("gloo::EnforceNotMet: XLA started collectives of the simulated devices in another order in each "
-              "process, and Gloo matches them by order; start one process, or use a pipeline.schedule that does not "
+              "process, but Gloo matches them by order; start one process, or use a pipeline.schedule that does not "
               "split the backward, e.g. 1f1b (docs/limits.md). GPUs are not affected")
     _tell(*(f"then {child.name}: {child.ending}" for child in in_order if child is not first))
     last = "" if first.secondary else next((_text(line) for line in reversed(first.lines) if line.strip()), "")
@@ -307,14 +313,14 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
 
 
 def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
-    """The process that failed first, or None. ended: all, in the order of their ends. stuck: the one named by
-    stacks."""
+    """Return the process that failed first, or None. ended: all processes in the order of their ends. stuck: the
+    process that the stacks name."""
     failed = [child for child in ended if child.failed]
     unheard = {int(index) for child in failed for line in child.lines for found in lost.UNHEARD.findall(line)
                for index in found if index}
     blamed = {int(found[1]) for child in failed for line in child.lines if (found := lost.BLAMED.search(line))}
     return next((child for candidates in (
-        # killed or gone, and not by us
+        # killed or lost, and not ended by this launcher
         (child for child in failed if (child.code is None or child.code < 0) and not child.secondary),
         (child for child in failed if child.index == stuck),
         (child for child in failed if child.out_of_time),
@@ -327,14 +333,15 @@ def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
 
 
 def _waited_for(ended: Sequence[Child]) -> list[Child]:
-    """The only process without Gloo messages, if Gloo timed out in others; else none."""
+    """Return the only process without Gloo messages, if Gloo timed out in others; else no process."""
     late = any(lost.LATE.search(line) for child in ended for line in child.lines)
     quiet = [child for child in ended if not any(b"Gloo" in line for line in child.lines)]
     return quiet if late and len(quiet) == 1 else []
 
 
 def free_port(host: str = "127.0.0.1", first: int = FIRST_PORT) -> int:
-    """A free port below the ephemeral range: one that retries to connect to an ephemeral port can reach itself."""
+    """Return a free port below the ephemeral range: a process that retries to connect to an ephemeral port can reach
+    itself."""
     while True:
         port = random.randint(first, LAST_PORT)
         with contextlib.suppress(OSError), socket.create_server((host, port)):

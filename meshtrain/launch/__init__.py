@@ -1,4 +1,5 @@
-"""The launchers, as `meshtrain.launch`: in a checkout they lie in launch/ beside the package, in a wheel here."""
+"""The launchers, as `meshtrain.launch`. In a checkout they are in launch/ beside the package, in a wheel they are here.
+"""
 from typing import TYPE_CHECKING
 
 from meshtrain.shipped import shipped

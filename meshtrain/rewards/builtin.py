@@ -1,6 +1,7 @@
-"""Built-in rewards: functions (prompt, answer, line) -> 1.0 or 0.0, against a column of the prompt's line.
+"""Built-in rewards: functions (prompt, answer, line) -> 1.0 or 0.0, which compare the answer with a column of the
+prompt's line.
 
-Imports the standard library alone: workers read this file without the package.
+This file imports only the standard library: workers load it without the package.
 """
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import re
 from fractions import Fraction
 
 _PLAIN = r"[-−+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d++)(?:\.\d++)?|\.\d++)"
-_BEHIND = r"(?![/\d]|\.\d)"         # 7/2, and no part of 12/25/2024
+_BEHIND = r"(?![/\d]|\.\d)"         # accepts 7/2, but no part of 12/25/2024
 NUMBER = re.compile(rf"(?<!/){_PLAIN}/\d++(?:\.\d++)?{_BEHIND}|{_PLAIN}")
 # \frac{1}{2}, \frac12; and 3\frac{1}{2}, 3 1/2
 _ARGUMENT = r"(?:\{\s*([^{}]*?)\s*\}|(\d))"
@@ -18,7 +19,7 @@ MIXED = re.compile(rf"(?<![\d.,/])(\d{{1,18}})[ \t]+(\d{{1,18}})/(\d{{1,18}}){_B
 SCIENTIFIC = re.compile(rf"({_PLAIN})(?:\s*[×*·]\s*10\s*"
                         rf"(?:\^\s*(?:\{{\s*([-−+]?\d{{1,3}})\s*\}}|([-−+]?\d{{1,3}})(?!\d))|([⁻⁺]?[⁰¹²³⁴-⁹]{{1,3}}))|"
                         rf"[eE]([-−+]?\d{{1,3}})(?![\w.]))")
-# What has digits and is no number: powers, roots and their like become NONE, with the numbers that they are joined to.
+# Powers, roots and the like have digits and are no numbers. They become NONE, with the numbers that they are joined to.
 NONE, TOO_LONG = "\ue000", "\ue001"
 _GROUP = r"(?:\{[^{}]*\}|\([^()]*\))"
 _EXPONENT = rf"(?:\s*\^\s*(?:{_GROUP}|[-−+]?(?:\d++|[^\W\d_]))|\*\*(?:{_GROUP}|[-−+]?\d++)|[⁻⁺]?[⁰¹²³⁴-⁹]+)"
@@ -28,13 +29,14 @@ OTHERS = re.compile(rf"\\sqrt\s*(?:\[[^][]*\])?\s*(?:{_GROUP}|\d)|[√∛∜]\s*
                     rf"\\pi\b|π|\\(?:log|ln|exp|sin|cos|tan)\s*(?:_\s*(?:{_GROUP}|\w))?\s*(?:{_GROUP}|{_PLAIN})")
 SUBSCRIPT = re.compile(rf"_\s*(?:{_GROUP}|\w)")
 JOINED = re.compile(rf"(?:(?<![\d.,]){_PLAIN}\s*+(?:[-−+×*·/]\s*+)?)?{NONE}(?:\s*+[-−+×*·/]\s*+(?:{_PLAIN}|{NONE}))*")
-# LaTeX that says nothing, or what a character says.
+# LaTeX that is removed, or replaced by a character.
 PLAINER = ((re.compile(r"\\(?:left|right)\b|\\[,;:! ()\[\]]"), " "), (re.compile(r"\{,\}"), ","),
            (re.compile(r"\\([%$])"), r"\1"), (re.compile(r"\\(?:times|cdot)\b"), "×"),
            (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b"), "°"),
            (re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"), r" \1 "),
            (re.compile(r"(?<![\w)])([-−+])\s*([$€£¥₹])(?=\s*\.?\d)"), r"\2\1"))
-# A gold: a number, perhaps of a currency, with a percent sign or a unit of some words; words that no unit begins with.
+# A gold answer: a number, perhaps with a currency sign, a percent sign or a unit of a few words. No unit begins with a
+# word of NO_UNIT.
 GOLD = re.compile(rf"[$€£¥₹]?\s*({NUMBER.pattern})((?:[^\W\d_]|[%°/·.\s'’-])*)")
 NO_UNIT = {*"xyznabcie", "and", "or", "to", "is", "half", "dozen",
            "hundred", "thousand", "million", "billion", "trillion"}
@@ -45,20 +47,23 @@ CHOICE = re.compile(r"\(([A-Za-z])\)|\b([A-Z])\b")
 
 
 def exact(prompt: str, answer: str, line: dict) -> float:
-    """Whether the answer is line["answer"], white space around it aside."""
+    """Return 1.0 if the answer is line["answer"], apart from white space around it, else 0.0."""
     return float(answer.strip() == str(line["answer"]).strip())
 
 
 def number(prompt: str, answer: str, line: dict) -> float:
-    """Whether the answer's number is that of line["answer"], as fractions, \\frac{…}{…} among them: behind the last
-    #### or in the last closed \\boxed{…} if there is one, else the last one. Powers and roots are no numbers."""
+    """Return 1.0 if the answer's number equals that of line["answer"], else 0.0. Numbers are compared as fractions.
+
+    The answer's number is after the last ####, else in the last closed \\boxed{…}, else it is the last one.
+    \\frac{…}{…} is a number; powers and roots are not.
+    """
     found = last_number(answer)
     return float(found is not None and found == gold_number(str(line["answer"])))
 
 
 def choice(prompt: str, answer: str, line: dict) -> float:
-    """Whether the answer's letter is line["answer"]: the last in parentheses, else the last capital that stands
-    alone."""
+    """Return 1.0 if the answer's letter is line["answer"], else 0.0. The answer's letter is the last one in
+    parentheses, else the last single capital."""
     found = CHOICE.findall(answer) or ([(answer.strip(), "")] if len(answer.strip()) == 1 else [])
     bracketed = [one for one, _ in found if one]
     letter = bracketed[-1] if bracketed else found[-1][1] if found else ""
@@ -66,15 +71,15 @@ def choice(prompt: str, answer: str, line: dict) -> float:
 
 
 def regex(prompt: str, answer: str, line: dict) -> float:
-    """Whether line["pattern"] matches the whole answer, white space around it aside."""
+    """Return 1.0 if line["pattern"] matches the whole answer, apart from white space around it, else 0.0."""
     return float(re.fullmatch(line["pattern"], answer.strip(), re.DOTALL) is not None)
 
 
 def fault(reward: str, line: dict) -> str:
-    """The fault of the column of this line that the built-in reward reads; empty: none."""
+    """Return the fault of the column that the built-in reward reads from this line; empty: none."""
     gold = line[COLUMNS[reward]]
     if gold is None or isinstance(gold, (list, dict)):
-        return f"is no text, but {json.dumps(gold)[:60]}"
+        return f"must be a text or a number, but is {json.dumps(gold)[:60]}"
     told = repr(f"…{gold[-60:]}" if len(gold := str(gold).strip()) > 60 else gold)
     if reward == "number" and gold_number(gold) is None:
         return (f"is not one number, but {told}; write an integer, a decimal, a fraction or a percentage, perhaps with "
@@ -93,7 +98,7 @@ COLUMNS = {"exact": "answer", "number": "answer", "choice": "answer", "regex": "
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of an answer; None without one, or of more than MOST_DIGITS digits."""
+    """Return the last number of an answer; None if it has none, or if the number has more than MOST_DIGITS digits."""
     for one in reversed(NUMBER.findall(_plain(_final(text)).rpartition(TOO_LONG)[2])):
         if (value := _value(one)) is not None:
             return value
@@ -101,7 +106,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def gold_number(text: str) -> Fraction | None:
-    """The number of a gold; None if it is not one number."""
+    """Return the number of a gold answer; None if it is not one number."""
     found = GOLD.fullmatch(_plain(_final(text)).strip(" \t\r\n$").replace("**", ""))
     words = re.split(r"[\s/·.-]+", found[2].strip()) if found else []
     if not found or len(words) > UNIT_WORDS or words[0].lower() in NO_UNIT or "and" in words:
@@ -110,8 +115,8 @@ def gold_number(text: str) -> Fraction | None:
 
 
 def _final(text: str) -> str:
-    """The part of a text that has its number: behind the last ####, else in the last \\boxed{…} that is closed, else
-    all of it up to a box that is not."""
+    """Return the part of a text that has its number: the text after the last ####, else the content of the last closed
+    \\boxed{…}, else the text before an unclosed box, or all of it."""
     if MARKED in text:
         text = text.rsplit(MARKED, 1)[1]
     before, *boxes = text.split(BOXED)
@@ -120,8 +125,8 @@ def _final(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text in which each number is as NUMBER has it, and what only has digits (powers, roots) is NONE. Takes a time
-    in proportion to the text's length: no number is longer than MOST_DIGITS."""
+    """Return a text with each number in the form of NUMBER, and powers, roots and the like as NONE. It takes a time
+    proportional to the length of the text, since no number is longer than MOST_DIGITS."""
     text = re.sub(r"\d++", lambda found: found[0] if len(found[0]) <= MOST_DIGITS else TOO_LONG, text)
     for pattern, plainer in PLAINER:
         text = pattern.sub(plainer, text)
@@ -135,7 +140,7 @@ def _plain(text: str) -> str:
 
 
 def _value(one: str) -> Fraction | None:
-    """The value of a match of NUMBER; None where it is divided by zero or has more than MOST_DIGITS digits."""
+    """Return the value of a match of NUMBER; None if it is divided by zero or has more than MOST_DIGITS digits."""
     numerator, _, denominator = one.replace(",", "").replace("−", "-").partition("/")
     if max(len(numerator), len(denominator)) > MOST_DIGITS:
         return None
@@ -144,7 +149,7 @@ def _value(one: str) -> Fraction | None:
 
 
 def _of_ten(found: re.Match) -> str:
-    """3 × 10^5 or 3e5 as a fraction."""
+    """Return 3 × 10^5 or 3e5 as a fraction."""
     number, *exponents = found.groups()
     raised = next(filter(None, exponents)).translate(str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺−", "0123456789-+-"))
     value = _value(number)
@@ -152,7 +157,7 @@ def _of_ten(found: re.Match) -> str:
 
 
 def _as_fraction(found: re.Match) -> str:
-    """A LaTeX fraction as a/b; a mixed number 3\\frac{1}{2} as 7/2; NONE where a or b is no number."""
+    """Return a LaTeX fraction as a/b, and a mixed number 3\\frac{1}{2} as 7/2; NONE if a or b is no number."""
     whole, *parts = found.groups()
     a, b = (first if first is not None else second for first, second in (parts[:2], parts[2:]))
     values = [_value(part) if re.fullmatch(_PLAIN, part) else None for part in (a, b)]
@@ -166,7 +171,7 @@ def _as_fraction(found: re.Match) -> str:
 
 
 def _mixed(found: re.Match) -> str:
-    """3 1/2 as 7/2."""
+    """Return 3 1/2 as 7/2."""
     whole, a, b = map(int, found.groups())
     return _written(whole + Fraction(a, b)) if a < b else found[0]
 
@@ -176,13 +181,13 @@ def _written(value: Fraction) -> str:
 
 
 def _letter(text: str) -> str:
-    """The letter of a choice's gold, B of (b) or B.; empty if it is not one."""
+    """Return the letter of a gold answer, B for (b) or B.; empty if it is not one letter."""
     letter = text.strip().strip("().").upper()
     return letter if len(letter) == 1 and letter.isalpha() else ""
 
 
 def _up_to_its_brace(text: str) -> str | None:
-    """The text before the } that closes an already opened {; None if none does."""
+    """Return the text before the } that closes an already opened {; None if none does."""
     depth = 1
     for i, letter in enumerate(text):
         depth += {"{": 1, "}": -1}.get(letter, 0)

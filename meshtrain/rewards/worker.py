@@ -1,11 +1,12 @@
-"""A process that scores answers: python worker.py REWARD IN OUT MEMORY_BYTES, with the descriptors of two pipes.
+"""A process that scores answers: python worker.py REWARD IN OUT MEMORY_BYTES. IN and OUT are descriptors of two pipes.
 
-Reads lines of JSON [prompt, answer, line] and writes lines {"reward", "parts"} or {"failure"}; the first line that it
-writes is {} once the function is loaded. What the function prints is dropped. Imports the standard library alone.
+It reads lines of JSON [prompt, answer, line] and writes lines {"reward", "parts"} or {"failure"}. Its first line is {}
+once the function is loaded. Output that the function prints is dropped. It imports only the standard library.
 
-The function runs in a child. This process, the supervisor, ends with it. SIGTERM, or the end of the process that
-started it, ends both. The supervisor then kills whatever the function has started: orphans become its children
-(PR_SET_CHILD_SUBREAPER), also those with a session of their own. It removes the working directory, which is a new one.
+The function runs in a child process. The parent, the supervisor, ends when the child ends. SIGTERM, or the end of the
+process that started it, ends both. The supervisor then kills every process that the function has started: orphans
+become its children (PR_SET_CHILD_SUBREAPER), even with a session of their own. It removes the working directory, which
+was made for this process.
 """
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ import signal
 import sys
 import tempfile
 
-FILE_BYTES = 1 << 28        # that a function may write to one file
+FILE_BYTES = 1 << 28        # a function may write so many bytes to one file
 MOST_PARTS, MOST_CHARS = 32, 300
-LARGEST = 1e15              # of a reward: sums over a batch of the squares of advantages are float32
+LARGEST = 1e15              # largest reward: a float32 holds the sum of squared advantages over a batch
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def load(reward: str):
-    """The function of "name" (built-in) or "file.py:name". Raises: TypeError if it cannot be called with an answer."""
+    """Return the function of "name" (built-in) or "file.py:name". Raises: TypeError if it cannot be called with an
+    answer."""
     path, _, name = reward.rpartition(":")
     if not path:
         return getattr(_module("meshtrain_builtin", os.path.join(os.path.dirname(__file__), "builtin.py")), name)
@@ -38,7 +40,7 @@ def load(reward: str):
     function = getattr(_module("rewards", path), name)
     if not callable(function):
         raise TypeError(f"{name} is no function, but {function!r}")
-    with contextlib.suppress(ValueError):       # of some that are written in C nothing is known
+    with contextlib.suppress(ValueError):       # some functions that are written in C have no signature
         inspect.signature(function).bind("prompt", "answer", {})
     return function
 
@@ -53,11 +55,11 @@ def _module(name: str, path: str):
 
 
 def number(value, name: str) -> float:
-    """Raises: ValueError."""
-    if hasattr(value, "item") and not isinstance(value, (dict, str)):     # of numpy
+    """Return a value of the function as a finite float. name: of the value, for messages. Raises: ValueError."""
+    if hasattr(value, "item") and not isinstance(value, (dict, str)):     # a numpy number
         value = value.item()
     if isinstance(value, (int, float)) and LARGEST < abs(value) < math.inf:
-        raise ValueError(f"{name} is {repr(value)[:20]}, and the largest is {LARGEST:g}")
+        raise ValueError(f"{name} is {repr(value)[:20]}, but the largest allowed value is {LARGEST:g}")
     if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} is not a finite number, but {value!r}"[:MOST_CHARS])
     return float(value)
@@ -68,15 +70,16 @@ def scored(function, prompt: str, answer: str, line: dict) -> dict:
         found = function(prompt, answer, line)
         parts = found if isinstance(found, dict) else {"reward": found}
         if "reward" not in parts or len(parts) > MOST_PARTS:
-            raise ValueError(f'a dict of rewards has "reward" and at most {MOST_PARTS - 1} others, not {list(parts)}')
+            raise ValueError(f'a dict of rewards must have "reward" and at most {MOST_PARTS - 1} other keys, but has '
+                             f'{list(parts)}')
         parts = {_name(name): number(value, _name(name)) for name, value in parts.items()}
         return {"reward": parts.pop("reward"), "parts": parts}
-    except BaseException as error:      # whatever it is, also exits and interrupts
+    except BaseException as error:      # SystemExit and KeyboardInterrupt, too
         return {"failure": said(error)}
 
 
 def _name(name) -> str:
-    """A part's name, with lone surrogates replaced: trackers cannot write them."""
+    """Return a part's name, with lone surrogates replaced, which trackers cannot write."""
     return str(name).encode(errors="replace").decode()[:MOST_CHARS]
 
 
@@ -88,7 +91,7 @@ def said(error: BaseException) -> str:
 
 
 def main(reward: str, source: str, target: str, memory: str) -> None:
-    """The supervisor. It ends as the function's process does: with its exit code, or by its signal."""
+    """Run the function's process as its supervisor. End as that process does: with its exit code, or by its signal."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is for the training, which ends this process
     for number in (signal.SIGUSR1, signal.SIGUSR2):     # Slurm may send them to all processes of a step
@@ -123,7 +126,7 @@ def main(reward: str, source: str, target: str, memory: str) -> None:
 
 
 def kill_all_children() -> None:
-    """Kill the children of this process until it has none: the children of each become its own."""
+    """Kill the children of this process until it has none. The children of a killed child become its own."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -134,7 +137,7 @@ def kill_all_children() -> None:
 
 
 def serve(reward: str, source: str, target: str, memory: str) -> None:
-    """Load the function, and score what is asked until the pipe ends."""
+    """Load the function, and score the requests until the pipe ends."""
     for limit, value in ((resource.RLIMIT_AS, int(memory)), (resource.RLIMIT_FSIZE, FILE_BYTES),
                          (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(limit, (value, value))

@@ -1,8 +1,8 @@
-"""Rewards of answers, by functions that run in processes of their own: one that hangs, dies or eats memory costs its
-answer's reward, and never the run.
+"""Scores answers by functions that run in processes of their own. A function that hangs, crashes or uses too much
+memory costs its answer's reward, but never the run.
 
-Each process has one answer at a time. After `timeout_s` it is killed with all that it has started, and another takes
-its place. This keeps accidents apart. It is no sandbox: a function has the user's rights.
+Each process scores one answer at a time. After `timeout_s` it is killed with every process that it has started, and
+another process takes its place. This contains accidents. It is no sandbox: a function has the user's rights.
 """
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from pathlib import Path
 from meshtrain import environment
 from meshtrain.rewards import builtin, worker
 
-TIMEOUT = "timeout"         # what such a failure begins with; a function's own begins with its exception's name
-START_S = 60.0              # for imports of the user's file
-LOOK_S = 0.2                # between looks whether a process lives, whose pipe another may hold open
-KILLS_S = 5.0               # for a process to kill all that its function has started
+TIMEOUT = "timeout"         # first word of the failure after a timeout; other failures begin with an exception's name
+START_S = 60.0              # time limit for imports of the user's file
+LOOK_S = 0.2                # between checks that a process lives: another one may hold its pipe open
+KILLS_S = 5.0               # time limit for killing all processes that a function has started
 MOST_REPLY_BYTES = 1 << 16
 
 
 @dataclasses.dataclass
 class Reward:
-    """reward: None where it failed; failure: why, in a line. parts: the function's other values by name. unsteady: it
-    was scored twice, and another reward came out."""
+    """The result for one answer. reward: None if the function failed. parts: its other values, by name. failure: the
+    reason in one line. unsteady: the answer was scored twice with different results."""
     reward: float | None
     parts: dict[str, float]
     failure: str = ""
@@ -44,14 +44,14 @@ class Reward:
 
 
 def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> None:
-    """lines: of the prompts, by place. Raises: ValueError if `rl.reward` names no function that can be loaded, or a
-    line lacks its column."""
+    """Check that the reward can be used with these prompts. lines: where a prompt is -> its line. Raises: ValueError if
+    `rl.reward` names no function that can be loaded, or if a line lacks its column."""
     path, _, _ = reward.rpartition(":")
     if not path:
         if reward not in builtin.COLUMNS:
             near = difflib.get_close_matches(reward, builtin.COLUMNS, n=1)
-            raise ValueError(f'rl.reward="{reward}" is neither {", ".join(builtin.COLUMNS)} nor a function of a '
-                             'file; ' + (f'did you mean "{near[0]}"?' if near else 'name one as "rewards.py:score"'))
+            raise ValueError(f'rl.reward="{reward}" is neither {", ".join(builtin.COLUMNS)} nor a function in a '
+                             'file; ' + (f'did you mean "{near[0]}"?' if near else 'give it as "rewards.py:score"'))
         column = builtin.COLUMNS[reward]
         if lacking := [place for place, line in lines.items() if column not in line]:
             raise ValueError(f'rl.reward="{reward}" reads "{column}" of each prompt\'s line, and {lacking[0]} has '
@@ -59,8 +59,8 @@ def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> Non
                              f'it); add it, or use a function of your own')
         faults = ((place, builtin.fault(reward, line)) for place, line in lines.items())
         if wrong := [(place, fault) for place, fault in faults if fault]:
-            raise ValueError(f'{wrong[0][0]}: "{column}" {wrong[0][1]} ({len(wrong)} of {len(lines)} lines have such); '
-                             f'fix it')
+            raise ValueError(f'{wrong[0][0]}: "{column}" {wrong[0][1]} ({len(wrong)} of {len(lines)} lines have such '
+                             f'a fault); fix it')
         return
     if not os.path.isfile(os.path.expanduser(path)):
         raise ValueError(f'rl.reward="{reward}": {path} is not a file (relative to {os.getcwd()}); name one as '
@@ -72,7 +72,7 @@ def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> Non
 
 
 def digest(reward: str) -> str:
-    """Hash of the text of the function's file; empty for a built-in one, or where the file is gone."""
+    """Return a hash of the file that has the function; empty for a built-in reward, or if the file is missing."""
     path, _, _ = reward.rpartition(":")
     try:
         return hashlib.blake2b(Path(path).expanduser().read_bytes(), digest_size=10).hexdigest() if path else ""
@@ -81,8 +81,8 @@ def digest(reward: str) -> str:
 
 
 class RewardWorkers:
-    """Scores what is submitted, in the background. reward: as rl.reward. count: processes; 0: half of the host's
-    cores. check: share of the answers that are scored twice, the same ones in every run."""
+    """Scores submitted answers in the background. reward: as rl.reward. count: number of processes; 0: half of the
+    host's cores. check: share of the answers that are scored twice, the same ones in every run."""
 
     def __init__(self, reward: str, count: int, timeout_s: float, memory_gb: float, check: float = 0.0):
         self.reward, self.timeout_s, self.memory_gb, self.check = reward, timeout_s, memory_gb, check
@@ -95,7 +95,8 @@ class RewardWorkers:
             thread.start()
 
     def submit(self, number: int, prompt: str, answer: str, line: dict) -> None:
-        """Scores an answer; returns at once."""
+        """Submit an answer to be scored; return at once. number: identifies the answer in `results`. line: the prompt's
+        line."""
         request = json.dumps([prompt, answer, line]).encode() + b"\n"
         times = 2 if is_checked(request, self.check) else 1
         with self._changed:
@@ -109,7 +110,7 @@ class RewardWorkers:
             return self._changed.wait_for(lambda: self._left == 0, timeout_s)
 
     def results(self) -> dict[int, Reward]:
-        """Waits for all that was submitted since the last call. By number."""
+        """Wait for all answers that were submitted since the last call; return number -> reward."""
         with self._changed:
             self._changed.wait_for(lambda: self._left == 0)
             found, self._found = self._found, {}
@@ -118,7 +119,7 @@ class RewardWorkers:
             for number, (one, *others) in found.items()}
 
     def close(self) -> None:
-        """Kills the processes; what waits or is being scored is not. May be called twice."""
+        """Kill the processes. Waiting and unfinished answers are not scored. May be called twice."""
         self._closing.set()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -140,7 +141,7 @@ class RewardWorkers:
                     failure = process.started()
                 reply = process.ask(request, self.timeout_s) if not failure else {
                     "failure": f"its process did not start: {failure}"}
-            except Exception as error:      # else the run would wait for ever
+            except Exception as error:      # else the run would wait forever
                 reply, failure = {"failure": f"its process failed: {type(error).__name__}: {error}"}, "failed"
             if process is not None and (not process.usable or failure):
                 with contextlib.suppress(Exception):
@@ -156,12 +157,12 @@ class RewardWorkers:
 
 
 def is_checked(request: bytes, share: float) -> bool:
-    """Whether a request is one of this share, by its hash."""
+    """Return whether a request belongs to this share, by its hash."""
     return int.from_bytes(hashlib.blake2b(request, digest_size=6).digest(), "big") < share * 2**48
 
 
 def _is_reply(reply: object) -> bool:
-    """Whether it is one that `worker` writes: the function could write to the pipe itself."""
+    """Return whether a reply has a form that `worker` writes: the function could write to the pipe itself."""
     match reply:
         case {"reward": reward, "parts": dict() as parts} if len(reply) == 2:
             return all(isinstance(one, float) and math.isfinite(one) for one in (reward, *parts.values()))
@@ -171,7 +172,8 @@ def _is_reply(reply: object) -> bool:
 
 
 class _Process:
-    """A worker process. usable: it may be asked again. closing: nobody waits for it any more."""
+    """A worker process. usable: whether it accepts another request. closing: set when its answers are no longer needed.
+    """
 
     def __init__(self, reward: str, memory_gb: float, closing: threading.Event):
         path, _, name = reward.rpartition(":")
@@ -191,15 +193,15 @@ class _Process:
         os.set_blocking(self._requests, False)
 
     def started(self) -> str:
-        """Why the function cannot be called; empty: it can."""
+        """Wait until the function is loaded. Return why it cannot be called; empty: it can."""
         return self._reply(START_S, b"").get("failure", "")
 
     def ask(self, request: bytes, timeout_s: float) -> dict:
-        """The reply to a request, after `timeout_s` at most: a failure then."""
+        """Return the reply to a request; after `timeout_s`, a failure."""
         return self._reply(timeout_s, request)
 
     def _reply(self, timeout_s: float, request: bytes) -> dict:
-        """Writes the request and reads a line."""
+        """Write the request and return the next line as a reply, or a failure."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             left_s = deadline - time.monotonic()
@@ -222,14 +224,14 @@ class _Process:
                 return self._failed(self._ending(deadline))
             self._rest += data or b""
             if len(self._rest) > MOST_REPLY_BYTES:
-                return self._failed("a reply that is no reward")
+                return self._failed("the function's process wrote an invalid reply")
         line, self._rest = self._rest.split(b"\n", 1)
         try:
             reply = json.loads(line)
             if self._rest or not _is_reply(reply):
                 raise ValueError
         except (ValueError, RecursionError):
-            return self._failed("a reply that is no reward")
+            return self._failed("the function's process wrote an invalid reply")
         return reply
 
     def _failed(self, why: str) -> dict:
@@ -243,7 +245,7 @@ class _Process:
         return "its process closed the pipe"
 
     def close(self) -> None:
-        """Kills the process, and all that it has started."""
+        """Kill the process and every process that it has started."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILLS_S)

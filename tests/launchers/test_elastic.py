@@ -131,7 +131,7 @@ def test_where_no_fewer_can_train_it_all_start_again(monkeypatch, capfd):
 
 def test_what_fits_is_not_waited_for_without_end(monkeypatch):
     monkeypatch.setattr(fewer, "LONGEST_S", 0.1)
-    assert fewer.most([], 4, 2, 1, 4) == (0, "whether fewer can train it is unknown after 0.1 s")
+    assert fewer.most([], 4, 2, 1, 4) == (0, "the check whether fewer can train it did not end within 0.1 s")
 
 
 def test_the_command_tells_how_many_processes_fit(capfd):

@@ -219,7 +219,7 @@ def test_a_full_disk_does_not_end_a_job_of_slurm_and_is_told_to_other_scripts(fu
     saved(tmp_path, 20)
     assert [asked(tmp_path, monkeypatch, restarts).code for restarts in (None, 0, 7)] == [1, 0, 0]
     ran = asked(tmp_path, monkeypatch, None)
-    assert ran.out == "" and "No space left on device" in ran.err and "until then it is not started again" in ran.err
+    assert ran.out == "" and "No space left on device" in ran.err and "the run is not started again until then" in ran.err
 
 
 @pytest.mark.parametrize(("restarts", "code", "out"), [(None, 1, ""), (0, 0, "5\n"), (1, 0, "10\n"), (2, 1, "")])
@@ -240,7 +240,7 @@ def test_a_scheduler_without_a_count_is_asked_to_wait_for_the_bucket(answers_aft
     monkeypatch.setattr(restart, "newest", lambda run: 0)
     ran = call(restart.main, 1, "--scheduled", "--max-restarts", 3, "--", "--run.dir", absent_bucket[0])
     assert (ran.code, ran.out, waits) == ((0, "5\n", [5, 10]) if answers_after else (1, "", [5, 10, 20])), ran
-    assert "; asked again in 5 s" in ran.err and "Traceback" not in ran.err
+    assert "; trying again in 5 s" in ran.err and "Traceback" not in ran.err
 
 
 def test_a_launcher_goes_on_while_the_newest_checkpoint_is_not_known_and_does_not_give_up(

@@ -69,8 +69,8 @@ def test_a_text_of_any_form_is_read_in_a_time_of_its_length(text):
 
 
 @pytest.mark.parametrize("reward, gold, told", [
-    ("number", r"\frac{\sqrt{3}}{2}", '"answer" is not one number'), ("number", None, "is no text, but null"),
-    ("number", True, "is not one number, but 'True'"), ("exact", ["7"], 'is no text, but ["7"]'),
+    ("number", r"\frac{\sqrt{3}}{2}", '"answer" is not one number'), ("number", None, "but is null"),
+    ("number", True, "is not one number, but 'True'"), ("exact", ["7"], 'but is ["7"]'),
     ("choice", "B) Paris", "is not one letter, but 'B) Paris'"), ("choice", "7", "is not one letter"),
     ("number", "x" * 99, "is not one number, but '…xxx"), ("number", float("nan"), "is not one number, but 'nan'")])
 def test_golds_that_no_answer_can_meet_are_told_with_their_line(reward, gold, told):
@@ -158,10 +158,10 @@ FAILURES = {
     "sleep": "timeout after 3 s", "spin": "timeout after 3 s", "deaf": "timeout after 3 s", "raise": "KeyError: 'no such key'",
     "rude": "Rude", "exit": "SystemExit: 3", "die": "its process ended, with exit code 3",
     "crash": "its process ended, killed by signal 11", "memory": "MemoryError", "fork": "its process ended, with exit code 0",
-    "child": "timeout after 3 s", "disk": "OSError", "close": "", "garbage": "a reply that is no reward",
+    "child": "timeout after 3 s", "disk": "OSError", "close": "", "garbage": "wrote an invalid reply",
     "deep": "RecursionError", "nan": "reward is not a finite number, but nan", "none": "but None", "text": "but '1'",
-    "list": "but [1]", "dict": 'a dict of rewards has "reward"', "many": 'a dict of rewards has "reward"',
-    "part": "of is not a finite number", "large": "and the largest is 1e+15"}
+    "list": "but [1]", "dict": 'a dict of rewards must have "reward"', "many": 'a dict of rewards must have "reward"',
+    "part": "of is not a finite number", "large": "but the largest allowed value is 1e+15"}
 VALUES = {"print": 1.0, "warned": 1.0, "bool": 1.0, "parts": 0.5, "whole": 3.0, "plain": 1.0}
 
 

@@ -64,7 +64,7 @@ ROWS = {
     "hang while it compiles": (2, "1 compile sleep", COMPILE, HANGS.format("{}", "compile")),
     "hang while it restores": (2, "1 restore sleep", ("--training.phase_timeout_s", 20), HANGS.format("{}", r"[\w ]+")),
     "hang while it saves": (2, "1 save sleep", ("--training.phase_timeout_s", 6, *SAVING), SAVES),
-    "hang that XLA ends": (2, "1 step:8 sleep", (), r"{} failed first: the others have not heard of it any more"),
+    "hang that XLA ends": (2, "1 step:8 sleep", (), r"{} failed first: the others lost contact with it"),
 }
 FAST = "hang in a step"
 FIRST_OF_SLOW = "kill 1"
