@@ -1,1 +1,2 @@
-"""Hugging Face model folders, read and written: names, shapes, settings, files. Knows no jax and no model of ours."""
+"""Reads and writes Hugging Face model folders: names, shapes, settings, files. Imports no jax and none of our model
+code."""

@@ -1,11 +1,16 @@
 """Model families of Hugging Face that can be read and written, as data: tensors, settings, and unsupported features.
 
-`tensors` maps a Hugging Face tensor to parameters of ours, with the form of `forms`. In a name {l} is a layer's number
-({m}, {f}: of its mixer and of its MLP, where these are layers of their own), {e} an expert's (stacked in ours), and
-[{e}] the expert's part of a tensor of all of them; {qkv} are three tensors that are one in all but name. A fused tensor
-lists its parts in order. Entries for parameters that a layer lacks (a bias, a tied head) are ignored. Of several names
-for a parameter the one in the folder is read, and the first is written. torch Linear weights are [out, in]; GPT-2's
-Conv1D is [in, out]. Rope is half-split on our side.
+`tensors` maps the name of a Hugging Face tensor to our parameters, with the form of `forms`. Placeholders in a name:
+
+    {l}         a layer's number
+    {m}, {f}    the number of a layer's mixer or MLP, if each is a layer of its own
+    {e}         an expert's number; our parameters stack the experts
+    [{e}]       one expert's part of a tensor that has all experts
+    {qkv}       q, k and v: three tensors that are read as one
+
+A fused tensor lists its parts in order. Entries for parameters that a layer lacks (a bias, a tied head) are ignored. If
+a parameter has several names, the name in the folder is read, and the first one is written. torch Linear weights are
+[out, in]; GPT-2's Conv1D is [in, out]. Our rope is half-split.
 """
 from __future__ import annotations
 
@@ -17,13 +22,14 @@ from collections.abc import Mapping
 class Family:
     """One model_type of config.json.
 
-    prefix: prefix of tensor names in a model with a head; bare models lack it. keys: key of config.json -> key of
-    [model] that it decides, or several: `a.b` is a key of the table a, `a^p` its power p, `a*b` and `a+b` give it times
-    and plus another, `a?x:y` makes true and false x and y; they win over `fixed`. defaults: the class's values of
-    absent keys (null is a value). multiples: key -> (key, n): the value of a null or absent key. fixed: keys of [model]
-    that the architecture fixes. only: key -> supported values, of which the first is written; empty: any. layers: type
-    of a layer -> mixer; the last is that of every n-th (`every`; 0: none). aliases: other names of keys, where the
-    class reads both.
+    prefix: prefix of tensor names in a model with a head; bare models lack it. keys: key of config.json -> the key of
+    [model] that it sets, or several. `a.b` is key b of the table a; `a^p` sets a to the value to the power p; `a*b` and
+    `a+b` set a to the value times or plus our b; `a?x:y` sets a to x for true and y for false. They take precedence
+    over `fixed`. defaults: the class's values of absent keys (null is a value). multiples: key -> (other key, n): a
+    null or absent key is n times the other. fixed: keys of [model] that the architecture fixes. only: key -> supported
+    values, the first of which is written; empty: any value. layers: type of a layer -> letter of its mixer; without a
+    list of layers, every n-th layer has the last type (n = `every`; 0: none). aliases: other name -> key, if the class
+    reads both names.
     """
     model_type: str
     architecture: str
@@ -40,14 +46,15 @@ class Family:
 
 
 def _rows(where: str, **rows: str | tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Tensors of one module, `name.weight`; a _ at the end: without .weight, a __ in it: a dot."""
+    """Return the tensors of one module: name -> forms. `.weight` is added to a name unless it ends with _, and a __ in
+    it becomes a dot."""
     named = lambda name: name[:-1] if name.endswith("_") else f"{name}.weight"
     return {where + named(name).replace("__", "."): (texts,) if isinstance(texts, str) else texts
             for name, texts in rows.items()}
 
 
 def _mlp(where: str, ours: str, width: str = "F", names: tuple = ("gate_proj", "up_proj", "down_proj")) -> dict:
-    """The matrices of an MLP or of one expert. names: of gate, up and down, or of the last two."""
+    """Return the matrices of an MLP or of one expert. names: of gate, up and down, or only of up and down."""
     tail = "" if width == "W" else "/kernel"
     forms = (f"gate{tail}: {width} D -> D {width}", f"up{tail}: {width} D -> D {width}",
              f"down{tail}: D {width} -> {width} D")
@@ -55,7 +62,7 @@ def _mlp(where: str, ours: str, width: str = "F", names: tuple = ("gate_proj", "
 
 
 def _without(table: Mapping, *parts: str) -> dict:
-    """A table without names that have one of these parts."""
+    """Return a table without the names that contain one of these parts."""
     return {name: ours for name, ours in table.items() if not any(part in name for part in parts)}
 
 
@@ -92,7 +99,7 @@ LLAMA_TENSORS = WITHOUT_MLP | DENSE
 W123 = ("w1", "w3", "w2")
 MIXTRAL_TENSORS = WITHOUT_MLP | _rows(LAYER + "block_sparse_moe.", gate="layers/moe/router: E D -> D E") | _mlp(
     LAYER + "block_sparse_moe.experts.{e}.", "layers/moe", "W", W123)
-# Experts one by one, as transformers writes them, or all in one, as it holds them and some publish them.
+# Each expert has a tensor, as transformers writes them, or one tensor has all, as in its memory and in some folders.
 EXPERTS = _mlp(LAYER + "mlp.experts.{e}.", "layers/moe", "W") | _rows(
     LAYER + "mlp.", gate="layers/moe/router: E D -> D E") | {
     LAYER + "mlp.experts.gate_up_proj[{e}]": ("layers/moe/gate: *W D -> D W", "layers/moe/up: *W D -> D W"),
@@ -116,7 +123,7 @@ GLM4_TENSORS = ENDS | ATTENTION | FUSED_MLP | _rows(
         for part, turned in (("*(p 2)", "*(2 p)"), ("*z", "*z")))
     for name, ours, N in (("q", "query", "N"), ("k", "key", "K"))
     for kind, kind_, D in (("weight", "kernel", " D"), ("bias", "bias", ""))}
-# Queries from their latent, or from the layer's input where that has no width.
+# Queries are projected from their latent or, without one, from the layer's input.
 LATENT = _rows(
     LAYER + "self_attn.", q_a_proj="layers/attention/query_down/kernel: Q D -> D Q",
     q_a_layernorm="layers/attention/query_latent_norm/scale: Q -> Q",
@@ -148,7 +155,7 @@ GPT_OSS_TENSORS = ENDS | ATTENTION | NORMS | {
     LAYER + "mlp.experts.down_proj[{e}]": ("layers/moe/down: W D -> W D",),
     LAYER + "mlp.experts.down_proj_blocks[{e}]": ("layers/moe/down: D W -> W D",),
     LAYER + "mlp.experts.down_proj_bias": ("layers/moe/down_bias: E D -> E D",)}
-# The gate of attention is in the projection of the queries, behind each head.
+# The gate of attention is in the query projection, after each head.
 GATED_ATTENTION = _rows(LAYER + "self_attn.", q_proj=(
     "layers/attention/query/kernel: (N *H) D -> D N H", "layers/attention/gate/kernel: (N *H) D -> D N H"))
 DECAY = {"A_log_": "layers/linear/A_log: n -> n", "dt_bias_": "layers/linear/dt_bias: n -> n"}
@@ -200,7 +207,7 @@ KIMI_TENSORS = ENDS | NORMS | LATENT | _rows(
 
 
 def _mamba(where: str) -> dict:
-    """Mamba-2: gate, x, B, C and time step in one projection."""
+    """Return the tensors of Mamba-2. One projection has gate, x, B, C and time step."""
     return _rows(
         where, **DECAY, D_="layers/linear/skip: n -> n", norm="layers/linear/norm/scale: (n v) -> n v",
         out_proj="layers/linear/out/kernel: D (n v) -> n v D", in_proj=(
@@ -316,7 +323,7 @@ EXAONE4 = Family(
     DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096},
     FIXED | {"norm_placement": "after", "qk_norm": "head"}, ONLY,
     layers={"sliding_attention": "W", "full_attention": "N"}, every=4)
-# Its first releases call the tanh form gelu.
+# Gemma's first releases call the tanh form gelu.
 TANH = ("gelu_pytorch_tanh", "gelu")
 SCALED_EMBEDDING = {"hidden_size": "embed_dim multipliers.embedding^0.5"}
 GEMMA = Family(
@@ -372,7 +379,7 @@ GPT2 = Family(
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
-# intermediate_size is that of dense layers; here of experts.
+# intermediate_size is the width of experts in ALL_ROUTED, of dense layers elsewhere.
 ROUTED = FIXED | {
     "router_score": "softmax", "router_normalize": True, "router_scale": 1.0, "router_groups": (),
     "router_bias": "none", "shared_expert_dim": 0, "shared_expert_gate": False}
@@ -399,7 +406,7 @@ QWEN3_MOE = Family(
     ROUTED | {"qk_norm": "head"}, ONLY | NO_BIAS | NO_WINDOW, aliases={"num_local_experts": "num_experts"})
 QWEN3_VL = dataclasses.replace(QWEN3, model_type="qwen3_vl_text")
 GROUPS = {"n_group": "router_groups.0", "topk_group": "router_groups.1"}
-# Experts that are chosen by a sigmoid with a bias, some in groups, beside a shared one.
+# A sigmoid with a bias chooses the experts, in some models by groups; a shared expert is added.
 SIGMOID = ROUTED | {"router_score": "sigmoid", "router_bias": "choice"}
 DEEPSEEK_EXPERTS = _less(CHOSEN, "num_experts") | NORMALIZED | GROUPS | {
     "n_routed_experts": "num_experts", "routed_scaling_factor": "router_scale",
@@ -549,7 +556,7 @@ FAMILIES = {one.model_type: one for one in (
     MINISTRAL, MINISTRAL3, SMOLLM3, GLM4, EXAONE4, GRANITE, GPT_OSS, GLM4_MOE, DEEPSEEK, KIMI_K2, GLM4_LITE, MINIMAX,
     QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, KIMI, GRANITE_HYBRID, NEMOTRON, GEMMA4, QWEN3_VL)}
 
-# Known but unsupported: what [model] lacks for them.
+# Known but unsupported model_types: the feature that [model] lacks.
 LACKING = {kind: what for what, kinds in {
     "a decoder_sparse_step beside a gate of the shared expert": "qwen2_moe", "chunked attention": "llama4 llama4_text",
     "layers that attend to images": "mllama", "other inputs than text": "qwen2_vl qwen2_5_vl",
@@ -567,9 +574,9 @@ LACKING = {kind: what for what, kinds in {
 # carried to an export.
 MULTIMODAL = {"gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",), "mistral3": ("mistral", "ministral3"),
               "qwen3_vl": ("qwen3_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",)}
-# (what a multimodal folder has in place of a text model's prefix, what it has before the name of its head).
+# (what replaces the text model's prefix in a multimodal folder, what precedes the name of the head there).
 TEXT_PREFIXES = (("language_model.model.", "language_model."), ("model.language_model.", ""))
-# Names of multi-token prediction heads, which are carried, too.
+# Prefixes of multi-token prediction heads, which are carried, too.
 MTP = ("mtp.", "model.mtp.", "backbone.mtp.")
 
 # Keys of config.json that change no logit: for trainers, tokenizers or generation.

@@ -1,7 +1,7 @@
-"""Opens and checks a model folder and matches it with the parameters of our model, before reading any weights.
+"""Opens and checks a model folder and matches it with our model's parameters, before reading any weights.
 
-What its files say differently of one thing is compared here: a head beside an embedding that config.json ties, keys of
-config.json (`spellings`), two sets of weights (`weight_files`). All faults are reported together.
+Contradictions between its files are resolved or reported here: a head beside an embedding that config.json ties, keys
+of config.json (`spellings`), two sets of weights (`weight_files`). All faults are reported together.
 """
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from meshtrain.huggingface.weight_files import INDEX, SINGLE, TOLD, and_more
 from meshtrain.names import LAYERS, LORA
 from meshtrain.storage import addresses, copies, mirror
 
-KEPT = "hf"     # in run.dir: companions of the initial weights
-CARRIED = "carried.safetensors"     # among companions: tensors beside those of the text model
-BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32    # of MXFP4: names, and how many numbers of a row share a scale
+KEPT = "hf"     # in run.dir: companion files of the initial weights
+CARRIED = "carried.safetensors"     # a companion file: tensors that are not part of the text model
+BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32    # MXFP4: suffixes of names; numbers of a row that share a scale
 # Buffers that some writers save; not parameters.
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.activation_scale")
 # Companion files, copied along with the weights.
@@ -33,13 +33,14 @@ COMPANIONS = ("config.json", "generation_config.json", *OF_TOKENIZER, "preproces
 
 
 class Paths(NamedTuple):
-    """The parameters of a model of ours. ends: outside the layers. layers: of each layer, as LAYERS/…"""
+    """The paths of our model's parameters. ends: those outside the layers. layers: those of each layer, as LAYERS/…"""
     ends: frozenset[str]
     layers: tuple[frozenset[str], ...]
 
     @staticmethod
     def of(names: Collection[str], places: Sequence[tuple[str, int]]) -> Paths:
-        """names: paths of all parameters. places: of the layers, `Transformer.places`."""
+        """Return the paths by layer. names: paths of all parameters. places: stack and index of each layer, as
+        `Transformer.places`."""
         names = [name for name in names if f"/{LORA}/" not in name]
         stacks = {stack: frozenset(LAYERS + name.removeprefix(stack) for name in names if name.startswith(f"{stack}/"))
                   for stack, _ in dict.fromkeys(places)}
@@ -49,8 +50,8 @@ class Paths(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightPiece:
-    """One parameter of ours, or a part of it, within a Hugging Face tensor. first: its offset along the form's star in
-    theirs. our_first: in ours."""
+    """A parameter of ours, or a part of it, within a Hugging Face tensor. first: its offset in the Hugging Face tensor,
+    along the star of the form. our_first: its offset in our parameter."""
     path: str
     form: forms.Form
     first: int
@@ -59,12 +60,12 @@ class WeightPiece:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightRow:
-    """A Hugging Face tensor (or one per layer) and its parameters of ours. Each expert has a row, though ours are
-    stacked.
+    """A Hugging Face tensor (or one per layer) and our parameters that it holds. Each expert has a row, although our
+    parameters stack the experts.
 
-    name: with {l}, {m} or {f} for a layer's number. layers: our layers that have it -> their number; empty outside the
-    layers. shape: of the expert's part, where a tensor has all of them. kind: equal for all experts' rows. expert: its
-    number. sizes: of `forms`.
+    name: with {l}, {m} or {f} for a layer's number. layers: our layers that have it -> the number in the name; empty
+    outside the layers. shape: of one expert's part, if a tensor has all experts. kind: equal for the rows of all
+    experts. expert: its number. sizes: letter -> size, as from `forms.sizes_of`.
     """
     name: str
     pieces: tuple[WeightPiece, ...]
@@ -80,16 +81,16 @@ class WeightRow:
 
     @property
     def paths(self) -> list[str]:
-        """The parameters of ours, each once."""
+        """The paths of our parameters, each once."""
         return list(dict.fromkeys(piece.path for piece in self.pieces))
 
     @property
     def in_blocks(self) -> bool:
-        """Whether it is read from MXFP4."""
+        """Whether the tensor is read from MXFP4."""
         return self.name.removesuffix("[{e}]").endswith(BLOCKS)
 
     def at(self, index: int) -> tuple[int, ...]:
-        """Indices of the row in our stack. index: of the layer in the stack."""
+        """Return the indices of the row in our stack. index: of the layer in the stack."""
         return (index,) * self.stacked + (() if self.expert is None else (self.expert,))
 
     def of_layer(self, layer: int | None) -> str:
@@ -97,7 +98,7 @@ class WeightRow:
         return NUMBER.sub(str(self.layers[layer]), name) if self.layers else name
 
     def tensors(self, layer: int | None) -> dict[str, tuple[int, ...]]:
-        """The tensors of a layer and their shapes: mostly one."""
+        """Return name -> shape of the tensors of a layer. Mostly there is one."""
         name = self.of_layer(layer)
         if "{qkv}" in name:
             return {name.replace("{qkv}", one): piece.form.theirs.shape(self.sizes)
@@ -106,7 +107,7 @@ class WeightRow:
         return {name: (self.sizes["E"], *self.shape) if sliced else self.shape}
 
     def to_ours(self, whole, concatenate) -> dict:
-        """Path -> array of ours."""
+        """Return path -> our parameter. whole: the Hugging Face tensor. concatenate: numpy's or jax's."""
         found: dict = {path: [] for path in self.paths}
         length = sum(piece.form.theirs.part(self.sizes) for piece in self.pieces)
         for piece in self.pieces:
@@ -116,7 +117,7 @@ class WeightRow:
                 for path, parts in found.items()}
 
     def to_theirs(self, arrays: Mapping, concatenate):
-        """Inverse of `to_ours`."""
+        """Return the Hugging Face tensor; the inverse of `to_ours`."""
         parts = []
         for piece in self.pieces:
             whole = sum(one.form.ours.part(self.sizes) for one in self.pieces if one.path == piece.path)
@@ -125,7 +126,7 @@ class WeightRow:
         return self.pieces[0].form.theirs.joined(parts, self.sizes, concatenate)
 
     def our_shape(self, path: str) -> tuple[int, ...]:
-        """The shape of a parameter of ours, of one layer and expert, without the padding of the vocabulary."""
+        """Return the shape of a parameter of ours for one layer and expert, without the padding of the vocabulary."""
         pieces = [piece for piece in self.pieces if piece.path == path]
         side = pieces[0].form.ours
         return side.of_whole(self.sizes, sum(piece.form.ours.part(self.sizes) for piece in pieces))
@@ -136,9 +137,9 @@ NUMBER = re.compile(r"\{[lmf]\}")
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """An opened folder. model: the keys of [model] that it fixes. entries: of the text model, under its family's names.
-    carried: the others, of a multimodal model or for predicting further tokens, under the folder's names. notes: lines
-    to tell, on files that say different things."""
+    """An opened folder. model: the keys of [model] that it fixes. entries: tensors of the text model, under its
+    family's names. carried: the other tensors, of a multimodal model or for predicting further tokens, under the
+    folder's names. notes: lines for the user about files that contradict each other."""
     directory: Path
     family: Family
     config: Mapping
@@ -149,17 +150,18 @@ class Folder:
 
 
 def companions_of(run_dir: str, init_from: str) -> list[Path]:
-    """Folders that may have companion files of a run's model: the run's own, and init_from (a model folder or a run).
-    """
+    """Return folders that may have companion files of a run's model: the run's own, and init_from (a model folder or a
+    run)."""
     return [mirror.directory(run_dir) / KEPT, *([local(init_from), local(init_from) / KEPT] if init_from else [])]
 
 
 def local(source: str | os.PathLike, *, weights: copies.Weights = "",
           tell: Callable[[str], None] = lambda line: None) -> Path:
-    """The directory of a model folder or a run: itself, or this host's copy of what is at an address.
+    """Return the directory of a model folder or a run: the path itself, or this host's copy for an address.
 
-    weights: of a model folder; "": only what accompanies them, as of a run. tell: gets a line where copying takes
-    long. Raises: StorageError, a ValueError, where it cannot be had; FileSystemError.
+    weights: how weights of a model folder are read, see `copies.Weights`; "": only its companion files are copied.
+    tell: receives a line if copying takes long. Raises: StorageError, a ValueError, if it cannot be read;
+    FileSystemError.
     """
     if not addresses.is_remote(source):
         return Path(source)
@@ -169,8 +171,8 @@ def local(source: str | os.PathLike, *, weights: copies.Weights = "",
 
 
 def companions(directory: Path) -> list[Path]:
-    """The files of a folder that accompany its weights. Raises: ValueError if one is a link out of the folder, which
-    might expose e.g. a private key; links to the blobs beside the hub cache's snapshots are allowed."""
+    """Return the companion files of a folder's weights. Raises: ValueError if one is a link out of the folder, which
+    might expose e.g. a private key. Links to the blobs of the hub's cache are allowed."""
     real, found, faults = directory.resolve(), [], []
     blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
     for path in filter(Path.is_file, (directory / name for name in COMPANIONS)):
@@ -185,16 +187,16 @@ def companions(directory: Path) -> list[Path]:
 
 
 def is_one(directory: str | os.PathLike) -> bool:
-    """Whether a directory, or what is at an address, looks like a model folder; our runs have no config.json. "" is no
-    directory. Raises: as `local`."""
+    """Return whether a directory or an address is a model folder: it has a config.json, which our runs do not have.
+    False for "". Raises: as `local`."""
     if directory == "" or addresses.is_remote(directory) and copies.is_run(directory):
         return False
     return os.path.isfile(os.path.join(local(directory), settings.CONFIG))
 
 
 def settings_of(directory: Path) -> dict:
-    """`settings.model_keys` of a folder, and whether its head is the embedding, where its weights are at hand. Raises:
-    ValueError."""
+    """Return `settings.model_keys` of a folder. If its weights can be read, tie_embeddings also depends on them.
+    Raises: ValueError."""
     try:
         model = settings.model_keys(config := settings.read(directory), family := settings.family_of(config))
     except ValueError as error:
@@ -202,12 +204,13 @@ def settings_of(directory: Path) -> dict:
     try:
         entries, _ = weight_files.entries(directory) if model["tie_embeddings"] else ({}, [])
     except ValueError:
-        return model        # of weights that are not here, or are faulty: told when they are opened
+        return model        # missing or faulty weights are reported when they are opened
     return _untied(family, model, _of_text(family, config, model, entries))[0]
 
 
 def open_folder(directory: Path) -> Folder:
-    """Raises: ValueError listing the faults of config.json, the index and every file's header."""
+    """Open a model folder. Raises: ValueError that lists the faults of config.json, the index and every file's header.
+    """
     def described():
         family = settings.family_of(config := settings.read(directory))
         return family, config, settings.model_keys(config, family)
@@ -230,51 +233,52 @@ def open_folder(directory: Path) -> Folder:
 
 
 def _of_text(family: Family, config: Mapping, model: Mapping, entries: Mapping) -> dict[str, safetensors.Entry]:
-    """The tensors of the text model under its family's names."""
+    """Return the tensors of the text model, under its family's names."""
     named = _named(family, config, model, entries)
     return {named[name]: entry for name, entry in entries.items() if named[name] is not None}
 
 
 def ends_of(family: Family) -> tuple[str, str]:
-    """The names of the embedding and the head."""
+    """Return the names of the embedding and of the head."""
     named = {texts[0].partition(":")[0]: name for name, texts in family.tensors.items()}
     return named["embedding/table"], named["head/kernel"]
 
 
 def _untied(family: Family, model: dict, entries: Mapping[str, safetensors.Entry]) -> tuple[dict, list[str]]:
-    """(the keys of [model], notes): not tied where the folder has a head of its own. A copy of the embedding is none.
-    """
+    """Return (the keys of [model], notes). tie_embeddings is set to false if the folder has a head that is no copy of
+    the embedding."""
     table, head = ends_of(family)
     if not model["tie_embeddings"] or not {table, head} <= entries.keys() or weight_files.are_equal(
             entries[table], entries[head]):
         return model, []
     return {**model, "tie_embeddings": False}, [
-        f"{head} is another matrix than {table}, though {settings.CONFIG} has tie_word_embeddings=true; it is read as "
-        f"the head, as by transformers, and the model is not tied"]
+        f"{head} is another matrix than {table}, though {settings.CONFIG} has tie_word_embeddings=true; like in "
+        f"transformers, it is used as the head, and the embedding is not tied"]
 
 
 def carried(directory: Path) -> Mapping[str, safetensors.Entry]:
-    """The tensors of a folder beside those of its text model; none without weights. Raises: ValueError."""
+    """Return the tensors of a folder that are not part of its text model; none if it has no weights. Raises:
+    ValueError."""
     if not is_one(directory) or not any(os.path.lexists(directory / name) for name in (INDEX, SINGLE)):
         return {}
     return open_folder(directory).carried
 
 
 def carried_names(directory: Path) -> list[str]:
-    """The names of `carried` of a folder, or of its companions."""
+    """Return the names of the tensors in `carried`, of a model folder or of companion files."""
     kept = directory / CARRIED
     return list(safetensors.read_header(kept) if files.is_file(kept) else carried(directory))
 
 
 def prefixes_of(config: Mapping, carried: Collection[str]) -> tuple[str, str] | None:
-    """The TEXT_PREFIXES of an export beside these tensors; None: it is of text alone."""
+    """Return the TEXT_PREFIXES of an export with these carried tensors; None if the model is text only."""
     if settings.text_of(config) is config:
         return None
     return TEXT_PREFIXES[any(name.startswith("model.") for name in carried)]
 
 
 def _named(family: Family, config: Mapping, model: Mapping, names: Collection[str]) -> dict[str, str | None]:
-    """A folder's names -> its family's; None for tensors that are not of the text model."""
+    """Return name in the folder -> name in the family; None for tensors that are not part of the text model."""
     if settings.text_of(config) is not config:
         found = {name: _name_in_text(family, name) for name in names}
     elif not any(name.startswith(family.prefix) for name in names):     # a bare model, without head
@@ -287,7 +291,7 @@ def _named(family: Family, config: Mapping, model: Mapping, names: Collection[st
 
 
 def _name_in_text(family: Family, name: str) -> str | None:
-    """A tensor of a multimodal folder under its family's name; None if it is not of the text model."""
+    """Return the family's name of a tensor in a multimodal folder; None if it is not part of the text model."""
     for base, head in TEXT_PREFIXES:
         if name.startswith(base):
             return family.prefix + name.removeprefix(base)
@@ -297,14 +301,15 @@ def _name_in_text(family: Family, name: str) -> str | None:
 
 
 def _name_in_whole(family: Family, name: str, base: str, head: str) -> str:
-    """Inverse of `_name_in_text`."""
+    """Return the name in a multimodal folder of a tensor of the family; the inverse of `_name_in_text`."""
     return base + name.removeprefix(family.prefix) if name.startswith(family.prefix) else head + name
 
 
 def rows(family: Family, model, paths: Paths, prefixes: tuple[str, str] | None = None,
          names: Collection[str] = ()) -> list[WeightRow]:
-    """The tensors of a model under a family's names. model: the section [model]. prefixes: of TEXT_PREFIXES, for the
-    names in a multimodal folder. names: of a folder's tensors, which decide where a parameter has several.
+    """Return the rows of a model under a family's names. model: the section [model]. paths: of our parameters.
+    prefixes: of TEXT_PREFIXES, for the names in a multimodal folder. names: of a folder's tensors; they decide which
+    name is used if a parameter has several.
 
     Raises: ValueError if the family has no name for a parameter.
     """
@@ -342,7 +347,7 @@ def rows(family: Family, model, paths: Paths, prefixes: tuple[str, str] | None =
 
 
 def _row(name: str, texts: tuple[str, ...], sizes: Mapping[str, int]) -> WeightRow | None:
-    """The row of a line of a family's table; None if the tensor would be empty."""
+    """Return the row for a line of a family's table; None if the tensor would be empty."""
     pieces: list[WeightPiece] = []
     for path, _, text in (text.partition(": ") for text in texts):
         form = forms.parse(text)
@@ -353,7 +358,7 @@ def _row(name: str, texts: tuple[str, ...], sizes: Mapping[str, int]) -> WeightR
 
 
 def entry_of(folder: Folder, row: WeightRow, layer: int | None) -> safetensors.Entry:
-    """The part that a row reads of its tensor, or tensors."""
+    """Return the entry of what a row reads for a layer: one tensor, several that are joined, or one expert's part."""
     names = list(row.tensors(layer))
     if len(names) > 1:
         return safetensors.joined([folder.entries[name] for name in names])
@@ -362,7 +367,7 @@ def entry_of(folder: Folder, row: WeightRow, layer: int | None) -> safetensors.E
 
 
 def scales_of(folder: Folder, row: WeightRow, layer: int | None) -> safetensors.Entry | None:
-    """The scales of a quantized tensor, one for each block; None: it has none."""
+    """Return the scales of a quantized tensor, one for each block; None if it has none."""
     (name, *_) = row.tensors(layer)
     if row.in_blocks:
         return folder.entries[name.removesuffix(BLOCKS) + SCALES].part(row.expert)
@@ -370,7 +375,7 @@ def scales_of(folder: Folder, row: WeightRow, layer: int | None) -> safetensors.
 
 
 def _has_scales(folder: Folder, name: str) -> bool:
-    """Whether a float8 tensor has the scales with which it can be read."""
+    """Return whether a float8 tensor has the scales that are needed to read it."""
     entry, block, scales = folder.entries[name], settings.scale_block(folder.config), folder.entries.get(
         f"{name}_scale_inv")
     if entry.dtype != "F8_E4M3" or scales is None or block is None or scales.dtype not in safetensors.READABLE:
@@ -380,7 +385,7 @@ def _has_scales(folder: Folder, name: str) -> bool:
 
 
 def _are_blocks(folder: Folder, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor and its scales are MXFP4 of this shape."""
+    """Return whether a tensor and its scales are MXFP4 of this shape."""
     *lead, columns = shape
     scales = folder.entries.get(name.removesuffix(BLOCKS) + SCALES)
     wanted = (*lead, columns // BLOCK)
@@ -389,19 +394,19 @@ def _are_blocks(folder: Folder, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def match(folder: Folder, model, paths: Paths) -> list[WeightRow]:
-    """The rows of a model, each with a tensor of the folder. paths: of its parameters.
+    """Return the rows of a model; the folder has the tensors of each. paths: of our parameters.
 
-    Raises: ValueError listing all missing, unexpected, misshapen tensors and unsupported dtypes.
+    Raises: ValueError that lists all missing, unexpected and misshapen tensors, and unsupported dtypes.
     """
     most = max([len(folder.entries), *(max(entry.shape, default=0) for entry in folder.entries.values())])
     if model.num_experts > most:
-        raise _at(folder.directory, [f"{settings.CONFIG} says {model.num_experts:,} experts, and there are "
+        raise _at(folder.directory, [f"{settings.CONFIG} says {model.num_experts:,} experts, but there are only "
                                      f"{len(folder.entries):,} tensors"])
     wanted, left = rows(folder.family, model, paths, names=folder.entries), set(folder.entries)
     absent, wrong, quantized = [], [], []
     for row in wanted:
         if row.expert and row.name.endswith("[{e}]"):
-            continue        # in the tensor of expert 0
+            continue        # checked with expert 0, which is in the same tensor
         for layer in row.layers or (None,):
             tensors = row.tensors(layer)
             left -= tensors.keys()
@@ -425,16 +430,16 @@ def match(folder: Folder, model, paths: Paths) -> list[WeightRow]:
                     entry.shape[1:] for entry in found} != {shape[1:]}
                     or sum(entry.shape[0] for entry in found) != row.shape[0]):
                 wrong.append(f"{', '.join(tensors)} are {', '.join(str(list(entry.shape)) for entry in found)}; "
-                             f"{settings.CONFIG} asks for {list(row.shape)} of all")
+                             f"{settings.CONFIG} requires {list(row.shape)} for all of them together")
             elif not more and found[0].shape != shape:
-                wrong.append(f"{name} is {list(found[0].shape)}; {settings.CONFIG} asks for {list(shape)}")
+                wrong.append(f"{name} is {list(found[0].shape)}; {settings.CONFIG} requires {list(shape)}")
     table, head = ends_of(folder.family)
     own = head in left and not folder.model["tie_embeddings"] and model.tie_embeddings
     if model.tie_embeddings:
         left.discard(head)      # a copy of the embedding
     extra = sorted(name for name in left if not BUFFERS.fullmatch(name))
-    faults = [f"{head} is another matrix than {table}, and the run ties them: {settings.CONFIG} was read before the "
-              f"weights were here; set model.tie_embeddings=false"] * own
+    faults = [f"{head} is another matrix than {table}, but the run ties them, because {settings.CONFIG} was read "
+              f"before the weights were available; set model.tie_embeddings=false"] * own
     faults += [f"{name} is absent{_near(name, extra)}" for name in absent[:TOLD]] + and_more(absent, "absent tensors")
     faults += wrong[:TOLD] + and_more(wrong, "tensors of another shape")
     faults += quantized[:TOLD] + and_more(quantized, "quantized tensors")
@@ -451,4 +456,4 @@ def _at(directory: Path, faults: list[str]) -> ValueError:
 
 def _near(name: str, others: list[str]) -> str:
     near = difflib.get_close_matches(name, others[:200], n=1, cutoff=0.8)
-    return f"; there is {near[0]}" if near else ""
+    return f"; a similar name is {near[0]}" if near else ""

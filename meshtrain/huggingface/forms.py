@@ -1,10 +1,11 @@
-"""Forms of a tensor in both layouts: "(N H) D -> D N H", Hugging Face's -> ours.
+"""Forms of a tensor in Hugging Face's layout and in ours: "(N H) D -> D N H".
 
-A word is a dim: a letter is a size of the layer (`sizes_of`), a number is itself, 1 may be on one side alone, and
-parentheses flatten several into one, slowest first. A star marks a part of a whole. On the left our tensors are
-concatenated in theirs: "D *(N H)" has columns of its own, "(N *H) D" rows of every head, "D (F *1)" every other
-column. On the right their parts are concatenated in ours, in the order of the table: "(N *P) D -> D N *P" with
-"(N *(r 2)) D -> D N *(2 r)" turns pairs of the rope that are neighbours into halves. Works on numpy and jax arrays.
+A word is a dim. A letter is a size of the layer (`sizes_of`), a number is itself, and 1 may be on one side only.
+Parentheses flatten several dims into one, the slowest first. A star marks a part of a whole. On the left, parameters of
+ours are concatenated in a Hugging Face tensor: with "D *(N H)" each has columns of its own, with "(N *H) D" rows of
+every head, with "D (F *1)" every other column. On the right, parts of a Hugging Face tensor are concatenated in a
+parameter of ours, in the order of the table: "(N *P) D -> D N *P" with "(N *(r 2)) D -> D N *(2 r)" turns neighbouring
+pairs of the rope into halves. The functions work on numpy and jax arrays.
 """
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ LETTERS = {"D": "embed_dim", "N": "num_heads", "K": "num_kv_heads", "H": "head_d
            "Q": "latent.query_dim", "L": "latent.kv_dim", "R": "latent.rope_dim",
            "k": "linear.key_heads", "n": "linear.value_heads", "d": "linear.key_dim", "v": "linear.value_dim",
            "w": "linear.conv_width"}
-# Derived ones. P: what latents do not rotate of a head; r: pairs that they rotate; U: width of their values; p and z:
-# pairs of a head that rotate, and the rest; g: value heads of a key head; a: inner width of low-rank projections.
+# Derived sizes. With latents, P: dims of a head without rope; r: pairs of dims with rope; U: width of the values. p, z:
+# rotated pairs of a head, other dims; g: value heads per key head; a: inner width of low-rank projections.
 DERIVED = {"P": "head_dim - rope_dim", "r": "rope_dim / 2", "U": "latent.value_dim or head_dim",
            "p": "rotated pairs", "z": "head_dim - 2 p", "g": "value_heads / key_heads", "a": "value_dim"}
 WORD = re.compile(r"\*?\((?:[^()]|\([^()]*\))*\)|\*?\w+")
 
 
 def sizes_of(model) -> dict[str, int]:
-    """Letter -> size. model: keys of [model] as attributes, those of one mixer (`Model.of`)."""
+    """Return letter -> size. model: keys of [model] as attributes, for one mixer (`Model.of`)."""
     def value(path: str) -> int:
         return functools.reduce(getattr, path.split("."), model)
     sizes = {letter: value(path) for letter, path in LETTERS.items()}
@@ -40,44 +41,47 @@ def sizes_of(model) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """The dims of a form's side. star: (dim, first word in it, end), of the part."""
+    """One side of a form. dims: the words of each dim. star: (dim, first word, end) of the starred part; None: there is
+    none."""
     dims: tuple[tuple[str, ...], ...]
     star: tuple[int, int, int] | None
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All words but 1."""
+        """All words except 1."""
         return tuple(word for dim in self.dims for word in dim if word != "1")
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(_product(dim, sizes) for dim in self.dims)
 
     def part(self, sizes: Mapping[str, int]) -> int:
-        """The length of the part along the star; 0 without one."""
+        """Return the length of the part along the star; 0 without a star."""
         return _product(self.dims[self.star[0]][self.star[1]:self.star[2]], sizes) if self.star else 0
 
     def around(self, sizes: Mapping[str, int], part: int) -> tuple[int, ...]:
-        """The shape with the dim of the star as [what is before it, a part of this length, what is after it]."""
+        """Return the shape with the dim of the star split in three: the words before the part, a part of this length,
+        the words after it."""
         dim, first, end = self.star
         shape, words = self.shape(sizes), self.dims[dim]
         return (*shape[:dim], _product(words[:first], sizes), part, _product(words[end:], sizes), *shape[dim + 1:])
 
     def of_whole(self, sizes: Mapping[str, int], whole: int) -> tuple[int, ...]:
-        """The shape of the whole, whose parts together have this length."""
+        """Return the shape of the whole. whole: the length of all parts together along the star."""
         if not self.star:
             return self.shape(sizes)
         dim, shape = self.star[0], self.around(sizes, whole)
         return (*shape[:dim], math.prod(shape[dim:dim + 3]), *shape[dim + 3:])
 
     def taken(self, x, sizes: Mapping[str, int], first: int, whole: int):
-        """The part of a whole that begins there along the star, in the shape of this side."""
+        """Return the part of x that begins at `first` along the star, in this side's shape. whole: length of x along
+        the star."""
         if not self.star:
             return x
         at = (slice(None),) * (self.star[0] + 1) + (slice(first, first + self.part(sizes)),)
         return x.reshape(self.around(sizes, whole))[at].reshape(self.shape(sizes))
 
     def joined(self, parts, sizes: Mapping[str, int], concatenate):
-        """Inverse of `taken`: the whole of its parts. sizes: equal around the star."""
+        """Return the whole of several parts; the inverse of `taken`. sizes: those of the dims around the star."""
         if not self.star:
             (x,) = parts
             return x
@@ -106,7 +110,8 @@ class Form:
 
 @functools.cache
 def parse(text: str) -> Form:
-    """Raises: ValueError for an unknown letter, one that is repeated or on one side only, or two stars."""
+    """Return the form of a text. Raises: ValueError for an unknown letter, a letter that is repeated or on one side
+    only, or two stars."""
     left, arrow, right = text.partition("->")
     theirs, ours = _side(left), _side(right)
     words = theirs.words if theirs else ()
@@ -119,7 +124,7 @@ def parse(text: str) -> Form:
 
 
 def _side(text: str) -> Side | None:
-    """None for what is no list of dims, or has two stars."""
+    """Return a side of a form; None if the text is no list of dims or has two stars."""
     dims, stars = [], []
     for number, word in enumerate(WORD.findall(text)):
         words: list[str] = []

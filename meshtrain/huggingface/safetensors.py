@@ -1,8 +1,9 @@
-"""Reads and writes safetensors files; the header is checked before any data is read.
+"""Reads and writes safetensors files. The header is checked before any data is read.
 
 A file is 8 bytes of header length, a JSON header (name -> dtype, shape, byte range), and the numbers, row-major,
-little-endian. The library holds all tensors of a file when it writes, and must map a file to read a part. Nothing in a
-file is ever executed. Source: github.com/huggingface/safetensors, the README's "Format".
+little-endian. The safetensors library is not used, because it needs all tensors of a file in memory to write it, and
+must map a file to read a part. Nothing in a file is ever executed. Source: github.com/huggingface/safetensors, the
+README's "Format".
 """
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ MOST_DIMS = 8       # multiplying 250,000 dims would block signals for minutes
 # Readable dtypes.
 DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
           "BF16": np.dtype(ml_dtypes.bfloat16)}
-# float8 of weights that have scales by block, and of such scales; bytes of MXFP4.
+# float8 weights with scales by block, such scales, and bytes of MXFP4.
 READABLE = DTYPES | {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
                      "U8": np.dtype(np.uint8)}
-# Known but unsupported: dtypes of other quantized weights.
+# Known but unsupported dtypes, of other quantized weights: bytes of an element.
 OTHER_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1,
                "BOOL": 1, "F8_E5M2": 1}
 NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
@@ -35,7 +36,7 @@ NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor's location: bytes start to stop of the file, with those of `more` behind them."""
+    """A tensor's location: bytes start to stop of the file, followed by the bytes of `more`."""
     path: Path
     dtype: str
     shape: tuple[int, ...]
@@ -44,14 +45,15 @@ class Entry:
     more: tuple[Entry, ...] = ()
 
     def part(self, number: int) -> Entry:
-        """One of the tensors that are stacked in this one."""
+        """Return the entry of one of the tensors that are stacked in this one."""
         size = (self.stop - self.start) // self.shape[0]
         begin = self.start + number * size
         return Entry(self.path, self.dtype, self.shape[1:], begin, begin + size)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Name -> Entry of every tensor of a file. Raises: ValueError, without the file's name, if it is malformed."""
+    """Return name -> Entry of every tensor of a file. Raises: ValueError, without the file's name, if the file is
+    malformed."""
     remote = copies.remote(path)
     if not remote and not files.is_file(path):         # opening a pipe or a device might block forever
         raise ValueError("is not a file" if os.path.lexists(path) else "there is no such file")
@@ -62,10 +64,10 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise ValueError(f"has {size} bytes, less than any header")
         length = int.from_bytes(_bytes(path, 0, 8), "little")
         if length > min(MOST_HEADER_BYTES, size - 8):
-            raise ValueError(f"says that its header has {length:,} bytes, and the file has {size:,}")
+            raise ValueError(f"says that its header has {length:,} bytes, but the file has {size:,}")
         return size, length, _bytes(path, 8, 8 + length)
 
-    size, length, text = files.attempted(load, f"{path} cannot be read", "let it be read")
+    size, length, text = files.attempted(load, f"{path} cannot be read", "make it readable")
     header = parse_json(text, "its header")
     header.pop("__metadata__", None)
     first = 8 + length
@@ -76,12 +78,12 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise ValueError(f"its tensors overlap or leave a hole at byte {min(entry.start, end):,}")
         end = entry.stop
     if end != size:
-        raise ValueError(f"its tensors end at byte {end:,}, and the file has {size:,}; it was cut off, or is damaged")
+        raise ValueError(f"its tensors end at byte {end:,}, but the file has {size:,}; it is truncated or damaged")
     return entries
 
 
 def parse_json(text: bytes, what: str) -> dict:
-    """Parse a JSON object without duplicate names. what: for the message. Raises: ValueError."""
+    """Return a JSON object. what: its name in messages. Raises: ValueError if it is broken or has a name twice."""
     def once(pairs):
         made = dict(pairs)
         if len(made) != len(pairs):
@@ -92,7 +94,7 @@ def parse_json(text: bytes, what: str) -> dict:
     except (ValueError, RecursionError) as error:       # invalid UTF-8 included
         raise ValueError(f"{what} is broken: {str(error)[:80]}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{what} is broken: it is no object")
+        raise ValueError(f"{what} is broken: it is no JSON object")
     return found
 
 
@@ -111,14 +113,14 @@ def _entry(path: Path, name: str, given, first: int) -> Entry:
 
 
 def joined(entries: Sequence[Entry]) -> Entry:
-    """Tensors of one dtype behind each other, along their first dim."""
+    """Return an entry of tensors of one dtype, concatenated along their first dim."""
     first, *more = entries
     shape = (sum(entry.shape[0] for entry in entries), *first.shape[1:])
     return dataclasses.replace(first, shape=shape, more=tuple(more))
 
 
 def read(entry: Entry, start: int, stop: int) -> np.ndarray:
-    """Elements start to stop of a tensor in row-major order, in the file's dtype."""
+    """Return elements [start, stop) of a tensor in row-major order, in the file's dtype."""
     dtype = READABLE[entry.dtype]
     if entry.more:
         found, begin = [], 0
@@ -132,8 +134,8 @@ def read(entry: Entry, start: int, stop: int) -> np.ndarray:
 
 
 def _bytes(path: Path, start: int, stop: int) -> bytearray | bytes:
-    """The bytes of a file, or of one in a bucket. Raises: OSError, also where it is shorter than it was;
-    StorageError."""
+    """Return bytes [start, stop) of a file, or of one in a bucket. Raises: OSError, also if the file has become
+    shorter; StorageError."""
     if remote := copies.remote(path):
         return stores.read_range(remote, start, stop)
     found = bytearray(stop - start)
@@ -148,7 +150,7 @@ def _bytes(path: Path, start: int, stop: int) -> bytearray | bytes:
 
 
 def copy(entries: Mapping[str, Entry], path: Path) -> None:
-    """Write a file of these tensors, of any dtype, byte for byte."""
+    """Write a file with these tensors, of any dtype, byte for byte."""
     text, _ = _header({name: (entry.dtype, entry.shape, entry.stop - entry.start) for name, entry in entries.items()})
     with open(path, "wb") as file:
         file.write(text)
@@ -160,12 +162,13 @@ def copy(entries: Mapping[str, Entry], path: Path) -> None:
 
 
 def header(tensors: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:
-    """(first bytes of a file with these tensors, name -> first byte). dtype: safetensors' name of it."""
+    """Return (the first bytes of a file with these tensors, name -> offset of the tensor's first byte). dtype:
+    safetensors' name of it."""
     return _header({name: (dtype, shape, math.prod(shape) * DTYPES[dtype].itemsize) for name, shape in tensors.items()})
 
 
 def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int]]:
-    """tensors: name -> (dtype, shape, bytes)."""
+    """Return the same as `header`. tensors: name -> (dtype, shape, bytes)."""
     at, entries = 0, {}
     for name, (dtype, shape, size) in tensors.items():
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}

@@ -25,7 +25,7 @@ MOST_BYTES = 1 << 24    # of a config.json
 MOST_LAYERS = 10_000
 FLAGS = ("tie_embeddings", "mlp_bias", "router_normalize", "linear.conv_bias", "kinds.F.tie_values")
 NUMBERS = ("norm_eps", "score_softcap", "logit_softcap", "router_scale", "linear.step_min", "linear.step_max")
-# May be null or 0, which is none of it, or derived.
+# Keys that may be null or 0: the feature is off, or the value is derived.
 OPTIONAL = ("num_kv_heads", "head_dim", "window", "score_softcap", "logit_softcap", "latent.query_dim",
             "router_groups.0", "router_groups.1", "kinds.F.num_kv_heads", "kinds.F.head_dim", "num_experts",
             "shared_expert_dim", "expert_mlp_dim", "mlp_dim", "linear.step_min", "linear.step_max")
@@ -33,7 +33,7 @@ WINDOW_KEYS = ("layer_types", "sliding_window", "sliding_window_pattern", "_slid
                "rope_local_base_freq")
 MLP_KEYS = ("mlp_layer_types", "first_k_dense_replace", "num_dense_layers", "mlp_only_layers", "decoder_sparse_step")
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
-# Of which config.json is written anew: other forms of the same.
+# Keys of the source that an export does not copy, because it writes the same settings in another form.
 WRITTEN_ANEW = ("rope_parameters", "rope_scaling", "dtype", "quantization_config", "linear_attn_config",
                 "per_layer_config", "hybrid_override_pattern", "rotary_dim", *EVERY_KEYS, "no_rope_layer_interval")
 # Rope type -> keys and their defaults; None: required.
@@ -47,8 +47,8 @@ SCALED = {
 OF_YARN = ("attention_factor", "mscale", "mscale_all_dim", "truncate")
 WHOLE = ("original_max_position_embeddings",)
 WORD = re.compile(r"([\w.]+?)(?:\^([-\d.]+)|([*+])([\w.]+)|\?([\w.]+):([\w.]+))?")
-# What a model computes: keys of [model] that are read always, with experts, with attention, with recurrences. The rest
-# belongs to a run, or is said by mixer.
+# Keys of [model] that decide what a model computes: always, with experts, with attention, and for each mixer. The other
+# keys belong to a run.
 COMPUTED = ("vocab_size", "embed_dim", "num_layers", "norm", "norm_eps", "norm_offset", "activation", "multipliers",
             "layer_scale", "position", "logit_softcap", "tie_embeddings", "mlp_bias")
 OF_EXPERTS = ("num_experts", "experts_per_token", "expert_mlp_dim", "shared_expert_dim", "shared_expert_gate",
@@ -58,7 +58,7 @@ BY_MIXER = ("num_heads", "num_kv_heads", "head_dim", "qk_norm", "attention_sinks
 
 
 def read(directory: Path, name: str = CONFIG) -> dict:
-    """The JSON object of config.json or a similar file. Raises: ValueError."""
+    """Return the JSON object in config.json or a similar file. Raises: ValueError."""
     path = directory / name
     if not files.is_file(path):
         raise ValueError(f"there is no {name}; name a folder that has one next to its *.safetensors")
@@ -67,15 +67,15 @@ def read(directory: Path, name: str = CONFIG) -> dict:
         with open(path, "rb") as file:
             return file.read(MOST_BYTES + 1)
 
-    text = files.attempted(load, f"{path} cannot be read", "let it be read")
+    text = files.attempted(load, f"{path} cannot be read", "make it readable")
     if len(text) > MOST_BYTES:
-        raise ValueError(f"{name} is larger than {MOST_BYTES:,} bytes, which no such file is")
+        raise ValueError(f"{name} is larger than {MOST_BYTES:,} bytes, the limit for such a file")
     return safetensors.parse_json(text, name)
 
 
 def text_of(config: Mapping) -> Mapping:
-    """The settings of the text model: of a multimodal model its text_config, with what the whole config.json decides;
-    else `config` itself."""
+    """Return the settings of the text model. For a multimodal model this is text_config, with the keys that the whole
+    config.json decides; else it is `config` itself."""
     text = config.get("text_config")
     if str(config.get("model_type")) not in MULTIMODAL or not isinstance(text, dict):
         return config
@@ -83,8 +83,8 @@ def text_of(config: Mapping) -> Mapping:
 
 
 def scale_block(config: Mapping) -> tuple[int, int] | None:
-    """(rows, columns) of the blocks of float8 weights that share a scale, larger than any matrix if it has one alone;
-    None: no float8. Raises: ValueError for quantization of other kinds than this and MXFP4."""
+    """Return (rows, columns) of the blocks of float8 weights that share a scale; None: no float8. If a matrix has a
+    single scale, the block is larger than any matrix. Raises: ValueError for quantization other than this and MXFP4."""
     given = text_of(config).get("quantization_config")
     if not given or isinstance(given, dict) and given.get("quant_method") == "mxfp4":
         return None
@@ -92,19 +92,20 @@ def scale_block(config: Mapping) -> tuple[int, int] | None:
     block = [2**31, 2**31] if block is None and given.get("activation_scheme") == "static" else block
     if method != "fp8" or given.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn") or not isinstance(block, list) \
             or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise ValueError(f"{CONFIG}: quantization_config={_shown(given)}: quantized weights cannot be read, but for "
-                         f'float8 with scales by block: quant_method="fp8" with a weight_block_size, and for mxfp4')
+        raise ValueError(f"{CONFIG}: quantization_config={_shown(given)} cannot be read; the only quantized weights "
+                         f'that can are float8 with scales by block (quant_method="fp8" with weight_block_size) and '
+                         f'mxfp4')
     return block[0], block[1]
 
 
 def stop_ids(directory: Path) -> tuple[int, ...]:
-    """The tokens that end an answer: eos_token_id of generation_config.json, or else of config.json. Raises:
+    """Return the tokens that end an answer: eos_token_id of generation_config.json, else of config.json. Raises:
     ValueError."""
     return eos_ids(directory, GENERATION) or eos_ids(directory, CONFIG)
 
 
 def eos_ids(directory: Path, name: str) -> tuple[int, ...]:
-    """eos_token_id of one of a folder's files; none without it. Raises: ValueError."""
+    """Return eos_token_id of one of a folder's files; none if it is missing. Raises: ValueError."""
     found = text_of(read(directory, name)).get("eos_token_id") if files.is_file(directory / name) else None
     if found is None:
         return ()
@@ -115,13 +116,13 @@ def eos_ids(directory: Path, name: str) -> tuple[int, ...]:
 
 
 def longest(directory: Path) -> int:
-    """max_position_embeddings: the longest sequence that the model was made for; 0 if not given."""
+    """Return max_position_embeddings, the longest sequence that the model was made for; 0 if it is not given."""
     found = text_of(read(directory)).get("max_position_embeddings")
     return found if type(found) is int and found > 0 else 0
 
 
 def family_of(config: Mapping) -> Family:
-    """The family of the text model. Raises: ValueError for an unsupported one."""
+    """Return the family of the text model. Raises: ValueError if it is not supported."""
     whole, kind = config.get("model_type"), text_of(config).get("model_type")
     if not isinstance(kind, str):
         raise ValueError(f"{CONFIG}: model_type={_shown(kind)} is not a family that can be read; known: {_KNOWN}")
@@ -136,15 +137,15 @@ def family_of(config: Mapping) -> Family:
                          f"published")
     near = difflib.get_close_matches(kind, [*FAMILIES, *MULTIMODAL], n=1)
     guess = f'did you mean "{near[0]}"? Known' if near and not inside else "known"
-    raise ValueError(f'{CONFIG}: model_type="{kind}"{inside} is not a family that can be read; {guess} are {_KNOWN}')
+    raise ValueError(f'{CONFIG}: model_type="{kind}"{inside} is not a family that can be read; {guess}: {_KNOWN}')
 
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-    """How a key of config.json decides one of ours, of `Family.keys`."""
+    """How a key of config.json sets a key of [model], see `Family.keys`."""
     path: str
     power: float = 1.0
-    sign: str = ""          # with `other`: times or plus another key of ours
+    sign: str = ""          # "*" or "+", with `other`, another key of ours
     other: str = ""
     choice: tuple = ()      # for true, for false
 
@@ -183,8 +184,8 @@ class Word:
 
 
 def _value(model, path: str):
-    """A key of [model], of tables within it, or of a tuple; one of a mixer is the layer's where it has none of its
-    own."""
+    """Return a key of [model], of a table in it, or of a tuple. A key of a mixer has the layer's value unless it is
+    set."""
     first, _, rest = path.partition(".")
     if first == "kinds":
         letter, _, rest = rest.partition(".")
@@ -196,7 +197,8 @@ def _value(model, path: str):
 
 
 def model_keys(config: Mapping, family: Family) -> dict:
-    """The keys of [model] that a config.json fixes. Raises: ValueError, a line for each difference to transformers."""
+    """Return the keys of [model] that a config.json fixes. Raises: ValueError with a line for each setting that cannot
+    be computed as in transformers."""
     given = config = text_of(config)
     config, get = _in_one_form(config, family)
     flat, faults, last = dict(family.fixed), spellings.compare(given, family)[0], []
@@ -232,8 +234,8 @@ def model_keys(config: Mapping, family: Family) -> dict:
         faults.append(str(error))
     for key in sorted(set(given) - _known(family)):
         if given[key] not in (None, False, [], {}) and not key.startswith("_"):
-            faults.append(f"{CONFIG}: {key}={_shown(given[key])}: it is not known here, and may change what is "
-                          f"computed; take it out of a copy if it does not")
+            faults.append(f"{CONFIG}: {key}={_shown(given[key])}: this key is unknown, and may change what is "
+                          f"computed; if it does not, remove it from a copy of the file")
     if not faults + wrong:
         heads, width = flat["num_heads"], flat["embed_dim"]
         if heads % flat.get("num_kv_heads", heads):
@@ -255,7 +257,8 @@ def _known(family: Family) -> set[str]:
 
 
 def _in_one_form(config: Mapping, family: Family):
-    """(config.json with other forms of the same settings translated, a look-up with the class's defaults)."""
+    """Return (config.json with other forms of the same settings translated, a look-up that falls back to the class's
+    defaults)."""
     config = dict(config)
     for alias, key in family.aliases.items():
         if alias in config:
@@ -269,7 +272,7 @@ def _in_one_form(config: Mapping, family: Family):
     if isinstance(letters := config.get("hybrid_override_pattern"), str) and not config.get("layers_block_type"):
         config["layers_block_type"] = list(letters)
     if "global_head_dim" in family.keys:
-        of_layers = config.get("per_layer_config")      # of the layers that see all; shapes are checked
+        of_layers = config.get("per_layer_config")      # of layers with full attention; shapes are checked later
         for one in list(of_layers.values())[:1] if isinstance(of_layers, dict) else []:
             config |= {ours: one[key] for ours, key in spellings.IN_LAYERS.items()
                        if isinstance(one, dict) and key in one}
@@ -289,8 +292,8 @@ def _in_one_form(config: Mapping, family: Family):
 
 
 def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
-    """config.json of a model. model: the section [model]. longest: trained sequence length. source: the original
-    config.json, whose other keys are kept, as are those that say the same."""
+    """Return the config.json of a model. model: the section [model]. longest: trained sequence length. source: the
+    original config.json. Its other keys are kept, and keys whose value means the same keep their form."""
     if (text := text_of(source)) is not source:
         made = config_of(model, family, dtype, longest, text)
         whole = {key: value for key, value in source.items() if key not in ("dtype", "quantization_config")}
@@ -307,7 +310,7 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
         same = theirs in old and not _fault(theirs, said, word) and not word.sign and word.theirs(
             word.ours(said, {}), model) == value
         if theirs.startswith("time_step_") and theirs not in family.defaults:
-            continue        # said by time_step_limit
+            continue        # time_step_limit has it
         made[theirs] = said if same else value
     made |= {key: allowed[0] for key, allowed in family.only.items()
              if allowed and (key not in source or source[key] not in allowed)}
@@ -321,7 +324,7 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
 
 
 def _written_layers(model, family: Family, get) -> dict:
-    """Keys on the kinds of the layers."""
+    """Return the keys of config.json on the kinds of the layers."""
     names = {mixer: name for name, mixer in reversed(family.layers.items())}
     names = {"F": "full_attention", "N": "full_attention", "W": "sliding_attention"} | names
     mixers, mlps = ([kind[i] for kind in pattern.kinds(model)] for i in (0, 1))
@@ -346,8 +349,8 @@ def _written_layers(model, family: Family, get) -> dict:
 
 
 def _written_rope(model, family: Family, source: Mapping) -> dict:
-    """Keys on the rope, in the form of transformers 4, which 5 reads, too; as the source has them where it says more.
-    """
+    """Return the keys of config.json on the rope, in the form of transformers 4, which version 5 reads, too. A
+    rope_parameters of the source that has more keys is kept if it agrees with the model."""
     given = None if source.get("rope_scaling") else source.get("rope_parameters")
     scaling = dict(model.rope_scaling)
     mixers = "".join(mixer for mixer, _ in pattern.kinds(model))
@@ -377,18 +380,18 @@ def _written_rope(model, family: Family, source: Mapping) -> dict:
 
 
 def _of_window(local, model) -> dict:
-    """Keys of the rope of layers with a window, where it differs."""
+    """Return the keys of the rope of layers with a window; empty if they are those of the model."""
     found = {"rope_theta": local.rope_theta, "rope_scaling": dict(local.rope_scaling)}
     same = found == {"rope_theta": model.rope_theta, "rope_scaling": dict(model.rope_scaling)}
     return {} if same else {f"kinds.W.{key}": value for key, value in found.items()}
 
 
 def family_for(model) -> Family:
-    """The first family whose config.json is read as this model. Raises: ValueError if there is none."""
+    """Return the first family whose config.json is read back as this model. Raises: ValueError if there is none."""
     for family in FAMILIES.values():
         try:
             back = type(model)(**model_keys(config_of(model, family, "float32", 0, {}), family))
-        except (ValueError, ArithmeticError, AttributeError):     # some key has a value that it cannot say
+        except (ValueError, ArithmeticError, AttributeError):     # the family cannot express the value of a key
             continue
         if _near(_computed(back), _computed(model)):
             return family
@@ -399,7 +402,7 @@ def family_for(model) -> Family:
 
 
 def _computed(model) -> dict:
-    """The keys that a model's layers read, those of each mixer separately."""
+    """Return the values that decide what a model computes; those of each mixer separately."""
     mixers, mlps = ({kind[i] for kind in pattern.kinds(model)} for i in (0, 1))
     found = {"layers": pattern.kinds(model)} | {key: getattr(model, key) for key in (
         *COMPUTED, *(OF_EXPERTS if "e" in mlps else ()), *(("mlp_dim",) if "d" in mlps else ()),
@@ -423,7 +426,7 @@ def _near(a, b) -> bool:
 
 
 def _layers(config: Mapping, get, family: Family, flat: dict) -> tuple[dict, list[str]]:
-    """(keys of [model] on the kinds of the layers, faults)."""
+    """Return (keys of [model] on the kinds of the layers, faults)."""
     keys, faults = {}, []
     if "layers_block_type" in family.defaults:
         mixers, mlps, faults = _pairs(get("layers_block_type"), family)
@@ -439,12 +442,12 @@ def _layers(config: Mapping, get, family: Family, flat: dict) -> tuple[dict, lis
     if not any(mixer in "WV" for mixer in mixers):
         keys["window"] = 0
     elif not flat.get("window"):
-        faults = [f"{CONFIG}: layers with a window, and sliding_window={_shown(get('sliding_window'))}"]
+        faults = [f"{CONFIG}: some layers have a window, but sliding_window={_shown(get('sliding_window'))}"]
     return keys | {"mixers": shortest(mixers), "mlps": shortest(mlps)}, faults
 
 
 def _mixers(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
-    """(letter of each layer's mixer, faults)."""
+    """Return (letter of each layer's mixer, faults)."""
     count, names, window = flat["num_layers"], get("layer_types"), flat.get("window")
     usual, *_, other = *family.layers, *family.layers
     if not names:
@@ -481,7 +484,7 @@ def _mixers(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
 
 
 def _mlps(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
-    """(letter of each layer's MLP, faults)."""
+    """Return (letter of each layer's MLP, faults)."""
     count, kinds, step = flat["num_layers"], get("mlp_layer_types"), get("decoder_sparse_step")
     first = get("first_k_dense_replace") if get("first_k_dense_replace") is not None else get("num_dense_layers")
     if not flat.get("num_experts"):
@@ -495,13 +498,13 @@ def _mlps(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
         return ["d" if i < first else "e" for i in range(count)], []
     if isinstance(dense := get("mlp_only_layers") or [], list) and type(step) is int and step > 0:
         return ["d" if i in dense or (i + 1) % step else "e" for i in range(count)], []
-    return [], [f"{CONFIG}: which layers have experts is not said: " + ", ".join(
+    return [], [f"{CONFIG}: these keys do not say which layers have experts: " + ", ".join(
         f"{key}={_shown(get(key))}" for key in MLP_KEYS if key in family.defaults)]
 
 
 def _pairs(names, family: Family) -> tuple[list[str], list[str], list[str]]:
-    """(mixers, MLPs, faults) of layers that are a mixer or an MLP each: one of ours is a mixer with the MLP behind it.
-    """
+    """Return (mixers, MLPs, faults) for layers that are a mixer or an MLP each. A layer of ours is a mixer and the MLP
+    that follows it."""
     mixers, mlps = [], []
     letters = {name: (0, mixer) for name, mixer in family.layers.items()} | {"moe": (1, "e"), "mlp": (1, "d")}
     for name in names if isinstance(names, list) and names else [None]:
@@ -516,7 +519,7 @@ def _pairs(names, family: Family) -> tuple[list[str], list[str], list[str]]:
 
 
 def shortest(letters: Sequence[str]) -> str:
-    """The shortest pattern of `model.mixers` or `model.mlps` that says this."""
+    """Return the shortest pattern of `model.mixers` or `model.mlps` for these letters."""
     whole = "".join(letters)
     period = next(whole[:p] for p in range(1, len(whole) + 1) if (whole[:p] * len(whole))[:len(whole)] == whole)
     ended = whole.rstrip(whole[-1]) + whole[-1] + "*"
@@ -524,21 +527,22 @@ def shortest(letters: Sequence[str]) -> str:
 
 
 def sublayers(model) -> tuple[list[int], list[int]]:
-    """For each layer the numbers of its mixer and of its MLP, where each is a layer of its own."""
+    """Return (numbers of the layers' mixers, numbers of their MLPs), if each is a layer of its own; -1: the layer has
+    none."""
     numbers = itertools.count()
     pairs = [tuple(next(numbers) if letter != "." else -1 for letter in kind) for kind in pattern.kinds(model)]
     return [mixer for mixer, _ in pairs], [mlp for _, mlp in pairs]
 
 
 def further_layers(config: Mapping) -> int:
-    """The number of layers behind the model's that predict further tokens (MTP)."""
+    """Return the number of layers after the model's that predict further tokens (MTP)."""
     text = text_of(config)
     found = text.get("num_nextn_predict_layers", text.get("num_mtp_layers"))
     return found if type(found) is int and found > 0 else 0
 
 
 def _rope(config: Mapping, get, family: Family, flat: Mapping) -> tuple[dict, list[str]]:
-    """(keys of [model], faults)."""
+    """Return (keys of [model] on the rope, faults)."""
     if family.fixed["position"] != "rope" or not set("FW") & set(flat["mixers"]):
         return {}, []
     given, _, _ = spellings.rope(config, family)        # `model_keys` has the faults
@@ -546,7 +550,7 @@ def _rope(config: Mapping, get, family: Family, flat: Mapping) -> tuple[dict, li
     if isinstance(given, dict) and ("full_attention" in given or "sliding_attention" in given):
         given, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
     if not isinstance(given, dict) or not isinstance(local or {}, dict):
-        return {}, [f"{CONFIG}: rope_parameters={_shown(given)} is no object"]
+        return {}, [f"{CONFIG}: rope_parameters={_shown(given)} is no JSON object"]
     keys, faults = _one_rope(given, config, get, family)
     if local is None and "rope_local_base_freq" in family.defaults:
         local = {"rope_theta": base or keys.get("rope_theta")}
@@ -562,7 +566,7 @@ def _rope(config: Mapping, get, family: Family, flat: Mapping) -> tuple[dict, li
 
 
 def _one_rope(given: Mapping, config: Mapping, get, family: Family) -> tuple[dict, list[str]]:
-    """({rope_theta, rope_scaling}, faults) of one object of rope_parameters or rope_scaling."""
+    """Return ({rope_theta, rope_scaling}, faults) for one object of rope_parameters or rope_scaling."""
     given = {key: value for key, value in given.items() if value is not None and key not in IDLE_ROPE_KEYS}
     theta = given.pop("rope_theta", config.get("rope_theta") or family.defaults["rope_theta"])
     kind, original = spellings.kind_of(given), spellings.original_length(given, config)
@@ -600,13 +604,13 @@ def _one_rope(given: Mapping, config: Mapping, get, family: Family) -> tuple[dic
     given = {key: value for key, value in given.items() if key != "truncate" or value is not True}
     if kind == "yarn" and not faults and math.isclose(
             scaling.get("attention_factor", 0.0), 0.1 * math.log(scaling["factor"]) + 1, rel_tol=1e-6):
-        del scaling["attention_factor"]     # the one that is computed
+        del scaling["attention_factor"]     # it equals the computed one
     faults += [f"{CONFIG}: {key}={_shown(value)} of the rope cannot be computed" for key, value in given.items()]
     return {"rope_theta": float(theta), "rope_scaling": scaling} if not faults else {}, faults
 
 
 def _plain(flat: dict) -> dict:
-    """Without keys that the layers do not read and overrides that override nothing."""
+    """Return the keys without those that no layer reads, and without overrides that change nothing."""
     groups = [flat.pop(f"router_groups.{i}", 1) for i in (0, 1)]
     if "router_groups" not in flat and "num_experts" in flat:
         flat["router_groups"] = ()
@@ -621,7 +625,7 @@ def _plain(flat: dict) -> dict:
 
 
 def _nested(flat: Mapping) -> dict:
-    """Tables of dotted keys; all tables are there, as what is not in them is decided, too."""
+    """Return the tables of dotted keys. All tables are present, because a key that is not in them is decided, too."""
     made = {table: {} for table in ("kinds", "linear", "latent", "multipliers")}
     for path, value in flat.items():
         *tables, last = path.split(".")
@@ -634,7 +638,7 @@ def _nested(flat: Mapping) -> dict:
 
 def _fault(theirs: str, value, word: Word) -> list[str]:
     if value is None:
-        return [f"{CONFIG}: {theirs} is not there; every family needs it"]
+        return [f"{CONFIG}: {theirs} is missing; every family needs it"]
     if word.path in FLAGS or word.choice:
         return [] if type(value) is bool else [f"{CONFIG}: {theirs}={_shown(value)} is not true or false"]
     if word.is_number:

@@ -1,7 +1,7 @@
-"""Keys of config.json that say the same setting, compared.
+"""Compares keys of config.json that have the same meaning.
 
-Equal ones are one setting. Where they differ, and transformers 5.24 has one rule for them, its choice is taken and
-told; else config.json is refused, with both keys. Which spelling a family reads is in `settings` and `families`.
+If they differ and transformers 5.24 has a rule for them, its choice is taken and reported; else config.json is refused,
+and the message has both keys. `settings` and `families` decide which of the keys a family reads.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from meshtrain.huggingface.families import Family
 
 CONFIG = "config.json"
-# Names of one number, of which a family knows several.
+# Groups of names for one number; a family may read several names of a group.
 NAMES = (("num_experts", "num_local_experts"), ("num_experts_per_tok", "experts_per_token", "num_experts_per_token"),
          ("first_k_dense_replace", "num_dense_layers"))
 # key -> key of linear_attn_config
@@ -26,19 +26,19 @@ EVERY_KEYS = ("full_attention_interval", "sliding_window_pattern", "_sliding_win
 LAYER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "M": "linear_attention",
                "*": "full_attention", "E": "moe", "-": "mlp"}
 EPSILONS = ("layer_norm_epsilon", "rms_norm_eps", "norm_eps")
-# Of positions in images, or said elsewhere.
+# Keys for positions in images, or for what other keys say.
 IDLE_ROPE_KEYS = ("mrope_section", "mrope_interleaved", "max_position_embeddings")
 BY_LAYER = ("full_attention", "sliding_attention")
 
 
 def compare(config: Mapping, family: Family) -> tuple[list[str], list[str]]:
-    """(faults, notes) of the settings of a text model."""
+    """Return (faults, notes) on the settings of a text model."""
     given = {key: value for key, value in config.items() if value is not None}
     pairs = [_named(given, names) for names in (*NAMES, *((key, alias) for alias, key in family.aliases.items()))]
     pairs += [*_nested_pairs(given), _named(given, EVERY_KEYS, _interval), _rotary(given, family), _blocks(given)]
     faults = [_differ(found) for found in pairs if len({_comparable(value) for _, value in found}) > 1]
-    faults += [f"{CONFIG}: {key}={_shown(given[key])} is no L…LG; only a pattern whose last layer alone sees all can "
-               f"be computed" for key in EVERY_KEYS if isinstance(given.get(key), str)
+    faults += [f"{CONFIG}: {key}={_shown(given[key])} is not L…LG; only a pattern in which just the last layer has "
+               f"full attention can be computed" for key in EVERY_KEYS if isinstance(given.get(key), str)
                and not re.fullmatch("L*G", given[key])]
     notes = [*_layers(given, family), *_epsilons(given, family)]
     if family.fixed["position"] == "rope":
@@ -48,24 +48,25 @@ def compare(config: Mapping, family: Family) -> tuple[list[str], list[str]]:
 
 
 def rope(config: Mapping, family: Family) -> tuple[Mapping, list[str], list[str]]:
-    """(the object that describes the rope, faults, notes): rope_scaling before rope_parameters, as transformers."""
+    """Return (the object that describes the rope, faults, notes). Like in transformers, rope_scaling precedes
+    rope_parameters."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     given = new or old or family.defaults.get("rope_parameters") or {}
     if old and not new and isinstance(given, dict) and family.defaults.get("rope_parameters") and not any(
             key in given for key in BY_LAYER):
-        return given, [f"{CONFIG}: rope_scaling={_shown(old)} does not say for which layers; give rope_parameters with "
-                       f"an object for each kind"], []
+        return given, [f"{CONFIG}: rope_scaling={_shown(old)} does not say for which layers it is; give "
+                       f"rope_parameters with an object for each kind of layer"], []
     if not all(isinstance(one, dict) for one in (new or {}, old or {})):
-        return given, [], []        # `settings` says what is wrong with it
+        return given, [], []        # `settings` reports the fault
     if new and old:
         theta = config.get("rope_theta") or family.defaults.get("rope_theta")
         ours, theirs = (_comparable_rope(one, theta) for one in (new, old))
-        both = f"{CONFIG}: rope_parameters={_shown(new)} and rope_scaling={_shown(old)} say different ropes"
+        both = f"{CONFIG}: rope_parameters={_shown(new)} and rope_scaling={_shown(old)} describe different ropes"
         if any(key in one for key in BY_LAYER for one in (new, old)) and ours != theirs:
-            return given, [f"{both} of layers of several kinds; take out the one that is not meant"], []
+            return given, [f"{both} for several kinds of layers; remove one of them"], []
         if ours.get("rope_theta") != theirs.get("rope_theta"):
-            return given, [f"{both}, the second with a rope_theta of {theirs.get('rope_theta')}; take out the one that "
-                           f"is not meant, or give both one rope_theta"], []
+            return given, [f"{both}, the second with a rope_theta of {theirs.get('rope_theta')}; remove one of them, "
+                           f"or give both the same rope_theta"], []
         if ours != theirs:
             told = [f"{both}; rope_scaling is taken, as transformers does"]
             return old, [], told + _within(old, config, family)
@@ -73,20 +74,21 @@ def rope(config: Mapping, family: Family) -> tuple[Mapping, list[str], list[str]
 
 
 def kind_of(given: Mapping) -> object:
-    """The type of one object of rope_parameters or rope_scaling, without the names of the first releases."""
+    """Return the type of one object of rope_parameters or rope_scaling. Names of transformers' first releases are
+    translated."""
     kind = given.get("rope_type", given.get("type", "default"))
     return "longrope" if kind == "su" or kind == "yarn" and "short_factor" in given else kind
 
 
 def original_length(given: Mapping, config: Mapping) -> object:
-    """original_max_position_embeddings of a rope; of longrope the key outside of it is the first, as in transformers.
-    """
+    """Return original_max_position_embeddings of a rope. For longrope the key outside the object precedes, as in
+    transformers."""
     name = "original_max_position_embeddings"
     return config[name] if kind_of(given) == "longrope" and config.get(name) is not None else given.get(name)
 
 
 def _within(given: Mapping, config: Mapping, family: Family) -> list[str]:
-    """Notes on keys inside the object of a rope that stand outside of it, too, and on its two names of a type."""
+    """Return notes on keys that are both inside and outside the object of a rope, and on its two names of a type."""
     whole = given.get("full_attention") if isinstance(given.get("full_attention"), dict) else given
     local = given.get("sliding_attention")
     found = [("rope_theta", whole, "rope_theta")]
@@ -124,7 +126,7 @@ def _interval(value):
 
 
 def _nested_pairs(given: Mapping):
-    """The pairs for settings that may also be in an object."""
+    """Yield groups of (key, value) for settings that may also be inside another object."""
     linear, layers = given.get("linear_attn_config"), given.get("per_layer_config")
     if isinstance(linear, dict):
         for key, inside in IN_LINEAR.items():
@@ -143,7 +145,7 @@ def _nested_pairs(given: Mapping):
 
 
 def of_linear(full: list, recurrent: list) -> list[str]:
-    """The layers of linear_attn_config, whose numbers begin with 1."""
+    """Return the types of the layers in linear_attn_config, whose numbers begin with 1."""
     return [("linear_attention", "full_attention")[i + 1 in full] for i in range(len(full + recurrent))]
 
 
@@ -153,7 +155,7 @@ def _blocks(given: Mapping) -> list[tuple[str, object]]:
 
 
 def rotated_share(config: Mapping, family: Family) -> float | None:
-    """rotary_dim as a share of a head; None without one."""
+    """Return rotary_dim as a share of the head size; None if there is no rotary_dim."""
     width = config.get("head_dim") or family.defaults.get("head_dim")
     if not width and all(type(config.get(key)) is int for key in ("hidden_size", "num_attention_heads")):
         width = config["hidden_size"] // max(config["num_attention_heads"], 1)
@@ -172,7 +174,7 @@ def _rotary(given: Mapping, family: Family) -> list[tuple[str, object]]:
 
 
 def _layers(given: Mapping, family: Family):
-    """Notes on layers that a list names and a rule counts."""
+    """Yield notes on layers where a list of types and an interval contradict each other."""
     names, usual, other = given.get("layer_types"), *(list(family.layers)[i] for i in (0, -1))
     for key in EVERY_KEYS:
         every = _interval(given.get(key))
@@ -198,11 +200,11 @@ def _epsilons(given: Mapping, family: Family):
 
 def _differ(found: list[tuple[str, object]]) -> str:
     said = " and ".join(f"{key}={_shown(value)}" for key, value in found)
-    return f"{CONFIG}: {said} are one setting; take out what is not meant"
+    return f"{CONFIG}: {said} are the same setting with different values; remove the wrong ones"
 
 
 def _comparable(value) -> object:
-    """Hashable; numbers that differ by rounding alone are equal."""
+    """Return a hashable value. Numbers that differ only by rounding have the same one."""
     if type(value) in (int, float) and math.isfinite(value):
         return float(f"{value:.9g}")
     return value if isinstance(value, (bool, str)) else json.dumps(value, sort_keys=True)

@@ -1,7 +1,7 @@
-"""The files of a folder's weights: which are read, and whether two of their tensors are equal.
+"""Finds the files of a folder's weights, and compares tensors in them.
 
-They are those of the index, which must be plain *.safetensors names in the folder (links are followed, as the hub's
-cache has them), or model.safetensors alone. Two whole sets are refused. Pickles are never opened.
+The files are those of the index, or model.safetensors alone. The index must have plain *.safetensors names in the
+folder; links are followed, as in the hub's cache. Two complete sets are refused. Pickles are never opened.
 """
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from meshtrain.storage import copies
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MOST_INDEX_BYTES = 100_000_000
 TOLD = 8        # faults of one kind reported individually
-CHUNK = 1 << 22     # numbers that are compared at a time
+CHUNK = 1 << 22     # numbers compared at a time
 
 
 def entries(directory: Path) -> tuple[dict[str, safetensors.Entry], list[str]]:
-    """(name -> entry of every tensor, notes). Raises: ValueError, a line for each fault."""
+    """Return (name -> entry of every tensor, notes). Raises: ValueError with a line for each fault."""
     index, notes = directory / INDEX, []
     weight_map = _weight_map(index) if os.path.lexists(index) else None
     files = sorted(set(weight_map.values())) if weight_map else [SINGLE]
     if weight_map and SINGLE not in files and _is_there(directory / SINGLE):
         if not (lacking := [file for file in files if not _is_there(directory / file)]):
-            raise ValueError(f"{SINGLE}, and {INDEX} with its {len(files)} files, are two sets of weights; take the "
-                             f"one away that is not meant (transformers reads {SINGLE})")
-        notes.append(f"{SINGLE} is read, and {INDEX} is not, of whose {len(files)} files {lacking[0]} is not there")
+            raise ValueError(f"{SINGLE}, and {INDEX} with its {len(files)} files, are two sets of weights; remove one "
+                             f"of them (transformers reads {SINGLE})")
+        notes.append(f"{SINGLE} is read instead of {INDEX}: of the {len(files)} files there, {lacking[0]} is missing")
         weight_map, files = None, [SINGLE]
     if not weight_map and not _is_there(directory / SINGLE):
         pickles = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        what = f"; {pickles[0]} is a pickle, which can run code when it is opened, and stays closed" if pickles else ""
+        what = f"; {pickles[0]} is a pickle, which is not opened, because it can run code" if pickles else ""
         raise ValueError(f"there is no {SINGLE} and no {INDEX}{what}; save the model as safetensors")
     found, faults = {}, []
     for file in files:
@@ -59,12 +59,12 @@ def entries(directory: Path) -> tuple[dict[str, safetensors.Entry], list[str]]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     if not files.is_file(index) or os.path.getsize(index) > MOST_INDEX_BYTES:
-        raise ValueError(f"{INDEX} is no file of an index's size")
-    text = files.attempted(index.read_bytes, f"{index} cannot be read", "let it be read")
+        raise ValueError(f"{INDEX} is not a file, or is larger than {MOST_INDEX_BYTES:,} bytes")
+    text = files.attempted(index.read_bytes, f"{index} cannot be read", "make it readable")
     weight_map = safetensors.parse_json(text, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(
             isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{INDEX} has no weight_map of names to files")
+        raise ValueError(f"{INDEX} has no weight_map, which maps names of tensors to files")
     for file in weight_map.values():
         if file != os.path.basename(file) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
             raise ValueError(f"{INDEX}: {file[:80]!r} is not the plain name of a .safetensors file next to it, so it "
@@ -73,7 +73,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def at_hand(directory: Path) -> bool:
-    """Whether the headers of a folder's weights can be read here."""
+    """Return whether the headers of a folder's weights can be read."""
     try:
         return bool(entries(directory))
     except ValueError:
@@ -81,12 +81,12 @@ def at_hand(directory: Path) -> bool:
 
 
 def are_equal(one: safetensors.Entry, other: safetensors.Entry) -> bool:
-    """Whether two tensors hold the same numbers; False for quantized ones, whose scales are tensors of their own. Reads
-    them as far as they agree. Raises: ValueError if they cannot be read."""
+    """Return whether two tensors hold the same numbers; False for quantized tensors, whose scales are separate. They
+    are read until they differ. Raises: ValueError if they cannot be read."""
     if one.shape != other.shape or not {one.dtype, other.dtype} <= safetensors.DTYPES.keys():
         return False
     stamps = [0 if copies.remote(entry.path) else os.stat(entry.path).st_mtime_ns for entry in (one, other)]
-    return files.attempted(lambda: _are_equal(one, other, *stamps), f"{one.path} cannot be read", "let it be read")
+    return files.attempted(lambda: _are_equal(one, other, *stamps), f"{one.path} cannot be read", "make it readable")
 
 
 @functools.lru_cache(maxsize=8)

@@ -95,8 +95,8 @@ def test_a_run_that_was_described_without_the_weights_is_refused_with_the_key(tm
 
 @pytest.mark.parametrize("shards, single, told", [
     (2, True, "are two sets of weights"), (2, False, ""), (0, False, "there is no such file"),
-    (0, True, "is not, of whose 2 files model-00001-of-00002.safetensors is not there"),
-    (1, True, "is not, of whose 2 files model-00002-of-00002.safetensors is not there")])
+    (0, True, "of the 2 files there, model-00001-of-00002.safetensors is missing"),
+    (1, True, "of the 2 files there, model-00002-of-00002.safetensors is missing")])
 def test_of_two_sets_of_weights_the_whole_one_is_read_and_two_are_refused(shards, single, told, tmp_path):
     home = copied(tmp_path)
     tensors = load_file(home / "model.safetensors")
@@ -149,7 +149,7 @@ PAIRS = [
      ("mixers", "WF")),
     ("gemma3_text", dict(sliding_window_pattern=2, _sliding_window_pattern=6), "!sliding_window_pattern=2 and "
      "_sliding_window_pattern=6", None),
-    ("exaone4", dict(sliding_window_pattern="LGLG"), "!is no L…LG", None),
+    ("exaone4", dict(sliding_window_pattern="LGLG"), "!is not L…LG", None),
     ("exaone4", dict(sliding_window_pattern="LLG"), "", ("mixers", "WWN")),
     ("smollm3", dict(no_rope_layers=[1, 1, 1, 1, 1, 0], no_rope_layer_interval=2), "no_rope_layers is taken",
      ("mixers", "FFFFFN")),
@@ -166,7 +166,7 @@ PAIRS = [
     ("gpt_oss", dict(num_experts_per_tok=2, experts_per_token=1), "!num_experts_per_tok=2 and experts_per_token=1",
      None),
     ("gemma2", dict(sliding_window=8, sliding_window_size=16), "!sliding_window=8 and sliding_window_size=16", None),
-    ("kimi_linear", dict(num_experts_per_token=1, num_experts_per_tok=2), "!are one setting", None),
+    ("kimi_linear", dict(num_experts_per_token=1, num_experts_per_tok=2), "!are the same setting", None),
     ("kimi_linear", dict(linear_head_dim=4, linear_attn_config={"head_dim": 8}),
      "!linear_head_dim=4 and linear_attn_config.head_dim=8", None),
     ("kimi_linear", dict(layer_types=["full_attention"] * 2, linear_attn_config={

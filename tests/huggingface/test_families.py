@@ -133,7 +133,7 @@ CHANGED = {
         "full_attention": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "llama_4_scaling_beta=0.1"),
     "another clamp": ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit=9.0"),
-    "which layers are dense": ("qwen3_next", {"mlp_only_layers": 3}, "which layers have experts is not said"),
+    "which layers are dense": ("qwen3_next", {"mlp_only_layers": 3}, "do not say which layers have experts"),
 }
 
 

@@ -199,7 +199,7 @@ def test_what_the_bucket_refuses_at_the_end_is_an_error(mirrored, server):
 
 def refused_at_the_end(mirrored, server) -> None:
     """The bucket does not get more rows, nor a new file."""
-    with pytest.raises(files.FileSystemError, match="the next start on this host sends it"):
+    with pytest.raises(files.FileSystemError, match="the next start on this host sends them"):
         with mirrored():
             server.faults += [Fault("/run/", 10**6, 403)]
             (mirrored.here / "rows").write_text("rows and more")
