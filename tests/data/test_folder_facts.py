@@ -141,7 +141,7 @@ PAIRS = [
      ("rope_scaling.original_max_position_embeddings", 200)),
     ("gemma3_text", dict(rope_parameters=NESTED, rope_local_base_freq=7.0, layer_types=["sliding_attention"] * 6),
      "rope_local_base_freq=7.0 and rope_theta=10000.0 inside", ("kinds.W.rope_theta", 1e4)),
-    ("gemma3_text", dict(rope_parameters=NESTED, rope_scaling=LINEAR), "!of layers of several kinds", None),
+    ("gemma3_text", dict(rope_parameters=NESTED, rope_scaling=LINEAR), "!for several kinds of layers", None),
     ("gemma4_text", dict(rope_scaling=LINEAR), "!does not say for which layers", None),
     ("gemma3_text", dict(layer_types=["full_attention"] * 6, sliding_window_pattern=2),
      "layer_types names other layers than sliding_window_pattern=2", ("mixers", "F")),
