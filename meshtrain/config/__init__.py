@@ -1,4 +1,5 @@
-"""The run file: sections, checks across keys, error messages, command lines. Knows no jax and no model."""
+"""The run file: sections, checks across keys, error messages, command lines. This package imports no jax and no model.
+"""
 
 from meshtrain.config.checks import SIZE_KEYS, is_address, mesh_sizes, notes, problems
 from meshtrain.config.command_line import Command, Arguments, Option, number, one_of, whole

@@ -1,4 +1,4 @@
-"""Checks across the keys of a run file, done before anything is started."""
+"""Checks across the keys of a run file, run before anything is started."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.
              "head_dim": "model.head_dim", "mlp": "model.mlp_dim", "vocab": "model.vocab_size (padded to 256)",
              "layers": "model.num_layers", "expert": "model.num_experts", "expert_embed": "model.embed_dim",
              "expert_mlp": "model.expert_mlp_dim"}
-FIELD_SOURCES = ("jsonl", "parquet", "arrow")     # whose documents have a text in data.field
+FIELD_SOURCES = ("jsonl", "parquet", "arrow")     # sources whose documents have their text in data.field
 BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
 
 def problems(run: Run) -> list[str]:
-    """Messages about keys that contradict each other or the files they name; empty if the run is valid."""
+    """Return messages about keys that contradict each other or the files they name; empty if the run is valid."""
     return [*_text_problems(run), *_address_problems(run), *_run_problems(run), *_mesh_problems(run),
             *_model_problems(run), *_expert_problems(run), *_data_problems(run),
             *_training_problems(run), *_clip_problems(run), *_lora_problems(run), *_preference_problems(run),
@@ -49,7 +49,7 @@ def _strings(value):
 
 
 def _text_problems(run: Run):
-    """Text that UTF-8 cannot encode, paths that this locale cannot encode, unknown home directories."""
+    """Report text that UTF-8 cannot encode, paths that this locale cannot encode, and unknown home directories."""
     for section, table in run:
         for key, value in table:
             name = f"{section}.{key}"
@@ -57,7 +57,7 @@ def _text_problems(run: Run):
                 try:
                     text.encode()
                 except UnicodeEncodeError:
-                    yield (f"{name}={ascii(text)} is not UTF-8, as config.toml is; rename what it names, or reach it "
+                    yield (f"{name}={ascii(text)} is not UTF-8, but config.toml must be; rename the file, or name it "
                            f"by a link or a glob"
                            if sys.getfilesystemencoding() == "utf-8" else
                            f"{name}={ascii(text)} is not text in this locale ({sys.getfilesystemencoding()}); set "
@@ -84,14 +84,14 @@ PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "da
          "data.cache", "checkpoint.init_from", "checkpoint.local_dir", "rl.rules")
 
 
-# Keys that may name files at addresses, and those that name directories which are written.
+# READ: keys that may name files at addresses. WRITTEN: keys that name directories to which the run writes.
 READ = ("run.dir", "data.paths", "data.validation_paths", "data.mixture", "data.validation_sources", "data.tokenizer",
         "data.chat_template", "checkpoint.init_from")
 WRITTEN = ("data.cache", "checkpoint.local_dir")
 
 
 def _address_problems(run: Run):
-    """Addresses of no known form, with secrets, or where a directory is needed."""
+    """Report addresses of an unknown form, addresses with secrets, and addresses where a directory is needed."""
     for section, table in run:
         for key, value in table:
             name = f"{section}.{key}"
@@ -146,7 +146,7 @@ def _run_problems(run: Run):
             yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has "
                    f"no optimizer's state; leave init_optimizer out")
     elif not os.path.isdir(source):
-        if Path(source).parts[:1] == ("runs",):     # one that is still to be made; train looks for its checkpoint
+        if Path(source).parts[:1] == ("runs",):     # may not exist yet; train looks for its checkpoint
             return
         yield (f"checkpoint.init_from={toml(source)} is not a directory; give the run.dir or the model folder to "
                f"start from")
@@ -173,7 +173,7 @@ def _mesh_problems(run: Run):
     if sorted(mesh.placement) != sorted(AXES):
         yield f"mesh.placement={toml(mesh.placement)} must name each axis once; use e.g. {toml(Mesh().placement)}"
     rules = run.sharding.rules
-    if not os.path.isfile(rules):      # of a name that no system can have: False
+    if not os.path.isfile(rules):      # False also for a name that no file system allows
         known = names("sharding_rules")
         near = difflib.get_close_matches(Path(rules).stem, known, n=1)
         remedy = f"did you mean sharding_rules/{near[0]}.toml?" if near else f"shipped are {join(known, 'and')}"
@@ -195,7 +195,7 @@ def _model_problems(run: Run):
 
 
 def _kind_keys(letter: str) -> set[str]:
-    """The keys of model.kinds that layers of a mixer read."""
+    """Return the keys of model.kinds that layers of a mixer read."""
     heads = set(MixerKeys.model_fields) - {"norm_placement", "window", "rope_theta", "rope_scaling"}
     return {"norm_placement"} | (heads if letter in pattern.ATTENTION else set()) | (
         {"window"} if letter in pattern.WINDOWED else set()) | (
@@ -203,7 +203,7 @@ def _kind_keys(letter: str) -> set[str]:
 
 
 def _layer_problems(model):
-    """Faults of the layers' patterns and of what their mixers need."""
+    """Report faults of the layers' patterns and of the keys that their mixers read."""
     known = {"mixers": MIXERS, "mlps": MLPS}
     for key, letters in known.items():
         given = getattr(model, key)
@@ -251,7 +251,7 @@ def _layer_problems(model):
 
 
 def _head_problems(model, cfg, of: str):
-    """cfg: the keys of one mixer; of: its name, for messages."""
+    """Report faults of the heads of one mixer. cfg: its section; of: its name, for messages."""
     if cfg.num_heads % cfg.num_kv_heads:
         divisors = [n for n in range(1, min(cfg.num_heads, 1024) + 1) if cfg.num_heads % n == 0]
         yield (f"{of}model.num_kv_heads={cfg.num_kv_heads} does not divide model.num_heads={cfg.num_heads}; use "
@@ -264,11 +264,12 @@ def _head_problems(model, cfg, of: str):
         yield (f"{of}model.num_kv_heads={cfg.num_kv_heads}: with model.latent every query head has its own keys and "
                f"values; leave it out")
     if latent.kv_dim and not 0 < latent.rope_dim < cfg.head_dim:
-        yield (f"{of}model.latent.rope_dim={latent.rope_dim} is a part of model.head_dim={cfg.head_dim}; use e.g. "
+        yield (f"{of}model.latent.rope_dim={latent.rope_dim} must be above 0 and below model.head_dim={cfg.head_dim}; "
+               f"use e.g. "
                f"{max(2, cfg.head_dim // 6 * 2)}")
     beside = ("qk_norm", "attention_gate", "attention_sinks", "tie_values")
     if latent.kv_dim and (given := [key for key in beside if getattr(cfg, key) not in ("off", False)]):
-        yield (f"{of}model.latent={toml(latent)} has no {join((f'model.{key}' for key in given), 'and')}; leave "
+        yield (f"{of}model.latent={toml(latent)} excludes {join((f'model.{key}' for key in given), 'and')}; leave "
                f"{'it' if len(given) == 1 else 'them'} out")
     if cfg.tie_values and cfg.qk_norm == "all_heads":
         yield f'{of}model.tie_values=true needs model.qk_norm="off", "head" or "head_and_values"'
@@ -280,8 +281,8 @@ def _recurrent_problems(model, letters):
         yield (f"{named} without heads; give model.linear, e.g. "
                f"{{key_heads = 2, value_heads = 4, key_dim = 64, value_dim = 64}}")
     elif linear.value_heads % linear.key_heads or "K" in letters and linear.value_heads != linear.key_heads:
-        yield (f"{named} with model.linear.key_heads={linear.key_heads} and value_heads={linear.value_heads}; value "
-               f"heads are a multiple of key heads, and of K as many")
+        yield (f"{named} with model.linear.key_heads={linear.key_heads} and value_heads={linear.value_heads}; use "
+               f"a multiple of key_heads as value_heads, and the same number with K")
 
 
 EXPERT_KEYS = ("experts_per_token", "expert_mlp_dim", "shared_expert_dim", "shared_expert_gate",
@@ -308,14 +309,14 @@ def _expert_problems(run: Run):
     if model.shared_expert_gate and not model.shared_expert_dim:
         yield "model.shared_expert_gate=true: there is no shared MLP; give model.shared_expert_dim, or leave it out"
     if run.experts.bias_rate and model.router_bias == "logits":
-        yield (f'experts.bias_rate={run.experts.bias_rate} moves biases that take part in the choice alone, and '
-               f'model.router_bias="logits"; leave one out')
+        yield (f'experts.bias_rate={run.experts.bias_rate} moves biases that affect only the choice, but '
+               f'model.router_bias="logits" has none; leave one out')
     if run.experts.bias_rule != "sign" and not run.experts.bias_rate:
         yield (f'experts.bias_rule="{run.experts.bias_rule}": no bias moves with experts.bias_rate=0; give it, e.g. '
                f'0.02, or leave this out')
     if source := folder.is_one(run.checkpoint.init_from) and run.checkpoint.init_from:
         if run.experts.bias_rate and not _has_choice_bias(source):
-            yield (f"experts.bias_rate={run.experts.bias_rate} moves biases of the routers, and "
+            yield (f"experts.bias_rate={run.experts.bias_rate} moves biases of the routers, but "
                    f"checkpoint.init_from={toml(source)}, a model folder, has none; leave it out")
     if run.experts.bias_warmup and not run.experts.bias_rate:
         yield (f"experts.bias_warmup={run.experts.bias_warmup}: no bias moves with experts.bias_rate=0; give it, e.g. "
@@ -324,12 +325,15 @@ def _expert_problems(run: Run):
         yield (f"experts.bias_warmup={run.experts.bias_warmup}: biases are frozen with lora.rank={run.lora.rank}; "
                f"leave it out")
     if run.experts.bias_warmup and run.checkpoint.init_optimizer:
-        yield (f"experts.bias_warmup={run.experts.bias_warmup} begins with a fresh optimizer, and "
-               f"checkpoint.init_optimizer=true with another run's; leave one out")
+        yield (f"experts.bias_warmup={run.experts.bias_warmup} starts with a fresh optimizer, but "
+               f"checkpoint.init_optimizer=true loads another run's; leave one out")
 
 
 def _has_choice_bias(source: str) -> bool:
-    """Whether a model folder's routers have biases of the choice; one that cannot be read is reported elsewhere."""
+    """Return whether a model folder's routers have biases of the choice.
+
+    True if the folder cannot be read, which is reported elsewhere.
+    """
     try:
         return folder.settings_of(folder.local(source)).get("router_bias") == "choice"
     except ValueError:
@@ -350,12 +354,12 @@ def _group_problems(model):
 
 
 def _reads_bytes(run: Run) -> bool:
-    sources = {one.source for one in run.data.mixture or [run.data]}       # "": unknown, a mistake of its own
+    sources = {one.source for one in run.data.mixture or [run.data]}       # "": unknown, which another check reports
     return run.data.tokenizer == "bytes" and not sources <= {"tokens", ""}
 
 
 def notes(run: Run) -> list[str]:
-    """Warnings about valid settings that are rarely intended, logged once before the run starts."""
+    """Return warnings about valid settings that are rarely intended. They are logged once before the run starts."""
     found = layouts.notes(run) + unused.messages(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "training", "optimizer")):
         found.append("the run file has no key of [model], [training] and [optimizer]: the run trains the default model")
@@ -423,20 +427,20 @@ def _data_problems(run: Run):
 
 
 def missing_data(run: Run) -> list[str]:
-    """The message for a run to train that names no data, which a trained model needs not."""
+    """Return the message for a run to train that names no data. A trained model needs no data."""
     return [] if run.data.source or run.data.paths else [_source_problem("data", run.data)]
 
 
 def _source_problem(where: str, one: Data | Component) -> str:
-    """The message for a source that neither its key nor the suffixes of its files name."""
+    """Return the message for a source that neither its key nor the suffixes of its files name."""
     known = choices(type(one).model_fields["source"])
     if not one.paths:
         return (f'{where}.paths names no files; give some, e.g. ["data/*.jsonl"], or {where}.source="stdlib", which is '
                 f"Python's own library")
     several = {source_of((path,)) for path in one.paths} - {""}
     if len(several) > 1:
-        return (f"{where}.paths={toml(one.paths)} are files of {join(sorted(several), 'and')}, and a source is of one "
-                f"kind; make each a table of data.mixture")
+        return (f"{where}.paths={toml(one.paths)} have several formats ({join(sorted(several), 'and')}), but a source "
+                f"has one; make each format a table of data.mixture")
     return (f"{where}.paths={toml(one.paths)} has no suffix of a known format; give {where}.source, one of "
             f"{join(map(toml, [name for name in known if name not in ('stdlib', 'mixture')]), 'and')}")
 
@@ -448,8 +452,8 @@ def _preference_problems(run: Run):
         yield (f'training.objective="dpo" trains on pairs of answers, but data.source={toml(data.source)} has none; '
                f'use data.source="preferences"')
     if training.dpo_beta != type(training).model_fields["dpo_beta"].default and not dpo:
-        yield (f'training.dpo_beta={training.dpo_beta} has no use with training.objective={toml(training.objective)}; '
-               f'use "dpo", or leave it out')
+        yield (f'training.dpo_beta={training.dpo_beta} has no effect with '
+               f'training.objective={toml(training.objective)}; use "dpo", or leave it out')
     if dpo and training.z_loss:
         yield f'training.z_loss={training.z_loss} is not part of training.objective="dpo"; use 0'
     if not pairs:
@@ -459,8 +463,8 @@ def _preference_problems(run: Run):
                'leave it out')
     for key in ("skip_batches", "validation_paths", "validation_sources"):
         if getattr(data, key) != Data.model_fields[key].default:
-            yield (f'data.{key}={toml(getattr(data, key))} is not read by data.source="preferences", a pair a '
-                   f'sequence; leave it out')
+            yield (f'data.{key}={toml(getattr(data, key))} is not read by data.source="preferences", which '
+                   f'makes a sequence of each pair; leave it out')
 
 
 def _rl_problems(run: Run):
@@ -573,12 +577,12 @@ def _lora_problems(run: Run):
     if not lora.rank and lora.export == "adapters":
         yield 'lora.export="adapters" needs adapters, but lora.rank=0; set a rank, or leave it out'
     if not lora.rank and lora.targets:
-        yield (f"lora.targets={toml(lora.targets)} has no use with lora.rank=0, which trains the whole model; give a "
-               f"rank, e.g. 16, or leave the targets out")
+        yield (f"lora.targets={toml(lora.targets)} has no effect with lora.rank=0, which trains the whole model; "
+               f"give a rank, e.g. 16, or leave the targets out")
 
 
 def is_address(text: str) -> bool:
-    """Whether text is HOST:PORT; an IPv6 address is in brackets."""
+    """Return whether text is HOST:PORT. An IPv6 address must be in brackets."""
     port = re.fullmatch(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", text)
     return bool(port) and 0 < int(port[1]) < 65536
 
@@ -611,10 +615,10 @@ def _metrics_problems(run: Run):
 
 def mesh_sizes(run: Run, device_count: int, enough: str = "mesh.simulated_devices={} to try it on the CPU") -> dict[
         str, int]:
-    """The size of every axis on `device_count` devices, -1 resolved. enough: remedy of the message, {} the devices
-    needed.
+    """Return the size of every axis on `device_count` devices, with -1 resolved.
 
-    Raises: ConfigError if the mesh does not fill the devices.
+    enough: remedy of the message, where {} is the number of devices that the mesh needs. Raises: ConfigError if the
+    mesh does not fill the devices.
     """
     sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
     product = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "a mesh of 1"

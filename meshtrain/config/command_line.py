@@ -1,4 +1,4 @@
-"""Command lines: each command and launcher declares a table of options and may also take keys of a run file."""
+"""Command lines: each command and launcher declares a table of options, and may also accept keys of a run file."""
 from __future__ import annotations
 
 import dataclasses
@@ -18,9 +18,9 @@ MOST = 1 << 40
 class Option:
     """One option of a command.
 
-    value: placeholder of its value in the usage; "" is a flag. example: a value, for messages. parse: text → value;
-    raises ValueError, whose text follows `--name text` in the message. many: may be repeated; the value is a list.
-    required: the reason why it must be given.
+    value: placeholder of its value in the usage; "" is a flag. example: a value, for messages. parse: text → value; it
+    raises ValueError, whose text follows `--name text` in the message. many: the option may be repeated, and its value
+    is a list. required: the reason why the option must be given; "" if it is optional.
     """
     help: str
     value: str = ""
@@ -32,7 +32,7 @@ class Option:
 
 
 def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
-    """A parser for whole numbers from `least` to `most`."""
+    """Return a parser for whole numbers from `least` to `most`."""
     def parse(text: str) -> int:
         if not text.isdecimal() or not least <= int(text[:20]) <= most:
             span = f"from {least} to {most}" if most < MOST else f"of at least {least}"
@@ -42,7 +42,10 @@ def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
 
 
 def number(what: str, least: float = 0, most: float = 1e18, positive: bool = False) -> Callable[[str], float]:
-    """A parser for numbers from `least` to `most`, above 0 if `positive`. what: the expected value, for the message."""
+    """Return a parser for numbers from `least` to `most`, above 0 if `positive`.
+
+    what: the expected value, for the message.
+    """
     def parse(text: str) -> float:
         try:
             value = float(text)
@@ -55,7 +58,7 @@ def number(what: str, least: float = 0, most: float = 1e18, positive: bool = Fal
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """A parser that accepts these names."""
+    """Return a parser that accepts these names."""
     def parse(text: str) -> str:
         if text not in names:
             raise ValueError(f"is unknown; use one of {', '.join(names)}")
@@ -67,9 +70,9 @@ def one_of(*names: str) -> Callable[[str], str]:
 class Arguments:
     """A parsed command line.
 
-    values: of all options, with defaults. given: the options on the command line. names: positional arguments.
-    keys: `--section.key value …`, for `config.load` and `config.resolve`. run: a launcher's arguments after --. words:
-    all, as they were given.
+    values: of all options, with defaults. given: the options on the command line. names: positional arguments. keys:
+    `--section.key value …`, for `config.load` and `config.resolve`. run: a launcher's arguments after --. words: all
+    arguments, unchanged.
     """
     values: dict[str, object]
     given: set[str] = dataclasses.field(default_factory=set)
@@ -89,8 +92,8 @@ class Arguments:
 class Command:
     """A command line: python -m `module` `places` [options] [--section.key value ...].
 
-    places: usage of the positional arguments, e.g. "RUN_DIR"; num_places: their minimum and maximum number. keys:
-    whether it takes keys of a run file. A launcher takes a run file and keys after --.
+    places: usage of the positional arguments, e.g. "RUN_DIR". num_places: their minimum and maximum number. keys:
+    whether the command accepts keys of a run file. launcher: whether it accepts a run file and keys after --.
     """
     module: str
     options: Mapping[str, Option]
@@ -107,7 +110,7 @@ class Command:
         return " ".join(filter(None, [f"python -m {self.module}", self.places, *words, end]))
 
     def help(self, about: str) -> str:
-        """The text of --help. about: the docstring of the command's module."""
+        """Return the text of --help. about: the docstring of the command's module."""
         lines = [*textwrap.wrap(f"usage: {self.usage}", 120, subsequent_indent=" " * 7, break_on_hyphens=False),
                  "", inspect.cleandoc(about), ""]
         for name, option in self.options.items():
@@ -120,8 +123,10 @@ class Command:
         return "\n".join(lines)
 
     def read(self, argv: Sequence[str]) -> Arguments:
-        """Parse `argv`. A value that begins with two dashes needs `--name=value`. Raises: ConfigError with every
-        fault."""
+        """Parse `argv`. A value that begins with two dashes must be written as `--name=value`.
+
+        Raises: ConfigError with every fault.
+        """
         words, faults, texts = [str(word) for word in argv], [], {}
         given = Arguments({name: [] if option.many else option.default for name, option in self.options.items()},
                           words=tuple(words))
@@ -169,8 +174,8 @@ class Command:
                 faults.append(f"--{name} is missing: {option.required}; add e.g. --{name} {option.example}")
         least, most = self.num_places
         if not faults and not least <= len(given.names) <= most:
-            faults.append(f"{len(given.names)} names are given ({', '.join(given.names)}), where {self.places} is "
-                          f"asked for; {self._see}" if given.names else
+            faults.append(f"{len(given.names)} names are given ({', '.join(given.names)}), but the command takes "
+                          f"{self.places}; {self._see}" if given.names else
                           f"{self.places.partition(' [')[0]} is missing; {self._see}")
         if faults:
             raise ConfigError(*faults)
@@ -178,9 +183,10 @@ class Command:
         return given
 
     def of(self, names: Sequence[str], options: Mapping[str, object], keys: Sequence[str] = ()) -> Arguments:
-        """The arguments of a call in Python. options: values by name, with _ for -; None: not given; a list repeats.
+        """Return the arguments of a call in Python.
 
-        keys: as of `Arguments`. Raises: ConfigError with every fault, told as Python.
+        options: values by name, with _ for -. None means that the option is not given. A list repeats the option. keys:
+        those of `Arguments`. Raises: ConfigError with every fault, in Python's syntax.
         """
         known = {name.replace("-", "_"): name for name, option in self.options.items() if option.value}
         given = Arguments({name: [] if option.many else option.default for name, option in self.options.items()},

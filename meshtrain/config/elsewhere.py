@@ -1,8 +1,10 @@
-"""The names of our keys in other trainers, for messages: the words of Megatron-LM, torchtitan, MaxText, transformers
-and nanoGPT. None of them is read."""
+"""The names that other trainers have for our keys, for messages.
+
+The trainers are Megatron-LM, torchtitan, MaxText, transformers and nanoGPT. A run file cannot use these names.
+"""
 from __future__ import annotations
 
-# section.key: the words for it, with underscores
+# section.key: the other names for it, with underscores
 WORDS = {
     "run.dir": "output_dir dump_folder base_output_directory save out_dir save_dir",
     "run.name": "run_name job_name exp_name experiment",
@@ -59,7 +61,7 @@ WORDS = {
     "metrics.every": "log_interval log_freq logging_steps log_period",
     "metrics.wandb": "wandb_project enable_wandb", "metrics.tensorboard": "tensorboard_dir enable_tensorboard",
 }
-# options that other trainers have: what serves for them here
+# options of other trainers: the command that replaces each here
 OPTIONS = {
     "dry_run": "to test a run file without training: python -m meshtrain.check RUN.toml",
     "validate": "to test a run file without training: python -m meshtrain.check RUN.toml",
@@ -70,5 +72,5 @@ _KEYS = {word: key for key, words in WORDS.items() for word in words.split()}
 
 
 def find_key(word: str) -> str:
-    """Our section.key for another trainer's word, however it writes dashes and capitals; "" if it is none."""
+    """Return our section.key for another trainer's name, whatever its dashes and capitals; "" if there is none."""
     return _KEYS.get(word.lower().replace("-", "_").rpartition(".")[2], "")

@@ -1,4 +1,4 @@
-"""Settings as Python gives them, turned into words of a command line; their mistakes are told as Python."""
+"""Turns settings from Python into arguments of a command line. Messages show the settings in Python's syntax."""
 from __future__ import annotations
 
 import os
@@ -10,10 +10,10 @@ EXAMPLE = '{"model.num_layers": 2} or {"model": {"num_layers": 2}}'
 
 
 def words(settings: typing.Mapping[str, object]) -> list[str]:
-    """Settings as `--section.key=value`, for `load`.
+    """Return the settings as `--section.key=value`, for `load`.
 
     settings: keys of a run file, "section.key", or a dict for each section. A list of strings may be given as one
-    string. Raises: ConfigError with every fault that is one of Python; `load` finds those of the run file.
+    string. Raises: ConfigError with every fault of the Python values. `load` finds the faults of the run file.
     """
     if not isinstance(settings, typing.Mapping):
         raise ConfigError(f"settings={_short(settings)} is not a dict; write e.g. {EXAMPLE}")
@@ -29,7 +29,7 @@ def words(settings: typing.Mapping[str, object]) -> list[str]:
 
 
 def _flat(settings: typing.Mapping, faults: list[str]) -> typing.Iterator[tuple[str, object]]:
-    """Each ("section.key", value); other names go to faults."""
+    """Yield each ("section.key", value). Other names are added to faults."""
     for name, value in settings.items():
         if isinstance(name, str) and "." not in name and isinstance(value, typing.Mapping):
             inner = {f"{name}.{key}": one for key, one in value.items()}
@@ -55,12 +55,12 @@ def _first_key(section: str) -> str:
 
 
 def _text(name: str, value: object, faults: list[str]) -> str:
-    """The value as the command line has it: of string keys as it is, else TOML."""
+    """Return the value as text for the command line: unchanged for string keys, else as TOML."""
     section, key = name.split(".")
     field = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
     value = _plain(value)
     if value is None:
-        faults.append(f"{name}=None: leave it out, and it has its default")
+        faults.append(f"{name}=None is not a value; leave the key out to use its default")
     if isinstance(value, str):
         if field is None or kind_of(field) in ("string", "choice"):
             return value
@@ -74,7 +74,7 @@ def _is_list_of_strings(field) -> bool:
 
 
 def _plain(value: object) -> object:
-    """The value without numpy, jax and paths."""
+    """Return the value with numpy arrays, jax arrays and paths converted to plain Python."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):

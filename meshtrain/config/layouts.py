@@ -1,7 +1,7 @@
-"""The mesh and the rule file of a run that names neither: all devices on fsdp, by zero3.
+"""The mesh and the rule file of a run that sets neither: all devices on fsdp, by zero3.
 
-That holds on GPUs, also on those of a topology, and on simulated devices, which stand for them: a run that is tried on
-them is the run of the pod. On one device nothing is split, and the run keeps its rules.
+This applies to GPUs, to the GPUs of a topology, and to simulated devices, so that a run on simulated devices has the
+same layout as on the pod. On one device nothing is sharded, and the run keeps its rules.
 """
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RULES = "zero3"
 
 
 def names_axis(run: Run) -> bool:
-    """Whether the run gives the size of an axis of the mesh."""
+    """Return whether the run sets the size of a mesh axis."""
     return any(axis in run.mesh.model_fields_set for axis in AXES)
 
 
 def on_devices(run: Run, num_devices: int) -> Run:
-    """The run with the layout that it leaves open."""
+    """Return the run with the mesh and the rules that it does not set."""
     if names_axis(run) or run.mesh.fsdp != -1:
         return run
     mesh, sharding = filled(run.mesh.model_copy(), fsdp=num_devices), run.sharding
@@ -30,7 +30,7 @@ def on_devices(run: Run, num_devices: int) -> Run:
 
 
 def notes(run: Run) -> list[str]:
-    """The line that tells what `on_devices` has chosen."""
+    """Return the line that reports the choice of `on_devices`; empty if it chose nothing."""
     if names_axis(run) or run.mesh.fsdp <= 1:
         return []
     if "rules" in run.sharding.model_fields_set:

@@ -18,12 +18,12 @@ from meshtrain.config.sections import Component, Run
 from meshtrain.storage.addresses import Refused
 
 SECTIONS = {name: field.annotation for name, field in Run.model_fields.items()}
-# The number of this start, from 0, by the launcher that made it.
+# The number of this start, counted from 0. The launcher that started the process sets the variable.
 STARTS = ("MESHTRAIN_START", "SLURM_RESTART_COUNT")
 
 
 class ConfigError(ValueError):
-    """Every fault of a run. messages: one line for each."""
+    """All faults of a run. messages: one line for each fault."""
 
     def __init__(self, *messages: str):
         self.messages = list(messages)
@@ -35,7 +35,10 @@ _at_restart = contextvars.ContextVar("at_restart", default=False)
 
 @contextlib.contextmanager
 def restarting(restart: bool = True) -> Iterator[None]:
-    """Context: what is done here belongs to a restart by a launcher, or, by STARTS, this whole process does."""
+    """Context in which all work belongs to a restart by a launcher.
+
+    With STARTS set, the whole process belongs to a restart.
+    """
     token = _at_restart.set(restart)
     try:
         yield
@@ -45,8 +48,11 @@ def restarting(restart: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def user_errors(prefix: str = ""):
-    """Turn a ValueError raised inside into a ConfigError with one message per line. At a restart credentials that are
-    refused have worked before: they have expired, and are no mistake in the run file but a FileSystemError."""
+    """Turn a ValueError raised inside into a ConfigError with one message per line.
+
+    At a restart, credentials that are refused have worked before. They have expired, so a FileSystemError is raised
+    instead: the run file has no mistake.
+    """
     try:
         yield
     except ConfigError:
@@ -60,7 +66,7 @@ def user_errors(prefix: str = ""):
 
 
 def type_of(field):
-    """The type of a key, of one that may be left out without the None."""
+    """Return the type of a key. For an optional key it is the type without None."""
     of = typing.get_args(field.annotation)
     return of[0] if type(None) in of and len(of) == 2 else field.annotation
 
@@ -73,7 +79,7 @@ def kind_of(field) -> str:
 
 
 def choices(field) -> list[str]:
-    """The values of a choice that a user may name."""
+    """Return the values of a choice that a user may name."""
     return [known for known in typing.get_args(field.annotation) if known]
 
 
@@ -138,7 +144,7 @@ def unknown_section(name: str, value) -> str:
 
 
 def keys_of(word: str) -> list[str]:
-    """Each section.key whose key is the word, or for which other trainers have it."""
+    """Return each section.key whose key is `word`, or the key that other trainers call `word`."""
     homes = [f"{section}.{word}" for section, cls in SECTIONS.items() if word in cls.model_fields]
     return homes or [key for key in [find_key(word)] if key]
 
@@ -158,7 +164,7 @@ def join(names, word: str) -> str:
 
 
 def toml(value) -> str:
-    """Format a value as TOML. JSON and TOML escape strings alike, except for DEL."""
+    """Format a value as TOML. JSON and TOML escape strings in the same way, except for DEL."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

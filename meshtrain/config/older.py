@@ -16,8 +16,10 @@ TIMEOUTS = ("compile_timeout_s", "restore_timeout_s", "save_timeout_s")
 
 
 def translated(tables: Mapping, saved: bool = False) -> dict:
-    """Section -> key -> value in this version's keys. saved: the tables are a checkpoint's, and removed keys are
-    dropped whatever their value."""
+    """Return Section -> key -> value in this version's keys.
+
+    saved: the tables are those of a checkpoint, and removed keys are dropped whatever their value.
+    """
     made = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
     for name, keys in GONE.items():
         for key, value in keys.items() if isinstance(made.get(name), dict) else ():
@@ -57,12 +59,12 @@ def _model(table: dict) -> None:
 
 
 def _layers(table: dict) -> None:
-    """Keys for which `mixers`, `mlps`, `kinds` and `multipliers` stand now."""
+    """Translate the keys that `mixers`, `mlps`, `kinds` and `multipliers` replace."""
     every, dense = table.get("global_every"), table.get("first_dense_layers")
     if type(every) is int and every >= 0:
         del table["global_every"]
         if every == 1:
-            table.pop("window", None)       # no layer had it
+            table.pop("window", None)       # no layer had a window
         if every > 1:
             table["mixers"] = "W" * (every - 1) + "F"
     if type(dense) is int and dense >= 0:

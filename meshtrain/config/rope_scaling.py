@@ -11,7 +11,7 @@ KEYS = tuple(RopeScaling.model_fields)[1:]
 
 
 def problems(cfg: Model) -> Iterator[str]:
-    """The faults of the [model] section's ropes, including those of its kinds."""
+    """Return the faults of the ropes of the [model] section, including those of model.kinds."""
     sections = pattern.rotated(cfg)
     faults = [fault for section in (sections or {"": cfg}).values() for fault in _of_scaling(section.rope_scaling)]
     for mixer, section in sections.items():
@@ -50,5 +50,5 @@ def _of_width(cfg: Model, key: str) -> Iterator[str]:
     for name in ("short_factor", "long_factor"):
         factors = getattr(rope, name)
         if rope.rope_type == "longrope" and (len(factors) != dims // 2 or min(factors, default=1) <= 0):
-            yield (f"model.rope_scaling.{name} has {len(factors)} numbers, and longrope divides {dims // 2} "
-                   f"frequencies; give as many, all above 0")
+            yield (f"model.rope_scaling.{name} has {len(factors)} numbers, but longrope divides {dims // 2} "
+                   f"frequencies; give that many numbers, all above 0")

@@ -1,7 +1,7 @@
 """Reads and writes run files: TOML and `--section.key value` become one frozen `Run`.
 
 `load` collects every fault (unknown names, types, ranges, contradicting keys) and raises once. `dump` writes a run as a
-file that needs no preset. Whether the layout fits its rule file is checked in `assembly`, which knows the rules.
+file that needs no preset. `assembly`, which knows the rules, checks whether the layout fits its rule file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshtrain.storage.addresses import StorageError
 QUICKSTART = shipped("configs/quickstart.toml")
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
 EXTENDS = "run.extends"
-MOST_BYTES = 1 << 24  # limit of a run file's size: /dev/zero has no end
+MOST_BYTES = 1 << 24  # limit of a run file's size; /dev/zero, for example, never ends
 NOT_SHAPE = ("_dtype", "_dropout")  # suffixes of model keys that presets do not set
 ENGINES = ("attention", "mlp")      # keys of [model] that say how it is computed
 
@@ -58,7 +58,8 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
         with contextlib.suppress(OSError):      # `--help | head`
             print(help_text(run, usage), flush=True)
         raise SystemExit(0)
-    # Where a file is unreadable or a key faulty, defaults stand in; contradictions with those are not reported.
+    # If a file is unreadable or a key faulty, defaults replace them. Contradictions with these defaults are not
+    # reported.
     contradictions = [] if unreadable else [message for message in problems(run) + missing_data(run)
                                             if not reported.search(message)]
     origins = {name: file for name, file in origins.items() if name not in dict(overrides)}
@@ -69,11 +70,10 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
 
 def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[str],
             command: str) -> tuple[Run, frozenset[str]]:
-    """(the run of these tables with the overrides in `words`, the names of the overridden keys), for commands that do
-    not train.
+    """Return the run of these tables with overrides, for commands that do not train.
 
-    allowed: sections ("mesh.") and keys that `words` may give; only these sections are checked for contradictions.
-    Raises: ConfigError.
+    Returns (the run with the overrides in `words`, the names of the overridden keys). allowed: sections ("mesh.") and
+    keys that `words` may give. Only these sections are checked for contradictions. Raises: ConfigError.
     """
     path, overrides, faults = _arguments(words)
     if path is not None:
@@ -97,8 +97,10 @@ def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[
 
 @contextlib.contextmanager
 def _model_folder():
-    """Raises: ConfigError where checkpoint.init_from is at an address and cannot be had: without its config.json
-    nothing is known of [model], and no other fault is looked for."""
+    """Raise ConfigError if checkpoint.init_from is an address that cannot be read.
+
+    Without its config.json the values of [model] are unknown, so no other fault is reported.
+    """
     try:
         yield
     except StorageError as error:
@@ -107,13 +109,13 @@ def _model_folder():
 
 
 def names_mesh(argv: typing.Sequence[str]) -> bool:
-    """Whether `argv` asks for a mesh: by a run file, at any position, or by a key of [mesh]."""
+    """Return whether `argv` sets a mesh: by a run file, at any position, or by a key of [mesh]."""
     path, overrides, _ = _arguments(argv)
     return path is not None or any(name.startswith("mesh.") for name, _ in overrides)
 
 
 def _arguments(argv):
-    """(run file or None, [(section.key, text)], faults)."""
+    """Return (run file or None, [(section.key, text)], faults)."""
     path, overrides, faults = None, [], []
     rest = [arg for arg in argv if arg not in ("--help", "-h")]
     while rest:
@@ -145,7 +147,12 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _local(path: str | Path) -> Path:
-    """A run file of ours by name, a path, or the copy of what is at an address. Raises: ConfigError."""
+    """Return the local path of a run file, given as a path, a shipped file's name or an address.
+
+    An address is copied first.
+
+    Raises: ConfigError.
+    """
     if not addresses.is_remote(path):
         return found(path)
     with user_errors():
@@ -153,12 +160,12 @@ def _local(path: str | Path) -> Path:
 
 
 def _read(path: Path) -> tuple[dict, list[str]]:
-    """(the file's tables, faults)."""
+    """Return (the file's tables, faults)."""
     try:
         data = files.patiently(lambda: _first_bytes(path))
         if len(data) > MOST_BYTES:
             return {}, [f"{path} is larger than {MOST_BYTES:,} bytes: it is no run file; name one"]
-        # Windows puts a byte order mark before it
+        # some editors on Windows write a byte order mark before the text
         return older.translated(tomllib.loads(data.decode("utf-8-sig"))), []
     except FileNotFoundError:
         known = {stem: f"configs/{stem}.toml" for stem in names("configs")}
@@ -181,11 +188,11 @@ def _read(path: Path) -> tuple[dict, list[str]]:
 
 def _read_extended(file: str | Path, base: tuple[str, Path] | None, extending: tuple[str, ...] = ()
                    ) -> tuple[dict, dict[str, str], list[str]]:
-    """(the tables of a run file, with the keys of the files that it extends where it has none; the file of each of
-    their keys, if it is another one; faults).
+    """Return the tables of a run file, with the keys of the files that it extends where it has none.
 
-    base: what it extends in place of its run.extends, and the file relative to which that is. extending: the files
-    that extend this one. Raises: ConfigError where an address cannot be read.
+    Returns (tables, the other file that gives a key by the key's name, faults). base: (the file to extend instead of
+    its run.extends, the file relative to which this name is); None: use run.extends. extending: the files that extend
+    this one. Raises: ConfigError if an address cannot be read.
     """
     local = _local(file)
     tables, faults = _read(local)
@@ -215,7 +222,7 @@ def _read_extended(file: str | Path, base: tuple[str, Path] | None, extending: t
 
 
 def _beside(named: str, file: str | Path) -> str | Path:
-    """The run file `named` in another one: relative to it, or a shipped one, also by its bare name."""
+    """Return the run file `named` in `file`: relative to it, or a shipped one, also by its bare name."""
     named = at_home(named)
     if addresses.is_remote(named):
         return named
@@ -228,32 +235,34 @@ def _beside(named: str, file: str | Path) -> str | Path:
 
 
 def _with_origins(message: str, origins: typing.Mapping[str, str]) -> str:
-    """The message, with the file of each key in it that an extended file gives."""
+    """Return the message. If an extended file sets a key in it, the message names this file."""
     found = [name for name in origins if re.search(rf"\b{re.escape(name)}\b", message)]
     return f"{message} ({', '.join(f'{origins[name]} gives {name}' for name in found)})" if found else message
 
 
 def _drop_shape(tables: dict) -> None:
-    """Leave no shape in [model]: that of a preset replaces it."""
+    """Remove the shape from [model], because the shape of a preset replaces it."""
     if isinstance(tables.get("model"), dict):
         tables["model"] = {key: value for key, value in tables["model"].items() if key.endswith(NOT_SHAPE)}
 
 
 def _override(tables: dict, overrides, default: bool) -> None:
-    """Write the command line's values into the tables: as text for string keys, else parsed as TOML.
+    """Write the command line's values into the tables: as text for string keys, parsed as TOML for others.
 
-    default: no file was named, and the tables are the quickstart's.
+    default: no file was named, so the tables are those of the quickstart.
     """
     given = dict(overrides)
-    # A preset on the command line replaces the file's model shape; only keys on the command line are added to it.
-    # A model folder replaces the quickstart's shape, which the user did not write; so do paths its source.
+    # A preset on the command line replaces the file's model shape; only keys on the command line are added to it. A
+    # model folder replaces the quickstart's shape, which the user did not write. In the same way data.paths replaces
+    # the quickstart's source.
     if given.get("model.preset") or default and folder.is_one(at_home(given.get("checkpoint.init_from", ""))):
         _drop_shape(tables)
     if default and {"data.paths", "data.mixture"} & given.keys() and isinstance(tables.get("data"), dict):
         tables["data"].pop("source", None)
     other_data = {"data.source", "data.paths", "data.mixture"} & given.keys() and given.get("data.source") != "stdlib"
     if default and other_data and isinstance(tables.get("run"), dict):
-        tables["run"].pop("sample_prompt", None)        # Python, which other data need not have, nor their tokens
+        # The prompt is Python. Other data may have no Python, and their tokenizer may not encode it.
+        tables["run"].pop("sample_prompt", None)
     for name, text in overrides:
         section, key = name.split(".")
         if name == EXTENDS:
@@ -272,7 +281,7 @@ def _override(tables: dict, overrides, default: bool) -> None:
 
 
 def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
-    """(a run from raw tables, faults of their names and values, a pattern that matches the names of faulty keys).
+    """Return (a run from raw tables, faults of their names and values, a pattern for the names of faulty keys).
 
     A faulty key takes its default, so that further faults are found.
     """
@@ -313,7 +322,7 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
 
 
 def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
-    """(the keys of [model], with the shape taken from checkpoint.init_from if it is a model folder; faults)."""
+    """Return (the keys of [model], faults). If checkpoint.init_from is a model folder, the shape is taken from it."""
     source = checkpoint.get("init_from") if isinstance(checkpoint, dict) else None
     if not isinstance(source, str) or not folder.is_one(source := at_home(source)):
         return table, []
@@ -327,23 +336,23 @@ def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
         decided, given = Model(**keys), Model(**keys | table)
     except ValidationError:
         return table, []      # `_build` reports it
-    # mlp_dim is unused in this model, and some families do not set it
+    # This model does not use mlp_dim, and the folders of some families do not set it.
     if not pattern.share(decided, mlps="d"):
         free |= {key: table[key] for key in ("mlp_dim",) if key in table}
-    # Where weights are read at the start, only then is it seen that the folder has a head of its own.
+    # Whether the folder has an untied head is known only when its weights are read at the start.
     if decided.tie_embeddings and "tie_embeddings" in table and not weight_files.at_hand(folder.local(source)):
         free |= {"tie_embeddings": table["tie_embeddings"]}
     wrong = [key for key in table if key not in free and getattr(given, key) != getattr(decided, key)]
     return keys | free, [
-        f"model.{key}={toml(table[key])} contradicts checkpoint.init_from={toml(source)}, whose config.json makes it "
-        f"{toml(getattr(decided, key))}; leave the key out" for key in wrong]
+        f"model.{key}={toml(table[key])} contradicts checkpoint.init_from={toml(source)}, whose config.json sets it "
+        f"to {toml(getattr(decided, key))}; leave the key out" for key in wrong]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def presets() -> dict[str, Path]:
-    """The files of the shipped model shapes by name."""
+    """Return the files of the shipped model shapes by name."""
     return names("configs/models")
 
 
@@ -357,7 +366,8 @@ def dump(run: Run) -> str:
 
 
 def shape_table(model: Model) -> str:
-    """Format the keys of [model] that set its shape as TOML; all sizes, other keys only where they are not defaults."""
+    """Format the keys of [model] that set its shape as TOML: all sizes, and other keys only if they are not defaults.
+    """
     default = Model()
     keys = [key for key, value in model if not (key.endswith(NOT_SHAPE) or key in ("preset", *ENGINES))
             and (type(value) is int and value or value != getattr(default, key))]

@@ -1,8 +1,8 @@
 """The only definition of a run file's keys: type, default, range and the line that --help prints.
 
-Sections are frozen and strict: "8" is not 8, 1.5 is not 1, true is not 1; only an integer may be given for a float.
-A section fills in derived values when it is built, so no other module sees the 0 that means "derive it".
-Knows no jax, no mesh and no model. `config.problems` checks keys against each other.
+Sections are frozen and strict: "8" is not 8, 1.5 is not 1, true is not 1; only an integer may be given for a float. A
+section fills in derived values when it is built, so other modules never see the 0 that means "derive it". This module
+imports no jax and knows no mesh and no model. `config.problems` checks keys against each other.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ def key(default, description: str, **limits):
 
 
 def filled(section, **values):
-    """Write derived values into a section under construction, or a copy; pydantic's setter refuses frozen sections.
-    They do not count as given: section.model_fields_set stays as it is."""
+    """Write derived values into a section under construction or into a copy. pydantic's setter refuses frozen sections.
+
+    The values do not count as given: section.model_fields_set does not change.
+    """
     section.__dict__.update(values)
     return section
 
@@ -37,8 +39,8 @@ def at_home(path: str) -> str:
         return path
 
 
-# The keys of model.rope_scaling that each of its types reads, and those of them that are written only where they differ
-# from their defaults. EVERY_ROPE: of every type.
+# The keys of model.rope_scaling that each type reads. ROPE_OPTIONS: further keys that a type reads; they are written
+# only if they differ from their defaults. EVERY_ROPE: the same, for all types.
 ROPE_TYPES = {"default": (), "linear": ("factor",),
               "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
               "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings"),
@@ -56,7 +58,7 @@ class Section(BaseModel):
 
 
 class Identity(Section):
-    """[run]: what the run is called and where it lives."""
+    """[run]: the run's name, its directory, and the form of its output."""
 
     name: str = key("run", "name of the run")
     dir: PathKey = key("", "directory of the run's files, or s3://… or gs://…; empty = runs/<name>")
@@ -68,24 +70,24 @@ class Identity(Section):
     sample_tokens: int = key(0, "tokens of text to generate after the last step; 0 = none", ge=0)
     sample_prompt: str = key("", "text that the sample continues")
     log_format: Literal["auto", "plain", "time", "json"] = key(
-        "auto", "how printed lines begin: plain = with nothing, time = with time, process and level, json = each an "
-        "object; auto = time in files and pipes of several processes, else plain")
+        "auto", "form of printed lines: plain = only the text, time = with time, process and level, json = an object "
+        "per line; auto = time in files and pipes of several processes, else plain")
 
     @model_validator(mode="after")
     def _fill_in(self):
-        # of an address the slashes at its end, but not those of its scheme: "s3:" would be a directory
+        # removes slashes at the end of an address, but not those of its scheme: "s3:" would be a directory
         directory = re.sub(r"(?<![:/])/+$", "", self.dir) if "://" in self.dir else self.dir
         return filled(self, dir=directory or f"runs/{self.name}")
 
 
 class Mesh(Section):
-    """[mesh]: how many devices lie along each axis."""
+    """[mesh]: the number of devices along each axis."""
 
     data: int = key(1, "replicas that see different sequences; -1 = the devices that are left", ge=-1)
-    fsdp: int = key(1, "devices that also shard the states (ZeRO); -1 = the devices that are left", ge=-1)
-    tensor: int = key(1, "devices that share each matrix product; -1 = the devices that are left", ge=-1)
+    fsdp: int = key(1, "like data, but they shard the states (ZeRO); -1 = the devices that are left", ge=-1)
+    tensor: int = key(1, "devices over which each matmul is sharded; -1 = the devices that are left", ge=-1)
     stage: int = key(1, "pipeline stages; -1 = the devices that are left", ge=-1)
-    context: int = key(1, "devices that share each sequence; -1 = the devices that are left", ge=-1)
+    context: int = key(1, "devices over which each sequence is sharded; -1 = the devices that are left", ge=-1)
     placement: tuple[str, ...] = key(
         PLACEMENT, "the five axes, from the slowest link to the fastest", strict=False
     )
@@ -105,29 +107,31 @@ class Sharding(Section):
 
 
 class RopeScaling(Section):
-    """model.rope_scaling, with the keys of Hugging Face's config.json. Keys that the type does not read keep their
-    defaults."""
+    """model.rope_scaling, with the keys of Hugging Face's config.json.
+
+    Keys that the type does not read keep their defaults.
+    """
 
     rope_type: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = key(
-        "default", "which frequencies are scaled: none, all, the low ones, each by its own number; proportional: none, "
-                   "of a part as wide as the whole head's")
+        "default", "scaled frequencies: default none, linear all, llama3 and yarn the low ones, longrope each by its "
+                   "own factor; proportional: partial rotation with the frequencies of whole heads")
     partial_rotary_factor: float = key(1.0, "fraction of each head that is rotated, from its start", gt=0, le=1)
     factor: float = key(1.0, "frequencies are divided by this; longrope: the longest sequence over the original", ge=1)
-    low_freq_factor: float = key(1.0, "llama3: wavelengths beyond the original length / this are scaled in full", gt=0)
-    high_freq_factor: float = key(4.0, "llama3: wavelengths below the original length / this stay as they are", gt=0)
+    low_freq_factor: float = key(1.0, "llama3: wavelengths above the original length / this are scaled in full", gt=0)
+    high_freq_factor: float = key(4.0, "llama3: wavelengths below the original length / this are unchanged", gt=0)
     beta_slow: float = key(
         1.0, "yarn: pairs that turn less often than this over the original length are scaled in full", gt=0)
     beta_fast: float = key(
-        32.0, "yarn: pairs that turn more often than this over the original length stay as they are", gt=0)
+        32.0, "yarn: pairs that turn more often than this over the original length are unchanged", gt=0)
     truncate: bool = key(True, "yarn: the two bounds are rounded to whole pairs")
     attention_factor: float = key(
-        0.0, "yarn, longrope: queries and keys are multiplied by this; 0 = by a function of factor", ge=0)
-    mscale: float = key(0.0, "yarn, with mscale_all_dim: a weight in that function; 0 = none", ge=0)
-    mscale_all_dim: float = key(0.0, "yarn, with mscale: the weight in that function's divisor; 0 = none", ge=0)
+        0.0, "yarn, longrope: factor on queries and keys; 0 = derived from factor", ge=0)
+    mscale: float = key(0.0, "yarn, with mscale_all_dim: weight in the derived attention_factor; 0 = none", ge=0)
+    mscale_all_dim: float = key(0.0, "yarn, with mscale: weight in the divisor of that factor; 0 = none", ge=0)
     short_factor: tuple[float, ...] = key(
-        (), "longrope: what each frequency is divided by up to the original length", strict=False)
+        (), "longrope: divisors of the frequencies up to the original length", strict=False)
     long_factor: tuple[float, ...] = key(
-        (), "longrope: the same in runs whose data.seq_len is longer", strict=False)
+        (), "longrope: divisors of the frequencies in runs with a longer data.seq_len", strict=False)
     original_max_position_embeddings: int = key(
         8192, "llama3, yarn, longrope, llama_4_scaling_beta: sequence length before the scaling", ge=1, lt=2**31)
     llama_4_scaling_beta: float = key(
@@ -148,7 +152,7 @@ class RopeScaling(Section):
 
 
 class Table(Section):
-    """A key that is a table. Written are the keys that differ from their defaults."""
+    """A key whose value is a table. Only keys that differ from their defaults are written."""
 
     def __iter__(self):
         yield from ((name, value) for name, field in type(self).model_fields.items()
@@ -160,27 +164,29 @@ class Table(Section):
 
 
 class MixerKeys(Table):
-    """model.kinds.LETTER: the keys of [model] that layers of one mixer have for themselves; as [model] where left
-    out."""
+    """model.kinds.LETTER: keys of [model] with a value of their own for the layers of one mixer.
+
+    A key that is left out has the value of [model].
+    """
 
     num_heads: int | None = key(None, "query heads", ge=1)
     num_kv_heads: int | None = key(None, "key and value heads", ge=1)
     head_dim: int | None = key(None, "width of a head", ge=1)
-    window: int | None = key(None, "tokens that attention sees, including the current one", ge=1)
+    window: int | None = key(None, "tokens that a token attends to, including itself", ge=1)
     rope_theta: float | None = key(None, "base of the rotation frequencies", gt=0)
     rope_scaling: RopeScaling | None = key(None, "scaled frequencies")
     qk_norm: Literal["off", "head", "all_heads", "head_and_values", None] = key(None, "norm of queries and keys")
     norm_placement: Literal["before", "after", "both", None] = key(None, "norms before mixer and MLP, after, or both")
-    attention_sinks: bool | None = key(None, "a learned score a head")
+    attention_sinks: bool | None = key(None, "a learned score per head in the softmax's denominator")
     tie_values: bool | None = key(None, "values are the projected keys")
 
 
 class Kinds(Table):
     """model.kinds: keys of [model] by mixer, e.g. {W = {rope_theta = 10000.0}}."""
 
-    F: MixerKeys = key(MixerKeys(), "layers that see all tokens")
+    F: MixerKeys = key(MixerKeys(), "layers that attend to all earlier tokens")
     W: MixerKeys = key(MixerKeys(), "layers with a window")
-    N: MixerKeys = key(MixerKeys(), "layers without rope that see all tokens")
+    N: MixerKeys = key(MixerKeys(), "layers without rope that attend to all earlier tokens")
     V: MixerKeys = key(MixerKeys(), "layers without rope with a window")
     G: MixerKeys = key(MixerKeys(), "layers of the gated delta rule")
     K: MixerKeys = key(MixerKeys(), "layers of Kimi delta attention")
@@ -188,24 +194,28 @@ class Kinds(Table):
 
 
 class LinearKeys(Table):
-    """model.linear: the recurrent mixers (G, K, M): a state of key_dim × value_dim a value head. In Mamba-2 key heads
-    are groups, key_dim is the width of the state and value_dim that of a head."""
+    """model.linear: the recurrent mixers (G, K, M). Each value head has a state of key_dim × value_dim.
+
+    In Mamba-2, key heads are groups, key_dim is the width of the state, and value_dim is the width of a head.
+    """
 
     key_heads: int = key(0, "heads of queries and keys; 0 = no such layers", ge=0)
     value_heads: int = key(0, "heads of values, a multiple of key_heads", ge=0)
     key_dim: int = key(128, "width of queries and keys", ge=1)
     value_dim: int = key(128, "width of values", ge=1)
-    conv_width: int = key(4, "tokens that the short convolution sees", ge=1)
+    conv_width: int = key(4, "taps of the short convolution", ge=1)
     conv_bias: bool = key(False, "biases of the convolution")
     beta_scale: float = key(1.0, "upper bound of the update rates; with 2, eigenvalues may be negative", gt=0, le=2)
-    norm_eps: float = key(0.0, "of the norm of the output; 0 = model.norm_eps", ge=0)
+    norm_eps: float = key(0.0, "eps of the output's norm; 0 = model.norm_eps", ge=0)
     step_min: float = key(0.0, "M: smallest time step", ge=0)
     step_max: float = key(0.0, "M: largest time step; 0 = no bound", ge=0)
 
 
 class LatentKeys(Table):
-    """model.latent: attention whose queries, and keys and values, come from narrow latents (MLA, arXiv:2405.04434).
-    head_dim is the width of queries and keys, the rotated part with them."""
+    """model.latent: attention whose queries, keys and values are computed from narrow latents (MLA, arXiv:2405.04434).
+
+    head_dim is the width of queries and keys, including the rotated part.
+    """
 
     kv_dim: int = key(0, "width of the latent of keys and values; 0 = plain attention", ge=0)
     query_dim: int = key(0, "width of the latent of queries; 0 = none", ge=0)
@@ -214,11 +224,11 @@ class LatentKeys(Table):
 
 
 class Multipliers(Table):
-    """model.multipliers: constants that activations are multiplied by."""
+    """model.multipliers: constant factors of activations."""
 
     embedding: float = key(1.0, "the embedding", gt=0)
     residual: float = key(1.0, "outputs of mixer and MLP", gt=0)
-    score: float = key(0.0, "products of queries and keys; 0 = 1 / root of head_dim", ge=0)
+    score: float = key(0.0, "query-key products; 0 = 1 / sqrt(head_dim)", ge=0)
     logits: float = key(1.0, "the logits", gt=0)
 
 
@@ -230,10 +240,10 @@ class Model(Section):
     embed_dim: int = key(256, "width of the residual stream", ge=1)
     num_layers: int = key(4, "transformer layers", ge=1, le=10_000)
     mixers: str = key(
-        "", "mixer of each layer, repeated to num_layers, * the last one: " + ", ".join(
+        "", "mixer of each layer, repeated up to num_layers; * at the end repeats the last letter: " + ", ".join(
             f"{letter} {what}" for letter, what in MIXERS.items()) + "; empty = W with a window, else F")
     mlps: str = key(
-        "", "MLP of each layer, likewise: " + ", ".join(f"{letter} {what}" for letter, what in MLPS.items())
+        "", "MLP of each layer, like mixers: " + ", ".join(f"{letter} {what}" for letter, what in MLPS.items())
         + "; empty = e with experts, else d")
     kinds: Kinds = key(Kinds(), "keys that differ by mixer, e.g. {W = {rope_theta = 10000.0}}")
     num_heads: int = key(4, "query heads", ge=1)
@@ -259,8 +269,8 @@ class Model(Section):
     rope_scaling: RopeScaling = key(
         RopeScaling(), 'scaled frequencies, as config.json has them, e.g. {rope_type = "yarn", factor = 4.0}')
     qk_norm: Literal["off", "head", "all_heads", "head_and_values"] = key(
-        "off", "norm of queries and keys, over each head or over all heads together; or of values, too, without weight")
-    window: int = key(0, "tokens that attention sees, including the current one; 0 = all", ge=0)
+        "off", "norm of queries and keys: over each head, or over all heads together; head_and_values: of values, too")
+    window: int = key(0, "tokens that a token attends to, including itself; 0 = all earlier ones", ge=0)
     score_softcap: float = key(0.0, "bound of the attention scores (softcap, by tanh); 0 = off", ge=0)
     logit_softcap: float = key(0.0, "bound of the head's logits (softcap, by tanh); 0 = off", ge=0)
     attention_bias: Literal["none", "qkv", "all"] = key(
@@ -278,12 +288,12 @@ class Model(Section):
     shared_expert_dim: int = key(0, "width of an additional MLP for all tokens; 0 = none", ge=0)
     shared_expert_gate: bool = key(False, "multiply the shared MLP's output by a sigmoid of a projection of its input")
     router_score: Literal["softmax", "sigmoid"] = key(
-        "softmax", "scores of the experts: over all of them, or each alone")
+        "softmax", "scores of the experts: a softmax over all experts, or a sigmoid of each")
     router_normalize: bool = key(
         True, "weights of the chosen experts sum to 1 (with softmax: a softmax over the chosen ones)")
     router_scale: float = key(1.0, "factor of the weights", gt=0)
     router_groups: tuple[int, ...] = key(
-        (), "[groups of experts, groups that a token may use], groups ranked by their two best experts; empty = none",
+        (), "[groups of experts, groups that a token may use]; groups rank by their two best experts; empty = none",
         strict=False)
     router_bias: Literal["none", "choice", "logits"] = key(
         "none", "choice: biases that affect only the choice (experts.bias_rate enables and moves them); logits: "
@@ -293,8 +303,8 @@ class Model(Section):
     residual_dropout: float = key(0.0, "dropout of the outputs of attention and MLP", ge=0, lt=1)
     attention: Literal["auto", "blockwise", "cudnn", "mosaic", "pallas"] = key(
         "auto",
-        "engine of attention: by GPU and shape; blockwise: XLA, anywhere; cudnn: whole rows; pallas: packed documents; "
-        "mosaic: these on H100 and H200"
+        "engine of attention; auto: by GPU and shape; blockwise: XLA, anywhere; cudnn: whole rows; pallas: packed "
+        "documents; mosaic: packed documents on H100 and H200"
     )
     mlp: Literal["auto", "xla", "mosaic"] = key(
         "auto",
@@ -326,19 +336,19 @@ class Model(Section):
         return self.activation not in ("gelu", "relu2")
 
     def of(self, mixer: str) -> Model:
-        """The section with the keys that layers of this mixer have for themselves."""
+        """Return the section with the keys that the layers of this mixer have for themselves."""
         given = dict(getattr(self.kinds, mixer, ()))
         return self.model_copy(update=given) if given else self
 
 
-# The source that files are of by their suffix, before which .gz and .zst do not count. A file without a suffix is of
-# tokens where X.bin is beside it, as Megatron names its data.
+# The source of a file by its suffix. .gz and .zst are removed first. A file X without a suffix holds tokens if X.bin
+# exists, because Megatron names its data so.
 SUFFIXES = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".npy": "tokens",
             ".bin": "tokens", ".idx": "tokens"}
 
 
 def source_of(paths: tuple[str, ...]) -> str:
-    """The source of these files or globs by their suffixes; "" where these tell none, or several."""
+    """Return the source of these files or globs by their suffixes; "" if it is unknown or there are several."""
     found = set()
     for path in paths:
         path = at_home(path)
@@ -368,8 +378,8 @@ class Data(Section):
     source: Literal["", "stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "preferences", "prompts",
                     "mixture"] = key(
         "",
-        "Python's library sources, files of data.paths (chat: conversations in lines of JSON), or data.mixture; empty "
-        "= by the suffix of data.paths"
+        "stdlib: the sources of Python's library; mixture: data.mixture; else the format of data.paths (chat: "
+        "conversations as lines of JSON); empty = by the suffix of data.paths"
     )
     paths: tuple[PathKey, ...] = key(
         (), "files or globs, also at s3://, gs://, hf:// and https://; text and jsonl may end in .gz or .zst; tokens: "
@@ -385,10 +395,10 @@ class Data(Section):
     )
     tokenizer: PathKey = key("bytes", "bytes, or a tokenizer.json: its path or address, or hf://OWNER/NAME")
     bos_token: str = key(
-        "", "token before every document; empty = the tokenizer's; its id where tokens have no tokenizer")
+        "", "token before every document; empty = the tokenizer's; give its id if tokens have no tokenizer")
     eos: str = key(
         "", "last target of every document; empty = that of the weights of checkpoint.init_from, else the token "
-        "before every document; its id where tokens have no tokenizer")
+        "before every document; give its id if tokens have no tokenizer")
     chat_template: PathKey = key(
         "", "for chat: a template file, or a model folder; empty = next to the tokenizer, or in run.dir/hf")
     loss_on: Literal["assistant", "all"] = key(
@@ -466,8 +476,8 @@ class Optimizer(Section):
     eps: float = key(1e-8, "added to the root of the second moment", gt=0)
     weight_decay: float = key(0.1, "decoupled weight decay of matrices", ge=0)
     qk_clip: float = key(
-        0.0, "after a step, scale the queries and keys of heads whose scores may exceed this, by a bound: the "
-        "log-sum-exp of a token's scores is at least their maximum; e.g. 100; 0 = off", ge=0)
+        0.0, "after a step, scale down the query and key weights of heads whose scores may exceed this, e.g. 100; the "
+        "bound of a score is the log-sum-exp; 0 = off", ge=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "learning rate after the warm-up")
     warmup_steps: int = key(0, "steps of linear warm-up; may be longer than the run", ge=0)
     decay_steps: int = key(0, "steps of the final decay of wsd; cosine and linear fall until the last step", ge=0)
@@ -488,16 +498,16 @@ class Lora(Section):
 
 
 class Pipeline(Section):
-    """[pipeline]: the order of work where mesh.stage is larger than 1."""
+    """[pipeline]: the schedule if mesh.stage is larger than 1."""
 
     schedule: Literal["auto", *PIPELINE_SCHEDULES] = key(
         "auto", "order of forwards and backwards over the stages"
     )
-    chunks: int = key(1, "pieces of the model on each stage (interleaved schedules)", ge=1)
+    chunks: int = key(1, "chunks of layers on each stage (interleaved schedules)", ge=1)
 
 
 class Context(Section):
-    """[context]: how attention sees the whole sequence where mesh.context is larger than 1."""
+    """[context]: how attention reads the other shards of a sequence if mesh.context is larger than 1."""
 
     method: Literal["ring", "gather", "ulysses"] = key("ring", "how keys and values are exchanged")
 
@@ -506,7 +516,7 @@ class Experts(Section):
     """[experts]: how tokens reach their experts, and how experts are balanced, if model.num_experts is above 0."""
 
     dispatch: Literal["auto", "gather", "all_to_all"] = key(
-        "auto", "gather all tokens over the axes of experts, or send each token to its experts; auto: what sends less"
+        "auto", "gather all tokens over the axes of experts, or send each token to its experts; auto: which sends less"
     )
     aux_loss: float = key(0.01, "weight of the balance loss per sequence; 0 = off", ge=0)
     z_loss: float = key(0.0, "weight of the router's squared log-partition; 0 = off", ge=0)
@@ -545,9 +555,9 @@ class Rl(Section):
     aggregate: Literal["token", "sequence", "constant"] = key(
         "token", "the loss is a mean over tokens, over answers of their means, or of their sums over max_tokens")
     ratio: Literal["token", "sequence", "cispo"] = key(
-        "token", "ratio of new to old probabilities: per token or an answer's mean, clipped; or as a weight")
-    clip_low: float = key(0.2, "a ratio is clipped to 1 - this", ge=0, le=1)
-    clip_high: float = key(0.2, "and to 1 + this", ge=0)
+        "token", "clipped ratio of new to old probabilities: per token, mean of an answer, or as a weight (cispo)")
+    clip_low: float = key(0.2, "a ratio is at least 1 - this", ge=0, le=1)
+    clip_high: float = key(0.2, "a ratio is at most 1 + this", ge=0)
     ratio_limit: float = key(0.0, "the ratio that is not clipped is at most this; 0 = no limit", ge=0)
     dual_clip: float = key(0.0, "with a negative advantage, the loss is at most this many times it; 0 = off", ge=0)
     kl: float = key(0.0, "weight of the divergence from the weights that the run started from", ge=0)
@@ -558,8 +568,8 @@ class Rl(Section):
     old: Literal["auto", "trainer", "sampler"] = key(
         "auto", "old log-probabilities of the ratios: recomputed (auto: with updates or a lag), or the sampler's")
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = key(
-        "none", "weight that corrects the mismatch of sampler and trainer: ratios up to a limit, or 0 beyond it")
-    correction_limit: float = key(2.0, "the limit", gt=0)
+        "none", "weight for the mismatch of sampler and trainer: a ratio, truncated at correction_limit, or 0 above it")
+    correction_limit: float = key(2.0, "largest ratio of rl.correction", gt=0)
     filter: Literal["none", "equal"] = key(
         "none", "equal: replace groups with equal rewards, which teach nothing, by more prompts")
     truncated: Literal["keep", "mask"] = key("keep", "answers that max_tokens cut off: train on them, or drop them")
@@ -574,7 +584,7 @@ class Validation(Section):
 
 
 class Checkpoint(Section):
-    """[checkpoint]: what survives the run."""
+    """[checkpoint]: what is saved, and the weights that a run starts from."""
 
     every: int = key(500, "steps between checkpoints; 0 = only after the last", ge=0)
     keep: int = key(2, "number of newest checkpoints to keep", ge=1)
@@ -586,7 +596,7 @@ class Checkpoint(Section):
                            "0 = none", ge=0)
     local_dir: PathKey = key("", "directory on each host's own disk or in its memory, e.g. /dev/shm/meshtrain")
     step: int = key(0,
-                    "saved step to go back to, later ones are set aside; in a new run a step of init_from; 0 = newest",
+                    "saved step to go back to (later ones are set aside), or in a new run, of init_from; 0 = newest",
                     ge=0)
     init_from: PathKey = key("",
                              "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, "
@@ -614,7 +624,7 @@ class Metrics(Section):
 
 
 class Distributed(Section):
-    """[distributed]: one process among several; not needed under a launcher that tells it (docs/pods.md)."""
+    """[distributed]: this process among several; not needed under a launcher, which sets it (docs/pods.md)."""
 
     coordinator_address: str = key("", "HOST:PORT of process 0, with a free port; empty = given by the launcher")
     num_processes: int = key(0, "number of processes; 0 = given by the launcher, else one", ge=0)
@@ -625,7 +635,7 @@ class Distributed(Section):
     )
 
     def without_place(self) -> Distributed:
-        """The same section without the keys that identify this process."""
+        """Return the section without the keys that identify this process."""
         return Distributed(timeout_s=self.timeout_s, heartbeat_timeout_s=self.heartbeat_timeout_s)
 
 

@@ -1,7 +1,7 @@
 """Warns about keys that have no effect in a run.
 
-EFFECTS lists each such key, the condition under which it has an effect, and the remedy. A key at its default is not
-reported, and neither is one that a model folder sets. `checks` refuses keys that contradict each other.
+EFFECTS lists each such key, the condition under which it has an effect, and the remedy. A key with its default is not
+reported. Neither is a key that a model folder sets. `checks` refuses keys that contradict each other.
 """
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ TEXTS = ("text", "jsonl", "parquet", "arrow")       # sources whose documents ar
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """key: section.key. when: whether the key has an effect in a run. remedy: the setting that gives it one."""
+    """A key that has no effect in some runs.
+
+    key: section.key. when: whether the key has an effect in a run. remedy: the setting that gives it one.
+    """
     key: str
     when: Callable[[Run], bool]
     remedy: str
 
 
 def _caches_tokens(run: Run) -> bool:
-    """Whether the run writes a token cache, or copies of files at addresses. Plain text trained on as bytes needs none;
-    a glob may match other files."""
+    """Return whether the run writes a token cache, or copies of files at addresses.
+
+    Plain text that is trained on as bytes needs neither. A glob counts, because it may match other files.
+    """
     named = [*(run.data.mixture or [run.data]), *run.data.validation_sources]
     paths = [path for one in named for path in (*one.paths, *one.validation_paths)]
     return (run.data.tokenizer != "bytes" or bool(run.data.split_at)
@@ -59,7 +64,7 @@ EFFECTS = (
 
 
 def messages(run: Run) -> list[str]:
-    """One message for each key that is not at its default and has no effect."""
+    """Return one message for each key that has no effect and does not have its default."""
     by_folder = folder.is_one(run.checkpoint.init_from)
     found = []
     for effect in EFFECTS:

@@ -63,7 +63,7 @@ def test_lines_of_json_are_pairs_or_prompts_by_the_objective(tmp_path):
     ({}, 'data.paths names no files; give some, e.g. ["data/*.jsonl"], or data.source="stdlib"'),
     ({"data.paths": ["d/*", "x.md"]}, 'has no suffix of a known format; give data.source, one of "text"'),
     ({"data.paths": ["x.md"], "model.vocab_size": 256}, "has no suffix of a known format"),
-    ({"data.paths": ["a.txt", "b.jsonl"]}, "are files of jsonl and text"),
+    ({"data.paths": ["a.txt", "b.jsonl"]}, "have several formats (jsonl and text)"),
     ({"data.mixture": [{"weight": 1.0}]}, "data.mixture[0].paths names no files"),
     ({"data.source": "stdlib", "data.paths": ["a.txt"]}, 'is not read by data.source="stdlib"')])
 def test_a_source_that_nothing_tells_is_a_mistake_with_its_remedy(tmp_path, keys, message):

@@ -194,9 +194,9 @@ def test_what_contradicts_a_folder_is_refused_before_anything_starts(tiny, token
     ran = call(train.main, *words, "--model.embed_dim=64", "--model.rope_theta=1e6",
                "--model.num_kv_heads=2", "--model.window=13",
                "--checkpoint.init_optimizer=true")
-    refused(ran, "model.embed_dim=64 contradicts", "makes it 32", "model.rope_theta=1000000.0 contradicts",
+    refused(ran, "model.embed_dim=64 contradicts", "sets it to 32", "model.rope_theta=1000000.0 contradicts",
             "model.window=13 contradicts",
-            "makes it 12", "init_optimizer")
+            "sets it to 12", "init_optimizer")
     assert "num_kv_heads" not in ran.err and not (tmp_path / "run").exists()
     refused(call(train.main, *words, "--checkpoint.step=3"), "checkpoint.step=3", "no steps")
     (tmp_path / "empty").mkdir()

@@ -109,7 +109,7 @@ def test_written_keys_are_those_that_the_type_reads_and_are_read_back(given):
     (dict(head_dim=20, rope_scaling=dict(partial_rotary_factor=0.25)), "partial_rotary_factor=0.25 is odd"),
     (dict(mixers="FW", window=8, kinds=dict(W=dict(head_dim=9))), "model.kinds.W.head_dim=9 ("),
     (dict(rope_scaling=dict(rope_type="longrope", short_factor=(1.0,) * 8, long_factor=(1.0,) * 7)),
-     "long_factor has 7 numbers, and longrope divides 8 frequencies"),
+     "long_factor has 7 numbers, but longrope divides 8 frequencies"),
     (dict(latent=dict(kv_dim=8, rope_dim=5)), "model.latent.rope_dim=5 is odd"),
     (dict(latent=dict(kv_dim=8, rope_dim=6), rope_scaling=dict(partial_rotary_factor=0.5)), "leave it out")])
 def test_keys_that_cannot_be_are_named(keys, said):

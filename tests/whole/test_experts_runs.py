@@ -103,7 +103,7 @@ def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
      "biases are frozen with lora.rank=2"),
     ("--model.num_experts 4 --experts.bias_warmup 3 --experts.bias_rate 0.1 --checkpoint.init_from x "
      "--checkpoint.init_optimizer true",
-     "experts.bias_warmup=3 begins with a fresh optimizer"),
+     "experts.bias_warmup=3 starts with a fresh optimizer"),
     ("--model.num_experts 4 --model.experts_per_token 5",
      "model.experts_per_token=5 is more than model.num_experts=4; use at most 4"),
     ("--model.num_experts 4 --model.mlps d", "model.num_experts=4: no layer of model.mlps=\"d\" has experts"),

@@ -279,7 +279,7 @@ assert 0 < one.step()["loss"] < 10
     (lambda: mt.Experiment(settings={"num_layers": 2}), "'num_layers'.=2: did you mean 'model.num_layers'"),
     (lambda: mt.Experiment(settings={"model": 2}), "model is a section, and its value a dict"),
     (lambda: mt.Experiment(settings={"-model.num_layers": 2}), "did you mean 'model.num_layers'"),
-    (lambda: mt.Experiment(settings={"model.num_layers": None}), "leave it out, and it has its default"),
+    (lambda: mt.Experiment(settings={"model.num_layers": None}), "is not a value; leave the key out to use its default"),
     (lambda: mt.Experiment(settings={"a.b.c": 1, 3: 4}), 'keys are "section.key"'),
     (lambda: mt.Experiment(settings="model.num_layers=2"), "is not a dict"),
     (lambda: mt.Experiment(settings={"modle": {"num_layers": 2}}), r"no section .modle.; did you mean .model."),

@@ -103,7 +103,7 @@ def test_adapters_are_written_as_peft_names_and_shapes_them(runs, tmp_path):
     (("--lora.rank=-1",), "lora.rank=-1 is out of range; use at least 0"),
     (("--lora.rank=2", '--lora.targets=["q_proj"]'), 'lora.targets="q_proj" is unknown; use "query"'),
     (("--lora.rank=2", '--lora.targets=["query", "query"]'), "twice; name it once"),
-    (('--lora.targets=["query"]',), "has no use with lora.rank=0"),
+    (('--lora.targets=["query"]',), "has no effect with lora.rank=0"),
     (("--lora.rank=2", "--lora.alpha=0"), "lora.alpha=0 is out of range; use more than 0"),
     (("--lora.rank=2", '--lora.targets=["gate"]', "--model.activation=gelu"),
      "lora.targets names gate, and the layers of this model have query, key"),
