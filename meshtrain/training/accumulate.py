@@ -1,9 +1,10 @@
 """Gradients of a step and loss of an evaluation, by a scan over microbatches (`pipelined`: through pipeline stages).
 
-The constraints that give the compiled program ZeRO's memory and collectives are here. Accumulators are sharded as
+The constraints that give the compiled program ZeRO's memory and collectives are here. Accumulators are sharded as in
 [grads]. The scan runs in a shard_map that is manual over the batch axes that [grads] does not name, so that nothing is
-reduced over them before the scan ends. The final sum and its sharding as [optimizer] are one expression. The loss is
+reduced over them before the scan ends. The final sum and its sharding as in [optimizer] are one expression. The loss is
 the sum over the step's tokens divided by their number, not a mean of means.
+
 Source: arXiv:1910.02054 (ZeRO).
 """
 from __future__ import annotations
@@ -38,9 +39,9 @@ from meshtrain.training import objective, qk_clip, state
 class StepSpec:
     """Everything that the gradients of a step depend on, except their arguments.
 
-    deferred_axes: batch axes over which gradients are reduced once per step; the scan over microbatches is manual over
-    them. batch: ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T], replicas over the deferred
-    axes.
+    deferred_axes: batch axes over which gradients are reduced once per step. The scan over microbatches is manual over
+    them. batch: ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T], where replicas is sharded
+    over the deferred axes.
     """
     run: object                 # the checked run file; its data, training and model sections are read
     model: Transformer
@@ -50,9 +51,9 @@ class StepSpec:
     ex: Execution
     deferred_axes: tuple[str, ...]
     batch: dict
-    schedule: Schedule | None       # the pipeline's; None without stages
-    order: np.ndarray | None        # which token stands at each place of a sequence; None: as they come
-    in_place: bool = False          # whether residuals are written where they are kept, see `layer_vjp.stack`
+    schedule: Schedule | None       # the pipeline's schedule; None without stages
+    order: np.ndarray | None        # the token at each place of a sequence; None: the natural order
+    in_place: bool = False          # whether residuals are written directly into their buffers, see `layer_vjp.stack`
 
     @property
     def objective(self):
@@ -60,15 +61,20 @@ class StepSpec:
 
 
 class Normalizers(NamedTuple):
-    """Divisors of a step's sums: of the objective its own count, of AUX_LOSS the tokens without padding."""
+    """Divisors of a step's sums.
+
+    objective: the objective's own count. tokens: tokens without padding, for AUX_LOSS.
+    """
     objective: jax.Array
     tokens: jax.Array
 
 
 def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, recurrence,
               schedule: Schedule | None) -> StepSpec:
-    """attend, recurrence: of `Execution`. A pipeline sums gradients after its loop whatever [grads] says; [grads] then
-    shards the sums."""
+    """Build the StepSpec of a run. attend, recurrence: of `Execution`.
+
+    A pipeline sums gradients after its loop, whatever [grads] says. [grads] then shards the sums.
+    """
     training, data = run.training, run.data
     deferred = layout.batch_axes if schedule else layout.deferred_axes(info.axes for info in model.parameters())
     replicas = layout.num_shards(deferred)
@@ -96,23 +102,25 @@ def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, r
 
 
 def scanned(step: StepSpec):
-    """(`gradients`, `evaluate`, `scores`), microbatch after microbatch.
+    """Return (`gradients`, `evaluate`, `scores`), which scan over microbatches.
 
-    gradients: (params, batch, dropout key) -> (grads of what is trained, placed as [optimizer]; loss; count; aux). aux:
-      the layers' sums by name, divided by their normalizer.
+    gradients: (params, batch, dropout key) -> (gradients of the trained parameters, sharded as in [optimizer]; loss;
+    count; aux). aux: the layers' sums by name, divided by their normalizer.
+
     evaluate: (params, batch) -> sum of the loss.
-    scores, of DPO and RL: (params, batch) -> `scores` of the objective, [microbatches, replicas, sequences] of DPO,
-      [microbatches, replicas, sequences, T] of RL, 0 in microbatches that are not computed.
+
+    scores, for DPO and RL: (params, batch) -> `scores` of the objective. They are [microbatches, replicas, sequences]
+    for DPO and [microbatches, replicas, sequences, T] for RL, with 0 in microbatches that are not computed.
     """
     goal, microbatch_gradients = step.objective, _microbatch_gradients(step)
     layout, deferred, trained_axes = step.layout, step.deferred_axes, step.state.trained_axes
     as_read = partial(step.model.as_read, layout, dtype=step.ex.dtype if step.model.cast_before_loop(layout) else None)
 
     def replicated(f, out=P(deferred or None)):
-        """Run f(batch, *args) on each replica's part of the batch, in a shard_map that is manual over the deferred
-        axes.
+        """Run f(batch, *args) on each replica's part of the batch.
 
-        f returns arrays with a dim of size 1 for its replica, the first where `out` does not say otherwise.
+        It runs in a shard_map that is manual over the deferred axes. f returns arrays with a dim of size 1 for its
+        replica. It is the first dim unless `out` says otherwise.
         """
         def of_one(batch, *args):
             return f(jax.tree.map(lambda x: x[:, 0], batch), *args)
@@ -138,8 +146,8 @@ def scanned(step: StepSpec):
                                                used)
 
         def reduced(axes, g):
-            # Pinned once more, still unsummed: otherwise propagation shards the accumulators inside the loop (ZeRO-1:
-            # 11 all-gathers per microbatch).
+            # Constrained once more, before the sum. Otherwise propagation shards the accumulators inside the loop
+            # (ZeRO-1: 11 all-gathers per microbatch).
             return reduce_deferred(layout, deferred, axes, _unsummed(layout, deferred, axes, g))
         grads = jax.tree.map(reduced, trained_axes, grads, is_leaf=rules.is_axes)
         return grads, nll.sum() / count, count, {
@@ -147,14 +155,17 @@ def scanned(step: StepSpec):
             for name, a in aux.items()}
 
     def used_microbatches(batch):
-        """How many microbatches are computed: up to the last with a target. None: all."""
+        """Return how many microbatches are computed: up to the last one with a target. None means all."""
         if goal.fills_all:
             return None
         has_M = jnp.any(batch["targets"] != NO_TARGET, (1, 2, 3))
         return jnp.max(jnp.where(has_M, 1 + jnp.arange(len(has_M)), 0))
 
     def each(f, carry, batch, used):
-        """`lax.scan` of f over the microbatches, with the sums of what it puts out; used: only the first of them."""
+        """Return `lax.scan` of f over the microbatches, with the sums of its outputs.
+
+        used: if not None, scan only the first `used` microbatches.
+        """
         if used is None:
             carry, aux = jax.lax.scan(f, carry, batch)
             return carry, {name: transformer.summed(name, a) for name, a in aux.items()}
@@ -209,13 +220,13 @@ def scanned(step: StepSpec):
 
 
 def _microbatch_gradients(step: StepSpec):
-    """Forward and backward of one microbatch, the backward written out layer stack by layer stack:
-    (weights, grads, microbatch, normalizers, key, stacks, buffers) -> (grads with the microbatch's added, nll, buffers,
-    aux).
+    """Return a function for the forward and backward of one microbatch. The backward is explicit for each layer stack.
 
-    Each layer's gradient is added to its accumulator as soon as it exists, so a microbatch's gradients never coexist
-    with their sums: 4 bytes per accumulated parameter less than with `jax.grad` of the whole model. Gradients are
-    float32, whatever the dtype of the weights. stacks, buffers: of `_layer_stacks`; the buffers are overwritten.
+    It is (weights, grads, microbatch, normalizers, key, stacks, buffers) -> (grads with the microbatch's gradients
+    added, nll, buffers, aux). Each layer's gradient is added to its accumulator as soon as it exists, so a microbatch's
+    gradients never exist beside their sums. This saves 4 bytes per accumulated parameter compared with `jax.grad` of
+    the whole model. Gradients are float32, whatever the dtype of the weights. stacks, buffers: from `_layer_stacks`.
+    The buffers are overwritten.
     """
     model, ex, goal = step.model, step.ex, step.objective
 
@@ -245,8 +256,8 @@ def _microbatch_gradients(step: StepSpec):
 
         d_head, dx_BTD = head_vjp(1 / normalizers.objective)
         head_grads = added({name: grads[name] for name in read}, d_head)
-        # Added before the layers' backward, else the head's gradient, float32 and not yet reduced, lives beside it. Not
-        # the norm's, whose reduction would come first.
+        # Added before the layers' backward. Otherwise the head's gradient, float32 and not yet reduced, takes memory
+        # during it. The norm's gradient is left out, because its reduction would come first.
         large = {name: g for name, g in head_grads.items() if name != "final_norm"}
         large, dx_BTD = jax.lax.optimization_barrier((large, dx_BTD))
         head_grads |= large
@@ -255,7 +266,7 @@ def _microbatch_gradients(step: StepSpec):
         for stack, w, residuals, total in reversed(done):
             dx_BTD, total = stack.backward(w, layer_inputs, *residuals, dx_BTD, total, True)
             stack_grads.append(total)
-        if ex.in_order:     # XLA gathers token ids for the embedding's gradient, and would do so beside the loops above
+        if ex.in_order:     # XLA gathers token ids for the embedding's gradient, and would do it during the loops above
             _, embed_vjp = jax.vjp(lambda ends: embed(ends, ex.after(microbatch, dx_BTD)), ends)
         d_embed, = embed_vjp(dx_BTD)
         head_grads, nll = ex.after((head_grads, nll), dx_BTD)
@@ -266,11 +277,11 @@ def _microbatch_gradients(step: StepSpec):
 
 
 def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch, normalizers: Normalizers, key):
-    """([F, B and W of each group's layers], the ShapeDtypeStructs of the residuals that their forwards keep for the
-    backward).
+    """Return ([F, B and W of each group's layers], the ShapeDtypeStructs of the residuals that their forwards save).
 
-    Residual buffers are carried through the scan over microbatches and overwritten: allocated inside the loop, XLA
-    fills them with zeros, 3% of a step of llama3-8b. None where residuals are offloaded to the host.
+    The scan over microbatches carries the residual buffers and overwrites them. If they were allocated inside the loop,
+    XLA would fill them with zeros, which takes 3% of a step of llama3-8b. Their structs are None if residuals are
+    offloaded to the host.
     """
     found = []
 
@@ -291,10 +302,10 @@ def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch, normalize
 
 
 def _room(layout: Layout, sequences: int, a):
-    """A residual buffer like `a`, whose content nothing reads: zeros would take 0.3% of a step of llama3-8b.
+    """Return a residual buffer like `a` without initialization. Zeros would take 0.3% of a step of llama3-8b.
 
-    It is made on each device, else XLA allocates all of it there. Zeros if it is not [layers, sequences, …], or if more
-    than the sequences may be split.
+    The buffer is allocated on each device separately; otherwise XLA allocates the whole array on each. It is zeros if
+    it is not [layers, sequences, …], or if axes other than those of the sequences may split it.
     """
     axes = layout.batch_axes
     if a.shape[1:2] != (sequences,) or layout.num_shards(axes) != layout.num_shards(automatic_axes()):
@@ -304,29 +315,30 @@ def _room(layout: Layout, sequences: int, a):
 
 
 def _stack_weights(model: Transformer, weights: params.Divided):
-    """For each group, the argument w of its `layer_vjp.stack`: (trained, (numbers of the layers, frozen), 0)."""
+    """Return for each group the argument w of its `layer_vjp.stack`: (trained, (numbers of the layers, frozen), 0)."""
     return [(model.weights(weights.trained, group), (group.numbers(first), model.weights(weights.frozen, group)), 0)
             for first, group in model.numbered()]
 
 
 def drops(run) -> bool:
-    """Whether the run uses dropout, so that a step needs a key."""
+    """Return whether the run uses dropout, so that a step needs a key."""
     return run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
 
 def _unsummed(layout: Layout, deferred: tuple[str, ...], axes, g):
-    """[replicas, …] accumulators sharded as [grads], one copy per replica."""
+    """Constrain [replicas, …] accumulators to the sharding of [grads], with one copy per replica."""
     if all(n == 1 for n in layout.sizes.values()):
         return g
     return jax.lax.with_sharding_constraint(g, P(deferred or None, *layout.spec("grads", axes, drop=deferred)))
 
 
 def reduce_deferred(layout: Layout, deferred: tuple[str, ...], axes, g):
-    """[replicas, …] accumulator -> its sum, placed as [optimizer]: a reduce-scatter where that splits over `deferred`.
+    """Sum a [replicas, …] accumulator and shard the sum as in [optimizer].
 
-    Sum and constraint are one expression: a [grads] constraint between them makes an all-reduce of it. Where
-    [optimizer] splits over only some of the `deferred` axes, those are reduce-scattered first and the shards
-    all-reduced over the rest ((N-1)/N of the payload, then 2(N-1)/N of a shard).
+    It is a reduce-scatter where [optimizer] shards over `deferred`. Sum and constraint are one expression, because a
+    [grads] constraint between them would make it an all-reduce. If [optimizer] shards over only some of the `deferred`
+    axes, the sum is reduce-scattered over those first, and its shards are all-reduced over the others ((N-1)/N of the
+    payload, then 2(N-1)/N of a shard).
     """
     split = layout.spec("optimizer", axes)
     if not deferred:
@@ -342,6 +354,7 @@ def reduce_deferred(layout: Layout, deferred: tuple[str, ...], axes, g):
         g = jax.lax.with_sharding_constraint(g, P(*rest, *split))
         return layout.constrain("optimizer", g.sum(tuple(range(len(rest)))), axes)
     if (sliced := layout.spec("optimizer", axes, drop=deferred)) != layout.spec("grads", axes, drop=deferred):
-        # First a slice over what [optimizer] alone splits besides (context), or the sum becomes an all-reduce.
+        # First a slice over the axes that only [optimizer] has besides (context); otherwise the sum becomes an
+        # all-reduce.
         g = jax.lax.with_sharding_constraint(g, P(deferred, *sliced))
     return layout.constrain("optimizer", g.sum(0), axes)

@@ -1,13 +1,15 @@
 """Adafactor: Adam with the second moment factored into one row and one column per weight matrix.
 
-Source: arXiv:1804.04235 (Adafactor), with the changes of arXiv:2106.04560 (section 3.4) that let Adam's learning rate
-and weight decay carry over: no scaling by the parameter's own size, and the decay of the average bounded by `b2`.
+Source: arXiv:1804.04235 (Adafactor), with the changes of arXiv:2106.04560 (section 3.4), so that Adam's learning rate
+and weight decay carry over: updates are not scaled by the parameter's own size, and `b2` bounds the decay of the
+average.
+
 optax's version takes the two *largest* dims of each array as row and column. For stacked layers [L, D, N, H] these may
-be L and D, which averages over layers, or D and H, which leaves a state N times larger than needed; and its update
-clipping sees all layers as one block. Here the caller says which dims form the matrix, and every matrix is factored and
-clipped by itself. optax's under vmap, each matrix flattened before, gives the same updates; but the dims of its moments
-are products, which no logical axis names, and a row without gradient in a matrix with gradients of 1e6 becomes NaN
-(optax 0.2.8). Rows of tokens that do not occur have no gradient.
+be L and D, which averages over layers, or D and H, which leaves a state N times larger than needed. Its update clipping
+treats all layers as one block. Here the caller says which dims form the matrix, and each matrix is factored and clipped
+separately. optax's version under vmap, with each matrix flattened before, gives the same updates. But the dims of its
+moments are products of dims, which have no logical axis, and a row without gradient in a matrix with gradients of 1e6
+becomes NaN (optax 0.2.8). Rows of tokens that do not occur have no gradient.
 """
 
 from collections.abc import Callable
@@ -17,15 +19,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-EPSILON = 1e-30  # added to the squared gradient (the paper's ε1): keeps an all-zero row from dividing 0 by 0
+EPSILON = 1e-30  # added to the squared gradient (the paper's ε1), so that an all-zero row does not divide 0 by 0
 DECAY_EXPONENT = 0.8  # β2 at step t is 1 − t^−0.8: the first step forgets the zeros it started from
-CLIP_RMS = 1.0  # the paper's d: an update larger than this (root mean square, per matrix) is scaled down to it
+CLIP_RMS = 1.0  # the paper's d: an update with a larger root mean square per matrix is scaled down to it
 
 
 class Dims(NamedTuple):
-    """Which dims of one leaf are what; those in neither tuple are a batch of independent matrices.
+    """The dims of one leaf that form its matrix. Dims in neither tuple are a batch of independent matrices.
 
-    A leaf that is not a matrix (a norm's gain, a bias) has empty `inputs`: it keeps its whole second moment, and its
+    A leaf that is not a matrix (a norm's gain, a bias) has empty `inputs`. Its second moment is not factored, and its
     `outputs` are the dims that form one block for clipping.
     """
 
@@ -35,13 +37,14 @@ class Dims(NamedTuple):
 
 class AdafactorState(NamedTuple):
     count: jax.Array  # steps taken, int32
-    moments: Any  # as params; each leaf is (row [batch, inputs], column [batch, outputs]) or (whole moment,)
+    moments: Any  # like params; each leaf is (row [batch, inputs], column [batch, outputs]) or (whole moment,)
 
 
 def scale_by_factored_rms(dims_of: Callable[[Any], Any], max_decay: float) -> optax.GradientTransformation:
-    """Divides every gradient by its factored root mean square and clips the result, matrix by matrix.
+    """Return a transformation that divides each gradient by its factored root mean square.
 
-    dims_of: from a tree of arrays like params to a tree of their `Dims`. max_decay: bounds β2 from above.
+    It clips the result, matrix by matrix. dims_of: from a tree of arrays like params to a tree of their `Dims`.
+    max_decay: upper bound of β2.
     """
 
     def init(params):
@@ -74,9 +77,9 @@ def _moments(grad, old, dims, decay):
 def _scaled(grad, moments, dims):
     if dims.inputs:
         row, column = jnp.expand_dims(moments[0], dims.outputs), jnp.expand_dims(moments[1], dims.inputs)
-        # Two factors rather than rsqrt(row · column): the product of two tiny averages would underflow float32.
-        # The bound: next to a gradient of 1e4, the share of a row without any (a token not seen) would underflow,
-        # and 0 · ∞ is NaN.
+        # Two factors rather than rsqrt(row · column): the product of two tiny averages would underflow float32. The
+        # bound is there because, next to a gradient of 1e4, the share of a row without gradient (a token that does not
+        # occur) would underflow, and 0 · ∞ is NaN.
         share = jnp.maximum(row / row.mean(dims.inputs, keepdims=True), EPSILON)
         update = grad * jax.lax.rsqrt(share) * jax.lax.rsqrt(column)
     else:

@@ -1,13 +1,13 @@
-"""Muon: momentum whose every weight matrix is orthogonalized by five Newton–Schulz steps.
+"""Muon: momentum in which each weight matrix is orthogonalized by five Newton–Schulz steps.
 
-Newton–Schulz needs whole matrices, which ZeRO and tensor parallelism split. Layers are stacked, so all-to-alls give
-each device all of a few layers, and the way back splits them again, both in the compute dtype: 8B over 8 GPUs send 2.8
-GiB a step each, where gathers in float32 send 236. Layers that do not divide are padded with zeros.
+Newton–Schulz needs whole matrices, which ZeRO and tensor parallelism shard. Layers are stacked, so all-to-alls give
+each device whole matrices of a few layers, and all-to-alls back shard them again, both in the compute dtype. With an 8B
+model over 8 GPUs each sends 2.8 GiB a step; gathers in float32 would send 236. A number of layers that does not divide
+is padded with zeros.
 
-Sources: https://kellerjordan.github.io/posts/muon, arXiv:2502.16982 (Moonlight).
-As in optax (0.2.8), and unlike both sources, the two terms of the Nesterov sum are bias-corrected, as in NAdam:
-Newton–Schulz divides out the length of the sum, but in the first steps the newest gradient weighs up to twice as much
-in it.
+Sources: https://kellerjordan.github.io/posts/muon, arXiv:2502.16982 (Moonlight). As in optax (0.2.8), and unlike both
+sources, the two terms of the Nesterov sum are bias-corrected, as in NAdam. Newton–Schulz divides out the length of the
+sum, but in the first steps the newest gradient has up to twice the weight in it.
 """
 import dataclasses
 import math
@@ -22,23 +22,26 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.kernels import products
 
-MOMENTUM = 0.95  # Moonlight and Jordan's original; cfg.b1 and cfg.b2 belong to the adamw beside it
+MOMENTUM = 0.95  # value of Moonlight and of Jordan's original; cfg.b1 and cfg.b2 are for adamw
 STEPS, EPSILON = 5, 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixDims:
-    """The matrix dims of one leaf; dims in neither tuple are a batch of independent matrices."""
+    """The matrix dims of one leaf. Dims in neither tuple are a batch of independent matrices."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    placement: NamedSharding | None = None  # of its momentum; None: whole on every device
+    placement: NamedSharding | None = None  # sharding of its momentum; None: whole on every device
 
 
 def scale_by_muon(matrices: Any, dtype: Any) -> optax.GradientTransformation:
-    """Replaces gradients by orthogonal matrices; the state is optax's, float32 like the gradients.
+    """Return a transformation that replaces gradients by orthogonal matrices.
 
-    matrices: a tree like params of `MatrixDims`. dtype: in which matrices are sent and multiplied; sums are float32.
+    The state is optax's, float32 like the gradients.
+
+    matrices: a tree like params of `MatrixDims`. dtype: the dtype in which matrices are sent and multiplied. Sums are
+    float32.
     """
     momentum = optax.contrib.scale_by_muon(beta=MOMENTUM)
 
@@ -56,7 +59,7 @@ def scale_by_muon(matrices: Any, dtype: Any) -> optax.GradientTransformation:
 
 
 def orthogonalize(x: jax.Array, of: MatrixDims, coefficients: jax.Array, dtype: Any) -> jax.Array:
-    """Every matrix of `x` with its singular values brought near 1: float32, placed as `x` is. coefficients: [3]."""
+    """Return every matrix of `x` with its singular values near 1: float32, sharded like `x`. coefficients: [3]."""
     order = tuple(dim for dim in range(x.ndim) if dim not in of.inputs + of.outputs) + of.inputs + of.outputs
     num_batch = x.ndim - len(of.inputs) - len(of.outputs)
 
@@ -70,9 +73,10 @@ def orthogonalize(x: jax.Array, of: MatrixDims, coefficients: jax.Array, dtype: 
 
 
 def _by_layers(whole, x, num_batch, placement, order):
-    """Applies `whole` to x [layers, …] with every matrix whole on one device; the result is sharded as x.
+    """Apply `whole` to x [layers, …] with every matrix whole on one device. The result is sharded like x.
 
-    placement: of the array whose dims in `order` are those of x. A matrix outside the layer stacks is left to XLA.
+    placement: sharding of the array whose dims in `order` are those of x. XLA decides how to compute a matrix outside
+    the layer stacks.
     """
     spec = (*placement.spec, *(None,) * x.ndim) if placement else (None,) * x.ndim
     entries = [spec[dim] for dim in order]
@@ -82,14 +86,15 @@ def _by_layers(whole, x, num_batch, placement, order):
     axes = lambda entry: entry if isinstance(entry, tuple) else (entry,) if entry else ()
     num_shards = lambda names: math.prod(placement.mesh.shape[axis] for axis in names)
     pin = lambda x, entries: jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, P(*entries)))
-    # Where layers are split already, over the stages of a pipeline, they stay in their part and are filled up there.
+    # If stages of a pipeline already split the layers, the layers stay in their stage and are padded there.
     parts, devices = num_shards(axes(entries[0])), num_shards(axis for dim in split for axis in axes(entries[dim]))
     num_layers = x.shape[0] // parts
     x = x.reshape(parts, num_layers, *x.shape[1:])
     x = jnp.pad(x, [(0, 0), (0, -num_layers % devices)] + [(0, 0)] * (x.ndim - 2))
     entries, back = [entries[0], None, *entries[1:]], []
-    x = pin(x, entries)  # as it lies, or it would move before it is cast
-    # An all-to-all for each dim, of a device's part of the matrices. In one constraint for all dims XLA gathers them.
+    x = pin(x, entries)  # pinned to its present sharding; otherwise it would move before the cast
+    # An all-to-all for each dim of a device's shards of the matrices. With one constraint for all dims, XLA gathers
+    # them.
     for dim in split:
         back.append(entries)
         entries = [entries[0], axes(entries[1]) + axes(entries[dim + 1]), *entries[2:]]
@@ -102,10 +107,10 @@ def _by_layers(whole, x, num_batch, placement, order):
 
 
 def _newton_schulz(x, coefficients):
-    """x [..., m, n] → about U Vᵀ of its singular value decomposition, in the dtype of x; norms and sums are float32.
+    """x [..., m, n] → approximately U Vᵀ of its singular value decomposition, in x's dtype. Norms and sums are float32.
 
-    Five times x ← (aI + bG + cG²) x with G = x xᵀ. aI is added inside the parentheses, because a·x would be a
-    separate float32 array.
+    Five times x ← (aI + bG + cG²) x with G = x xᵀ. aI is added inside the parentheses, because a·x would be a separate
+    float32 array.
     """
     a, b, c = coefficients
     dtype, tall = x.dtype, x.shape[-2] > x.shape[-1]

@@ -1,7 +1,8 @@
 """Training objectives: next-token loss (pretraining, SFT), preference loss (DPO) or policy gradient (RL).
 
-An objective gives the sums of a microbatch from the last layer's output, and the count they are divided by. Source of
-DPO: arXiv:2305.18290, equation 7, with the log-probabilities of answers summed, not averaged. RL: `policy`.
+From the last layer's output of a microbatch, an objective computes sums, and the count by which they are divided.
+Source of DPO: arXiv:2305.18290, equation 7, where the log-probabilities of answers are summed, not averaged. RL:
+`policy`.
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from meshtrain.model.transformer import Transformer
 from meshtrain.names import CHOSEN, MISMATCH_MAX, NO_TARGET, PADDING, REJECTED
 from meshtrain.training.policy import Policy
 
-# of a batch: dims after [batch]
+# the arrays of a batch, with their number of dims after [batch]
 FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, "sequence": 0}
 
 
@@ -25,24 +26,25 @@ class NextToken:
     z_loss: float
     chunk: int
     fields = {name: (dims, jnp.int32) for name, dims in FIELDS.items()}
-    fills_all = True        # whether every microbatch has targets; else those behind the last target are not computed
+    fills_all = True        # whether every microbatch has targets; if not, those after the last target are skipped
 
     def count(self, batch):
         return jnp.sum(batch["targets"] != NO_TARGET)
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
-        """(objective, loss, aux), sums over the microbatch; the objective is differentiated."""
+        """Return (objective, loss, aux), sums over the microbatch. The objective is differentiated."""
         objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"], z_loss=self.z_loss, chunk=self.chunk)
         return objective, nll, {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Preference:
-    """-log sigmoid of beta times (the model's margin minus the reference's). A margin is a difference of
-    log-probabilities.
+    """The loss -log sigmoid(beta · (the model's margin - the reference's)).
+
+    A margin is a difference of log-probabilities.
 
     A sequence holds a pair: segment CHOSEN and segment REJECTED. Its `reference` is the reference's log-probability of
-    the chosen answer minus that of the rejected one. Sequences without a pair (padding) count for nothing.
+    the chosen answer minus that of the rejected one. Sequences without a pair (padding) do not count.
     """
     beta: float
     chunk: int
@@ -60,7 +62,7 @@ class Preference:
         return loss, loss, {"reward_margin": over(margin_B), "reward_accuracy": over(margin_B > 0)}
 
     def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch):
-        """[B]: log-probability of the chosen answer minus that of the rejected one."""
+        """Return [B]: the log-probability of the chosen answer minus that of the rejected one."""
         nll_BT = model.head_token_nll(ex, p, x_BTD, batch["targets"], self.chunk)
         of = lambda segment: jnp.sum(jnp.where(batch["segments"] == segment, nll_BT, 0.0), -1)
         return of(REJECTED) - of(CHOSEN)
@@ -72,12 +74,12 @@ class Preference:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyGradient:
-    """The loss of sampled tokens: `Policy` computes it from their log-probabilities at this temperature.
+    """The loss of sampled tokens. `Policy` computes it from their log-probabilities at this temperature.
 
-    A segment holds a prompt and its answer, whose tokens are the targets. A batch has these arrays in addition to
-    NextToken's. weight: of each token's loss, times the step's number of targets; advantage; sampled: the sampler's
-    log-probability; old: the trainer's before the first step on these answers; reference: the
-    log-probability under the weights that KL is measured to.
+    A segment holds a prompt and its answer, whose tokens are the targets. A batch has these arrays besides those of
+    NextToken. weight: the weight of each token's loss, times the step's number of targets. advantage. sampled: the
+    sampler's log-probability. old: the trainer's log-probability before the first step on these answers. reference: the
+    log-probability under the weights to which KL is measured.
     """
     policy: Policy
     temperature: float
@@ -102,17 +104,17 @@ class PolicyGradient:
             self.temperature)
         if metrics is None:
             _, _, metrics = self.policy.losses(logp_BT, given)
-        # of the weights that drew: after the first update, those before it
+        # compares with the weights that sampled: after the first update these are the weights before it
         apart_BT = jnp.where(real_BT, jnp.abs(given.get("old", logp_BT) - given["sampled"]), 0.0)
         metrics |= {"entropy": entropy_BT, "mismatch_mean": apart_BT}
         aux = {name: jnp.sum(jnp.where(real_BT, value, 0.0)) for name, value in metrics.items()}
         return loss, loss, jax.lax.stop_gradient(aux | {MISMATCH_MAX: apart_BT.max()})
 
     def _of_answers(self, model: Transformer, ex: Execution, p, x_BTD, batch, given: dict) -> dict:
-        """Weight, loss and slope of each token, and metrics, where they depend on the whole answer: the head's forward
-        is computed twice.
+        """Return weight, loss and slope of each token, and metrics, where they depend on the whole answer.
 
-        Answers cross the shards of sequences, so rows are gathered: 4·T bytes of each array, in one all-gather.
+        The head's forward is computed twice. Answers cross the shards of sequences, so rows are gathered: 4·T bytes of
+        each array, in one all-gather.
         """
         logp_BT = self.scores(model, ex, *jax.lax.stop_gradient((p, x_BTD)), batch)
         segments_BT = jnp.where(batch["targets"] != NO_TARGET, batch["segments"], PADDING)
@@ -123,20 +125,25 @@ class PolicyGradient:
         return {"weight": given["weight"], "loss": loss, "slope": slope, "metrics": metrics}
 
     def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch):
-        """[B, T]: log-probabilities of the targets, 0 where there is none."""
+        """Return [B, T]: log-probabilities of the targets; 0 where there is none."""
         return -model.head_token_nll(ex, p, x_BTD, batch["targets"], self.chunk, self.temperature)
 
 
 def answer_sums(segments_BT):
-    """x_BT -> [B, T]: at each token the sum of x over its segment in its row; segments are numbered up to T."""
+    """Return a function x_BT -> [B, T]: at each token, the sum of x over its segment in its row.
+
+    Segments are numbered up to T.
+    """
     rows = jax.vmap(lambda x_T, segments_T: jax.ops.segment_sum(
         x_T, segments_T, num_segments=segments_T.size + 1)[segments_T])
     return lambda x_BT: rows(x_BT, segments_BT)
 
 
 def tokens(batch):
-    """Tokens of a step without padding. AUX_LOSS is divided by them, so that it weighs the same whatever share of
-    tokens are targets."""
+    """Return the tokens of a step without padding.
+
+    AUX_LOSS is divided by them, so that its weight does not depend on the share of tokens that are targets.
+    """
     return jnp.maximum(jnp.sum(batch["segments"] != PADDING), 1).astype(jnp.float32)
 
 

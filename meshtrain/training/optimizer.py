@@ -1,10 +1,11 @@
 """Optimizers and learning-rate schedules, as one optax transformation that the training step applies.
 
-Every optimizer is a chain of three: its own rule, decoupled weight decay, the learning rate of this step. So
+Every optimizer is a chain of three: its own rule, decoupled weight decay, and the learning rate of this step. So
 `learning_rate` and `weight_decay` mean the same for all four. The learning rate follows the run's count of steps, which
-includes skipped ones; a rule's own count (Adam's bias correction) is of applied updates. Layers are stacked [L, …]; a
-rule on whole matrices (muon, adafactor) gets the dims that form a matrix, and treats each layer's matrix separately.
-Gradient clipping and the skipping of bad steps belong to the step.
+includes skipped ones. A rule's own count (Adam's bias correction) counts applied updates. Layers are stacked [L, …]. A
+rule for whole matrices (muon, adafactor) gets the dims that form a matrix, and treats each layer's matrix separately.
+The step does gradient clipping and skips bad steps.
+
 Sources: arXiv:1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
 """
 
@@ -19,33 +20,36 @@ import optax
 from meshtrain.names import LAYERS, MATMUL_ROLES, ROLES
 from meshtrain.training import adafactor, muon
 
-# AdamW's updates have this root mean square (arXiv:2502.16982, section 2.2): one learning rate serves both
+# The root mean square of AdamW's updates (arXiv:2502.16982, section 2.2), so that one learning rate serves both.
 MUON_RMS = 0.2
 
 
 def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = None, dtype: Any = jnp.float32,
           balance_rate: float = 0.0, balance_rule: str = "sign") -> optax.GradientTransformationExtraArgs:
-    """The optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters.
+    """Return the optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters.
 
-    update(grads, state, params, step=n): n, the steps that the run has taken, sets the learning rate; no state counts
-    them.
+    update(grads, state, params, step=n): n is the number of steps that the run has taken. It sets the learning rate;
+    the state has no such count.
 
-    cfg: name, learning_rate, b1, b2, eps, weight_decay, and what `learning_rate_schedule` reads.
-    roles: a tree like params, each leaf one of `ROLES`. `matrix`, `head`, `embedding` and `router` are decayed, `norm`
-        and `bias` never: Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, embeddings included (OLMo 2
-        leaves them out). matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the
-        stacked array. [L,D,N,H] has ((1,), (2, 3)). Dims in neither are a batch of independent matrices. Every
-        `matrix` needs one.
+    cfg: name, learning_rate, b1, b2, eps, weight_decay, and the fields that `learning_rate_schedule` reads.
+
+    roles: a tree like params, each leaf one of `ROLES`. Weight decay applies to `matrix`, `head`, `embedding` and
+    `router`, never to `norm` and `bias`. (Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, including
+    embeddings; OLMo 2 leaves embeddings out.)
+
+    matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the stacked array.
+    [L,D,N,H] has ((1,), (2, 3)). Dims in neither are a batch of independent matrices. Every `matrix` needs one.
+
     placements: a tree like params of NamedShardings, the sharding of each leaf's state; None: on one device. dtype: of
-        muon's matmuls, and of the matrices that it sends.
+    muon's matmuls, and of the matrices that it sends.
 
-    balance_rate: how far a step moves the biases of role `balance` towards experts with too few tokens: their
-        "gradients" are the tokens of each expert. No optimizer, learning rate or decay touches them. balance_rule:
-        sign: by the rate; error: by the rate times the share of the mean that an expert lacks, negative if it has too
-        many tokens (arXiv:2408.15664 compares the two).
+    balance_rate: how far a step moves the biases of role `balance` towards experts with too few tokens. Their
+    "gradients" are the number of tokens of each expert. No optimizer, learning rate or decay applies to them.
+    balance_rule: "sign" moves by the rate. "error" moves by the rate times the fraction of the mean that an expert
+    lacks, which is negative if it has too many tokens (arXiv:2408.15664 compares the two).
 
-    adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment, b2 bounds the decay of the second. muon: every
-    `matrix`; the others, embeddings and head included, take adamw.
+    adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment; b2 bounds the decay of the second. muon: for every
+    `matrix`; the others, including embeddings and head, use adamw.
     """
     assert {*jax.tree.leaves(roles)} <= {*ROLES}, roles
     decayed = jax.tree.map(lambda role: role in (*MATMUL_ROLES, "router"), roles)
@@ -58,16 +62,17 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
 
 
 def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
-    """The learning rate as a function of the number of steps already taken, skipped ones included (0 in the first
-    step).
+    """Return the learning rate as a function of the number of steps already taken, which is 0 in the first step.
 
-    cfg: learning_rate (the peak), schedule, warmup_steps, decay_steps, final_fraction.
-    Step n, counted from 1, has n/warmup_steps of the peak while it warms up: the first step moves already, the last
-    step of the warm-up has the peak, and the last step of the run has `final_fraction` of it. `cosine` and `linear`
-    fall over all steps after the warm-up, `wsd` (warm-up, stable, decay: arXiv:2404.06395, here with a linear fall)
-    over the last `decay_steps`, `constant` stays.
-    A warm-up longer than the run is cut to the run, which then ends at the peak; a decay longer than what the warm-up
-    leaves is cut to that.
+    Skipped steps count. cfg: learning_rate (the peak), schedule, warmup_steps, decay_steps, final_fraction.
+
+    Step n, counted from 1, has n/warmup_steps of the peak during the warm-up. The first step has a rate above 0, the
+    last step of the warm-up has the peak, and the last step of the run has `final_fraction` of it. `cosine` and
+    `linear` fall over all steps after the warm-up. `wsd` (warm-up, stable, decay: arXiv:2404.06395, here with a linear
+    fall) falls over the last `decay_steps`. `constant` stays at the peak.
+
+    A warm-up that is longer than the run is cut to the run, which then ends at the peak. A decay that is longer than
+    the steps after the warm-up is cut to these steps.
     """
     warmup = min(cfg.warmup_steps, steps)
     decay = min(cfg.decay_steps, steps - warmup) if cfg.schedule == "wsd" else steps - warmup
@@ -86,14 +91,15 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
 
 
 def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> Any:
-    """The logical axes of every leaf of the optimizer state, by which the rules' [optimizer] table shards it.
+    """Return the logical axes of every leaf of the optimizer state, by which the rules' [optimizer] table shards it.
 
     logical_axes: a tree like params whose leaves are tuples of names. Returns the structure of `tx.init(params)` with a
     tuple per leaf, one name or None per dim. The state contains tuples itself, so map over the state first:
     `jax.tree.map(lambda leaf, axes: …, jax.eval_shape(tx.init, params), axes_tree)`.
 
-    Works for any optimizer: `init` is traced twice on parameters whose every dim has a unique size, and a dim of the
-    state is recognized by its two sizes. A dim of equal sizes in both is a constant (muon keeps three coefficients).
+    It works for any optimizer. `init` is traced twice on parameters in which each dim has a unique size, and a dim of
+    the state is recognized by its two sizes. A dim with the same size in both traces is a constant (muon keeps three
+    coefficients).
     """
     axis_of_size = {}
 
@@ -114,7 +120,7 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_a
 
 
 def _rule(cfg, roles, matrix_dims, placements, dtype):
-    """The direction of the update, before weight decay and learning rate."""
+    """Return the direction of the update, before weight decay and learning rate."""
     adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
     if cfg.name == "adamw":
         return adam
@@ -125,17 +131,17 @@ def _rule(cfg, roles, matrix_dims, placements, dtype):
             lambda tree: jax.tree_util.tree_map_with_path(_adafactor_dims, tree, roles, matrix_dims), max_decay=cfg.b2
         )
     assert cfg.name == "muon", cfg.name
-    # optax.contrib.muon is not used whole: it runs its Adam with Nesterov momentum and decays norms and biases.
+    # optax.contrib.muon is not used as a whole: it runs its Adam with Nesterov momentum and decays norms and biases.
     labels = jax.tree.map(lambda role: "muon" if role == "matrix" else "adam", roles)
     return optax.partition({"muon": _muon(roles, matrix_dims, placements, dtype), "adam": adam}, labels)
 
 
 def _balanced(rule, roles, rate: float, by: str):
-    """`rule` for all leaves except those of role `balance`, which move by rate · sign(mean − tokens), layer by
-    layer, or with by = "error" by rate · (mean − tokens) / mean.
+    """Return `rule` for all leaves except those of role `balance`.
 
-    The difference is computed in integers: a rounded mean would move an expert that has exactly the mean. They are
-    int32, because a step may have more choices than 2^24, up to which float32 represents every integer.
+    These move by rate · sign(mean − tokens), layer by layer, or, with by = "error", by rate · (mean − tokens) / mean.
+    The difference is computed in integers, because a rounded mean would move an expert that has exactly the mean. They
+    are int32, because a step may have more choices than 2^24, up to which float32 represents every integer.
     """
     if "balance" not in jax.tree.leaves(roles):
         return rule
@@ -143,7 +149,7 @@ def _balanced(rule, roles, rate: float, by: str):
     def towards(tokens):
         tokens, num_experts = tokens.astype(jnp.int32), tokens.shape[-1]
         total = tokens.sum(-1, keepdims=True)
-        # total - num_experts · tokens, which may be beyond int32: its sign is exact, since the remainder is less than
+        # total - num_experts · tokens, which may overflow int32. Its sign is exact, because the remainder is less than
         # num_experts.
         missing = num_experts * (total // num_experts - tokens).astype(jnp.float32) + (total % num_experts)
         return rate * (jnp.sign(missing) if by == "sign" else missing / jnp.maximum(total, 1))
@@ -156,7 +162,10 @@ def _balanced(rule, roles, rate: float, by: str):
 
 
 def _scale_by_learning_rate(schedule):
-    """Multiplies by -schedule(step). optax's own keeps a count in its state, which a skipped step would hold back."""
+    """Multiply by -schedule(step).
+
+    optax's own version keeps a count in its state, which a skipped step would not increment.
+    """
 
     def update(updates, state, params=None, *, step, **extra):
         return jax.tree.map(lambda u: -schedule(step) * u, updates), state
@@ -165,7 +174,7 @@ def _scale_by_learning_rate(schedule):
 
 
 def _muon(roles, matrix_dims, placements, dtype):
-    """Orthogonalized momentum of every matrix, scaled to the root mean square of AdamW's updates.
+    """Return the orthogonalized momentum of every matrix, scaled to the root mean square of AdamW's updates.
 
     An orthogonal [fan_in, fan_out] matrix has root mean square 1/√max(fan_in, fan_out), which is divided out.
     """
@@ -186,7 +195,10 @@ def _muon(roles, matrix_dims, placements, dtype):
 
 
 def _adafactor_dims(path, leaf, role, dims):
-    """`adafactor.Dims` of one leaf: a table is one matrix, a norm or bias of the stacked layers one block per layer."""
+    """Return the `adafactor.Dims` of one leaf.
+
+    A table is one matrix. A norm or bias of the stacked layers is one block per layer.
+    """
     if dims is not None:
         return adafactor.Dims(*(tuple(d) for d in dims))
     if role in ("embedding", "head"):
@@ -196,8 +208,7 @@ def _adafactor_dims(path, leaf, role, dims):
 
 
 def _in_float32(tx):
-    """Runs `tx` on float32 copies: for bfloat16 parameters optax would keep bfloat16 moments, in which small steps are
-    lost."""
+    """Run `tx` on float32 copies. For bfloat16 parameters optax would keep bfloat16 moments, which lose small steps."""
 
     def init(params):
         return tx.init(optax.tree.cast(params, jnp.float32))

@@ -1,10 +1,11 @@
 """Gradients of a step and loss of an evaluation through the stages of a pipeline.
 
-`parallel.pipeline` executes the schedule on the model given as four functions. Before its loop the weights are gathered
-once per step, in the compute dtype, and stacked by stage and chunk; after it gradients are summed and sharded as
-[optimizer]. A layer's auxiliary outputs are metrics; the gradient of its AUX_LOSS is injected, because only the last
-stage computes the objective.
-Sources: `parallel.schedules`; the injection: arXiv:2401.06066 (DeepSeekMoE) and Megatron-LM's router losses.
+`parallel.pipeline` executes the schedule on the model, which is given as functions. Before its loop the weights are
+gathered once per step, in the compute dtype, and stacked by stage and chunk. After the loop gradients are summed and
+sharded as in [optimizer]. A layer's auxiliary outputs are metrics. The gradient of AUX_LOSS is injected in each layer,
+because only the last stage computes the objective.
+
+Sources: `parallel.pipeline.schedules`. The injection: arXiv:2401.06066 (DeepSeekMoE) and Megatron-LM's router losses.
 """
 from __future__ import annotations
 
@@ -27,15 +28,17 @@ _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
 
 
 def pipelined(step: StepSpec):
-    """(`gradients`, `evaluate`) as those of `accumulate.scanned`; evaluation is without chunks, whatever the
-    schedule."""
+    """Return (`gradients`, `evaluate`), like those of `accumulate.scanned`.
+
+    Evaluation runs without chunks, whatever the schedule.
+    """
     model, layout, schedule, num_stages = step.model, step.layout, step.schedule, step.schedule.num_stages
     functions = _functions(step, num_stages * schedule.num_chunks)
     ends_axes, layers_axes = without_layers(step.state.trained_axes), step.state.trained_axes[LAYERS]
     others = tuple(a for a in layout.sizes if a != pipeline.STAGE)
-    # a shard of a sequence has gradients of its own, too
+    # includes `seq`, because each shard of a sequence has its own gradients
     summed = step.deferred_axes + layout.mesh_axes("activations", "seq")
-    # Experts stay on their devices: along what splits them, gradients are whole already.
+    # Experts stay on their devices. Their gradients are already whole along the axes that split them.
     own = lambda axes: tuple(tuple(a for a in layout.mesh_axes(GATHERED, axis) if a in summed) for axis in axes[1:])
     before_axes = model.before(layers_axes)
     axes = model.divided(step.state.axes)
@@ -75,8 +78,10 @@ def pipelined(step: StepSpec):
 
 
 def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
-    """A stage applies periods of layers. If their number does not divide over the stages, the last stages are padded
-    with layers that do nothing."""
+    """Return the model as functions for a pipeline. A stage applies periods of layers.
+
+    If their number does not divide over the stages, the last stages are padded with identity layers.
+    """
     model, ex, training, num_layers = step.model, step.ex, step.run.training, step.model.cfg.num_layers
     uneven, leading = stages.padded(step.run.model, virtual_stages) > stages.staged(step.run.model), model.leading
     before = leading.num_layers if leading else 0
@@ -119,8 +124,10 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
-    """(layers, ends, leading layers), each as (trained, frozen): gathered once per step, in the compute dtype; the
-    loop holds a full stage of them, and all leading layers."""
+    """Return (layers, ends, leading layers), each as (trained, frozen), gathered once per step in the compute dtype.
+
+    The loop holds the layers of a whole stage, and all leading layers.
+    """
     layout, model = step.layout, step.model
     periods = stages.padded(step.run.model, num_stages * num_chunks) // len(model.period)
 
@@ -141,5 +148,5 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
 
 
 def _staged(axes):
-    """Logical axes of [L, …] as [V, P, n, …], padded with zeros."""
+    """Return the logical axes of [L, …] as [V, P, n, …], padded with zeros."""
     return (None, LAYERS, None, *axes[1:])

@@ -1,10 +1,11 @@
 """The policy-gradient loss of each sampled token, a function of its log-probability.
 
-The loss of a step is the sum over tokens of weight · L, and the weight is known before the step (`data.batches.answers`
-makes it). The derivative of L is written by hand, so that the head computes logits, loss and gradient in one pass. It
-is elementwise, except if ratios or corrections are those of whole answers.
-Sources: arXiv:1707.06347 (PPO's clip), 1912.09729 (dual clip), 2402.03300 (GRPO), 2503.14476 (DAPO), 2503.20783
-(Dr. GRPO), 2506.13585 (CISPO), 2507.18071 (GSPO), http://joschu.net/blog/kl-approx.html (k1, k2, k3).
+The loss of a step is the sum over tokens of weight · L. The weight is known before the step (`data.batches.answers`
+computes it). The derivative of L is explicit, so that the head computes logits, loss and gradient in one pass. It is
+elementwise, unless ratios or corrections are those of whole answers.
+
+Sources: arXiv:1707.06347 (PPO's clip), 1912.09729 (dual clip), 2402.03300 (GRPO), 2503.14476 (DAPO), 2503.20783 (Dr.
+GRPO), 2506.13585 (CISPO), 2507.18071 (GSPO), http://joschu.net/blog/kl-approx.html (k1, k2, k3).
 """
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The keys of [rl] of the same names. old: "current" (log-probabilities of this very step, so that the ratio is 1
-    and only its derivative counts), "trainer" (those before the first step on these answers) or "sampler".
+    """The keys of [rl] with the same names.
 
-    The ratio is exp(log-probability - old); "sequence": the geometric mean over an answer. "cispo": the loss is -ratio
-    · A · log-probability, the ratio at most 1 + clip_high and not differentiated. The correction is exp(old - sampled),
-    of a "sequence" the product over an answer, as in TRL. It multiplies everything except KL and entropy, and is not
-    differentiated.
+    old: "current" (the log-probabilities of this step, so that the ratio is 1 and only its derivative matters),
+    "trainer" (the log-probabilities before the first step on these answers) or "sampler".
+
+    The ratio is exp(log-probability - old). With "sequence" it is the geometric mean over an answer. With "cispo" the
+    loss is -ratio · A · log-probability, where the ratio is at most 1 + clip_high and not differentiated. The
+    correction is exp(old - sampled). With "sequence" it is the product over an answer, as in TRL. It multiplies
+    everything except KL and entropy, and is not differentiated.
     """
     ratio: str = "token"
     clip_low: float = 0.2
@@ -38,14 +41,14 @@ class Policy:
 
     @classmethod
     def of(cls, rl) -> Policy:
-        """rl: the section [rl]."""
+        """Return the policy of the section [rl]."""
         shared = {field.name: getattr(rl, field.name) for field in dataclasses.fields(cls)}
         auto = "current" if rl.updates == 1 and rl.lag == 0 else "trainer"
         return cls(**shared | {"old": auto if rl.old == "auto" else rl.old})
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The float32 arrays [B, T] of a batch that the loss reads."""
+        """The names of the float32 arrays [B, T] of a batch that the loss reads."""
         return ("weight", "advantage", "sampled", *["old"] * (self.old == "trainer"), *["reference"] * (self.kl > 0))
 
     @property
@@ -54,9 +57,9 @@ class Policy:
         return self.ratio != "sequence" and not self.correction.startswith("sequence")
 
     def of_token(self, logp, entropy, given):
-        """(weighted loss, its derivative by the log-probability, by the entropy; None: 0), elementwise.
+        """Return (weighted loss, its derivative by the log-probability, its derivative by the entropy), elementwise.
 
-        given: what the policy `reads`, or the weight and what `losses` gave.
+        The last is None if it is 0. given: the arrays of `reads`, or the weight and the results of `losses`.
         """
         loss, slope = (given["loss"], given["slope"]) if "slope" in given else self.losses(logp, given)[:2]
         if not self.entropy:
@@ -65,11 +68,11 @@ class Policy:
         return loss - bonus * entropy, slope, -bonus
 
     def losses(self, logp, given, total: Callable | None = None):
-        """(weighted losses without the entropy's, the derivative of their sum by each log-probability, metrics).
+        """Return (weighted losses without entropy, the derivative of their sum by each log-probability, metrics).
 
-        total: x -> at each token the sum of x over its answer; needed where the policy is not `elementwise`. Arrays of
-        any one shape, finite where there is no token, the weight then 0. metrics, of each token: ratio, clip_low,
-        clip_high (whether its loss is clipped), kl.
+        total: x -> at each token the sum of x over its answer; required if the policy is not `elementwise`. All arrays
+        have the same shape. Where there is no token they are finite and the weight is 0. metrics, for each token:
+        ratio, clip_low, clip_high (whether its loss is clipped), kl.
         """
         weight, advantage = given["weight"], given["advantage"]
         old = {"current": logp, "trainer": given.get("old"), "sampler": given["sampled"]}[self.old]
@@ -91,12 +94,12 @@ class Policy:
                 k, dk = ratio * k, ratio * dk
             loss, by_logp = loss + self.kl * k, by_logp + self.kl * dk
         by_ratio = weight * by_ratio
-        if self.ratio == "sequence":    # the derivative of the mean by each of an answer's tokens is 1 / length
+        if self.ratio == "sequence":    # the derivative of the mean by each token of an answer is 1 / length
             by_ratio = total(by_ratio) / length
         return weight * loss, by_ratio + weight * by_logp, metrics
 
     def _gained(self, logp, ratio, A):
-        """(loss, its derivative by the log-ratio, by the log-probability itself, metrics)."""
+        """Return (loss, its derivative by the log-ratio, by the log-probability itself, metrics)."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
         nothing = jnp.zeros_like(ratio)
         above = (ratio > high) & (A > 0)
@@ -123,7 +126,7 @@ class Policy:
         return jnp.where(weight > self.correction_limit, 0.0, weight)
 
     def _divergence(self, logp, reference):
-        """(estimate of KL, its derivative by the log-probability)."""
+        """Return (estimate of KL, its derivative by the log-probability)."""
         x = reference - logp
         if self.kl_form == "k1":
             return -x, jnp.ones_like(x)

@@ -1,10 +1,10 @@
-"""QK-Clip: scales down the query and key weights of heads whose attention scores grew too large, after a step's update.
-The scores then stay near a limit.
+"""QK-Clip: after a step's update, scales down the query and key weights of heads whose attention scores are too large.
 
-A head with the largest score S of a step is scaled by gamma = min(1, limit / S). S is a bound that attention computes
-anyway: the largest log-sum-exp of a token's scores. It is at least their maximum and at most log(keys) above it, so at
-128k tokens a head may be clipped when its scores are still 12 below the limit. Source: arXiv:2507.20534 (Kimi K2,
-section 2.1, "MuonClip"), where S is the maximum itself; any optimizer can be used here.
+The scores then stay near a limit. A head whose largest score in a step is S is scaled by gamma = min(1, limit / S). S
+is an upper bound that attention computes anyway: the largest log-sum-exp of a token's scores. It is at least the
+largest score and at most log(keys) above it, so at 128k tokens a head may be clipped while its scores are still 12
+below the limit. Source: arXiv:2507.20534 (Kimi K2, section 2.1, "MuonClip"), where S is the largest score itself. Here
+any optimizer can be used.
 """
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from meshtrain.names import SCORE_BOUND
 
 
 def bounds(run) -> tuple[int, int] | None:
-    """`Execution.bounds` of a run."""
+    """Return `Execution.bounds` of a run."""
     heads = [run.model.of(kind.mixer).num_heads for kind in pattern.kinds(run.model) if kind.mixer in pattern.ATTENTION]
     return (run.model.num_layers, max(heads)) if run.optimizer.qk_clip else None
 
 
 def clipped(model: Transformer, p: dict, bound_LN, limit: float) -> dict:
-    """The parameters with the queries and keys of all attention layers scaled. bound_LN: SCORE_BOUND of the step."""
+    """Return the parameters with the query and key weights of all attention layers scaled.
+
+    bound_LN: SCORE_BOUND of the step.
+    """
     gamma_LN, kinds, found = limit / jnp.maximum(bound_LN, limit), pattern.kinds(model.cfg), []
     for first, group in model.numbered():
         stacks = list(model.weights(p, group))
@@ -36,14 +39,17 @@ def clipped(model: Transformer, p: dict, bound_LN, limit: float) -> dict:
 
 
 def _scaled(attention: dict, factors: dict) -> dict:
-    """factors: of a projection, [L, heads, 1 or its width]."""
+    """Return `attention` with its projections scaled. factors: by projection, [L, heads, 1 or its width]."""
     by = lambda part, factor: factor[:, None] if part == "kernel" else factor
     return attention | {name: {part: (w * by(part, factor)).astype(w.dtype) for part, w in attention[name].items()}
                         for name, factor in factors.items()}
 
 
 def _of_heads(cfg, gamma_LN) -> dict:
-    """The heads that share a key share the smallest gamma. If keys are also the values, only queries are scaled."""
+    """Return the factors of query and key weights.
+
+    Heads that share a key use their smallest gamma. If keys are also the values, only queries are scaled.
+    """
     num_heads, num_kv_heads = cfg.num_heads, cfg.num_kv_heads
     worst_LK = gamma_LN[:, :num_heads].reshape(-1, num_kv_heads, num_heads // num_kv_heads).min(-1)
     key = worst_LK if cfg.tie_values else jnp.sqrt(worst_LK)
@@ -52,7 +58,10 @@ def _of_heads(cfg, gamma_LN) -> dict:
 
 
 def _of_latents(cfg, gamma_LN) -> dict:
-    """All heads share the rotated key, so for its scores only the queries are scaled, by the full gamma."""
+    """Return the factors of query and key weights.
+
+    All heads share the rotated key, so the rotated part of the queries is scaled by the full gamma instead.
+    """
     gamma_LN1, rotated = gamma_LN[:, :cfg.num_heads, None], cfg.latent.rope_dim
     root = jnp.sqrt(gamma_LN1)
     query = jnp.concatenate([jnp.repeat(root, cfg.head_dim - rotated, -1), jnp.repeat(gamma_LN1, rotated, -1)], -1)
@@ -60,7 +69,7 @@ def _of_latents(cfg, gamma_LN) -> dict:
 
 
 def reported(aux: dict, limit: float) -> dict:
-    """A step's aux as metrics: the largest bound of all heads, and how many heads exceed the limit."""
+    """Return a step's aux as metrics: the largest bound of all heads, and how many heads exceed the limit."""
     if SCORE_BOUND not in aux:
         return aux
     bound_LN = aux[SCORE_BOUND]

@@ -1,9 +1,9 @@
-"""Stochastic rounding of bfloat16 weights: an update moves a weight by its size on average, however small it is.
+"""Stochastic rounding of bfloat16 weights: on average an update moves a weight by its size, however small it is.
 
 bfloat16 has 8 bits, so rounding to nearest loses an update below 1/512 of a weight. Here the float32 sum is rounded to
-one of its two neighbours, the nearer one more often, so that the expected weight equals the sum. The random bits
-are a function of `run.seed`, the step, the parameter's name and an element's place in the whole array, so they are the
-same on every layout, in every replica and after a restart; nothing is sent. Source: arXiv:2010.06192.
+one of its two neighbours, to the nearer one more often, so that the expected weight equals the sum. The random bits are
+a function of `run.seed`, the step, the parameter's name and an element's place in the whole array. They are the same on
+every layout, in every replica and after a restart, and nothing is sent. Source: arXiv:2010.06192.
 """
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import jax.numpy as jnp
 from meshtrain.model.params import ParamInfo
 from meshtrain.names import PRNG
 
-TAG = 0x726F756E        # of these keys, larger than any number of keys that a seed is split into
+TAG = 0x726F756E        # tag of these keys, larger than any number of keys that a seed is split into
 
 
 def rounded(infos: Sequence[ParamInfo], new: dict, seed: int, step) -> dict:
-    """float32 weights in the dtypes that they are stored in. infos: of the leaves. step: steps taken before this one.
+    """Return float32 weights in the dtypes in which they are stored.
+
+    infos: of the leaves. step: number of steps taken before this one.
     """
     def one(info: ParamInfo, w):
         if info.dtype != jnp.bfloat16:
@@ -31,10 +33,10 @@ def rounded(infos: Sequence[ParamInfo], new: dict, seed: int, step) -> dict:
 
 
 def to_bfloat16(x, key):
-    """x, float32, as one of its two neighbours in bfloat16; exact numbers, infinities and NaN stay.
+    """Return float32 x as one of its two neighbours in bfloat16. Exact numbers, infinities and NaN are unchanged.
 
-    A float32 is a bfloat16 and 16 further bits, which are the distance to the neighbour that is farther from zero: a
-    random number below 2^16 is added to them, and they are cut off.
+    A float32 is a bfloat16 and 16 further bits, which are the distance to the neighbour that is farther from zero. A
+    random number below 2^16 is added to these bits, and then they are cut off.
     """
     with jax.named_scope("stochastic_rounding"):
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

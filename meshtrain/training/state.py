@@ -17,7 +17,10 @@ from meshtrain.training import optimizer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """`step`: int32 scalar, steps taken. `params`: as in the model. `opt_state`: the optimizer's tree."""
+    """The training state.
+
+    step: int32 scalar, number of steps taken. params: as in the model. opt_state: the optimizer's tree.
+    """
     step: jax.Array
     params: dict
     opt_state: object
@@ -28,7 +31,7 @@ class StateSpec:
     """Shapes, logical axes and placements of a State, all known before one exists."""
     tx: object                  # optax.GradientTransformation
     axes: dict                  # logical axes of each parameter, a tree like params
-    trained_axes: dict          # of those that are trained, a tree like their gradients
+    trained_axes: dict          # logical axes of the trained parameters, a tree like their gradients
     abstract: State             # ShapeDtypeStructs with shardings, the target of a checkpoint restore
 
     @property
@@ -37,7 +40,7 @@ class StateSpec:
 
 
 def stored(model: Transformer, layout: Layout, mesh) -> dict:
-    """ShapeDtypeStructs of a model's parameters with the shardings that they are stored in, by [optimizer]."""
+    """Return ShapeDtypeStructs of a model's parameters with the shardings in which they are stored, by [optimizer]."""
     table = model.parameters()
     placed = rules.shardings(layout, mesh, "optimizer", params.tree(table, lambda info: info.axes))
     return params.mapped(table, lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
@@ -46,8 +49,11 @@ def stored(model: Transformer, layout: Layout, mesh) -> dict:
 
 def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh, balance_rate: float = 0.0,
              balance_rule: str = "sign") -> StateSpec:
-    """Parameters and optimizer state are stored as [optimizer] says; a step reads the parameters as [params] says, see
-    `Transformer.as_read`."""
+    """Return the StateSpec of a run.
+
+    Parameters and optimizer state are stored as in [optimizer]. A step reads the parameters as in [params], see
+    `Transformer.as_read`.
+    """
     table, p = model.parameters(), stored(model, layout, mesh)
     trained = lambda leaf: params.divided(table, params.tree(table, leaf))[0]
     trained_p, trained_axes = model.divided(p)[0], trained(lambda info: info.axes)
@@ -62,7 +68,7 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
 
 
 def optimizer_bytes(model: Transformer, optimizer_cfg, steps: int) -> float:
-    """Bytes of optimizer state per parameter, the mean over all parameters."""
+    """Return the bytes of optimizer state per parameter, the mean over all parameters."""
     one = MeshSpec({})
     spec = describe(model, optimizer_cfg, steps, Layout(rules.parse(""), one.sizes), one.abstract())
     leaves = jax.tree.leaves(spec.abstract.opt_state)

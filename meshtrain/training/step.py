@@ -1,4 +1,4 @@
-"""The training step: loss, gradients (`accumulate`), update; one jitted program for every layout.
+"""The training step: loss, gradients (`accumulate`) and update, as one jitted program for every layout.
 
 The update runs on the shards of [optimizer], in which parameters are stored.
 """
@@ -29,17 +29,21 @@ DROPOUT = 0x64726F70        # tag of the keys of dropout, larger than any number
 class Program:
     """The jitted functions of a run, and the shardings of their arguments.
 
-    `train(state, batch) -> (state, metrics)` (with `limited` `train(state, batch, limit)`) donates the state; metrics:
-    loss (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the aux of the layers
-    as `moe.reported` has it. `evaluate(params, batch) -> (sum of the loss, number of targets, or pairs, in it)`.
+    `train(state, batch) -> (state, metrics)` donates the state; with `limited` it is `train(state, batch, limit)`.
+    metrics: loss (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the aux of the
+    layers as `moe.reported` returns it.
+
+    `evaluate(params, batch) -> (sum of the loss, number of targets or pairs in it)`.
+
     `scores(params, batch)`, replicated on every process: for DPO the model's margins [microbatches, replicas,
     sequences], for RL the log-probabilities of the targets [microbatches, replicas, sequences, T].
+
     `initialize() -> State`, a function of the seed alone.
     """
     train: Callable
-    # the step takes a third argument, the largest loss with which it is applied (see `limit`)
+    # the step takes a third argument, the largest loss with which the update is applied (see `limit`)
     limited: bool
-    # (params, batch, dropout key) -> (grads of what is trained, placed as [optimizer], loss, count, aux)
+    # (params, batch, dropout key) -> (gradients of trained parameters, sharded as in [optimizer]; loss; count; aux)
     gradients: Callable
     evaluate: Callable
     initialize: Callable
@@ -49,14 +53,14 @@ class Program:
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
-        """int64, ascending: the rows of the global batch on devices of this process."""
+        """The rows of the global batch on devices of this process, int64, ascending."""
         sequence = self.step.batch["sequence"]
         numbers = np.arange(math.prod(sequence.shape)).reshape(sequence.shape)
         held = sequence.sharding.addressable_devices_indices_map(sequence.shape).values()
         return np.unique(np.concatenate([numbers[index].ravel() for index in held]))
 
     def place(self, rows: dict) -> dict:
-        """Puts this process's rows [len(self.rows), …] of a step on its devices, sharded as `batch`."""
+        """Put this process's rows [len(self.rows), …] of a step on its devices, sharded as `batch`."""
         if (order := self.step.order) is not None:
             rows = {name: x[:, order] if x.ndim > 1 else x for name, x in rows.items()}
 
@@ -69,33 +73,38 @@ class Program:
         return {name: put(name, abstract) for name, abstract in self.step.batch.items()}
 
     def lowered(self) -> jax.stages.Lowered:
-        """The training step before XLA compiles it: (state, batch) -> (state, metrics)."""
+        """Return the training step before XLA compiles it: (state, batch) -> (state, metrics)."""
         whole = NamedSharding(self.step.mesh, P())
         limit = [jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)] * self.limited
         return self.lower(self.train, self.step.state.abstract, self.step.batch, *limit)
 
     def compile(self):
-        """The compiled training step, ready to call."""
+        """Return the compiled training step, ready to call."""
         return self.lowered().compile(compiler_options=self.compiler_options)
 
     def limit(self, loss: float) -> list[jax.Array]:
-        """Further arguments of the compiled step: with `limited` the largest loss with which the update is applied."""
+        """Return further arguments of the compiled step.
+
+        With `limited` this is the largest loss with which the update is applied.
+        """
         whole = NamedSharding(self.step.mesh, P())
         return [jax.make_array_from_callback((), whole, lambda index: np.float32(loss))] * self.limited
 
     def lower(self, function: Callable, *args) -> jax.stages.Lowered:
-        """A jitted function for these arguments (or ShapeDtypeStructs)."""
+        """Return a jitted function lowered for these arguments (or ShapeDtypeStructs)."""
         with jax.set_mesh(self.step.mesh):
             return function.lower(*args)
 
     def compiled(self, function: Callable, *args):
-        """The same, compiled with the options of the run."""
+        """Return a jitted function compiled for these arguments with the options of the run."""
         return self.lower(function, *args).compile(compiler_options=self.compiler_options)
 
 
 def dropout_key(seed: int, step) -> jax.Array:
-    """The key of a step's dropout. The tag keeps it apart from fold_in(…, 0) and fold_in(…, 1) of the seed, which
-    `Transformer.init` uses."""
+    """Return the key of a step's dropout.
+
+    The tag makes it different from fold_in(…, 0) and fold_in(…, 1) of the seed, which `Transformer.init` uses.
+    """
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=PRNG), DROPOUT), step)
 
 
@@ -122,7 +131,8 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         grads, loss, count, aux = gradients(state.params, batch, key)
         grad_norm = optax.global_norm([g for g, role in zip(jax.tree.leaves(grads), roles, strict=True)
                                        if role != "balance"])
-        # counts stay whole numbers: scaled, an expert with just the mean would be above or below it
+        # Counts of role `balance` are not scaled: they must stay whole numbers, or an expert with exactly the mean
+        # would be above or below it.
         if training.grad_clip:
             clip = jnp.minimum(1.0, training.grad_clip / (grad_norm + 1e-12))
             clipped = [g if role == "balance" else g * clip
@@ -133,12 +143,12 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         if loss_limit:
             finite &= loss <= loss_limit[0]
-        # A step that is not finite, or a spike, changes nothing but the count of steps, from which the learning rate
-        # follows. The old values and no updates of zero: XLA would make these where it makes the accumulators' zeros,
-        # and keep them.
+        # A step that is not finite, or a spike, changes only the count of steps, which sets the learning rate. It
+        # selects the old values instead of applying updates of zero, because XLA would allocate zeros for these
+        # together with the accumulators' zeros, and keep them.
         kept = lambda new, old: jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
         moved = optax.apply_updates(optax.tree.cast(trained, jnp.float32), updates)
-        if step.ex.bounds:      # not before the first step, where only the balance moves
+        if step.ex.bounds:      # not before the first step, where only the balance biases change
             bound_LN = jnp.where(state.step < 0, 0.0, aux[SCORE_BOUND])
             moved = qk_clip.clipped(model, moved, bound_LN, run.optimizer.qk_clip)
         moved = rounding.rounded(trained_infos, moved, run.run.seed, state.step)
