@@ -1,1 +1,1 @@
-"""Placement: the mesh (devices -> five axes) and the rules (logical axis -> mesh axes)."""
+"""Sharding: the mesh (devices -> five axes) and the rules (logical axis -> mesh axes)."""

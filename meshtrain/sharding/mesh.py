@@ -1,8 +1,8 @@
 """The device mesh, always with the same five axes, and collectives that also work on CPUs.
 
-`placement` lists the axes from the slowest link to the fastest: with tensor last, a tensor group is a range of
-neighbouring devices inside one host. XLA ignores the host layout, so this order alone decides which axis crosses hosts.
-No device is touched before `build`.
+`placement` lists the axes from the slowest link to the fastest. With tensor last, a tensor group is a range of
+neighbouring devices inside one host. XLA ignores how devices are distributed over hosts, so this order alone decides
+which axis crosses hosts. No device is used before `build`.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshtrain.names import AXES, PLACEMENT
 @functools.lru_cache(maxsize=4096)
 def _in_domain(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, ...],
                domain: int) -> tuple[int, int]:
-    """`MeshSpec.in_domain`, cached. sizes: in the placement's order."""
+    """Return `MeshSpec.in_domain`, cached. sizes: in the placement's order."""
     spanned = [placement.index(axis) for axis in axes]
     others = [i for i in range(len(sizes)) if i not in spanned]
     ids = np.arange(math.prod(sizes)).reshape(sizes).transpose(others + spanned)
@@ -35,7 +35,7 @@ def _in_domain(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[s
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of the five axes and the order in which devices 0 … n−1 are assigned to them, slowest axis first.
+    """Sizes of the five axes, and the order in which devices 0 … n−1 are assigned to them, slowest axis first.
 
     Raises: ValueError for an unknown axis, a size below 1, or a placement that is not a permutation of the axes.
     """
@@ -62,15 +62,15 @@ class MeshSpec:
         return {axis: self.sizes[axis] for axis in self.placement}
 
     def in_domain(self, axes: Sequence[str], domain: int) -> tuple[int, int]:
-        """(devices in a group over these axes, how many of them share a link domain of `domain` devices)."""
+        """Return (devices in a group over these axes, how many of them share a link domain of `domain` devices)."""
         sizes = tuple(self.sizes[axis] for axis in self.placement)
         return _in_domain(sizes, tuple(self.placement), tuple(axes), domain)
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The device numbers of each communication group over `axes`, sorted.
+        """Return the device numbers of each communication group over `axes`, sorted.
 
-        With stage 4 × data 2 × tensor 2, `groups("tensor")` is [[0, 1], [2, 3], …] and `groups("stage", "tensor")`
-        are the model replicas.
+        With stage 4 × data 2 × tensor 2, `groups("tensor")` is [[0, 1], [2, 3], …], and `groups("stage", "tensor")` are
+        the model replicas. Raises: ValueError for an unknown axis.
         """
         for axis in axes:
             if axis not in AXES:
@@ -82,13 +82,14 @@ class MeshSpec:
         return sorted(sorted(group) for group in groups.tolist())
 
     def build(self, devices: Sequence) -> Mesh:
-        """The jax Mesh over the first num_devices of `devices`, its axes in the order of placement.
+        """Return the jax Mesh over the first num_devices of `devices`, with its axes in the order of placement.
 
-        So XLA's partitions have the devices' order. XLA for GPUs takes a partition's number for its device when it
-        judges which groups span hosts: with the axes in another order it took tensor groups of a pipeline for such, and
-        llama3-70b-pipeline waited 7.7% of its step for links instead of 3.8% (roofline, jax 0.12). From jax 0.11 on it
-        says that it supports no other order ("only supports IOTA device assignment"). Axes are Auto (jax.make_mesh
-        defaults to Explicit).
+        XLA's partitions then have the devices' order. XLA for GPUs uses a partition's number as its device number when
+        it decides which groups span hosts. With the axes in another order it treated tensor groups of a pipeline as
+        groups that span hosts, and llama3-70b-pipeline waited for links for 7.7% of its step instead of 3.8% (roofline,
+        jax 0.12). From jax 0.11 on XLA reports that it supports no other order ("only supports IOTA device
+        assignment"). Axes are Auto, because jax.make_mesh defaults to Explicit. Raises: ValueError if there are too few
+        devices.
         """
         if len(devices) < self.num_devices:
             raise ValueError(f"the mesh needs {self.num_devices} devices ({self}), but there are {len(devices)}")
@@ -96,7 +97,7 @@ class MeshSpec:
         return Mesh(placed, tuple(self.by_placement), axis_types=(AxisType.Auto,) * len(AXES))
 
     def abstract(self) -> AbstractMesh:
-        """The same mesh without devices, for shapes and shardings."""
+        """Return the same mesh without devices, for shapes and shardings."""
         return AbstractMesh(tuple(self.by_placement.values()), tuple(self.by_placement),
                             axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -105,38 +106,39 @@ class MeshSpec:
 
 
 def psum(x, axes):
-    """lax.psum of an array over manual mesh axes; CPUs sum in float32. The result has the array's dtype.
+    """Return lax.psum of an array over manual mesh axes, in the array's dtype. CPUs sum in float32.
 
     XLA's CPU backend crashes on a bfloat16 sum over a manual axis ("Invalid binary instruction opcode copy"). The
-    choice is made when the program is lowered, for the platform it is lowered for; the program has no conditional.
+    choice is made when the program is lowered, for the platform for which it is lowered. The program has no
+    conditional.
     """
     by_cpu = lambda x: lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
     return lax.platform_dependent(x, cpu=by_cpu, default=lambda x: lax.psum(x, axes))
 
 
 def pmax(x, axes):
-    """lax.pmax over manual mesh axes; CPUs compute in float32, as for `psum`."""
+    """Return lax.pmax over manual mesh axes. CPUs compute in float32, as for `psum`."""
     by_cpu = lambda x: lax.pmax(x.astype(jnp.float32), axes).astype(x.dtype)
     return lax.platform_dependent(x, cpu=by_cpu, default=lambda x: lax.pmax(x, axes))
 
 
 def psum_scatter(x, axes, dim: int):
-    """lax.psum_scatter (tiled) over manual mesh axes; CPUs sum in float32, as for `psum`."""
+    """Return lax.psum_scatter (tiled) over manual mesh axes. CPUs sum in float32, as for `psum`."""
     scatter = lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
     return lax.platform_dependent(x, cpu=lambda x: scatter(x.astype(jnp.float32)).astype(x.dtype), default=scatter)
 
 
 def automatic_axes() -> tuple[str, ...]:
-    """The mesh axes that are not manual here: XLA partitions arrays over them."""
+    """Return the mesh axes that are not manual here. XLA partitions arrays over them."""
     mesh = get_abstract_mesh()
     return tuple(a for a in mesh.axis_names if a not in mesh.manual_axes)
 
 
 def on_shards(local, in_specs, out_specs):
-    """shard_map `local` with all axes manual, also those of size 1.
+    """Return a shard_map of `local` in which all axes are manual, including those of size 1.
 
-    Returns `local` itself if no automatic axis is larger than 1. Not to be differentiated: callers write both
-    directions.
+    Returns `local` itself if no automatic axis is larger than 1. The result must not be differentiated: callers write
+    the forward and the backward.
     """
     axes, shape = automatic_axes(), get_abstract_mesh().shape
     if all(shape[a] == 1 for a in axes):
@@ -148,21 +150,21 @@ def on_shards(local, in_specs, out_specs):
 #
 # XLA's CPU backend starts an op after a loop while the loop still runs, unless the op reads a result of the loop.
 # Collectives in the loop then run concurrently with those after it. In one process this breaks only permutes
-# (`parallel.pipeline`). In several it breaks all: Gloo pairs the collectives of a group by the order in which each
-# device starts them.
+# (`parallel.pipeline`). In several processes it breaks all collectives: Gloo pairs the collectives of a group by the
+# order in which each device starts them.
 
 
 def by_gloo(mesh: Mesh) -> bool:
-    """Whether collectives of this mesh use Gloo: simulated devices in several processes."""
+    """Return whether collectives of this mesh use Gloo: simulated devices in several processes."""
     devices = mesh.devices.flat
     return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
 
 
 def after(values, done):
-    """Make `values` depend on all arrays of `done` (both pytrees), without changing them.
+    """Make `values` depend on all arrays of `done` (both are pytrees), without changing them.
 
-    For CPUs: an optimization_barrier is removed before XLA orders its kernels, so this adds a real data dependence. It
-    reads one element of each array of `done`, which may be non-finite.
+    This is for CPUs. XLA removes an optimization_barrier before it orders its kernels, so this adds a real data
+    dependence. It reads one element of each array of `done`, which may be non-finite.
     """
     read = sum(leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(done))
     zero = jnp.minimum(lax.bitcast_convert_type(read, jnp.int32) & 1, 0)

@@ -1,8 +1,9 @@
 """Moves an array from one sharding to another on the same mesh. No device ever holds the whole array.
 
-There are two moves. The first one, an all-to-all, splits each dim by its final axes and by the remaining old mesh axes;
-no device holds more than before. The second one gathers over those old axes. Left alone, XLA finds other ways, which
-send up to three times as much. Where it finds none, it gathers whole arrays ("involuntary full rematerialization").
+There are two moves. The first one, an all-to-all, splits each dim by its final axes and by the remaining old mesh axes,
+so that no device holds more than before. The second one gathers over those old axes. Without these constraints, XLA
+finds other ways, which send up to three times as much, or it gathers whole arrays ("involuntary full
+rematerialization").
 """
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.sharding.rules import Layout
 
-Split = tuple[tuple[str, ...], ...]      # of each dim, the mesh axes that split it
+Split = tuple[tuple[str, ...], ...]      # for each dim, the mesh axes that split it
 
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """before, between, after: the array's splits. sizes: of the mesh."""
+    """The splits of an array before, between and after the two moves. sizes: of the mesh."""
     before: Split
     between: Split
     after: Split
@@ -27,14 +28,16 @@ class Moves:
 
     @property
     def exchanged(self) -> tuple[str, ...]:
-        """Mesh axes that split another dim after the first move: an all-to-all."""
+        """Mesh axes that split another dim after the first move, which is an all-to-all over them."""
         return tuple(axis for old, new in zip(self.before, self.between) for axis in old if axis not in new and any(
             axis in other for other in self.between))
 
     @property
     def permuted(self) -> tuple[str, ...]:
-        """Mesh axes of dims from which one goes away before another that stays: the first move begins with a permute,
-        in which each device's shard goes to another."""
+        """Mesh axes of dims from which the first move removes an axis that comes before one that stays.
+
+        The first move then begins with a permute, in which each device's shard goes to another device.
+        """
         found = set()
         for old, new in zip(self.before, self.between):
             stay = tuple(axis for axis in new if axis in old)
@@ -48,8 +51,11 @@ class Moves:
         return math.prod(self.sizes[axis] for axes in split for axis in axes)
 
     def collectives(self, array_bytes: float) -> list[tuple[str, tuple[str, ...], float]]:
-        """(kind, mesh axes, bytes) of an array of that size, in their order; the bytes are what a device holds before,
-        of an all-gather what it holds after. Behind a permute XLA exchanges over other axes of the same number."""
+        """Return (kind, mesh axes, bytes) of each collective for an array of this size, in their order.
+
+        The bytes are those that a device holds before the collective; for an all-gather, those that it holds after.
+        After a permute XLA exchanges over other axes of the same number.
+        """
         held, found = array_bytes / self.shards(self.before), []
 
         def gather(axes: tuple[str, ...]) -> None:
@@ -70,8 +76,11 @@ class Moves:
 
 
 def moves(shape: Sequence[int], before: Split, after: Split, sizes: Mapping[str, int]) -> Moves:
-    """Plan the moves. Mesh axes that `after` lacks stay at their dims if these divide, else they go to another dim. If
-    there is none, the array is gathered over them at once."""
+    """Plan the moves.
+
+    Mesh axes that `after` lacks stay at their dims if these divide; otherwise they move to another dim. If there is no
+    such dim, the array is gathered over them at once.
+    """
     between, kept = list(after), {axis for axes in after for axis in axes}
     for dim, axes in enumerate(before):
         for axis in axes:
@@ -85,6 +94,9 @@ def moves(shape: Sequence[int], before: Split, after: Split, sizes: Mapping[str,
 
 
 def of_weight(shape: Sequence[int], axes: Sequence[str | None], stored: Layout, read: Layout) -> Moves:
-    """The moves of a weight from [optimizer] of one layout to [params] of another on the same mesh. axes: logical."""
+    """Return the moves of a weight from [optimizer] of one layout to [params] of another on the same mesh.
+
+    axes: logical axes.
+    """
     split = lambda layout, table: tuple(layout.mesh_axes(table, axis) for axis in axes)
     return moves(shape, split(stored, "optimizer"), split(read, "params"), read.sizes)

@@ -1,11 +1,11 @@
 """Rule files: a parallelism strategy as text, logical axes -> mesh axes, in four tables.
 
-`[params]`, `[grads]` (inherits params), `[optimizer]` (inherits grads), `[activations]`. Inheritance is line by line: a
-line replaces the inherited one, `embed = []` removes it. `extends = "ddp"` inherits the tables of another file the same
-way. So ZeRO-1 is ddp and `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line in [grads], ZeRO-3 in
-[params]; Megatron's sequence parallelism is `residual_seq = "tensor"`. Mesh axes of size 1 have no effect, so a file
-may name all five. Mistakes that jax accepts silently (a dimension that does not divide, an axis that splits no work)
-are refused. Knows no model and no step.
+The tables are `[params]`, `[grads]` (inherits params), `[optimizer]` (inherits grads) and `[activations]`. Inheritance
+is line by line: a line replaces the inherited one, and `embed = []` removes it. `extends = "ddp"` inherits the tables
+of another file in the same way. So ZeRO-1 is ddp with `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line
+in [grads], ZeRO-3 in [params]. Megatron's sequence parallelism is `residual_seq = "tensor"`. Mesh axes of size 1 have
+no effect, so a file may name all five. Mistakes that jax accepts silently (a dim that does not divide, an axis that
+splits no work) are refused. This module knows no model and no step.
 """
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
 SHARED = ("heads", "kv_heads", "mlp", "vocab")      # dims of both weights and activations
 NEVER_GATHERED = ("expert", "expert_mlp")      # tokens are dispatched to experts instead
 OTHERS_AXES = {"dp": "data", "tp": "tensor", "pp": "stage", "cp": "context"}     # words of other trainers, for messages
-EXTENDS, BOM = "extends", "\ufeff"      # Windows puts a byte order mark before it
-# A table without rules for expert axes shards experts' matrices like others.
+EXTENDS, BOM = "extends", "\ufeff"      # BOM: some editors on Windows write it before the text
+# A table without rules for expert axes shards the matrices of experts like other matrices.
 AS_OTHERS = {"expert_embed": "embed", "expert_mlp": "mlp"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The four tables of one rule file, inheritance resolved: table -> logical axis -> mesh axes. text: an equivalent
-    file without `extends`."""
+    """The four tables of one rule file, with inheritance resolved: table -> logical axis -> mesh axes.
+
+    text: an equivalent file without `extends`.
+    """
     tables: Mapping[str, Mapping[str, tuple[str, ...]]]
     text: str
     path: str
@@ -54,8 +56,10 @@ class Rules:
 
 
 def load(path: str | Path, key: str = "sharding.rules") -> Rules:
-    """Read and check a rule file. key: the run file's key that names the file. Raises: ValueError that lists every
-    fault."""
+    """Read and check a rule file. key: the run file's key that names the file.
+
+    Raises: ValueError that lists every fault.
+    """
     return parse(_read(Path(path), f"{key}: "), str(path))
 
 
@@ -69,8 +73,10 @@ def parse(text: str, path: str = "<rules>") -> Rules:
 
 
 def text_of(tables: Mapping[str, object]) -> str:
-    """The text of a rule file from a dict, {"extends": "ddp", "params": {"embed": "fsdp"}}, for `parse`. Raises:
-    ValueError for values that a rule file cannot have."""
+    """Return the text of a rule file for `parse`, from a dict such as {"extends": "ddp", "params": {"embed": "fsdp"}}.
+
+    Raises: ValueError for values that a rule file cannot have.
+    """
     faults: list[str] = []
     lines: list[str] = []
     for name, table in tables.items():
@@ -104,8 +110,10 @@ def _read(path: Path, prefix: str) -> str:
 
 
 def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """The lines of all TABLES of a file, merged with those of the file that it extends. extending: the chain of files
-    that extend this one."""
+    """Return the lines of all TABLES of a file, merged with those of the file that it extends.
+
+    extending: the chain of files that extend this one. Raises: ValueError.
+    """
     try:
         raw = tomllib.loads(text.removeprefix(BOM))
     except (ValueError, RecursionError) as error:  # bad TOML, numbers of thousands of digits, deep brackets
@@ -134,8 +142,10 @@ def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dic
 
 
 def _extended(name, path: Path, extending: Sequence[Path]) -> Path:
-    """The file that `path` extends: `name` in the same directory, or a shipped one. A file may extend the shipped file
-    of its own name."""
+    """Return the file that `path` extends: `name` in the same directory, or a shipped one.
+
+    A file may extend the shipped file of its own name. Raises: ValueError.
+    """
     if not isinstance(name, str) or not name:
         raise ValueError(f'{path}: {EXTENDS} = {name!r}: must name one rule file, e.g. {EXTENDS} = "ddp"')
     file = name if name.endswith(".toml") else f"{name}.toml"
@@ -147,8 +157,8 @@ def _extended(name, path: Path, extending: Sequence[Path]) -> Path:
     if present:
         raise ValueError(f"{path}: {EXTENDS} = {name!r} leads back to {present[0]}; a rule file cannot extend itself")
     known = sorted(one.stem for one in shipped("sharding_rules").glob("*.toml"))
-    raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{_nearest(name, known)}; give one beside it, or "
-                     f"one of {', '.join(known)}")
+    raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{_nearest(name, known)}; name a file in the same "
+                     f"directory, or one of {', '.join(known)}")
 
 
 def _written(tables: Mapping[str, Mapping[str, Sequence[str]]], path: str) -> str:
@@ -174,7 +184,7 @@ def _entry_faults(table: str, logical: str, axes) -> list[str]:
 
 
 def _meant(logical: str, axis: str) -> str:
-    """Our name of the mesh axis `axis`, if `axis` is another trainer's word or misspelt."""
+    """Return a hint with our name of the mesh axis, if `axis` is another trainer's word or misspelt; else ""."""
     if axis.lower() in ("none", "null", ""):
         return f" (did you mean no axis? write {logical} = [])"
     if axis in OTHERS_AXES:
@@ -204,10 +214,10 @@ class Tensor:
 
 def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
              keys: Mapping[str, str] | None = None) -> list[str]:
-    """Messages about rules that do not fit these mesh sizes and tensors; empty if they fit.
+    """Return messages about rules that do not fit these mesh sizes and tensors; empty if they fit.
 
     keys: logical axis -> the run file's key that sets its size, for the remedy. A fault of several tensors is reported
-    once, with the first of them.
+    once, for the first of them.
     """
     faults: dict = {}
     for tensor in tensors:
@@ -217,11 +227,11 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
             where = lambda: f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
             for axis in mesh_axes:
                 if axis in seen:
-                    # [grads] and [optimizer] inherit the two rules from [params]: one message for all three
+                    # [grads] and [optimizer] inherit the two rules from [params], so one message serves all three
                     both = frozenset((name, rules.mesh_axes(tensor.table, name)) for name in (seen[axis], logical))
                     faults.setdefault((tensor.table == "activations", axis, both), (
                         f"{where()}: mesh axis {axis!r} shards both {seen[axis]!r} and {logical!r}; "
-                        f"drop one of the two rules or set mesh.{axis} to 1"))
+                        f"remove one of the two rules or set mesh.{axis} to 1"))
                 seen[axis] = logical
             num_shards = math.prod(sizes[a] for a in mesh_axes)
             if dim % num_shards:
@@ -229,18 +239,18 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
                 key = (keys or {}).get(logical)
                 faults.setdefault((logical, dim, split), (
                     f"{where()}: {logical}={dim} does not divide over {split} = {num_shards}; make {key or logical} a "
-                    f"multiple of {num_shards}, e.g. {-(-dim // num_shards) * num_shards}, or take a mesh or rule file "
+                    f"multiple of {num_shards}, e.g. {-(-dim // num_shards) * num_shards}, or use a mesh or rule file "
                     f"that splits it less"))
     return [*faults.values(), *_whole_activations(rules, sizes, tensors)]
 
 
 def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list[str]]:
-    """(faults, notes): faults for mesh axes larger than 1 that split none of a step's matmuls, notes for axes that
-    split only some.
+    """Return (faults, notes) about mesh axes that do not split every matmul.
 
-    products: the weights that a step multiplies. An axis splits a matmul if it splits the tokens or a dim of the weight
-    that activations also have. An axis that splits only [params], [grads] or [optimizer] saves memory, but all devices
-    along it repeat the same matmul. `stage` is skipped: a pipeline splits the layers.
+    An axis larger than 1 that splits none of a step's matmuls is a fault. One that splits only some gives a note.
+    products: the weights that a step multiplies. An axis splits a matmul if it splits the tokens, or a dim of the
+    weight that activations also have. An axis that splits only [params], [grads] or [optimizer] saves memory, but all
+    devices along it repeat the same matmul. `stage` is skipped, because a pipeline splits the layers.
     """
     file, faults, notes = layout.rules.path, [], []
     split_by = _split_by(layout, products)
@@ -255,28 +265,28 @@ def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list
                          f"that work")
         elif not named:
             faults.append(f"mesh.{axis}={size}, but no rule of {file} that applies to this model uses {axis!r}: every "
-                          f"device along it would repeat the same work; set mesh.{axis} to 1 or take a rule file that "
+                          f"device along it would repeat the same work; set mesh.{axis} to 1 or use a rule file that "
                           f"names it")
         else:
             dim = "seq" if axis == "context" else "batch"
             line = ", ".join(f'"{name}"' for name in (*layout.rules.tables["activations"].get(dim, ()), axis))
             remedy = ('heads, kv_heads and mlp = "tensor" in [params] and [activations]' if axis == "tensor" else
                       f"{dim} = [{line}] in [activations]")
-            faults.append(f"mesh.{axis}={size}: {file} names {axis!r} in {_brackets(named)}, where it splits no matrix "
-                          f"product of this model: every device along it would repeat the same work; write {remedy}, "
+            faults.append(f"mesh.{axis}={size}: {file} names {axis!r} in {_brackets(named)}, where it splits no matmul "
+                          f"of this model: every device along it would repeat the same work; write {remedy}, "
                           f"or set mesh.{axis} to 1")
     for logical in SHARED:
         activation_axes = [axis for axis in layout.mesh_axes("activations", logical)
                            if axis not in layout.mesh_axes("params", logical)]
         if activation_axes and any(logical in one.axes for one in products):
-            notes.append(f"layout: {file} splits {logical} over {', '.join(activation_axes)} in [activations] and not "
-                         f"in [params]: each device along it holds these weights whole, and their gradients are summed "
-                         f"in every layer; give both the same line")
+            notes.append(f"layout: {file} splits {logical} over {', '.join(activation_axes)} in [activations] but not "
+                         f"in [params]: each device along it holds all of these weights, and their gradients are "
+                         f"summed in every layer; write the same line in both tables")
     return faults, notes
 
 
 def _split_by(layout: Layout, products: Sequence[Tensor]) -> dict[str, set[str]]:
-    """Matmul -> the mesh axes that split it."""
+    """Return, for each matmul by name, the mesh axes that split it."""
     acts = lambda *names: {axis for name in names for axis in layout.mesh_axes("activations", name)}
     tokens = set(layout.token_axes)
     found = {"attention": tokens | acts("heads")}
@@ -289,8 +299,10 @@ def _split_by(layout: Layout, products: Sequence[Tensor]) -> dict[str, set[str]]
 
 
 def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> list[str]:
-    """Faults of weights that [params] splits while [activations] does not split the same dim: XLA would gather the
-    projections' outputs."""
+    """Return faults of weights whose dim [params] splits while [activations] does not split the same dim.
+
+    XLA would gather the outputs of the projections.
+    """
     of = lambda table: {logical for tensor in tensors if tensor.table == table for logical in tensor.axes}
     tokens = rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")
     faults = []
@@ -298,10 +310,10 @@ def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence
         split = [a for a in rules.mesh_axes("params", logical) if sizes[a] > 1 and a not in tokens]
         if missing := [axis for axis in split if axis not in rules.mesh_axes("activations", logical)]:
             line = ", ".join(f'"{axis}"' for axis in (*rules.tables["activations"].get(logical, ()), *missing))
-            faults.append(f"{rules.path} [params] splits {logical} over {', '.join(missing)}, and [activations] does "
-                          f"not: what the projections make would be gathered, and every device along "
-                          f"{', '.join(missing)} repeat what follows; write {logical} = [{line}] in [activations], or "
-                          f"take the axis out of [params]")
+            faults.append(f"{rules.path} [params] splits {logical} over {', '.join(missing)}, but [activations] does "
+                          f"not: outputs of projections would be gathered, and every device along "
+                          f"{', '.join(missing)} would repeat the work after them; write {logical} = [{line}] in "
+                          f"[activations], or remove the axis from [params]")
     return faults
 
 
@@ -313,32 +325,34 @@ def _shape(tensor: Tensor) -> str:
 class Layout:
     """Rules on a mesh of given sizes: which mesh axes split each dim, and the sharding constraints that follow.
 
-    A weight has these states in a step; all but GATHERED are names of tables:
+    A weight has these states in a step. All but GATHERED are names of tables:
+
       "optimizer"  stored between steps, float32, with the optimizer's state
       "params"     copy in the compute dtype, read by the loop over microbatches (`Transformer.as_read`)
       GATHERED     operand of a matmul: [params] without the axes that split tokens. ZeRO-3 gathers layer by layer; a
                    pipeline gathers a whole stage before its loop. Experts are not gathered: tokens are sent to them.
       "grads"      gradient accumulator over microbatches
 
-    Axes of size 1 are dropped. So are axes that are manual at the call (inside a shard_map), so that model code runs
-    there unchanged. tokens_first: activations given to `act` are [T, B, …], not [B, T, …].
+    Axes of size 1 are dropped. Axes that are manual at the call (inside a shard_map) are dropped, too, so that model
+    code runs there unchanged. tokens_first: activations given to `act` are [T, B, …], not [B, T, …].
     """
     rules: Rules
     sizes: Mapping[str, int]
     tokens_first: bool = False
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        """The mesh axes over which XLA splits this dim here, without manual ones."""
+        """Return the mesh axes over which XLA splits this dim here, without manual ones."""
         found, manual = self.all_axes(table, logical), get_abstract_mesh().manual_axes
         return tuple(a for a in found if a not in manual) if manual else found
 
     def manual_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        """The manual axes that split this dim: its size here is local, and the caller must sum over them."""
+        """Return the manual axes that split this dim. Its size here is local, and the caller must sum over these axes.
+        """
         manual = get_abstract_mesh().manual_axes
         return tuple(a for a in self.all_axes(table, logical) if a in manual)
 
     def all_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        """The mesh axes that split this dim, manual or not. table: one of TABLES, or GATHERED."""
+        """Return the mesh axes that split this dim, manual or not. table: one of TABLES, or GATHERED."""
         key = table, logical
         if key not in self._all_axes:
             gathered = self.token_axes if table == GATHERED and logical not in NEVER_GATHERED else ()
@@ -348,14 +362,17 @@ class Layout:
 
     @functools.cached_property
     def _all_axes(self) -> dict[tuple[str, str | None], tuple[str, ...]]:
-        return {}       # read a million times by a search over layouts of 16,384 GPUs
+        return {}       # a cache: a search over layouts of 16,384 GPUs reads these a million times
 
     def spec(self, table: str, axes: Sequence[str | None], drop: Sequence[str] = ()) -> P:
-        """The PartitionSpec of a tensor with these logical axes; mesh axes in `drop` are left out."""
+        """Return the PartitionSpec of a tensor with these logical axes, without the mesh axes in `drop`."""
         return P(*(_entry([a for a in self.mesh_axes(table, logical) if a not in drop]) for logical in axes))
 
     def constrain(self, table: str, x: jax.Array, axes: Sequence[str | None], drop: Sequence[str] = ()) -> jax.Array:
-        """Constrain `x` to its `spec`; for GATHERED, an all-gather of a weight in [params]. Needs a mesh in context."""
+        """Constrain `x` to its `spec`.
+
+        For GATHERED this is an all-gather of a weight in [params]. Needs a mesh in context.
+        """
         if all(n == 1 for n in self.sizes.values()):
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(table, axes, drop))
@@ -366,12 +383,12 @@ class Layout:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether tokens of the residual stream are split over other axes than those inside attention and MLP."""
+        """Whether the residual stream's tokens are split over other axes than those inside attention and MLP."""
         return self.mesh_axes("activations", "residual_seq") != self.mesh_axes("activations", "seq")
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split a batch; every weight gradient is summed over them."""
+        """The mesh axes that split a batch. Every weight gradient is summed over them."""
         return self.mesh_axes("activations", "batch")
 
     @functools.cached_property
@@ -381,27 +398,32 @@ class Layout:
         return tuple(a for a in dict.fromkeys(names) if self.sizes[a] > 1)
 
     def deferred_axes(self, weights: Iterable[Sequence[str | None]]) -> tuple[str, ...]:
-        """The batch axes over which gradients are reduced once a step instead of once a microbatch: those that split
-        neither these weights nor their gradients. weights: their logical axes."""
+        """Return the batch axes over which gradients are reduced once a step instead of once a microbatch.
+
+        They are those that split neither these weights nor their gradients. weights: logical axes of the weights.
+        """
         logical = {name for axes in weights for name in axes}
         split = {axis for table in ("params", "grads") for name in logical for axis in self.all_axes(table, name)}
         return tuple(axis for axis in self.batch_axes if axis not in split)
 
     def num_shards(self, mesh_axes: Iterable[str]) -> int:
-        """The number of shards of a dim that these mesh axes split."""
+        """Return the number of shards of a dim that these mesh axes split."""
         return math.prod(self.sizes[a] for a in mesh_axes)
 
 
 def _entry(names: Sequence[str]):
-    """One dim's entry in a PartitionSpec."""
+    """Return one dim's entry in a PartitionSpec."""
     return None if not names else names[0] if len(names) == 1 else tuple(names)
 
 
 def shardings(layout: Layout, mesh, table: str, axes_tree):
-    """A tree of NamedShardings for a tree of logical-axes tuples."""
+    """Return a tree of NamedShardings for a tree of logical-axes tuples."""
     return jax.tree.map(lambda axes: NamedSharding(mesh, layout.spec(table, axes)), axes_tree, is_leaf=is_axes)
 
 
 def is_axes(x) -> bool:
-    """Whether x is a leaf of a logical-axes tree: a plain tuple of names (optax's empty states are named tuples)."""
+    """Return whether x is a leaf of a logical-axes tree: a plain tuple of names.
+
+    optax's empty states are named tuples, which are no leaves.
+    """
     return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)

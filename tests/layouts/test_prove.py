@@ -199,7 +199,7 @@ def lacking(logical: str, table: str = "") -> str:
     (lacking("vocab"), ["no table names 'vocab'", "[params] and [activations]"]),
     (lacking("mlp", "activations"), ["[params] splits mlp over tensor", "write mlp"]),
     (lacking("layers"), ['needs layers = "stage" in [params]']),
-    (lacking("batch"), ["splits no matrix product", 'batch = ["fsdp"] in [activations]']),
+    (lacking("batch"), ["splits no matmul", 'batch = ["fsdp"] in [activations]']),
     (ZERO3.replace('batch = ["data", "fsdp"]', 'batch = "data"'), ["mesh.fsdp=2", 'batch = ["data", "fsdp"]']),
     (lacking("kv_heads"), ["no table names 'kv_heads'", "layers/attention/key/kernel"])])
 def test_a_forgotten_axis_is_named_with_its_table(text, named, tmp_path):

@@ -257,7 +257,7 @@ def test_what_an_axis_does_not_split_is_told_by_name():
     assert "mine.toml does not split up, gate over tensor 2: every device along it repeats that work" in told
     more = rules.parse(text + 'mlp = "tensor"\n', "mine.toml")
     refused, [told] = rules.unsplit(Layout(more, sizes(data=2, tensor=2)), model)
-    assert refused == [] and "splits mlp over tensor in [activations] and not in [params]" in told
+    assert refused == [] and "splits mlp over tensor in [activations] but not in [params]" in told
 
 
 def test_a_rule_for_a_dimension_that_the_model_lacks_uses_no_axis():

@@ -159,7 +159,7 @@ def test_a_rule_file_splits_the_mlp_further_and_draws_the_same(tmp_path):
         "[params] embed = ['fsdp']", "would be gathered over fsdp for every token; take fsdp out of it, or out of batch",
         "mesh.tensor=2, but no rule"]),
     ('[params]\nmlp = "fsdp"\n[activations]\nbatch = ["data", "tensor"]', [
-        "splits mlp over fsdp, and [activations] does not"]),
+        "splits mlp over fsdp, but [activations] does not"]),
     ('[activations]\nbatch = ["data", "fsdp", "tensr"]', ["did you mean 'tensor'"]),
     ('[activations]\nbatch = ["data", "fsdp"]\nmlp = ["fsdp"]\n[params]\nmlp = "fsdp"', [
         "mesh axis 'fsdp' shards both 'batch' and 'mlp'"])], ids=["gathered", "whole activations", "misspelt", "twice"])
