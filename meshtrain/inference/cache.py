@@ -1,12 +1,18 @@
-"""The forward pass with a KV cache of slots: prompts are read and laid into slots, then one token per slot at a time.
+"""The forward pass with a KV cache of slots.
 
-The layers are those of training; `ex.attend` and `ex.recurrence` write and read the cache. A slot holds one sequence,
-which begins at position 0 and has a length of its own. A cache is, for each group of layers, the arrays of each layer
-of its period, [repeats, slots, …]: of attention keys and values [K, R, H], as the products read them: XLA would hold
-a second cache with this order for GPUs; of attention by latents these [R, C] and rotated keys [R, L]; of a recurrent
-mixer the last tokens before its convolutions [W - 1, heads, width] and its state [N, H, V], whatever the length. The
-token at position p is at place p mod R: R is the room of the slots, or, of a layer with a window, what the window sees.
-A place is seen once the sequence has written it, so a slot is never cleared.
+Prompts are read and copied into slots; then each slot gets a token at a time.
+
+The layers are those of training. `ex.attend` and `ex.recurrence` write and read the cache. A slot holds one sequence,
+which begins at position 0 and has its own length.
+
+A cache is, for each group of layers, the arrays of each layer of its period, [repeats, slots, …]. Attention stores keys
+and values [K, R, H], in the order in which the matmuls read them; with another order XLA would hold a second cache on
+GPUs. Attention by latents stores the latents [R, C] and rotated keys [R, L]. A recurrent mixer stores the last tokens
+before its convolutions [W - 1, heads, width] and its state [N, H, V], whatever the length.
+
+The token at position p is stored at place p mod R. R is the room: the number of places of a slot, or, for a layer with
+a window, the places that the window needs. A place is visible only after the sequence has written it, so a slot is
+never cleared.
 """
 from __future__ import annotations
 
@@ -29,12 +35,12 @@ from meshtrain.parallel.context.recurrence import CHANNEL_AXES
 from meshtrain.sharding.mesh import on_shards
 from meshtrain.sharding.rules import Layout
 
-BLOCK = 64          # places, of which a room is a multiple
-MOST_BLOCKS = 8     # that a room is read in: each is a turn of a loop on the device
+BLOCK = 64          # places per block; a room is a multiple of it
+MOST_BLOCKS = 8     # most blocks in which a room is read; each is an iteration of a loop on the device
 
 
 def rounded_room(tokens: int) -> int:
-    """The room of slots for sequences of that many tokens: a whole number of the blocks that attention reads."""
+    """Return the room of slots for sequences of this many tokens: a whole number of the blocks that attention reads."""
     block = _block(max(tokens, 1))
     return -(-max(tokens, 1) // block) * block
 
@@ -44,13 +50,15 @@ def _block(room: int) -> int:
 
 
 def places(window: int, room: int) -> int:
-    """The cache positions of a layer with this window (0: none) in a slot."""
+    """Return the number of places of a slot in a layer with this window (0: none)."""
     return min(room, rounded_room(window)) if window else room
 
 
 def slot_bytes(cfg, room: int, itemsize: int) -> int:
-    """Bytes of the keys, values and latents of one slot; states of recurrent mixers, which do not grow, are left
-    out."""
+    """Return the bytes of the keys, values and latents of one slot.
+
+    States of recurrent mixers are not counted, because they do not grow.
+    """
     def of(mixer: str) -> int:
         keys = cfg.of(mixer)
         latent = keys.latent
@@ -60,7 +68,7 @@ def slot_bytes(cfg, room: int, itemsize: int) -> int:
 
 
 def empty(model: Transformer, ex: Execution, p, slots: int, room: int) -> list:
-    """The shapes of the cache, jax.ShapeDtypeStruct. room: of `rounded_room`."""
+    """Return the shapes of the cache as jax.ShapeDtypeStructs. room: from `rounded_room`."""
     batch = {name: jax.ShapeDtypeStruct((slots, room), jnp.int32)
              for name in ("tokens", "segments", "index", "positions", "length")}
     batch["sequence"] = jax.ShapeDtypeStruct((slots,), jnp.int32)
@@ -68,12 +76,15 @@ def empty(model: Transformer, ex: Execution, p, slots: int, room: int) -> list:
 
 
 def placed(layout: Layout, caches: list) -> list:
-    """The cache with the sharding of its heads and slots."""
+    """Return the cache with the sharding of its heads and slots."""
     return [tuple(_Layer(layout, arrays).placed() for arrays in group) for group in caches]
 
 
 def read(model: Transformer, ex: Execution, p, batch) -> list:
-    """The caches of prompts, padded on the left: padding has segment 0. The last token is at the last place."""
+    """Run the prompts through the layers and return their caches.
+
+    Prompts are padded on the left, with segment 0. The last token is at the last place.
+    """
     x_BTD, inputs, caches = model.embed(ex, p, batch), model.inputs(batch), []
     for first, group in model.numbered():
         def repeat(x_BTD, scanned, group=group):
@@ -88,22 +99,26 @@ def read(model: Transformer, ex: Execution, p, batch) -> list:
 
 
 def lay(layout: Layout, caches: list, prompts: list, source_S, tokens_S) -> list:
-    """The cache with prompts of `read` in some slots. source_S: the number of the slot's prompt among those of its
-    shard of the batch; -1: the slot keeps what it has. tokens_S: of the prompt."""
+    """Return the cache with prompts from `read` copied into some slots.
+
+    source_S: the number of the slot's prompt among those of its shard of the batch; with -1 the slot is unchanged.
+    tokens_S: number of tokens of the prompt.
+    """
     return [tuple(_Layer(layout, arrays).laid(new, source_S, tokens_S) for arrays, new in zip(group, read, strict=True))
             for group, read in zip(caches, prompts, strict=True)]
 
 
 def extend(model: Transformer, ex: Execution, p, batch, caches: list, at_S, live_S) -> tuple[jax.Array, list]:
-    """(output of the last layer [S, 1, D], the cache) of one token per slot, at its position at_S.
+    """Run one token per slot, at its position at_S. Return (output of the last layer [S, 1, D], the cache).
 
-    batch: as in training, T = 1. live_S: slots whose output is read; of the others no place is.
+    batch: as in training, with T = 1. live_S: the slots whose output is used. The loop over places does not reach
+    further for the other slots.
     """
     x_BTD, inputs, new = model.embed(ex, p, batch), model.inputs(batch), []
     reach = _Reach(at_S, jnp.max(jnp.where(live_S, at_S, 0)), jnp.where(live_S, at_S, -1) if ex.by_kernels else None)
     for (first, group), cache in zip(model.numbered(), caches, strict=True):
         def repeat(carry, scanned, group=group):
-            # The cache is carried, not scanned: one token of it is written in place, nothing else moves.
+            # The cache is carried, not scanned, so that one token is written in place and nothing else moves.
             x_BTD, cache = carry
             weights, number, index = scanned
             for i, layer in enumerate(group.period):
@@ -144,14 +159,14 @@ class _Layer:
         if not self.recurrent:
             return tuple(_placed(self.layout, self._rolled(*pair, source_S, tokens_S), None, "batch")
                          for pair in zip(self.arrays, prompts, strict=True))
-        # A prompt of no token leaves nothing behind it; what is then read is padding.
+        # A prompt without tokens leaves nothing in the state; the values that were read for it are padding.
         was = lambda x: jnp.where(_over(tokens_S > 0, x), x, 0)
         new = [jnp.where(_over(source_S >= 0, x), was(self._of_slots(read, source_S)), x).astype(x.dtype)
                for x, read in zip(self.arrays, prompts, strict=True)]
         return _Layer(self.layout, tuple(new)).placed()
 
     def _of_slots(self, read, source_S):
-        """The prompt of each slot, of its own shard: nothing crosses devices."""
+        """Return the prompt of each slot, from the slot's own shard, so that nothing crosses devices."""
         shards = self.layout.num_shards(self.layout.batch_axes)
         R, B = read.shape[:2]
         by_shard = read.reshape(R, shards, B // shards, *read.shape[2:])
@@ -159,7 +174,7 @@ class _Layer:
         return take(by_shard, jnp.maximum(source_S, 0).reshape(shards, -1)).reshape(R, len(source_S), *read.shape[2:])
 
     def _rolled(self, x, read, source_S, tokens_S):
-        """Places of the cache from those of prompts, whose last token is at their end."""
+        """Return the places of the cache, taken from prompts whose last token is at the end."""
         T, R = read.shape[-2], x.shape[-2]
         place = jnp.arange(T)
         last_S1 = tokens_S[:, None] - 1
@@ -172,12 +187,12 @@ class _Layer:
 
 
 def _over(flag_S, x):
-    """A flag of slots against [repeats, slots, …]."""
+    """Reshape a flag of each slot so that it broadcasts to [repeats, slots, …]."""
     return flag_S.reshape(1, -1, *[1] * (x.ndim - 2))
 
 
 class _Writing:
-    """The mixer of a layer over prompts, whose `cache` it makes."""
+    """The mixer of a layer over prompts. It sets `cache`."""
 
     def __init__(self, ex: Execution):
         self.ex, self.cache = ex, ()
@@ -190,7 +205,7 @@ class _Writing:
 
     def convolve(self, layout: Layout, xs, ws, segments_BT):
         tails = (convolution.tail(x, segments_BT, ws[0].shape[0]) for x in xs)
-        # Padding is no token of the prompt. Whatever follows is then taken as one document.
+        # Padding is not part of the prompt. The tokens after it are then treated as one document.
         self.cache = tuple(jnp.where((tail.segments_BS == PADDING)[..., None, None], 0, tail.x_BSND) for tail in tails)
         return self.ex.recurrence.convolve(layout, xs, ws, segments_BT)
 
@@ -201,21 +216,28 @@ class _Writing:
 
 
 class _Reach(NamedTuple):
-    """at_S: position of each slot's token. last: the largest among live slots. live_S: at_S, with -1 for slots that are
-    done; None unless `Execution.by_kernels`."""
+    """How far each slot has written.
+
+    at_S: position of each slot's token. last: the largest position of a live slot. live_S: at_S, with -1 for slots that
+    are done; None unless `Execution.by_kernels`.
+    """
     at_S: jax.Array
     last: jax.Array
     live_S: jax.Array | None
 
 
 class _Reading:
-    """The mixer of a layer for one token of each slot, which it writes into the layer's entry of the stacked cache."""
+    """The mixer of a layer for one token of each slot. It writes the token into the layer's entry of the stacked cache.
+    """
 
     def __init__(self, cache, index, reach: _Reach):
         self.cache, self.index, self.at_S, self.reach = cache, index, reach.at_S, reach
 
     def convolve(self, layout: Layout, xs, ws, segments_BT):
-        """segments: of slots that are done 0, what is then computed is not read."""
+        """Convolve one token of each slot with the tail in the cache.
+
+        segments are 0 for slots that are done; their output is not read.
+        """
         width, ys, tails = ws[0].shape[0], [], []
         for x, w, before in zip(xs, ws, map(self._own, self.cache[:3]), strict=True):
             before = convolution.Tail(before, jnp.ones(before.shape[:2], segments_BT.dtype))
@@ -238,7 +260,7 @@ class _Reading:
         return lax.dynamic_update_index_in_dim(stack, new.astype(stack.dtype), self.index, 0)
 
     def attend(self, layout: Layout, q_BTNH, *others, mask, scores, sinks_N=None, expansion: Expansion | None = None):
-        """others: what the cache holds of these tokens, and their segments."""
+        """Attend to the cache. others: the arrays that the cache stores for these tokens, and their segments."""
         B, T, N, H = q_BTNH.shape
         if expansion is None and self.reach.live_S is not None and _in_one_kernel(layout, N, *self.cache):
             return self._by_kernel(layout, q_BTNH, *others[:2], mask, scores, sinks_N)
@@ -273,9 +295,11 @@ class _Reading:
         return o_SNV[:, None]
 
     def _over_places(self, layout: Layout, N: int, scored, values, mask: Mask, sinks_N):
-        """[B, K, G, V] of attention to the places that each slot sees, block after block (FlashAttention,
-        arXiv:2205.14135). A block of which a slot sees nothing adds exact zeros, so a slot does not depend on how far
-        the loop goes for others."""
+        """Return [B, K, G, V]: attention to the visible places of each slot, block by block.
+
+        A block without visible places of a slot adds exact zeros, so a slot does not depend on how far the loop runs
+        for others. Source: FlashAttention, arXiv:2205.14135.
+        """
         R = self.cache[0].shape[-2]
         block = min(_block(R), R)
         at_B1 = self.at_S[:, None]
@@ -284,7 +308,7 @@ class _Reading:
             most, total, o = carry
             part = [_placed(layout, self._block_of(x, j * block, block), "batch") for x in self.cache]
             s_BKGS, v_BKSV = scored(*part), values(*part)
-            # The position that a place holds: the newest of those that come to it.
+            # The position that a place holds: the newest of the positions that map to it.
             position_BS = at_B1 - (at_B1 - (j * block + jnp.arange(block))) % R
             seen_BS = position_BS >= 0
             if mask.window:
@@ -298,7 +322,7 @@ class _Reading:
         heads = jax.eval_shape(lambda: visit(0, (jnp.float32(MASKED), jnp.float32(0), jnp.float32(0)))[2])
         most = jnp.full(heads.shape[:3], MASKED, jnp.float32)
         total = jnp.zeros_like(most)
-        if sinks_N is not None:     # a score that has no value
+        if sinks_N is not None:     # a score without a value
             most = jnp.broadcast_to(sinks_N.astype(jnp.float32).reshape(1, *heads.shape[1:3]), most.shape)
             total = jnp.ones_like(most)
         carry = most, total, jnp.zeros(heads.shape, jnp.float32)
@@ -313,7 +337,10 @@ class _Reading:
         return lax.dynamic_slice(stack, start, (1, *stack.shape[1:-2], size, stack.shape[-1]))[0]
 
     def _written(self, layout: Layout, stack, new):
-        """One token of each slot, at its place. Written as a scatter with a batch dim, which stays on its device."""
+        """Return the stack with one token of each slot written at its place.
+
+        It is written as a scatter with a batch dim, which stays on its device.
+        """
         B, place = new.shape[0], stack.ndim - 2
         at = jnp.stack([jnp.broadcast_to(self.index, (B,)), self.at_S % stack.shape[place]], -1).astype(jnp.int32)
         numbers = lax.ScatterDimensionNumbers(
@@ -325,16 +352,21 @@ class _Reading:
 
 
 def _in_one_kernel(layout: Layout, N: int, keys, values) -> bool:
-    """Whether `kernels.decode` supports this layer: query and KV heads are split over the same mesh axes, and head_dim
-    is not split."""
+    """Return whether `kernels.decode` supports this layer.
+
+    Query and KV heads must be sharded over the same mesh axes, and head_dim must not be sharded.
+    """
     split = lambda logical: layout.mesh_axes("activations", logical)
     return split("heads") == split("kv_heads") and not split("head_dim") and decode.fits(
         N // keys.shape[2], keys.shape[-1], values.shape[-1], keys.shape[-2])
 
 
 def _against_latents(expansion: Expansion, q_BNH):
-    """(latents, rotated keys) -> products of queries and keys [B, 1, N, S] without expanding the keys: each query is
-    multiplied by the weight of its head's keys instead (DeepSeek-V2, arXiv:2405.04434, 2.1.2)."""
+    """Return a function (latents, rotated keys) -> query-key products [B, 1, N, S].
+
+    It does not expand the keys: each query is multiplied by the weight of its head's keys instead (DeepSeek-V2,
+    arXiv:2405.04434, 2.1.2).
+    """
     key_CNH = expansion.gather(expansion.key_CNH)
     plain = key_CNH.shape[2]
     q_BNC = products.einsum("BNH,CNH->BNC", q_BNH[..., :plain], key_CNH)
@@ -351,5 +383,5 @@ def _placed(layout: Layout, x, *leading: str | None):
 
 
 def _by_head(x):
-    """Keys or values [B, T, K, H] as the cache has them."""
+    """Return keys or values [B, T, K, H] in the cache's order."""
     return x.swapaxes(1, 2) if x.ndim == 4 else x

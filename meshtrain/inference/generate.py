@@ -1,12 +1,14 @@
-"""Generation: a number of slots, each with a sequence of its own; one that has ended makes room for the next.
+"""Generation in a number of slots. Each slot holds one sequence; when it has ended, the next sequence gets the slot.
 
-Two programs: `fill` reads prompts, each once for all of its samples that get a slot, and draws nothing; `decode` loops
-on the device, a token for every slot, the last of its prompt first. Between calls the host streams tokens, looks for
-stop strings and deals slots. What a sample draws depends on the seed, its prompt, its number among the prompt's samples
-and the position, not on other slots, their number, the order or the mesh.
+There are two programs. `fill` reads prompts, each once for all of its samples that get a slot, and samples nothing.
+`decode` loops on the device and computes a token for every slot; its first input is the last token of the prompt.
+Between calls the host streams tokens, looks for stop strings and assigns slots. The tokens of a sample depend on the
+seed, its prompt, its number among the prompt's samples and the position. They do not depend on other slots, the number
+of slots, the order or the mesh.
 
-Of longrope in a model folder the length of a sequence chooses the frequencies (`rope.turns`), as in transformers: an
-answer that crosses the original length is read anew there, and goes on with the others.
+For longrope in a model folder the length of a sequence chooses the frequencies (`rope.turns`), as in transformers. An
+answer that crosses the original length is read again there with the new frequencies, and then continues with the
+others.
 """
 from __future__ import annotations
 
@@ -30,16 +32,19 @@ from meshtrain.model.transformer import Transformer
 from meshtrain.names import PRNG
 
 SLOTS = 32              # sequences that are continued together
-STRIDE = 16             # tokens between two looks of the host, where it wants to see them as they come
-LONGEST_STRIDE = 64     # where it does not
-PROMPT_STEP = 32        # of the lengths that prompts are padded to
-REFILLED = 8            # the part of the slots that is done before prompts are read into them
-PROMPTS = 2             # that a shard of the batch reads together: always as many, so that bits depend on no neighbour
+STRIDE = 16             # tokens between two calls of the host, if it streams them or looks for stop strings
+LONGEST_STRIDE = 64     # the same otherwise
+PROMPT_STEP = 32        # prompts are padded to a multiple of this length
+REFILLED = 8            # prompts are read when 1 of this many slots is done
+PROMPTS = 2             # prompts that a shard of the batch reads together; constant, so that bits depend on no other
 
 
 class SlotStates(NamedTuple):
-    """The carry of `decode`. token_S: the last one, which no layer has seen, at position at_S. last_S: the position
-    with which a sequence has its maximum. key_S2: data of `sampling.key`."""
+    """The carry of `decode`.
+
+    token_S: the last token, which no layer has read yet, at position at_S. last_S: the position at which a sequence has
+    its maximum length. key_S2: data of `sampling.key`. done_S: whether the slot's sequence has ended.
+    """
     token_S: jax.Array
     at_S: jax.Array
     last_S: jax.Array
@@ -49,8 +54,11 @@ class SlotStates(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a call of `decode` drew: steps, and of each slot the tokens, -1 where it was done, with the numbers of
-    `sampling.Draw`."""
+    """The result of a call of `decode`.
+
+    steps: number of tokens per slot. For each slot: its tokens, with -1 where the slot was done, and the numbers of
+    `sampling.Draw`.
+    """
     steps: jax.Array
     token_SU: jax.Array
     logprob_SU: jax.Array
@@ -59,8 +67,11 @@ class Drawn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """prompt, tokens: ids, the stop token included. stopped: "stop" or "length". logprobs, margins: of each token, see
-    `sampling.Draw`."""
+    """An answer to a prompt.
+
+    prompt, tokens: ids, including the stop token. stopped: "stop" or "length". logprobs, margins: for each token, see
+    `sampling.Draw`.
+    """
     prompt: list[int]
     tokens: list[int]
     stopped: str
@@ -70,25 +81,33 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationLimits:
-    """tokens: maximum of new ones. stop_ids: stop tokens. length: maximum of prompt and answer together; 0: none.
-    ended: (number of the completion, its tokens) -> number of them in the answer, where a stop string has ended it,
-    else None; called every STRIDE tokens."""
+    """When an answer ends.
+
+    tokens: maximum of new tokens. stop_ids: stop tokens. length: maximum of prompt and answer together; 0: none. ended:
+    (number of the completion, its tokens) -> number of tokens in the answer if a stop string has ended it, else None.
+    It is called every STRIDE tokens.
+    """
     tokens: int
     stop_ids: tuple[int, ...] = ()
     length: int = 0
     ended: Callable[[int, list[int]], int | None] | None = None
 
     def of(self, prompt: Sequence[int]) -> int:
-        """Maximum of new tokens. The last one is told and never read: it needs no position."""
+        """Return the maximum of new tokens.
+
+        The last token is returned but never read by the model, so it needs no position.
+        """
         return min(self.tokens, self.length - len(prompt) + 1) if self.length else self.tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Generator:
-    """A model with its weights on the mesh that is in context. compiled: (name, jitted, its arguments) -> the compiled
-    function. slots: at most, of all devices. room: tokens of a slot at least, so that calls share their programs, and
-    the number of slots is then a power of two where it is below the most. kept: the programs; a Generator of the same
-    but other weights may have them too."""
+    """A model with its weights on the mesh that is in context.
+
+    compiled: (name, jitted, its arguments) -> the compiled function. slots: maximum on all devices. room: minimum
+    tokens of a slot, so that calls share their programs; the number of slots is then a power of two if it is below the
+    maximum. kept: the programs. A Generator that differs only in its weights may share them.
+    """
     model: Transformer
     ex: Execution
     params: dict
@@ -103,11 +122,11 @@ class Generator:
                  samples: Sequence[int] | None = None,
                  counters: Sequence[tuple[int, int]] | None = None,
                  each: Callable[[int, Completion], None] | None = None) -> list[Completion]:
-        """The completions of non-empty prompts: all samples of the first, then of the second.
+        """Return the completions of non-empty prompts: all samples of the first prompt, then of the second, and so on.
 
-        samples: of each prompt, default 1. tell: called with a completion's number and its tokens so far. counters: of
-        each prompt, (batch, row) of `sampling.key`, uint32; default: 0 and a checksum of the prompt. each: called with
-        a completion's number and the completion, as they end.
+        samples: number for each prompt, default 1. tell: called with a completion's number and its tokens so far.
+        counters: for each prompt, (batch, row) of `sampling.key`, uint32; default: 0 and a checksum of the prompt.
+        each: called with a completion's number and the completion when it ends.
         """
         samples = [1] * len(prompts) if samples is None else samples
         counters = [(0, zlib.crc32(np.asarray(prompt, "<i4").tobytes())) for prompt in prompts
@@ -126,7 +145,7 @@ class Generator:
         return found
 
     def _answered(self, waiting: collections.deque[_Request], limits: GenerationLimits, how, seed: int, tell):
-        """The requests, as they end."""
+        """Yield each request when it ends."""
         if not waiting:
             return
         S = self.slots_for(1 << (len(waiting) - 1).bit_length() if self.room else len(waiting))
@@ -170,20 +189,24 @@ class Generator:
         return rope.turns(self.model.cfg)
 
     def _with_leg(self, one: _Request) -> _Request:
-        """The request with the tokens until it has other frequencies, or until its budget."""
+        """Return the request with the number of tokens until its frequencies change, or until its budget is used."""
         one.turn = min(one.crossed(self._turns), default=0)
         one.leg = one.turn - one.read if one.turn else one.left
         return one
 
     def slots_for(self, count: int) -> int:
-        """Slots of so many requests. Two at least: XLA makes a slice of a lookup by one id, and to slice a table that
-        is split it gathers all of it."""
+        """Return the number of slots for this many requests.
+
+        It is at least two: XLA turns a lookup by one id into a slice, and gathers a sharded table to slice it.
+        """
         shards = self._shards()
         return max(-(-min(count, self.slots) // shards) * shards, 2)
 
     def programs(self, prompt: int) -> dict[str, jax.stages.Compiled]:
-        """The compiled programs for all slots with `room`, by shapes alone: params may be ShapeDtypeStructs. prompt:
-        tokens of one."""
+        """Return the compiled programs for all slots with `room`, from shapes alone: params may be ShapeDtypeStructs.
+
+        prompt: number of tokens of a prompt.
+        """
         S, room = self.slots_for(self.slots), cache.rounded_room(max(self.room, _padded(prompt - 1)))
         jitted = _programs(self.model, self.ex, S, room, sampling.Picking(1.0), ())
         empty = self.compiled("the room of the cache", jitted.empty, self.params)
@@ -207,8 +230,11 @@ class Generator:
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    """One completion that is asked for. of_prompt: the prompt's number. counters: (batch, row, sample). leg: tokens
-    until its slot is done. turn: the length at which it is read anew; 0: none."""
+    """One requested completion.
+
+    of_prompt: the prompt's number. counters: (batch, row, sample). leg: tokens until its slot is done. turn: the length
+    at which it is read again; 0: none.
+    """
     number: int
     of_prompt: int
     prompt: list[int]
@@ -227,7 +253,7 @@ class _Request:
 
     @property
     def read(self) -> int:
-        """Tokens that `fill` reads: all so far but the last."""
+        """The number of tokens that `fill` reads: all so far except the last."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
@@ -236,18 +262,21 @@ class _Request:
 
     @property
     def source(self) -> tuple[int, ...]:
-        """Equal for requests that read the same tokens."""
+        """A key that is equal for requests that read the same tokens."""
         return (self.of_prompt, self.number) if self.tokens else (self.of_prompt,)
 
     def crossed(self, turns: Sequence[int]) -> list[int]:
-        """The lengths, of those, that the rest of the answer goes beyond: of the tokens that are read."""
+        """Return those of the lengths `turns` that the rest of the answer crosses."""
         return [turn for turn in turns if self.read < turn < self.read + self.left]
 
 
 class Filling(NamedTuple):
-    """What `fill` puts into slots. prompt_PT: padded on the left, without their last tokens; of `read_P` tokens.
-    reach_P: the position of the last token of their slots. source_S: see `cache.lay`. Of each slot: the prompt's length
-    and last token, the maximum of new tokens, and the counters of its key."""
+    """The input of `fill`.
+
+    prompt_PT: prompts without their last tokens, padded on the left. read_P: their numbers of tokens. reach_P: the
+    position of the last token of their slots. source_S: see `cache.lay`. For each slot: the prompt's length and last
+    token, the maximum of new tokens, and the counters of its key.
+    """
     prompt_PT: np.ndarray
     read_P: np.ndarray
     reach_P: np.ndarray
@@ -259,14 +288,16 @@ class Filling(NamedTuple):
 
 
 def _padded(length: int) -> int:
-    """A length that few prompts share: of long ones at most a quarter longer."""
+    """Return a padded length, so that prompts share a few lengths. Long ones grow by at most a quarter."""
     step = max(PROMPT_STEP if length > PROMPT_STEP // 2 else PROMPT_STEP // 2, 1 << max(length.bit_length() - 3, 0))
     return max(-(-length // step), 1) * step
 
 
 def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], shards: int) -> Filling:
-    """Takes requests from those that wait, gives them free slots of the shard with most of them, and reads each prompt
-    once. One shape for each padded length: few compiled programs."""
+    """Take waiting requests, assign free slots of the shard with most of them, and read each prompt once.
+
+    All requests have the same padded length, so that there are few compiled programs.
+    """
     S = len(owners)
     free = [[s for s in range(S) if owners[s] is None and s * shards // S == shard] for shard in range(shards)]
     T = _padded(waiting[0].read)
@@ -294,9 +325,12 @@ def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], s
 
 
 class _Programs(NamedTuple):
-    """empty(params) -> slots that are done. fill(params, slots, filling, seed) -> slots. decode(params, slots, free_S,
-    until, enough) -> (slots, drawn): of `until` tokens, or until `enough` slots are done. slots are donated. What the
-    host reads lies whole on every device."""
+    """The jitted functions of generation.
+
+    empty(params) -> slots that are done. fill(params, slots, filling, seed) -> slots. decode(params, slots, free_S,
+    until, enough) -> (slots, drawn): it runs until `until` tokens, or until `enough` slots are done. slots are donated.
+    Arrays that the host reads are replicated on every device.
+    """
     empty: Callable
     fill: Callable
     decode: Callable
@@ -339,7 +373,7 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
         def one_more(carry):
             slots, drawn = carry
             live_S, token_S1 = ~slots.done_S, slots.token_S[:, None]
-            # A slot that is done goes on as padding: no expert works for it.
+            # A slot that is done continues as padding, so that no expert computes for it.
             batch = {"tokens": token_S1, "positions": slots.at_S[:, None], "sequence": jnp.zeros_like(slots.token_S),
                      "segments": live_S[:, None].astype(jnp.int32), "index": jnp.zeros_like(token_S1),
                      "length": slots.last_S[:, None]}

@@ -1,9 +1,10 @@
-"""Adapter to the LM Evaluation Harness: its three kinds of requests, answered by Scorer and Generator.
+"""Adapter to the LM Evaluation Harness: Scorer and Generator answer its three kinds of requests.
 
-Contexts begin with `lead`, where the model has one, and rolling windows too, also those that are cut; an empty context
-becomes the prefix token. The harness's own Hugging Face models lose it where a context is cut, and in all but the first
-window, whose text they begin with two. Sequences are padded on the right to a multiple of STEP, so that few programs
-are compiled. Imports lm_eval.
+Contexts begin with `lead`, if the model has one. So do rolling windows, including those that are cut. An empty context
+becomes the prefix token. The harness's own Hugging Face models lose the lead where a context is cut, and in all windows
+but the first, whose text begins with two of them. Sequences are padded on the right to a multiple of STEP, so that few
+programs are compiled. This module imports lm_eval.
+
 Source: github.com/EleutherAI/lm-evaluation-harness, lm_eval.api.model.TemplateLM.
 """
 from __future__ import annotations
@@ -28,12 +29,15 @@ from meshtrain.inference.score import Scorer
 from meshtrain.names import NO_TARGET
 
 STEP = 64
-NEW_TOKENS = 256        # of an answer, where a task does not say
+NEW_TOKENS = 256        # tokens of an answer, if a task does not set them
 
 
 class HarnessModel(TemplateLM):
-    """encode: text to ids without special tokens. words: text of an answer, and what ends one. prefix: token before a
-    document. length: maximum tokens of a sequence. lead: what every context begins with."""
+    """A model for the harness.
+
+    encode: text to ids without special tokens. words: decodes an answer and knows its stops. prefix: token before a
+    document. length: maximum tokens of a sequence. lead: the tokens with which every context begins.
+    """
 
     def __init__(self, scorer: Scorer, generator: Generator, encode: Callable[[str], list[int]], words: Words,
                  prefix: int, length: int, lead: Sequence[int] = (), seed: int = 0):
@@ -63,17 +67,19 @@ class HarnessModel(TemplateLM):
         return lead + ids
 
     def _leads(self, ids: Sequence[int]) -> bool:
-        """Whether it begins with the lead, which a text may have as well."""
+        """Return whether ids begin with the lead. A text may begin with it, too."""
         return list(ids[:len(self.lead)]) == self.lead
 
     def _cut(self, ids: Sequence[int], most: int) -> list[int]:
-        """The last `most` ids, of which the first are the lead where it was before."""
+        """Return the last `most` ids. If ids begin with the lead, so does the result."""
         lead = self.lead if len(ids) > most > len(self.lead) and self._leads(ids) else []
         return lead + list(ids[len(lead):])[-(most - len(lead)):]
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
-        """(log-likelihood of the continuation, whether it is the greedy one) of each (texts, context ids, continuation
-        ids)."""
+        """Return (log-likelihood of the continuation, whether it is the greedy one) for each request.
+
+        A request is (texts, context ids, continuation ids).
+        """
         rows = [self._cut(context + continuation, self.length + 1) for _, context, continuation in requests]
         order, found = sorted(range(len(rows)), key=lambda i: -len(rows[i])), {}
         while order:
@@ -114,7 +120,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Requests with equal options are answered together."""
+        """Return the text of each answer. Requests with equal options are answered together."""
         found: dict[int, str] = {}
         alike: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
@@ -137,7 +143,7 @@ class HarnessModel(TemplateLM):
         # Cut on the left, as the harness does.
         prompts = [self._cut(self.tok_encode(context) or [self.prefix], max(self.length - new, 1))
                    for context in contexts]
-        # A prompt that is asked several times is read once, and each time draws another answer.
+        # A prompt that occurs several times is read once, and each occurrence samples another answer.
         numbers: dict[tuple[int, ...], list[int]] = {}
         for number, prompt in enumerate(prompts):
             numbers.setdefault(tuple(prompt), []).append(number)
@@ -150,8 +156,10 @@ class HarnessModel(TemplateLM):
 
 
 def results(model: HarnessModel, tasks: Sequence[str], num_fewshot: int | None, limit: int | None) -> dict[str, dict]:
-    """{task: {metric: value}}. tasks: names, or paths of YAML files. Raises: ValueError for a task that is not
-    there."""
+    """Return {task: {metric: value}}. tasks: names, or paths of YAML files.
+
+    Raises: ValueError for a task that does not exist.
+    """
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     names = [_name_in(Path(task)) if Path(task) in files else task for task in tasks]
     manager = TaskManager(include_path=sorted({path.resolve().parent for path in files}) or None,
@@ -169,7 +177,10 @@ def results(model: HarnessModel, tasks: Sequence[str], num_fewshot: int | None, 
 
 
 def _name_in(path: Path) -> str:
-    """The task name in a YAML file. Raises: ValueError."""
+    """Return the task name in a YAML file.
+
+    Raises: ValueError if the file cannot be read or names no task.
+    """
     try:
         found = re.search(r"^task:\s*[\"']?([^\s\"']+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
-"""Sharding of weights and rows for inference: weights never move, activations do.
+"""Sharding of weights and rows for inference: activations move, weights never do.
 
 A token's matmuls read every weight once and multiply it with a few rows, so gathering a weight, as ZeRO-3 does, would
-cost more than the product. `tensor` splits heads, MLP and vocabulary as in training; other axes split the embedding dim
-of every weight, whose partial products are summed; `data` splits rows.
+cost more than the matmul. `tensor` splits heads, MLP and vocabulary as in training. Other axes split the embedding dim
+of every weight, whose partial products are summed. `data` splits rows.
 """
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ WHAT = {"heads": "query heads", "kv_heads": "key and value heads", "mlp": "width
 
 
 def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
-    """The layout on a mesh of the user's: data × fsdp × tensor. Raises: ValueError with every fault."""
+    """Return the layout on the user's mesh, data × fsdp × tensor.
+
+    Raises: ValueError with every fault.
+    """
     faults = [f"mesh.{axis}={sizes[axis]} has no use here: a model answers without stages, and its sequences stay "
               f"whole; leave it out, and use mesh.tensor or mesh.fsdp"
               for axis in ("stage", "context") if sizes[axis] > 1]
     laid_out = lambda sizes, split: _layout(model, sizes, ("data",), ("fsdp",), split)
     layout, split = laid_out(sizes, SPLIT), SPLIT
     if _undivided(model, layout, ("kv_heads",)):
-        # Whole on every device, as few as they are. A recurrent mixer's value heads lie with their key heads.
+        # Whole on every device, because they are few. A recurrent mixer's value heads are sharded like its key heads.
         recurrent = any(kind.mixer in pattern.RECURRENT for kind in pattern.kinds(model.cfg))
         split = tuple(logical for logical in SPLIT if logical != "kv_heads" and not (recurrent and logical == "heads"))
         layout = laid_out(sizes, split)
@@ -48,24 +51,24 @@ def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
 
 
 def within(model: Transformer, trained: Layout) -> Layout:
-    """The layout for one row on a training mesh, in which no device holds more of the weights than in training.
+    """Return the layout for one row on a training mesh, in which no device holds more of the weights than in training.
 
-    `tensor` splits the same dims; all other axes split the embedding dim as far as it divides.
+    `tensor` splits the same dims as in training. All other axes split the embedding dim, as far as it divides.
     """
     split = _split_in(trained)
     embed: tuple[str, ...] = ()
-    for axis in ("data", "fsdp", "context", "stage"):       # as [optimizer] lists them; stages come in by an all-to-all
+    for axis in ("data", "fsdp", "context", "stage"):       # in [optimizer]'s order; stages arrive by an all-to-all
         if model.cfg.embed_dim % (math.prod(trained.sizes[a] for a in embed) * trained.sizes[axis]) == 0:
             embed += (axis,)
     return _layout(model, trained.sizes, (), embed, split)
 
 
 def beside(model: Transformer, trained: Layout, given: Rules | None = None) -> Layout:
-    """The layout of many rows on a training mesh, as for the samples of RL.
+    """Return the layout for many rows on a training mesh, for example for the samples of RL.
 
-    By default data, fsdp and context split rows, `tensor` the same dims as in training, and every device holds what
-    that leaves. given: a rule file that says otherwise, of which [params] and [activations] are read, without seq and
-    residual_seq: sequences grow by one token at a time. Raises: ValueError with every fault.
+    By default data, fsdp and context split rows, `tensor` splits the same dims as in training, and weights are
+    replicated over the other axes. given: a rule file to use instead. Only its [params] and [activations] are read,
+    without seq and residual_seq, because sequences grow by one token at a time. Raises: ValueError with every fault.
     """
     if trained.sizes["stage"] > 1:
         raise ValueError(f"mesh.stage={trained.sizes['stage']}: a model answers without stages; use mesh.stage=1")
@@ -87,7 +90,7 @@ def beside(model: Transformer, trained: Layout, given: Rules | None = None) -> L
 
 
 def _gathered(model: Transformer, layout: Layout) -> list[str]:
-    """Faults of weights that every token would gather."""
+    """Return faults of weights that every token would gather."""
     faults = {}
     for info in model.parameters():
         for logical in info.axes:
@@ -102,7 +105,7 @@ def _gathered(model: Transformer, layout: Layout) -> list[str]:
 
 
 def _split_in(trained: Layout) -> list[str]:
-    """The dims of SPLIT that `tensor` splits in training."""
+    """Return the dims of SPLIT that `tensor` splits in training."""
     split = [logical for logical in SPLIT if "tensor" in trained.rules.mesh_axes("params", logical)]
     return split + [logical for logical in ("kv_heads",) if "heads" in split and logical not in split]
 
@@ -111,7 +114,7 @@ def _layout(model: Transformer, sizes: Mapping[str, int], rows: tuple[str, ...],
             split: Sequence[str]) -> Layout:
     tensor = {logical: ("tensor",) for logical in split}
     weights = tensor | {"embed": embed}
-    if model.cfg.num_experts:       # tokens of all of them are here; only their width is split, where it divides
+    if model.cfg.num_experts:       # all tokens are on this device; only the experts' width is split, if it divides
         inner = tensor.get("mlp", ()) if model.cfg.expert_mlp_dim % sizes["tensor"] == 0 else ()
         weights |= {"expert_embed": embed, "expert_mlp": inner}
     tables = {name: tensor | {"batch": rows} if name == "activations" else weights for name in TABLES}
@@ -120,7 +123,7 @@ def _layout(model: Transformer, sizes: Mapping[str, int], rows: tuple[str, ...],
 
 
 def _undivided(model: Transformer, layout: Layout, logicals: Sequence[str]) -> list[str]:
-    """Descriptions of the dims of weights and heads that their mesh axes do not divide."""
+    """Return descriptions of the dims of weights and heads that their mesh axes do not divide."""
     dims = {(logical, dim) for info in model.parameters() for dim, logical in zip(info.shape, info.axes, strict=True)
             if logical in logicals and dim % layout.num_shards(layout.mesh_axes("params", logical))}
     for heads in (kv_heads(layout, n) for n in transformer.kv_heads_of(model.cfg).values()):

@@ -1,4 +1,4 @@
-"""Sampling: greedy, or a draw after temperature, top-k, top-p and min-p, with the semantics of transformers."""
+"""Sampling: greedy, or a random token after temperature, top-k, top-p and min-p, with the semantics of transformers."""
 from __future__ import annotations
 
 import dataclasses
@@ -13,8 +13,11 @@ from meshtrain.names import PRNG
 
 @dataclasses.dataclass(frozen=True)
 class Picking:
-    """temperature: 0: greedy. top_k: number of most likely tokens kept; 0: all. top_p: kept probability mass. min_p:
-    minimum share of the most likely token's probability."""
+    """How a token is chosen.
+
+    temperature: 0: greedy. top_k: number of most likely tokens kept; 0: all. top_p: kept probability mass. min_p:
+    minimum probability, as a share of the most likely token's.
+    """
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -22,16 +25,20 @@ class Picking:
 
 
 class Draw(NamedTuple):
-    """Of each row: the token; its log-probability in nats, float32, among those that are drawn from (greedy: of the
-    logits as they are); by how much it is ahead of the second best, noise included: a draw can differ only where logits
-    differ by half of it."""
+    """The chosen token of each row.
+
+    token_B: the token. logprob_B: its log-probability in nats, float32, among the tokens that may be sampled (greedy:
+    of the unchanged logits). margin_B: its lead over the second best token, including noise. Another program can choose
+    another token only if its logits differ by at least half of this margin.
+    """
     token_B: jax.Array
     logprob_B: jax.Array
     margin_B: jax.Array
 
 
 def key(seed, batch, row, sample):
-    """The random key of one sample, a function of these four uint32 counters. Each draw folds in its position."""
+    """Return the random key of one sample, a function of these four uint32 counters. Each draw folds in its position.
+    """
     found = jax.random.key(seed, impl=PRNG)
     for counter in (batch, row, sample):
         found = jax.random.fold_in(found, counter)
@@ -39,15 +46,18 @@ def key(seed, batch, row, sample):
 
 
 def pick(how: Picking, logits_BV, keys_B) -> Draw:
-    """keys_B: a key for each row, of this token alone. The largest of logits and Gumbel noise is a draw from their
-    softmax."""
+    """Choose a token for each row. keys_B: a key for each row, used for this token alone.
+
+    The largest of logits plus Gumbel noise is a sample from their softmax.
+    """
     z_BV = (allowed(how, logits_BV) if how.temperature else logits_BV).astype(jnp.float32)
     noisy_BV = z_BV
     if how.temperature:
-        # Not the default mode: of noise above 9, two programs round the logarithm of a number near 1 by 1e-4 apart.
+        # Not the default mode: for noise above 9, two programs can round the logarithm of a number near 1 differently
+        # by 1e-4.
         noisy_BV += jax.vmap(lambda key: jax.random.gumbel(key, z_BV.shape[-1:], mode="high"))(keys_B)
     token_B = jnp.argmax(noisy_BV, -1).astype(jnp.int32)
-    # By comparison with the token, not top_k or a gather: the vocabulary may be split.
+    # By comparison with the token, not by top_k or a gather, because the vocabulary may be sharded.
     is_it_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1) == token_B[:, None]
     second_B = jnp.where(is_it_BV, -jnp.inf, noisy_BV).max(-1)
     logprob_B = jnp.where(is_it_BV, z_BV, 0).sum(-1) - jax.nn.logsumexp(z_BV, -1)
@@ -55,15 +65,17 @@ def pick(how: Picking, logits_BV, keys_B) -> Draw:
 
 
 def allowed(how: Picking, logits_BV):
-    """The logits over the temperature, -inf where a token is not drawn from. One after another, as transformers has
-    them: top-k, top-p of what is left, min-p of what is left."""
+    """Return the logits divided by the temperature, with -inf for tokens that may not be sampled.
+
+    The filters apply in the order of transformers: top-k, top-p of the remaining tokens, min-p of the remaining tokens.
+    """
     z = logits_BV / how.temperature
     if 0 < how.top_k < z.shape[-1]:
         z = jnp.where(z < jax.lax.top_k(z, how.top_k)[0][..., -1:], -jnp.inf, z)
     if how.top_p < 1:
         falling = jnp.sort(z, -1)[..., ::-1]
         p = jax.nn.softmax(falling, -1)
-        # The token with which the sum reaches top_p is kept, so one always is.
+        # The token with which the sum reaches top_p is kept, so at least one is kept.
         kept = (jnp.cumsum(p, -1) - p < how.top_p).at[..., 0].set(True)
         z = jnp.where(z < jnp.min(jnp.where(kept, falling, jnp.inf), -1, keepdims=True), -jnp.inf, z)
     if how.min_p > 0:

@@ -1,6 +1,7 @@
 """Scoring: the log-probability of every target, and whether it is the most likely token.
 
-Runs the forward pass of training; the head reads a few positions of each row at a time, so full logits never exist.
+It runs the forward pass of training. The head reads a few positions of each row at a time, so the full logits never
+exist.
 """
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ from meshtrain.model import rope
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 
-PLACES = 256        # of a row, whose logits exist together
-TOKENS = 8192       # of a batch, on each device that has rows of its own
+PLACES = 256        # positions of a row whose logits exist together
+TOKENS = 8192       # tokens of a batch, on each device that has its own rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scorer:
-    """A model with its weights on the mesh that is in context. compiled: (name, jitted, its arguments) -> the compiled
-    function."""
+    """A model with its weights on the mesh that is in context.
+
+    compiled: (name, jitted, its arguments) -> the compiled function.
+    """
     model: Transformer
     ex: Execution
     params: dict
@@ -32,16 +35,21 @@ class Scorer:
     programs: dict = dataclasses.field(default_factory=dict)
 
     def rows(self, length: int) -> int:
-        """Batch size for sequences of this length."""
+        """Return the batch size for sequences of this length."""
         return max(1, TOKENS // length) * self.ex.layout.num_shards(self.ex.layout.batch_axes)
 
     def score(self, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """(float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"],
-        undefined where there is no target. batch: as in training, of `rows` rows."""
+        """Return (float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"].
+
+        They are undefined where there is no target. batch: as in training, with `rows` rows.
+        """
         return tuple(np.asarray(x) for x in self._run("the scoring of tokens", self._score, batch))
 
     def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
-        """float32 logits [B, T, V] of what follows each token; a row is one document. All of them exist together."""
+        """Return float32 logits [B, T, V] for the token after each token. A row is one document.
+
+        All logits exist in memory together.
+        """
         def whole(p, batch):
             x_BTD, _ = self.model.through_layers(self.ex, p, batch)
             return self.model.head_logits(self.ex, p, x_BTD)
@@ -80,7 +88,7 @@ class Scorer:
 
 
 def _lengths(segments_BT: np.ndarray, positions_BT: np.ndarray) -> np.ndarray:
-    """int32 [B, T]: of each token, the tokens of its document up to the last one in the row."""
+    """Return int32 [B, T]: for each token, the number of tokens of its document up to its last one in the row."""
     found = np.zeros_like(positions_BT, np.int32)
     for row, segments, positions in zip(found, segments_BT, positions_BT):
         ends = np.zeros(int(segments.max(initial=0)) + 1, np.int32)

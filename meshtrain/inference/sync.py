@@ -1,8 +1,9 @@
-"""The weights of a training run as its sampler reads them: cast, and moved from one layout to the other.
+"""The weights of a training run as its sampler reads them: cast, and moved from one layout to another.
 
 Both layouts are on the same mesh. Every array is cast where it is stored, before it moves, and moves as
-`sharding.moves` says. An array that lies there already, in that dtype, is not copied. Adapters are not merged into
-their projections: the layers add them as in training, and rounding the sum would make the sampler another policy.
+`sharding.moves` plans. An array that already has the final sharding and dtype is not copied. Adapters are not merged
+into their projections. The layers add them as in training, because rounding the sum would give the sampler another
+policy.
 """
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ TRAINED, FROZEN = "the way of the weights to the sampler", "the way of the froze
 
 
 def read_dtype(info: ParamInfo, dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of a weight as samplers read it. dtype: of matmul weights."""
+    """Return the dtype of a weight for samplers. dtype: that of matmul weights."""
     return dtype if info.role in MATMUL_ROLES else info.dtype
 
 
 def cast(model: Transformer, params: dict, dtype: jnp.dtype) -> dict:
-    """The weights as samplers read them, where they are stored."""
+    """Return the weights in the dtypes that samplers read, in the sharding in which they are stored."""
     def one(info: ParamInfo):
         return functools.reduce(dict.__getitem__, info.path, params).astype(read_dtype(info, dtype))
     return tree(model.parameters(), one)
@@ -37,8 +38,11 @@ def cast(model: Transformer, params: dict, dtype: jnp.dtype) -> dict:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightSync:
-    """stored: the layout whose [optimizer] the weights are stored by. read: the one whose [params] the sampler reads
-    them by. dtype: of matmul weights there. compiled: see `Generator`."""
+    """Moves weights from the trainer's layout to the sampler's.
+
+    stored: the layout whose [optimizer] shards the stored weights. read: the layout whose [params] shards the weights
+    that the sampler reads. dtype: the sampler's dtype of matmul weights. compiled: see `Generator`.
+    """
     model: Transformer
     mesh: jax.sharding.Mesh
     stored: Layout
@@ -48,7 +52,7 @@ class WeightSync:
     _frozen: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, params: dict) -> dict:
-        """The weights; frozen ones are moved the first time, and kept. Raises: as `compiled`."""
+        """Return the sampler's weights. Frozen weights are moved at the first call, and kept. Raises: as `compiled`."""
         leaves = {info: functools.reduce(dict.__getitem__, info.path, params) for info in self.model.parameters()}
         moving = [info for info in leaves if self.moves(info)]
         if not self._frozen:
@@ -58,7 +62,7 @@ class WeightSync:
         return tree(self.model.parameters(), (leaves | self._frozen | moved).__getitem__)
 
     def moves(self, info: ParamInfo) -> moves.Moves | None:
-        """None where the sampler reads the stored array."""
+        """Return the moves of a weight; None if the sampler reads the stored array."""
         found = moves.of_weight(info.shape, info.axes, self.stored, self.read)
         return None if found.before == found.after and info.dtype == self.dtype_of(info) else found
 
@@ -66,7 +70,7 @@ class WeightSync:
         return read_dtype(info, self.dtype)
 
     def program(self, infos: Sequence[ParamInfo]):
-        """A jitted function: the stored arrays -> these weights."""
+        """Return a jitted function that maps the stored arrays to the sampler's weights."""
         way = {info: self.moves(info) for info in infos}
         placed = lambda info, split: NamedSharding(self.mesh, way[info].spec(split))
 
@@ -82,14 +86,16 @@ class WeightSync:
                        out_shardings=[placed(info, along.after) for info, along in way.items()])
 
     def abstract(self) -> dict:
-        """The weights as ShapeDtypeStructs with shardings."""
+        """Return the weights as ShapeDtypeStructs with shardings."""
         placed = lambda info: NamedSharding(self.mesh, self.read.spec("params", info.axes))
         return tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
             info.shape, self.dtype_of(info), sharding=placed(info)))
 
     def program_of(self, stored: dict):
-        """The compiled program that moves what is trained, by shapes alone; None if nothing moves. stored:
-        ShapeDtypeStructs."""
+        """Return the compiled program that moves the trained weights, from shapes alone; None if nothing moves.
+
+        stored: ShapeDtypeStructs.
+        """
         infos = [info for info in self.model.parameters() if info.trainable and self.moves(info)]
         arrays = [functools.reduce(dict.__getitem__, info.path, stored) for info in infos]
         return self.compiled(TRAINED, self.program(infos), arrays) if infos else None
