@@ -82,7 +82,7 @@ def test_a_run_file_with_patterns_is_written_and_read_again(tmp_path):
     (["--model.kinds", "{F = {rope_thet = 1.0}}"], "did you mean model.kinds.F.rope_theta?"),
     (["--model.kinds", '{F = {head_dim = "8"}}'], "model.kinds.F.head_dim"),
     (["--model.linear", "{key_heads = 2, value_heads = 3}", "--model.mixers", "G"], "a multiple of key_heads"),
-    (["--model.latent", "{kv_dim = 8, rope_dim = 8}", "--model.attention_sinks", "true"], "has no model.attention_sinks"),
+    (["--model.latent", "{kv_dim = 8, rope_dim = 8}", "--model.attention_sinks", "true"], "excludes model.attention_sinks"),
     (["--model.shared_expert_gate", "true"], "model.num_experts=0"),
 ])
 def test_what_makes_no_model_is_refused(words, said):
