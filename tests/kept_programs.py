@@ -62,10 +62,15 @@ LOCATION = re.compile(r'\bloc\((?:(#loc\d*)|"([^"]*)"\((?:[^()]|\([^()]*\))*\)|[
 
 
 class KeptProgram:
-    """What tests read of a program compiled for GPUs. shards: the shapes of its arguments on a device."""
+    """What tests read of a program compiled for GPUs; asked for more, it is compiled. shards: the shapes of its arguments
+    on a device."""
 
-    def __init__(self, tree, text: str, sizes: dict[str, int], shards: list[list[int]]):
-        self._tree, self._text, self._sizes, self._shards = tree, text, types.SimpleNamespace(**sizes), shards
+    def __init__(self, compile, tree, text: str, sizes: dict[str, int], shards: list[list[int]]):
+        self._compile, self._tree, self._text, self._shards = compile, tree, text, shards
+        self._sizes = types.SimpleNamespace(**sizes)
+
+    def __getattr__(self, name: str):
+        return getattr(self._compile(), name)
 
     def as_text(self) -> str:
         return self._text
@@ -93,12 +98,15 @@ def gpu_programs_in(place: Path):
         if more or not devices or devices[0].platform == "cpu" or any("dump" in name for name in options):
             return compile_lowered(lowered, compiler_options, **more)
         path = place / f"{key_of(lowered, options, devices)}-cache"
-        if (kept := read_record(path)) is None:
+
+        @functools.cache
+        def compile():
             with programs_in(None):         # jax's cache would keep what it cannot load
-                compiled = compile_lowered(lowered, compiler_options)
-            kept = record_of(lowered, compiled)
+                return compile_lowered(lowered, compiler_options)
+        if (kept := read_record(path)) is None:
+            kept = record_of(lowered, compile())
             write_record(path, kept)
-        return KeptProgram(lowered.in_tree, **kept)
+        return KeptProgram(compile, lowered.in_tree, **kept)
     jax.stages.Lowered.compile = compile_or_read
     try:
         yield

@@ -69,7 +69,7 @@ def compiler(tmp_path, monkeypatch):
     def compiled(lowered, options=None):
         given.append(lowered.as_text())
         number = len(given)
-        return types.SimpleNamespace(as_text=lambda: f"HloModule number {number}", input_shardings=jax.tree.map(
+        return types.SimpleNamespace(number=number, as_text=lambda: f"HloModule number {number}", input_shardings=jax.tree.map(
             lambda one: one.sharding, (ARGUMENTS["x"],)), memory_analysis=lambda: types.SimpleNamespace(
                 temp_size_in_bytes=number))
     monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
@@ -77,8 +77,9 @@ def compiler(tmp_path, monkeypatch):
         yield given
 
 
-def read_for_gpus(factor: float = 2.0, gpus: str = "h100:2", scope: str = "sums", options: dict | None = None) -> int:
-    """The number of the compilation whose text and sizes are read."""
+def read_for_gpus(factor: float = 2.0, gpus: str = "h100:2", scope: str = "sums", options: dict | None = None,
+                  what: str = "") -> int:
+    """The number of the compilation whose text and sizes are read. what: something else that is read."""
     mesh = jax.sharding.Mesh(compile.topology(gpus), ("data",))
     x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
 
@@ -87,6 +88,8 @@ def read_for_gpus(factor: float = 2.0, gpus: str = "h100:2", scope: str = "sums"
             return jax.lax.fori_loop(0, 3, lambda i, x: x.at[i].add(factor), x)
     ARGUMENTS["x"] = x
     kept = jax.jit(scaled).lower(x).compile(options)
+    if what:
+        return getattr(kept, what)
     number = kept.memory_analysis().temp_size_in_bytes
     assert kept.as_text() == f"HloModule number {number}"
     assert kept.input_shardings[0][0].shard_shape(x.shape) == x.sharding.shard_shape(x.shape)
@@ -102,6 +105,11 @@ def test_a_program_for_gpus_is_compiled_once_and_read_from_another_line(compiler
     def by_another():
         return read_for_gpus()
     assert by_another() == 1 and len(compiler) == 1
+
+
+def test_what_a_record_has_not_is_asked_of_the_compiled_program(compiler):
+    read_for_gpus()
+    assert read_for_gpus(what="number") == 2 == len(compiler)
 
 
 def test_a_program_for_gpus_that_differs_is_never_read_from_a_record(compiler, monkeypatch):
