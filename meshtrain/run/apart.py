@@ -1,16 +1,16 @@
-"""Answers that are drawn by processes apart from the trainer: orders and answers as files in run.dir/samplers.
+"""Exchange of RL answers between the trainer and separate sampler processes, through files in run.dir/samplers.
 
-    weights/V/          the weights of version V, those after V batches of answers: a checkpoint of nothing else
-    frozen/0/           with adapters, the weights that are not trained: versions have the others alone
-    orders/N.json       batch N: its prompts, how they are answered, version and checksum of the weights
-    answers/N-P.npz     the answers to part P of its prompts, the same whoever draws them
-    answers/N-P.claim   which sampler draws them; void when its heartbeat stops, or its work
-    heartbeats/NAME     of a sampler, renewed while it lives: what it has done, and how long it may do nothing
-    finished            the run has taken all its steps
+    weights/V/          a checkpoint of the weights of version V: the weights after training on V batches of answers
+    frozen/0/           with adapters: a checkpoint of the untrained weights; weights/V/ then has the adapters alone
+    orders/N.json       the order of batch N: prompts, sampling settings, version and checksum of the weights
+    answers/N-P.npz     the answers to part P of the prompts of batch N
+    answers/N-P.claim   the name of the sampler that generates this part; invalid if that sampler dies or hangs
+    heartbeats/NAME     the heartbeat of sampler NAME: a time, a progress counter, the longest time without progress
+    finished            exists if the run has taken all its steps
 
-All are whole or absent. Batch N is drawn with version N - rl.lag, exactly. A token depends on the order alone, so
-nothing here needs a lock: what two samplers draw is equal. Ages are measured by the reader's own clock, as the time
-since a file has changed, because clocks of hosts differ.
+Every file is complete or absent. Batch N is sampled with weights of version N - rl.lag. Every token is a function of
+the order, so two samplers generate equal answers, and no locks are needed. Clocks of hosts differ; therefore a reader
+measures on its own clock how long a file has not changed.
 """
 from __future__ import annotations
 
@@ -43,26 +43,29 @@ from meshtrain.run.groups import Kept, RolloutError
 from meshtrain.run.loop import NoBatch
 
 FROZEN = 0              # the one step in frozen/
-PARTS = 4               # of an order, unless rl.slots says how many answers a sampler draws together
+PARTS = 4               # parts of an order, unless rl.slots sets the number of answers of a part
 LOOK_S, WAITS_S, RENEWED_S = 0.1, 1.0, 5.0
-LAPSED_S = 60.0         # without a heartbeat for so long a sampler is dead; without work it hangs, at the earliest
-LONGER_THAN_MEDIAN = 10 # times its parts' median: without work for so long it hangs
-FIRST_S = 600.0         # the same while it reads weights or draws its first part: programs are compiled
-MISSING_S = 10.0        # one that is not there: on a shared file system another host's may not be seen yet
+LAPSED_S = 60.0         # a sampler without a heartbeat for this long is dead; shortest time after which one hangs
+LONGER_THAN_MEDIAN = 10 # a sampler without progress for this many times the median time of its parts hangs
+FIRST_S = 600.0         # limit without progress while it reads weights or samples its first part (compilation)
+MISSING_S = 10.0        # grace for a missing heartbeat file: a shared file system may show it late
 TOLD_EVERY_S = 30.0
-LOST_S = 600.0          # without any sampler, until the run ends
+LOST_S = 600.0          # the run ends after this long without any sampler
 SAMPLE = "python -m meshtrain.sample"
 
 
 class OtherVersionError(ConfigError):
-    """An order of another version of meshtrain or jax."""
+    """An order was written by another version of meshtrain or jax."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A batch of answers, as a function of which every part of them is drawn. weights: the checksum of
-    their version's. draws: seed, temperature, max_tokens, samples, stop, stop_ids. room: positions of a prompt with
-    its answer at most. part: prompts of a part. prompts: ids. made_by: see `versions`."""
+    """A request for one batch of answers. The answers are a function of these fields.
+
+    version: of the weights to sample with. weights: their checksum. draws: seed, temperature, max_tokens, samples,
+    stop, stop_ids. room: largest number of tokens of a prompt with its answer. part: number of prompts in each part.
+    prompts: token ids. made_by: the software that wrote the order, see `versions`.
+    """
     batch: int
     version: int
     weights: str
@@ -85,18 +88,18 @@ class Order:
         return range(-(-len(self.prompts) // self.part))
 
     def rows(self, part: int) -> range:
-        """The prompts of a part."""
+        """Return the indices of the prompts of a part."""
         return range(part * self.part, min((part + 1) * self.part, len(self.prompts)))
 
 
 @functools.cache
 def versions() -> str:
-    """The versions of everything that affects sampling. Other versions may sample other tokens."""
+    """Return the versions of meshtrain and jax as text. Other versions may sample other tokens."""
     return f"meshtrain {meshtrain.__version__}, jax {importlib.metadata.version('jax')}"
 
 
 def prompts_of_part(rl) -> int:
-    """How many prompts a sampler answers together. rl: the section [rl]."""
+    """Return the number of prompts in a part, which a sampler answers together. rl: the section [rl]."""
     return max(1, rl.slots // rl.samples) if rl.slots else -(-rl.prompts // PARTS)
 
 
@@ -115,33 +118,33 @@ class SamplerFiles:
         return self.drawn / f"{batch}-{part}.npz"
 
     def of_batch(self, batch: int) -> Iterator[Path]:
-        """Answers and claims of a batch."""
+        """Yield the paths of a batch's answers and claims."""
         return self.drawn.glob(f"{batch}-*")
 
     def read(self, batch: int) -> Order | None:
-        """Raises: OtherVersionError."""
+        """Return the order of a batch; None if there is none. Raises: OtherVersionError."""
         try:
             fields = json.loads(files.patiently(lambda: self.order(batch).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
         if (made_by := fields.get("made_by", "an earlier version")) != versions():
             raise OtherVersionError(
-                f"{self.order(batch)} is of {made_by}, and this is {versions()}: answers of two versions may differ; "
-                f"use one version for the trainer and all samplers")
+                f"{self.order(batch)} was written by {made_by}, and this process runs {versions()}: answers of two "
+                f"versions may differ; use one version for the trainer and all samplers")
         return Order(**fields)
 
     def has(self, order: Order) -> bool:
-        """Whether it is the order of its batch; none of another version is."""
+        """Return whether `order` equals the order on disk. It does not if another version wrote that one."""
         with contextlib.suppress(OtherVersionError):
             return self.read(order.batch) == order
         return False
 
     def checksum_of(self, version: int) -> str | None:
-        """The checksum of the weights that are saved as this version; None where there are none."""
+        """Return the checksum of the saved weights of a version; None if they are not saved."""
         return _saved_checksum(self.weights / str(version))
 
     def checksum_of_frozen(self) -> str | None:
-        """As `checksum_of`."""
+        """Return the checksum of the saved untrained weights; None if they are not saved."""
         return _saved_checksum(self.frozen / str(FROZEN))
 
 
@@ -153,35 +156,36 @@ def _saved_checksum(place: Path) -> str | None:
 
 
 def checksum(trained: dict, frozen: str) -> str:
-    """The checksum of all weights of a version. frozen: the digest of the frozen weights; empty: there are none."""
+    """Return the checksum of all weights of a version. frozen: the digest of the untrained weights, "" without them."""
     return f"{replicas.digest(trained)}-{frozen}" if frozen else replicas.digest(trained)
 
 
 class Heartbeats:
-    """Which samplers are alive: by how long their files, and the work that these tell of, have not changed."""
+    """Tells which samplers are alive. A sampler is dead if its heartbeat file stops changing, and hangs if the progress
+    counter in the file stops."""
 
     def __init__(self, place: SamplerFiles):
         self.directory = place.heartbeats
-        self._seen: dict[tuple[str, str], tuple[str, float]] = {}       # the text and the work of each, and since when
-        self._told: set[str] = set()        # those that hang
+        self._seen: dict[tuple[str, str], tuple[str, float]] = {}       # (sampler, "text" or "work") -> (value, since)
+        self._told: set[str] = set()        # samplers reported as hanging
 
     def alive(self, name: str) -> bool:
-        """Whether a sampler is alive and does not hang; one that is looked at for the first time is."""
+        """Return whether a sampler is alive and does not hang. The first call for a sampler returns True."""
         text = ""
         with contextlib.suppress(FileNotFoundError):
             text = (self.directory / name).read_text(encoding="utf-8")
         if self._unchanged_s(name, "text", text) >= (LAPSED_S if text else min(MISSING_S, LAPSED_S)):
             return False
-        _, work, most_s = text.split() if text.count(" ") == 2 else ("", "", LAPSED_S)      # half written, or not there
+        _, work, most_s = text.split() if text.count(" ") == 2 else ("", "", LAPSED_S)      # partly written, or missing
         hangs = work != "" and self._unchanged_s(name, "work", work) >= float(most_s)
         if hangs and name not in self._told:
-            say.err(f"sampler {name} hangs: it is alive but has sampled nothing for {float(most_s):.0f} s; its part is "
-                    f"offered to others")
+            say.err(f"sampler {name} hangs: it is alive but has sampled nothing for {float(most_s):.0f} s; another "
+                    f"sampler may take over its part")
         self._told = self._told | {name} if hangs else self._told - {name}
         return not hangs
 
     def _unchanged_s(self, name: str, what: str, value: str) -> float:
-        """For how long it has had this value, by this process's clock."""
+        """Return for how many seconds a sampler's value has not changed, by this process's clock."""
         before, since = self._seen.get((name, what), (None, 0.0))
         if before != value:
             since = time.monotonic()
@@ -189,7 +193,7 @@ class Heartbeats:
         return time.monotonic() - since
 
     def any(self) -> bool:
-        """Whether any is alive; the files of dead ones are removed."""
+        """Return whether any sampler is alive. Heartbeat files of dead samplers are removed."""
         names = os.listdir(self.directory)
         alive = [name for name in names if self.alive(name)]
         for name in names:
@@ -203,16 +207,23 @@ class Heartbeats:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SentWeights:
-    """A part of the weights on the way to the samplers. store: `Checkpoints` of it. cast: all of the trainer's weights
-    -> the part, as samplers read it."""
+    """A part of the weights (trained or untrained) that the trainer saves for samplers.
+
+    store: the `Checkpoints` that saves it. cast: function from all weights of the trainer to this part, in the layout
+    and dtype that samplers read.
+    """
     store: Any
     cast: Callable[[dict], dict]
 
 
 class Orders:
-    """The trainer's side; every process calls it alike, and process 0 writes. sent: the trained weights. document:
-    metadata of their checkpoints. queue: of a checkpoint, see `queue`. frozen: the weights that are not trained, if
-    there are any. words: what ends an answer."""
+    """The trainer's side of the exchange: writes orders and reads answers. All processes call its methods together, and
+    process 0 writes.
+
+    words: the tokens and strings that end an answer. sent: the trained weights. document: metadata of their
+    checkpoints. queue: the result of `queue` that was saved in the checkpoint that the run resumes from. frozen: the
+    untrained weights, if there are any.
+    """
 
     def __init__(self, run: Run, prompts: Prompts, words: Words, sent: SentWeights, document: dict,
                  queue: Sequence[Sequence] = (), frozen: SentWeights | None = None):
@@ -231,21 +242,26 @@ class Orders:
         self.heartbeats = Heartbeats(self.place)
 
     def _open(self) -> None:
-        for place in (self.place.drawn, self.place.heartbeats, self.place.orders):      # samplers wait for the last
+        for place in (self.place.drawn, self.place.heartbeats, self.place.orders):      # samplers wait for `orders`
             place.mkdir(parents=True, exist_ok=True)
         self.place.finished.unlink(missing_ok=True)
 
     def queue(self, steps: int) -> list:
-        """(batch, version, its checksum) of the batches from there on that older weights draw: what a checkpoint needs.
-        These weights are on disk when it returns. Raises: FileSystemError."""
+        """Return [batch, version, checksum of the weights] for the requested batches that are trained on after `steps`
+        and sampled with weights from before. A checkpoint saves this list. Waits until these weights are on disk.
+        Raises: FileSystemError."""
         self.store.wait()
         updates = self.rl.updates
         return [[batch, one.version, one.weights] for batch, one in sorted(self.given.items())
                 if batch >= steps // updates and one.version * updates < steps]
 
     def offer(self, number: int, part: int, first: int, params: dict, key_of: Callable[[int], str]) -> None:
-        """Orders batch `number` and the rl.lag behind it, as far as nobody has. params: of the step before `part` of
-        the batch. first: prompts drawn before it. key_of: a batch's, as of `Kept`. Raises: FileSystemError."""
+        """Write the orders of batch `number` and of the rl.lag batches after it, except those already written.
+
+        The weights are saved if an order needs them. part: the update of the batch that comes next. params: the weights
+        before that update. first: number of prompts drawn for earlier batches. key_of: returns the key of a batch, see
+        `Kept`. Raises: FileSystemError.
+        """
         begins, self._begun = not self._begun, True
         if begins and self.frozen:
             self._of_frozen = self._save_frozen(self.frozen.cast(params))
@@ -258,7 +274,8 @@ class Orders:
         order = lambda batch, version: self._order(batch, version, first + (batch - number) * self.rl.prompts)
 
         def chosen() -> dict:
-            """The version of each, whether the present weights are saved, and whether others are lost."""
+            """Choose a version for each batch. "lost": whether older weights are missing. "there": whether the current
+            weights are saved."""
             if begins:
                 self._remove_weights_after(number)
             found, lost = {}, False
@@ -267,7 +284,7 @@ class Orders:
                 there = version in self.checksums and (
                     version == number and part == 0 or self.place.checksum_of(version) == self.checksums[version]
                     or self._answered(order(batch, version)))
-                if not there:       # the run goes back behind what is kept, or begins to lag
+                if not there:       # the run resumed from before the saved versions, or rl.lag was raised
                     say.err(f"batch {batch} is sampled with the weights of version {number}: those of version "
                             f"{version} and their answers no longer exist")
                 found[batch], lost = version if there else number, lost or not there
@@ -280,7 +297,7 @@ class Orders:
         self.given |= {batch: order(batch, version) for batch, version in chose["versions"]}
 
         def gave() -> bool:
-            """Whether a sampler needs the present weights."""
+            """Write the orders. Return whether one of them needs the current weights."""
             for batch in wanted:
                 if not self._answered(self.given[batch]):
                     self._give(self.given[batch])
@@ -295,8 +312,8 @@ class Orders:
             self.store.save(number, {"params": params}, self.document | {"weights": now})
 
     def _save_frozen(self, params: dict) -> str:
-        """Saves them where they are not there yet. Returns their digest, when they are on disk. Raises:
-        FileSystemError."""
+        """Save the untrained weights unless they are already saved, and wait until they are on disk. Return their
+        digest. Raises: FileSystemError."""
         found, store = replicas.digest(params), self.frozen.store
         if not agree.on_first(lambda: self.place.checksum_of_frozen() == found):
             agree.on_first(lambda: _remove(self.place.frozen / str(FROZEN)))
@@ -305,14 +322,14 @@ class Orders:
         return found
 
     def _order(self, batch: int, version: int, first: int) -> Order:
-        """first: prompts drawn before the batch."""
+        """Return the order of a batch. first: number of prompts drawn for earlier batches."""
         ids = [one.ids.tolist() for one in self.prompts.draw(first, self.rl.prompts)]
         part = prompts_of_part(self.rl)
         room = self.prompts.longest_with_answer(self.rl.max_tokens)
         return Order(batch, version, self.checksums[version], self.draws, room, part, ids)
 
     def _answered(self, order: Order) -> bool:
-        """Whether all answers to an order are there."""
+        """Return whether the answers to all parts of an order are on disk."""
         return all(_answers(self.place.answers(order.batch, part), order) for part in order.parts)
 
     def _give(self, order: Order) -> None:
@@ -328,8 +345,7 @@ class Orders:
             files.replace(self.place.order(order.batch), order.text)
 
     def _take_over(self, order: Order, key: str) -> None:
-        """Answers from run.dir/rollouts, where a start that was killed has learned from them: nobody draws them again.
-        """
+        """Copy the answers that an earlier attempt saved in run.dir/rollouts, so that they are not sampled again."""
         kept = Kept(self.directory / contents.ROLLOUTS, order.batch, key)
         if (found := kept.found(order.weights)) is None:
             return
@@ -345,13 +361,13 @@ class Orders:
                 _remove(self.place.weights / name)
 
     def _drop_before(self, number: int) -> None:
-        """Removes orders and answers that no start goes back to: of the batches that a checkpoint's queue has, whose
-        weights may be gone, they stay."""
+        """Remove orders and answers of old batches that no resume needs. Batches that the queue of a checkpoint may
+        name stay, since their weights may be gone."""
         updates, lag = self.rl.updates, self.rl.lag
         kept = set(range(number - lag - 1 - self.run.checkpoint.local_every // updates, number + lag + 1))
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.directory / contents.CHECKPOINTS):
-                if found := re.match(r"\.?(\d+)", name):        # one that is being written, too
+                if found := re.match(r"\.?(\d+)", name):        # a leading dot: it is being written
                     step = int(found[1])
                     kept |= set(range(step // updates, -(-step // updates) + lag))
         for directory in (self.place.orders, self.place.drawn):
@@ -360,7 +376,7 @@ class Orders:
                     (directory / name).unlink(missing_ok=True)
 
     def answers(self, number: int) -> ArrivingAnswers:
-        """The answers of batch `number`, as they arrive from the samplers."""
+        """Return the answers of batch `number`, to be read while they arrive from the samplers."""
         order = self.given[number]
         agree.on_first(lambda: self.place.has(order) or self._give(order))
         return ArrivingAnswers(self, order)
@@ -372,17 +388,19 @@ class Orders:
 
 @dataclasses.dataclass(eq=False)
 class ArrivingAnswers:
-    """The answers to an order, as they come."""
+    """The answers to an order, read part by part as samplers deliver them."""
     orders: Orders
     order: Order
 
     def __post_init__(self):
-        self._told = self._seen = time.monotonic()      # when it was last told, and a sampler was there
+        self._told = self._seen = time.monotonic()      # times of the last message, and of the last live sampler
 
     def complete(self, prompts: Sequence[Sequence[int]], *_, each: Callable[[int, Completion], None],
                  **__) -> list[Completion]:
-        """As of `Generator`; all else is in the order. Raises: RolloutError; NoBatch where the run is to stop: what has
-        come stays."""
+        """Return the answers, with the interface of `Generator.complete`; sampling settings come from the order.
+
+        Raises: RolloutError if no sampler is alive for LOST_S; NoBatch if the run has to stop (answers on disk stay).
+        """
         found, missing = {}, list(self.order.parts)
         while missing:
             there = agree.on_first(lambda: self._arrived(missing))
@@ -398,25 +416,26 @@ class ArrivingAnswers:
         return [found[i] for i in sorted(found)]
 
     def _arrived(self, missing: Sequence[int]) -> list[int]:
-        """In process 0: waits a moment for parts, and tells now and then what it waits for."""
+        """In process 0: wait up to WAITS_S for answers and return the parts that have arrived. Every TOLD_EVERY_S a
+        message says what is missing."""
         until, batch = time.monotonic() + WAITS_S, self.order.batch
         while time.monotonic() < until:
             if failure := self.orders.store.failure:
-                raise files.FileSystemError(f"the weights for the samplers: {failure}")
+                raise files.FileSystemError(f"the weights for the samplers could not be saved: {failure}")
             if there := [part for part in missing if self.orders.place.answers(batch, part).exists()]:
                 return there
             time.sleep(LOOK_S)
         if alone := not self.orders.heartbeats.any():
             if time.monotonic() - self._seen > LOST_S:
-                raise RolloutError(f"no sampler was there for {LOST_S:g} s: start {SAMPLE} {self.orders.directory}, "
-                                   f"and the run again")
+                raise RolloutError(f"no sampler was alive for {LOST_S:g} s: start {SAMPLE} {self.orders.directory}, "
+                                   f"and start the run again")
         else:
             self._seen = time.monotonic()
         if time.monotonic() - self._told > TOLD_EVERY_S:
             self._told = time.monotonic()
             waits = f"waiting for {len(missing)} of {len(self.order.parts)} parts of the answers of batch {batch}"
             if alone:
-                say.err(f"{waits}, and no sampler is there: start {SAMPLE} {self.orders.directory}")
+                say.err(f"{waits}, and no sampler is alive: start {SAMPLE} {self.orders.directory}")
             else:
                 say.out(waits)
         return []
@@ -431,21 +450,22 @@ class ArrivingAnswers:
         told, arrays = files.patiently(read, missing=True)
         if told["order"] != self.order.id:
             raise RolloutError(
-                f"{path} answers another request: it was sampled with version {told['version']} ({told['weights']}) of "
-                f"the weights by {told['by']} ({told.get('made_by', 'an earlier version')}), and batch "
-                f"{self.order.batch} must be sampled with version {self.order.version} ({self.order.weights}) by "
-                f"{self.order.made_by}; it is not used for training. The same command removes it")
+                f"{path} answers another request and is not used for training. It was sampled with version "
+                f"{told['version']} ({told['weights']}) of the weights by {told['by']} "
+                f"({told.get('made_by', 'an earlier version')}). Batch {self.order.batch} must be sampled with version "
+                f"{self.order.version} ({self.order.weights}) by {self.order.made_by}. Run the same command again; it "
+                f"removes the file")
         return groups.unflat(told, arrays)
 
 
 def _remove(path: Path) -> None:
-    """A checkpoint, if it is there."""
+    """Remove a checkpoint, if it exists."""
     if path.exists():
         files.remove(path.rename(path.with_name(f".{path.name}.deleting-{secrets.token_hex(4)}")))
 
 
 def _content(order: Order, part: int, found: Sequence[Completion], by: str, on: str) -> bytes:
-    """The content of a file of answers. by: the sampler. on: see `WorkQueue.deliver`."""
+    """Return the content of a file of answers. by: name of the sampler. on: see `WorkQueue.deliver`."""
     told, arrays = groups.flat(found)
     return groups.packed(told | {"order": order.id, "version": order.version, "weights": order.weights, "by": by,
                                  "made_by": versions(), "on": on}, arrays)
@@ -460,7 +480,7 @@ def _answers(path: Path, order: Order) -> bool:
 
 
 class WorkQueue:
-    """The parts of orders as a sampler sees them: it claims one that nobody else draws, and delivers its answers."""
+    """The sampler's side of the exchange: claims parts that no other live sampler has claimed, and delivers answers."""
 
     def __init__(self, run_dir: Path):
         self.place = SamplerFiles(run_dir)
@@ -468,12 +488,12 @@ class WorkQueue:
         self.heartbeats, self._claimed, self._began = Heartbeats(self.place), None, 0.0
         self._orders: dict[int, tuple[int, Order]] = {}
         self._parts_s: collections.deque[float] = collections.deque(maxlen=64)
-        self._work, self.slow = 0, False        # slow: meanwhile it may do nothing for FIRST_S
-        self._since, self._looked, self._left = time.monotonic(), False, {}     # left: orders of another version
+        self._work, self.slow = 0, False        # slow: while True, FIRST_S without progress are allowed
+        self._since, self._looked, self._left = time.monotonic(), False, {}     # left: skipped orders of other versions
         self._beat: files.Beat | None = None
 
     def begin(self) -> None:
-        """From now on it has a heartbeat, until `leave`."""
+        """Start the heartbeat, which runs until `leave`."""
         self._write()
         self._beat = files.Beat(self._write, min(RENEWED_S, LAPSED_S / 4))
 
@@ -485,13 +505,14 @@ class WorkQueue:
             self.release()
 
     def progress(self) -> None:
-        """The main thread has done something: without it for `most_s` the sampler hangs, and is ended."""
+        """Record progress of the main thread. A sampler without progress for `most_s` counts as hanging and is ended.
+        """
         self._work += 1
         watch.progress()
 
     @property
     def most_s(self) -> float:
-        """How long it may do nothing."""
+        """The longest time without progress, in seconds, before this sampler counts as hanging."""
         if self.slow or self._claimed and not self._parts_s:
             return FIRST_S
         median_s = sorted(self._parts_s)[len(self._parts_s) // 2] if self._parts_s else 0.0
@@ -502,8 +523,8 @@ class WorkQueue:
                                                        encoding="utf-8")
 
     def next(self) -> tuple[Order, int] | None:
-        """The first part that nobody has answered or draws, whose weights are there; it is claimed. Raises:
-        OtherVersionError."""
+        """Claim the first part that is neither answered nor claimed and whose weights are saved. Return (order, part);
+        None if there is no such part. Raises: OtherVersionError."""
         self.progress()
         batches = sorted(int(name[:-5]) for name in os.listdir(self.place.orders) if re.fullmatch(r"\d+\.json", name))
         self._orders = {batch: one for batch, one in self._orders.items() if batch in batches}
@@ -524,7 +545,7 @@ class WorkQueue:
                 try:
                     order = self.place.read(batch)
                 except OtherVersionError as error:
-                    # one from before this start may be replaced, by a trainer that starts with this version, too
+                    # an order from before this start may be replaced by a trainer of this version that starts later
                     if (self._looked and self._left.get(batch) != changed
                             or time.monotonic() - self._since > LOST_S):
                         raise
@@ -546,7 +567,7 @@ class WorkQueue:
         except FileExistsError:
             if self.heartbeats.alive(files.patiently(lambda: path.read_text(encoding="utf-8"), missing=True)):
                 return False
-            # of several that take it over the last has it, and what another draws is equal
+            # If several samplers take over a claim, the last one has it. The others generate equal answers.
             files.replace(path, self.name, shared=True)
             if path.read_text(encoding="utf-8") != self.name:
                 return False
@@ -554,18 +575,21 @@ class WorkQueue:
         return True
 
     def release(self) -> None:
-        """Its part is to be taken by others."""
+        """Give up the claimed part, so that other samplers can claim it."""
         path, self._claimed, self.slow = self._claimed, None, False
         if path is not None:
             path.unlink(missing_ok=True)
 
     def wanted(self, order: Order) -> bool:
-        """Whether it is still the order of its batch."""
+        """Return whether the order is still on disk unchanged."""
         return self.place.has(order)
 
     def deliver(self, order: Order, part: int, found: Sequence[Completion], on: str) -> None:
-        """on: the sampler's mesh and devices. Raises: RolloutError where another one on the same has given other
-        answers."""
+        """Write the answers to a part and release its claim. on: the sampler's mesh and devices, as text.
+
+        If another sampler has delivered the part, its answers stay and are compared. Raises: RolloutError if they
+        differ although `on` is the same.
+        """
         self._parts_s.append(time.monotonic() - self._began)
         path, content = self.place.answers(order.batch, part), _content(order, part, found, self.name, on)
         before = groups.unpacked(path)
@@ -582,6 +606,7 @@ def _compare(path: Path, before: tuple[dict, dict], now: tuple[dict, dict]) -> N
         return
     words = f"{path}: {before[0]['by']} gave other answers than {now[0]['by']} to the same request"
     if before[0]["on"] == now[0]["on"]:
-        raise RolloutError(f"{words}, on the same devices ({now[0]['on']}): one of the two computes wrong; check both "
-                           f"hosts. The first answers are used")
-    say.err(f"{words}, on {before[0]['on']} and {now[0]['on']}: meshes round differently")
+        raise RolloutError(f"{words}, on equal devices ({now[0]['on']}): one of the two hosts computes wrongly; check "
+                           f"both hosts. The first answers are used")
+    say.err(f"{words}. They run on {before[0]['on']} and {now[0]['on']}, and meshes round differently. The first "
+            f"answers are used")

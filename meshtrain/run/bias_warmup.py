@@ -1,8 +1,8 @@
 """Warms up the routers' load-balancing biases (experts.bias_warmup) before the first step.
 
-A fresh router sends many tokens to few experts, and the first steps would train those alone. Each pass runs the
-compiled training step at learning rate 0, so no further program is compiled, and the biases move by the token counts of
-whole steps in every layout. Only the biases are kept; the optimizer state is made anew.
+A fresh router sends most tokens to few experts, and the first steps would train only those. Each pass runs the compiled
+training step at learning rate 0, so no further program is compiled. The biases move by the token counts of whole steps,
+so the result is the same in every layout. Only the biases are kept; the optimizer state is initialized again.
 """
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from meshtrain.training.step import Program
 
 def balanced(program: Program, step: Callable, state: State, data: Batches, passes: int,
              fresh: Callable[[], State]) -> State:
-    """Returns the state before the first step, with biases moved by `passes` batches.
+    """Return the state before the first step, with biases adjusted on the first `passes` batches.
 
-    step: the compiled training step; it donates the state. fresh: () -> a state with a new optimizer state.
+    step: the compiled training step; it donates the state. fresh: returns a state with a new optimizer state.
     """
     params, opt_state = state.params, state.opt_state
     placed = program.step.state.sharding.step
@@ -37,6 +37,6 @@ def balanced(program: Program, step: Callable, state: State, data: Batches, pass
             params, opt_state = state.params, state.opt_state
             watch.progress()
     del state
-    opt_state = None    # its memory is for that of fresh()
+    opt_state = None    # frees its memory for the state of fresh()
     begun = fresh()
     return State(begun.step, params, begun.opt_state)

@@ -1,8 +1,8 @@
-"""The run directory at an address: claimed by a lease, fetched to each host, and sent as its files change.
+"""A run directory in a bucket: claimed by a lease, copied to each host, and uploaded as its files change.
 
-Whoever writes or reads files of the run takes the local directory `mirror.directory(run.dir)`. What a start finds in
-the bucket replaces what an earlier one has left on its host, unless nobody has written there since that one: then what
-the bucket did not get is sent. Tokens and stacks are the host's alone.
+All other code reads and writes the local copy, `mirror.directory(run.dir)`. A start replaces the local copy by the
+files in the bucket, except if no other start has written to the bucket since this host did: then it uploads the local
+files that the bucket lacks. The token cache and stack traces stay on the host.
 """
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from meshtrain.storage import addresses, mirror, stores
 from meshtrain.storage.addresses import Address
 
 LOOK_S = 1.0
-ENDING_S = 60.0     # so long another host's run that gives signs of life is waited for
+ENDING_S = 60.0     # how long to wait for a run on another host whose lease is still renewed
 
 
 @contextlib.contextmanager
 def claimed(run: Run) -> Iterator[rundir.Claim]:
-    """As `rundir.claimed`, for an address."""
+    """Context: hold the run directory in a bucket for this run alone; see `rundir.claimed`."""
     address, directory = addresses.parse(run.run.dir), mirror.directory(run.run.dir)
     claim = rundir.Claim(str(address), directory, "", lambda: _text(address))
     lease = mirror.Lease(address.below(LOCK), lost=claim.lose, tell=say.err)
@@ -43,7 +43,7 @@ def claimed(run: Run) -> Iterator[rundir.Claim]:
         agree.everywhere(lambda: _check_seen(address, claim.nonce))
         hosts, me = agree.exchange([socket.gethostname(), str(directory)]), jax.process_index()
         wanted = contents.is_sent if hosts[me] == hosts[0] else contents.is_read_by_all
-        # by the first process of each host
+        # the first process of each host fetches
         agree.everywhere(lambda: _fetch(address, directory, wanted) if hosts.index(hosts[me]) == me else None)
         if jax.process_index():
             yield claim
@@ -55,7 +55,7 @@ def claimed(run: Run) -> Iterator[rundir.Claim]:
             with sender:
                 yield claim
                 return
-        except ConfigError:     # found late, in the data: a mistake leaves nothing behind
+        except ConfigError:     # a mistake that is found late, e.g. in the data, leaves nothing behind
             if began["empty"] and not stores.children(address.below(contents.CHECKPOINTS))[0]:
                 sender.undo()
                 lease.leave(remove=True)
@@ -63,7 +63,7 @@ def claimed(run: Run) -> Iterator[rundir.Claim]:
 
 
 class _Look:
-    """Process 0's tries to claim the address."""
+    """Attempts of process 0 to claim the address."""
 
     def __init__(self, run: Run, address: Address, lease: mirror.Lease):
         self.run, self.address, self.lease = run, address, lease
@@ -72,7 +72,8 @@ class _Look:
         self._until = time.monotonic() + ENDING_S
 
     def try_claim(self) -> dict | None:
-        """The nonce of the claim, and whether there was nothing before; None where another still has it."""
+        """Return {"nonce": of the claim, "empty": whether the address had no files}; None if another run still holds
+        it. Raises: ConfigError."""
         with user_errors("run.dir: "):
             names = [name for some in stores.children(self.address) for name in some]
             run_file = rundir.check_contents(self.run, str(self.address), set(names), has_checkpoints=bool(
@@ -87,7 +88,7 @@ class _Look:
             except mirror.LeaseHeld as held:
                 other = rundir.named(held.text)
                 self._signs.add(held.sign)
-                # Of another host it may be about to end: a signal came to it, and it saves.
+                # A run on another host may be about to end: it got a signal and saves.
                 if rundir.is_here(other) or len(self._signs) > 2 and time.monotonic() > self._until:
                     raise ConfigError(f"run.dir={self.address} is in use by another run{rundir.by(other)}; wait for it "
                                       f"or give another run.name") from None
@@ -97,7 +98,7 @@ class _Look:
 
 
 def _is_dead(text: str) -> bool:
-    """Whether the owner was a process that this one would see, and is gone."""
+    """Return whether the owner named in a lease ran in this boot and container and has ended."""
     owner = rundir.named(text)
     return bool(owner) and owner.get("space") == rundir.space() and not rundir.is_here(owner)
 
@@ -110,7 +111,8 @@ def _text(address: Address) -> str | None:
 
 
 def _check_seen(address: Address, nonce: str) -> None:
-    """Raises: ConfigError where this process may not read, or reads another bucket."""
+    """Check that this process reads the lease that process 0 wrote. Raises: ConfigError if it reads another bucket, or
+    may not read."""
     with user_errors("run.dir: "):
         if (rundir.named(_text(address) or "") or {}).get("nonce") != nonce:
             raise ConfigError(f"run.dir={address} is not the same place for all processes: process "

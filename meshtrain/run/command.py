@@ -14,13 +14,13 @@ from meshtrain.run import say, stops
 from meshtrain.run.stops import DONE, FAILED, USER_ERROR
 
 
-JSON = "--json"     # the option of commands that print JSON, or nothing, on stdout
+JSON = "--json"     # with this option, a command prints only JSON on stdout
 
 
 def begin(level: int = 2, platform: str = "") -> None:
-    """First call of a command that does not train: installs signal handlers and silences jax's C++ logs.
+    """Install signal handlers and silence jax's C++ logs. The first call of a command that does not train.
 
-    level: see `say.begin`. platform: jax's, where the environment names none.
+    level: see `say.begin`. platform: the value of JAX_PLATFORMS if the environment does not set it.
     """
     say.begin(level)
     if JSON in sys.argv[1:]:
@@ -34,11 +34,11 @@ def begin(level: int = 2, platform: str = "") -> None:
 
 def entry(command: Command, about: str | None, failures: tuple[type[Exception], ...] = (),
           reported: Callable[[Exception], bool] = lambda error: False):
-    """Decorator: makes of a function of the parsed command line, which returns an exit code or None, one of argv, which
-    returns the exit code.
+    """Return a decorator that turns `body(arguments)` into `main(argv)`, which parses argv and returns the exit code.
 
-    about: the module's docstring, shown by --help. failures: exceptions reported by their message alone, exit code 1.
-    reported: whether another process reports this exception.
+    body returns an exit code, or None for 0. about: the module's docstring, shown by --help. failures: exceptions whose
+    message is printed without a traceback, with exit code 1. reported: returns whether another process prints this
+    exception.
     """
     def decorated(body: Callable[[Arguments], int | None]) -> Callable[[Sequence[str]], int]:
         @functools.wraps(body)

@@ -1,9 +1,7 @@
-"""Names of the files in run.dir, in one table, for their writers and for the check whether a directory may become a
-run's.
+"""Names of the files in run.dir, and functions that read a run directory without claiming it.
 
-config.toml marks a directory as a run's. The files that a start may leave before it are listed here, so that a start
-that ended early leaves nothing that the next one refuses. What may be read of a run at an address without claiming it
-is here, too. Imports no jax: launchers use it.
+A directory with config.toml is a run directory. The files that a start may write before config.toml are listed here, so
+that the next start accepts a directory in which an earlier one ended early. Imports no jax: launchers use it.
 """
 from __future__ import annotations
 
@@ -19,59 +17,59 @@ CONFIG, RULES, LOCK, CHECKPOINTS, TENSORBOARD = "config.toml", "rules.toml", ".l
 METRICS, CHANGES, REFERENCE = "metrics.jsonl", "changes.jsonl", "reference.npy"
 ROLLOUTS, SAMPLERS = "rollouts", "samplers"
 HISTORY, STACKS, EXPORT = "history.jsonl", "stacks", "export"
-ALIVE = ".alive"                                            # of versions that had the account there
-KEPT = "hf"                                                 # what accompanies the weights that it started from
-CACHE = ".meshtrain"                                        # of tokens
-RESTARTS, LAST_WORDS = "restarts.json", "last_words"        # of launchers
+ALIVE = ".alive"                                            # heartbeat file of earlier versions
+KEPT = "hf"                                                 # tokenizer and config files of the initial weights
+CACHE = ".meshtrain"                                        # token cache
+RESTARTS, LAST_WORDS = "restarts.json", "last_words"        # files of launchers
 
-# Written before a run has claimed the directory: by a launcher whose processes never met, and by meshtrain.tokenize.
+# Written before a run claims the directory: by a launcher, and by meshtrain.tokenize.
 BEFORE_THE_CLAIM = frozenset({CACHE, RESTARTS, LAST_WORDS})
-# Written by a start that holds the lock file and has not come to its first step. Without a lock file these are a
-# stranger's.
+# Written by a start before its first step. Without a lock file beside them, these names belong to something else.
 BEFORE_THE_FIRST_STEP = BEFORE_THE_CLAIM | {LOCK, RULES, CONFIG, CHANGES, REFERENCE, ROLLOUTS, SAMPLERS,
                                             CHECKPOINTS, TENSORBOARD, HISTORY, ALIVE, STACKS}
-# Of a run at an address: the host's own, or written otherwise.
+# Files that the mirror does not upload to a bucket: they stay on the host, or other code writes them.
 NOT_SENT = BEFORE_THE_CLAIM | {CHECKPOINTS, STACKS, LOCK, EXPORT}
-NEEDED = (CONFIG, METRICS, REFERENCE, KEPT)                 # what no later start can make again; the first is the mark
-TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")               # NAME.tmp or NAME.PID.tmp, of a write that was cut off
+NEEDED = (CONFIG, METRICS, REFERENCE, KEPT)                 # no later start can rewrite these; the first marks a run
+TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")               # NAME.tmp or NAME.PID.tmp, left by an interrupted write
 
 
 def are_left_by_starts(names: set[str], has_checkpoints: bool) -> bool:
-    """Whether a directory without config.toml holds only files of starts that ended before their first step."""
-    left = {_written(name) for name in names if not name.startswith(".nfs")}      # deleted, but held open
+    """Return whether a directory without config.toml holds only files of starts that ended before their first step."""
+    left = {_written(name) for name in names if not name.startswith(".nfs")}      # .nfs*: deleted, but still open
     return left <= BEFORE_THE_CLAIM or (LOCK in left and left <= BEFORE_THE_FIRST_STEP and not has_checkpoints)
 
 
 def _written(name: str) -> str:
-    """The final name of a temporary file; any other name unchanged."""
+    """Return the final name of a temporary file; any other name unchanged."""
     found = TEMPORARY.fullmatch(name)
     return found[1] if found else name
 
 
 def is_sent(name: str) -> bool:
-    """Whether a file of the run directory, by its name within it, is in the bucket, too."""
+    """Return whether a file of the run directory is uploaded to the bucket. name: path relative to run.dir."""
     return name.split(os.sep)[0] not in NOT_SENT
 
 
 def is_read_by_all(name: str) -> bool:
-    """Whether all processes read it, and not the first alone."""
+    """Return whether all processes read this file; other files are read by process 0 only. name: relative to run.dir.
+    """
     return name.split(os.sep)[0] in (ROLLOUTS, KEPT, REFERENCE)
 
 
 def opened(name: str) -> Path:
-    """The directory of a run to read its files: itself, or what is at an address now, fetched. Raises: ValueError,
+    """Return a local directory with the files of a run. A run in a bucket is fetched first. Raises: ValueError,
     FileSystemError."""
     if not addresses.is_remote(name):
         return Path(name)
     address = addresses.parse(name)
     if address.scheme not in addresses.BUCKETS:
-        raise addresses.StorageError(f"{name} is no directory of a bucket; name the run.dir of a run, e.g. "
+        raise addresses.StorageError(f"{name} is not a directory in a bucket; give the run.dir of a run, e.g. "
                                      f"s3://BUCKET/runs/quickstart")
     return mirror.read(address, lambda name: is_sent(name) or name == LOCK)
 
 
 def steps(name: str) -> list[int]:
-    """The steps that a run has saved, by the names of its checkpoints. Raises: as `opened`."""
+    """Return the sorted steps of a run's checkpoints. name: run.dir. Raises: as `opened`."""
     try:
         names = stores.children(addresses.parse(name).below(CHECKPOINTS))[0] if addresses.is_remote(name) else \
             os.listdir(os.path.join(name, CHECKPOINTS))
@@ -81,8 +79,10 @@ def steps(name: str) -> list[int]:
 
 
 def saved_run_file(name: str) -> str:
-    """The run file that the newest checkpoint of a place was saved with; empty where no checkpoint has one. Raises: as
-    `opened`; OSError."""
+    """Return the run file saved in the newest readable checkpoint of a run; "" if none has one. name: run.dir.
+
+    Raises: as `opened`; OSError.
+    """
     for step in reversed(steps(name)):
         with contextlib.suppress(stores.Missing, FileNotFoundError, KeyError, TypeError, json.JSONDecodeError,
                                  UnicodeDecodeError):

@@ -1,8 +1,8 @@
-"""The reference model's log-probability margins of DPO, computed once for all pairs with the weights that a run starts
-from.
+"""DPO's log-probability margins of the reference model, computed once for all pairs before training.
 
-They are cached beside the tokens of the pairs under a hash of weights and pairs, so that other runs from the same
-weights (with another beta, say) find them. run.dir has a copy for a resumed run, whose weights have changed.
+The reference model has the weights that the run starts from. The margins are cached next to the tokens of the pairs,
+under a hash of weights and pairs, so that other runs from the same weights (e.g. with another beta) reuse them. run.dir
+has a copy for resumes, because the weights have changed by then.
 """
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ from meshtrain.data.sources import Corpus
 from meshtrain.run import contents, replicas, say
 from meshtrain.training.step import Program
 
-FILE = contents.REFERENCE   # in run.dir: float32 by number of the pair; NaN where it does not fit
+FILE = contents.REFERENCE   # in run.dir: float32 [pairs]; NaN for a pair that is too long
 
 
 def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, directory: Path,
                     params: dict | None) -> Pairs:
-    """The pairs with the reference's margins. All processes call it alike.
+    """Return the pairs with the margins of the reference model. All processes call this together.
 
-    params: the reference's weights; None: the run resumes, and run.dir has the margins. Raises: ConfigError where they
-    are missing or damaged.
+    params: the reference's weights; None if the run resumes: the margins are read from run.dir. directory: run.dir.
+    Raises: ConfigError if they are missing or damaged there.
     """
     count = pairs.source.num_documents // 2
     if params is None:
         values = _read(directory / FILE, count)
         if values is None:
             raise ConfigError(f"{directory / FILE}, the log-probabilities of the reference, is missing or damaged. "
-                              f"No checkpoint has the reference's weights; restore the file, or start another run.name")
+                              f"No checkpoint has the reference's weights; restore the file, or start a new run with "
+                              f"another run.name")
         return pairs.with_references(values)
     key = _key(run, corpus, pairs, params)
     shared = Path(corpus.sources[0].pairs[0].path).parent / f"reference-{key}.npy"
     values, began = _read(shared, count), time.perf_counter()
-    if any(agree.exchange(values is None)):     # hosts may have caches of their own, and all compute together
+    if any(agree.exchange(values is None)):     # caches of hosts may differ, and all processes compute together
         values = _computed(program, pairs, count, params)
-        say.out(f"the reference's log-probabilities of {len(pairs.all_pairs)} pairs: {time.perf_counter() - began:.1f} "
-                f"s, kept as {shared}")
+        say.out(f"computed the reference's log-probabilities of {len(pairs.all_pairs)} pairs in "
+                f"{time.perf_counter() - began:.1f} s, saved as {shared}")
     else:
-        say.out(f"the reference's log-probabilities of {len(pairs.all_pairs)} pairs: from {shared}")
+        say.out(f"read the reference's log-probabilities of {len(pairs.all_pairs)} pairs from {shared}")
     agree.on_first(lambda: _write(values, directory / FILE, shared))
     return pairs.with_references(values)
 
@@ -65,7 +66,7 @@ def _computed(program: Program, pairs: Pairs, count: int, params: dict) -> np.nd
 
 
 def _key(run: Run, corpus: Corpus, pairs: Pairs, params: dict) -> str:
-    """Hash of everything that the margins depend on: weights, pairs, and the model's settings."""
+    """Return a hash of everything that the margins depend on: weights, pairs, and the model's settings."""
     model = {name: value for name, value in run.model.model_dump().items() if not name.endswith("_dropout")}
     manifests = [pair.path.removesuffix(token_files.TOKENS) + ".json" for pair in corpus.sources[0].pairs]
     tokens = agree.on_first(lambda: [json.loads(Path(path).read_text(encoding="utf-8"))["crc32"] for path in manifests])
@@ -79,7 +80,7 @@ def _read(path: Path, count: int) -> np.ndarray | None:
         try:
             found = files.patiently(lambda: np.load(path, allow_pickle=False))
         except OSError as error:
-            if path.name == FILE and not files.is_mistake(error):       # it is there: a run that goes on has no other
+            if path.name == FILE and not files.is_mistake(error):       # it exists, and a resumed run has no other copy
                 raise files.judged(error, f"{path} cannot be read", "") from None
             return None
         except (ValueError, EOFError):

@@ -1,5 +1,5 @@
-"""TensorBoard's events, as its reader takes them: protocol buffers (tensorboard/compat/proto: event, summary, tensor)
-in TFRecord's frames, with CRC-32C (Castagnoli, RFC 3720). Only what a run writes.
+"""Encoder of TensorBoard events: protocol buffers (tensorboard/compat/proto: event, summary, tensor) in TFRecord frames
+with CRC-32C checksums (Castagnoli, RFC 3720). Supports only the events that a run writes.
 """
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from collections.abc import Mapping
 
 VERSION = "brain.Event:2"
 SESSION_START, DT_STRING = 1, 7     # SessionLog.START, DataType.DT_STRING
-CASTAGNOLI = 0x82F63B78     # reversed
+CASTAGNOLI = 0x82F63B78     # the polynomial, bits reversed
 
 
 def version() -> bytes:
-    """The event that a file begins with."""
+    """Return the first event of a file, which gives the version of the format."""
     return _event(0, _bytes(3, VERSION))
 
 
 def start(step: int) -> bytes:
-    """Drops events of earlier files from this step on."""
+    """Return an event that makes TensorBoard drop the events of earlier files from this step on."""
     return _event(step, _bytes(7, _integer(1, SESSION_START)))
 
 
 def scalars(step: int, numbers: Mapping[str, float]) -> bytes:
+    """Return an event with one number per tag. Numbers are stored as float32."""
     values = (_bytes(1, tag) + _key(2, 5) + _float32(value) for tag, value in numbers.items())
     return _event(step, _bytes(5, b"".join(_bytes(1, value) for value in values)))
 
 
 def text(step: int, tag: str, markdown: str) -> bytes:
-    """A text, shown under Text."""
+    """Return an event with a Markdown text, which TensorBoard shows under Text."""
     shape = _bytes(2, _integer(1, 1))       # one dimension of size 1
     tensor = _integer(1, DT_STRING) + _bytes(2, shape) + _bytes(8, markdown)
     plugin = _bytes(1, _bytes(1, "text"))
@@ -38,7 +39,7 @@ def text(step: int, tag: str, markdown: str) -> bytes:
 
 
 def _event(step: int, what: bytes) -> bytes:
-    """A frame with an event: its length, the length's checksum, the event, its checksum."""
+    """Return a TFRecord frame with an event: its length, the length's checksum, the event, its checksum."""
     data = _key(1, 1) + struct.pack("<d", time.time()) + _integer(2, step) + what
     length = struct.pack("<Q", len(data))
     return b"".join((length, _checksum(length), data, _checksum(data)))
@@ -56,7 +57,8 @@ def _varint(number: int) -> bytes:
 
 
 def _key(field: int, wire: int) -> bytes:
-    """wire: how the value is written: 0 varint, 1 eight bytes, 2 its length first, 5 four bytes."""
+    """Return the key of a field. wire: how the value is encoded: 0 varint, 1 eight bytes, 2 length and bytes, 5 four
+    bytes."""
     return _varint(field << 3 | wire)
 
 
@@ -65,7 +67,7 @@ def _integer(field: int, value: int) -> bytes:
 
 
 def _float32(value: float) -> bytes:
-    """Infinity where float32 has no such number."""
+    """Return four bytes. A number beyond the range of float32 becomes infinity."""
     return struct.pack("<f", ctypes.c_float(value).value)
 
 
@@ -88,7 +90,7 @@ def _table() -> list[int]:
 
 
 def _checksum(data: bytes) -> bytes:
-    """TFRecord's: CRC-32C, rotated, plus a constant."""
+    """Return TFRecord's masked checksum: CRC-32C, rotated, plus a constant."""
     table, crc = _table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8

@@ -1,8 +1,8 @@
-"""Goodput: where the seconds of a run go, over all its attempts.
+"""Goodput: how the seconds of a run divide into steps, waits and losses, over all its attempts.
 
 An attempt is one start of the command. Its seconds come from a monotonic clock. The time between two attempts is the
-host's uptime difference if both ran on one boot of one host, else the difference of wall clocks. An attempt that was
-killed (kill -9, a power cut) ended with the last account that `history` has of it. Reads and writes no files.
+difference in the host's uptime if both ran on one boot of one host, else the difference of wall clocks. An attempt that
+was killed (kill -9, a power cut) is taken to end at its last heartbeat in `history`. Reads and writes no files.
 """
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from collections.abc import Iterator, Mapping, Reversible, Sequence
 
 from meshtrain.units import duration
 
-LOOP = "loop"       # of an account alone; in lines of the history it is divided into steps, data and rest
-# The parts of all seconds, and what they are called. The last three are found when a try has ended.
+LOOP = "loop"       # a part within an Account; lines of the history divide it into steps, data and rest
+# The parts that all seconds divide into, with their names in messages. The last three are known after an attempt.
 PARTS = {"steps": "steps", "start": "start", "compile": "compile", "restore": "restore", "data": "data",
          "checkpoint": "checkpoints", "validation": "validation", "sync": "weight sync", "sampling": "sampling",
          "rewards": "rewards", "rest": "the rest", "hang": "hang",
          "again": "steps taken again", "down": "between tries"}
-# a try that lived on so long, and for so many of its steps, after its last one was stuck
+# An attempt hung if it ended more than this long, and more than this many of its step times, after its last step.
 HANG_S, HANG_STEPS = 60.0, 10.0
-STEPPED_S = 2.0     # by which a wall clock differs from a steady one when it was set; slewing stays below
+STEPPED_S = 2.0     # a wall clock that differs by more from the monotonic clock was set; slewing stays below
 SHORT_S = 600.0
 UNKNOWN = "ended without a word"
 
 
 class Account:
-    """Seconds of this attempt, each in one part. began: of time.perf_counter, when the command began; None: now."""
+    """Counts each second of this attempt in one part. began: time.perf_counter when the command began; None: now."""
 
     def __init__(self, began: float | None = None):
         self.began = self._mark = self._progress = time.perf_counter() if began is None else began
         self.part, self._spent, self._waited_s = "start", dict.fromkeys((*PARTS, LOOP), 0.0), 0.0
-        # what the run had when this attempt began: its age, its seconds in steps that count, its step
+        # of the run: its age when this attempt began, its seconds in steps that count, its step
         self.elapsed_s, self.counted_s, self.step = 0.0, 0.0, 0
-        self.steps = 0      # of this attempt
+        self.steps = 0      # number of steps of this attempt
 
     def goes_back(self, step: int, counted_s: float) -> None:
-        """This attempt repeats the steps after `step`. counted_s: seconds of the steps up to it."""
+        """Record that this attempt will repeat the steps after `step`. counted_s: seconds of the steps up to `step`."""
         lost_s = max(0.0, self.counted_s - counted_s)
         self._spent["steps"] -= lost_s
         self._spent["again"] += lost_s
@@ -46,8 +46,8 @@ class Account:
 
     @contextlib.contextmanager
     def to(self, part: str) -> Iterator[None]:
-        """Counts the time inside the context as this part alone; an exception that ends the attempt is counted there,
-        too."""
+        """Context: count the time inside it as this part. If an exception leaves the context, the attempt ends, and the
+        time after it belongs to this part, too."""
         before = self._enter(part)
         yield
         self._enter(before)
@@ -67,13 +67,13 @@ class Account:
         self.step, self.steps, self._progress = step, self.steps + 1, time.perf_counter()
 
     def at(self, moment: float) -> dict[str, float]:
-        """Goodput columns of the metrics row of a step that ended at `moment` (time.perf_counter)."""
+        """Return the goodput columns of the metrics row of a step that ended at `moment` (time.perf_counter)."""
         elapsed_s = self.elapsed_s + max(1e-9, moment - self.began)
         return {"time": time.time() - (time.perf_counter() - moment), "elapsed_s": elapsed_s,
                 "goodput": min(1.0, self.counted_s / elapsed_s)}
 
     def so_far(self) -> dict:
-        """The account as lines of the history have it."""
+        """Return the account so far, as fields of a line of the history."""
         now, spent = time.perf_counter(), dict(self._spent)
         spent[self.part] += now - self._mark
         loop_s = spent.pop(LOOP)
@@ -85,8 +85,11 @@ class Account:
 
 
 def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
-    """The history line of an attempt's end. found: `so_far` at the end, or the line of its start. stuck: it is known to
-    have hung; else judged by time."""
+    """Return the history line of an attempt's end.
+
+    found: `Account.so_far` at the end, or the attempt's last line in the history. how: how it ended, as text. stuck:
+    the attempt is known to have hung; if False, this is decided by HANG_S and HANG_STEPS. more: further fields.
+    """
     if found.get("event") == "start":
         found = {**found, "time": found["time"] + found["run_s"], "steps": 0, "idle_s": 0.0, "part": "start"}
     spent, idle_s, steps = collections.Counter(found["spent_s"]), found["idle_s"], found["steps"]
@@ -101,10 +104,10 @@ def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
 
 
 def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping] = ()) -> float:
-    """Seconds of the steps up to `step`, without their waits for data. rows: of metrics. unwritten: one more row after
-    them.
+    """Return the seconds of the steps up to `step`, without their waits for data.
 
-    Reads from the last row back to the step. A step without a row is taken to be as long as its neighbours.
+    rows: metrics rows, read from the last one back to the step. unwritten: at most one row that follows them. A step
+    without a row is taken to be as long as its neighbours.
     """
     counted, before, after = lambda row: row["goodput"] * row["elapsed_s"], None, None
     for row in itertools.chain(reversed(unwritten), reversed(rows)):
@@ -121,11 +124,12 @@ def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping]
 
 
 def tries(lines: Sequence[Mapping]) -> list[dict]:
-    """Every attempt of the history. how: "" where it recorded no end, or still runs.
+    """Return a dict for each attempt in the history.
 
-    began, ended: wall clock. elapsed_s: age of the run when it began; run_s: its duration; down_s: time since the
-    attempt before. spent_s: part -> seconds. again_s: seconds of the steps_again steps of earlier attempts that it
-    repeats.
+    began, ended: wall clock. how: how it ended; "" if it recorded no end, or still runs. elapsed_s: age of the run when
+    the attempt began. run_s: its duration. down_s: time since the attempt before. spent_s: part -> seconds.
+    steps_again: number of steps of earlier attempts that it repeats. again_s: their seconds. clock_s: by how much the
+    wall clock was set during the attempt.
     """
     found: list[dict] = []
     for number, start in enumerate(lines):
@@ -143,8 +147,11 @@ def tries(lines: Sequence[Mapping]) -> list[dict]:
 
 
 def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mapping], rows: Reversible[Mapping]) -> dict:
-    """The lines that a start prints about earlier attempts: the run's age, the time since the last one, the steps it
-    repeats. found: those attempts."""
+    """Return the fields of a start's history line that follow from earlier attempts: the run's age, the time since the
+    last attempt, the steps that this one repeats.
+
+    found: the earlier attempts, see `tries`. start: the other fields of the line. lines: the history. rows: metrics.
+    """
     if not found:
         return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": counted_s(rows, start["step"]),
                 "steps_again": 0, "again_s": 0.0}
@@ -162,19 +169,20 @@ def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mappin
 
 
 def spent_s(found: Sequence[Mapping]) -> dict[str, float]:
-    """Seconds of all attempts by part (the names of PARTS); they add up to the time since the first began."""
+    """Return name of a part (a value of PARTS) -> its seconds over all attempts. Their sum is the time since the first
+    attempt began."""
     total = {part: sum(one["spent_s"].get(part, 0.0) for one in found) for part in PARTS}
     again_s = min(total["steps"], sum(one["again_s"] for one in found))
     total |= {"steps": total["steps"] - again_s, "again": total["again"] + again_s,
               "down": sum(one["down_s"] for one in found)}
-    # What no part claims: lines of a history that were lost.
+    # Seconds of no part, because lines of the history were lost.
     total["rest"] += max(0.0, sum(one["run_s"] + one["down_s"] for one in found) - sum(total.values()))
     return {name: total[part] for part, name in PARTS.items()}
 
 
 def line(spent: Mapping[str, float]) -> str:
-    """The time in steps that counted, and where the rest went. spent: of `spent_s`. Below SHORT_S in seconds: the share
-    of a run that has begun just now looks bad whatever it does."""
+    """Return a line of text with the time in steps that counted and the other parts; "" for no time. spent: see
+    `spent_s`. Below SHORT_S it gives seconds instead of shares, because a new run spends most of its time starting."""
     total = sum(spent.values())
     if not total:
         return ""

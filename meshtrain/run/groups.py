@@ -1,7 +1,7 @@
-"""Groups of answers with their rewards, and the files of run.dir/rollouts that hold the newest batches of them.
+"""Groups of answers with their rewards, and the files in run.dir/rollouts that hold the newest batches of answers.
 
-N.jsonl is for readers: prompts, answers, rewards. N.npz has the ids and numbers, with which a killed run goes on. Both
-are whole or absent, and what cannot be written costs no run.
+N.jsonl has prompts, answers and rewards as text, for people. N.npz has token ids and numbers, from which a killed run
+resumes. Each file is complete or absent. A failed write does not stop the run.
 """
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from meshtrain.rewards import workers
 from meshtrain.run import say
 from meshtrain.storage import mirror
 
-ARRAYS = {"tokens", "logprobs", "margins", "rewards"}       # of N.npz, beside the scores
+ARRAYS = {"tokens", "logprobs", "margins", "rewards"}       # arrays of N.npz that are not scores
 
 
 class RolloutError(RuntimeError):
-    """Answers that nothing should be learned from. Every process raises it alike."""
+    """The answers of a batch must not be used for training. All processes raise it together."""
 
 
 @dataclasses.dataclass(eq=False)
 class ScoredAnswer:
-    """An answer with its reward, NaN where there is none. parts: further values of the reward by name. failure: why
-    there is no reward; empty: there is."""
+    """An answer with its reward. reward: NaN if there is none. parts: further values that the reward function returned,
+    by name. failure: why there is no reward; "" if there is one."""
     drawn: Completion
     text: str
     reward: float
@@ -45,8 +45,8 @@ class ScoredAnswer:
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """The answers to one prompt. row: of the prompt in the batch. unsteady: answers whose reward was another the second
-    time."""
+    """The answers to one prompt. row: number of the prompt in the batch. unsteady: number of answers that were scored
+    twice with different rewards."""
     prompt: Prompt
     row: int
     answers: list[ScoredAnswer]
@@ -54,15 +54,18 @@ class Group:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing can be learned of it: all rewards that there are are the same."""
+        """Whether all rewards of the group are equal, so that its advantages are zero. Missing rewards are ignored."""
         return len({one.reward for one in self.answers if not np.isnan(one.reward)}) < 2
 
 
 @dataclasses.dataclass(eq=False)
 class AnswerBatch:
-    """A batch of answers. drawn: prompts of the run by then. equal: share of the groups that were drawn, in which all
-    rewards are equal. version: of the weights that drew them, those after so many batches. scores: log-probabilities by
-    the trainer's forward pass, fields of a batch, [updates, rows, T]."""
+    """A batch of answers.
+
+    drawn: number of prompts that the run has drawn up to this batch. equal: share of groups with equal rewards, among
+    the groups that were sampled for the batch. version: of the weights that sampled it (the number of batches that they
+    were trained on). scores: name -> log-probabilities from the trainer's forward pass, float32 [updates, rows, T].
+    """
     groups: list[Group]
     drawn: int
     equal: float
@@ -74,7 +77,7 @@ class AnswerBatch:
         return [one for group in self.groups for one in group.answers]
 
     def numbers(self) -> dict[str, float]:
-        """Columns of the metrics row."""
+        """Return the columns of the metrics row."""
         if not (every := self.answers):
             return {"equal_groups": self.equal}
         there = [one.reward for one in every if not np.isnan(one.reward)]
@@ -91,14 +94,15 @@ class AnswerBatch:
 
 
 def means(answers: Sequence[ScoredAnswer]) -> dict[str, float]:
-    """The mean of each part of the reward, by name, over the answers that have the part."""
+    """Return the mean of each part of the reward, by name, over the answers that have the part."""
     return {name: float(np.mean([one.parts[name] for one in answers if name in one.parts]))
             for name in sorted({name for one in answers for name in one.parts})}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A batch of answers on disk, as arrays: whole or absent. key: of what it is a function of."""
+    """The file of a batch of answers. number: of the batch. key: hash of everything except the weights that the answers
+    depend on."""
     directory: Path
     number: int
     key: str
@@ -108,7 +112,8 @@ class Kept:
         return self.directory / f"{self.number}.npz"
 
     def write(self, batch: AnswerBatch, weights: str, most: int) -> None:
-        """Keeps the newest `most` batches. Best effort: a run that is killed here draws the same answers again."""
+        """Write the batch and remove all but the newest `most` batches. A failed write is reported: a resumed run then
+        samples the same answers again. weights: their checksum."""
         groups, every = batch.groups, batch.answers
         said, arrays = flat([one.drawn for one in every])
         told = {"key": self.key, "weights": weights, "version": batch.version, "drawn": batch.drawn,
@@ -127,7 +132,7 @@ class Kept:
         _quietly(place)
 
     def hold(self, drawn: Sequence[Completion], weights: str) -> None:
-        """Save answers whose rewards are not known yet; `write` replaces them."""
+        """Save answers that have no rewards yet; `write` replaces them. weights: checksum of the sampling weights."""
         told, arrays = flat(drawn)
         content = packed({"key": self.key, "weights": weights, "held": True, **told}, arrays)
 
@@ -137,13 +142,15 @@ class Kept:
         _quietly(place)
 
     def held(self, weights: str | None) -> list[Completion]:
-        """Load the answers that `hold` saved, in every process; empty if they are of another key or other weights."""
+        """Return the answers that `hold` saved; [] if their key or weights differ. All processes call it together."""
         found = unpacked(self.path)
         return unflat(*found) if all(agree.exchange(self._fits(found, weights, held=True))) else []
 
     def read(self, weights: str | None, first: int, prompts: Prompts, words: Words) -> AnswerBatch | None:
-        """The batch, in every process; None where there is none of this key and these weights (None: of any). first:
-        prompts drawn before it."""
+        """Return the batch; None if it is missing in a process, or its key or weights differ. All processes call this.
+
+        weights: the expected checksum; None accepts any weights. first: number of prompts drawn for earlier batches.
+        """
         found = unpacked(self.path)
         if not all(agree.exchange(self._fits(found, weights))):
             return None
@@ -160,7 +167,8 @@ class Kept:
                            {name: arrays[name] for name in arrays.keys() - ARRAYS})
 
     def found(self, weights: str) -> tuple[dict, dict] | None:
-        """The batch as JSON and arrays, if this process finds it; see `read`."""
+        """Return (JSON object, arrays) of the batch in this process; None if it is missing, or its key or weights
+        differ."""
         found = unpacked(self.path)
         return found if self._fits(found, weights) else None
 
@@ -171,13 +179,13 @@ class Kept:
 
 @dataclasses.dataclass(eq=False)
 class HeldFirst:
-    """A `Generator` that first returns the answers that an interrupted batch had saved."""
+    """A `Generator` that first returns the answers that `Kept.hold` saved of an interrupted batch."""
     held: list[Completion]
     generator: object
 
     def complete(self, prompts: Sequence[Sequence[int]], *how, samples: Sequence[int],
                  each: Callable[[int, Completion], None], **more) -> list[Completion]:
-        """As of `Generator`."""
+        """Return answers; see `Generator.complete`."""
         count = sum(samples)
         if len(self.held) < count:
             return self.generator.complete(prompts, *how, samples=samples, each=each, **more)
@@ -200,7 +208,7 @@ def flat(answers: Sequence[Completion]) -> tuple[dict, dict]:
 
 def unflat(told: dict, arrays: dict) -> list[Completion]:
     """Convert the output of `flat` back to answers. Their prompts are empty."""
-    ends = np.cumsum(told["lengths"], dtype=int)        # of no answers none
+    ends = np.cumsum(told["lengths"], dtype=int)        # dtype: an empty list would give floats
     each = zip(*(np.split(arrays[name], ends)[:-1] for name in ("tokens", "logprobs", "margins")), told["stopped"],
                strict=True)
     return [Completion([], tokens.tolist(), stopped, logprobs.tolist(), margins.tolist())
@@ -208,14 +216,14 @@ def unflat(told: dict, arrays: dict) -> list[Completion]:
 
 
 def packed(told: dict, arrays: dict) -> bytes:
-    """The content of a file with JSON and arrays."""
+    """Return the content of an npz file with a JSON object and arrays; see `unpacked`."""
     content = io.BytesIO()
     np.savez(content, told=np.frombuffer(json.dumps(told).encode(), np.uint8), **arrays)
     return content.getvalue()
 
 
 def unpacked(path: Path | io.BytesIO) -> tuple[dict, dict] | None:
-    """(JSON, arrays) of a file; None where there is none, or a damaged one."""
+    """Return (JSON object, arrays) of a file; None if it is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
@@ -240,10 +248,10 @@ def _drop_before(directory: Path, first: int) -> None:
 
 
 def _quietly(write: Callable[[], None]) -> None:
-    """Writes in process 0; what fails is told, and costs no run."""
+    """Call `write` in process 0. A failure is reported and does not stop the run."""
     if jax.process_index():
         return
     try:
         write()
     except OSError as error:
-        say.err(f"answers are not kept ({files.said(error)}); the run continues without")
+        say.err(f"the answers could not be saved ({files.said(error)}); the run continues without them")

@@ -1,8 +1,9 @@
-"""Log of a run's attempts, run.dir/history.jsonl: one line per start, one per end with its cause and where the seconds
-went, and between them the account of the attempt so far, rewritten in place every few seconds.
+"""Log of a run's attempts, run.dir/history.jsonl.
 
-So the account of an attempt that was killed is there, and the next one records its end. The steps that a start repeats,
-behind the checkpoint it resumes from, are recorded before their metrics are dropped. A full disk ends no run.
+Each attempt has a line for its start and one for its end, with the cause and the seconds by part. Between them a
+heartbeat line has the seconds so far; it is rewritten in place every few seconds. If an attempt was killed, the next
+one records its end from the heartbeat line. The steps that a start repeats (after the checkpoint that it resumes from)
+are counted before their metrics are dropped. A full disk ends no run.
 """
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ from meshtrain.run import goodput, rows, say, stops
 from meshtrain.run.contents import HISTORY, STACKS
 from meshtrain.storage import mirror
 
-BEAT_S = 5.0            # by so much the end of a killed try may be too early
-BEAT, BEAT_BYTES = b'{"event": "beat"', 1024        # of the line that is rewritten: larger than any account
+BEAT_S = 5.0            # the recorded end of a killed attempt may be too early by this much
+BEAT, BEAT_BYTES = b'{"event": "beat"', 1024        # begin and length of the heartbeat line, longer than any account
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# What a line has, by its event: numbers, and texts.
+# Required fields of a line: numbers of all lines; by event, (further numbers, texts).
 OF_ALL = ("time", "run_s", "step", "counted_s")
 OF_EVENT = {"start": (("elapsed_s", "down_s", "again_s", "steps_again", "uptime_s"), ("boot", "on", "cause")),
             "beat": (("steps", "idle_s"), ("part",)), "end": ((), ("how",))}
 
 
 class Try:
-    """This attempt, as process 0 records it; the other processes write nothing."""
+    """Records this attempt in the history. Only process 0 writes."""
 
     def __init__(self, directory: Path, account: goodput.Account):
         self.path, self.account = directory / HISTORY, account
@@ -42,8 +43,8 @@ class Try:
         self._lock, self._beat_at, self._beat = threading.Lock(), 0, None
 
     def start(self, step: int, more: Mapping) -> None:
-        """Records the start of this attempt, which resumes after `step`, and the end of the one before, if that
-        recorded none."""
+        """Record the start of this attempt, which resumes after `step`. If the attempt before recorded no end, record
+        that, too. more: further fields of the line."""
         directory, run_s, lines = self.path.parent, time.perf_counter() - self.account.began, []
         with contextlib.suppress(OSError):
             lines = read(directory)
@@ -67,7 +68,7 @@ class Try:
         self._beat = files.Beat(self.beat, BEAT_S)
 
     def goes_back(self, step: int) -> None:
-        """Records that this attempt returns to an earlier step of its own; called before metrics.jsonl is cut there."""
+        """Record that this attempt goes back to `step`. Called before the rows after it are cut from metrics.jsonl."""
         self.account.goes_back(step, goodput.counted_s(_rows(self.path.parent), step))
 
     def ended(self, how: str, **more) -> None:
@@ -79,19 +80,19 @@ class Try:
         self._append(goodput.ended(self.account.so_far(), how, **more))
 
     def abandon(self) -> None:
-        """Write nothing more."""
+        """Stop the heartbeat, and record no end."""
         self._end_recorded = True
         if self._beat:
             self._beat.close()
 
     def forget(self) -> None:
-        """Removes this start from the history: the user's mistake was found after it was recorded."""
+        """Remove this start from the history, because a mistake of the user was found after it was recorded."""
         self.abandon()
         with contextlib.suppress(OSError):
             mirror.remove(self.path) if self.first else os.truncate(self.path, self._size)
 
     def line(self) -> str:
-        """The goodput of the run so far."""
+        """Return the goodput of the run so far as a line of text; "" if the history cannot be read."""
         with contextlib.suppress(OSError):
             return goodput.line(goodput.spent_s(goodput.tries(list(_log(self.path.parent)))))
         return ""
@@ -99,7 +100,7 @@ class Try:
     def beat(self) -> None:
         with open(self.path, "r+b") as file:
             file.seek(self._beat_at)
-            if file.read(len(BEAT)) == BEAT:        # else somebody has edited the file
+            if file.read(len(BEAT)) == BEAT:        # else the file was edited by hand
                 file.seek(self._beat_at)
                 file.write(_text(self._account()))
 
@@ -107,12 +108,12 @@ class Try:
         return {"event": "beat", **self.account.so_far()}
 
     def _append(self, row: Mapping) -> int:
-        """Returns where the line begins."""
+        """Append a line. Return its offset in the file; 0 if it cannot be written."""
         try:
             with open(self.path, "ab+") as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(0, end - 1))
-                torn = file.read() not in (b"", b"\n")      # by a kill
+                torn = file.read() not in (b"", b"\n")      # the last write was interrupted
                 file.write(b"\n" * torn + _text(row))
                 return end + torn
         except OSError as error:
@@ -127,10 +128,10 @@ def _text(row: Mapping) -> bytes:
 
 @contextlib.contextmanager
 def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) -> Iterator[Try]:
-    """Context: records that the run resumes after `step`, and its end, by `Try.ended` or by the exception that leaves
-    the context.
+    """Context: record that an attempt starts after `step`, and its end. Only process 0 writes.
 
-    Entered before metrics.jsonl is cut to `step`. more: further fields of the start: on, cause. Only process 0 writes.
+    The end is recorded by `Try.ended`, or by the exception that leaves the context. Entered before metrics.jsonl is cut
+    to `step`. more: further fields of the start line: on, cause.
     """
     this = Try(directory, account)
     if jax.process_index() == 0:
@@ -143,7 +144,7 @@ def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) ->
         if this.began:
             this.forget()
         raise
-    except mirror.LostClaimError:       # the history is another start's
+    except mirror.LostClaimError:       # the history belongs to another start
         this.abandon()
         raise
     except BaseException as error:
@@ -154,8 +155,11 @@ def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) ->
 
 
 def unsaid(directory: Path, began: float) -> tuple[str, bool]:
-    """(how an attempt ended that recorded no end, whether it hung): from the stacks that a watchdog left, if there are
-    any. This start has already moved those away. began: time.time of that attempt."""
+    """Return (how an attempt ended that recorded no end, whether it hung).
+
+    Both come from the stack traces that a watchdog wrote, if there are any. This start has already moved them into
+    stacks/try-*. began: when that attempt started (time.time).
+    """
     places = (directory / STACKS, *(directory / STACKS).glob("try-*"))
     if found := next(filter(None, (stacks.culprit(place, began) for place in places)), None):
         return f"process {found[0]} {found[1]}", True
@@ -163,7 +167,7 @@ def unsaid(directory: Path, began: float) -> tuple[str, bool]:
 
 
 def read(directory: Path) -> list[dict]:
-    """The lines. Invalid lines are reported and left out. Raises: OSError."""
+    """Return the lines of the history. Invalid lines are reported and left out. Raises: OSError."""
     return _log(directory).read()
 
 
@@ -185,6 +189,6 @@ def _rows(directory: Path) -> rows.MetricRows | tuple:
     found = rows.MetricRows(directory / rows.NAME)
     try:
         next(reversed(found), None)
-    except OSError:     # a wrong account is not worth a start
+    except OSError:     # a wrong goodput is better than a failed start
         return ()
     return found

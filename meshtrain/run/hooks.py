@@ -1,8 +1,9 @@
 """Hooks of the loop between two steps: the validation loss, and a profiler trace of some steps.
 
-The loss is the mean of nats per target token over a fixed number of held-out batches. With several sources each is
-measured separately; the total is their mean by weight in the mixture. The trace is written where TensorBoard looks for
-one; the device is idle at both of its ends, so it holds these steps alone, and one that fails never stops the run.
+The validation loss is the mean of nats per target token over a fixed number of held-out batches. With several sources,
+each is measured separately, and the total is their mean, weighted as in the mixture. The trace is written where
+TensorBoard's profiler plugin reads it. The device is idle when it begins and ends, so it contains only these steps. A
+failed trace never stops the run.
 """
 from __future__ import annotations
 
@@ -20,8 +21,10 @@ from meshtrain.training.step import Program
 
 
 class ValidationHook:
-    """`loss` is the last value, None before the first. In a run of one process a validation that fails is reported and
-    skipped."""
+    """Measures the validation loss every validation.every steps and after the last step.
+
+    loss: the last value; None before the first. In a run of one process, a failed validation is reported and skipped.
+    """
 
     def __init__(self, run: Run, program: Program, data: Batches, stop: Stop):
         self.program, self.sets, self.stop = program, data.validation, stop
@@ -40,12 +43,12 @@ class ValidationHook:
         try:
             losses = [self._measure(state, held) for held in self.sets]
         except Exception as error:
-            if jax.process_count() > 1:     # alone it would wait for the others in the next step, and they for it here
+            if jax.process_count() > 1:     # the other processes wait in this validation: going on would deadlock
                 raise
-            say.err(f"step {step}: the validation failed and is left out: {type(error).__name__}: {error}")
+            say.err(f"step {step}: the validation failed and is skipped: {type(error).__name__}: {error}")
             return {}
         if None in losses:
-            say.out(f"step {step}: its validation is given up, to stop")
+            say.out(f"step {step}: the validation was interrupted, because the run is stopping")
             return {}
         self.loss = sum(held.weight * loss for held, loss in zip(self.sets, losses))
         each = {held.name: loss for held, loss in zip(self.sets, losses)} if len(self.sets) > 1 else {}
@@ -54,7 +57,7 @@ class ValidationHook:
         return {"val_loss": self.loss} | {f"val_loss/{name}": loss for name, loss in each.items()}
 
     def _measure(self, state: State, held: ValidationSet) -> float | None:
-        """None if the run is asked to stop before it is done."""
+        """Return the loss on one held-out set; None if the run has to stop before the measurement is complete."""
         total = count = 0.0
         for i in range(min(self.batches, held.num_batches)):
             if self.stop.reached():
@@ -65,7 +68,8 @@ class ValidationHook:
 
 
 class RewardValidation(ValidationHook):
-    """The mean reward of an answer to each held-out prompt. rollouts: `run.rollouts.Rollouts`. `loss` is the reward."""
+    """Measures the mean reward of one answer to each held-out prompt. rollouts: `run.rollouts.Rollouts`. loss: the last
+    mean reward."""
 
     def __init__(self, run: Run, rollouts, stop: Stop):
         self.rollouts, self.sets, self.stop, self.loss = rollouts, rollouts.prompts.held, stop, None
@@ -75,7 +79,7 @@ class RewardValidation(ValidationHook):
         try:
             numbers, count = self.rollouts.validate(state)
         except NoBatch:
-            say.out(f"step {step}: its validation is given up, to stop")
+            say.out(f"step {step}: the validation was interrupted, because the run is stopping")
             return {}
         self.loss = numbers["val_reward"]
         say.out(f"step {step}: validation reward {self.loss:.4f} ± {numbers['val_reward_error']:.4f}, of {count} "
@@ -84,10 +88,11 @@ class RewardValidation(ValidationHook):
 
 
 class Trace:
-    """The trace of `steps` (first, last; from 1, both included; empty: none) of a run that resumes after step `after`.
+    """Context: writes a profiler trace of `steps` in a run that resumes after step `after`.
 
-    Written to directory/plugins/profile by the first process, of its own devices. A resume between first and last
-    traces the rest. It ends with the context if the run ends before `last`.
+    steps: (first, last), counted from 1, both included; empty: no trace. Process 0 writes the trace of its own devices
+    to directory/plugins/profile. A run that resumes between first and last traces the remaining steps. If the run ends
+    before `last`, the trace ends with the context.
     """
 
     def __init__(self, steps: Sequence[int], directory: Path, after: int):
@@ -106,7 +111,7 @@ class Trace:
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
-        # every Python call would be an event: slower steps, and a trace too long to open
+        # level 1 records every Python call: slower steps, and a trace too large to open
         options.python_tracer_level = 0
         try:
             jax.profiler.start_trace(self.directory, create_perfetto_trace=True, profiler_options=options)
@@ -120,14 +125,14 @@ class Trace:
         self.running = False
         try:
             jax.profiler.stop_trace()
-            where = max((self.directory / "plugins" / "profile").iterdir())   # named by their times
+            where = max((self.directory / "plugins" / "profile").iterdir())   # the newest: names are times
             say.out(f"profile from step {self.first}: tensorboard --logdir {self.directory} (with the package xprof), "
                     f"or {where}/perfetto_trace.json.gz in ui.perfetto.dev")
         except Exception as error:
             say.err(f"metrics.profile_steps: the profile could not be written: {error}")
 
     def __enter__(self) -> Trace:
-        if self.first and self.first == self.after + 1:     # no step before it whose hook could begin it
+        if self.first and self.first == self.after + 1:     # the hook of an earlier step begins all other traces
             self._start()
         return self
 

@@ -1,7 +1,7 @@
-"""The training loop: a batch of the feed, a step, then the hooks that are due.
+"""The training loop: get a batch from the feed, run a step, then call the hooks that are due.
 
-The host waits for the device only to read the metrics of the step before, while the next one runs, and before a hook.
-Validation, checkpoints and profiles are hooks.
+The host waits for the device only before a hook, and to read the metrics of a step while the next one runs. Validation,
+checkpoints and profiles are hooks.
 """
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Hook:
     step time.
 
     due: (step just taken, whether the loop ends after it) -> whether to act. act: (step, state) -> numbers for the
-    metrics: of this step's row, or of the next where this one is already written. after_row: write this step's row
-    first, which may end the run (too many skipped steps). part: its part of the goodput account, see `goodput.PARTS`;
-    the watchdog allows it the time of a save.
+    metrics row of this step, or of the next step if this row is already written. after_row: write this step's row
+    first, which may end the run (too many skipped steps). part: the part of the goodput account that counts its time,
+    see `goodput.PARTS`. The watchdog's limit for a hook is that of a save.
     """
     due: Callable[[int, bool], bool]
     act: Callable[[int, State], Mapping[str, float]]
@@ -41,8 +41,8 @@ class Hook:
 
 
 class StepBatch(NamedTuple):
-    """The batch of a step, on the devices. tokens: in it. paused: whether the device waited for it, as told to the
-    record."""
+    """The batch of a step, on the devices. tokens: number of tokens in it. paused: whether the feed made the device
+    wait and has already recorded this time."""
     batch: dict
     tokens: int
     paused: bool = False
@@ -52,23 +52,23 @@ class Feed(Protocol):
     """The source of the loop's batches."""
 
     def next(self, done: int, state: State) -> StepBatch:
-        """The batch of the step after `done` steps, which have made `state`. Raises: NoBatch."""
+        """Return the batch of step `done` + 1. state: the state after `done` steps. Raises: NoBatch."""
 
     def tokens(self, steps: int) -> int:
-        """Tokens in the run's first `steps` batches."""
+        """Return the number of tokens in the run's first `steps` batches."""
 
     def close(self) -> None: ...
 
 
-LOST = 2        # a wish to stop that outweighs a request: another start has the run's directory
+LOST = 2        # the vote of a process whose claim on run.dir is lost; it overrides a vote of 1, a stop request
 
 
 class NoBatch(Exception):
-    """A feed was to stop, in all processes, before it had a batch."""
+    """The run has to stop before the feed has a batch. All processes raise it together."""
 
 
 class Stream:
-    """A feed of batches that are a function of their number: threads read them ahead."""
+    """A feed of batches that depend only on their number. Threads read them ahead."""
 
     def __init__(self, program: Program, data: Batches, start: int):
         self.program, self.data = program, data
@@ -85,15 +85,15 @@ class Stream:
 
 
 class Stop:
-    """Agreement of all processes to end the loop after the same step, when one of them was asked to (`listener`), or
-    has lost its `claim`."""
+    """Makes all processes end the loop after the same step, once one of them got a stop request (`listener`) or lost
+    its `claim` on run.dir."""
 
     def __init__(self, listener: Listener, claim: rundir.Claim | None = None):
         self.listener, self.claim, self.agreement, self.agreed = listener, claim, agree.StopAgreement(), False
 
     def reached(self, late_s: float | None = None) -> bool:
-        """Whether to stop now; every process calls it at the same steps. late_s: of a step, see `agree.StopAgreement`.
-        Raises: LostClaimError, in all of them."""
+        """Return whether to stop now. All processes call it at the same steps. late_s: see `agree.StopAgreement`.
+        Raises: LostClaimError, in all processes."""
         lost = self.claim and self.claim.lost
         wish = self.agreed or self.agreement.reached(LOST if lost else self.listener.number is not None, late_s)
         if wish == LOST:
@@ -105,18 +105,17 @@ class Stop:
 
 def train(program: Program, step: Callable, state: State, feed: Feed, last: int, record: Record,
           hooks: Sequence[Hook], stop: Stop) -> tuple[State, int]:
-    """Trains from state.step to step `last`. Returns (state, number of steps the run has taken), fewer than `last`
-    after a stop.
+    """Train from state.step to step `last`. Return (state, its step). After a stop request the step is below `last`.
 
-    Every process calls it alike. step: the compiled training step. feed: is closed. hooks: in the order in which they
-    act. Raises: TooManySkippedSteps, LossSpike.
+    All processes call this together. step: the compiled training step. feed: closed at the end. hooks: called in this
+    order. Raises: TooManySkippedSteps, LossSpike.
     """
     done = first = int(state.step)
 
     def act(due: Callable[[Hook], bool]) -> bool:
         acted = False
         for hook in hooks:
-            if due(hook):       # a hook, too, may find that the loop is to stop
+            if due(hook):       # evaluated one by one: a hook may change whether the loop stops
                 acted = True
                 doing = f"{hook.part} after step {done}"
                 with record.paused(hook.part), watch.phase(doing, "save"), phases.moving(doing.removeprefix("rest ")):
@@ -126,8 +125,8 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
         return acted
 
     with contextlib.closing(feed), concurrent.futures.ThreadPoolExecutor(1) as clock, garbage.by_step() as collect:
-        ended = clock.submit(_time_when_ready, ())      # when the device ended the step before
-        paused = True       # before this step: its host comes as late as what was done meanwhile took
+        ended = clock.submit(_time_when_ready, ())      # time at which the device finished the step before
+        paused = True       # whether there was a pause before this step: lateness after a pause is not measured
         while done < last and not stop.agreed:
             watch.step(done + 1)
             asked = time.perf_counter()
@@ -137,13 +136,13 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
                 act(lambda hook: done > first and hook.due(done, True) and not hook.due(done, False))
                 break
             paused |= waited
-            # While the step before still runs, nobody waits for the batch of the next.
+            # If the step before still runs, the device does not wait for this batch.
             data_wait_s = max(0.0, time.perf_counter() - max(asked, ended.result())
                               ) if ended.done() and not waited else 0.0
             done, came, before = done + 1, time.perf_counter(), ended
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
                 state, metrics = step(state, batch, *program.limit(record.spikes.limit(done)))
-            if not all(value.is_ready() for value in metrics.values()):     # until now the device was given nothing
+            if not all(value.is_ready() for value in metrics.values()):     # the step was dispatched just now
                 came = time.perf_counter()
             ended = clock.submit(_time_when_ready, metrics)
             record.dispatched(done, feed.tokens(done), tokens, metrics, ended)
@@ -151,14 +150,14 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
             stop.reached(None if paused else _late_s(before, came))
             record.late(stop.agreement.late)
             paused = act(lambda hook: hook.due(done, done == last or stop.agreed))
-            # while the device takes the step; if it takes longer than that, no host is a straggler for it
+            # Collects while the device runs the step. The pause is noted, so a long collection names no straggler.
             paused |= collect(done, paused)
         record.settle()
     return state, done
 
 
 def _late_s(before: concurrent.futures.Future, came: float) -> float:
-    """Seconds that the device was idle after the step before until the host dispatched the next."""
+    """Return for how many seconds the device was idle between the step before and the dispatch of this one."""
     return max(0.0, came - before.result()) if before.done() else 0.0
 
 

@@ -1,8 +1,8 @@
-"""Writers of metrics rows: metrics.jsonl, and the trackers that the run file asks for.
+"""Writers of metrics rows: metrics.jsonl, and the trackers that the run file configures.
 
-metrics.jsonl is the record. Floats are not rounded, so runs can be compared bit for bit; a non-finite number becomes
-null. A row reaches the kernel before the next step's, so a killed run loses at most the line being written. While the
-file system refuses writes, rows wait in memory and training continues.
+metrics.jsonl is the complete record. Floats are not rounded, so runs can be compared bit for bit; a non-finite number
+becomes null. Each row is passed to the kernel before the next one, so a killed run loses at most the line being
+written. While the file system refuses writes, rows wait in memory and training continues.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import jax
 from meshtrain.config import Run
 from meshtrain.run import rows, trackers
 
-# A row's key -> its tag at a tracker; any other key is its own tag. TensorBoard sorts groups of tags by name.
+# Key of a row -> its tag in trackers. Any other key is its own tag. TensorBoard groups tags by the part before "/".
 TAGS = {"grad_norm": "optimizer/grad_norm", "learning_rate": "optimizer/learning_rate",
         "skipped": "optimizer/skipped", "tokens_per_s": "tokens_per_second", "val_loss": "validation/loss",
         "step_time_s": "time/step_s", "data_wait_s": "time/data_wait_s", "checkpoint_wait_s": "time/checkpoint_wait_s",
@@ -26,8 +26,8 @@ TAGS = {"grad_norm": "optimizer/grad_norm", "learning_rate": "optimizer/learning
 
 
 class Writers:
-    """Passes each row to all writers, in order, with the peak memory of these devices; in every process but the first
-    there are none."""
+    """Passes each row to metrics.jsonl (`record`) and to the trackers (`own`), with the peak memory of `devices` as
+    memory_bytes. Processes other than 0 have no writers."""
 
     def __init__(self, record: "MetricsWriter | None" = None, own: tuple[trackers.Tracker, ...] = (),
                  devices: Sequence[jax.Device] = ()):
@@ -46,10 +46,10 @@ class Writers:
 @contextlib.contextmanager
 def open_writers(run: Run, directory: pathlib.Path, after: int, back: bool = False,
                  devices: Sequence[jax.Device] = ()) -> Iterator[Writers]:
-    """The writers that the run file asks for, of a run that resumes after step `after` (0: a new run); closed on exit.
-    back: as in `trackers.asked`. devices: of this process.
+    """Context: the writers that the run file configures. They are closed on exit.
 
-    The rows after that step were dropped before (`rows.cut_after`).
+    after: the step that the run resumes after; 0: a new run. Later rows have already been dropped (`rows.cut_after`).
+    back: see `trackers.asked`. devices: of this process.
     """
     if jax.process_index():
         yield Writers()
@@ -60,33 +60,33 @@ def open_writers(run: Run, directory: pathlib.Path, after: int, back: bool = Fal
 
 
 class MetricsWriter(rows.Appended):
-    """Appends rows to the file at `path`, one JSON object per line. Only one process of a run may have it.
+    """Appends rows to the file at `path`, one JSON object per line. Only one process of a run may open it.
 
-    An existing file is continued; `rows.cut_after` has removed a torn last line before.
+    Rows are appended to an existing file; `rows.cut_after` has already removed an incomplete last line.
     """
 
     def __init__(self, path: pathlib.Path):
         super().__init__(path, separator=b"\n")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one row. Values: numbers (also scalars of numpy and jax), bools, strings, None; lists of them."""
+        """Append one row. Values: numbers (also numpy and jax scalars), bools, strings, None, and lists of these."""
         line = json.dumps({key: _finite(_plain(value)) for key, value in row.items()}, allow_nan=False)
         self.append(line.encode() + b"\n")
 
 
 def peak_bytes(devices: Sequence[jax.Device]) -> int:
-    """The most that one of these devices has held since its process began; 0 where the backend does not count, as on
-    CPUs."""
+    """Return the peak memory in bytes, since the process began, of the device with the highest peak; 0 if the backend
+    does not report it (CPUs)."""
     return max(((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices), default=0)
 
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
-    """All rows of a metrics file at once; for files known to be short."""
+    """Return all rows of a metrics file as one list; for files known to be short."""
     return list(rows.MetricRows(path))
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    """The row's numbers by tag; true is 1. Step and wall clock are left out: trackers have their own."""
+    """Return tag -> number of a row. True becomes 1. Step and wall clock are left out: trackers have their own."""
     plain = {key: _plain(value) for key, value in row.items() if key not in ("step", "time")}
     return {TAGS.get(key, key): float(value) for key, value in plain.items() if isinstance(value, (int, float))}
 

@@ -1,8 +1,8 @@
-"""Tells what a command does while it has no results yet: it compiles, reads data, saves.
+"""Shows what a command is doing before it has results: compiling, reading data, saving.
 
-On a terminal a line with the seconds moves until the phase is over. In a file or pipe a line stands at the phase's
-start, and one at its end if it took long. A line that moves says that the process runs, not that it gets on: that is
-for the watchdog. Imports no jax.
+On a terminal, an animated line shows the phase and its seconds until the phase ends. In a file or pipe, one line is
+printed when the phase starts, and another when it ends if it took long. The animation shows only that the process is
+alive; the watchdog checks that it makes progress. Imports no jax.
 """
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from collections.abc import Iterator
 
 from meshtrain.run import say
 
-LONG_S = 5.0        # a phase that takes as long is told at its end
-FIRST_S = 0.3       # before the line of a phase begins to move: most end before
+LONG_S = 5.0        # the end of a phase is printed if it took this long
+FIRST_S = 0.3       # delay before the animated line appears; most phases end before
 FRAME_S = 0.1
-OTHERS_S = 1.0      # for which the live line of others stands
+OTHERS_S = 1.0      # for this long after another live line was printed, the animated line does not replace it
 FRAMES, ASCII_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 
 
 @contextlib.contextmanager
 def phase(words: str, done: str = "") -> Iterator[None]:
-    """Context: tell what is being done. words: e.g. "compiling". done: words for the end, told with the seconds however
-    few they are."""
+    """Context: show a phase. words: e.g. "compiling". done: text to print with the seconds at the end; "": the end is
+    printed only if the phase took at least LONG_S."""
     if not say.is_live():
         say.out(words)
     began = time.perf_counter()
@@ -38,7 +38,7 @@ def phase(words: str, done: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def moving(words: str) -> Iterator[None]:
-    """Context: on a terminal, a line that moves; elsewhere nothing is printed. Inside another, this one is shown."""
+    """Context: on a terminal, show an animated line; elsewhere print nothing. If nested, the innermost is shown."""
     if not say.is_live():
         yield
         return
@@ -47,21 +47,21 @@ def moving(words: str) -> Iterator[None]:
 
 
 def begin(words: str) -> None:
-    """Begin a line that moves until `end`, where there is a terminal."""
+    """On a terminal, start an animated line that runs until `end`."""
     if say.is_live():
         _begun.append(Moving(words))
 
 
 def end() -> None:
-    """End what `begin` has begun, if anything."""
+    """Close the lines that `begin` started."""
     while _begun:
         _begun.pop().close()
 
 
 class Moving(contextlib.AbstractContextManager):
-    """A line that moves until it is closed. Other live lines, say of bytes that were read, stand in its place."""
+    """An animated line, shown until it is closed. It gives way to other live lines, e.g. a count of bytes read."""
 
-    _shown: list[Moving] = []        # the innermost last
+    _shown: list[Moving] = []        # open lines; the innermost is last and is the one shown
 
     def __init__(self, words: str):
         self._words, self._began, self._closed = words, time.monotonic(), threading.Event()
@@ -82,7 +82,7 @@ class Moving(contextlib.AbstractContextManager):
         """Erase the line. A second call has no effect."""
         if not self._closed.is_set():
             self._closed.set()
-            self._thread.join(say.LOCK_S)      # unless the terminal takes nothing
+            self._thread.join(say.LOCK_S)      # limited, since the terminal may be blocked
             self._shown.remove(self)
             say.erase_passing()
 

@@ -1,6 +1,6 @@
-"""Progress of training: lines at growing intervals, and between them one live line on a terminal.
+"""Prints the progress of training: lines at growing intervals and, on a terminal, a live line between them.
 
-A month of training leaves some thousands of lines, its first minute one every few seconds. Skipped steps and
+The first minute has a line every few seconds, a month of training some thousands of lines. Skipped steps and
 validations are always printed.
 """
 from __future__ import annotations
@@ -13,14 +13,16 @@ from meshtrain.run import phases, say
 from meshtrain.units import size
 
 LIVE_INTERVAL_S = 0.2
-FIRST_LINES = 5     # steps that have a line each
-# (until so many seconds after the first step, at least so many between two lines)
+FIRST_LINES = 5     # each of the first steps has a line
+# (seconds after the first step up to which the interval holds, least seconds between two lines)
 INTERVALS_S = ((60, 10), (600, 30), (3600, 60), (float("inf"), 600))
 
 
 class Progress(contextlib.AbstractContextManager):
-    """Called with every step; in its context a line moves on a terminal until the first one. last: the run's last step.
-    memory: () -> bytes in use on a device, or None."""
+    """Prints lines for steps. Inside its context, a terminal shows an animated line until the first step.
+
+    last: the run's last step. memory: returns the bytes in use on a device, or None. clock: returns seconds.
+    """
 
     def __init__(self, last: int, memory: Callable[[], int | None] = lambda: None,
                  clock: Callable[[], float] = time.monotonic):
@@ -37,7 +39,7 @@ class Progress(contextlib.AbstractContextManager):
         self._waiting.close()
 
     def step(self, row: Mapping) -> None:
-        """Prints a line for this metrics row, if one is due."""
+        """Print a line for this metrics row, if one is due; else update the live line on a terminal."""
         self._waiting.close()
         time_s = row["step_time_s"]
         self.step_time_s = time_s if self.step_time_s is None else 0.9 * self.step_time_s + 0.1 * time_s
@@ -65,7 +67,7 @@ class Progress(contextlib.AbstractContextManager):
 
 
 def fitted(parts: list[str], width: int) -> str:
-    """As many of the first parts as a line of this width has room for."""
+    """Return as many of the first parts as fit into `width` characters, joined; at least the first one."""
     while len(parts) > 1 and len("  ".join(parts)) > width:
         parts = parts[:-1]
     return "  ".join(parts)

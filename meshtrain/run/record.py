@@ -1,7 +1,7 @@
-"""Reads the metrics of every step and writes their rows.
+"""Reads the metrics of every step and writes them as rows.
 
-A step's metrics are read while the next step runs, so the device never waits for the host. A step's time is measured on
-the device, from the end of the step before to its own, without pauses.
+The metrics of a step are read while the next step runs, so the device never waits for the host. The time of a step runs
+from the end of the step before to its own end on the device, without pauses.
 """
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from meshtrain.run.progress import Progress
 from meshtrain.run.spikes import LossSpike, Spikes, described
 from meshtrain.training.policy import Policy
 
-WAITS = ("data_wait_s", "checkpoint_wait_s")    # seconds, since the row before
-WINDOW, MOSTLY = 10, 8      # steps that are looked at, and of how many of them a straggler is the latest
-SHARE = 0.05                # of a step's time that it costs
-# What rounding does not exceed, of the log-probabilities of drawn tokens by the sampler and by the step. In float32 on
-# CPUs the largest difference is 2e-6 to 1e-5. In bfloat16 it is 0.04 and more, with experts 0.4, since a token may have
-# others; the mean is 0.002 to 0.004. No GPU has shown its float32.
+WAITS = ("data_wait_s", "checkpoint_wait_s")    # seconds, summed since the row before
+WINDOW, MOSTLY = 10, 8      # a straggler is the latest process in at least MOSTLY of the last WINDOW steps
+SHARE = 0.05                # a straggler costs more than this share of a step's time
+# Limits for the difference between the log-probabilities of a sampled token by the sampler and by the training step,
+# if only rounding differs. In float32 on CPUs the largest difference is 2e-6 to 1e-5. In bfloat16 the largest is 0.04
+# or more, with experts 0.4 (a token may be routed to other experts), and the mean is 0.002 to 0.004. Float32 on GPUs
+# is not measured.
 LARGEST_IN_FLOAT32, MEAN = 1e-3, 0.05
 
 
 class TooManySkippedSteps(RuntimeError):
-    """The run stopped because step after step had no finite loss or gradient."""
+    """The run stops because training.max_skipped_steps steps in a row were skipped."""
 
 
-# of every model; more come from its layers
+# metrics of every model; layers add more
 STEP_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped")
-# means over the drawn tokens that are learned: null where a batch has none
+# means over the sampled tokens that are trained on; null for a batch without any
 OF_DRAWN = ("ratio", "clip_low", "clip_high", "kl", "entropy", "mismatch_mean", MISMATCH_MAX)
 
 
 def mismatch_limit(run: Run) -> tuple[str, float]:
-    """(column, value above which the sampler computes something else than the step). Infinite where they have other
-    weights, or products in float8."""
+    """Return (column, limit): a larger value in this column shows that sampler and training step compute different
+    probabilities. The limit is infinite if their weights differ (rl.lag, rl.updates) or matmuls are in float8."""
     rl, model = run.rl, run.model
     same = not rl.lag and (rl.updates == 1 or Policy.of(rl).old == "trainer")
     if run.training.objective != "rl" or not same or model.matmul_dtype == "float8":
@@ -55,8 +56,8 @@ def mismatch_limit(run: Run) -> tuple[str, float]:
 
 
 class _Step(NamedTuple):
-    """A dispatched step. tokens: of the run so far. own: of the step. ended: time at which the device finished it.
-    paused_s: pauses between the step before and this one."""
+    """A dispatched step. tokens: of the run up to this step. own: tokens of the step alone. ended: time at which the
+    device finishes it. paused_s: seconds of pauses between the step before and this one."""
     number: int
     tokens: int
     own: int
@@ -66,10 +67,10 @@ class _Step(NamedTuple):
 
 
 class Stragglers:
-    """Finds a straggler: the process whose host dispatches late in most steps, while all devices wait for it. One late
-    step is a hiccup (garbage collection, disk). A slow device is not found: its host is on time.
+    """Finds a straggler: a process whose host dispatches last in most steps, so that all devices wait for it. Single
+    late steps (garbage collection, disk) do not count. A slow device is not found, because its host is on time.
 
-    named: (process, seconds it costs per step, share of a step); None: no straggler.
+    named: (process, seconds it costs per step, share of a step's time); None: no straggler.
     """
 
     def __init__(self):
@@ -77,8 +78,10 @@ class Stragglers:
         self._late: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=WINDOW)
 
     def step(self, late: tuple[int, float] | None, step_time_s: float) -> bool:
-        """Called with every step. late: of `agree.StopAgreement`; None: unknown, and the step does not count.
-        Returns whether another process is named than before."""
+        """Record a step. Return whether it names a straggler other than the one before.
+
+        late: (process that came last, seconds), see `agree.StopAgreement`; None: unknown, and the step does not count.
+        """
         if late is None:
             return False
         before, self.named = self.named and self.named[0], None
@@ -95,8 +98,8 @@ class Stragglers:
 class Record:
     """Writes metrics rows and progress lines, and counts skipped steps.
 
-    flops_per_step: of the model. peak_flops: FLOP/s of all devices together; None: mfu is null. account: the goodput
-    account. spikes: the losses so far. hosts: names, by process.
+    flops_per_step: FLOPs of the model in a full step. peak_flops: FLOP/s of all devices together; None: mfu is null.
+    account: counts goodput. spikes: the losses so far. hosts: the host name of each process.
     """
 
     def __init__(self, run: Run, writer: Writers, progress: Progress, flops_per_step: float, peak_flops: float | None,
@@ -113,18 +116,21 @@ class Record:
         self._mark, self._paused_s = time.perf_counter(), 0.0
         self._paused_until = 0.0
         self._extra: dict[str, float] = {}
-        self._waited_s = 0.0        # for data, since the step before
+        self._waited_s = 0.0        # seconds of waits for data since the step before
         self.stragglers, self.hosts, self._step_time_s = Stragglers(), hosts, None
 
     def dispatched(self, number: int, tokens: int, own: int, metrics: dict, ended: Future) -> None:
-        """A step was given to the device: writes the row of the one before while this one runs. tokens: of the run so
-        far; own: of the step."""
+        """Record a dispatched step, and write the row of the step before while this one runs.
+
+        tokens: of the run up to this step. own: tokens of the step alone. metrics: still being computed. ended: the
+        time at which the device finishes the step. Raises: as `settle`.
+        """
         paused_s, self._paused_s = self._paused_s, 0.0
         self.settle()
         self._pending = _Step(number, tokens, own, metrics, ended, paused_s)
 
     def settle(self) -> None:
-        """Waits for the step under way, reads its metrics and writes its row; does nothing if that is already done.
+        """Wait for the dispatched step, read its metrics and write its row. A second call does nothing.
 
         Raises: TooManySkippedSteps, LossSpike.
         """
@@ -135,7 +141,7 @@ class Record:
         loss, limit = float(metrics["loss"]), self.spikes.limit(step.number)
         self.spikes.seen(step.number, loss)
         if spike := loss > limit:
-            self._extra["spike_limit"] = limit      # this row is written whatever metrics.every says
+            self._extra["spike_limit"] = limit      # has the row written even if metrics.every skips it
         row = self._row(step, metrics)
         if step.number % self.every == 0 or self._extra.keys() - WAITS:
             self.writer.write(row)
@@ -150,7 +156,8 @@ class Record:
 
     @contextlib.contextmanager
     def paused(self, part: str = "rest"):
-        """Context between two steps: its time belongs to no step. part: of the goodput account."""
+        """Context between two steps: its time is not counted as step time. part: the part of the goodput account that
+        counts it."""
         began = time.perf_counter() if self._pending is None else max(self._pending.ended.result(), self._paused_until)
         try:
             with self.account.to(part):
@@ -160,7 +167,8 @@ class Record:
             self._paused_s += self._paused_until - began
 
     def late(self, late: tuple[int, float] | None) -> None:
-        """Record which process reached a step last, and by how much; see `Stragglers`."""
+        """Record which process dispatched the step last and by how many seconds; print a new straggler. See
+        `Stragglers.step`."""
         if self._step_time_s is not None and self.stragglers.step(late, self._step_time_s):
             process, late_s, share = self.stragglers.named
             host = f" on {self.hosts[process]}" if process < len(self.hosts) else ""
@@ -168,7 +176,7 @@ class Record:
                     f"{share:.0%} of the step")
 
     def add(self, numbers: Mapping[str, float]) -> None:
-        """Adds numbers to the next row to be written; seconds of WAITS are summed."""
+        """Add numbers to the next row that is written. Values of one name are summed until then."""
         self._waited_s += numbers.get("data_wait_s", 0.0)
         for name, value in numbers.items():
             self._extra[name] = self._extra.get(name, 0.0) + value
@@ -192,15 +200,15 @@ class Record:
                 **({"straggler": named[0], "straggler_s": named[1]} if named else {})}
 
     def _check_mismatch(self, row: dict) -> None:
-        """Warns, once, that the sampler computes something else than the step."""
+        """Warn once if the sampler and the training step compute different probabilities."""
         column, limit = self.mismatch_limit
         if not (row.get(column) or 0.0) > limit:
             return
         if jax.process_index() == 0:
-            say.err(f"step {row['step']}: {column}={row[column]:.2g}, where rounding makes at most {limit:g}: the "
-                    f"sampler computes other probabilities than the step, and the answers are not the policy's. Look "
-                    f"at {column} in metrics.jsonl: large from the first step on, the two programs differ; growing, "
-                    f"the sampler has old weights")
+            say.err(f"step {row['step']}: {column}={row[column]:.2g}, but rounding explains at most {limit:g}: the "
+                    f"sampler computes other probabilities than the training step, so the answers are not sampled from "
+                    f"the policy. Look at {column} in metrics.jsonl: if it is large from the first step on, the two "
+                    f"programs differ; if it grows, the sampler has old weights")
         self.mismatch_limit = column, math.inf
 
     def _count_skipped(self, row: dict, limit: float) -> None:
@@ -213,14 +221,14 @@ class Record:
                 f"({self.skipped_in_a_row} in a row, the run stops at {self.max_skipped})")
         if self.skipped_in_a_row >= self.max_skipped:
             raise TooManySkippedSteps(
-                f"{self.skipped_in_a_row} steps in a row, the last of them {row['step']}, had no finite loss or "
-                f"gradient norm, or a loss spike; none of them was applied. Lower "
+                f"{self.skipped_in_a_row} steps in a row, up to step {row['step']}, had a loss or gradient norm that "
+                f"is not finite, or a loss spike; none of them was applied. Lower "
                 f"optimizer.learning_rate={self.optimizer.learning_rate}, lengthen "
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps}, leave these batches out by data.skip_batches, "
                 f"or continue from an earlier checkpoint (checkpoint.step); all four are allowed on resume")
 
 
 def _listed(value):
-    """A number, or a list of them: of layers there are many, and the shortest digits that say a float32 are half as
-    many."""
+    """Return a metric as a number or a list of numbers. In lists, which may have many layers, each float32 is rounded
+    to its shortest decimal form, which halves the text."""
     return [float(str(each)) for each in value] if value.ndim else value.item()

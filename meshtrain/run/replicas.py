@@ -1,9 +1,9 @@
-"""Detects silent data corruption: replicas of one shard must be bit for bit equal.
+"""Detects silent data corruption by comparing replicas, which must be bit for bit equal.
 
-Every device sums the 32-bit words of its shards, each times an odd number that depends on its position, modulo 2**32:
-one flipped bit always changes the sum. The sums (4 bytes per array and device) are gathered, and every process compares
-those of the same shard. This reads the state once and needs no second copy. Arrays without replicas (most of a ZeRO-3
-state) cannot be checked. Works on any pytree of jax arrays on one mesh.
+Each device computes a checksum of each of its shards: the sum modulo 2**32 of its 32-bit words, each times an odd
+number that depends on its position. One flipped bit always changes the sum. The sums (4 bytes per array and device) are
+all-gathered, and every process compares those of the same shard. This reads the state once and makes no copy. Arrays
+without replicas (most of a ZeRO-3 state) cannot be checked. Works on any pytree of jax arrays on one mesh.
 """
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from meshtrain.cluster import agree
 from meshtrain.run import trees
 from meshtrain.run.loop import Hook
 
-MOST_NAMED = 3      # arrays in a message
-WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}     # by bytes of an element; of 8 bytes two
+MOST_NAMED = 3      # arrays named in a message
+# bytes of an element -> dtype of its words; an element of 8 bytes has two words
+WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 class ReplicasDiffer(RuntimeError):
-    """A device holds other bits than its replicas: nothing computed since can be believed."""
+    """A device holds other bits than its replicas, so the state may be corrupt."""
 
 
 class Replicas:
-    """The replicas of a state. state: a pytree of arrays, or ShapeDtypeStructs, with NamedShardings on `mesh`."""
+    """Checks the replicas of a state. state: a pytree of arrays or ShapeDtypeStructs with NamedShardings on `mesh`."""
 
     def __init__(self, state, mesh: Mesh):
         self.mesh = mesh
@@ -47,34 +48,35 @@ class Replicas:
 
     @property
     def any(self) -> bool:
-        """Whether anything but scalars has replicas."""
+        """Whether an array other than a scalar has replicas."""
         return any(axes and leaf.shape for _, leaf, axes in self.leaves)
 
     def compile(self) -> "Replicas":
-        """Compiles the check, so that the first one takes no longer than others."""
+        """Compile the check ahead of its first use. Return self."""
         self._sums = self._sums.lower(*self._abstract).compile()
         return self
 
     def hook(self, every: int, saving: Sequence[Hook]) -> Hook:
-        """Checks every `every` steps and before each hook that saves the state, so that no detectable fault is saved.
-        Raises: ReplicasDiffer."""
+        """Return a hook that checks every `every` steps, and before each hook of `saving`, so that no detectable fault
+        is saved. It raises ReplicasDiffer."""
         return Hook(lambda step, ending: step % every == 0 or any(hook.due(step, ending) for hook in saving),
                     lambda step, state: self.check(step, state) or {})
 
     def check(self, step: int, state) -> None:
-        """Raises: ReplicasDiffer, in every process alike, naming the arrays and devices."""
+        """Compare the replicas of a state. Raises: ReplicasDiffer in all processes, with the names of arrays and
+        devices."""
         if faults := self.faults(state):
             hosts = agree.exchange(socket.gethostname())
             named = "; ".join(f"{name}: {_words(groups, hosts)}" for name, groups in faults[:MOST_NAMED])
-            more = f"; and {len(faults) - MOST_NAMED} arrays more" if len(faults) > MOST_NAMED else ""
+            more = f"; and {len(faults) - MOST_NAMED} more arrays" if len(faults) > MOST_NAMED else ""
             raise agree.agreed(ReplicasDiffer(
                 f"step {step}: replicas that must have the same bits differ in {named}{more}. A device computed "
                 f"wrongly or lost a bit: this state is not saved. Run the same command again to resume from the last "
-                f"checkpoint. Test these devices, or leave them out"))
+                f"checkpoint. Test these devices, or run without them"))
 
     def faults(self, state) -> list[tuple[str, list[list[jax.Device]]]]:
-        """(array, its devices grouped by the bits they hold, largest group first) of every shard whose replicas differ.
-        """
+        """Return (name of the array, device groups) for every shard whose replicas differ. The devices of a group hold
+        the same bits; the largest group comes first."""
         checked = [(name, axes) for name, _, axes in self.leaves if axes]
         leaves = [leaf for leaf, (_, _, axes) in zip(jax.tree.leaves(state), self.leaves, strict=True) if axes]
         if not leaves:
@@ -96,16 +98,17 @@ class Replicas:
 
 
 def _replicated(leaf, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes over which an array has replicas."""
+    """Return the mesh axes over which an array has replicas."""
     split = jax.tree.leaves(tuple(leaf.sharding.spec)) if leaf.size else mesh.axis_names
     return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in split)
 
 
 def checksum(array: jax.Array) -> jax.Array:
-    """uint32 of an array's bits and their positions; of a global array the same in every layout."""
+    """Return a uint32 scalar that depends on all bits of an array and their positions. For a global array it is the
+    same in every layout."""
     words = jax.lax.bitcast_convert_type(array, WORDS[array.dtype.itemsize]) if array.dtype != bool else array
     words = words.astype(jnp.uint32)
-    words = words ^ words >> 15     # one to one; or the sign bits of two elements would cancel
+    words = words ^ words >> 15     # a bijection; without it, flipped sign bits of two elements would cancel
     place, stride = jnp.zeros((), jnp.uint32), 2
     for dim in reversed(range(words.ndim)):
         place += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
@@ -114,7 +117,7 @@ def checksum(array: jax.Array) -> jax.Array:
 
 
 def digest(tree) -> str:
-    """The digest of all bits of a tree of arrays. It is the same in every layout."""
+    """Return a digest of all bits of a pytree of arrays, as hex text. It is the same in every layout."""
     sums = jax.device_get(_checksums(tree))
     return hashlib.blake2b(json.dumps([int(one) for one in sums]).encode(), digest_size=10).hexdigest()
 
@@ -126,7 +129,7 @@ def _words(groups: list[list[jax.Device]], hosts: Sequence[str]) -> str:
     said = [[f"device {one.id} (process {one.process_index} on {hosts[one.process_index]})" for one in group]
             for group in groups]
     most, others = said[0], [device for group in said[1:] for device in group]
-    if len(said[1]) == len(most):     # nobody knows which is right
+    if len(said[1]) == len(most):     # a tie: either group may be the faulty one
         return " and ".join(map(", ".join, said))
     named = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
     return f"{named} against {len(most)} others"

@@ -1,9 +1,9 @@
-"""The feed of training.objective = "rl": draws answers to prompts, has them scored, and makes batches of them.
+"""The feed of training.objective = "rl": samples answers to prompts, scores them, and packs them into batches.
 
-Batch n of answers is a function of the settings, n and the weights after (n - rl.lag) · rl.updates steps: keys of draws
-are counters, and nothing depends on time, order or layout. Every process draws or reads all answers, scores its share,
-and packs the same rows. run.dir/rollouts keeps the newest batches: as text, and as arrays with which a killed run goes
-on without drawing again, and with the rewards it had.
+Batch n of answers is a function of the settings, n, and the weights after (n - rl.lag) · rl.updates steps: random keys
+are counters, and nothing depends on time, order or layout. Every process samples or reads all answers, scores its
+share, and packs the same rows. run.dir/rollouts has the newest batches as text and as arrays. A killed run resumes from
+the arrays without sampling or scoring again.
 """
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from meshtrain.run.record import Record
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
-VALIDATION = 2**32 - 1      # the batch of the keys of validations: each draws with the same noise
-MOST_FAILURES = 0.1         # of a batch's answers, whose scores failed, before the run ends
-WAITS_S = 0.2               # for scores, between looks whether to stop
-ROUNDS = 3                  # of prompts that rl.filter draws for a batch
-SCORES = ("old", "reference")       # log-probabilities by the trainer's forward pass, fields of a batch
-# Keys of [rl] that change neither what is drawn nor what it is worth.
+VALIDATION = 2**32 - 1      # batch number in the random keys of validations: all of them use the same noise
+MOST_FAILURES = 0.1         # the run ends if scoring fails for a larger share of a batch's answers
+WAITS_S = 0.2               # seconds of waiting for scores between two checks for a stop request
+ROUNDS = 3                  # with rl.filter, prompts are drawn for a batch up to this many times
+SCORES = ("old", "reference")       # fields of a batch: log-probabilities from the trainer's forward pass
+# Keys of [rl] that change neither the answers nor their rewards.
 FREE = ("slots", "rules", "reward_workers", "reward_timeout_s", "reward_memory_gb", "reward_check", "keep")
 
 
 def check(run: Run, prompts: Prompts) -> None:
-    """Before weights are read. Raises: ConfigError where answers may not fit in a batch, or the reward cannot be used.
-    """
+    """Check the settings before weights are read. Raises: ConfigError if answers may not fit into a batch, or the
+    reward function cannot be used."""
     rl, data = run.rl, run.data
     count = rl.prompts * rl.samples // rl.updates
     longest = prompts.longest_with_answer(rl.max_tokens)
@@ -54,8 +54,8 @@ def check(run: Run, prompts: Prompts) -> None:
     if needed > data.global_batch:
         raise ConfigError(
             f"data.global_batch={data.global_batch} sequences of data.seq_len={data.seq_len} may not hold the {count} "
-            f"answers of a step (rl.prompts × rl.samples / rl.updates), each with its prompt of up to {longest} "
-            f"tokens; use data.global_batch={needed} or more; microbatches without answers (training.microbatches) "
+            f"answers of a step (rl.prompts × rl.samples / rl.updates), each up to {longest} tokens long with its "
+            f"prompt; use data.global_batch={needed} or more; microbatches without answers (training.microbatches) "
             f"are not computed")
     with user_errors():
         workers.check(rl.reward, {one.place: one.line for one in (*prompts.prompts, *prompts.held)},
@@ -63,15 +63,16 @@ def check(run: Run, prompts: Prompts) -> None:
 
 
 class Rollouts:
-    """Draws answers and makes the batches of steps (loop.Feed). `begin` comes before the first `next`.
+    """Samples answers and makes the batches of steps (loop.Feed). Call `begin` before the first `next`.
 
-    words: the text of an answer, and the tokens and strings that end one. ends: these, for messages. sampler: its
-    `generator(params)` is a Generator with these weights. position: of the checkpoint that the run resumes from.
-    reference: a step's weights -> those that rl.kl is measured to. origin: [their digest, step of
-    checkpoint.init_from], where they are not the base of adapters. orders: with rl.lag, to samplers apart.
+    words: detokenizer, with the tokens and strings that end an answer. ends: these ends as text, for messages. sampler:
+    `sampler.generator(params)` returns a Generator with these weights. directory: run.dir. position: saved in the
+    checkpoint that the run resumes from, see `position`. reference: function from a step's weights to the reference
+    weights of rl.kl. origin: [digest of the reference weights, step of checkpoint.init_from]; [] if the reference is
+    the base model of adapters. orders: with rl.lag, the exchange with separate samplers; else None.
     """
 
-    validation = ()     # there are no batches with a loss; see `validate`
+    validation = ()     # no validation batches with a loss; see `validate`
 
     def __init__(self, run: Run, program: Program, prompts: Prompts, words: Words, sampler, directory: Path,
                  position: dict | None = None):
@@ -82,15 +83,16 @@ class Rollouts:
         self.orders: Orders | None = None
         self.ends = ""
         self._marks = [(position["batches"], position["tokens"], position["drawn"]) if position else (0, 0, 0)]
-        self._held: tuple[int, list[dict], int] | None = None       # number of the batch, its parts, prompts drawn then
+        # (number of the batch, its parts (one per update), number of prompts drawn up to it)
+        self._held: tuple[int, list[dict], int] | None = None
         self._score: Callable | None = None
         rl = self.rl
-        self._of_reward = workers.digest(rl.reward)     # as its processes read it, whatever is written there meanwhile
+        self._of_reward = workers.digest(rl.reward)     # digest of the file before the workers start; it may be edited
         self.rewards = workers.RewardWorkers(rl.reward, rl.reward_workers, rl.reward_timeout_s, rl.reward_memory_gb,
                                              rl.reward_check)
 
     def begin(self, record: Record, stopping: Callable[[], bool]) -> None:
-        """record: of the run. stopping: whether to stop; all processes call it alike."""
+        """Set the run's record, and `stopping`: returns whether to stop; all processes call it together."""
         self.record, self.stopping = record, stopping
         if self.orders:
             self.orders.stopping = stopping
@@ -109,13 +111,14 @@ class Rollouts:
                 "prompts": self.prompts.digest, **queue, **origin}
 
     def _mark(self, steps: int) -> tuple[int, int, int]:
-        """(steps, tokens in their batches, prompts drawn for the batches of answers that are used up by then)."""
+        """Return (steps, number of tokens in their batches, number of prompts drawn for the answer batches that are
+        completed by then)."""
         return next(mark for mark in reversed(self._marks) if mark[0] <= steps)
 
     def next(self, done: int, state: State) -> StepBatch:
         number, part = divmod(done, self.rl.updates)
         if fresh := self._held is None or self._held[0] != number:
-            self._held = None       # of the step's memory, nothing stays with the sampler
+            self._held = None       # free the last batch before sampling
             self._held = number, *self._batch(number, part, state)
         _, parts, drawn = self._held
         batch = parts[part]
@@ -129,8 +132,9 @@ class Rollouts:
     # ---- one batch of answers ----------------------------------------------------------------------------------------
 
     def _batch(self, number: int, part: int, state: State) -> tuple[list[dict], int]:
-        """(the parts of batch `number`, a step each; prompts drawn by then). state: after the steps before `part`."""
-        self.record.settle()        # the row of the step before: the numbers that follow are of the next
+        """Return (the parts of batch `number`, one per update; number of prompts drawn up to it). part: the update that
+        comes next. state: the state before it."""
+        self.record.settle()        # write the row of the step before: later numbers belong to the next row
         kept = Kept(self.directory, number, self._key(number))
         first = self._mark(number * self.rl.updates + part)[2]
         if self.orders:
@@ -143,18 +147,18 @@ class Rollouts:
         if found is None and part and jax.process_index() == 0:
             say.err(f"{kept.path} is missing or damaged. It had the answers that earlier steps trained on; "
                     f"they are sampled again, with the present weights")
-        # Twice: what the processes agree on is told by the next call (agree.StopAgreement).
+        # Called twice: each call returns what the processes agreed on in the call before (agree.StopAgreement).
         if found is None and part == 0 and (self.stopping() or self.stopping()):
             raise NoBatch
         drawn = found or self._drawn(kept, weights, first, state)
         if number == 0 and part == 0 and _stopped(drawn) == {"length"}:
-            say.out(f"batch 0: no answer ended within rl.max_tokens={self.rl.max_tokens}; an answer ends with "
-                    f"{self.ends}: name the end that the model was taught as data.eos, or its text in rl.stop, or use "
-                    f"more tokens")
+            say.out(f"batch 0: no answer ended within rl.max_tokens={self.rl.max_tokens}. An answer ends with "
+                    f"{self.ends}. Set data.eos to the end token that the model was trained with, or add its text to "
+                    f"rl.stop, or raise rl.max_tokens")
         parts = self._packed(drawn.groups, number * self.rl.updates)
         if part == 0 and not any((batch["targets"] != NO_TARGET).any() for batch in parts):
             why = self._why_nothing(drawn, drawn.drawn - first)
-            say.out(f"batch {number}: the run does not train on it, since {why}")
+            say.out(f"batch {number}: the run does not train on it, because {why}")
         if missing := [name for name in SCORES if name in self.program.step.batch and name not in drawn.scores]:
             with self._timed("sampling", "score_s"):
                 for name in missing:
@@ -170,8 +174,11 @@ class Rollouts:
         return parts, drawn.drawn
 
     def _drawn(self, kept: Kept, weights: str | None, first: int, state: State) -> AnswerBatch:
-        """The batch of `kept`; `first` prompts are drawn before it. weights: those that draw it, if known. Raises:
-        NoBatch."""
+        """Sample and score the batch of `kept`, and return it.
+
+        weights: checksum of the weights that sample it; None if unknown. first: number of prompts drawn for earlier
+        batches. Raises: NoBatch if the run has to stop.
+        """
         number, before = kept.number, []
         if self.orders:
             generator, version = self.orders.answers(number), self.orders.given[number].version
@@ -185,7 +192,7 @@ class Rollouts:
 
         def waits(found: list[Completion]) -> None:
             if self.stopping():
-                if not self.orders:         # there they stay where samplers have left them
+                if not self.orders:         # separate samplers have already written their answers to run.dir/samplers
                     kept.hold([*before, *found], weights or "")
                 raise NoBatch
         groups, wanted, equal, row = [], self.rl.prompts, 0, 0
@@ -203,7 +210,8 @@ class Rollouts:
 
     @contextlib.contextmanager
     def _timed(self, part: str, column: str) -> Iterator[None]:
-        """Between two steps: seconds of a part of the goodput account, and of a column of the metrics row."""
+        """Context between two steps: count its seconds in a part of the goodput account and in a column of the metrics
+        row."""
         begun = time.perf_counter()
         with self.record.paused(part), watch.phase(part, "save"):
             yield
@@ -211,8 +219,11 @@ class Rollouts:
 
     def _answered(self, generator, prompts: Sequence[Prompt], samples: int, counters: Sequence[tuple[int, int]],
                   timed: Callable, waits: Callable[[list[Completion]], None]) -> list[Group]:
-        """A group for each prompt, with rewards. timed: as `_timed`. waits: called with the answers, again and again,
-        while their scores are awaited."""
+        """Sample `samples` answers to each prompt, score them, and return a group for each prompt.
+
+        counters: (batch, row) of each prompt, for the random keys. timed: see `_timed`. waits: called with the answers
+        repeatedly while scores are missing; may raise NoBatch. Raises: RolloutError.
+        """
         text: dict[int, str] = {}
         own = lambda i: i % jax.process_count() == jax.process_index()
 
@@ -233,13 +244,13 @@ class Rollouts:
                 waits(found)
             for part in agree.exchange({i: dataclasses.astuple(one) for i, one in self.rewards.results().items()}):
                 outcomes |= {int(i): workers.Reward(*one) for i, one in part.items()}
-        for one in found:       # the token that ends an answer is learned, too
+        for one in found:       # a stopped answer includes the token that ends it: it is trained on, too
             ended = limits.ended or one.tokens[-1] in limits.stop_ids
             assert ended if one.stopped == "stop" else len(one.tokens) == limits.tokens, one
         wrong = [i for i, one in enumerate(found) if not np.isfinite(one.logprobs).all()]
         if wrong:
             raise agree.agreed(RolloutError(
-                f"the logits are not finite in {len(wrong)} of {len(found)} answers, the first to "
+                f"the logits are not finite in {len(wrong)} of {len(found)} answers, first in an answer to "
                 f"{prompts[wrong[0] // samples].place}: the run did not train on this batch; continue "
                 f"from an earlier checkpoint (checkpoint.step) with a lower optimizer.learning_rate"))
         self._check_failures(outcomes)
@@ -257,7 +268,7 @@ class Rollouts:
         most = 0 if self.rl.reward_failures == "stop" else MOST_FAILURES * len(outcomes)
         if len(failed) > most:
             raise agree.agreed(RolloutError(
-                f"{len(failed)} of {len(outcomes)} answers have no reward, since rl.reward={self.rl.reward} failed: "
+                f"{len(failed)} of {len(outcomes)} answers have no reward, because rl.reward={self.rl.reward} failed: "
                 f"{'; '.join(list(dict.fromkeys(failed.values()))[:3])}; fix the function, or the lines that it "
                 f"cannot score, and start again"))
         unsteady = sum(one.unsteady for one in outcomes.values())
@@ -268,7 +279,8 @@ class Rollouts:
     # ---- what is learned ---------------------------------------------------------------------------------------------
 
     def _packed(self, groups: Sequence[Group], first: int) -> list[dict]:
-        """A batch for each update u, of groups u, u + updates, … first: number of the first update's step, from 0."""
+        """Return a batch for each update u, with groups u, u + rl.updates, … first: step of the first update, from 0.
+        """
         rl, data = self.rl, self.run.data
         reward_GN = np.array([[one.reward for one in group.answers] for group in groups])
         gain_GN = answers.advantages(reward_GN, rl.advantage) if groups else []
@@ -285,24 +297,25 @@ class Rollouts:
         return parts
 
     def _why_nothing(self, drawn: AnswerBatch, count: int) -> str:
-        """Why no answer of a batch is learned from. count: of the groups that were drawn for it."""
+        """Return why no answer of a batch can be trained on, as text. count: number of groups sampled for the batch."""
         cut = _stopped(drawn) == {"length"}
         if cut and self.rl.truncated == "mask":
             return (f'no answer ended within rl.max_tokens={self.rl.max_tokens}, and rl.truncated="mask" leaves such '
-                    f'ones out; use more tokens, or rl.truncated="keep"')
+                    f'answers out; raise rl.max_tokens, or set rl.truncated="keep"')
         if cut:
             return (f"no answer ended within rl.max_tokens={self.rl.max_tokens} and all rewards are equal; an answer "
                     f"ends with {self.ends}")
-        return f"in {count} groups of answers all rewards are equal; give easier or harder prompts, or another reward"
+        return (f"all rewards are equal in each of its {count} groups of answers; give easier or harder prompts, or "
+                f"another reward")
 
     def _computed(self, batch: dict) -> int:
-        """Tokens, padding among them, of the microbatches that are computed."""
+        """Return the number of tokens, including padding, in the microbatches that are computed."""
         rows = self.run.data.global_batch // self.run.training.microbatches
         used = np.flatnonzero((batch["targets"] != NO_TARGET).any(1))
         return (int(used[-1]) // rows + 1) * rows * self.run.data.seq_len if len(used) else 0
 
     def _scored(self, params: dict, batch: dict) -> np.ndarray:
-        """Log-probabilities of the targets, float32 [rows, T]."""
+        """Return the log-probabilities of a batch's targets, float32 [rows, T]."""
         if self._score is None:
             step = self.program.step
             self._score = self.program.compiled(self.program.scores, step.state.abstract.params, step.batch)
@@ -310,15 +323,18 @@ class Rollouts:
         return np.asarray(self._score(params, self.program.place(rows))).reshape(batch["tokens"].shape)
 
     def validate(self, state: State) -> tuple[dict[str, float], int]:
-        """(columns of the metrics row: mean reward of one answer to each held-out prompt, its standard error, further
-        values by name; number of answers with a reward). Raises: NoBatch."""
+        """Sample and score one answer to each held-out prompt.
+
+        Return (columns of the metrics row, number of answers with a reward). The columns are the mean reward, its
+        standard error, and the means of the reward's further values. Raises: NoBatch if the run has to stop.
+        """
         def waits(_) -> None:
             if self.stopping():
                 raise NoBatch
         prompts = self.prompts.held[:self.run.validation.batches * self.rl.prompts]
         generator = self.sampler.generator(state.params)
         groups = self._answered(generator, prompts, 1, [(VALIDATION, row) for row in range(len(prompts))],
-                                lambda *_: contextlib.nullcontext(), waits)     # within a validation's time
+                                lambda *_: contextlib.nullcontext(), waits)     # its time counts as validation
         scored = [one for group in groups for one in group.answers]
         found = np.array([one.reward for one in scored if not np.isnan(one.reward)])
         return {"val_reward": float(found.mean()) if len(found) else 0.0,
@@ -328,8 +344,8 @@ class Rollouts:
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
     def _key(self, number: int) -> str:
-        """Hash of everything that determines batch `number`, except the weights. For a reward's file, its text is
-        hashed."""
+        """Return a hash of everything that determines batch `number`, except the weights. It includes the text of the
+        reward function's file."""
         identity = [number, self.run.run.seed, self.rl.model_dump(exclude=set(FREE)), self.run.data.seq_len,
                     self.run.data.global_batch, self.run.model.model_dump(), self.run.lora.model_dump(),
                     self.prompts.digest, self._of_reward]
@@ -337,5 +353,5 @@ class Rollouts:
 
 
 def _stopped(drawn: AnswerBatch) -> set[str]:
-    """How the answers of a batch ended: stop, length."""
+    """Return the ways in which answers of a batch ended: "stop", "length"."""
     return {one.drawn.stopped for one in drawn.answers}

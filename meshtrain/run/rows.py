@@ -1,8 +1,8 @@
-"""The logs of a run, files of JSON lines: one reader, which streams from either end, and one appender.
+"""Reader and appender of a run's logs, which are files of JSON lines. The reader streams from either end.
 
-A month's run writes a million rows of metrics, so a log is never held whole: a resume reads from its end back to the
-step it resumes from, a report reads it once from its beginning. Lines that are no rows (empty, torn by a power cut, a
-note of the user's, of another version) are skipped.
+A run of a month writes a million metrics rows, so a log is never read into memory as a whole: a resume reads from the
+end back to its step, and a report reads once from the beginning. Lines that are no rows (empty lines, lines cut off by
+a power failure, notes of the user, rows of other versions) are skipped.
 """
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from meshtrain.run import contents, say
 
 NAME = contents.METRICS
 BLOCK_BYTES = 1 << 18           # read at once
-MOST_LINE_BYTES = 1 << 22       # of a row: those of experts, three numbers a layer, have some thousands
+MOST_LINE_BYTES = 1 << 22       # longer lines are no rows; a row with three numbers per expert layer has a few thousand
 Row = dict[str, Any]
-# Keys that readers take for a number, or null, where a row has them.
+# Keys whose values, if a row has them, are numbers or null.
 NUMBERS = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu",
            "data_wait_s", "checkpoint_wait_s", "elapsed_s", "goodput", "time", "memory_bytes", "expert_load_max",
            "expert_load_entropy", "reward", "val_reward", "answer_tokens", "entropy", "mismatch_max")
 
 
 class Line(NamedTuple):
-    """A line of the file. end: offset after its newline. row: None where it is no row. empty: it has no text."""
+    """A line of the file. start: its offset. end: offset after its newline. row: None if the line is no row. empty:
+    whether it has only white space."""
     start: int
     end: int
     row: Row | None
@@ -37,19 +38,20 @@ class Line(NamedTuple):
 
 
 class Log:
-    """The rows of a log, read anew by each loop, forward or by `reversed`. is_row: whether an object is a row of it.
+    """An iterable of the rows of a log; `reversed` iterates backward. Each loop reads the file again.
 
-    Text after the last newline is a line being written, and no row. A missing file has no rows.
+    is_row: returns whether a JSON object is a row of this log. Text after the last newline is still being written and
+    is no row. A missing file has no rows.
     """
 
     def __init__(self, path: str | os.PathLike, is_row: Callable[[Row], bool]):
         self.path, self.is_row = Path(path), is_row
 
     def read(self) -> list[Row]:
-        """All rows of a short log. Tells how many lines, empty ones apart, are no rows."""
+        """Return all rows of a short log. Print how many non-empty lines are no rows."""
         lines = list(self.lines())
         if others := sum(line.row is None and not line.empty for line in lines):
-            say.err(f"{self.path}: this version cannot read {others} of its lines, and leaves them out")
+            say.err(f"{self.path}: this version cannot read {others} of its lines and leaves them out")
         return [line.row for line in lines if line.row is not None]
 
     def __iter__(self) -> Iterator[Row]:
@@ -59,7 +61,8 @@ class Log:
         return (line.row for line in self.lines_reversed() if line.row is not None)
 
     def lines(self) -> Iterator[Line]:
-        """Every line from the first on, also those that are no rows. Raises: OSError where the file cannot be read."""
+        """Yield every line from the first on, including those that are no rows. Raises: OSError if the file cannot be
+        read."""
         with self._opened() as file:
             end = 0
             while text := file.readline(MOST_LINE_BYTES):
@@ -70,10 +73,10 @@ class Log:
                     yield self._line(start, end, text)
 
     def lines_reversed(self) -> Iterator[Line]:
-        """Every line from the last back. Raises: OSError where the file cannot be read."""
+        """Yield every line from the last one back, as `lines`. Raises: OSError if the file cannot be read."""
         with self._opened() as file:
             at = end = file.seek(0, os.SEEK_END)
-            # the known end of a line: what stands behind the last newline, at first
+            # rest: the end of a line whose begin is in an earlier block; at first, the text after the last newline
             rest, dropped, torn = b"", 0, True
             while at:
                 size = min(BLOCK_BYTES, at)
@@ -101,7 +104,7 @@ class Log:
             yield file
 
     def _line(self, start: int, end: int, text: bytes | None) -> Line:
-        """text: None for a line that is too long for a row."""
+        """Parse a line. text: None for a line that is too long for a row."""
         row = None
         with contextlib.suppress(ValueError, RecursionError, TypeError):
             row = json.loads(text)
@@ -116,7 +119,7 @@ class MetricRows(Log):
         super().__init__(path, _is_of_step)
 
     def end_of(self, step: int) -> int:
-        """Offset behind the last row of a step up to `step`; 0 where there is none."""
+        """Return the offset after the last row whose step is at most `step`; 0 if there is none."""
         return next((line.end for line in self.lines_reversed() if line.row and line.row["step"] <= step), 0)
 
 
@@ -126,7 +129,7 @@ def _is_of_step(row: Row) -> bool:
 
 
 def is_change(row: Row) -> bool:
-    """Whether it is a row of changes.jsonl."""
+    """Return whether a JSON object is a row of changes.jsonl."""
     return type(row.get("step")) is int and isinstance(row.get("key"), str) and {"from", "to"} <= row.keys()
 
 
@@ -135,10 +138,10 @@ def _is_number(value) -> bool:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Drops the rows after `step` and a torn last line: a resumed run writes them again. Needs no disk space.
+    """Cut the rows after `step` and an incomplete last line. A resumed run writes these rows again. Needs no space.
 
-    Where other lines would be dropped with them, all are first copied to a file beside it, and this is reported.
-    Raises: OSError.
+    If lines that are no rows would be cut, too, everything after `step` is first copied to another file in the same
+    directory, and this is reported. Raises: OSError.
     """
     foreign, end = 0, 0
     for line in MetricRows(path).lines_reversed():
@@ -149,21 +152,22 @@ def cut_after(path: Path, step: int) -> None:
             foreign += not line.empty
     if foreign:
         kept = _copy_aside(path, end)
-        say.err(f"{path}: {foreign} of the lines after step {step} are no rows of metrics; they are kept in {kept}")
+        say.err(f"{path}: {foreign} of the lines after step {step} are not metrics rows; they are kept in {kept}")
     with contextlib.suppress(FileNotFoundError):
         os.truncate(path, end)
 
 
 def set_aside_after(path: Path, step: int) -> str:
-    """Copies everything after the rows up to `step` to a file of its own beside `path`; its name, empty where there is
-    nothing."""
+    """Copy everything after the rows up to `step` to a new file in the same directory. Return its name; "" if there are
+    no later rows. Raises: OSError."""
     rows = MetricRows(path)
     last = next(reversed(rows), None)
     return _copy_aside(path, rows.end_of(step)) if last and last["step"] > step else ""
 
 
 def _copy_aside(path: Path, start: int) -> str:
-    """The name of the copy, which is complete or absent, and without a torn last line."""
+    """Copy the complete lines from offset `start` on to a new file. Return its name. The copy is complete or absent.
+    Raises: OSError."""
     names = (f"{path.stem}.aside{more}{path.suffix}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
     kept = path.with_name(next(name for name in names if not path.with_name(name).exists()))
     temporary = kept.with_name(kept.name + ".tmp")
@@ -184,18 +188,18 @@ def _copy_aside(path: Path, start: int) -> str:
 
 
 class Appended(contextlib.AbstractContextManager):
-    """A file to which whole records are appended; each is in the kernel before `append` returns.
+    """A file to which complete records are appended. Each one is passed to the kernel before `append` returns.
 
-    A record that cannot be written waits in memory and is retried, in order, with the next one on a newly opened file:
-    after an NFS failover or a Lustre eviction the old descriptor stays refused. A partially written record is cut off
-    first, so a full disk leaves neither a gap nor a torn record. separator: written where the file system has lost the
-    file's end, so that the next record starts on its own line.
+    A record that cannot be written waits in memory. The next `append` opens the file again and writes all waiting
+    records in order: after an NFS failover or a Lustre eviction, the old descriptor stays unusable. A partly written
+    record is cut off first, so a full disk leaves neither a gap nor an incomplete record. separator: written if the
+    file system has lost the end of the file, so that the next record starts on its own line.
     """
 
     def __init__(self, path: Path, separator: bytes = b""):
         self.path, self.separator = path, separator
         self._waiting: collections.deque[bytes] = collections.deque()
-        self._file, self._end, self._warned = None, -1, False     # end: of the last whole record; -1: never opened
+        self._file, self._end, self._warned = None, -1, False     # end: offset after the last record; -1: never opened
 
     def append(self, record: bytes) -> None:
         self._waiting.append(record)
@@ -207,7 +211,7 @@ class Appended(contextlib.AbstractContextManager):
     def close(self) -> None:
         self._flush()
         if self._waiting:
-            say.err(f"{self.path} ends early: its last {sum(map(len, self._waiting)):,} bytes could not be written; "
+            say.err(f"{self.path} is incomplete: its last {sum(map(len, self._waiting)):,} bytes could not be written; "
                     f"check its file system before you start the run again")
         self._leave()
 
@@ -224,11 +228,11 @@ class Appended(contextlib.AbstractContextManager):
             self._leave()
             if not self._warned:
                 say.err(f"{self.path} cannot be written: {error.strerror}; training continues, and the rows wait in "
-                        f"memory until it can")
+                        f"memory until writing succeeds")
             self._warned = True
 
     def _opened(self):
-        file = open(self.path, "ab", buffering=0)   # a buffer would lose track of how much of it a full disk took
+        file = open(self.path, "ab", buffering=0)   # a buffered file does not report how much a full disk accepted
         try:
             size = os.fstat(file.fileno()).st_size
             if size > self._end >= 0:
@@ -246,6 +250,6 @@ class Appended(contextlib.AbstractContextManager):
 
     def _leave(self) -> None:
         file, self._file = self._file, None
-        with contextlib.suppress(OSError):      # what it had to say was told, or is about to be
+        with contextlib.suppress(OSError):      # the error behind it is reported elsewhere
             if file is not None:
                 file.close()

@@ -1,8 +1,8 @@
-"""The run directory: claimed by one start at a time, and the same for all processes. At an address: `bucket`.
+"""The run directory on a file system: claimed by one start at a time, shared by all processes. Buckets: see `bucket`.
 
-A lock file marks a run in progress. Where a file system has no locks (Lustre without `-o flock`, FUSE), the lock file
-still names its owner, and a second run on the owner's host is refused. What a resumed run may change is decided in
-`resume`.
+A lock file marks a run in progress. On a file system without locks (Lustre without `-o flock`, FUSE), the lock file
+still names its owner, and a second run on the owner's host is refused. `resume` decides which settings a resumed run
+may change.
 """
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from meshtrain.run import contents, say
 from meshtrain.run.contents import LOCK
 from meshtrain.storage.mirror import LostClaimError
 
-NO_SIGN_S = 120.0  # of an owner at an address, by the clocks of two hosts, after which readers take it for dead
-LOOK_S = 1.0       # between two tries to get a lock
+NO_SIGN_S = 120.0  # readers take the owner of a lease for dead if its last renewal is older (clocks of two hosts)
+LOOK_S = 1.0       # between two attempts to get a lock
 REMEDY = "give a directory that can"
 NO_CONFIG = "{} has checkpoints but no config.toml: config.toml is restored from the newest checkpoint"
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
 
 class _Held(Exception):
-    """The lock is held, perhaps by a host that is gone. owner: of `_owner`."""
+    """The lock is held, possibly by a host that is down. owner: see `_owner`."""
 
     def __init__(self, owner: dict | None):
         super().__init__()
@@ -44,9 +44,12 @@ class _Held(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Claim:
-    """Proof that run.dir belongs to this start. name: run.dir. directory: where this host reads and writes its files.
-    nonce: in its lock as long as that is true. look: reads the lock; None: there is none. send: brings the files to
-    where they are kept, if that is not the directory. lost: set once another start has taken run.dir over."""
+    """This start's claim on run.dir.
+
+    name: run.dir. directory: where this host reads and writes the files of the run. nonce: the lock contains it while
+    the claim is valid. look: returns the text of the lock; None if there is no lock. send: uploads the files, if
+    run.dir is in a bucket. lost: set once another start has taken run.dir over.
+    """
     name: str
     directory: Path
     nonce: str
@@ -55,7 +58,8 @@ class Claim:
     lost: LostClaimError | None = None
 
     def check(self) -> None:
-        """Called by any process before it renames or removes anything in run.dir. Raises: LostClaimError."""
+        """Check that the claim is still valid. Every process calls this before it renames or removes files in run.dir.
+        Raises: LostClaimError."""
         text = None if self.lost else self.look()
         if text is not None and (owner := named(text)) and owner.get("nonce") != self.nonce:
             self.lose(text)
@@ -63,18 +67,18 @@ class Claim:
             raise self.lost
 
     def lose(self, text: str) -> None:
-        """Note that another start has taken run.dir over. text: of the lock."""
+        """Record that another start has taken run.dir over. text: the content of the lock."""
         self.lost = LostClaimError(f"run.dir={self.name} was taken over by another start{by(named(text))}, because "
-                                   f"this one's lock had lapsed; this one stops and writes nothing more")
+                                   f"the lock of this start had lapsed; this start stops and writes nothing more")
 
 
 @contextlib.contextmanager
 def claimed(run: Run) -> Iterator[Claim]:
-    """Context: holds run.dir for this run alone, in all its processes.
+    """Context: hold run.dir for this run alone. All processes of the run enter it together.
 
-    Waits for a lock whose owner is not a process of this host. Raises: ConfigError where the directory cannot be used
-    or is not shared by all processes, FileSystemError where the file system refuses or the lock stays held. Then
-    nothing is changed.
+    Waits for a lock whose owner is not a process of this host. Raises: ConfigError if the directory cannot be used or
+    is not shared by all processes; FileSystemError if the file system fails or the lock stays held. After an error,
+    nothing in the directory has changed.
     """
     directory = Path(run.run.dir)
     with contextlib.ExitStack() as stack:
@@ -93,7 +97,8 @@ def _text(directory: Path) -> str | None:
 
 
 def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) -> str | None:
-    """In process 0: the nonce of the claim, which `stack` releases; None where the lock is still held after a while."""
+    """In process 0: claim the directory and return the nonce; None if another run holds the lock. `stack` releases the
+    claim."""
     try:
         return stack.enter_context(_claimed(run))
     except _Held as held:
@@ -104,8 +109,8 @@ def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) ->
 
 @contextlib.contextmanager
 def _claimed(run: Run) -> Iterator[str]:
-    """In process 0: creates and locks the directory; yields the nonce in its lock file, for the others to find. Raises:
-    _Held."""
+    """Context, in process 0: create and lock the directory. Yields the nonce in the lock file, which the other
+    processes then look for. Raises: _Held, ConfigError, FileSystemError."""
     directory = Path(run.run.dir)
     existing = files.status(directory)
     if existing and not stat.S_ISDIR(existing.st_mode):
@@ -119,7 +124,7 @@ def _claimed(run: Run) -> Iterator[str]:
 
     def opened():
         directory.mkdir(parents=True, exist_ok=True)
-        # and not "w": until it is locked, what stands there is another's
+        # not "w": until the file is locked, its content may be that of another run
         return open(directory / LOCK, "a+", encoding="utf-8")
 
     with files.attempted(opened, refusal, REMEDY, ConfigError) as lock:
@@ -131,8 +136,8 @@ def _claimed(run: Run) -> Iterator[str]:
             files.attempted(lambda: files.replace(directory / contents.CONFIG, run_file), refusal, REMEDY, ConfigError)
         try:
             yield owner["nonce"]
-        except ConfigError:     # found late, in the data: a mistake leaves nothing behind
-            with contextlib.suppress(OSError):      # there is none, or not an empty one
+        except ConfigError:     # a mistake that is found late, e.g. in the data, leaves nothing behind
+            with contextlib.suppress(OSError):      # the directory is missing, or not empty
                 if not locked_before:
                     (directory / contents.CHECKPOINTS).rmdir()
             if not locked_before and [path.name for path in directory.iterdir()] == [LOCK]:
@@ -142,19 +147,23 @@ def _claimed(run: Run) -> Iterator[str]:
             raise
         finally:
             with contextlib.suppress(OSError):
-                if (_owner(directory) or owner).get("nonce") == owner["nonce"]:      # else a successor's stands there
+                if (_owner(directory) or owner).get("nonce") == owner["nonce"]:      # else a successor has the lock
                     _put(lock, "")
 
 
 def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: bool) -> str:
-    """Returns the run file of the newest checkpoint, to be written anew, where config.toml is gone; empty else. Raises:
-    ConfigError where what is in run.dir, or that it is a run, forbids to begin or go on there."""
+    """Check that a run may start or resume in run.dir.
+
+    names: of the files in run.dir. Return the run file saved in the newest checkpoint if config.toml is missing, so
+    that it can be restored; else "". Raises: ConfigError if run.dir has other files, or holds a run and
+    checkpoint.resume is "never".
+    """
     has_config = contents.CONFIG in names
     saved = files.attempted(lambda: contents.saved_run_file(name), f"run.dir={name} cannot be read", REMEDY, ConfigError
                             ) if has_checkpoints and not has_config else ""
     if not has_config and not saved and not contents.are_left_by_starts(names, has_checkpoints):
-        raise ConfigError(f"run.dir={name} has files and is not the directory of a run (no config.toml); give an empty "
-                          f"directory or another run.name")
+        raise ConfigError(f"run.dir={name} has files but is not the directory of a run (it has no config.toml); give "
+                          f"an empty directory or another run.name")
     if (has_config or saved) and run.checkpoint.resume == "never":
         raise ConfigError(f"run.dir={name} already holds a run, and checkpoint.resume=\"never\"; give another run.name "
                           f"or run.dir, or resume=\"auto\" to resume it")
@@ -162,13 +171,13 @@ def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: boo
 
 
 def this_process() -> dict:
-    """The owner that this process writes into a lock."""
+    """Return the owner entry that this process writes into a lock."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid()), "time": time.time(),
             "space": space(), "nonce": secrets.token_hex(8)}
 
 
 def space() -> str:
-    """The id of this boot and container. Processes with the same id can see each other."""
+    """Return an id of this boot and container; "" if unknown. Processes with the same id can see each other."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -176,8 +185,8 @@ def space() -> str:
 
 
 def _lock(lock, directory: Path) -> None:
-    """Raises: ConfigError where a process of this host is at work in the directory; _Held where somebody else may
-    be."""
+    """Lock an open lock file. Raises: ConfigError if a process of this host uses the directory; _Held if a process of
+    another host may use it."""
     def flock() -> str:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,18 +214,20 @@ def _lock(lock, directory: Path) -> None:
 
 
 def is_here(owner: dict | None) -> bool:
-    """Whether the owner is a live process of this host."""
+    """Return whether the owner is a live process of this host."""
     return bool(owner) and owner["host"] == socket.gethostname() and owner["began"] == _began(owner["pid"]) != ""
 
 
 def _owner(directory: Path) -> dict | None:
-    """The owner named in the lock file; None if it names none."""
+    """Return the owner named in the lock file of a directory; None if there is none."""
     with contextlib.suppress(OSError):
         return named((directory / LOCK).read_text(encoding="utf-8"))
     return None
 
 
 def named(text: str) -> dict | None:
+    """Return the owner named in the text of a lock; None if it names none. A lease also gives "beat", its last renewal.
+    """
     try:
         owner, _, beat = text.partition("\n")
         owner = json.loads(owner) | ({"beat": float(beat)} if beat else {})
@@ -226,6 +237,7 @@ def named(text: str) -> dict | None:
 
 
 def by(owner: dict | None) -> str:
+    """Return process, host and start of an owner in parentheses, for messages; "" for None."""
     if not owner:
         return ""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["time"]))
@@ -233,16 +245,18 @@ def by(owner: dict | None) -> str:
 
 
 def _began(pid: int) -> str:
-    """Start time of a process of this host in kernel ticks, because pids are reused. Empty: there is no such process.
-    """
+    """Return the start time of a process of this host in kernel ticks; "" if there is no such process. The time tells
+    apart processes with the same pid."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     return ""
 
 
 def at_work(directory: Path) -> dict | None:
-    """The owner that the lock file names: host, pid, time, and seen: whether its process was found. None: nobody, or a
-    dead process of this host. Takes no lock, so readers never block a run."""
+    """Return the owner named in the lock file: host, pid, time, and "seen": whether its process was found on this host.
+
+    Return None if there is no owner or it is dead. Takes no lock, so readers never block a run.
+    """
     owner = _owner(directory)
     if owner is None or time.time() - owner.get("beat", math.inf) > NO_SIGN_S:
         return None
@@ -260,13 +274,13 @@ def _put(lock, text: str) -> None:
 
 
 def _check_shared(directory: Path, nonce: str) -> None:
-    """Raises, in every process: ConfigError where one does not see what process 0 has just written, FileSystemError
-    where one cannot read it."""
+    """Check that all processes see the lock file that process 0 has just written. Raises, in all processes: ConfigError
+    if one sees another file or none; FileSystemError if one cannot read it."""
     def look():
         with contextlib.suppress(ValueError):
             if json.loads((directory / LOCK).read_text(encoding="utf-8"))["nonce"] == nonce:
                 return
-        raise FileNotFoundError(errno.ENOENT, "another lock file stands there")     # perhaps what was read before
+        raise FileNotFoundError(errno.ENOENT, "it reads another lock file")     # possibly an old cached copy
 
     fault, lasts = "", False
     try:
@@ -286,16 +300,17 @@ def _check_shared(directory: Path, nonce: str) -> None:
 
 
 def metadata(run: Run, rules_text: str, data: dict, named: Mapping[str, str] | None = None) -> dict:
-    """The metadata saved with every checkpoint. data: of `resume.data_metadata`. named: of `resume.find`."""
+    """Return the metadata saved with every checkpoint. data: from `resume.data_metadata`. named: from `resume.find`."""
     return {"run": settings(run), "run_file": config.dump(run), "rules": rules_text, "files": named or {}, "data": data}
 
 
 def settings(run: Run) -> dict[str, dict]:
-    """Section -> key -> value, as JSON."""
+    """Return section -> key -> value, as JSON types."""
     return {name: section.model_dump(mode="json") for name, section in run}
 
 
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
-    """Writes rules.toml (as used), then config.toml (resolved), which marks the directory as a run's."""
+    """Write rules.toml (the rules in use), then config.toml (the resolved run file), which makes this a run directory.
+    """
     (directory / contents.RULES).write_text(rules_text, encoding="utf-8")
     files.replace(directory / contents.CONFIG, config.dump(run))

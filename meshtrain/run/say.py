@@ -1,8 +1,8 @@
-"""Output of commands: a closed reader, a full disk or a closed terminal never ends a run.
+"""Output of commands. A closed pipe, a full disk or a closed terminal never ends a run.
 
-A stream that fails once is replaced by /dev/null, also for what Python flushes at exit (otherwise it reports "Exception
-ignored … BrokenPipeError" and exits with 120). Lines on a terminal have colours, where NO_COLOR allows them; those of a
-file or pipe have them where FORCE_COLOR asks for them. Threads may print: one line is written at a time.
+A stream that fails once is replaced by /dev/null, so that Python's flush at exit succeeds, too (otherwise it reports
+"Exception ignored … BrokenPipeError" and exits with 120). Lines on a terminal are coloured unless NO_COLOR is set;
+lines in a file or pipe only if FORCE_COLOR is set. Threads may print: one line is written at a time.
 """
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ import time
 import traceback
 from collections.abc import Callable
 
-# What C++ reports where a CUDA plugin is installed and no GPU is there, and the header of such lines.
+# Lines that C++ logs if a CUDA plugin is installed without a GPU, and their header.
 NOISE = re.compile(rb"cudart_stub|absl::InitializeLog\(\)")
-# What a terminal obeys; generated text and names in files of others may hold any of it.
+# Control characters, which terminals execute; generated text and names in foreign files may contain them.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 WARNING = re.compile(r"W\d{4} [\d:.]+ ")
 
 LEVEL = re.compile(r"(error|warning|note): ")
 COLOURS = {r"(?m)^error:": "red", r"(?m)^warning:": "yellow", r"(?m)^note:": "cyan",
            r"\bloss -?\d+\.\d+( → -?\d+\.\d+)?": "green", r"\b(mfu|MFU) \d+\.\d+%": "magenta"}
-LOCK_S = 1.0        # a thread that waits for a reader must not keep the others from their own stream
+LOCK_S = 1.0        # longest wait for the lock: a thread blocked on one stream must not block the others for longer
 
 
 @dataclasses.dataclass(frozen=True)
 class LineFormat:
-    """The prefix of each line of a run. kind: "time" or "json". process: the one that prints."""
+    """The format of each line of a run's log. kind: "time" or "json". process: index of the process that prints."""
     kind: str
     process: int
 
     def dress(self, text: str, level: str) -> str:
-        """Lines that begin with time, process and level, or one JSON object. level: of a text that names none."""
+        """Return the text as lines that begin with time, process and level, or as one JSON object. level: used if the
+        text does not begin with one."""
         found = LEVEL.match(text)
         if self.kind == "json":
             return json.dumps({"time": time.time(), "process": self.process, "level": found[1] if found else level,
@@ -48,30 +49,31 @@ class LineFormat:
         return "\n".join(f"{lead}{'' if LEVEL.match(line) else level + ': '}{line}" for line in text.split("\n"))
 
 
-_answers = None     # where `answer` prints while stdout is kept for it; None: on stdout, with all else
-_live = 0   # characters of the unfinished line that stands on the terminal
+_answers = None     # the stream of `answer` while stdout is reserved for it; None: `answer` prints on sys.stdout
+_live = 0   # length of the unfinished live line on the terminal
 _drawn_at = 0.0
-_passing = False    # whether that line is worth nothing once another is printed
-_ended = False      # the command ends: no more live lines
+_passing = False    # whether the live line is erased, not left behind, once another line is printed
+_ended = False      # the command is ending: no more live lines
 _format: LineFormat | None = None
 _lock = threading.RLock()
 
 
 def format_lines(form: str, process: int = 0, count: int = 1) -> None:
-    """Set how lines begin from here on. form: `run.log_format`. process: the one that prints, of `count`."""
+    """Set the format of all further lines. form: `run.log_format`. process: index of this process. count: number of
+    processes."""
     global _format
     kind = form if form != "auto" else "time" if count > 1 and not on_terminal() else "plain"
     _format = None if kind == "plain" else LineFormat(kind, process)
 
 
 def out(text: str) -> None:
-    """Prints lines on stdout, in place of the live line if there is one."""
+    """Print lines on stdout. They replace the live line, if there is one."""
     with _in_turn():
         _send(sys.stdout, _over_live(_shown(sys.stdout, _add_prefix(text, "info")), _color) + "\n")
 
 
 def answer(text: str) -> None:
-    """Prints the answer of a command, for a program to read: on stdout, also while it is kept for answers."""
+    """Print the result of a command on stdout, for a program to read; also while `keep_stdout` is in effect."""
     with _in_turn():
         if _answers is None:
             _send(sys.stdout, _over_live(_shown(sys.stdout, text)) + "\n")
@@ -81,9 +83,9 @@ def answer(text: str) -> None:
 
 
 def keep_stdout() -> None:
-    """Keep stdout for `answer` from here on: what else is printed, by C++ and child processes too, goes to stderr.
+    """Reserve stdout for `answer` from here on. All other output, also of C++ and child processes, goes to stderr.
 
-    For `--json`: a program reads an answer or nothing. Raises: OSError where no descriptor is left.
+    Used for `--json`: stdout then has the JSON result or nothing. Raises: OSError if no descriptor is left.
     """
     global _answers
     if _answers is None:
@@ -94,8 +96,8 @@ def keep_stdout() -> None:
 
 @contextlib.contextmanager
 def kept_stdout(kept: bool = True):
-    """Context: keeps Python's stdout for `answer`, of a command that is called in this process. kept: if False, or
-    after `keep_stdout`, it does nothing."""
+    """Context: reserve Python's stdout for `answer` of a command that is called in this process. It does nothing if
+    `kept` is False, or after `keep_stdout`."""
     global _answers
     if not kept or _answers is not None:
         yield
@@ -109,7 +111,7 @@ def kept_stdout(kept: bool = True):
 
 
 def err(text: str) -> None:
-    """Prints lines on stderr, below the live line if there is one."""
+    """Print lines on stderr, below the live line if there is one."""
     with _in_turn():
         erase_passing()
         below = "\n" if _live else ""
@@ -118,14 +120,14 @@ def err(text: str) -> None:
 
 
 def part(text: str) -> None:
-    """Prints text on stdout without ending the line."""
+    """Print text on stdout without ending the line."""
     with _in_turn():
         _send(sys.stdout, _over_live(_shown(sys.stdout, text)))
 
 
 def live(text: str, passing: bool = False) -> None:
-    """Prints a line on a terminal that the next one replaces, cut to the terminal's width. passing: it is erased, too,
-    where a line on stderr follows or nothing does."""
+    """Print a live line on a terminal, cut to its width. The next line on stdout replaces it. passing: it is also
+    erased before a line on stderr and at the end of the command."""
     global _live, _passing, _drawn_at
     with _in_turn():
         if _ended:
@@ -136,17 +138,17 @@ def live(text: str, passing: bool = False) -> None:
 
 
 def has_live(within_s: float) -> bool:
-    """Whether a live line that is no passing one was printed within these seconds, and stands."""
+    """Return whether a live line that is not a passing one was printed less than `within_s` ago and is still shown."""
     return bool(_live) and not _passing and time.monotonic() - _drawn_at < within_s
 
 
 def width() -> int:
-    """The number of characters that a live line may have."""
+    """Return the number of characters that a live line may have."""
     return max(shutil.get_terminal_size().columns - 1, 20)
 
 
 def is_live() -> bool:
-    """Whether stdout may have a live line: a terminal, whose lines begin with nothing."""
+    """Return whether live lines may be printed: stdout is a terminal, and lines have no prefix."""
     return _format is None and on_terminal()
 
 
@@ -160,23 +162,23 @@ def erase_passing() -> None:
 
 
 def on_terminal(stream=None) -> bool:
-    """Whether a stream (None: stdout) is a terminal."""
+    """Return whether a stream (None: stdout) is a terminal."""
     with contextlib.suppress(Exception):
         return (stream or sys.stdout).isatty()
     return False
 
 
 def begin(level: int = 2) -> None:
-    """First call of a command, before jax is imported: makes streams safe and silences C++ logs.
+    """Make the standard streams safe and silence C++ logs. The first call of a command, before jax is imported.
 
-    level: the least severity that C++ logs; 1: warnings, for a command that reads them, 2: errors.
+    level: the least severity that C++ logs: 1 for warnings (for a command that reads them), 2 for errors.
 
-    A closed standard stream is opened on /dev/null: else the next file opened, perhaps a checkpoint, would get its
-    number and receive C++ logs.
+    A closed standard stream is opened on /dev/null. Otherwise the next opened file, possibly a checkpoint, would get
+    its descriptor and receive C++ logs.
     """
     global _ended
     _ended = False
-    # read when jax's C++ is loaded; errors are still told
+    # jax's C++ reads it when it is loaded
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", str(level))
     for number in (0, 1, 2):
         try:
@@ -190,14 +192,14 @@ def begin(level: int = 2) -> None:
 
 
 def _tell_end(ended: threading.ExceptHookArgs) -> None:
-    """Tell that a thread has ended by an error, whatever kind of error: the command goes on without it."""
+    """Report an exception that ended a thread. The command goes on without the thread."""
     name = ended.thread.name if ended.thread else "?"
     err(f"warning: the thread {name} has ended: {ended.exc_type.__name__}: {ended.exc_value}\n"
         + "".join(traceback.format_tb(ended.exc_traceback)).rstrip())
 
 
-# Passes on what comes, line by line. A process, because a thread of this one dies with it: what C++ says before it
-# aborts would be lost. Signals are for the command, whose end ends this, too.
+# Copies stdin to stderr line by line, without noise. It is a process, because a thread would die with this process if
+# C++ aborts, and the last C++ messages would be lost. It ignores signals and ends when the command closes its input.
 _FILTER = """
 import os, re, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
@@ -219,15 +221,15 @@ except BrokenPipeError:
     sys.stderr.flush()
 os._exit(0)
 """
-DRAINED_S = 2.0     # for the filter to end; something that was started meanwhile may hold its input for longer
+DRAINED_S = 2.0     # longest wait for the filter to end; a child process that was started meanwhile may hold its input
 
 
 @contextlib.contextmanager
 def without_noise(warnings: list[str] | None = None):
-    """Context: drops the lines of NOISE from descriptor 2; all others pass at once, even if C++ aborts.
+    """Context: drop the lines of NOISE from descriptor 2. All other lines pass at once, even if C++ aborts.
 
-    Used around loading jax's C++, some of whose messages no environment variable silences. warnings: receives the lines
-    that C++ logs as warnings.
+    Used while jax's C++ is loaded: no environment variable silences some of its messages. warnings: a list to which the
+    lines that C++ logs as warnings are appended instead of printed.
     """
     try:
         kept = os.dup(2)
@@ -238,7 +240,7 @@ def without_noise(warnings: list[str] | None = None):
     try:
         passing = subprocess.Popen([sys.executable, "-I", "-S", "-c", _FILTER, *patterns], stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE, stderr=kept, start_new_session=True)
-    except OSError:     # no room for another process: then with noise
+    except OSError:     # no process can be started: the noise is printed
         os.close(kept)
         yield
         return
@@ -260,7 +262,7 @@ def without_noise(warnings: list[str] | None = None):
 
 
 def end_live() -> None:
-    """Ends the live line, if there is one."""
+    """End the live line, if there is one."""
     with _in_turn():
         erase_passing()
         if _live:
@@ -268,7 +270,7 @@ def end_live() -> None:
 
 
 def end() -> None:
-    """Ends a live line, lets none begin, and flushes both streams."""
+    """End the live line, allow no further one, and flush both streams."""
     global _ended
     with _in_turn():
         end_live()
@@ -279,7 +281,7 @@ def end() -> None:
 
 @contextlib.contextmanager
 def _in_turn():
-    """Context of writing. A thread that another keeps waiting writes after LOCK_S all the same."""
+    """Context: hold the lock for writing. A thread that does not get it within LOCK_S writes anyway."""
     had = _lock.acquire(timeout=LOCK_S)
     try:
         yield
@@ -293,10 +295,10 @@ def _add_prefix(text: str, level: str) -> str:
 
 
 def _color(stream, text: str) -> str:
-    """The text with colours, if the stream is to have them: rich knows the terminals, NO_COLOR and FORCE_COLOR."""
+    """Return the text with colours if the stream supports them; rich decides by terminal, NO_COLOR and FORCE_COLOR."""
     if not (on_terminal(stream) or os.environ.get("FORCE_COLOR")):
         return text
-    with contextlib.suppress(Exception):    # while the interpreter ends nothing can be imported
+    with contextlib.suppress(Exception):    # at interpreter exit, imports fail
         from rich import console, text as texts
         of_stream = console.Console(file=stream, force_jupyter=False)
         if of_stream.color_system is None or of_stream.no_color:
@@ -310,18 +312,19 @@ def _color(stream, text: str) -> str:
 
 
 def _shown(stream, text: str) -> str:
-    """The text with control characters escaped on a terminal; files and pipes get every byte."""
+    """Return the text with control characters escaped if the stream is a terminal; else unchanged."""
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if on_terminal(stream) else text
 
 
 def escape(text: str) -> str:
-    """A line of what others wrote, with control characters escaped for files and pipes, too: a terminal may be behind.
+    """Return a line of foreign text with control characters escaped for every stream: a terminal may show a file later.
     """
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def _over_live(text: str, colour: Callable[[object, str], str] = lambda stream, text: text) -> str:
-    """The text as it is to be written where a live line stands. colour: gives a text its colours."""
+    """Return the text to write over the live line: padded to cover it. colour: function (stream, text) -> coloured
+    text."""
     global _live
     was, _live = _live, 0
     first, *rest = text.split("\n")
@@ -333,19 +336,19 @@ def _send(stream, text: str) -> None:
     try:
         try:
             stream.write(text)
-        except UnicodeEncodeError:      # a sample of text, and a terminal that is not UTF-8
+        except UnicodeEncodeError:      # text that a terminal without UTF-8 cannot show
             stream.write(text.encode(stream.encoding, "replace").decode(stream.encoding))
         stream.flush()
-    except BlockingIOError:     # another program made the terminal non-blocking, and it is full: the next line may pass
+    except BlockingIOError:     # another program made the terminal non-blocking, and it is full: this line is dropped
         pass
-    except Exception:   # the stream may be anybody's, a notebook's: whatever it raises is not worth a run
+    except Exception:   # a stream of a notebook may raise anything; output must not end a run
         _give_up(stream)
 
 
 def _give_up(stream) -> None:
-    with contextlib.suppress(Exception):    # without a descriptor: the next line is tried again
+    with contextlib.suppress(Exception):    # a stream without a descriptor stays: the next line is tried again
         number = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, number)
         os.close(null)
-        stream.flush()      # what had not come through
+        stream.flush()      # sends the rest of the buffer to /dev/null

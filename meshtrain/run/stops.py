@@ -1,8 +1,9 @@
-"""Stop requests: SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, at any moment of a command.
+"""Stop requests by SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2.
 
-During the training loop a request is noted: the step finishes, the state is saved, exit code 75. Outside the loop the
-process exits at once: files on disk are always consistent, and a long compilation would outlast the scheduler's grace
-period. A thread does that, woken by C's handler, because Python's handlers wait until C++ returns. Imported before jax.
+During the training loop a request is recorded: the loop finishes the step, saves the state, and the process exits with
+code 75. Outside the loop the process exits at once: files on disk are always consistent, and a long compilation would
+outlast the scheduler's grace period. A thread handles the signal, woken through the wakeup descriptor of Python's C
+handler, because handlers in Python wait until C++ returns. Imported before jax.
 """
 from __future__ import annotations
 
@@ -16,21 +17,22 @@ from collections.abc import Callable, Iterator
 from meshtrain.run import say
 
 DONE, FAILED, USER_ERROR, DOES_NOT_FIT, STOPPED = 0, 1, 2, 3, 75     # exit codes
-# USR1 and USR2: schedulers warn by them of the time limit (sbatch --signal=USR1@120); Python alone dies of them
+# Schedulers send USR1 or USR2 before the time limit (sbatch --signal=USR1@120). By default they kill a Python process.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# a terminal that closes sends SIGHUP twice, systemd SIGTERM and SIGHUP: that is no second request
+# Signals within this time are one request: a terminal that closes sends SIGHUP twice, systemd SIGTERM and SIGHUP.
 ONE_REQUEST_S = 1.0
-LAST_WORDS_S = 2.0      # for a reader that is stuck
+LAST_WORDS_S = 2.0      # longest wait for a message to be printed, in case the reader is blocked
 BEFORE_THE_LOOP = "stopped before the first step; the same command starts again"
 
 
 def heeded() -> tuple[int, ...]:
-    """The signals that stop this process; SIGHUP is not one under nohup."""
+    """Return the signals that stop this process. Under nohup, SIGHUP is not one of them."""
     return tuple(number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
 
 class Listener:
-    """Receives this process's signals from now on. `number`: of the signal that asked for a stop; None: none has."""
+    """Receives stop signals of this process from its creation on. words: printed when a signal ends the process.
+    number: of the signal that requested a stop; None before one has."""
 
     def __init__(self, words: str = BEFORE_THE_LOOP):
         self.words = words
@@ -46,12 +48,12 @@ class Listener:
         os.set_blocking(self._wake, False)
         threading.Thread(target=self._watch, args=(woken,), daemon=True, name="stops").start()
         if threading.current_thread() is not threading.main_thread():
-            return      # a notebook's worker: Python allows handlers in the main thread alone
+            return      # e.g. a notebook's worker thread: Python allows signal handlers only in the main thread
         self._old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._old = {number: signal.signal(number, lambda number, frame: None) for number in heeded()}
 
     def close(self) -> None:
-        """Restores the signal handlers of before."""
+        """Restore the previous signal handlers."""
         if self._old:
             signal.set_wakeup_fd(self._old_wake)
             for number, handler in self._old.items():
@@ -59,7 +61,7 @@ class Listener:
         os.close(self._wake)
 
     def ending(self, finished: bool) -> str:
-        """How a loop ended that went to its end, for the history."""
+        """Return how a loop ended without an error, as text for the history. finished: all steps are done."""
         if finished:
             return "finished"
         return (f"stopped on request "
@@ -67,14 +69,14 @@ class Listener:
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Context manager: record the first request to stop, and end the process at the second one."""
+        """Context: record the first stop request in `number`, and end the process at the second one."""
         with self._lock:
             self._deferred, self._code = True, FAILED
         try:
             yield
-            if self._speaker is not None:       # or a loop that ends at once takes the words along
+            if self._speaker is not None:       # print the message before a loop that ends at once ends the process
                 self._speaker.join(LAST_WORDS_S)
-            self._code = DONE if self.number is None else STOPPED     # all is saved
+            self._code = DONE if self.number is None else STOPPED     # the state is saved
         finally:
             self._deferred = False
 
@@ -87,22 +89,23 @@ class Listener:
 
     def _receive(self, number: int) -> None:
         name = signal.Signals(number).name
-        with self._lock:        # held to the end: the loop does not begin while we leave
+        with self._lock:        # held until the process ends, so that the loop does not begin meanwhile
             if not self._deferred:
                 self._before_ending()
                 self._end(f"{name}: {self.words if self._code == STOPPED and self.number is None else 'ended'}")
             if self.number is None:
-                # In a thread of its own: a reader that is stuck must not keep the next signal waiting.
+                # Printed in a separate thread: a blocked reader must not delay the next signal.
                 speaker = threading.Thread(target=say.out, daemon=True, args=(
                     f"{name}: finishing this step and saving; once more stops at once",))
                 speaker.start()
                 self._speaker, self._noted_at = speaker, time.monotonic()
-                self.number = number        # last: from here on the loop may end
+                self.number = number        # set last: the loop may end once it is set
             elif time.monotonic() - self._noted_at > ONE_REQUEST_S:
                 self._end(f"{name} again: ended at once, without saving")
 
     def _end(self, words: str) -> None:
-        """Ends the process. Not by an exception: nothing raised in the main thread reaches it while C++ runs."""
+        """Print and record `words`, then end the process by os._exit. An exception would not reach the main thread
+        while C++ runs."""
         speaker = threading.Thread(target=lambda: (say.out(words), say.end(), self._record(words, self._code)),
                                    daemon=True)
         speaker.start()
@@ -110,31 +113,31 @@ class Listener:
         os._exit(self._code)
 
 
-_listener: Listener | None = None      # of a command, from its beginning
+_listener: Listener | None = None      # of a command; None outside commands
 
 
 def listen(words: str = BEFORE_THE_LOOP) -> None:
-    """First call of a command: from here on a signal ends it in order. words: printed then."""
+    """Handle stop signals from here on. The first call of a command. words: printed when a signal ends it."""
     global _listener
     _listener = Listener(words)
 
 
 def end_together(meet_the_others: Callable[[], None]) -> None:
-    """Sets what a process calls before it exits at once, now that it has peers; it must return within seconds."""
+    """Set the function that is called before a signal ends this process at once. It must return within seconds."""
     if _listener is not None:
         _listener._before_ending = meet_the_others
 
 
 def record_endings(record: Callable[[str, int], None]) -> None:
-    """record: (words, exit code) -> None, called where a signal ends this process at once."""
+    """Set the function record(words, exit code) that is called when a signal ends this process at once."""
     if _listener is not None:
         _listener._record = record
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Listener]:
-    """Context of the training loop: requests are noted in `number`. Outside a command (notebook, test) signals are
-    handled only within it."""
+    """Context of the training loop: yields a listener that records stop requests in `number`. Outside a command
+    (notebook, test), signals are handled only inside this context."""
     listener = _listener or Listener()
     try:
         with listener.deferring():

@@ -1,5 +1,6 @@
-"""Trackers: what gets the rows of a run beside metrics.jsonl, while it runs. metrics.jsonl is the record; no tracker
-stops a run or holds a step up.
+"""Trackers (TensorBoard, W&B, MLflow, Prometheus), which get the metrics rows during the run.
+
+metrics.jsonl is the complete record. No tracker stops a run or delays a step.
 """
 from __future__ import annotations
 
@@ -23,39 +24,43 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.run import contents, events, rows, say
 from meshtrain.run.spikes import LossSpike
 
-NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file of ours
-WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run stand and wait for it
-UNREACHED = re.compile("deadline|retrying|dial tcp|timed out")      # of W&B's service: it has refused nothing
-WANDB_FINISH_TIMEOUT_S = 120.0   # for uploading what is left at the end; without one, no network means no end
-MLFLOW_FINISH_S, MLFLOW_LAST_S = 60.0, 10.0     # to send what is left at the end; the same if the last try failed
-MLFLOW_PAUSE_S = 10.0                           # before what failed is tried again
-MLFLOW_ROWS, MLFLOW_NUMBERS = 10_000, 1_000     # rows that may wait; numbers that a request may have
-MLFLOW_PARAMETERS, MLFLOW_TEXT = 100, 500       # in a request; characters of one
-MLFLOW_STEP = "meshtrain.step"                  # the tag with the last step that it has
-# Nothing goes to anybody but the server, and what it does not take is asked again here.
+NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file that meshtrain wrote
+WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run wait meanwhile
+UNREACHED = re.compile("deadline|retrying|dial tcp|timed out")      # W&B's service was not reached: it refused nothing
+WANDB_FINISH_TIMEOUT_S = 120.0   # limit for the last upload; without a limit, a run without network would not end
+MLFLOW_FINISH_S, MLFLOW_LAST_S = 60.0, 10.0     # limits for the last upload; the second if the last attempt failed
+MLFLOW_PAUSE_S = 10.0                           # before a failed request is repeated
+MLFLOW_ROWS, MLFLOW_NUMBERS = 10_000, 1_000     # most rows that may wait; most numbers in a request
+MLFLOW_PARAMETERS, MLFLOW_TEXT = 100, 500       # most parameters in a request; most characters of one
+MLFLOW_STEP = "meshtrain.step"                  # tag of an MLflow run: the last step that was sent
+# No telemetry, and no retries inside MLflow: failed requests are repeated here.
 MLFLOW_ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
                       "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 
 
 class Tracker(contextlib.AbstractContextManager, Protocol):
-    """Opened before the first step, closed after the last; `log` gets each row's numbers, by tag (validation/loss), in
-    the order of the steps. It returns at once and raises nothing: what fails is told once, on stderr."""
+    """A tracker is opened before the first step and closed after the last. `log` gets the numbers of each row by tag
+    (validation/loss), in the order of the steps. It returns at once and raises nothing; a failure is reported once, on
+    stderr."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
 
 def check(run: Run) -> None:
-    """Raises: ConfigError where a run asks for a tracker whose package is not installed. Called by commands that train.
-    """
+    """Check that the packages of the configured trackers are installed. Raises: ConfigError. Called by commands that
+    train."""
     for name in ("wandb", "mlflow"):
         if (value := getattr(run.metrics, name)) and importlib.util.find_spec(name) is None:
-            raise ConfigError(f'metrics.{name}="{value}" needs the package {name}, which is not installed; pip install '
-                              f"-e '.[{name}]' in a checkout of meshtrain, or leave metrics.{name} out")
+            raise ConfigError(f'metrics.{name}="{value}" needs the package {name}, which is not installed; run pip '
+                              f"install -e '.[{name}]' in a checkout of meshtrain, or leave metrics.{name} out")
 
 
 def asked(run: Run, directory: Path, after: int, back: bool = False) -> Iterator[Tracker]:
-    """Those that the run file asks for, of a run that resumes after step `after`. back: what they have of later steps
-    is of another course, which the run has left; else these steps are repeated and give the same numbers."""
+    """Yield the trackers that the run file configures, for a run that resumes after step `after`.
+
+    back: whether the run went back to change its course, so that the later steps that trackers already have are
+    invalid. If False, these steps are repeated with the same numbers.
+    """
     if run.metrics.tensorboard:
         yield TensorBoard(directory / contents.TENSORBOARD, after, config.dump(run))
     if run.metrics.prometheus:
@@ -67,15 +72,16 @@ def asked(run: Run, directory: Path, after: int, back: bool = False) -> Iterator
 
 
 class TensorBoard(rows.Appended):
-    """Scalars by step, in a new event file of `directory` for each start of the run, which begins after step `after`.
-    settings: the run file, shown under Text.
+    """Writes scalars to a new event file in `directory`; each start of the run has its own file.
+
+    after: the step that this start resumes after. settings: the run file, shown under Text.
     """
 
     def __init__(self, directory: Path, after: int, settings: str = ""):
-        with contextlib.suppress(OSError):      # told when the first event cannot be written
+        with contextlib.suppress(OSError):      # reported when the first event cannot be written
             directory.mkdir(exist_ok=True)
-        # TensorBoard reads the files in the order of their names: numbers, because clocks of two hosts may differ.
-        # Others write here, too: its profiler leaves an events.out.tfevents.SECONDS.HOST.profile-empty.
+        # TensorBoard reads the files in the order of their names. The names are numbers: clocks of hosts may differ.
+        # Other programs write here, too: the profiler leaves an events.out.tfevents.SECONDS.HOST.profile-empty.
         numbers = (NUMBERED.fullmatch(path.name) for path in directory.glob("events.out.tfevents.*"))
         number = 1 + max((int(found[1]) for found in numbers if found), default=0)
         super().__init__(directory / f"events.out.tfevents.{number:06}")
@@ -90,13 +96,13 @@ class TensorBoard(rows.Appended):
 
 
 class WandB(contextlib.AbstractContextManager):
-    """A W&B run with rows and settings, files in directory/wandb; a resumed run continues the same one.
+    """Sends rows and settings to W&B; its files are in directory/wandb. A resumed run continues the same W&B run.
 
-    Where W&B cannot start online (no key, no network) it runs offline, for `wandb sync` to upload. A later failure is
-    reported once and ends W&B, not training. If a resume repeats steps, W&B keeps their first values. back: the step
-    to which the run has gone back, to take another course from there. W&B's history is cut there (`resume_from`;
-    offline: by `wandb sync`). Where the service refuses that, the course gets a W&B run of its own, in the group of the
-    first.
+    If W&B cannot start online (no key, no network), it runs offline, and `wandb sync` can upload the files later. A
+    later failure is reported once and ends W&B, not training. If a resume repeats steps, W&B keeps their first values.
+    back: the step to which the run went back to change its course; None: it did not. W&B's history is cut after that
+    step (`resume_from`; offline, `wandb sync` cuts it). If the service refuses this, the new course gets its own W&B
+    run in the group of the first one.
     """
 
     def __init__(self, run: Run, directory: Path, back: int | None = None):
@@ -110,17 +116,17 @@ class WandB(contextlib.AbstractContextManager):
         for mode in dict.fromkeys((os.environ.get("WANDB_MODE", "online"), "offline")):
             try:
                 self._run = self._open(mode, identity) if back is None else self._go_back(mode, identity, back)
-                # Of the next row; W&B drops what comes before, with a warning each.
+                # The step of the next row. W&B would drop each earlier row with a warning.
                 self._first = self._run.step if back is None else back + 1
                 return
-            except Exception as error:   # whatever W&B has against it: the run is worth more
+            except Exception as error:   # an error of W&B must not end the run
                 say.err(f"W&B cannot be started {mode}: {error}; " + (
-                    f"it is written to {self._kept.parent} instead, and `wandb sync` uploads it" if mode == "online"
-                    else "the run continues without it, metrics.jsonl has every row"))
-                wandb.teardown()   # or the id would count as in use
+                    f"rows are written to {self._kept.parent} instead, and `wandb sync` uploads them"
+                    if mode == "online" else "the run continues without it, metrics.jsonl has every row"))
+                wandb.teardown()   # else W&B takes the id for one in use
 
     def _open(self, mode: str, identity: str, **more):
-        """Starts W&B. more: further arguments of wandb.init, in place of these."""
+        """Start W&B. more: further arguments of wandb.init, which override the ones here."""
         import wandb
         own = {"resume": "allow" if mode == "online" and "resume_from" not in more else None}
         if group := _kept(self._group):
@@ -133,7 +139,7 @@ class WandB(contextlib.AbstractContextManager):
                                     finish_timeout=WANDB_FINISH_TIMEOUT_S), **own | more)
 
     def _go_back(self, mode: str, identity: str, step: int):
-        """Starts W&B with a history that ends after `step`."""
+        """Start W&B with a history that ends after `step`."""
         import wandb
         try:
             found = self._open(mode, identity, resume_from=f"{identity}?_step={step}")
@@ -148,13 +154,13 @@ class WandB(contextlib.AbstractContextManager):
         wandb.teardown()
         group, new = _kept(self._group) or os.environ.get("WANDB_RUN_GROUP") or identity, secrets.token_hex(4)
         if not _kept(self._group):
-            with contextlib.suppress(Exception):    # else the first run stays beside the group
+            with contextlib.suppress(Exception):    # if this fails, the first run stays outside the group
                 self._open(mode, identity, group=group).finish()
         found = self._open(mode, new, group=group)
         files.replace(self._group, group)
         files.replace(self._kept, new)
-        say.out(f"W&B does not let run {identity} go back to step {step} ({why[:200]}): the steps from there on are "
-                f"run {new} of the group {group}")
+        say.out(f"W&B does not let run {identity} go back to step {step} ({why[:200]}): the later steps are "
+                f"recorded in run {new} of the group {group}")
         return found
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -175,29 +181,29 @@ class WandB(contextlib.AbstractContextManager):
 
 
 def _failed(kind: type[BaseException] | None) -> bool:
-    """Whether what leaves a tracker's context ends the run; the run itself goes back before a loss spike."""
+    """Return whether an exception that leaves a tracker's context ends the run. After a LossSpike the run goes on."""
     return kind is not None and not issubclass(kind, LossSpike)
 
 
 def _kept(path: Path) -> str:
-    """The run's name at a service, as an earlier start has kept it; "" for none, also where a start was killed between
-    making the file and writing it."""
+    """Return the run's id at a service, which an earlier start saved in `path`; "" if there is none, or if a start was
+    killed before it wrote the file."""
     path.parent.mkdir(exist_ok=True)
     return path.read_text(encoding="utf-8").strip() if path.exists() else ""
 
 
 class MLflow(contextlib.AbstractContextManager):
-    """A run of MLflow's, at the server of MLFLOW_TRACKING_URI, with the run file's keys as parameters and the rows; a
-    resumed run continues the same one, behind the steps that it has.
+    """Sends rows to an MLflow run at MLFLOW_TRACKING_URI, with the run file's keys as parameters. A resumed run
+    continues the same MLflow run and sends only steps that the server lacks.
 
-    A thread of its own sends the rows: those that a server which is slow or gone does not take wait, the newest
-    MLFLOW_ROWS of them. back: the step to which the run has gone back, to take another course from there. Steps behind
-    it are sent again: MLflow keeps several values of a step, and the newest is the last.
+    A thread sends the rows. If the server is slow or unreachable, the newest MLFLOW_ROWS rows wait in memory. back: the
+    step to which the run went back to change its course; None: it did not. Later steps are then sent again: MLflow
+    keeps several values of a step and shows the newest.
     """
 
     def __init__(self, run: Run, directory: Path, back: int | None = None):
         self._run, self._kept, self._back = run, directory / "mlflow" / "run-id", back
-        self._why = "importing it took too long"        # nothing is sent, if so
+        self._why = "importing it took too long"        # the reason if nothing is sent
         self._rows: collections.deque[tuple[int, int, Mapping[str, float]]] = collections.deque(maxlen=MLFLOW_ROWS)
         self._more, self._closing = threading.Event(), threading.Event()
         self._client, self._id, self._sent, self._failing = None, "", 0, False
@@ -219,10 +225,10 @@ class MLflow(contextlib.AbstractContextManager):
                     ends = list(itertools.accumulate(len(numbers) for _, _, numbers in some))
                     self._send(some[:max(1, bisect.bisect_right(ends, MLFLOW_NUMBERS))])
                 self._failing = False
-            except BaseException as error:      # whatever MLflow or a library in Rust has against it
+            except BaseException as error:      # libraries in Rust raise errors that are no Exception
                 self._why = _without_secrets(error)
                 if not self._failing:
-                    say.err(f"MLflow takes no rows: {self._why}; they wait, and metrics.jsonl has every one")
+                    say.err(f"MLflow accepts no rows: {self._why}; they wait, and metrics.jsonl has every row")
                 self._failing = True
                 self._more.set()
                 if last:
@@ -233,7 +239,7 @@ class MLflow(contextlib.AbstractContextManager):
         for name, value in MLFLOW_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import mlflow   # here: it is optional, and takes a second to import
-        self._why = "no answer came"
+        self._why = "the server did not answer"
         client, experiment = mlflow.MlflowClient(), self._run.metrics.mlflow
         if identity := _kept(self._kept):
             self._sent = int(client.get_run(identity).data.tags.get(MLFLOW_STEP, 0))
@@ -264,11 +270,11 @@ class MLflow(contextlib.AbstractContextManager):
                 tags=[RunTag(MLFLOW_STEP, str(new[-1][0]))])
             self._sent = new[-1][0]
         for row in some:
-            if self._rows and self._rows[0] is row:     # not given up meanwhile
+            if self._rows and self._rows[0] is row:     # else a newer row has displaced it meanwhile
                 self._rows.popleft()
 
     def __exit__(self, kind, *_):
-        self._closing.set()     # what waits is tried once more, without a pause
+        self._closing.set()     # waiting rows are sent once more, without a pause
         self._more.set()
         self._thread.join(MLFLOW_LAST_S if self._failing else MLFLOW_FINISH_S)
         if self._rows:
@@ -284,8 +290,8 @@ def _without_secrets(error: Exception) -> str:
 
 
 class Prometheus(contextlib.AbstractContextManager):
-    """Serves the last row's numbers at http://HOST:PORT/metrics, in Prometheus' text format (version 0.0.4), labelled
-    with the run's name."""
+    """Serves the numbers of the last row at http://HOST:PORT/metrics, in Prometheus' text format (version 0.0.4), with
+    the run's name as a label."""
 
     def __init__(self, port: int, name: str):
         label = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

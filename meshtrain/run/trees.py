@@ -1,4 +1,4 @@
-"""Pytrees by the paths of their leaves, e.g. `layers/mlp/up/kernel`, the names in checkpoints, exports and adapters."""
+"""Names of pytree leaves by their paths, e.g. `layers/mlp/up/kernel`. Checkpoints, exports and adapters use them."""
 from __future__ import annotations
 
 import functools
@@ -9,17 +9,17 @@ import jax
 
 
 def name(path) -> str:
-    """The path of a leaf as jax gives it, as text."""
+    """Return the path of a leaf, as jax gives it, joined by "/"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
-    """Path -> leaf of any pytree."""
+    """Return path -> leaf of any pytree."""
     return {name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def nested(leaves: Mapping[str, Any]) -> dict:
-    """Nested dicts from path -> leaf."""
+    """Return nested dicts with the leaves at their paths."""
     tree: dict = {}
     for path, leaf in leaves.items():
         *parents, last = path.split("/")

@@ -91,7 +91,7 @@ def test_the_message_names_arrays_and_devices_and_what_to_do(checked, state):
         checked.check(40, broken)
     words = str(raised.value)
     assert words.startswith("step 40: replicas that must have the same bits differ in count: device 6 (process 0 on ")
-    assert "against 7 others" in words and "; and 1 arrays more" in words and "not saved" in words
+    assert "against 7 others" in words and "; and 1 more arrays" in words and "not saved" in words
     assert raised.value.agreed
 
 

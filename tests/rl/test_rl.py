@@ -203,7 +203,7 @@ def test_a_run_that_is_to_stop_waits_for_no_scores_and_keeps_its_answers(place, 
         begun = time.monotonic()
         done = call(train.main, *words(place, f"scores{behind}/run", *more))
         assert done.code == 75 and "stopped after step 2, saved" in done.out and time.monotonic() - begun < 60
-        assert behind == ("its validation is given up" in done.out)
+        assert behind == ("the validation was interrupted" in done.out)
         (directory / "waits").unlink()
         drawn.clear()
         stop_at = None
@@ -404,7 +404,7 @@ def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch)
     found = [row["mismatch_max"] for row in rows(place / "stale")]
     assert found[0] < 1e-4 and min(found[1:]) > 1e-3
     assert told.count("the sampler computes") == 1, told
-    assert f"step 2: mismatch_max={found[1]:.2g}, where rounding makes at most 0.001" in told, told
+    assert f"step 2: mismatch_max={found[1]:.2g}, but rounding explains at most 0.001" in told, told
 
 
 def test_a_reward_that_fails_leaves_its_answer_out(place, home):  # noqa: F811
@@ -468,7 +468,7 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
         return real(path, *args, **keys)
     monkeypatch.setattr(files, "replace", full)
     done = ran(*words(place, "full", "--training.steps=1", "--validation.every=0"))
-    assert "answers are not kept" in done.err
+    assert "the answers could not be saved" in done.err
 
 
 @pytest.mark.parametrize("more, told", [

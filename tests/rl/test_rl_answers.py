@@ -84,8 +84,8 @@ def test_answers_that_are_all_cut_off_and_left_out_change_nothing(place, home): 
                       "--rl.ratio=sequence", "--rl.correction=sequence_mask", "--rl.aggregate=sequence",
                       "--rl.updates=2", "--checkpoint.every=2", "--validation.every=0", "--optimizer.weight_decay=0"))
     for number in range(2):
-        assert (f"batch {number}: the run does not train on it, since no answer ended within rl.max_tokens=2, and "
-                'rl.truncated="mask" leaves such ones out') in done.out
+        assert (f"batch {number}: the run does not train on it, because no answer ended within rl.max_tokens=2, and "
+                'rl.truncated="mask" leaves such answers out') in done.out
     found = rows(place / "cut")
     assert [row["truncated"] for row in found[::2]] == [1.0, 1.0] and all("reward" in row for row in found[::2])
     assert {(row["loss"], row["grad_norm"], row["skipped"]) for row in found} == {(0.0, 0.0, False)}

@@ -380,7 +380,7 @@ def test_an_answer_of_another_version_is_refused_with_both_versions(desk, monkey
 def test_two_answers_to_one_order_are_compared(desk, capfd):
     one, other = taker(desk), taker(desk)
     one.deliver(ORDER, 0, answers(0), "cpu")
-    with pytest.raises(groups.RolloutError, match="gave other answers than .* one of the two computes wrong"):
+    with pytest.raises(groups.RolloutError, match="gave other answers than .* one of the two hosts computes wrongly"):
         other.deliver(ORDER, 0, answers(0, 6), "cpu")
     other.deliver(ORDER, 0, answers(0, 6), "gpu")
     assert "meshes round differently" in capfd.readouterr().err
@@ -455,7 +455,7 @@ def test_a_run_without_samplers_says_so_and_ends(place, home, monkeypatch):  # n
     monkeypatch.setattr(apart, "LOST_S", 1.5)
     monkeypatch.setattr(apart, "TOLD_EVERY_S", 0.5)
     done = call(train.main, *words(place, "nobody", "--rl.lag=1", *FEW))
-    assert done.code == 1 and "no sampler was there for 1.5 s: start python -m meshtrain.sample" in done.err
+    assert done.code == 1 and "no sampler was alive for 1.5 s: start python -m meshtrain.sample" in done.err
     assert "waiting for 4 of 4 parts of the answers of batch 0, and no sampler is there" in done.err
     assert "Traceback" not in done.err and done.err.count("error:") == 1
 

@@ -91,7 +91,7 @@ def test_a_line_that_would_be_dropped_with_later_rows_is_kept_beside_and_told(tm
         writer.write({"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert (tmp_path / "metrics.aside.jsonl").read_text() == f'{{"step": 2}}\n{line}\n{{"step": 3}}\n'
-    assert "1 of the lines after step 1 are no rows of metrics; they are kept in metrics.aside.jsonl" in capsys.readouterr().err
+    assert "1 of the lines after step 1 are not metrics rows; they are kept in metrics.aside.jsonl" in capsys.readouterr().err
 
 
 @given(st.lists(st.one_of(st.integers(0, 9).map(lambda step: f'{{"step": {step}, "x": "{step * "y"}"}}'),
@@ -156,7 +156,7 @@ def test_a_descriptor_that_went_stale_is_opened_anew(tmp_path, number, capsys):
         writer.write({"step": 3})
         assert [row["step"] for row in metrics.read(writer.path)] == [1, 2, 3]
     told = capsys.readouterr().err
-    assert told.count("cannot be written") == 1 and "ends early" not in told
+    assert told.count("cannot be written") == 1 and "is incomplete" not in told
 
 
 @pytest.mark.parametrize("left", [0, 5, 12, 17])
@@ -213,14 +213,14 @@ def test_a_full_disk_is_told_once_and_loses_no_row_when_there_is_room_again(tmp_
         assert metrics.read(writer.path) == [{"step": step} for step in range(1, 6)]
     told = capsys.readouterr().err
     assert told.count("cannot be written") == 1 and "m.jsonl" in told and "training continues" in told
-    assert "ends early" not in told
+    assert "is incomplete" not in told
 
 
 def test_rows_that_never_found_room_are_told_at_the_end_and_a_resume_repairs_the_file(tmp_path, capsys):
     with disk_of(20), metrics.MetricsWriter(tmp_path / "m.jsonl") as writer:
         writer.write({"step": 1})
         writer.write({"step": 2})
-    assert "ends early: its last 12 bytes" in capsys.readouterr().err
+    assert "is incomplete: its last 12 bytes" in capsys.readouterr().err
     with disk_of(20), metrics.MetricsWriter(tmp_path / "m.jsonl") as writer:
         rows.cut_after(writer.path, 1)    # needs no room
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n'

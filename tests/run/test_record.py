@@ -91,7 +91,7 @@ def test_only_skips_in_a_row_end_a_run(capsys):
     assert [row["skipped"] for row in kept.rows] == [True, False,
                                                      True] and "not finite, skipped" in capsys.readouterr().out
     steps.dispatched(4, 512, 128, metrics(float("nan"), True), ended(time.perf_counter()))
-    with pytest.raises(record.TooManySkippedSteps, match="2 steps in a row, the last of them 4"):
+    with pytest.raises(record.TooManySkippedSteps, match="2 steps in a row, up to step 4"):
         steps.settle()
     assert kept.rows[-1]["step"] == 4, "the row stands, and tells why"
 
@@ -113,5 +113,5 @@ def test_a_sampler_that_differs_by_more_than_rounding_is_told_once(column, limit
         steps.dispatched(number, 128, 128, told, ended(steps._mark + number))
         steps.settle()
     told = capsys.readouterr().err
-    assert told.count("the sampler computes other probabilities than the step") == (limit < math.inf)
-    assert limit == math.inf or f"step 2: mismatch_{column}={2 * limit:.2g}, where rounding" in told
+    assert told.count("the sampler computes other probabilities than the training step") == (limit < math.inf)
+    assert limit == math.inf or f"step 2: mismatch_{column}={2 * limit:.2g}, but rounding" in told

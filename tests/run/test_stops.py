@@ -111,7 +111,7 @@ def test_a_signal_at_any_moment_ends_the_run_with_75_and_its_state_saved(moment,
         assert last in (2, 3) and not any("val_loss" in row for row in written), "no further step"
         # Where the signal is taken at the end of the third step, its validation does not begin, and nothing is told of
         # it.
-        assert last == 3 or "its validation is given up" not in text
+        assert last == 3 or "the validation was interrupted" not in text
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------

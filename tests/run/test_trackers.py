@@ -249,7 +249,7 @@ def test_wandb_shows_the_course_that_a_run_has_taken_after_it_went_back(rewinds,
     assert [service.steps(one) for one in (first, second, third)] == [
         [(step, float(step)) for step in range(1, 7)], [(4, 104.0), (5, 105.0)], now]
     assert f"does not let run {first} go back to step 3" in told.out and "this account may not rewind" in told.out
-    assert f"steps from there on are run {third} of the group {first}" in told.out
+    assert f"later steps are recorded in run {third} of the group {first}" in told.out
 
 
 def test_wandb_offline_writes_that_its_history_is_to_be_cut(tmp_path, capfd):
@@ -324,7 +324,7 @@ def test_mlflow_has_rows_and_keys_and_a_resume_goes_on_in_the_same_run(mlflow, t
     history = client.get_metric_history(identity, "loss")
     assert [(one.step, one.value) for one in history] == [(step, step / 4) for step in range(1, 71)]
     assert found.data.metrics["optimizer/skipped"] == 0 and "mfu" not in found.data.metrics
-    assert "MLflow takes" not in capfd.readouterr().err
+    assert "MLflow accepts" not in capfd.readouterr().err
 
 
 def test_mlflow_gets_the_steps_again_where_a_run_goes_back(mlflow, tmp_path, capfd):
@@ -352,7 +352,7 @@ def test_a_run_that_goes_back_before_a_spike_is_not_a_failed_one(mlflow, tmp_pat
     assert mlflow.MlflowClient().get_run((tmp_path / "mlflow" / "run-id").read_text()).info.status == "FINISHED"
 
 
-@pytest.mark.parametrize("slow, told", [("begins", "no answer came"), ("fails", "ValueError: no such backend")])
+@pytest.mark.parametrize("slow, told", [("begins", "the server did not answer"), ("fails", "ValueError: no such backend")])
 def test_mlflow_that_gets_no_row_says_why_also_in_a_short_run(slow, told, mlflow, tmp_path, monkeypatch, capfd):
     def create_run(*_, **__):
         if slow == "begins":
@@ -382,7 +382,7 @@ def test_mlflow_that_fails_for_a_while_gets_every_row_and_is_told_once(mlflow, t
     identity = (tmp_path / "mlflow" / "run-id").read_text()
     assert [one.step for one in mlflow.MlflowClient().get_metric_history(identity, "loss")] == [1, 2, 3]
     said = capfd.readouterr().err
-    assert said.count("MLflow takes no rows: ConnectionError: no route to http://…@there") == 1 and "secret" not in said
+    assert said.count("MLflow accepts no rows: ConnectionError: no route to http://…@there") == 1 and "secret" not in said
 
 
 class Panic(BaseException):
@@ -408,7 +408,7 @@ def test_mlflow_survives_an_error_that_is_no_exception(error, mlflow, tmp_path, 
             time.sleep(0.01)
     identity = (tmp_path / "mlflow" / "run-id").read_text()
     assert [one.step for one in mlflow.MlflowClient().get_metric_history(identity, "loss")] == [1, 2]
-    assert f"MLflow takes no rows: {type(error).__name__}" in capfd.readouterr().err
+    assert f"MLflow accepts no rows: {type(error).__name__}" in capfd.readouterr().err
 
 
 def test_rows_that_wait_are_tried_once_more_when_the_run_ends(mlflow, tmp_path, monkeypatch, capfd):
@@ -437,7 +437,7 @@ def test_mlflow_that_is_not_there_holds_nothing_up(mlflow, tmp_path, monkeypatch
     with metrics.open_writers(run_file(tmp_path, "--metrics.mlflow", "theirs"), tmp_path, 0) as writers:
         writers.write({"step": 1, "loss": 2.0})
         assert time.monotonic() - began < 1.0
-        while "MLflow takes no rows" not in (said := capfd.readouterr().err):
+        while "MLflow accepts no rows" not in (said := capfd.readouterr().err):
             time.sleep(0.05)
     assert "127.0.0.1" in said and "did not get the rows from step 1 on" in capfd.readouterr().err
     assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1]
@@ -449,7 +449,7 @@ def test_only_the_newest_rows_wait(mlflow, tmp_path, monkeypatch, capfd):
     with metrics.open_writers(run_file(tmp_path, "--metrics.mlflow", "theirs"), tmp_path, 0) as writers:
         for step in range(1, 101):
             writers.write({"step": step, "loss": 2.0})
-        while "MLflow takes no rows: ZeroDivisionError" not in capfd.readouterr().err:
+        while "MLflow accepts no rows: ZeroDivisionError" not in capfd.readouterr().err:
             time.sleep(0.01)
     assert "did not get the rows from step 96 on" in capfd.readouterr().err
 

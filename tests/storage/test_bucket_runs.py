@@ -329,7 +329,7 @@ def test_a_start_that_was_taken_over_stops_at_its_next_step(saves, server, tiny,
     tampering(monkeypatch, take, step=5)
     done = call(train.main, *tiny, *SIX, "--run.dir", there, "--training.steps", "1000", "--checkpoint.every", saves)
     assert done.code == 1 and done.err.count("was taken over by another start (pid 5 on node-17") == 1
-    assert "this one stops and writes nothing more" in done.err and "tried again" not in done.err
+    assert "this start stops and writes nothing more" in done.err and "tried again" not in done.err
     assert rows(mirror.directory(there))[-1]["step"] <= 7
     assert {name: stores.read(place.below(name)) for name in keys(there) if name != ".lock"} == seen
     assert '"end"' not in (mirror.directory(there) / "history.jsonl").read_text()
@@ -492,7 +492,7 @@ def test_a_run_of_another_host_that_goes_on_giving_signs_is_not_taken(server, ti
 
 
 @pytest.mark.parametrize(("there", "before", "words", "parts"), [
-    ("strangers", "thesis.txt", (), ("has files and is not the directory of a run", "another run.name")),
+    ("strangers", "thesis.txt", (), ("has files but is not the directory of a run", "another run.name")),
     ("own", "", ("--checkpoint.resume", "never"), ("already holds a run", 'resume="auto"')),
     ("new", "", ("--data.seq_len", "40000"), ("data.seq_len",)),
 ])
